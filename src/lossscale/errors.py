@@ -1,0 +1,67 @@
+"""Every error and warning that lossscale raises by itself.
+
+```
+Exception
+└── LossScaleError
+    ├── ArgumentError(ValueError)          a value that cannot be used
+    ├── ArgumentTypeError(TypeError)       a value of the wrong type
+    ├── AlreadyWrappedError(TypeError, ValueError)
+    │                                      loss scaling would be applied twice
+    ├── GradientsError(ValueError)         gradients that are missing
+    ├── MalformedGradientsError(TypeError) gradients that are not (gradient, variable) pairs
+    ├── UnknownSlotError(KeyError)         no such slot, or no such variable
+    ├── UnknownSettingError(AttributeError)
+    │                                      no such hyperparameter
+    └── UnsupportedError(NotImplementedError)
+                                           the framework cannot do this
+UserWarning
+└── LossScaleWarning                       a step that is probably not what was meant
+```
+
+Each class also inherits from the built-in exception that TensorFlow documented for the same
+mistake, so code that already catches `TypeError` or `ValueError` goes on working.
+"""
+
+
+class LossScaleError(Exception):
+    """Base class of the errors of lossscale."""
+
+
+class ArgumentError(LossScaleError, ValueError):
+    """An argument has a value that cannot be used."""
+
+
+class ArgumentTypeError(LossScaleError, TypeError):
+    """An argument has the wrong type."""
+
+
+class AlreadyWrappedError(LossScaleError, TypeError, ValueError):
+    """The optimizer already has loss scaling; a second layer would divide the gradients twice."""
+
+
+class GradientsError(LossScaleError, ValueError):
+    """No variable has a gradient, or a gradient cannot be computed."""
+
+
+class MalformedGradientsError(LossScaleError, TypeError):
+    """The gradients are not a list of (gradient, variable) pairs."""
+
+
+class UnknownSlotError(LossScaleError, KeyError):
+    """The optimizer has no such slot, or does not know the variable."""
+
+    def __str__(self) -> str:
+        # KeyError shows the repr of its argument, which hides a sentence behind quotes.
+        return str(self.args[0]) if self.args else ""
+
+
+class UnknownSettingError(LossScaleError, AttributeError):
+    """Neither the loss scale optimizer nor the optimizer inside it has this setting."""
+
+
+class UnsupportedError(LossScaleError, NotImplementedError):
+    """The framework in use has no way of doing this."""
+
+
+class LossScaleWarning(UserWarning):
+    """The loss and its gradients are probably not scaled by the same number."""

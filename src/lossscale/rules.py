@@ -1,0 +1,336 @@
+"""How a loss scale moves: pure functions of a small state, for any array library.
+
+A rule is a frozen object that holds numbers and no arrays. Its state is a named tuple of
+scalars. `update` takes the state and whether the gradients were finite, and returns the next
+state; it calls nothing but operators and `xp.where`, so the same body runs under NumPy,
+TensorFlow (eager, `tf.function`, XLA), JAX, PyTorch and `keras.ops`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from lossscale.errors import ArgumentError
+
+LARGEST_SCALE = 2.0**126
+"""Largest loss scale: above it the reciprocal is no normal float32 number."""
+
+SMALLEST_SCALE = 2.0**-126
+"""Smallest loss scale: the smallest normal float32 number."""
+
+LONGEST_INTERVAL = 2**31 - 1
+"""Longest growth interval, in steps: what a 32-bit counter can count."""
+
+
+class ScaleState(NamedTuple):
+    """What a rule remembers from one step to the next.
+
+    Attributes:
+        scale: float32 scalar, dimensionless; multiplies the loss.
+        good_steps: Integer scalar, in steps; finite steps since the scale last changed.
+    """
+
+    scale: Any
+    good_steps: Any
+
+
+@runtime_checkable
+class ScaleRule(Protocol):
+    """What a loss scaling rule offers. Inherit from it to get the defaults.
+
+    A rule is immutable and hashable, and holds no arrays: all that changes is in the state.
+    The first field of a state is always `scale`.
+    """
+
+    @property
+    def checks_gradients(self) -> bool:
+        """Whether a step with a non-finite gradient is found and skipped."""
+        return True
+
+    @property
+    def powers_of_two(self) -> bool:
+        """Whether every scale the rule can reach is a power of two.
+
+        Then multiplying by the reciprocal is exact, and no division is needed.
+        """
+        return False
+
+    def init(self) -> ScaleState:
+        """Returns the first state, as Python numbers."""
+        ...
+
+    def loss_scale(self, state: ScaleState) -> Any:
+        """Returns the number that multiplies the loss in this state."""
+        return state.scale
+
+    def update(self, state: ScaleState, finite: Any, *, xp: Any) -> ScaleState:
+        """Returns the state after a step.
+
+        Args:
+            state: The state before the step, float32 and integer scalars of one library.
+            finite: Boolean scalar; whether every gradient of the step was finite.
+            xp: The namespace of the arrays, such as `numpy`, `jax.numpy`, `torch`,
+                `tensorflow` or `keras.ops`. Only `where` is taken from it.
+        """
+        ...
+
+    def restored(self, state: ScaleState) -> ScaleState:
+        """Returns a state read from a file, made valid for this rule.
+
+        Args:
+            state: Python numbers.
+        """
+        return state
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments that make this rule again, as a JSON-ready dictionary."""
+        ...
+
+
+def checked_scale(name: str, value: Any) -> float:
+    """Returns `value` as a float that can be a loss scale.
+
+    Args:
+        name: The argument's name, for the message.
+        value: The value to check, dimensionless.
+
+    Raises:
+        ArgumentError: If it is no number, or lies outside [2**-126, 2**126].
+    """
+    number = _checked_number(name, value)
+    if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
+        raise ArgumentError(
+            f"`{name}` must be a positive number from 2**-126 to 2**126, so that it and its "
+            f"reciprocal are normal float32 numbers. Received: {name}={value!r}."
+        )
+    return number
+
+
+def _checked_number(name: str, value: Any) -> float:
+    # float() would take "8" and True; neither is what a caller means by a scale.
+    if not isinstance(value, (bool, str, bytes)):
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    raise ArgumentError(
+        f"`{name}` must be a number. Received: {name}={value!r} of type {type(value).__name__}."
+    )
+
+
+def _checked_interval(name: str, value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if isinstance(value, bool) or not 1 <= number <= LONGEST_INTERVAL:
+        raise ArgumentError(
+            f"`{name}` must be an integer number of steps from 1 to 2**31 - 1. "
+            f"Received: {name}={value!r} of type {type(value).__name__}."
+        )
+    return number
+
+
+def _is_power_of_two(value: float) -> bool:
+    return math.frexp(value)[0] == 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedScale(ScaleRule):
+    """A loss scale that never changes.
+
+    Args:
+        scale: The loss scale, a dimensionless number from 2**-126 to 2**126.
+        skip_nonfinite: Whether a step with a non-finite gradient is skipped. By default
+            gradients are not looked at, as TensorFlow documented for a fixed scale: an
+            infinite gradient is applied.
+
+    Raises:
+        ArgumentError: If `scale` is no such number. It is a `ValueError`.
+
+    Example:
+        >>> FixedScale(128).init()
+        ScaleState(scale=128.0, good_steps=0)
+
+    Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018,
+    https://arxiv.org/abs/1710.03740, section 3.2.
+    """
+
+    scale: float
+    skip_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", checked_scale("scale", self.scale))
+        if not isinstance(self.skip_nonfinite, bool):
+            raise ArgumentError(
+                "`skip_nonfinite` must be True or False. "
+                f"Received: skip_nonfinite={self.skip_nonfinite!r}."
+            )
+
+    @property
+    def checks_gradients(self) -> bool:
+        return self.skip_nonfinite
+
+    @property
+    def powers_of_two(self) -> bool:
+        return _is_power_of_two(self.scale)
+
+    def init(self) -> ScaleState:
+        return ScaleState(scale=self.scale, good_steps=0)
+
+    def loss_scale(self, state: ScaleState) -> float:
+        # Not read from the state: a restored file must not override the number in the code.
+        return self.scale
+
+    def update(self, state: ScaleState, finite: Any, *, xp: Any) -> ScaleState:
+        return state
+
+    def restored(self, state: ScaleState) -> ScaleState:
+        return self.init()
+
+    def get_config(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicScale(ScaleRule):
+    """A loss scale that grows while gradients are finite and backs off when they are not.
+
+    ```
+    if every gradient is finite:
+        apply the step
+        good_steps += 1
+        if good_steps >= growth_interval:
+            good_steps = 0
+            if scale * growth_factor <= max_scale:
+                scale *= growth_factor
+    else:
+        skip the step
+        good_steps = 0
+        scale = max(scale * backoff_factor, min_scale)
+    ```
+
+    A product that passes `max_scale` leaves the scale where it is, and the count starts again.
+    The test is `>=`, so a shorter interval given on resume takes effect at once. No sequence
+    of steps takes the scale out of [`min_scale`, `max_scale`], and there the scale and its
+    reciprocal are normal float32 numbers.
+
+    Args:
+        initial_scale: The first loss scale, dimensionless. Start high: a scale that is too high
+            is lowered within a few steps, one that is too low takes `growth_interval` steps
+            for each doubling.
+        growth_interval: How many finite steps in a row raise the scale, in steps.
+        growth_factor: What the scale is multiplied by then, dimensionless, above 1.
+        backoff_factor: What it is multiplied by after a non-finite gradient, dimensionless,
+            between 0 and 1.
+        min_scale: The lowest loss scale, dimensionless; any number from 2**-126 up.
+        max_scale: The highest loss scale, dimensionless. None stands for 2**126.
+
+    Raises:
+        ArgumentError: If a value cannot be used; the message names it. It is a `ValueError`.
+
+    Example:
+        >>> import numpy as np
+        >>> rule = DynamicScale(initial_scale=8, growth_interval=2)
+        >>> state = ScaleState(np.float32(8), np.int64(0))
+        >>> for finite in (True, True, False):
+        ...     state = rule.update(state, finite, xp=np)
+        ...     print(float(state.scale), int(state.good_steps))
+        8.0 1
+        16.0 0
+        8.0 0
+
+    Source: `tf.keras.mixed_precision.LossScaleOptimizer` of TensorFlow 2.4; the method of
+    backing off is described in https://arxiv.org/abs/1805.10387 (OpenSeq2Seq), section 3.
+    """
+
+    initial_scale: float = 2.0**15
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    min_scale: float = 1.0
+    max_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        checked = {
+            "initial_scale": checked_scale("initial_scale", self.initial_scale),
+            "growth_interval": _checked_interval("growth_interval", self.growth_interval),
+            "growth_factor": _checked_number("growth_factor", self.growth_factor),
+            "backoff_factor": _checked_number("backoff_factor", self.backoff_factor),
+            "min_scale": checked_scale("min_scale", self.min_scale),
+        }
+        if self.max_scale is not None:
+            checked["max_scale"] = checked_scale("max_scale", self.max_scale)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if not 1.0 < self.growth_factor < math.inf:
+            raise ArgumentError(
+                "`growth_factor` must be a finite number above 1. "
+                f"Received: growth_factor={self.growth_factor!r}."
+            )
+        if not 0.0 < self.backoff_factor < 1.0:
+            raise ArgumentError(
+                "`backoff_factor` must be a number between 0 and 1, both excluded. "
+                f"Received: backoff_factor={self.backoff_factor!r}."
+            )
+        if not self.min_scale <= self.initial_scale <= self.ceiling:
+            raise ArgumentError(
+                "`initial_scale` must lie between `min_scale` and `max_scale`. "
+                f"Received: min_scale={self.min_scale!r}, initial_scale={self.initial_scale!r}, "
+                f"max_scale={self.max_scale!r}."
+            )
+
+    @property
+    def ceiling(self) -> float:
+        """The highest loss scale the rule can reach, dimensionless."""
+        return LARGEST_SCALE if self.max_scale is None else self.max_scale
+
+    @property
+    def powers_of_two(self) -> bool:
+        return all(
+            _is_power_of_two(value)
+            for value in (
+                self.initial_scale,
+                self.growth_factor,
+                self.backoff_factor,
+                self.min_scale,
+                self.ceiling,
+            )
+        )
+
+    def init(self) -> ScaleState:
+        return ScaleState(scale=self.initial_scale, good_steps=0)
+
+    def update(self, state: ScaleState, finite: Any, *, xp: Any) -> ScaleState:
+        scale, good_steps = state
+        counted = good_steps + 1
+        due = counted >= self.growth_interval
+        grown = scale * self.growth_factor
+        lowered = scale * self.backoff_factor
+        # Comparisons with inf and NaN are false, so a scale that was set to either from outside
+        # comes back into the range on the first skipped step.
+        lowered = xp.where(lowered > self.min_scale, lowered, self.min_scale)
+        lowered = xp.where(lowered < self.ceiling, lowered, self.ceiling)
+        kept = xp.where(due & (grown <= self.ceiling), grown, scale)
+        waiting = counted < self.growth_interval
+        return ScaleState(
+            scale=xp.where(finite, kept, lowered),
+            good_steps=xp.where(finite & waiting, counted, 0),
+        )
+
+    def restored(self, state: ScaleState) -> ScaleState:
+        scale = float(state.scale)
+        if not (math.isfinite(scale) and scale > 0):
+            scale = self.initial_scale
+        scale = min(max(scale, self.min_scale), self.ceiling)
+        return ScaleState(scale=scale, good_steps=max(int(state.good_steps), 0))
+
+    def get_config(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+RULES: dict[str, type[Any]] = {rule.__name__: rule for rule in (FixedScale, DynamicScale)}
+"""The rules that a configuration can name without `custom_objects`."""
