@@ -121,7 +121,12 @@ def _checked_number(name: str, value: Any) -> float:
     )
 
 
-def _checked_interval(name: str, value: Any) -> int:
+def checked_interval(name: str, value: Any) -> int:
+    """Returns `value` as an int that can be a growth interval, in steps.
+
+    Raises:
+        ArgumentError: If it is no integer from 1 to 2**31 - 1.
+    """
     try:
         number = operator.index(value)
     except TypeError:
@@ -257,7 +262,7 @@ class DynamicScale(ScaleRule):
     def __post_init__(self) -> None:
         checked = {
             "initial_scale": checked_scale("initial_scale", self.initial_scale),
-            "growth_interval": _checked_interval("growth_interval", self.growth_interval),
+            "growth_interval": checked_interval("growth_interval", self.growth_interval),
             "growth_factor": _checked_number("growth_factor", self.growth_factor),
             "backoff_factor": _checked_number("backoff_factor", self.backoff_factor),
             "min_scale": checked_scale("min_scale", self.min_scale),

@@ -1,0 +1,264 @@
+"""From the arguments and configurations of every generation of the API to a rule, and back.
+
+Three ways of saying how the scale moves lead here: the arguments `dynamic`, `initial_scale` and
+`dynamic_growth_steps` (TensorFlow 2.4 and later, and Keras 3 without `dynamic`), the argument
+`loss_scale` (TensorFlow 2.0 to 2.3), and `rule` (this library). Every check is made here or in
+`rules`, before anything is created.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.rules import (
+    RULES,
+    DynamicScale,
+    FixedScale,
+    ScaleRule,
+    checked_interval,
+    checked_scale,
+)
+
+# Keras 3 wrote these into the configuration of its own LossScaleOptimizer before they were
+# refused there; they never had an effect.
+_IDLE_KERAS_ARGUMENTS: dict[str, Any] = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "global_clipnorm": None,
+    "clipvalue": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
+    "gradient_accumulation_steps": None,
+}
+
+
+def rule_from_arguments(
+    dynamic: Any = True,
+    initial_scale: Any = None,
+    dynamic_growth_steps: Any = None,
+    rule: Any = None,
+) -> ScaleRule:
+    """Returns the rule that the constructor's arguments describe.
+
+    Args:
+        dynamic: True for a scale that moves, False for a fixed one.
+        initial_scale: The first, or the fixed, loss scale; dimensionless. None stands for 2**15
+            and needs `dynamic=True`.
+        dynamic_growth_steps: Finite steps in a row that double the scale, in steps. None stands
+            for 2000; only with `dynamic=True`.
+        rule: A rule, instead of the three others.
+
+    Raises:
+        ArgumentTypeError: If `dynamic` is not a bool or `rule` not a rule. It is a `TypeError`.
+        ArgumentError: If a value cannot be used. It is a `ValueError`.
+
+    Example:
+        >>> rule_from_arguments(dynamic=False, initial_scale=128)
+        FixedScale(scale=128.0, skip_nonfinite=False)
+    """
+    if rule is not None:
+        return _checked_rule(rule, dynamic, initial_scale, dynamic_growth_steps)
+    if not isinstance(dynamic, bool):
+        raise ArgumentTypeError(_not_a_bool(dynamic))
+    if not dynamic:
+        if initial_scale is None:
+            raise ArgumentError(
+                "With `dynamic=False` the fixed loss scale must be given as `initial_scale`. "
+                "Received: initial_scale=None."
+            )
+        if dynamic_growth_steps is not None:
+            raise ArgumentError(
+                "`dynamic_growth_steps` has no meaning with `dynamic=False`: a fixed scale "
+                f"does not grow. Received: dynamic_growth_steps={dynamic_growth_steps!r}. "
+                "Leave it out, or pass `dynamic=True`."
+            )
+        return FixedScale(checked_scale("initial_scale", initial_scale))
+    settings: dict[str, Any] = {}
+    if initial_scale is not None:
+        settings["initial_scale"] = checked_scale("initial_scale", initial_scale)
+        # A first scale below 1 asks for scales below 1; with the usual floor of 1, the first
+        # overflow would raise the scale.
+        settings["min_scale"] = min(1.0, settings["initial_scale"])
+    if dynamic_growth_steps is not None:
+        settings["growth_interval"] = checked_interval("dynamic_growth_steps", dynamic_growth_steps)
+    return DynamicScale(**settings)
+
+
+def _checked_rule(
+    rule: Any, dynamic: Any, initial_scale: Any, dynamic_growth_steps: Any
+) -> ScaleRule:
+    if not isinstance(rule, ScaleRule):
+        raise ArgumentTypeError(
+            "`rule` must be a scaling rule, such as lossscale.DynamicScale(growth_interval=500) "
+            f"or lossscale.FixedScale(128). Received: rule={rule!r} of type {type(rule).__name__}."
+        )
+    if dynamic is not True or initial_scale is not None or dynamic_growth_steps is not None:
+        raise ArgumentError(
+            "`rule` already says how the scale moves. Leave out `dynamic`, `initial_scale` and "
+            f"`dynamic_growth_steps`. Received: rule={rule!r}, dynamic={dynamic!r}, "
+            f"initial_scale={initial_scale!r}, dynamic_growth_steps={dynamic_growth_steps!r}."
+        )
+    return rule
+
+
+def _not_a_bool(dynamic: Any) -> str:
+    message = (
+        f"`dynamic` must be True or False. Received: dynamic={dynamic!r} of type "
+        f"{type(dynamic).__name__}."
+    )
+    if isinstance(dynamic, str):
+        return (
+            f"{message} For a dynamic scale pass dynamic=True, which is the default. The string "
+            "'dynamic' belongs to lossscale.experimental.LossScaleOptimizer(optimizer, 'dynamic')."
+        )
+    if isinstance(dynamic, ScaleRule):
+        return f"{message} Pass a rule by name: rule={dynamic!r}."
+    try:
+        number = float(dynamic)
+    except (TypeError, ValueError):
+        return message
+    return (
+        f"{message} For a fixed scale pass dynamic=False, initial_scale={number:g}; for a dynamic "
+        f"scale that starts there, initial_scale={number:g}. A number in this place belongs to "
+        f"lossscale.experimental.LossScaleOptimizer(optimizer, {number:g})."
+    )
+
+
+def is_dynamic(rule: ScaleRule) -> bool:
+    """Whether the scale of this rule can change."""
+    return not isinstance(rule, FixedScale)
+
+
+def growth_steps(rule: ScaleRule) -> int | None:
+    """The documented `dynamic_growth_steps` of a rule, in steps; None if it has none."""
+    return getattr(rule, "growth_interval", None)
+
+
+def config_from_rule(rule: ScaleRule) -> dict[str, Any]:
+    """Returns the part of an optimizer's configuration that describes its rule.
+
+    The documented keys are used where they say it all, so that such a configuration is the one
+    that Keras 3 writes and reads.
+
+    Example:
+        >>> config_from_rule(DynamicScale(initial_scale=8, growth_interval=3))
+        {'initial_scale': 8.0, 'dynamic_growth_steps': 3}
+    """
+    config: dict[str, Any] = {
+        "initial_scale": float(rule.init().scale),
+        "dynamic_growth_steps": growth_steps(rule),
+    }
+    if not is_dynamic(rule):
+        config["dynamic"] = False
+    described = (DynamicScale, FixedScale)
+    if not isinstance(rule, described) or rule != rule_from_arguments(**config):
+        config["rule"] = {"class_name": type(rule).__name__, "config": rule.get_config()}
+    return config
+
+
+def arguments_from_config(
+    config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """Returns the inner optimizer's configuration and the constructor's arguments.
+
+    Args:
+        config: A configuration of any generation; it is not changed.
+        custom_objects: Rules that are not part of this library, by class name.
+
+    Returns:
+        What describes the inner optimizer, and a dictionary with `name` (if there is one) and
+        either `rule` or the documented arguments.
+
+    Raises:
+        ArgumentError: If the configuration is not one of a loss scale optimizer.
+
+    Example:
+        >>> arguments_from_config({"optimizer": {}, "loss_scale": {
+        ...     "class_name": "FixedLossScale", "config": {"loss_scale_value": 8.0}}})
+        ({}, {'rule': FixedScale(scale=8.0, skip_nonfinite=False)})
+    """
+    rest = dict(config)
+    inner_key = "optimizer" if "loss_scale" in rest else "inner_optimizer"
+    if inner_key not in rest:
+        raise ArgumentError(
+            f"A loss scale optimizer's configuration has a key `{inner_key}`. "
+            f"Received the keys {sorted(rest)}."
+        )
+    inner = rest.pop(inner_key)
+    if "loss_scale" in rest:
+        rest["rule"] = rule_from_loss_scale_config(rest.pop("loss_scale"))
+    elif "rule" in rest:
+        rest["rule"] = _rule_from_config(rest["rule"], custom_objects or {})
+        # Beside a rule these only repeat what it says.
+        for name in ("dynamic", "initial_scale", "dynamic_growth_steps"):
+            rest.pop(name, None)
+    for name, idle in _IDLE_KERAS_ARGUMENTS.items():
+        if name in rest and rest[name] == idle:
+            del rest[name]
+    return inner, rest
+
+
+def _rule_from_config(config: Mapping[str, Any], custom_objects: Mapping[str, Any]) -> ScaleRule:
+    name = config["class_name"]
+    known = {**RULES, **custom_objects}
+    if name not in known:
+        raise ArgumentError(
+            f"The rule {name!r} is not known. Known are {sorted(RULES)}; pass your own in "
+            f"custom_objects={{{name!r}: {name}}}."
+        )
+    rule: ScaleRule = known[name](**config["config"])
+    return rule
+
+
+def rule_from_loss_scale_config(config: Mapping[str, Any]) -> ScaleRule:
+    """Returns the rule of a serialized `LossScale` of TensorFlow 2.0 to 2.3.
+
+    Args:
+        config: `{"class_name": ..., "config": ...}`.
+
+    Raises:
+        ArgumentError: If it is neither a FixedLossScale nor a DynamicLossScale.
+    """
+    name, settings = config["class_name"], config["config"]
+    if name == "FixedLossScale":
+        return FixedScale(checked_scale("loss_scale_value", settings["loss_scale_value"]))
+    if name == "DynamicLossScale":
+        return rule_from_loss_scale_arguments(**settings)
+    raise ArgumentError(
+        f"The loss scale {name!r} is not known; known are 'FixedLossScale' and "
+        "'DynamicLossScale'. Load a class of your own with "
+        "lossscale.experimental.LossScaleOptimizer.from_config and custom_objects."
+    )
+
+
+def rule_from_loss_scale_arguments(
+    initial_loss_scale: Any = 2.0**15, increment_period: Any = 2000, multiplier: Any = 2.0
+) -> DynamicScale:
+    """Returns the rule that the arguments of TensorFlow 2.0's `DynamicLossScale` describe.
+
+    Args:
+        initial_loss_scale: The first loss scale, dimensionless.
+        increment_period: Finite steps in a row that raise it, in steps.
+        multiplier: What it is multiplied by then, and divided by after an overflow.
+
+    Raises:
+        ArgumentError: If a value cannot be used; the message names it.
+    """
+    first = checked_scale("initial_loss_scale", initial_loss_scale)
+    factor = checked_scale("multiplier", multiplier)
+    if not factor > 1.0:
+        raise ArgumentError(
+            "`multiplier` must be a number above 1: the scale is multiplied by it to grow. "
+            f"Received: multiplier={multiplier!r}."
+        )
+    return DynamicScale(
+        initial_scale=first,
+        growth_interval=checked_interval("increment_period", increment_period),
+        growth_factor=factor,
+        backoff_factor=1.0 / factor,
+        min_scale=min(1.0, first),
+    )

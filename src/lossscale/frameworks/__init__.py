@@ -1,0 +1,1 @@
+"""One package per framework; each imports its own framework and no other."""

@@ -1,0 +1,34 @@
+"""What loss scaling needs of a Keras backend: one module per backend, all with these names.
+
+- `current_graph()`: the graph being traced, None in eager mode.
+- `read(variable)`: its value now, as a tensor that does not change with it.
+- `all_finite(gradients)`: a boolean scalar tensor.
+- `unscaled(gradient, scale, exact_reciprocal)`: float32 or wider; sparse stays sparse.
+- `run_step(optimizer, gradients, variables, aggregate)`: checks, applies or skips, moves the
+  scale.
+- `differentiate(...)`: gradients of a callable loss.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import keras
+
+from lossscale.errors import UnsupportedError
+
+_ENGINES = {
+    "tensorflow": "lossscale.frameworks.keras.engines.tensorflow",
+}
+
+
+def load() -> Any:
+    """Returns the engine of Keras' backend."""
+    backend = keras.backend.backend()
+    if backend not in _ENGINES:
+        raise UnsupportedError(
+            f"Keras runs on the backend {backend!r}; lossscale supports {sorted(_ENGINES)}. "
+            "Set the environment variable KERAS_BACKEND before importing Keras."
+        )
+    return importlib.import_module(_ENGINES[backend])

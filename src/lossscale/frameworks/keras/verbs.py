@@ -1,0 +1,133 @@
+"""The documented calls of a training loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+
+from lossscale.errors import ArgumentTypeError, GradientsError
+
+
+class DocumentedVerbs:
+    """`minimize`, `get_scaled_loss`, `get_unscaled_gradients`, `get_gradients`, `get_updates`."""
+
+    _engine: Any
+    _convention: Any
+
+    def minimize(
+        self,
+        loss: Any,
+        var_list: Any = None,
+        grad_loss: Any = None,
+        name: str | None = None,
+        tape: Any = None,
+    ) -> Any:
+        """Minimizes a loss: scales it, takes and unscales gradients, applies them.
+
+        Args:
+            loss: A callable without arguments that returns the loss; or a tensor, with the
+                `tape` that recorded it.
+            var_list: The variables to update: a list or tuple, one variable, or a callable that
+                returns these. None stands for the trainable variables that the tape watched.
+            grad_loss: Tensor of the loss's shape that multiplies its gradient, or None.
+            name: Name of the operations, or None.
+            tape: The `tf.GradientTape` that recorded `loss`, if `loss` is a tensor.
+
+        Returns:
+            `iterations`, which has grown by 1.
+
+        Raises:
+            ValueError: If `var_list` holds something else than variables, if no variable has a
+                gradient, or if `loss` is a tensor without a tape.
+        """
+        gradients, variables = self._engine.differentiate(
+            loss, var_list, self._scaled, tape=tape, grad_loss=grad_loss
+        )
+        gradients, variables = self._checked_pairs(zip(gradients, variables, strict=True))
+        with keras.name_scope(name or self.name):
+            self._step(gradients, variables, scaled=True)
+        return self.iterations
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """Multiplies the loss by the loss scale.
+
+        For gradients taken by hand, as with `tf.GradientTape`; `minimize` does it by itself.
+        Call `get_unscaled_gradients` afterwards.
+
+        Args:
+            loss: Tensor of any shape and dtype, a number, or a callable that returns one.
+
+        Returns:
+            The product, in float32 or wider, so that the scaled value of a float16 loss does not
+            overflow. For a callable, a callable that reads the scale when it is called.
+        """
+        self._convention.note_get_scaled_loss()
+        return self._scaled(loss)
+
+    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+        """Divides gradients by the loss scale.
+
+        For gradients of a loss from `get_scaled_loss`.
+
+        Args:
+            grads: Tensors, `tf.IndexedSlices` or None, in any iterable.
+
+        Returns:
+            A new list of the same length, in float32 or wider: float16 cannot hold the small
+            values that scaling protected. None stays None, sparse stays sparse.
+        """
+        try:
+            gradients = list(grads)
+        except TypeError:
+            raise ArgumentTypeError(
+                f"`grads` must be a list of gradients. Received: {grads!r}."
+            ) from None
+        self._convention.note_get_unscaled_gradients()
+        return self._unscaled(gradients)
+
+    def get_gradients(self, loss: Any, params: Sequence[Any]) -> list[Any]:
+        """Returns the unscaled gradients of a loss, which was scaled to compute them.
+
+        Args:
+            loss: A callable without arguments; or, inside a `tf.function`, a tensor.
+            params: List of variables.
+
+        Returns:
+            List of gradient tensors, in float32 or wider.
+
+        Raises:
+            ValueError: If a gradient cannot be computed.
+        """
+        params = self._engine.flat_variables(params)
+        if callable(loss):
+            gradients, _ = self._engine.differentiate(loss, params, self._scaled)
+        else:
+            gradients = self._engine.symbolic_gradients(self._scaled(loss), params)
+        for gradient, variable in zip(gradients, params, strict=True):
+            if gradient is None:
+                raise GradientsError(
+                    f"The loss has no gradient with respect to {variable.name!r}: it does not "
+                    "depend on it, or an operation between them has no gradient. Leave the "
+                    "variable out of `params`."
+                )
+        return self._unscaled(gradients)
+
+    def get_updates(self, loss: Any, params: Sequence[Any]) -> list[Any]:
+        """Computes gradients as `get_gradients` does, and applies them.
+
+        Args:
+            loss: A callable without arguments; or, inside a `tf.function`, a tensor.
+            params: List of variables.
+
+        Returns:
+            A list with `iterations`, which has grown by 1.
+
+        Raises:
+            ValueError: If a gradient cannot be computed.
+        """
+        gradients = self.get_gradients(loss, params)
+        variables = self._engine.flat_variables(params)
+        self._step(gradients, variables, scaled=False)
+        return [self.iterations]

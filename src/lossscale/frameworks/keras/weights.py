@@ -1,0 +1,220 @@
+"""The documented view of an optimizer's variables: weights and slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+
+from lossscale.errors import ArgumentError, UnknownSlotError
+
+# What TensorFlow's optimizers called the slots that Keras 3 names otherwise.
+_OLDER_SLOT_NAMES: dict[str, dict[str, str]] = {
+    "Adadelta": {"accum_grad": "accumulated_grad", "accum_var": "accumulated_delta_var"},
+    "Adam": {"m": "momentum", "v": "velocity", "vhat": "velocity_hat"},
+    "AdamW": {"m": "momentum", "v": "velocity", "vhat": "velocity_hat"},
+    "Adamax": {"m": "momentum", "v": "norm"},
+    "Nadam": {"m": "momentum", "v": "velocity"},
+    "RMSprop": {"rms": "velocity", "mg": "average_gradient"},
+}
+
+
+class VariableList(list[Any]):
+    """A list of variables that returns itself when called.
+
+    Keras 3 has `optimizer.variables`, the documents have `optimizer.variables()`.
+    """
+
+    def __call__(self) -> VariableList:
+        return self
+
+
+class DocumentedWeights:
+    """`weights`, `get_weights`, `set_weights`, `get_slot`, `add_slot`, `add_weight`."""
+
+    _engine: Any
+    inner_optimizer: Any
+
+    @property
+    def weights(self) -> VariableList:
+        """The inner optimizer's counter of applied steps, then its state variables.
+
+        The loss scale is not among them, as in TensorFlow, nor is the learning rate. The order
+        is that of their creation.
+        """
+        inner = self.inner_optimizer
+        parts = [inner, *getattr(inner, "optimizers", ())]
+        left_out = {id(inner._iterations), *(id(part._learning_rate) for part in parts)}
+        rest = [variable for variable in inner.variables if id(variable) not in left_out]
+        return VariableList([inner._iterations, *rest])
+
+    def get_weights(self) -> list[Any]:
+        """Returns the values of `weights` as a list of NumPy arrays."""
+        return [keras.ops.convert_to_numpy(variable) for variable in self.weights]
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets the values of `weights`, or of `variables`.
+
+        Args:
+            weights: Arrays, as `get_weights` returns them; or one for each of `variables`, in
+                that order.
+
+        Raises:
+            ValueError: If their number or a shape does not match. Then nothing is changed.
+        """
+        weights = list(weights)
+        counted, everything = self.weights, self.variables
+        if len(weights) == len(counted):
+            targets = counted
+        elif len(weights) == len(everything):
+            targets = everything
+        else:
+            unbuilt = "" if self.built else " It is not built yet: call build(variables) first."
+            raise ArgumentError(
+                f"The optimizer has {len(counted)} weights, or {len(everything)} variables with "
+                f"the loss scale and the learning rate. Received: {len(weights)} arrays.{unbuilt}"
+            )
+        for variable, value in zip(targets, weights, strict=True):
+            shape = tuple(keras.ops.shape(value))
+            if tuple(variable.shape) != shape:
+                raise ArgumentError(
+                    f"The weight {variable.name!r} has the shape {tuple(variable.shape)}. "
+                    f"Received: an array of shape {shape}. Nothing was changed."
+                )
+        for variable, value in zip(targets, weights, strict=True):
+            variable.assign(value)
+        self._after_weights_were_set()
+
+    def get_slot_names(self) -> list[str]:
+        """Returns the names of the slots, such as `momentum`; empty before the first step."""
+        names = [name for names, _ in self._slots() for name in names]
+        return list(dict.fromkeys(names))
+
+    def get_slot(self, var: Any, slot_name: str) -> Any:
+        """Returns the state variable that the inner optimizer keeps for a variable.
+
+        Args:
+            var: A variable that the optimizer was built with.
+            slot_name: `momentum`, `velocity`, ...; TensorFlow's older names are understood too
+                (`m` and `v` of Adam, `rms` of RMSprop).
+
+        Returns:
+            The state variable, of the shape of `var` in most optimizers.
+
+        Raises:
+            KeyError: If there is no such slot, or the optimizer does not know the variable.
+        """
+        slot = self._find_slot(var, slot_name)
+        if slot is None:
+            raise UnknownSlotError(
+                f"{type(self.inner_optimizer).__name__} has no slot {slot_name!r} for the "
+                f"variable {var.name!r}. Its slots are {self.get_slot_names()}; they exist for "
+                "the variables it was built with."
+            )
+        return slot
+
+    def add_slot(self, var: Any, slot_name: str, initializer: Any = "zeros") -> Any:
+        """Adds a state variable for a variable, and returns it.
+
+        Args:
+            var: The variable it belongs to; it gives shape and dtype.
+            slot_name: Its name. If the slot exists already, it is returned as it is.
+            initializer: A Keras initializer or its name, or a callable of shape and dtype.
+
+        Returns:
+            The new state variable. It is saved with the optimizer.
+        """
+        slot = self._find_slot(var, slot_name)
+        if slot is None:
+            slot = self.inner_optimizer.add_variable_from_reference(
+                var, name=slot_name, initializer=initializer
+            )
+            self._added_slots[slot_name, self._var_key(var)] = slot
+        return slot
+
+    def add_weight(
+        self,
+        name: str,
+        shape: Any,
+        dtype: Any = None,
+        initializer: Any = "zeros",
+        trainable: bool | None = None,
+        synchronization: Any = None,
+        aggregation: Any = "none",
+    ) -> Any:
+        """Adds a state variable that belongs to no variable, and returns it.
+
+        Args:
+            name: Its name.
+            shape: Its shape, a tuple.
+            dtype: Its dtype; None stands for Keras' float type.
+            initializer: A Keras initializer or its name, or a callable of shape and dtype.
+            trainable: Whether the variable says that it is trainable.
+            synchronization: None or `tf.VariableSynchronization.AUTO`.
+            aggregation: A `tf.VariableAggregation`, or Keras' name of one.
+
+        Returns:
+            The new variable. It is saved with the optimizer.
+
+        Raises:
+            ValueError: If another `synchronization` is asked for, which Keras 3 does not have.
+        """
+        if getattr(synchronization, "name", "AUTO") != "AUTO":
+            raise ArgumentError(
+                "Keras 3 synchronizes the variables of an optimizer by itself. Leave "
+                f"`synchronization` out. Received: synchronization={synchronization!r}."
+            )
+        variable = self.inner_optimizer.add_variable(
+            shape=tuple(shape),
+            initializer=initializer,
+            dtype=None if dtype is None else keras.backend.standardize_dtype(dtype),
+            aggregation=self._engine.aggregation_name(aggregation),
+            name=name,
+        )
+        if trainable:
+            variable.trainable = True
+        return variable
+
+    def _find_slot(self, var: Any, slot_name: str) -> Any:
+        kind = type(self.inner_optimizer).__name__
+        wanted = {slot_name, _OLDER_SLOT_NAMES.get(kind, {}).get(slot_name, slot_name)}
+        key = self._var_key(var)
+        for names, slots in self._slots():
+            if wanted & set(names) and key in slots:
+                return slots[key]
+        return None
+
+    def _slots(self) -> Iterator[tuple[list[str], dict[Any, Any]]]:
+        """Yields the names of each kind of slot and its variables by reference variable."""
+        inner = self.inner_optimizer
+        for part in getattr(inner, "optimizers", None) or [inner]:
+            yield from self._slots_of(part)
+        by_name: dict[str, dict[Any, Any]] = {}
+        for (name, key), slot in self._added_slots.items():
+            by_name.setdefault(name, {})[key] = slot
+        for name, slots in by_name.items():
+            yield [name], slots
+
+    def _slots_of(self, inner: Any) -> Iterator[tuple[list[str], dict[Any, Any]]]:
+        # Keras optimizers keep each kind of state in an attribute, a list with one variable (or
+        # None) for every variable they were built with; the slot's name ends the variable's.
+        references = inner._trainable_variables
+        for attribute, values in vars(inner).items():
+            if attribute == "_trainable_variables" or not isinstance(values, (list, tuple)):
+                continue
+            slots = {
+                self._var_key(reference): (reference, value)
+                for reference, value in zip(references, values, strict=False)
+                if isinstance(value, keras.Variable)
+            }
+            if not slots or len(values) != len(references):
+                continue
+            names = {_slot_name(reference, slot) for reference, slot in slots.values()}
+            yield sorted(names), {key: slot for key, (_, slot) in slots.items()}
+
+
+def _slot_name(reference: Any, slot: Any) -> str:
+    # The prefix that Keras' add_variable_from_reference puts before the slot's name.
+    path = getattr(reference, "path", None) or str(reference.name).replace(":", "_")
+    return str(slot.name).removeprefix(path.replace("/", "_")).lstrip("_")

@@ -1,0 +1,112 @@
+"""The public class: it picks the shell for the optimizer's framework."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from lossscale import registry
+from lossscale.arguments import arguments_from_config, growth_steps, is_dynamic
+from lossscale.rules import ScaleRule
+
+
+class LossScaleOptimizer:
+    """An optimizer that applies loss scaling to prevent numeric underflow in float16.
+
+    Small gradients flush to zero in float16. Loss scaling multiplies the loss by a number, the
+    loss scale, so that every gradient on the way back is multiplied by it too, and divides the
+    final gradients by it before they are applied. A dynamic scale moves by itself: it backs off
+    when a gradient is not finite (that step is skipped) and grows after a long run of finite
+    steps.
+
+    ```python
+    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.Adam())
+    model.compile(optimizer, loss="mse")  # with keras.mixed_precision policy "mixed_float16"
+    ```
+
+    In a training loop of your own, `minimize` does everything. With a gradient tape, scale the
+    loss and unscale the gradients:
+
+    ```python
+    with tf.GradientTape() as tape:
+        loss = loss_fn()
+        scaled_loss = optimizer.get_scaled_loss(loss)
+    scaled_gradients = tape.gradient(scaled_loss, variables)
+    gradients = optimizer.get_unscaled_gradients(scaled_gradients)
+    optimizer.apply_gradients(zip(gradients, variables))  # the loss scale moves here
+    ```
+
+    The object is an optimizer of the framework of `inner_optimizer`, for Keras 3 a
+    `keras.optimizers.LossScaleOptimizer`. Its settings, such as `momentum` or `clipnorm`, read
+    and write those of `inner_optimizer`.
+
+    Args:
+        inner_optimizer: The optimizer to wrap, an instance.
+        dynamic: Whether the scale moves by itself. If False, `initial_scale` is the fixed scale
+            and, unless a rule says otherwise, gradients are not checked.
+        initial_scale: The first (or the fixed) loss scale, a dimensionless number from 2**-126
+            to 2**126. None stands for 2**15.
+        dynamic_growth_steps: How many finite steps in a row double the scale, in steps. None
+            stands for 2000.
+        rule: A `DynamicScale`, a `FixedScale` or a rule of your own, instead of the three
+            arguments above.
+        name: The optimizer's name.
+
+    Raises:
+        TypeError: If `inner_optimizer` is no optimizer or already has loss scaling, `dynamic`
+            is not a bool, or `rule` is no rule.
+        ValueError: If a scale or a number of steps cannot be used.
+
+    Source: `tf.keras.mixed_precision.LossScaleOptimizer`, TensorFlow 2.4 to 2.15.
+    """
+
+    _framework: ClassVar[str | None] = None
+
+    _rule: ScaleRule
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls._framework is None:
+            wrapped = args[0] if args else kwargs.get("inner_optimizer", kwargs.get("optimizer"))
+            shell = registry.shell_for(wrapped)
+            cls = shell if cls is LossScaleOptimizer else registry.combined(cls, shell)
+        return super().__new__(cls)
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> Any:
+        """Creates an optimizer from its configuration, with no saved state.
+
+        Args:
+            config: A dictionary from `get_config`; it is not changed.
+            custom_objects: Classes that the configuration names and the framework does not
+                know, by class name.
+
+        Returns:
+            An optimizer instance.
+
+        Raises:
+            ValueError: If it is not the configuration of a loss scale optimizer.
+        """
+        shell = cls if cls._framework else registry.default_shell()
+        inner, arguments = arguments_from_config(config, custom_objects)
+        return cls(shell._inner_from_config(inner, custom_objects), **arguments)
+
+    @property
+    def rule(self) -> ScaleRule:
+        """The rule that moves the loss scale."""
+        return self._rule
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the loss scale moves by itself."""
+        return is_dynamic(self._rule)
+
+    @property
+    def initial_scale(self) -> float:
+        """The first loss scale, or the fixed one; a dimensionless Python float."""
+        return float(self._rule.init().scale)
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """How many finite steps in a row raise the scale, in steps; None if it is fixed."""
+        return growth_steps(self._rule)

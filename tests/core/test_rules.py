@@ -1,0 +1,524 @@
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from core import oracle
+
+from lossscale.errors import ArgumentError
+from lossscale.rules import (
+    LARGEST_SCALE,
+    LONGEST_INTERVAL,
+    RULES,
+    SMALLEST_SCALE,
+    DynamicScale,
+    FixedScale,
+    ScaleRule,
+    ScaleState,
+)
+
+OK, BAD = True, False
+
+NOT_A_SCALE = [0, -1.0, math.inf, -math.inf, math.nan, "8", True, None, 2.0**127, 2.0**-127]
+NOT_AN_INTERVAL = [0, -5, 2.5, True, "8", None, math.inf, 2**31]
+RULES_TO_STORE = [
+    FixedScale(128),
+    FixedScale(2.0**-126, skip_nonfinite=True),
+    DynamicScale(),
+    DynamicScale(
+        initial_scale=3,
+        growth_interval=7,
+        growth_factor=1.7,
+        backoff_factor=0.3,
+        min_scale=0.1,
+        max_scale=1e9,
+    ),
+    DynamicScale(min_scale=2.0**-126, max_scale=2.0**126),
+]
+
+
+def started(rule):
+    """The first state, as the arrays that a framework would hold."""
+    scale, good_steps = rule.init()
+    return ScaleState(np.float32(scale), np.int64(good_steps))
+
+
+def run(rule, finite_steps, state=None):
+    """The (scale, good_steps) pairs after each step."""
+    state = started(rule) if state is None else state
+    pairs = []
+    for finite in finite_steps:
+        state = rule.update(state, finite, xp=np)
+        pairs.append((float(state.scale), int(state.good_steps)))
+    return pairs
+
+
+def is_normal_float32(value):
+    with np.errstate(all="ignore"):
+        magnitude = np.float32(value)
+    return np.finfo(np.float32).tiny <= magnitude <= np.finfo(np.float32).max
+
+
+def assert_scale_and_reciprocal_stay_normal(rule, finite, steps):
+    seen = {scale for scale, _ in run(rule, [finite] * steps)}
+    for scale in seen:
+        assert is_normal_float32(scale)
+        assert is_normal_float32(np.float32(1) / np.float32(scale))
+    return seen
+
+
+# --- how the dynamic scale moves
+
+
+def test_the_default_is_the_one_tensorflow_documents():
+    rule = DynamicScale()
+    assert rule.init() == ScaleState(2.0**15, 0)
+    assert (rule.growth_interval, rule.growth_factor, rule.backoff_factor) == (2000, 2.0, 0.5)
+    assert (rule.min_scale, rule.max_scale, rule.ceiling) == (1.0, None, 2.0**126)
+
+
+def test_the_trace_is_that_of_tensorflow_2_0_to_2_21():
+    rule = DynamicScale(initial_scale=1, growth_interval=2)
+    steps = [OK, OK, OK, BAD, OK, OK, BAD, BAD, BAD]
+    expected = [(1, 1), (2, 0), (2, 1), (1, 0), (1, 1), (2, 0), (1, 0), (1, 0), (1, 0)]
+    assert run(rule, steps) == expected
+    assert oracle.trace(rule, steps) == expected
+
+
+def test_the_default_doubles_on_the_2000th_finite_step_in_a_row():
+    pairs = run(DynamicScale(), [OK] * 2001)
+    assert pairs[1998] == (2.0**15, 1999)
+    assert pairs[1999] == (2.0**16, 0)
+    assert pairs[2000] == (2.0**16, 1)
+
+
+def test_with_an_interval_of_2_the_scale_doubles_on_the_second_finite_step():
+    rule = DynamicScale(initial_scale=8, growth_interval=2)
+    assert run(rule, [OK, OK]) == [(8, 1), (16, 0)]
+
+
+def test_an_overflow_halves_the_scale_and_starts_the_count_again():
+    rule = DynamicScale(initial_scale=8, growth_interval=2)
+    assert run(rule, [OK, BAD, OK, OK]) == [(8, 1), (4, 0), (4, 1), (8, 0)]
+
+
+def test_the_count_starts_again_after_a_growth():
+    rule = DynamicScale(initial_scale=8, growth_interval=3)
+    assert [scale for scale, _ in run(rule, [OK] * 7)] == [8, 8, 16, 16, 16, 32, 32]
+
+
+def test_an_interval_of_1_grows_on_every_finite_step():
+    rule = DynamicScale(initial_scale=8, growth_interval=1)
+    assert run(rule, [OK, OK, BAD, OK]) == [(16, 0), (32, 0), (16, 0), (32, 0)]
+
+
+def test_the_factors_are_those_given():
+    rule = DynamicScale(
+        initial_scale=16, growth_interval=1, growth_factor=8, backoff_factor=0.25, min_scale=0.5
+    )
+    assert run(rule, [OK, BAD, BAD, BAD, BAD]) == [(128, 0), (32, 0), (8, 0), (2, 0), (0.5, 0)]
+
+
+def test_the_scale_never_falls_below_1_by_default():
+    rule = DynamicScale(initial_scale=4)
+    assert run(rule, [BAD] * 5) == [(2, 0), (1, 0), (1, 0), (1, 0), (1, 0)]
+
+
+def test_a_backoff_that_would_pass_the_floor_stops_on_it():
+    rule = DynamicScale(initial_scale=4, min_scale=3)
+    assert run(rule, [BAD, BAD]) == [(3, 0), (3, 0)]
+
+
+def test_a_growth_that_would_pass_the_ceiling_is_left_out_and_the_count_starts_again():
+    rule = DynamicScale(initial_scale=4, growth_interval=2, max_scale=7)
+    assert run(rule, [OK, OK, OK, OK, BAD]) == [(4, 1), (4, 0), (4, 1), (4, 0), (2, 0)]
+
+
+def test_a_growth_that_reaches_the_ceiling_exactly_is_taken():
+    rule = DynamicScale(initial_scale=4, growth_interval=1, max_scale=8)
+    assert run(rule, [OK, OK]) == [(8, 0), (8, 0)]
+
+
+def test_a_scale_below_1_with_a_lower_floor_does_not_jump_up():
+    # TensorFlow takes max(scale / 2, 1), which lifts 0.25 to 1 on an overflow.
+    rule = DynamicScale(initial_scale=0.25, growth_interval=2, min_scale=2.0**-10)
+    assert run(rule, [BAD, OK, OK]) == [(0.125, 0), (0.125, 1), (0.25, 0)]
+
+
+def test_a_shorter_interval_on_resume_takes_effect_on_the_next_finite_step():
+    rule = DynamicScale(growth_interval=10)
+    state = rule.restored(ScaleState(scale=64.0, good_steps=20))
+    assert state == (64.0, 20)
+    state = ScaleState(np.float32(state.scale), np.int64(state.good_steps))
+    assert run(rule, [OK, OK], state) == [(128, 0), (128, 1)]
+
+
+@pytest.mark.parametrize("scale", [math.inf, math.nan, 0.0, -4.0, 2.0**127, 2.0**-149])
+@pytest.mark.parametrize(
+    "rule", [DynamicScale(), DynamicScale(initial_scale=8, min_scale=4, max_scale=16)]
+)
+def test_one_skipped_step_brings_back_a_scale_that_was_set_out_of_range(rule, scale):
+    with np.errstate(all="ignore"):
+        after = rule.update(ScaleState(np.float32(scale), np.int64(1)), BAD, xp=np)
+    assert rule.min_scale <= after.scale <= rule.ceiling
+    assert after.good_steps == 0
+
+
+def test_many_scales_move_at_once():
+    rule = DynamicScale(initial_scale=8, growth_interval=2)
+    state = ScaleState(np.float32([8, 8, 8]), np.int64([1, 1, 0]))
+    after = rule.update(state, np.array([True, False, True]), xp=np)
+    assert after.scale.tolist() == [16, 4, 8]
+    assert after.good_steps.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("counter", [np.int32, np.int64])
+@pytest.mark.parametrize("finite", [OK, BAD, np.True_, np.False_])
+def test_the_types_of_the_state_are_kept(counter, finite):
+    # An interval of 1 takes the branch that writes the zero.
+    for interval in (1, 5):
+        rule = DynamicScale(growth_interval=interval)
+        after = rule.update(ScaleState(np.float32(8), counter(0)), finite, xp=np)
+        assert isinstance(after, ScaleState)
+        assert after.scale.dtype == np.float32
+        assert after.good_steps.dtype == counter
+
+
+# --- long runs
+
+LONG_RUNS = {
+    "default": DynamicScale(growth_interval=1),
+    "lowest floor": DynamicScale(growth_interval=1, min_scale=2.0**-126),
+    "lowest start": DynamicScale(initial_scale=2.0**-126, growth_interval=1, min_scale=2.0**-126),
+    "highest start": DynamicScale(initial_scale=2.0**126, growth_interval=1),
+    "odd numbers": DynamicScale(
+        growth_interval=1, growth_factor=1.7, backoff_factor=0.3, min_scale=1.3e-38
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", LONG_RUNS.values(), ids=LONG_RUNS)
+def test_after_10000_overflows_scale_and_reciprocal_are_normal(rule):
+    seen = assert_scale_and_reciprocal_stay_normal(rule, BAD, 10_000)
+    assert min(seen) == np.float32(rule.min_scale)
+
+
+@pytest.mark.parametrize("rule", LONG_RUNS.values(), ids=LONG_RUNS)
+def test_after_10000_growths_scale_and_reciprocal_are_normal(rule):
+    seen = assert_scale_and_reciprocal_stay_normal(rule, OK, 10_000)
+    assert 2.0**126 / rule.growth_factor < max(seen) <= 2.0**126
+
+
+def test_the_default_reaches_both_ends_exactly():
+    rule = DynamicScale(growth_interval=1)
+    assert run(rule, [OK] * 10_000)[-1] == (2.0**126, 0)
+    assert run(rule, [BAD] * 10_000)[-1] == (1.0, 0)
+
+
+# --- against a float16 gradient
+
+
+def overflows_in_float16(amax, scale):
+    with np.errstate(over="ignore"):
+        return not np.isfinite(np.float16(np.float64(amax) * scale))
+
+
+def test_a_scaled_gradient_overflows_in_float16_from_65520():
+    assert np.float16(65519.99) == 65504
+    assert not overflows_in_float16(65519.99, 1)
+    assert overflows_in_float16(65520, 1)
+
+
+@pytest.mark.parametrize(
+    ("amax", "initial_scale", "skips", "settled"),
+    [
+        (1, 2.0**15, 0, 2.0**15),
+        (1, 2.0**16, 1, 2.0**15),
+        (1, 2.0**24, 9, 2.0**15),
+        (1, 2.0**32, 17, 2.0**15),
+        (100, 2.0**15, 6, 2.0**9),
+        (100, 2.0**16, 7, 2.0**9),
+        (100, 2.0**24, 15, 2.0**9),
+        (100, 2.0**32, 23, 2.0**9),
+        (8, 2.0**24, 12, 2.0**12),
+    ],
+)
+def test_the_first_steps_are_skipped_until_the_gradient_fits(amax, initial_scale, skips, settled):
+    rule = DynamicScale(initial_scale=initial_scale)
+    state, skipped = started(rule), []
+    for _ in range(40):
+        overflowed = overflows_in_float16(amax, state.scale)
+        assert overflowed == (amax * float(state.scale) >= 65520)
+        skipped.append(overflowed)
+        state = rule.update(state, not overflowed, xp=np)
+    assert skipped == [True] * skips + [False] * (40 - skips)
+    assert state.scale == settled
+
+
+def simulated_drift(rule, p, *, runs=1000, steps=20_000):
+    """The mean slope of log2(scale), in binades per 1000 steps, when a step fails with odds p."""
+    rng = np.random.default_rng(20)
+    state = ScaleState(
+        np.full(runs, rule.initial_scale, np.float32), np.zeros(runs, dtype=np.int32)
+    )
+    warm_up = 2 * rule.growth_interval
+    for _ in range(warm_up):
+        state = rule.update(state, rng.random(runs, np.float32) >= p, xp=np)
+    start = np.log2(state.scale).mean()
+    for _ in range(steps):
+        state = rule.update(state, rng.random(runs, np.float32) >= p, xp=np)
+    return 1000 * (np.log2(state.scale).mean() - start) / steps
+
+
+@pytest.mark.parametrize(
+    ("p", "expected", "tolerance"),
+    # At 1 - 2**(-1/2000) = 3.466e-4 growth and backoff balance; above, the scale collapses.
+    [(1e-4, 0.352, 0.02), (3.466e-4, 0.0, 0.02), (1e-3, -0.84, 0.03)],
+)
+def test_under_random_bad_batches_the_scale_drifts_as_the_renewal_formula_says(
+    p, expected, tolerance
+):
+    # Starts far from both ends: a scale that touches one does not drift.
+    rule = DynamicScale(initial_scale=1.0, min_scale=2.0**-126)
+    drift = simulated_drift(rule, p)
+    q_n = (1 - p) ** rule.growth_interval
+    assert drift == pytest.approx(expected, abs=tolerance)
+    assert drift == pytest.approx(1000 * (p * q_n / (1 - q_n) - p), abs=tolerance)
+
+
+# --- the fixed scale
+
+
+@pytest.mark.parametrize("skip_nonfinite", [False, True])
+def test_a_fixed_scale_never_moves(skip_nonfinite):
+    rule = FixedScale(128, skip_nonfinite=skip_nonfinite)
+    assert run(rule, [OK, BAD] * 20) == [(128, 0)] * 40
+    assert rule.loss_scale(started(rule)) == 128
+
+
+def test_a_fixed_scale_takes_its_number_from_the_code_and_not_from_a_file():
+    rule = FixedScale(128)
+    stored = ScaleState(scale=64.0, good_steps=17)
+    assert rule.restored(stored) == (128.0, 0)
+    assert rule.loss_scale(stored) == 128
+
+
+def test_a_fixed_scale_checks_gradients_only_when_asked():
+    assert FixedScale(128).checks_gradients is False
+    assert FixedScale(128, skip_nonfinite=True).checks_gradients is True
+
+
+def test_a_dynamic_scale_checks_gradients_and_is_read_from_the_state():
+    assert DynamicScale().checks_gradients is True
+    assert DynamicScale().loss_scale(ScaleState(scale=4.0, good_steps=0)) == 4.0
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize("value", NOT_A_SCALE, ids=repr)
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (FixedScale, "scale"),
+        (DynamicScale, "initial_scale"),
+        (DynamicScale, "min_scale"),
+        (DynamicScale, "max_scale"),
+    ],
+)
+def test_a_bad_scale_is_a_value_error_that_names_it(make, name, value):
+    if (name, value) == ("max_scale", None):
+        pytest.skip("None stands for the highest scale there is")
+    with pytest.raises(ValueError, match=f"^`{name}` must be ") as caught:
+        make(**{name: value})
+    assert isinstance(caught.value, ArgumentError)
+    assert f"{name}={value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", NOT_AN_INTERVAL, ids=repr)
+def test_a_bad_growth_interval_is_a_value_error_that_names_it(value):
+    with pytest.raises(ValueError, match="^`growth_interval` must be an integer") as caught:
+        DynamicScale(growth_interval=value)
+    assert f"growth_interval={value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("growth_factor", v) for v in (1, 1.0, 0.5, 0, -2, math.inf, math.nan, "2", True, None)),
+        *(("backoff_factor", v) for v in (1, 0, 2.0, -0.5, math.inf, math.nan, "0.5", True, None)),
+        *(("backoff_factor", v) for v in (-0.0, False)),
+    ],
+    ids=repr,
+)
+def test_a_bad_factor_is_a_value_error_that_names_it(name, value):
+    with pytest.raises(ValueError, match=f"^`{name}` must be ") as caught:
+        DynamicScale(**{name: value})
+    assert f"{name}=" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"initial_scale": 0.5},
+        {"initial_scale": 16, "min_scale": 32},
+        {"initial_scale": 64, "max_scale": 32},
+        {"initial_scale": 16, "min_scale": 32, "max_scale": 8},
+    ],
+    ids=repr,
+)
+def test_a_first_scale_outside_the_range_is_a_value_error(settings):
+    with pytest.raises(ValueError, match="^`initial_scale` must lie between"):
+        DynamicScale(**settings)
+
+
+@pytest.mark.parametrize("value", [0, 1, None, "no"], ids=repr)
+def test_a_bad_skip_nonfinite_is_a_value_error_that_names_it(value):
+    with pytest.raises(ValueError, match="^`skip_nonfinite` must be True or False"):
+        FixedScale(8, skip_nonfinite=value)
+
+
+def test_the_ends_of_every_range_are_valid():
+    assert FixedScale(SMALLEST_SCALE).scale == 2.0**-126
+    assert FixedScale(LARGEST_SCALE).scale == 2.0**126
+    assert DynamicScale(growth_interval=1).growth_interval == 1
+    assert DynamicScale(growth_interval=LONGEST_INTERVAL).growth_interval == 2**31 - 1
+    rule = DynamicScale(initial_scale=8, min_scale=8, max_scale=8, growth_interval=1)
+    assert run(rule, [OK, BAD]) == [(8, 0), (8, 0)]
+
+
+def test_numbers_of_numpy_are_kept_as_numbers_of_python():
+    rule = DynamicScale(initial_scale=np.float32(8), growth_interval=np.int64(5), max_scale=16)
+    types = {field: type(value) for field, value in rule.get_config().items()}
+    assert types.pop("growth_interval") is int
+    assert set(types.values()) == {float}
+
+
+# --- a rule as an object
+
+
+@pytest.mark.parametrize("rule", RULES_TO_STORE, ids=repr)
+def test_a_rule_is_frozen(rule):
+    for field in dataclasses.fields(rule):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(rule, field.name, 1.0)
+
+
+@pytest.mark.parametrize("rule", RULES_TO_STORE, ids=repr)
+def test_a_rule_is_made_again_from_its_config_through_json(rule):
+    config = json.loads(json.dumps(rule.get_config(), allow_nan=False))
+    again = RULES[type(rule).__name__](**config)
+    assert again == rule
+    assert hash(again) == hash(rule)
+
+
+def test_rules_are_equal_when_their_arguments_are_and_only_then():
+    assert DynamicScale(8) == DynamicScale(8.0)
+    assert hash(DynamicScale(8)) == hash(DynamicScale(8.0))
+    assert len(set(RULES_TO_STORE)) == len(RULES_TO_STORE)
+    assert DynamicScale(8) != FixedScale(8)
+
+
+@pytest.mark.parametrize("rule", RULES_TO_STORE, ids=repr)
+def test_a_rule_is_a_scale_rule_and_starts_with_python_numbers(rule):
+    assert isinstance(rule, ScaleRule)
+    scale, good_steps = rule.init()
+    assert type(scale) is float
+    assert type(good_steps) is int
+    assert rule.init()._fields[0] == "scale"
+
+
+def test_something_else_is_no_scale_rule():
+    assert not isinstance(128.0, ScaleRule)
+    assert not isinstance(ScaleState(1.0, 0), ScaleRule)
+
+
+def test_a_rule_of_ones_own_inherits_the_defaults():
+    class Own(ScaleRule):
+        def init(self):
+            return ScaleState(4.0, 0)
+
+        def update(self, state, finite, *, xp):
+            return state
+
+        def get_config(self):
+            return {}
+
+    rule, state = Own(), ScaleState(4.0, 3)
+    assert isinstance(rule, ScaleRule)
+    assert rule.checks_gradients is True
+    assert rule.powers_of_two is False
+    assert rule.loss_scale(state) == 4.0
+    assert rule.restored(state) == state
+
+
+def test_the_named_rules_are_found_by_their_class_names():
+    assert RULES == {"FixedScale": FixedScale, "DynamicScale": DynamicScale}
+
+
+# --- a state that comes from a file
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ((16.0, 3), (16.0, 3)),
+        ((4.0, 0), (4.0, 0)),
+        ((64.0, 0), (64.0, 0)),
+        ((math.inf, 3), (32.0, 3)),
+        ((-math.inf, 3), (32.0, 3)),
+        ((math.nan, 3), (32.0, 3)),
+        ((0.0, 3), (32.0, 3)),
+        ((-8.0, 3), (32.0, 3)),
+        ((65.0, 3), (64.0, 3)),
+        ((2.0**127, 3), (64.0, 3)),
+        ((3.0, 3), (4.0, 3)),
+        ((2.0**-149, 3), (4.0, 3)),
+        ((16.0, -1), (16.0, 0)),
+    ],
+    ids=repr,
+)
+def test_a_stored_state_is_brought_into_the_range_of_the_rule(stored, expected):
+    rule = DynamicScale(initial_scale=32, min_scale=4, max_scale=64)
+    assert rule.restored(ScaleState(*stored)) == expected
+
+
+def test_a_stored_scale_is_clamped_at_the_highest_scale_without_a_max_scale():
+    assert DynamicScale().restored(ScaleState(2.0**127, 0)).scale == 2.0**126
+
+
+def test_a_restored_state_is_made_of_python_numbers():
+    state = DynamicScale().restored(ScaleState(np.float32(8), np.int64(3)))
+    assert isinstance(state, ScaleState)
+    assert (type(state.scale), type(state.good_steps)) == (float, int)
+
+
+def test_a_stored_count_of_any_length_can_be_counted_on_in_32_bits():
+    rule = DynamicScale(growth_interval=LONGEST_INTERVAL)
+    scale, good_steps = rule.restored(ScaleState(8.0, 2**40))
+    state = ScaleState(np.float32(scale), np.int32(good_steps))
+    assert run(rule, [OK, OK], state) == [(16, 0), (16, 1)]
+
+
+# --- powers of two
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (FixedScale(128), True),
+        (FixedScale(2.0**-126), True),
+        (FixedScale(1000), False),
+        (DynamicScale(), True),
+        (DynamicScale(0.25, 10, 4.0, 0.125, 2.0**-20, 2.0**20), True),
+        (DynamicScale(initial_scale=1000), False),
+        (DynamicScale(growth_factor=3), False),
+        (DynamicScale(backoff_factor=0.3), False),
+        (DynamicScale(min_scale=3), False),
+        (DynamicScale(max_scale=1e6), False),
+    ],
+    ids=repr,
+)
+def test_whether_only_powers_of_two_are_reached_is_known(rule, expected):
+    assert rule.powers_of_two is expected
