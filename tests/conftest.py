@@ -2,9 +2,15 @@
 
 import os
 
+import hypothesis
+
 # Each is read once, while the framework is imported. A value from outside wins.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # oneDNN picks summation orders by CPU, so the same test would round differently elsewhere.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+# An example on a busy machine takes as long as it takes.
+hypothesis.settings.register_profile("lossscale", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("lossscale")

@@ -1,15 +1,21 @@
 """Loss scaling for float16 training."""
 
 from lossscale.errors import LossScaleError, LossScaleWarning
+from lossscale.installation import Installation, install, register
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.rules import DynamicScale, FixedScale, ScaleRule, ScaleState
 
 __all__ = [
     "DynamicScale",
     "FixedScale",
+    "Installation",
     "LossScaleError",
     "LossScaleOptimizer",
     "LossScaleWarning",
     "ScaleRule",
     "ScaleState",
+    "install",
+    "register",
 ]
+
+register()

@@ -65,7 +65,9 @@ def _load(row: _Row) -> type[Any]:
 def combined(cls: type[Any], shell: type[Any]) -> type[Any]:
     """Returns `cls` on top of a shell, for a subclass that was written for no framework."""
     namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_is_combined": True}
-    return type(cls.__name__, (cls, shell), namespace)
+    both: type[Any] = type(cls.__name__, (cls, shell), namespace)
+    shell._register(both, cls)
+    return both
 
 
 def _not_an_optimizer(optimizer: Any) -> str:

@@ -331,7 +331,9 @@ class DynamicScale(ScaleRule):
         if not (math.isfinite(scale) and scale > 0):
             scale = self.initial_scale
         scale = min(max(scale, self.min_scale), self.ceiling)
-        return ScaleState(scale=scale, good_steps=max(int(state.good_steps), 0))
+        # The next step adds one, which must still fit a 32-bit counter.
+        good_steps = min(max(int(state.good_steps), 0), LONGEST_INTERVAL - 1)
+        return ScaleState(scale=scale, good_steps=good_steps)
 
     def get_config(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

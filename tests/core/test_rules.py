@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from core import oracle
 
+from core import oracle
 from lossscale.errors import ArgumentError
 from lossscale.rules import (
     LARGEST_SCALE,
@@ -317,19 +317,22 @@ def test_a_dynamic_scale_checks_gradients_and_is_read_from_the_state():
 # --- arguments
 
 
-@pytest.mark.parametrize("value", NOT_A_SCALE, ids=repr)
 @pytest.mark.parametrize(
-    ("make", "name"),
+    ("make", "name", "value"),
     [
-        (FixedScale, "scale"),
-        (DynamicScale, "initial_scale"),
-        (DynamicScale, "min_scale"),
-        (DynamicScale, "max_scale"),
+        (make, name, value)
+        for make, name in [
+            (FixedScale, "scale"),
+            (DynamicScale, "initial_scale"),
+            (DynamicScale, "min_scale"),
+            (DynamicScale, "max_scale"),
+        ]
+        for value in NOT_A_SCALE
+        # None stands for the highest scale there is.
+        if (name, value) != ("max_scale", None)
     ],
 )
 def test_a_bad_scale_is_a_value_error_that_names_it(make, name, value):
-    if (name, value) == ("max_scale", None):
-        pytest.skip("None stands for the highest scale there is")
     with pytest.raises(ValueError, match=f"^`{name}` must be ") as caught:
         make(**{name: value})
     assert isinstance(caught.value, ArgumentError)
@@ -338,7 +341,7 @@ def test_a_bad_scale_is_a_value_error_that_names_it(make, name, value):
 
 @pytest.mark.parametrize("value", NOT_AN_INTERVAL, ids=repr)
 def test_a_bad_growth_interval_is_a_value_error_that_names_it(value):
-    with pytest.raises(ValueError, match="^`growth_interval` must be an integer") as caught:
+    with pytest.raises(ValueError, match=r"^`growth_interval` must be an integer") as caught:
         DynamicScale(growth_interval=value)
     assert f"growth_interval={value!r}" in str(caught.value)
 
@@ -369,13 +372,13 @@ def test_a_bad_factor_is_a_value_error_that_names_it(name, value):
     ids=repr,
 )
 def test_a_first_scale_outside_the_range_is_a_value_error(settings):
-    with pytest.raises(ValueError, match="^`initial_scale` must lie between"):
+    with pytest.raises(ValueError, match=r"^`initial_scale` must lie between"):
         DynamicScale(**settings)
 
 
 @pytest.mark.parametrize("value", [0, 1, None, "no"], ids=repr)
 def test_a_bad_skip_nonfinite_is_a_value_error_that_names_it(value):
-    with pytest.raises(ValueError, match="^`skip_nonfinite` must be True or False"):
+    with pytest.raises(ValueError, match=r"^`skip_nonfinite` must be True or False"):
         FixedScale(8, skip_nonfinite=value)
 
 
@@ -454,7 +457,7 @@ def test_a_rule_of_ones_own_inherits_the_defaults():
 
 
 def test_the_named_rules_are_found_by_their_class_names():
-    assert RULES == {"FixedScale": FixedScale, "DynamicScale": DynamicScale}
+    assert {"FixedScale": FixedScale, "DynamicScale": DynamicScale} == RULES
 
 
 # --- a state that comes from a file

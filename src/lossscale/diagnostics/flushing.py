@@ -12,9 +12,7 @@ from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.errors import ArgumentError
 
 
-def share_flushed(
-    values: Any, scale: float = 1.0, format: str | NumberFormat = "float16"
-) -> float:
+def share_flushed(values: Any, scale: float = 1.0, format: str | NumberFormat = "float16") -> float:
     """Predicts the share of elements that become zero when they are scaled and rounded.
 
     Args:

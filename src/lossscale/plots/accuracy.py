@@ -26,9 +26,7 @@ def plot_accuracy(curves: Mapping[str, Sequence[float]], ax: Any | None = None) 
         percent = [100 * share for share in accuracy]
         # The first line is the reference. It is drawn wide, so that it shows behind the others.
         width = 3.5 if index == 0 else 1.6
-        ax.plot(
-            epochs, percent, label=name, linewidth=width, markersize=5, **line_style(index)
-        )
+        ax.plot(epochs, percent, label=name, linewidth=width, markersize=5, **line_style(index))
     ax.set_xlabel("epoch")
     ax.set_ylabel("test accuracy [%]")
     ax.set_ylim(0, 102)

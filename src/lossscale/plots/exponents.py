@@ -58,9 +58,7 @@ def plot_exponents(
     return ax
 
 
-def _draw_range(
-    ax: Any, known: NumberFormat, histograms: Mapping[str, ExponentHistogram]
-) -> None:
+def _draw_range(ax: Any, known: NumberFormat, histograms: Mapping[str, ExponentHistogram]) -> None:
     flush, normal = math.log2(known.flush_edge), math.log2(known.min_normal)
     overflow = math.log2(known.overflow_edge)
     occurring = [e for h in histograms.values() for e in h.exponents.tolist()]

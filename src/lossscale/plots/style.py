@@ -14,6 +14,7 @@ LINES: tuple[dict[str, Any], ...] = (
 )
 """Arguments of `Axes.plot` for the first, second, ... line of a drawing."""
 
+
 def line_style(index: int) -> dict[str, Any]:
     """Returns the style of line number `index`, counted from 0."""
     return dict(LINES[index % len(LINES)])

@@ -98,12 +98,16 @@ class Persistence:
 
     def _set_own_values(self, values: Mapping[str, Any]) -> None:
         self._restore_scale(values)
-        for variable in (self._steps_skipped, self._last_step_skipped):
-            if variable.name in values:
+        moved = [] if self._state is None else self._state.variables.values()
+        apart = {id(variable) for variable in (self._iterations, *moved)}
+        for variable in self._variables:
+            if id(variable) not in apart and variable.name in values:
                 variable.assign(values[variable.name])
         self._iterations.follow()
 
     def _restore_scale(self, values: Mapping[str, Any]) -> None:
+        if self._state is None:
+            return
         named = self._state.variables.items()
         found = {f: values[v.name].item() for f, v in named if v.name in values}
         self._state.restore(found)

@@ -26,6 +26,7 @@ from lossscale.frameworks.keras import engines
 from lossscale.frameworks.keras.convention import GradientConvention
 from lossscale.frameworks.keras.iterations import StepCounter
 from lossscale.frameworks.keras.persistence import LossScaleStore, Persistence
+from lossscale.frameworks.keras.standalone import Standalone
 from lossscale.frameworks.keras.state import State
 from lossscale.frameworks.keras.verbs import DocumentedVerbs
 from lossscale.frameworks.keras.weights import DocumentedWeights, VariableList
@@ -52,6 +53,7 @@ class KerasLossScaleOptimizer(
     DocumentedVerbs,
     DocumentedWeights,
     Persistence,
+    Standalone,
     LossScaleOptimizer,
     keras.optimizers.LossScaleOptimizer,  # type: ignore[misc]
 ):
@@ -95,14 +97,18 @@ class KerasLossScaleOptimizer(
         _wrappers[inner_optimizer] = weakref.ref(self)
 
     def _create_state(self) -> None:
-        self._state = State(self._rule, self._add_own_variable, self._engine.read)
-        self.step_counter = self._state.variables.get("good_steps")
-        self.dynamic_scale = self._state.variables["scale"]
+        self._state = self._first_state()
+        variables = self._state.variables if self._state is not None else {}
+        self.step_counter = variables.get("good_steps")
+        self.dynamic_scale = variables.get("scale")
         self._steps_skipped = self._add_own_variable("steps_skipped", "int", 0)
         self._last_step_skipped = self._add_own_variable("last_step_skipped", "bool", False)
         with keras.name_scope(self.name):
             self._iterations = StepCounter(self.inner_optimizer, self._steps_skipped)
         self._iterations.follow()
+
+    def _first_state(self) -> State | None:
+        return State(self._rule, self._add_own_variable, self._engine.read)
 
     def _add_own_variable(self, name: str, dtype: str, value: Any) -> Any:
         return self.add_variable(
@@ -356,7 +362,8 @@ class KerasLossScaleOptimizer(
         return self._engine.all_finite(gradients) if self._rule.checks_gradients else True
 
     def _move_scale(self, finite: Any) -> None:
-        self._state.update(finite)
+        if self._state is not None:
+            self._state.update(finite)
         self._count_step(finite)
 
     def _count_step(self, finite: Any) -> None:
@@ -396,6 +403,15 @@ class KerasLossScaleOptimizer(
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             **config_from_rule(self._rule),
         }
+
+    @staticmethod
+    def _register(combined: type[Any], written: type[Any]) -> None:
+        """Lets Keras' files name a class that was combined with this one."""
+        package, _, name = keras.saving.get_registered_name(written).rpartition(">")
+        if not package and written.__module__.startswith("lossscale.experimental"):
+            package = "lossscale.experimental"
+        if package:
+            keras.saving.register_keras_serializable(package=package, name=name)(combined)
 
     @classmethod
     def _inner_from_config(cls, config: Any, custom_objects: Any) -> Any:

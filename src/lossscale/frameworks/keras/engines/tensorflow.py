@@ -86,6 +86,22 @@ def _float_parts(gradient: Any) -> list[Any]:
     return [values] if values.dtype.is_floating else []
 
 
+def flat_gradients(gradients: Any) -> list[Any]:
+    """The gradients in a nest, of all replicas where it holds values per replica, without None."""
+    return [
+        gradient
+        for value in tf.nest.flatten(gradients)
+        for gradient in tf.distribute.get_strategy().experimental_local_results(value)
+        if gradient is not None
+    ]
+
+
+def replica_count() -> int:
+    """How many replicas train together; 1 without a strategy."""
+    count: int = tf.distribute.get_strategy().num_replicas_in_sync
+    return count
+
+
 def run_step(
     optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], aggregate: bool
 ) -> None:

@@ -1,0 +1,148 @@
+"""`lossscale demo`: trains digits in float16 without loss scaling and with it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from lossscale.cli.backend import BACKENDS, check_installed, choose_backend
+from lossscale.cli.errors import UsageError
+
+_PACKAGES = {
+    "keras": "keras",
+    "matplotlib": "matplotlib",
+    "numpy": "numpy",
+    "rich": "rich",
+    "sklearn": "scikit-learn",
+}
+_PICTURE_FORMATS = (".png", ".pdf", ".svg")
+
+
+def add_parser(verbs: Any) -> None:
+    """Adds the verb to the subparsers of the command."""
+    parser = verbs.add_parser(
+        "demo",
+        help="train handwritten digits in float16, without loss scaling and with it",
+        description="Trains a small Keras classifier on the handwritten digits of scikit-learn "
+        "four ways: in float32, and in float16 without loss scaling, with a fixed scale and with "
+        "a dynamic one. Prints a table and writes a picture. Nothing is downloaded.",
+    )
+    parser.add_argument(
+        "--backend",
+        metavar="|".join(BACKENDS),
+        help="what Keras computes with (default: the environment variable KERAS_BACKEND, or "
+        "tensorflow)",
+    )
+    parser.add_argument(
+        "--epochs", type=_epochs, default=20, help="epochs of each run (default: 20)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=_seed,
+        default=0,
+        help="seed of the weights, of the order of the images and of the choice of test images "
+        "(default: 0)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("demo.png"),
+        metavar="FILE",
+        help="the picture to write: .png, .pdf or .svg (default: demo.png)",
+    )
+    parser.set_defaults(run=run)
+
+
+def _integer(text: str, lowest: int, highest: int) -> int:
+    # isdecimal() keeps out what int() would take: "1_0", " 7", "-1".
+    if not (text.isascii() and text.isdecimal() and lowest <= int(text) <= highest):
+        raise argparse.ArgumentTypeError(
+            f"must be an integer from {lowest} to {highest}, not {text!r}"
+        )
+    return int(text)
+
+
+def _epochs(text: str) -> int:
+    return _integer(text, 1, 1000)
+
+
+def _seed(text: str) -> int:
+    return _integer(text, 0, 2**32 - 1)
+
+
+def _check_output(path: Path) -> None:
+    if path.suffix.lower() not in _PICTURE_FORMATS:
+        raise UsageError(
+            f"--output must end in {', '.join(_PICTURE_FORMATS)}. Received: {str(path)!r}"
+        )
+    if not path.parent.is_dir():
+        raise UsageError(f"--output is in a folder that does not exist: {str(path.parent)!r}")
+    if path.is_dir():
+        raise UsageError(f"--output is a folder: {str(path)!r}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the demo.
+
+    Args:
+        arguments: `backend`, `epochs`, `seed` and `output`, as parsed.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        CommandError: If an argument cannot be used or a package is missing.
+    """
+    _check_output(arguments.output)
+    backend = choose_backend(arguments.backend)
+    check_installed(backend, _PACKAGES)
+    # These need what was just checked, and Keras reads its backend when it is imported.
+    from rich.console import Console
+
+    from lossscale.cli import report
+
+    started = time.perf_counter()
+    console = Console(highlight=False)
+    report.introduce(console, backend, arguments.epochs, arguments.seed)
+    runs, gradients = _train_all(console, arguments.epochs, arguments.seed)
+    report.print_table(console, runs)
+    report.draw(runs, gradients, arguments.output)
+    console.print(f"Picture: {arguments.output}", soft_wrap=True)
+    console.print(f"All of it took {time.perf_counter() - started:.0f} seconds.")
+    return 0
+
+
+def _train_all(console: Any, epochs: int, seed: int) -> tuple[list[Any], Any]:
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from lossscale.cli import digits
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("epoch {task.completed}/{task.total}"),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        tasks = [
+            progress.add_task(recipe.name, total=epochs, start=False, note="")
+            for recipe in digits.RECIPES
+        ]
+        data = digits.load_digits(seed)
+        probe = digits.make_probe(data, seed)
+        weights = digits.build_model("float32", seed).get_weights()
+        gradients = probe.gradients("float32", weights)
+        runs = []
+        for task, recipe in zip(tasks, digits.RECIPES, strict=True):
+
+            def show(run: digits.Run, task: Any = task) -> None:
+                note = f"test accuracy {run.accuracy[-1]:6.1%}"
+                progress.update(task, completed=len(run.accuracy), note=note)
+
+            progress.start_task(task)
+            runs.append(
+                digits.train(recipe, data, epochs=epochs, seed=seed, probe=probe, after_epoch=show)
+            )
+    return runs, gradients

@@ -1,0 +1,54 @@
+"""The command `lossscale`: reads the verb and hands over to its file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import NoReturn
+
+from lossscale.cli import demo
+from lossscale.cli.errors import CommandError, UsageError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        # argparse would print the usage above the message; one line is easier to act on.
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the whole command line, one subcommand per verb."""
+    parser = _Parser(prog="lossscale", description="Loss scaling for float16 training.")
+    parser.add_argument(
+        "--version", action="version", version=f"lossscale {metadata.version('lossscale')}"
+    )
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    demo.add_parser(verbs)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line.
+
+    Args:
+        argv: The arguments after the name of the program. By default those of the process.
+
+    Returns:
+        The exit status: 0, or 1 if the command cannot go on, or 2 for an argument that cannot
+        be used. Either way one line on standard error says what to do.
+    """
+    try:
+        arguments = build_parser().parse_args(argv)
+        status: int = arguments.run(arguments)
+    except CommandError as error:
+        print(f"lossscale: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""Loss scales as objects: they hold their value, and `update` looks at gradients and moves it."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+from lossscale import registry
+from lossscale.arguments import rule_from_loss_scale_arguments
+from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.rules import DynamicScale, FixedScale, ScaleRule, checked_scale
+
+
+class LossScale(abc.ABC):
+    """Base class of loss scales. Inherit from it to write one of your own.
+
+    A subclass defines `__call__`, `update` and `get_config`, and keeps what changes in variables
+    that `_add_weight` makes; they are saved with the optimizer.
+
+    Source: `tf.mixed_precision.experimental.LossScale`, TensorFlow 2.1.
+    """
+
+    @abc.abstractmethod
+    def __call__(self) -> Any:
+        """Returns the current loss scale, a float32 scalar tensor, dimensionless."""
+
+    @abc.abstractmethod
+    def update(self, grads: Any) -> tuple[Any, Any]:
+        """Looks at the gradients of a step and moves the loss scale.
+
+        Args:
+            grads: Unscaled gradients, in any nest; None entries are ignored.
+
+        Returns:
+            A pair: an operation or None, and whether the gradients should be applied, a bool or
+            a boolean scalar tensor.
+        """
+
+    @abc.abstractmethod
+    def get_config(self) -> dict[str, Any]:
+        """Returns the constructor's arguments, as a JSON-ready dictionary."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> LossScale:
+        """Creates a loss scale from its configuration, with no saved state."""
+        return cls(**config)
+
+    def _add_weight(self, name: str, initial_value: Any, dtype: Any = None) -> Any:
+        """Adds a scalar variable to this loss scale and returns it.
+
+        Args:
+            name: Its name, not used before in this loss scale.
+            initial_value: Its first value, a Python number or a scalar array.
+            dtype: Its dtype; None stands for that of `initial_value`.
+        """
+        weights = self._own_weights()
+        if name in weights:
+            raise ArgumentError(
+                f"This loss scale already has a weight named {name!r}. Use another name."
+            )
+        weights[name] = registry.default_shell()._new_variable(name, dtype, initial_value)
+        return weights[name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {name: _number(variable) for name, variable in self._variables().items()}
+        return _rebuild, (type(self), self.get_config(), values)
+
+    def _variables(self) -> dict[str, Any]:
+        return self._own_weights()
+
+    def _own_weights(self) -> dict[str, Any]:
+        # A subclass need not call __init__.
+        weights: dict[str, Any] = self.__dict__.setdefault("_weights", {})
+        return weights
+
+
+class _RuleLossScale(LossScale):
+    """A loss scale that a rule moves; its state is made when it is first needed."""
+
+    _rule: ScaleRule
+    _state: Any = None
+
+    def _variables(self) -> dict[str, Any]:
+        return {} if self._state is None else self._bound_state().variables
+
+    def _bound_state(self) -> Any:
+        if self._state is None:
+            self._state = registry.default_shell()._new_state(self._rule)
+        return self._state
+
+
+class FixedLossScale(_RuleLossScale):
+    """A loss scale that never changes; gradients are not looked at.
+
+    Args:
+        loss_scale_value: The loss scale, a Python int or float from 2**-126 to 2**126.
+
+    Raises:
+        ValueError: If it is no such number.
+
+    Example:
+        >>> FixedLossScale(8).get_config()
+        {'loss_scale_value': 8.0}
+
+    Source: `tf.mixed_precision.experimental.FixedLossScale`, TensorFlow 2.1.
+    """
+
+    def __init__(self, loss_scale_value: float) -> None:
+        self._rule: FixedScale = FixedScale(checked_scale("loss_scale_value", loss_scale_value))
+
+    def __call__(self) -> Any:
+        """Returns the loss scale, a float32 scalar tensor, dimensionless."""
+        return registry.default_shell()._constant(self._rule.scale)
+
+    def update(self, grads: Any) -> tuple[Any, bool]:
+        """Returns (None, True): a fixed scale stays, and every step is applied."""
+        return None, True
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns `{"loss_scale_value": float}`."""
+        return {"loss_scale_value": self._rule.scale}
+
+    def __repr__(self) -> str:
+        return f"FixedLossScale({self._rule.scale})"
+
+
+class DynamicLossScale(_RuleLossScale):
+    """A loss scale that moves by itself.
+
+    Args:
+        initial_loss_scale: The first loss scale, dimensionless. Start high: it is lowered far
+            more quickly than raised.
+        increment_period: How many finite steps in a row raise it, in steps.
+        multiplier: What it is multiplied by then, and divided by after a non-finite gradient.
+
+    Raises:
+        ValueError: If a value cannot be used; the message names it.
+
+    Example:
+        >>> DynamicLossScale(increment_period=500).get_config()
+        {'initial_loss_scale': 32768.0, 'increment_period': 500, 'multiplier': 2.0}
+
+    Source: `tf.mixed_precision.experimental.DynamicLossScale`, TensorFlow 2.1.
+    """
+
+    def __init__(
+        self,
+        initial_loss_scale: float = 2.0**15,
+        increment_period: int = 2000,
+        multiplier: float = 2.0,
+    ) -> None:
+        self._rule: DynamicScale = rule_from_loss_scale_arguments(
+            initial_loss_scale, increment_period, multiplier
+        )
+
+    @property
+    def initial_loss_scale(self) -> float:
+        """The first loss scale, dimensionless."""
+        return self._rule.initial_scale
+
+    @property
+    def increment_period(self) -> int:
+        """How many finite steps in a row raise the scale, in steps."""
+        return self._rule.growth_interval
+
+    @property
+    def multiplier(self) -> float:
+        """What the scale is multiplied by to grow, dimensionless."""
+        return self._rule.growth_factor
+
+    def __call__(self) -> Any:
+        """Returns the current loss scale, a float32 scalar tensor, dimensionless."""
+        return self._bound_state().read().scale
+
+    def update(self, grads: Any) -> tuple[Any, Any]:
+        """Moves the loss scale.
+
+        Args:
+            grads: Gradients in any nest; None entries are ignored. Without any gradient the
+                scale stays as it is.
+
+        Returns:
+            None, and whether all gradients are finite, a boolean scalar tensor.
+        """
+        shell = registry.default_shell()
+        gradients = shell._flat_gradients(grads)
+        finite = shell._all_finite(gradients)
+        if gradients:
+            self._bound_state().update(finite)
+        return None, finite
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the three constructor arguments."""
+        return {
+            "initial_loss_scale": self.initial_loss_scale,
+            "increment_period": self.increment_period,
+            "multiplier": self.multiplier,
+        }
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value}" for name, value in self.get_config().items())
+        return f"DynamicLossScale({settings})"
+
+
+def _number(variable: Any) -> Any:
+    return variable.numpy().item()
+
+
+def _rebuild(cls: type[LossScale], config: dict[str, Any], values: dict[str, Any]) -> LossScale:
+    loss_scale = cls.from_config(config)
+    if values and isinstance(loss_scale, _RuleLossScale):
+        loss_scale._bound_state()
+    for name, variable in loss_scale._variables().items():
+        if name in values:
+            variable.assign(values[name])
+    return loss_scale
+
+
+def get(loss_scale: Any) -> LossScale:
+    """Returns the loss scale that an argument of the optimizer stands for.
+
+    Args:
+        loss_scale: A number for a fixed scale, `"dynamic"`, a `LossScale`, or the dictionary
+            with `class_name` and `config` that an optimizer's configuration holds.
+
+    Raises:
+        TypeError: If it is of another type.
+        ValueError: If it is a string or a number that cannot be used.
+    """
+    if isinstance(loss_scale, LossScale):
+        return loss_scale
+    if isinstance(loss_scale, str) and loss_scale == "dynamic":
+        return DynamicLossScale()
+    if type(loss_scale).__name__ in _KNOWN and hasattr(loss_scale, "get_config"):
+        # TensorFlow's own class of this name, still found under tf.compat.v1.
+        return deserialize(serialize(loss_scale))
+    if isinstance(loss_scale, str) or loss_scale is None or isinstance(loss_scale, bool):
+        raise ArgumentError(
+            "`loss_scale` must be a number, the string 'dynamic' or a LossScale. "
+            f"Received: loss_scale={loss_scale!r}."
+        )
+    try:
+        value = float(loss_scale)
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(
+            "`loss_scale` must be a number, the string 'dynamic' or a LossScale. "
+            f"Received: loss_scale={loss_scale!r} of type {type(loss_scale).__name__}."
+        ) from None
+    return FixedLossScale(checked_scale("loss_scale", value))
+
+
+def from_rule(rule: ScaleRule) -> LossScale:
+    """Returns the loss scale that moves as a rule does.
+
+    Raises:
+        ValueError: If the rule has settings that a `LossScale` does not have.
+    """
+    if isinstance(rule, FixedScale) and not rule.skip_nonfinite:
+        return FixedLossScale(rule.scale)
+    if isinstance(rule, DynamicScale):
+        loss_scale = DynamicLossScale(rule.initial_scale, rule.growth_interval, rule.growth_factor)
+        if loss_scale._rule == rule:
+            return loss_scale
+    raise ArgumentError(
+        f"No FixedLossScale or DynamicLossScale moves as {rule} does. Use "
+        "lossscale.LossScaleOptimizer, which takes the rule itself."
+    )
+
+
+_KNOWN: dict[str, type[LossScale]] = {
+    "FixedLossScale": FixedLossScale,
+    "DynamicLossScale": DynamicLossScale,
+}
+
+
+def serialize(loss_scale: LossScale) -> dict[str, Any]:
+    """Returns the class name and the configuration of a loss scale."""
+    return {"class_name": type(loss_scale).__name__, "config": loss_scale.get_config()}
+
+
+def deserialize(config: Any, custom_objects: dict[str, Any] | None = None) -> LossScale:
+    """Returns the loss scale that `serialize` described.
+
+    Args:
+        config: The dictionary, or a loss scale, which is returned as it is.
+        custom_objects: Classes of one's own, by class name.
+
+    Raises:
+        ValueError: If the class is not known.
+    """
+    if not isinstance(config, dict):
+        return get(config)
+    known = {**_KNOWN, **(custom_objects or {})}
+    name = config["class_name"]
+    if name not in known:
+        raise ArgumentError(
+            f"The loss scale {name!r} is not known. Known are {sorted(_KNOWN)}; pass your own in "
+            f"custom_objects={{{name!r}: {name}}}."
+        )
+    loss_scale: LossScale = known[name].from_config(dict(config["config"]))
+    return loss_scale

@@ -1,0 +1,141 @@
+"""The loss scale optimizer of TensorFlow 2.0 to 2.3."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import lossscale
+from lossscale import registry
+from lossscale.arguments import arguments_from_config, rule_from_arguments
+from lossscale.errors import UnsupportedError
+from lossscale.experimental.loss_scale import (
+    LossScale,
+    _RuleLossScale,
+    deserialize,
+    from_rule,
+    get,
+    serialize,
+)
+from lossscale.rules import ScaleRule, ScaleState
+
+
+class LossScaleOptimizer(lossscale.LossScaleOptimizer):
+    """An optimizer that applies loss scaling, with the loss scale as an object.
+
+    ```python
+    opt = lossscale.experimental.LossScaleOptimizer(keras.optimizers.SGD(0.25), "dynamic")
+    opt.minimize(loss_fn, var_list=var)
+    opt.loss_scale()  # the current value
+    ```
+
+    It does all that `lossscale.LossScaleOptimizer` does.
+
+    Args:
+        optimizer: The optimizer to wrap, an instance.
+        loss_scale: A number for a fixed loss scale, `"dynamic"` for `DynamicLossScale()`, or a
+            `LossScale`, which is used as it is.
+        name: The optimizer's name.
+
+    Raises:
+        TypeError: If `optimizer` is no optimizer or already has loss scaling.
+        ValueError: If `loss_scale` cannot be used.
+
+    Source: `tf.keras.mixed_precision.experimental.LossScaleOptimizer`, TensorFlow 2.0 to 2.3.
+    """
+
+    def __init__(self, optimizer: Any, loss_scale: Any, name: str | None = None) -> None:
+        loss_scale = get(loss_scale)
+        # The shell's constructor needs it, and Keras refuses attributes before that has run.
+        self.__dict__["_loss_scale"] = loss_scale
+        rule = (
+            loss_scale._rule
+            if isinstance(loss_scale, _RuleLossScale)
+            else _WrittenByUser(loss_scale)
+        )
+        super().__init__(optimizer, rule=rule, name=name)  # type: ignore[call-arg]
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The `LossScale` of this optimizer; call it for the current value."""
+        loss_scale: LossScale = self._loss_scale
+        return loss_scale
+
+    def _first_state(self) -> Any:
+        loss_scale = self._loss_scale
+        if isinstance(loss_scale, _RuleLossScale):
+            if loss_scale._state is None:
+                loss_scale._state = super()._first_state()
+            state = loss_scale._state
+            variables = state.variables.values()
+        else:
+            state, variables = None, loss_scale._own_weights().values()
+        for variable in variables:
+            self._track_variable(variable)
+        return state
+
+    def _current_scale(self) -> Any:
+        if self._state is not None:
+            return super()._current_scale()
+        return self._loss_scale()
+
+    def _judge(self, gradients: Sequence[Any]) -> Any:
+        if self._state is not None:
+            return super()._judge(gradients)
+        if self._engine.replica_count() > 1:
+            raise UnsupportedError(
+                f"{type(self._loss_scale).__name__} sees the gradients of one replica, and cannot "
+                "decide for all. On several replicas use 'dynamic' or a DynamicLossScale."
+            )
+        _, should_apply = self._loss_scale.update(list(gradients))
+        return should_apply
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the configuration: a JSON-ready dictionary without any saved state."""
+        config = super().get_config()
+        return {
+            "name": config["name"],
+            "optimizer": config["inner_optimizer"],
+            "loss_scale": serialize(self._loss_scale),
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> Any:
+        """Creates an optimizer from its configuration, with no saved state.
+
+        Args:
+            config: A dictionary from `get_config`; it is not changed.
+            custom_objects: Classes that the configuration names, by class name.
+        """
+        shell = cls if cls._framework else registry.default_shell()
+        if "loss_scale" in config:
+            inner, name = config.get("optimizer"), config.get("name")
+            loss_scale = deserialize(config["loss_scale"], custom_objects)
+        else:
+            # Written by a later release, whose optimizer took the numbers themselves.
+            inner, arguments = arguments_from_config(config, custom_objects)
+            name = arguments.pop("name", None)
+            loss_scale = from_rule(rule_from_arguments(**arguments))
+        return cls(shell._inner_from_config(inner, custom_objects), loss_scale, name=name)
+
+    def _constructor_arguments(self) -> dict[str, Any]:
+        return {"loss_scale": self._loss_scale, "name": self.name}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _WrittenByUser(ScaleRule):
+    """Stands for a LossScale of the user's, which moves by its own code."""
+
+    written: LossScale
+
+    def init(self) -> ScaleState:
+        return ScaleState(scale=float(self.written()), good_steps=0)
+
+    def update(self, state: ScaleState, finite: Any, *, xp: Any) -> ScaleState:
+        return state
+
+    def get_config(self) -> dict[str, Any]:
+        return self.written.get_config()

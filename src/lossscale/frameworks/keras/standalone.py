@@ -1,0 +1,42 @@
+"""What a loss scale object needs of Keras before it meets an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from lossscale.frameworks.keras import engines
+from lossscale.frameworks.keras.state import State
+from lossscale.rules import ScaleRule
+
+
+class Standalone:
+    """Makes variables, constants and finite checks without an optimizer."""
+
+    @staticmethod
+    def _new_variable(name: str, dtype: Any, value: Any) -> Any:
+        return keras.Variable(
+            value,
+            dtype=None if dtype is None else keras.backend.standardize_dtype(dtype),
+            trainable=False,
+            aggregation="only_first_replica",
+            name=name,
+        )
+
+    @classmethod
+    def _new_state(cls, rule: ScaleRule) -> State:
+        return State(rule, cls._new_variable, engines.load().read)
+
+    @staticmethod
+    def _constant(value: float) -> Any:
+        return keras.ops.convert_to_tensor(value, dtype="float32")
+
+    @staticmethod
+    def _flat_gradients(gradients: Any) -> list[Any]:
+        flat: list[Any] = engines.load().flat_gradients(gradients)
+        return flat
+
+    @staticmethod
+    def _all_finite(gradients: list[Any]) -> Any:
+        return engines.load().all_finite(gradients)

@@ -1,0 +1,56 @@
+"""Making Keras and TensorFlow know lossscale: registration for files, and the documented names."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+
+from lossscale import registry
+
+
+def register() -> None:
+    """Registers the optimizers with the frameworks that are imported, so that files load.
+
+    `import lossscale` does it for what was imported before. Call it if Keras is imported later
+    and a model is loaded before any loss scale optimizer is made.
+
+    Example:
+        >>> register()
+    """
+    experimental = importlib.import_module("lossscale.experimental")
+    for shell in registry.loaded_shells():
+        registry.combined(experimental.LossScaleOptimizer, shell)
+
+
+class Installation:
+    """The documented names in TensorFlow; a context manager that takes them out again."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+
+    def undo(self) -> None:
+        """Puts everything back as it was. A second call does nothing."""
+        self._stack.close()
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+
+def install() -> Installation:
+    """Puts the documented names back where the pages of TensorFlow have them.
+
+    For code that must run unedited: `tf.keras.mixed_precision.LossScaleOptimizer`,
+    `tf.keras.mixed_precision.experimental`, `tf.mixed_precision.experimental` and
+    `tf.train.experimental` with the `LossScale` classes, and the same under `tf.compat.v1` and
+    `tf.compat.v2`. Imports TensorFlow.
+
+    Returns:
+        An object whose `undo()` takes the names out again; also a context manager that does.
+    """
+    names = importlib.import_module("lossscale.frameworks.tensorflow_names")
+    register()
+    stack: contextlib.ExitStack = names.put_in_place()
+    return Installation(stack)

@@ -1,0 +1,98 @@
+"""What the modules of a package import, read from their source without importing them."""
+
+import ast
+import dataclasses
+import pathlib
+
+import lossscale
+
+FRAMEWORKS = {"tensorflow", "keras", "tf_keras", "jax", "torch", "optax", "flax"}
+PACKAGE = pathlib.Path(lossscale.__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A module of the library: its dotted name, its source, and whether it is a package."""
+
+    name: str
+    source: str
+    is_package: bool = False
+
+    @property
+    def part(self):
+        """The name below `lossscale`: "rules", "frameworks"; "" for `lossscale` itself."""
+        return (*self.name.split("."), "")[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    """One imported module. `lazy` if it is imported when a function is called."""
+
+    name: str
+    lazy: bool
+
+    @property
+    def root(self):
+        return self.name.partition(".")[0]
+
+
+def modules():
+    """Returns every module of the library."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = ("lossscale", *path.relative_to(PACKAGE).with_suffix("").parts)
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        found.append(Module(name, path.read_text(encoding="utf-8"), is_package))
+    return found
+
+
+def imports(module):
+    """Returns the set of `Import`s of a module, leaving out those for type checkers only.
+
+    `from package import name` counts as `package` and as `package.name`, since the name may be a
+    module; `from lossscale import name` as the latter only. A literal name given to
+    `import_module` counts too.
+    """
+    return set(_imports_below(ast.parse(module.source), module, lazy=False))
+
+
+def _imports_below(node, module, lazy):
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and _is_type_checking(child.test):
+            for statement in child.orelse:
+                yield from _imports_below(ast.Module([statement], []), module, lazy)
+            continue
+        for name in _names(child, module):
+            yield Import(name, lazy)
+        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        yield from _imports_below(child, module, lazy or is_function)
+
+
+def _names(node, module):
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = _absolute(node, module)
+        names = [f"{base}.{alias.name}" for alias in node.names]
+        # A module of the library in use has imported `lossscale` already.
+        return names if base == "lossscale" else [base, *names]
+    if isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
+        return [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
+    return []
+
+
+def _absolute(node, module):
+    if not node.level:
+        return node.module
+    package = module.name.split(".")
+    package = package[: len(package) - node.level + module.is_package]
+    return ".".join([*package, *([node.module] if node.module else [])])
+
+
+def _called(node):
+    return getattr(node.func, "attr", getattr(node.func, "id", None))
+
+
+def _is_type_checking(test):
+    return getattr(test, "attr", getattr(test, "id", None)) == "TYPE_CHECKING"

@@ -1,0 +1,55 @@
+"""Runs the examples in the docstrings of every module that needs no framework to be imported."""
+
+import doctest
+import importlib
+
+import pytest
+
+from core.source_tree import FRAMEWORKS, imports, modules
+
+
+def needs_a_framework(name, by_name):
+    """Whether importing this module imports a framework, itself or through another module."""
+    seen, waiting = set(), [name]
+    while waiting:
+        current = waiting.pop()
+        if current in seen or current not in by_name:
+            continue
+        seen.add(current)
+        at_once = {imported for imported in imports(by_name[current]) if not imported.lazy}
+        if FRAMEWORKS & {imported.root for imported in at_once}:
+            return True
+        waiting.extend(imported.name for imported in at_once)
+        waiting.append(current.rpartition(".")[0])
+    return False
+
+
+def documented():
+    by_name = {module.name: module for module in modules()}
+    return [
+        name
+        for name in by_name
+        # Importing a `__main__` runs it.
+        if not name.endswith("__main__") and not needs_a_framework(name, by_name)
+    ]
+
+
+def run_examples(name):
+    return doctest.testmod(
+        importlib.import_module(name),
+        optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE,
+    )
+
+
+@pytest.mark.parametrize("name", documented())
+def test_the_examples_of_a_module_print_what_they_say(name):
+    assert run_examples(name).failed == 0
+
+
+def test_the_examples_are_found():
+    assert {"lossscale", "lossscale.errors", "lossscale.rules"} <= set(documented())
+    assert run_examples("lossscale.rules").attempted >= 5
+
+
+def test_the_shells_are_left_out():
+    assert [name for name in documented() if name.startswith("lossscale.frameworks.")] == []

@@ -1,0 +1,79 @@
+import builtins
+import re
+
+import pytest
+
+from lossscale import errors
+
+DRAWN = re.compile(r"^(?P<indent>[│├└─ ]*)(?P<name>[A-Z]\w+)(?:\((?P<parents>[\w, ]+)\))?")
+
+
+def drawn_parents():
+    """The parents of every class in the tree of the module's docstring, by name."""
+    tree = errors.__doc__.split("```")[1]
+    parents, above = {}, []
+    for line in tree.strip("\n").splitlines():
+        match = DRAWN.match(line)
+        # The lines without a class continue the text beside the one before.
+        if not match or len(match["indent"]) > 12:
+            continue
+        depth = len(match["indent"])
+        above = [(d, name) for d, name in above if d < depth]
+        beside = re.split(r",\s*", match["parents"]) if match["parents"] else []
+        parents[match["name"]] = [name for _, name in above[-1:]] + beside
+        above.append((depth, match["name"]))
+    return parents
+
+
+def defined():
+    return {
+        name: value
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and value.__module__ == errors.__name__
+    }
+
+
+def test_every_class_is_drawn_and_every_drawn_class_exists():
+    assert {name for name in drawn_parents() if not hasattr(builtins, name)} == set(defined())
+    assert len(defined()) > 8
+
+
+@pytest.mark.parametrize("name", defined())
+def test_every_class_has_the_parents_that_are_drawn(name):
+    assert [parent.__name__ for parent in defined()[name].__bases__] == drawn_parents()[name]
+
+
+@pytest.mark.parametrize(
+    ("raised", "caught_by"),
+    [
+        (errors.LossScaleError, Exception),
+        (errors.ArgumentError, ValueError),
+        (errors.ArgumentTypeError, TypeError),
+        (errors.AlreadyWrappedError, TypeError),
+        (errors.AlreadyWrappedError, ValueError),
+        (errors.GradientsError, ValueError),
+        (errors.MalformedGradientsError, TypeError),
+        (errors.UnknownSlotError, KeyError),
+        (errors.UnknownSettingError, AttributeError),
+        (errors.UnsupportedError, NotImplementedError),
+        (errors.LossScaleWarning, UserWarning),
+    ],
+)
+def test_code_that_catches_the_built_in_exception_goes_on_working(raised, caught_by):
+    with pytest.raises(caught_by, match=r"^What happened\.$"):
+        raise raised("What happened.")
+
+
+@pytest.mark.parametrize("name", [n for n in defined() if n.endswith("Error")])
+def test_every_error_is_caught_by_the_base_class(name):
+    assert issubclass(defined()[name], errors.LossScaleError)
+
+
+def test_a_warning_is_no_error():
+    assert not issubclass(errors.LossScaleWarning, errors.LossScaleError)
+
+
+def test_the_message_of_an_unknown_slot_is_a_sentence_without_quotes_around_it():
+    message = "The optimizer has no slot 'momentum'.\nIts slots: 'm', 'v'."
+    assert str(errors.UnknownSlotError(message)) == message
+    assert str(errors.UnknownSlotError()) == ""

@@ -1,0 +1,193 @@
+"""What importing the library costs, and which of its modules may import which."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from core.source_tree import FRAMEWORKS, Module, imports, modules
+
+HEAVY = {*FRAMEWORKS, "numpy", "matplotlib", "rich", "sklearn", "h5py", "ml_dtypes"}
+SHELLS = {"keras", "tf_keras", "torch", "optax"}
+
+CORE = {"errors", "rules"}
+MIDDLE = {*CORE, "arguments", "registry"}
+FRONT = {*MIDDLE, "optimizer"}
+MAY_IMPORT = {
+    "errors": set(),
+    "rules": {"errors"},
+    "arguments": CORE,
+    "registry": {*CORE, "arguments"},
+    "optimizer": MIDDLE,
+    "frameworks": FRONT,
+    "experimental": {*FRONT, "frameworks", ""},
+    "migration": {*FRONT, "frameworks", ""},
+    "diagnostics": CORE,
+    "plots": {*CORE, "diagnostics"},
+    # Nothing imports the command line, so it may use whatever it shows.
+    "cli": {*FRONT, "frameworks", "experimental", "migration", "diagnostics", "plots", ""},
+    "__main__": {"cli"},
+    # `lossscale` itself.
+    "": FRONT,
+}
+"""For each part of the library, the parts that it may import besides itself."""
+
+MAY_USE_A_FRAMEWORK_INSIDE_A_FUNCTION = {"cli", "diagnostics", "experimental", "migration"}
+
+
+def in_a_fresh_interpreter(statement):
+    """The modules that a statement imports, and how long it takes, in seconds."""
+    program = f"""
+import json, sys, time
+before = set(sys.modules)
+start = time.perf_counter()
+{statement}
+seconds = time.perf_counter() - start
+print(json.dumps([sorted(set(sys.modules) - before), seconds]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    names, seconds = json.loads(done.stdout)
+    return {name.partition(".")[0] for name in names}, seconds
+
+
+def violations(module):
+    """Returns what is wrong with the imports of a module, as sentences."""
+    if module.part not in MAY_IMPORT:
+        return [f"{module.name}: give `{module.part}` a place in MAY_IMPORT"]
+    found = []
+    for imported in imports(module):
+        if imported.root == "lossscale":
+            target = own_part(imported.name)
+            if target not in {*MAY_IMPORT[module.part], module.part}:
+                found.append(f"{module.name} imports {imported.name}")
+            elif module.part == "frameworks" and shell_of(imported.name) not in {
+                None,
+                shell_of(module.name),
+            }:
+                found.append(f"{module.name} imports another shell, {imported.name}")
+        elif module.part == "frameworks":
+            own = shell_of(module.name)
+            if module.name == "lossscale.frameworks" and imported.root in FRAMEWORKS:
+                found.append(f"{module.name} imports {imported.root} for every shell")
+            if own is not None and imported.root in SHELLS - {own}:
+                found.append(f"{module.name} imports another framework, {imported.root}")
+        elif imported.root in FRAMEWORKS and not (
+            imported.lazy and module.part in MAY_USE_A_FRAMEWORK_INSIDE_A_FUNCTION
+        ):
+            found.append(f"{module.name} imports {imported.root}")
+        elif imported.root in {"matplotlib", "rich", "sklearn"} and not imported.lazy:
+            found.append(f"{module.name} imports {imported.root} outside a function")
+    return found
+
+
+def own_part(name):
+    """The part that a dotted name below `lossscale` belongs to; a public name is of ""."""
+    part = (*name.split("."), "")[1]
+    return part if part in MAY_IMPORT else ""
+
+
+def shell_of(name):
+    """Which of the shells a dotted name below `lossscale.frameworks` belongs to, or None."""
+    part = (*name.split("."), "", "")[2].lstrip("_")
+    return part if part in SHELLS else None
+
+
+@pytest.mark.parametrize("name", ["lossscale", "lossscale.rules"])
+def test_importing_brings_no_framework_and_no_optional_package(name):
+    imported, _ = in_a_fresh_interpreter(f"import {name}")
+    assert imported & HEAVY == set()
+    assert "lossscale" in imported
+
+
+@pytest.mark.parametrize("name", ["lossscale", "lossscale.rules"])
+def test_importing_needs_the_standard_library_only(name):
+    imported, _ = in_a_fresh_interpreter(f"import {name}")
+    assert imported - sys.stdlib_module_names == {"lossscale"}
+
+
+@pytest.mark.parametrize("name", ["lossscale", "lossscale.rules"])
+def test_importing_takes_less_than_50_ms(name):
+    # The best of three, for the first one may have to compile and others may use the CPU.
+    assert min(in_a_fresh_interpreter(f"import {name}")[1] for _ in range(3)) < 0.050
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
+def test_imports_point_one_way(module):
+    assert violations(module) == []
+
+
+def test_the_table_itself_points_one_way():
+    rest = dict(MAY_IMPORT)
+    while rest:
+        lowest = [part for part, below in rest.items() if not below & set(rest)]
+        assert lowest, f"these import each other: {sorted(rest)}"
+        for part in lowest:
+            del rest[part]
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("rules", "import lossscale.optimizer"),
+        ("rules", "from lossscale import registry"),
+        ("rules", "from . import registry"),
+        ("rules", "def f():\n    from .registry import shell_for"),
+        ("rules", "import tensorflow as tf"),
+        ("rules", "def f():\n    import torch"),
+        ("rules", "from lossscale import LossScaleOptimizer"),
+        ("arguments", "try:\n    from keras.src import backend\nexcept ImportError:\n    pass"),
+        ("registry", "import lossscale.frameworks.keras"),
+        ("registry", "import importlib\nimportlib.import_module('keras.optimizers')"),
+        ("optimizer", "from lossscale.frameworks import keras"),
+        ("optimizer", "class A:\n    import jax"),
+        ("frameworks.keras", "from lossscale.frameworks import tf_keras"),
+        ("frameworks.keras", "from lossscale.frameworks._tf_keras import shell"),
+        ("frameworks.keras", "from .torch import shell"),
+        ("frameworks.keras.shell", "def f():\n    from ..optax import shell"),
+        ("frameworks.keras", "def f():\n    import tf_keras"),
+        ("frameworks.tf_keras", "from keras import ops"),
+        ("frameworks.keras", "import lossscale.experimental"),
+        ("frameworks", "import tensorflow"),
+        ("experimental.loss_scale", "import tensorflow"),
+        ("experimental", "import lossscale.diagnostics"),
+        ("migration.files", "from tensorflow import train"),
+        ("diagnostics.verdict", "import torch"),
+        ("diagnostics.verdict", "from lossscale.plots import histogram"),
+        ("plots.histogram", "import matplotlib.pyplot as plt"),
+        ("plots.histogram", "from lossscale.cli import main"),
+        ("plots.histogram", "def f():\n    import keras"),
+        ("plots.histogram", "from lossscale import optimizer"),
+        ("cli.demo", "import keras"),
+        ("cli.demo", "from rich import table"),
+        ("", "import lossscale.frameworks.keras"),
+        ("", "from lossscale import diagnostics"),
+        ("unheard_of", "import math"),
+    ],
+)
+def test_an_import_that_points_the_wrong_way_is_found(name, source):
+    assert violations(Module(f"lossscale.{name}".rstrip("."), source))
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("rules", "import math\nfrom lossscale.errors import ArgumentError"),
+        ("rules", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        ("registry", "import importlib\nimportlib.import_module(name)"),
+        ("optimizer", "from lossscale import registry"),
+        ("frameworks.keras", "import keras, tensorflow\nfrom lossscale.rules import ScaleRule"),
+        ("frameworks.keras", "from lossscale.frameworks import _accumulation"),
+        ("frameworks.keras.shell", "from . import slots\nfrom .. import _accumulation"),
+        ("frameworks._accumulation", "import tensorflow as tf"),
+        ("experimental.loss_scale", "def f():\n    import tensorflow"),
+        ("diagnostics.verdict", "import numpy\nfrom lossscale.rules import DynamicScale"),
+        ("plots.histogram", "def f():\n    import matplotlib.pyplot\nimport lossscale.diagnostics"),
+        ("cli.demo", "from lossscale import LossScaleOptimizer\ndef f():\n    import keras"),
+        ("", "from lossscale.rules import DynamicScale\nfrom lossscale import optimizer"),
+    ],
+)
+def test_an_import_that_points_the_right_way_is_let_pass(name, source):
+    assert violations(Module(f"lossscale.{name}".rstrip("."), source)) == []

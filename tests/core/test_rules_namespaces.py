@@ -1,0 +1,139 @@
+"""The same steps under every array library, bit for bit.
+
+JAX and PyTorch take part where they are installed. The virtual environment of `make test` has
+TensorFlow only, so there their rows are missing. NumPy, TensorFlow and `keras.ops` always take
+part: where one cannot be imported, this module fails.
+"""
+
+import importlib.util
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from core import oracle
+from lossscale.rules import DynamicScale, FixedScale, ScaleState
+
+
+class Library(NamedTuple):
+    """How the rule is run under one array library."""
+
+    xp: Any
+    asarray: Callable[[Any, str], Any]
+    compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    counter: str = "int64"
+
+
+def tf_xla(function):
+    return tf.function(function, jit_compile=True)
+
+
+LIBRARIES = {
+    "numpy": Library(np, np.asarray),
+    "tensorflow": Library(tf, tf.constant),
+    "tf.function": Library(tf, tf.constant, tf.function),
+    "tf.function-xla": Library(tf, tf.constant, tf_xla),
+    "keras.ops": Library(keras.ops, keras.ops.convert_to_tensor),
+}
+
+if importlib.util.find_spec("jax"):
+    import jax
+    import jax.numpy as jnp
+
+    # JAX has 32-bit integers unless told otherwise for the whole process.
+    LIBRARIES["jax.numpy"] = Library(jnp, jnp.asarray, counter="int32")
+    LIBRARIES["jax.jit"] = Library(jnp, jnp.asarray, jax.jit, counter="int32")
+
+if importlib.util.find_spec("torch"):
+    import torch
+
+    LIBRARIES["torch"] = Library(
+        torch, lambda value, dtype: torch.tensor(value, dtype=getattr(torch, dtype))
+    )
+
+RULES = {
+    "powers of two": DynamicScale(initial_scale=8, growth_interval=2),
+    "odd numbers": DynamicScale(
+        initial_scale=3.3,
+        growth_interval=2,
+        growth_factor=1.7,
+        backoff_factor=0.3,
+        min_scale=0.1,
+        max_scale=1000.1,
+    ),
+    # Here a product is subnormal, which XLA may flush to 0 and others do not.
+    "lowest scales": DynamicScale(
+        initial_scale=2.0**-125, growth_interval=3, backoff_factor=0.25, min_scale=2.0**-126
+    ),
+    # Here a product is infinite.
+    "highest scales": DynamicScale(initial_scale=2.0**125, growth_interval=1, growth_factor=4),
+}
+
+FINITE_STEPS = random.Random(7).choices([True, False], weights=[3, 1], k=60)
+
+
+class Traced:
+    """A rule's update under one library, which counts how often its Python body runs."""
+
+    def __init__(self, rule, library):
+        self.runs = 0
+
+        def update(state, finite):
+            self.runs += 1
+            return rule.update(state, finite, xp=library.xp)
+
+        self.update = library.compiled(update) if library.compiled else update
+
+
+def type_name(array):
+    return str(getattr(array.dtype, "name", array.dtype)).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+def test_every_library_gives_the_bits_of_the_oracle_without_a_second_trace(library, rule):
+    traced = Traced(rule, library)
+    scale, good_steps = rule.init()
+    state = ScaleState(
+        library.asarray(scale, "float32"), library.asarray(good_steps, library.counter)
+    )
+    pairs = []
+    # NumPy alone warns of an infinite product, which is meant and is not taken.
+    with np.errstate(over="ignore"):
+        for finite in FINITE_STEPS:
+            state = traced.update(state, library.asarray(finite, "bool"))
+            assert isinstance(state, ScaleState)
+            assert type_name(state.scale) == "float32"
+            assert type_name(state.good_steps) == library.counter
+            pairs.append((float(state.scale).hex(), int(state.good_steps)))
+    expected = oracle.trace(rule, FINITE_STEPS)
+    assert pairs == [(scale.hex(), streak) for scale, streak in expected]
+    assert traced.runs == (1 if library.compiled else len(FINITE_STEPS))
+
+
+def test_the_steps_take_every_branch_of_every_rule():
+    # Otherwise the test above would compare less than it seems to.
+    for rule in RULES.values():
+        scales = [oracle.float32(rule.initial_scale)]
+        scales += [scale for scale, _ in oracle.trace(rule, FINITE_STEPS)]
+        moves = list(zip(scales, scales[1:], FINITE_STEPS, strict=False))
+        assert any(after > before for before, after, _ in moves)
+        assert any(after < before for before, after, _ in moves)
+        assert any(after == before for before, after, finite in moves if finite)
+    lowest = [scale for scale, _ in oracle.trace(RULES["lowest scales"], FINITE_STEPS)]
+    assert lowest.count(2.0**-126) > 1
+    odd = [scale for scale, _ in oracle.trace(RULES["odd numbers"], FINITE_STEPS)]
+    assert len(set(odd)) > 10
+
+
+@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+def test_a_fixed_scale_stays_under_every_library(library):
+    traced = Traced(FixedScale(3.3, skip_nonfinite=True), library)
+    state = ScaleState(library.asarray(3.3, "float32"), library.asarray(0, library.counter))
+    for finite in (True, False, True):
+        state = traced.update(state, library.asarray(finite, "bool"))
+        assert (float(state.scale), int(state.good_steps)) == (oracle.float32(3.3), 0)

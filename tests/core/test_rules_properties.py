@@ -1,0 +1,174 @@
+import json
+import math
+
+import numpy as np
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from core import oracle
+from lossscale.rules import LONGEST_INTERVAL, RULES, DynamicScale, FixedScale, ScaleState
+
+# By exponent: drawn as plain floats, nearly all scales would lie at the upper end.
+scales = st.builds(math.ldexp, st.floats(1, 2, exclude_max=True), st.integers(-126, 125)) | (
+    st.integers(-126, 126).map(lambda exponent: 2.0**exponent)
+)
+growth_factors = st.sampled_from([2.0, 4.0, 1.5]) | st.floats(1, 1e300, exclude_min=True)
+backoff_factors = st.sampled_from([0.5, 0.25, 0.8]) | st.floats(
+    0, 1, exclude_min=True, exclude_max=True
+)
+intervals = st.integers(1, 6) | st.integers(1, LONGEST_INTERVAL)
+steps = st.lists(st.booleans(), max_size=60)
+counters = st.sampled_from([np.int32, np.int64])
+
+
+@st.composite
+def dynamic_scales(draw):
+    lowest, first, highest = sorted(draw(st.tuples(scales, scales, scales)))
+    return DynamicScale(
+        initial_scale=first,
+        growth_interval=draw(intervals),
+        growth_factor=draw(growth_factors),
+        backoff_factor=draw(backoff_factors),
+        min_scale=lowest,
+        max_scale=draw(st.sampled_from([highest, None])),
+    )
+
+
+rules = dynamic_scales() | st.builds(FixedScale, scales, st.booleans())
+
+
+def next_state(rule, state, finite):
+    # NumPy warns of an infinite product, which is meant and is not taken, and of 0 times inf.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return rule.update(state, finite, xp=np)
+
+
+def states_of(rule, finite_steps, counter=np.int64):
+    scale, good_steps = rule.init()
+    states = [ScaleState(np.float32(scale), counter(good_steps))]
+    for finite in finite_steps:
+        states.append(next_state(rule, states[-1], finite))
+    return states
+
+
+@given(rule=dynamic_scales(), finite_steps=steps, counter=counters)
+@example(rule=DynamicScale(growth_interval=1), finite_steps=[True] * 120, counter=np.int32)
+@example(
+    rule=DynamicScale(growth_interval=1, min_scale=2.0**-126),
+    finite_steps=[False] * 150,
+    counter=np.int32,
+)
+def test_every_sequence_gives_the_bits_of_the_oracle(rule, finite_steps, counter):
+    states = states_of(rule, finite_steps, counter)[1:]
+    expected = oracle.trace(rule, finite_steps)
+    assert [float(state.scale).hex() for state in states] == [s.hex() for s, _ in expected]
+    assert [int(state.good_steps) for state in states] == [streak for _, streak in expected]
+
+
+@given(rule=dynamic_scales(), finite_steps=steps, stored=st.integers(0, LONGEST_INTERVAL))
+def test_every_stored_count_is_taken_up_as_the_oracle_does(rule, finite_steps, stored):
+    scale, good_steps = rule.restored(ScaleState(rule.initial_scale, stored))
+    state = ScaleState(np.float32(scale), np.int64(good_steps))
+    pairs = []
+    for finite in finite_steps:
+        state = next_state(rule, state, finite)
+        pairs.append((float(state.scale), int(state.good_steps)))
+    assert pairs == oracle.trace(rule, finite_steps, streak=good_steps)
+
+
+@given(rule=dynamic_scales(), finite_steps=steps)
+def test_no_sequence_leaves_the_range_and_every_reciprocal_is_normal(rule, finite_steps):
+    lowest, highest = np.float32(rule.min_scale), np.float32(rule.ceiling)
+    for state in states_of(rule, finite_steps):
+        assert lowest <= state.scale <= highest
+        reciprocal = np.float32(1) / state.scale
+        assert np.finfo(np.float32).tiny <= reciprocal <= np.finfo(np.float32).max
+        assert 0 <= state.good_steps < rule.growth_interval
+
+
+@given(
+    rule=dynamic_scales(),
+    scale=st.floats(width=32),
+    good_steps=st.integers(0, LONGEST_INTERVAL - 1),
+)
+def test_a_skipped_step_ends_in_the_range_from_any_float32_number(rule, scale, good_steps):
+    state = next_state(rule, ScaleState(np.float32(scale), np.int32(good_steps)), False)
+    assert np.float32(rule.min_scale) <= state.scale <= np.float32(rule.ceiling)
+    assert state.good_steps == 0
+
+
+@given(rule=rules, scale=st.floats(), good_steps=st.integers())
+def test_every_stored_state_becomes_one_that_the_rule_can_be_in(rule, scale, good_steps):
+    restored = rule.restored(ScaleState(scale, good_steps))
+    lowest, highest = (
+        (rule.scale, rule.scale) if isinstance(rule, FixedScale) else (rule.min_scale, rule.ceiling)
+    )
+    assert lowest <= restored.scale <= highest
+    assert 0 <= restored.good_steps < LONGEST_INTERVAL
+    assert rule.restored(restored) == restored
+
+
+@given(rule=dynamic_scales(), finite_steps=steps)
+def test_a_state_the_rule_was_in_is_restored_as_it_is(rule, finite_steps):
+    # As a file would hold it: float32, although the arguments are float64.
+    state = states_of(rule, finite_steps)[-1]
+    restored = rule.restored(ScaleState(float(state.scale), int(state.good_steps)))
+    assert np.float32(restored.scale) == state.scale
+    assert restored.good_steps == state.good_steps
+
+
+@given(rule=rules, finite_steps=steps, counter=counters)
+def test_the_types_of_a_state_stay_float32_and_its_integer_type(rule, finite_steps, counter):
+    for state in states_of(rule, finite_steps, counter):
+        assert isinstance(state, ScaleState)
+        assert state.scale.dtype == np.float32
+        assert state.good_steps.dtype == counter
+
+
+@given(rule=rules)
+def test_every_rule_is_made_again_from_its_config_through_json(rule):
+    config = json.loads(json.dumps(rule.get_config(), allow_nan=False))
+    again = RULES[type(rule).__name__](**config)
+    assert again == rule
+    assert hash(again) == hash(rule)
+    assert again.get_config() == config
+
+
+@given(rule=rules, finite=st.lists(st.booleans(), min_size=1, max_size=8), data=st.data())
+def test_update_is_pure(rule, finite, data):
+    # Arrays and not scalars, for only those could be changed in place.
+    first, _ = rule.init()
+    scale = np.full(len(finite), first, np.float32)
+    good_steps = np.array(
+        data.draw(st.lists(st.integers(0, 9), min_size=len(finite), max_size=len(finite)))
+    )
+    mask = np.array(finite)
+    copies = scale.copy(), good_steps.copy(), mask.copy()
+    once = next_state(rule, ScaleState(scale, good_steps), mask)
+    for array, copy in zip((scale, good_steps, mask), copies, strict=True):
+        np.testing.assert_array_equal(array, copy)
+    twice = next_state(rule, ScaleState(scale, good_steps), mask)
+    np.testing.assert_array_equal(once.scale, twice.scale)
+    np.testing.assert_array_equal(once.good_steps, twice.good_steps)
+
+
+powers = st.integers(-126, 126).map(lambda exponent: 2.0**exponent)
+
+
+@settings(max_examples=50)
+@given(
+    rule=st.builds(
+        lambda three, interval, growth, backoff: DynamicScale(
+            sorted(three)[1], interval, 2.0**growth, 2.0**-backoff, min(three), max(three)
+        ),
+        st.tuples(powers, powers, powers),
+        st.integers(1, 3),
+        st.integers(1, 9),
+        st.integers(1, 9),
+    ),
+    finite_steps=steps,
+)
+def test_a_rule_of_powers_of_two_reaches_powers_of_two_only(rule, finite_steps):
+    assert rule.powers_of_two
+    for state in states_of(rule, finite_steps):
+        assert math.frexp(state.scale)[0] == 0.5
