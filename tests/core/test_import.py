@@ -9,7 +9,16 @@ import pytest
 from core.source_tree import FRAMEWORKS, Module, imports, modules
 
 HEAVY = {*FRAMEWORKS, "numpy", "matplotlib", "rich", "sklearn", "h5py", "ml_dtypes"}
-SHELLS = {"keras", "tf_keras", "torch", "optax"}
+SHELLS = {
+    "keras": {"keras"},
+    "tf_keras": {"tf_keras", "tensorflow"},
+    "torch": {"torch"},
+    "optax": {"optax", "jax"},
+}
+"""For each shell, the frameworks that any module of it may import."""
+
+KERAS_BACKENDS = {"tensorflow", "jax", "torch"}
+"""What only the module of `frameworks.keras` with that name may import: one at a time is there."""
 
 CORE = {"errors", "rules"}
 MIDDLE = {*CORE, "arguments", "registry"}
@@ -21,15 +30,16 @@ MAY_IMPORT = {
     "registry": {*CORE, "arguments"},
     "optimizer": MIDDLE,
     "frameworks": FRONT,
-    "experimental": {*FRONT, "frameworks", ""},
-    "migration": {*FRONT, "frameworks", ""},
+    "experimental": {*FRONT, "frameworks"},
+    "migration": {*FRONT, "frameworks"},
+    "installation": {*FRONT, "frameworks", "experimental", "migration"},
+    # `lossscale` itself.
+    "": {*FRONT, "installation"},
     "diagnostics": CORE,
     "plots": {*CORE, "diagnostics"},
     # Nothing imports the command line, so it may use whatever it shows.
     "cli": {*FRONT, "frameworks", "experimental", "migration", "diagnostics", "plots", ""},
     "__main__": {"cli"},
-    # `lossscale` itself.
-    "": FRONT,
 }
 """For each part of the library, the parts that it may import besides itself."""
 
@@ -69,11 +79,8 @@ def violations(module):
             }:
                 found.append(f"{module.name} imports another shell, {imported.name}")
         elif module.part == "frameworks":
-            own = shell_of(module.name)
-            if module.name == "lossscale.frameworks" and imported.root in FRAMEWORKS:
-                found.append(f"{module.name} imports {imported.root} for every shell")
-            if own is not None and imported.root in SHELLS - {own}:
-                found.append(f"{module.name} imports another framework, {imported.root}")
+            if imported.root in FRAMEWORKS - frameworks_for(module.name):
+                found.append(f"{module.name} imports {imported.root}")
         elif imported.root in FRAMEWORKS and not (
             imported.lazy and module.part in MAY_USE_A_FRAMEWORK_INSIDE_A_FUNCTION
         ):
@@ -86,13 +93,23 @@ def violations(module):
 def own_part(name):
     """The part that a dotted name below `lossscale` belongs to; a public name is of ""."""
     part = (*name.split("."), "")[1]
-    return part if part in MAY_IMPORT else ""
+    return part if part in {*MAY_IMPORT, *(module.part for module in modules())} else ""
 
 
 def shell_of(name):
     """Which of the shells a dotted name below `lossscale.frameworks` belongs to, or None."""
     part = (*name.split("."), "", "")[2].lstrip("_")
     return part if part in SHELLS else None
+
+
+def frameworks_for(name):
+    """The frameworks that a module below `lossscale.frameworks` may import."""
+    shell = shell_of(name)
+    if shell is None:
+        # What several shells share must not bring the framework of one to another.
+        return {"tensorflow"} if name != "lossscale.frameworks" else set()
+    backend = {name.rpartition(".")[2]} & KERAS_BACKENDS if shell == "keras" else set()
+    return SHELLS[shell] | backend
 
 
 @pytest.mark.parametrize("name", ["lossscale", "lossscale.rules"])
@@ -149,10 +166,16 @@ def test_the_table_itself_points_one_way():
         ("frameworks.keras.shell", "def f():\n    from ..optax import shell"),
         ("frameworks.keras", "def f():\n    import tf_keras"),
         ("frameworks.tf_keras", "from keras import ops"),
+        ("frameworks.keras.shell", "import tensorflow"),
+        ("frameworks.keras.engines.jax", "import torch"),
+        ("frameworks.slots", "import keras"),
+        ("frameworks.names", "import lossscale"),
         ("frameworks.keras", "import lossscale.experimental"),
         ("frameworks", "import tensorflow"),
         ("experimental.loss_scale", "import tensorflow"),
         ("experimental", "import lossscale.diagnostics"),
+        ("experimental", "import lossscale"),
+        ("optimizer", "from lossscale import installation"),
         ("migration.files", "from tensorflow import train"),
         ("diagnostics.verdict", "import torch"),
         ("diagnostics.verdict", "from lossscale.plots import histogram"),
@@ -178,7 +201,11 @@ def test_an_import_that_points_the_wrong_way_is_found(name, source):
         ("rules", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("registry", "import importlib\nimportlib.import_module(name)"),
         ("optimizer", "from lossscale import registry"),
-        ("frameworks.keras", "import keras, tensorflow\nfrom lossscale.rules import ScaleRule"),
+        ("frameworks.keras", "import keras\nfrom lossscale.rules import ScaleRule"),
+        ("frameworks.keras.engines.tensorflow", "import keras, tensorflow"),
+        ("frameworks.keras.engines.torch", "import keras, torch"),
+        ("frameworks.tf_keras", "import tensorflow, tf_keras"),
+        ("frameworks.optax", "import jax, optax"),
         ("frameworks.keras", "from lossscale.frameworks import _accumulation"),
         ("frameworks.keras.shell", "from . import slots\nfrom .. import _accumulation"),
         ("frameworks._accumulation", "import tensorflow as tf"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 from lossscale.cli.errors import MissingExtraError, UsageError
@@ -33,7 +35,7 @@ def choose_backend(requested: str | None) -> str:
         )
     if in_use is None:
         os.environ["KERAS_BACKEND"] = backend
-        # Its notes on the processor would be drawn over the progress bars.
+        # TensorFlow's notes on the processor would be drawn over the progress bars.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     return backend
 
@@ -57,3 +59,22 @@ def check_installed(backend: str, packages: dict[str, str]) -> None:
         raise MissingExtraError(
             f'{", ".join(missing)} not found: pip install "lossscale[{",".join(extras)}]"'
         )
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Drops what is written to standard error meanwhile, by compiled code as well.
+
+    TensorFlow writes some notes as it is imported that TF_CPP_MIN_LOG_LEVEL does not reach.
+    Exceptions are raised as ever.
+    """
+    sys.stderr.flush()
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lossscale.cli.backend import BACKENDS, check_installed, choose_backend
+from lossscale.cli.backend import BACKENDS, check_installed, choose_backend, silenced
 from lossscale.cli.errors import UsageError
 
 _PACKAGES = {
@@ -106,6 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     console = Console(highlight=False)
     report.introduce(console, backend, arguments.epochs, arguments.seed)
+    with silenced():
+        import keras  # noqa: F401
     runs, gradients = _train_all(console, arguments.epochs, arguments.seed)
     report.print_table(console, runs)
     report.draw(runs, gradients, arguments.output)

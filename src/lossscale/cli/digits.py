@@ -40,13 +40,13 @@ RECIPES = (
     Recipe("float32", "float32", None),
     Recipe("float16, no scaling", "mixed_float16", None),
     # The scale that undoes the division by the outputs, exactly.
-    Recipe("float16, fixed scale", "mixed_float16", FixedScale(OUTPUTS)),
+    Recipe("float16, fixed", "mixed_float16", FixedScale(OUTPUTS)),
     # Too high to begin with, and an interval far below the usual 2000 steps: so a run of some
     # hundred steps shows the scale being lowered, and raised until the gradients overflow.
     Recipe(
-        "float16, dynamic scale",
+        "float16, dynamic",
         "mixed_float16",
-        DynamicScale(initial_scale=2.0**40, growth_interval=50),
+        DynamicScale(initial_scale=2.0**40, growth_interval=25),
     ),
 )
 

@@ -93,8 +93,9 @@ def print_table(console: Any, runs: Sequence[digits.Run]) -> None:
     console.print(table)
     console.print(
         "* Gradients of the weights that are not zero in float32, but zero when computed in the "
-        "run's own precision and with its scale, from the same weights and images. Measured "
-        "after every epoch; the mean.\n"
+        "run's own precision and with its scale, from the same weights and images. Mean of "
+        "one measurement after each epoch. Gradients shrink as the network learns; a fixed scale "
+        "does not follow them.\n"
     )
 
 
@@ -110,7 +111,9 @@ def draw(runs: Sequence[digits.Run], gradients: Any, path: Path) -> None:
 
     # Not pyplot: a Figure of its own needs no window and leaves the caller's figures alone.
     figure = Figure(figsize=(11, 8), layout="constrained")
-    axes = figure.subplot_mosaic([["accuracy", "scales"], ["exponents", "exponents"]])
+    axes: dict[str, Any] = figure.subplot_mosaic(
+        [["accuracy", "scales"], ["exponents", "exponents"]]
+    )
 
     plot_accuracy({run.recipe.name: run.accuracy for run in runs}, axes["accuracy"])
     axes["accuracy"].set_title("Accuracy after each epoch")
@@ -121,12 +124,13 @@ def draw(runs: Sequence[digits.Run], gradients: Any, path: Path) -> None:
     axes["scales"].set_title("Loss scale over the steps")
 
     histogram = exponent_histogram(gradients)
-    histograms = {"unscaled": histogram}
+    histograms = {"unscaled (float16, no scaling)": histogram}
     for run in runs:
         if run.recipe.rule is not None:
             scale = _first_applied(run)
-            name = f"scaled by {power(scale)} ({run.recipe.name})"
-            histograms[name] = histogram.scaled(round(math.log2(scale)))
+            exponent = round(math.log2(scale))
+            name = f"times $2^{{{exponent}}}$ ({run.recipe.name})"
+            histograms[name] = histogram.scaled(exponent)
     plot_exponents(histograms, axes["exponents"])
     axes["exponents"].set_title("Gradients of the first step against float16's range", pad=24)
     figure.savefig(path, dpi=120)

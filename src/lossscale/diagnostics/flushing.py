@@ -43,7 +43,7 @@ def share_flushed(values: Any, scale: float = 1.0, format: str | NumberFormat = 
     counted = magnitudes[np.isfinite(magnitudes) & (magnitudes != 0)]
     if not counted.size:
         return 0.0
-    return float(np.count_nonzero(counted * scale <= edge)) / counted.size
+    return float(np.count_nonzero(counted * scale <= edge) / counted.size)
 
 
 def share_zeroed(reference: Any, values: Any) -> float:

@@ -54,7 +54,8 @@ def plot_exponents(
     ax.set_xlabel("log$_2$ of the magnitude of a gradient")
     ax.set_ylabel("share of gradients [%]")
     ax.set_ylim(bottom=0)
-    ax.legend()
+    # Below the axes: inside, it would hide a histogram, wherever the histograms are.
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, frameon=False)
     return ax
 
 

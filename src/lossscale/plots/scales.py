@@ -50,9 +50,9 @@ def plot_scales(
             label="skipped step",
             linestyle="None",
             marker="x",
-            markersize=7,
-            markeredgewidth=1.8,
-            color="#D55E00",
+            markersize=8,
+            markeredgewidth=2,
+            color="#000000",
             zorder=3,
         )
     ax.set_yscale("log", base=2)

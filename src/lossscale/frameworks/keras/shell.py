@@ -315,6 +315,49 @@ class KerasLossScaleOptimizer(
         with keras.name_scope(self.name):
             self._step(grads, list(trainable_variables), scaled=True)
 
+    def stateless_apply(
+        self,
+        optimizer_variables: Sequence[Any],
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """Applies gradients of the scaled loss without changing any variable.
+
+        Args:
+            optimizer_variables: Arrays, the values of `variables`.
+            grads: Gradients of the loss that `scale_loss` returned; None where there is none.
+            trainable_variables: Arrays, the values of the variables it was built with.
+
+        Returns:
+            The new values of the trainable variables, and those of `variables`.
+
+        Raises:
+            ValueError: If the optimizer is not built, the numbers of values do not match, or the
+                backend is TensorFlow.
+        """
+        own, trained = self.variables, self._trainable_variables
+        if not self.built or keras.backend.backend() == "tensorflow":
+            # The inner optimizer says why.
+            self.inner_optimizer.stateless_apply(optimizer_variables, grads, trainable_variables)
+        for name, given, expected in (
+            ("optimizer_variables", optimizer_variables, own),
+            ("trainable_variables", trainable_variables, trained),
+        ):
+            if len(given) != len(expected):
+                raise ArgumentError(
+                    f"`{name}` must hold {len(expected)} values, one for each of the variables "
+                    f"of the optimizer. Received: {len(given)}."
+                )
+        values = zip(
+            [*own, *trained], [*optimizer_variables, *trainable_variables], strict=True
+        )
+        with keras.StatelessScope(state_mapping=list(values)) as scope:
+            self.apply(grads, trained)
+        return (
+            [scope.get_current_value(variable) for variable in trained],
+            [scope.get_current_value(variable) for variable in own],
+        )
+
     def _step(
         self,
         gradients: Sequence[Any],

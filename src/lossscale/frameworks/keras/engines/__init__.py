@@ -19,7 +19,9 @@ import keras
 from lossscale.errors import UnsupportedError
 
 _ENGINES = {
+    "jax": "lossscale.frameworks.keras.engines.jax",
     "tensorflow": "lossscale.frameworks.keras.engines.tensorflow",
+    "torch": "lossscale.frameworks.keras.engines.torch",
 }
 
 

@@ -9,7 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale.errors import ArgumentTypeError, GradientsError
+from lossscale.errors import GradientsError
+from lossscale.frameworks.keras.engines.common import aggregation_name, flat_list
+
+__all__ = ["aggregation_name"]
 
 
 def current_graph() -> Any:
@@ -233,30 +236,5 @@ def symbolic_gradients(loss: Any, variables: Sequence[Any]) -> list[Any]:
 
 
 def flat_variables(variables: Any) -> list[Any]:
-    """Returns a list of variables from one variable or a nest of them.
-
-    Raises:
-        GradientsError: If something in it is no variable. It is a `ValueError`.
-    """
-    found = [variables] if is_variable(variables) else tf.nest.flatten(variables)
-    for variable in found:
-        if not is_variable(variable):
-            raise GradientsError(
-                "`var_list` must hold variables, of tf.Variable or keras.Variable. "
-                f"Received: {variable!r} of type {type(variable).__name__}."
-            )
-    return found
-
-
-def aggregation_name(aggregation: Any) -> str:
-    """Returns Keras' name of a `tf.VariableAggregation`."""
-    if isinstance(aggregation, tf.VariableAggregation):
-        return str(aggregation.name).lower()
-    if isinstance(aggregation, tf.compat.v1.VariableAggregation):
-        return str(aggregation.name).lower()
-    if isinstance(aggregation, str) or aggregation is None:
-        return aggregation or "none"
-    raise ArgumentTypeError(
-        "`aggregation` must be a tf.VariableAggregation or its name. "
-        f"Received: aggregation={aggregation!r}."
-    )
+    """Returns a list of variables from one variable or a nest of them."""
+    return flat_list(variables, tf.nest.flatten, is_variable)

@@ -1,0 +1,136 @@
+"""JAX: state is passed in and out, inside `jax.jit` as outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax.experimental.sparse import BCOO
+
+from lossscale.errors import UnsupportedError
+from lossscale.frameworks.keras.engines.common import aggregation_name
+from lossscale.frameworks.keras.engines.common import flat_keras_variables as flat_variables
+from lossscale.frameworks.keras.engines.common import is_keras_variable as is_variable
+
+__all__ = ["aggregation_name", "flat_variables", "is_variable"]
+
+
+def current_graph() -> None:
+    """JAX has no graph object; the calls of a step are traced together."""
+    return
+
+
+def read(variable: Any) -> Any:
+    """The value of a Keras variable now, as an array."""
+    return jnp.asarray(variable.value)
+
+
+def unscaled(gradient: Any, scale: Any, exact_reciprocal: bool) -> Any:
+    """Divides a gradient by the scale, in float32 or wider.
+
+    Args:
+        gradient: Array or `BCOO` of any dtype; sparse stays sparse.
+        scale: float32 scalar array, or a Python float.
+        exact_reciprocal: Whether multiplying by the reciprocal is exact. It is for powers of
+            two; others are divided by.
+    """
+    if isinstance(gradient, BCOO):
+        data = unscaled(gradient.data, scale, exact_reciprocal)
+        return BCOO((data, gradient.indices), shape=gradient.shape)
+    gradient = _widened(gradient)
+    divisor = jnp.asarray(scale, gradient.dtype)
+    return gradient * (1.0 / divisor) if exact_reciprocal else gradient / divisor
+
+
+def scaled(loss: Any, scale: Any) -> Any:
+    """Multiplies a loss by the scale, in float32 or wider."""
+    loss = _widened(loss)
+    return loss * jnp.asarray(scale, loss.dtype)
+
+
+def _widened(array: Any) -> Any:
+    array = jnp.asarray(array)
+    wide = array.dtype == jnp.float64 or jnp.issubdtype(array.dtype, jnp.complexfloating)
+    return array if wide else array.astype(jnp.float32)
+
+
+def all_finite(gradients: Sequence[Any]) -> Any:
+    """Whether every element of every gradient is finite: a boolean scalar array.
+
+    Args:
+        gradients: Arrays, `BCOO` (their data are looked at) or None (skipped).
+    """
+    values = [g.data if isinstance(g, BCOO) else g for g in gradients if g is not None]
+    checks = [jnp.all(jnp.isfinite(value)) for value in values]
+    return jnp.all(jnp.stack(checks)) if checks else jnp.asarray(True)
+
+
+def flat_gradients(gradients: Any) -> list[Any]:
+    """The gradients in a nest, without None."""
+    return jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, BCOO))
+
+
+def replica_count() -> int:
+    """Always 1: under JAX one program sees all devices."""
+    return 1
+
+
+def run_step(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], aggregate: bool
+) -> None:
+    """Applies unscaled gradients or skips the step.
+
+    Args:
+        optimizer: The loss scale optimizer, built.
+        gradients: Unscaled gradients; None where there is none.
+        variables: Their variables.
+        aggregate: Not used: gradients of a sharded program are summed where they arise.
+    """
+    inner = optimizer.inner_optimizer
+    finite = optimizer._judge(gradients)
+    if isinstance(finite, jax.core.Tracer):
+        _apply_if_traced(finite, inner, gradients, variables)
+    elif bool(finite):
+        inner.apply(list(gradients), list(variables))
+    optimizer._move_scale(finite)
+
+
+def _apply_if_traced(
+    finite: Any, inner: Any, gradients: Sequence[Any], variables: Sequence[Any]
+) -> None:
+    trained = inner._trainable_variables
+    targets = list({id(v): v for v in (*inner.variables, *trained, *variables)}.values())
+    values = [target.value for target in targets]
+
+    def applied(values: Sequence[Any]) -> list[Any]:
+        mapping = list(zip(targets, values, strict=True))
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            inner.apply(list(gradients), list(variables))
+        return [scope.get_current_value(target) for target in targets]
+
+    for target, value in zip(
+        targets, jax.lax.cond(finite, applied, list, values), strict=True
+    ):
+        target.assign(value)
+
+
+def differentiate(
+    loss: Any,
+    variables: Any,
+    scale: Callable[[Any], Any],
+    *,
+    tape: Any = None,
+    grad_loss: Any = None,
+) -> tuple[list[Any], list[Any]]:
+    """Raises: JAX differentiates functions of arrays, not of variables."""
+    raise UnsupportedError(
+        "On the JAX backend the gradients of a loss are taken with jax.grad, with the variables' "
+        "values as arguments, and applied with stateless_apply(). minimize(), get_gradients() "
+        "and get_updates() work on the TensorFlow and PyTorch backends."
+    )
+
+
+symbolic_gradients = differentiate
