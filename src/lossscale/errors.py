@@ -26,6 +26,10 @@ mistake, so code that already catches `TypeError` or `ValueError` goes on workin
 class LossScaleError(Exception):
     """Base class of the errors of lossscale."""
 
+    # Inside a tf.function, AutoGraph replaces exceptions it does not know by one of its own,
+    # which is no ValueError or TypeError any more. It leaves those with this attribute alone.
+    ag_pass_through = True
+
 
 class ArgumentError(LossScaleError, ValueError):
     """An argument has a value that cannot be used."""

@@ -22,15 +22,24 @@ def register() -> None:
         registry.combined(experimental.LossScaleOptimizer, shell)
 
 
+# The installations that are not undone yet, and what takes the names out: the names stand as long
+# as one installation asks for them, in whatever order they are undone.
+_standing: list[Installation] = []
+_taking_out = contextlib.ExitStack()
+
+
 class Installation:
     """The documented names in TensorFlow; a context manager that takes them out again."""
 
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self._stack = stack
-
     def undo(self) -> None:
-        """Puts everything back as it was. A second call does nothing."""
-        self._stack.close()
+        """Puts everything back as it was, unless another installation still stands.
+
+        A second call does nothing.
+        """
+        if self in _standing:
+            _standing.remove(self)
+            if not _standing:
+                _taking_out.close()
 
     def __enter__(self) -> Installation:
         return self
@@ -52,5 +61,8 @@ def install() -> Installation:
     """
     names = importlib.import_module("lossscale.frameworks.tensorflow_names")
     register()
-    stack: contextlib.ExitStack = names.put_in_place()
-    return Installation(stack)
+    if not _standing:
+        _taking_out.enter_context(names.put_in_place())
+    installation = Installation()
+    _standing.append(installation)
+    return installation

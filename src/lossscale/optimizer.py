@@ -87,9 +87,15 @@ class LossScaleOptimizer:
         Raises:
             ValueError: If it is not the configuration of a loss scale optimizer.
         """
-        shell = cls if cls._framework else registry.default_shell()
-        inner, arguments = arguments_from_config(config, custom_objects)
+        shell: Any = cls if cls._framework else registry.default_shell()
+        rules = shell._rules_named(config, custom_objects)
+        inner, arguments = arguments_from_config(config, rules)
         return cls(shell._inner_from_config(inner, custom_objects), **arguments)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the configuration: a JSON-ready dictionary without any saved state."""
+        # Keras registers a subclass only if its class has this method; each shell writes its own.
+        raise NotImplementedError
 
     @property
     def rule(self) -> ScaleRule:

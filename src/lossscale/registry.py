@@ -6,7 +6,6 @@ imported cannot exist, and importing lossscale must not import any.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from typing import Any, NamedTuple
@@ -31,6 +30,9 @@ _ROWS = (
         shell_class="KerasLossScaleOptimizer",
     ),
 )
+
+
+_COMBINED: dict[tuple[type[Any], type[Any]], type[Any]] = {}
 
 
 def shell_for(optimizer: Any) -> type[Any]:
@@ -61,13 +63,14 @@ def _load(row: _Row) -> type[Any]:
     return shell
 
 
-@functools.cache
 def combined(cls: type[Any], shell: type[Any]) -> type[Any]:
     """Returns `cls` on top of a shell, for a subclass that was written for no framework."""
     namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_is_combined": True}
-    both: type[Any] = type(cls.__name__, (cls, shell), namespace)
-    shell._register(both, cls)
-    return both
+    if (cls, shell) not in _COMBINED:
+        both = type(cls.__name__, (cls, shell), namespace)
+        shell._register(both, cls)
+        _COMBINED[cls, shell] = both
+    return _COMBINED[cls, shell]
 
 
 def _not_an_optimizer(optimizer: Any) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import struct
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from lossscale.errors import ArgumentError
@@ -137,6 +138,14 @@ def checked_interval(name: str, value: Any) -> int:
             f"Received: {name}={value!r} of type {type(value).__name__}."
         )
     return number
+
+
+def _float32(value: float) -> float:
+    try:
+        rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return rounded
 
 
 def _is_power_of_two(value: float) -> bool:
@@ -271,14 +280,15 @@ class DynamicScale(ScaleRule):
             checked["max_scale"] = checked_scale("max_scale", self.max_scale)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if not 1.0 < self.growth_factor < math.inf:
+        # Rounded, because a factor that is 1 in float32 never moves the scale.
+        if not 1.0 < _float32(self.growth_factor) < math.inf:
             raise ArgumentError(
-                "`growth_factor` must be a finite number above 1. "
+                "`growth_factor` must be a finite float32 number above 1. "
                 f"Received: growth_factor={self.growth_factor!r}."
             )
-        if not 0.0 < self.backoff_factor < 1.0:
+        if not 0.0 < _float32(self.backoff_factor) < 1.0:
             raise ArgumentError(
-                "`backoff_factor` must be a number between 0 and 1, both excluded. "
+                "`backoff_factor` must be a float32 number between 0 and 1, both excluded. "
                 f"Received: backoff_factor={self.backoff_factor!r}."
             )
         if not self.min_scale <= self.initial_scale <= self.ceiling:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,8 @@ def _check_output(path: Path) -> None:
         raise UsageError(f"--output is in a folder that does not exist: {str(path.parent)!r}")
     if path.is_dir():
         raise UsageError(f"--output is a folder: {str(path)!r}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"--output cannot be written: {str(path)!r}")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -106,21 +109,29 @@ def run(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     console = Console(highlight=False)
     report.introduce(console, backend, arguments.epochs, arguments.seed)
-    with silenced():
-        import keras  # noqa: F401
-    runs, gradients = _train_all(console, arguments.epochs, arguments.seed)
+    runs, gradients = _train_all(console, backend, arguments.epochs, arguments.seed)
     report.print_table(console, runs)
     report.draw(runs, gradients, arguments.output)
-    console.print(f"Picture: {arguments.output}", soft_wrap=True)
-    console.print(f"All of it took {time.perf_counter() - started:.0f} seconds.")
+    console.print(f"Picture: {arguments.output}", soft_wrap=True, markup=False)
+    console.print(f"Time:    {time.perf_counter() - started:.0f} seconds in all")
     return 0
 
 
-def _train_all(console: Any, epochs: int, seed: int) -> tuple[list[Any], Any]:
+def _train_all(console: Any, backend: str, epochs: int, seed: int) -> tuple[list[Any], Any]:
     from rich.progress import BarColumn, Progress, TextColumn
 
-    from lossscale.cli import digits
+    # Keras imports TensorFlow late, whatever the backend, if it is installed.
+    with console.status("Importing Keras"), silenced():
+        from lossscale.cli import digits
 
+        if backend == "torch":
+            import torch
+
+            # The arrays are small. On a busy machine two threads wait for each other for minutes.
+            torch.set_num_threads(1)
+        data = digits.load_digits(seed)
+        probe = digits.make_probe(data, seed)
+        gradients = probe.gradients("float32", digits.build_model("float32", seed).get_weights())
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -132,10 +143,6 @@ def _train_all(console: Any, epochs: int, seed: int) -> tuple[list[Any], Any]:
             progress.add_task(recipe.name, total=epochs, start=False, note="")
             for recipe in digits.RECIPES
         ]
-        data = digits.load_digits(seed)
-        probe = digits.make_probe(data, seed)
-        weights = digits.build_model("float32", seed).get_weights()
-        gradients = probe.gradients("float32", weights)
         runs = []
         for task, recipe in zip(tasks, digits.RECIPES, strict=True):
 

@@ -19,7 +19,7 @@ def gradient_recorder() -> Any:
     """
     import keras
 
-    class GradientRecorder(keras.optimizers.Optimizer):  # type: ignore[misc]
+    class GradientRecorder(keras.optimizers.Optimizer):
         def build(self, variables: Sequence[Any]) -> None:
             super().build(variables)
             self.gradients = [

@@ -71,10 +71,10 @@ def print_table(console: Any, runs: Sequence[digits.Run]) -> None:
     from rich.table import Table
 
     table = Table()
-    table.add_column("")
+    table.add_column("", no_wrap=True, vertical="middle")
     for heading in (
         "test\naccuracy",
-        "gradients\nflushed to 0 *",
+        "flushed\nto zero *",
         "steps\nskipped",
         "final\nscale",
         "seconds",

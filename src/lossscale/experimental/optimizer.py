@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lossscale
-from lossscale import registry
+from lossscale import optimizer, registry
 from lossscale.arguments import arguments_from_config, rule_from_arguments
 from lossscale.errors import UnsupportedError
 from lossscale.experimental.loss_scale import (
@@ -20,8 +19,14 @@ from lossscale.experimental.loss_scale import (
 )
 from lossscale.rules import ScaleRule, ScaleState
 
+if TYPE_CHECKING:
+    # The shell that it is combined with has the rest.
+    _Base: Any
+else:
+    _Base = optimizer.LossScaleOptimizer
 
-class LossScaleOptimizer(lossscale.LossScaleOptimizer):
+
+class LossScaleOptimizer(_Base):
     """An optimizer that applies loss scaling, with the loss scale as an object.
 
     ```python
@@ -54,7 +59,7 @@ class LossScaleOptimizer(lossscale.LossScaleOptimizer):
             if isinstance(loss_scale, _RuleLossScale)
             else _WrittenByUser(loss_scale)
         )
-        super().__init__(optimizer, rule=rule, name=name)  # type: ignore[call-arg]
+        super().__init__(optimizer, rule=rule, name=name)
 
     @property
     def loss_scale(self) -> LossScale:
@@ -110,7 +115,7 @@ class LossScaleOptimizer(lossscale.LossScaleOptimizer):
             config: A dictionary from `get_config`; it is not changed.
             custom_objects: Classes that the configuration names, by class name.
         """
-        shell = cls if cls._framework else registry.default_shell()
+        shell: Any = cls if cls._framework else registry.default_shell()
         if "loss_scale" in config:
             inner, name = config.get("optimizer"), config.get("name")
             loss_scale = deserialize(config["loss_scale"], custom_objects)

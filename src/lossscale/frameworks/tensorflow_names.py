@@ -6,49 +6,60 @@ import contextlib
 import importlib
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-import lossscale
-from lossscale import experimental
-
-_LOSS_SCALES = ("LossScale", "FixedLossScale", "DynamicLossScale")
 _ABSENT = object()
 
 
-def put_in_place() -> contextlib.ExitStack:
+def put_in_place(
+    optimizer: type[Any], older_optimizer: type[Any], loss_scales: Sequence[type[Any]]
+) -> contextlib.ExitStack:
     """Sets every documented name.
+
+    Args:
+        optimizer: The class of the pages for TensorFlow 2.4 and later.
+        older_optimizer: The class of the pages for TensorFlow 2.0 to 2.3.
+        loss_scales: The classes of the loss scale objects.
 
     Returns:
         A stack that puts back what was there before when it is closed.
     """
     with contextlib.ExitStack() as stack:
         for root in (tf, tf.compat.v1, tf.compat.v2):
-            _put_keras_names(stack, root.keras.mixed_precision)
-            _put_loss_scales(stack, _submodule(stack, root, "mixed_precision"))
-            _put_loss_scales(stack, root.train)
+            _put_optimizers(stack, root.keras.mixed_precision, optimizer, older_optimizer)
+            _put_loss_scales(stack, _submodule(stack, root, "mixed_precision"), loss_scales)
+            _put_loss_scales(stack, root.train, loss_scales)
         # `from tensorflow.keras.mixed_precision import ...` finds another module than the
         # attribute access above.
         imported = importlib.import_module("tensorflow.keras.mixed_precision")
-        _put_keras_names(stack, imported)
+        _put_optimizers(stack, imported, optimizer, older_optimizer)
         return stack.pop_all()
 
 
-def _put_keras_names(stack: contextlib.ExitStack, mixed_precision: Any) -> None:
-    _set(stack, mixed_precision, "LossScaleOptimizer", lossscale.LossScaleOptimizer)
+def _put_optimizers(
+    stack: contextlib.ExitStack,
+    mixed_precision: Any,
+    optimizer: type[Any],
+    older_optimizer: type[Any],
+) -> None:
+    _set(stack, mixed_precision, "LossScaleOptimizer", optimizer)
     older = _submodule(stack, mixed_precision, "experimental")
-    _set(stack, older, "LossScaleOptimizer", experimental.LossScaleOptimizer)
+    _set(stack, older, "LossScaleOptimizer", older_optimizer)
     # Code of that time sets the policy from the same place.
     _set(stack, older, "Policy", mixed_precision.Policy)
     _set(stack, older, "global_policy", mixed_precision.global_policy)
     _set(stack, older, "set_policy", mixed_precision.set_global_policy)
 
 
-def _put_loss_scales(stack: contextlib.ExitStack, parent: Any) -> None:
+def _put_loss_scales(
+    stack: contextlib.ExitStack, parent: Any, loss_scales: Sequence[type[Any]]
+) -> None:
     module = _submodule(stack, parent, "experimental")
-    for name in _LOSS_SCALES:
-        _set(stack, module, name, getattr(experimental, name))
+    for loss_scale in loss_scales:
+        _set(stack, module, loss_scale.__name__, loss_scale)
 
 
 def _submodule(stack: contextlib.ExitStack, parent: Any, name: str) -> Any:

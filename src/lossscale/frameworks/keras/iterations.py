@@ -35,9 +35,15 @@ class StepCounter(keras.Variable):
         self._skipped = steps_skipped
 
     def assign(self, value: Any) -> Any:
-        """Sets the number of steps; the inner optimizer's counter becomes it less the skips."""
+        """Sets the number of steps; the inner optimizer's counter becomes it less the skips.
+
+        A number below that of the skips lowers that too: no optimizer works with a negative
+        counter (Adam's bias correction becomes NaN).
+        """
         value = super().assign(value)
-        self._applied.assign(value - self._skipped)
+        skipped = keras.ops.minimum(self._skipped, value)
+        self._skipped.assign(skipped)
+        self._applied.assign(value - skipped)
         return value
 
     def follow(self) -> None:

@@ -12,18 +12,19 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import keras
 import numpy as np
 from keras.src.saving.keras_saveable import KerasSaveable
 
 from lossscale.errors import LossScaleWarning
+from lossscale.frameworks.keras.part import Part
+from lossscale.frameworks.keras.weights import numpy_of
 
 # Keras' own LossScaleOptimizer writes these before the inner optimizer's variables. The first
 # two have no effect there.
 _KERAS_OWN_VARIABLES = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
 
 
-class LossScaleStore(KerasSaveable):  # type: ignore[misc]
+class LossScaleStore(KerasSaveable):
     """The place in a Keras file where the loss scale and the counters stand, by name.
 
     Args:
@@ -53,10 +54,10 @@ class LossScaleStore(KerasSaveable):  # type: ignore[misc]
             self._write(values)
 
 
-class Persistence:
+class Persistence(Part):
     """`save_own_variables`, `load_own_variables`, `__deepcopy__`, `__reduce__`."""
 
-    inner_optimizer: Any
+    _waiting: dict[str, Any] | None
 
     def __dir__(self) -> list[str]:
         # Keras saves every object that dir() names and that can be saved. The inner optimizer's
@@ -94,7 +95,7 @@ class Persistence:
         self._iterations.follow()
 
     def _own_values(self) -> dict[str, Any]:
-        return {v.name: keras.ops.convert_to_numpy(v) for v in self._variables}
+        return {v.name: numpy_of(v) for v in self._variables}
 
     def _set_own_values(self, values: Mapping[str, Any]) -> None:
         self._restore_scale(values)

@@ -55,11 +55,17 @@ class KerasLossScaleOptimizer(
     Persistence,
     Standalone,
     LossScaleOptimizer,
-    keras.optimizers.LossScaleOptimizer,  # type: ignore[misc]
+    keras.optimizers.LossScaleOptimizer,
 ):
     __doc__ = LossScaleOptimizer.__doc__
 
     _framework: ClassVar[str | None] = "keras"
+
+    # None where a loss scale of the older API moves by its user's own code.
+    _state: Any
+    _iterations: Any
+    _waiting: dict[str, Any] | None
+    built: bool
 
     def __init__(
         self,
@@ -348,9 +354,7 @@ class KerasLossScaleOptimizer(
                     f"`{name}` must hold {len(expected)} values, one for each of the variables "
                     f"of the optimizer. Received: {len(given)}."
                 )
-        values = zip(
-            [*own, *trained], [*optimizer_variables, *trainable_variables], strict=True
-        )
+        values = zip([*own, *trained], [*optimizer_variables, *trainable_variables], strict=True)
         with keras.StatelessScope(state_mapping=list(values)) as scope:
             self.apply(grads, trained)
         return (
@@ -441,11 +445,24 @@ class KerasLossScaleOptimizer(
 
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration: a JSON-ready dictionary without any saved state."""
+        described = config_from_rule(self._rule)
+        if "rule" in described:
+            described["rule"]["class_name"] = keras.saving.get_registered_name(type(self._rule))
         return {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            **config_from_rule(self._rule),
+            **described,
         }
+
+    @classmethod
+    def _rules_named(cls, config: Any, custom_objects: Any) -> dict[str, Any]:
+        """Returns `custom_objects` and the rule in `config`, if Keras knows its name.
+
+        Keras passes its own registry and the `custom_objects` of `load_model` to nobody.
+        """
+        name = (config.get("rule") or {}).get("class_name")
+        found = keras.saving.get_registered_object(name, custom_objects)
+        return {**(custom_objects or {}), **({} if found is None else {name: found})}
 
     @staticmethod
     def _register(combined: type[Any], written: type[Any]) -> None:

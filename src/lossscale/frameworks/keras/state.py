@@ -42,8 +42,8 @@ class State:
 
     def read(self) -> ScaleState:
         """Returns the state as tensors."""
-        return self._first._make(
-            self._read(self.variables[field]) for field in self._first._fields
+        return self._first._replace(
+            **{field: self._read(variable) for field, variable in self.variables.items()}
         )
 
     def write(self, state: ScaleState) -> None:

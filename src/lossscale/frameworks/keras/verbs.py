@@ -8,13 +8,11 @@ from typing import Any
 import keras
 
 from lossscale.errors import ArgumentTypeError, GradientsError
+from lossscale.frameworks.keras.part import Part
 
 
-class DocumentedVerbs:
+class DocumentedVerbs(Part):
     """`minimize`, `get_scaled_loss`, `get_unscaled_gradients`, `get_gradients`, `get_updates`."""
-
-    _engine: Any
-    _convention: Any
 
     def minimize(
         self,
@@ -85,7 +83,8 @@ class DocumentedVerbs:
                 f"`grads` must be a list of gradients. Received: {grads!r}."
             ) from None
         self._convention.note_get_unscaled_gradients()
-        return self._unscaled(gradients)
+        unscaled: list[Any] = self._unscaled(gradients)
+        return unscaled
 
     def get_gradients(self, loss: Any, params: Sequence[Any]) -> list[Any]:
         """Returns the unscaled gradients of a loss, which was scaled to compute them.
@@ -112,7 +111,8 @@ class DocumentedVerbs:
                     "depend on it, or an operation between them has no gradient. Leave the "
                     "variable out of `params`."
                 )
-        return self._unscaled(gradients)
+        unscaled: list[Any] = self._unscaled(gradients)
+        return unscaled
 
     def get_updates(self, loss: Any, params: Sequence[Any]) -> list[Any]:
         """Computes gradients as `get_gradients` does, and applies them.

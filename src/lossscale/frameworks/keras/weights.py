@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from lossscale.errors import ArgumentError, UnknownSlotError
+from lossscale.frameworks.keras.part import Part
 
 # What TensorFlow's optimizers called the slots that Keras 3 names otherwise.
 _OLDER_SLOT_NAMES: dict[str, dict[str, str]] = {
@@ -30,11 +31,8 @@ class VariableList(list[Any]):
         return self
 
 
-class DocumentedWeights:
+class DocumentedWeights(Part):
     """`weights`, `get_weights`, `set_weights`, `get_slot`, `add_slot`, `add_weight`."""
-
-    _engine: Any
-    inner_optimizer: Any
 
     @property
     def weights(self) -> VariableList:
@@ -51,7 +49,7 @@ class DocumentedWeights:
 
     def get_weights(self) -> list[Any]:
         """Returns the values of `weights` as a list of NumPy arrays."""
-        return [keras.ops.convert_to_numpy(variable) for variable in self.weights]
+        return [numpy_of(variable) for variable in self.weights]
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Sets the values of `weights`, or of `variables`.
@@ -212,6 +210,12 @@ class DocumentedWeights:
                 continue
             names = {_slot_name(reference, slot) for reference, slot in slots.values()}
             yield sorted(names), {key: slot for key, (_, slot) in slots.items()}
+
+
+def numpy_of(variable: Any) -> Any:
+    """Returns the value of a Keras variable as a new NumPy array."""
+    # NumPy 2 warns when it copies a tf.Variable, not when it copies its value.
+    return keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(variable))
 
 
 def _slot_name(reference: Any, slot: Any) -> str:

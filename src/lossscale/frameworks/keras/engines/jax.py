@@ -70,7 +70,8 @@ def all_finite(gradients: Sequence[Any]) -> Any:
 
 def flat_gradients(gradients: Any) -> list[Any]:
     """The gradients in a nest, without None."""
-    return jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, BCOO))
+    leaves: list[Any] = jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, BCOO))
+    return leaves
 
 
 def replica_count() -> int:
@@ -111,9 +112,7 @@ def _apply_if_traced(
             inner.apply(list(gradients), list(variables))
         return [scope.get_current_value(target) for target in targets]
 
-    for target, value in zip(
-        targets, jax.lax.cond(finite, applied, list, values), strict=True
-    ):
+    for target, value in zip(targets, jax.lax.cond(finite, applied, list, values), strict=True):
         target.assign(value)
 
 

@@ -133,7 +133,10 @@ def run_step(
         with _summing(optimizer.inner_optimizer, aggregate):
             optimizer.inner_optimizer.apply(list(gradients), list(variables))
 
-    if not tf.distribute.has_strategy() or tf.__internal__.distribute.strategy_supports_no_merge_call():
+    if (
+        not tf.distribute.has_strategy()
+        or tf.__internal__.distribute.strategy_supports_no_merge_call()
+    ):
         _apply_if(finite, lambda: apply_inner(gradients))
         optimizer._move_scale(finite)
         return

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import keras
+import torch
 
 from lossscale.errors import ArgumentError, GradientsError
 from lossscale.frameworks.keras.engines.common import aggregation_name

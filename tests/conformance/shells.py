@@ -1,0 +1,245 @@
+"""The shells that the conformance suite runs on: one row each.
+
+A row is usable in the process whose `KERAS_BACKEND` it names, since Keras fixes its backend when
+it is imported; `make test` starts one process for each. A new shell is a new row, and a harness
+if it is driven in a new way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+BACKEND = os.environ["KERAS_BACKEND"]
+
+
+class KerasHarness:
+    """Drives one optimizer with gradients that are given as NumPy arrays.
+
+    Args:
+        values: First values of the variables, float32 arrays.
+        inner: Makes the optimizer to wrap.
+        rule: The scaling rule; None for the optimizer alone, without loss scaling.
+    """
+
+    def __init__(self, values: Sequence[Any], inner: Callable[[], Any], rule: Any = None) -> None:
+        import keras
+
+        import lossscale
+
+        self.keras = keras
+        self.model = _model_with(values)
+        self.variables = self.model.trainable_variables
+        made = inner()
+        self.optimizer = made if rule is None else lossscale.LossScaleOptimizer(made, rule=rule)
+        self.scales_loss = rule is not None
+        self.inner_optimizer = made
+        self.model.compile(self.optimizer, loss=None)
+        self.optimizer.build(self.variables)
+        self.traces = 0
+        self._compiled: Any = None
+
+    def step(self, gradients: Sequence[Any]) -> None:
+        """Runs a step whose loss has these gradients; None stands for no gradient."""
+        given = [None if g is None else self.keras.ops.convert_to_tensor(g) for g in gradients]
+        if self._compiled is None:
+            self._compiled = self.compiled(self._step)
+        self._compiled(given)
+
+    def compiled(self, step: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
+        """Returns the step as this shell runs it."""
+        return step
+
+    def _step(self, gradients: list[Any]) -> None:
+        self.traces += 1
+        self.optimizer.apply(self._of_scaled_loss(gradients), self.variables)
+
+    def _of_scaled_loss(self, gradients: list[Any]) -> list[Any]:
+        # A loss that is linear in the variables, so that the scale arrives in the gradients.
+        factor = self.optimizer.scale_loss(np.float32(1)) if self.scales_loss else 1
+        return [None if g is None else g * self.keras.ops.cast(factor, g.dtype) for g in gradients]
+
+    def parameters(self) -> list[Any]:
+        """The values of the variables."""
+        return [self._numpy(variable) for variable in self.variables]
+
+    def inner_state(self) -> list[Any]:
+        """The values of all variables of the wrapped optimizer."""
+        return [self._numpy(variable) for variable in self.inner_optimizer.variables]
+
+    def scale(self) -> Any:
+        """The loss scale, a NumPy float32."""
+        return self._numpy(self.optimizer.loss_scale)[()]
+
+    def counters(self) -> tuple[int, int, bool, int]:
+        """Finite steps since the scale changed, steps skipped, last one skipped, iterations."""
+        optimizer = self.optimizer
+        return (
+            int(self._numpy(optimizer.step_counter)),
+            int(self._numpy(optimizer.steps_skipped)),
+            bool(self._numpy(optimizer.last_step_skipped)),
+            int(self._numpy(optimizer.iterations)),
+        )
+
+    def save(self, path: Any) -> None:
+        """Saves parameters and optimizer into a file."""
+        self.model.save_weights(path)
+
+    def load(self, path: Any) -> None:
+        """Loads what `save` wrote."""
+        self.model.load_weights(path)
+
+    def _numpy(self, value: Any) -> Any:
+        tensor = value.value if isinstance(value, self.keras.Variable) else value
+        return np.array(self.keras.ops.convert_to_numpy(tensor))
+
+
+def _model_with(values: Sequence[Any]) -> Any:
+    import keras
+
+    class Values(keras.layers.Layer):
+        def build(self, input_shape: Any) -> None:
+            for index, value in enumerate(values):
+                self.add_weight(
+                    name=f"value_{index}",
+                    shape=value.shape,
+                    dtype="float32",
+                    initializer=lambda shape, dtype, value=value: keras.ops.convert_to_tensor(
+                        value, dtype=dtype
+                    ),
+                )
+
+        def call(self, inputs: Any) -> Any:
+            return inputs
+
+    return keras.Sequential([keras.Input((1,)), Values()])
+
+
+class TensorFlowFunction(KerasHarness):
+    """The step inside a `tf.function`."""
+
+    jit_compile = False
+
+    def compiled(self, step: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
+        import tensorflow as tf
+
+        compiled: Callable[[list[Any]], None] = tf.function(step, jit_compile=self.jit_compile)
+        return compiled
+
+
+class TensorFlowXLA(TensorFlowFunction):
+    """The step inside a `tf.function` that XLA compiles."""
+
+    jit_compile = True
+
+
+class ApplyGradients(TensorFlowFunction):
+    """The documented verbs: unscaled gradients to `apply_gradients`, in a `tf.function`."""
+
+    def _step(self, gradients: list[Any]) -> None:
+        self.traces += 1
+        gradients = self._of_scaled_loss(gradients)
+        if self.scales_loss:
+            gradients = self.optimizer.get_unscaled_gradients(gradients)
+        self.optimizer.apply_gradients(zip(gradients, self.variables, strict=True))
+
+
+class Experimental(ApplyGradients):
+    """The optimizer of TensorFlow 2.0 to 2.3, where a rule has a LossScale."""
+
+    def __init__(self, values: Sequence[Any], inner: Callable[[], Any], rule: Any = None) -> None:
+        super().__init__(values, inner, rule)
+        if rule is None:
+            return
+        from lossscale import experimental
+        from lossscale.experimental.loss_scale import from_rule
+
+        del self.optimizer
+        self.model.optimizer = None
+        self.inner_optimizer = inner()
+        self.optimizer = experimental.LossScaleOptimizer(self.inner_optimizer, from_rule(rule))
+        self.model.compile(self.optimizer, loss=None)
+        self.optimizer.build(self.variables)
+
+    def scale(self) -> Any:
+        return self._numpy(self.optimizer.loss_scale())[()]
+
+
+class JaxJit(KerasHarness):
+    """`stateless_apply` inside `jax.jit`, with the state donated, as Keras' trainer does it."""
+
+    def compiled(self, step: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
+        import jax
+
+        pure = jax.jit(self._pure_step, donate_argnums=(0, 1))
+
+        def run(gradients: list[Any]) -> None:
+            state = [variable.value for variable in self.optimizer.variables]
+            values = [variable.value for variable in self.variables]
+            with jax.transfer_guard("disallow"):
+                values, state = pure(state, values, gradients)
+            for variable, value in zip(
+                [*self.variables, *self.optimizer.variables], [*values, *state], strict=True
+            ):
+                variable.assign(value)
+
+        return run
+
+    def _pure_step(self, state: list[Any], values: list[Any], gradients: list[Any]) -> Any:
+        self.traces += 1
+        mapping = list(zip(self.optimizer.variables, state, strict=True))
+        with self.keras.StatelessScope(state_mapping=mapping):
+            gradients = self._of_scaled_loss(gradients)
+        return self.optimizer.stateless_apply(state, gradients, values)
+
+
+def _has_a_loss_scale(rule: Any) -> bool:
+    from lossscale.experimental.loss_scale import from_rule
+
+    try:
+        from_rule(rule)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Shell:
+    """A row of the table."""
+
+    name: str
+    backend: str
+    harness: type[KerasHarness]
+    compiles: bool
+    takes_loss_scales_only: bool = False
+
+    def make(self, values: Sequence[Any], inner: Callable[[], Any], rule: Any = None) -> Any:
+        """Returns an optimizer around new variables, ready to step."""
+        if self.takes_loss_scales_only and rule is not None and not _has_a_loss_scale(rule):
+            pytest.skip("no FixedLossScale or DynamicLossScale has these settings")
+        return self.harness(values, inner, rule)
+
+
+TABLE = (
+    Shell("keras-tensorflow-eager", "tensorflow", KerasHarness, compiles=False),
+    Shell("keras-tensorflow-function", "tensorflow", TensorFlowFunction, compiles=True),
+    Shell("keras-tensorflow-xla", "tensorflow", TensorFlowXLA, compiles=True),
+    Shell("keras-tensorflow-apply_gradients", "tensorflow", ApplyGradients, compiles=True),
+    Shell(
+        "keras-tensorflow-experimental",
+        "tensorflow",
+        Experimental,
+        compiles=True,
+        takes_loss_scales_only=True,
+    ),
+    Shell("keras-jax-eager", "jax", KerasHarness, compiles=False),
+    Shell("keras-jax-jit", "jax", JaxJit, compiles=True),
+    Shell("keras-torch-eager", "torch", KerasHarness, compiles=False),
+)
+
+SHELLS = tuple(shell for shell in TABLE if shell.backend == BACKEND)

@@ -1,0 +1,312 @@
+"""The promises that every shell keeps, case by case (docs/design.md lists them)."""
+
+import keras
+import numpy as np
+import pytest
+
+import lossscale
+from conformance.inner_optimizers import INNER
+from conformance.shells import BACKEND
+from core import oracle
+from lossscale import DynamicScale, FixedScale
+
+VALUES = [np.array([1.0, -2.0, 3.0], np.float32), np.array([[0.5, 0.25]], np.float32)]
+GRADIENTS = [np.array([0.5, -1.0, 2.0], np.float32), np.array([[4.0, -0.125]], np.float32)]
+NON_FINITE = {"inf": np.inf, "-inf": -np.inf, "nan": np.nan}
+
+
+def spoiled(value, tensor=0):
+    gradients = [gradient.copy() for gradient in GRADIENTS]
+    gradients[tensor].flat[-1] = value
+    return gradients
+
+
+def same_bits(left, right):
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert a.dtype == b.dtype
+        assert a.tobytes() == b.tobytes()
+
+
+def test_the_backend_that_was_asked_for_is_the_one_that_runs():
+    assert keras.backend.backend() == BACKEND
+
+
+# 1. A step with a non-finite gradient changes nothing but the scale and the counts.
+
+
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER.keys())
+def test_a_non_finite_step_changes_no_parameter_and_no_optimizer_state(shell, inner):
+    harness = shell.make(VALUES, inner, DynamicScale(8.0, growth_interval=100))
+    for _ in range(3):
+        harness.step(GRADIENTS)
+    parameters, state = harness.parameters(), harness.inner_state()
+    harness.step(spoiled(np.inf))
+    same_bits(harness.parameters(), parameters)
+    same_bits(harness.inner_state(), state)
+    assert harness.scale() == 4.0
+    assert harness.counters()[:3] == (0, 1, True)
+
+
+@pytest.mark.parametrize("tensor", [0, 1])
+@pytest.mark.parametrize("value", NON_FINITE.values(), ids=NON_FINITE.keys())
+def test_every_kind_of_non_finite_value_is_found_in_every_tensor(shell, value, tensor):
+    harness = shell.make(VALUES, INNER["momentum"], DynamicScale(8.0, growth_interval=2))
+    harness.step(GRADIENTS)
+    parameters = harness.parameters()
+    harness.step(spoiled(value, tensor))
+    same_bits(harness.parameters(), parameters)
+    assert harness.scale() == 4.0
+    assert harness.counters() == (0, 1, True, 2)
+    harness.step(GRADIENTS)
+    assert harness.counters() == (1, 1, False, 3)
+
+
+def test_training_with_skipped_steps_is_training_without_them(shell):
+    scaled = shell.make(VALUES, INNER["adam"], DynamicScale(8.0, growth_interval=2))
+    plain = shell.make(VALUES, INNER["adam"])
+    for spoil in (True, True, False, True, False, False, True, False):
+        if spoil:
+            scaled.step(spoiled(np.nan))
+        else:
+            scaled.step(GRADIENTS)
+            plain.step(GRADIENTS)
+    same_bits(scaled.parameters(), plain.parameters())
+    same_bits(scaled.inner_state(), plain.inner_state())
+
+
+# 2. The scale stays a normal number, and no sequence of steps spoils a parameter.
+
+
+@pytest.mark.parametrize("min_scale", [1.0, 2.0**-126])
+def test_no_number_of_overflows_takes_the_scale_below_its_floor(shell, min_scale):
+    rule = DynamicScale(2.0**15, min_scale=min_scale)
+    harness = shell.make(VALUES, INNER["momentum"], rule)
+    for _ in range(150):
+        harness.step(spoiled(np.inf))
+    assert harness.scale() == np.float32(min_scale)
+    for _ in range(2):
+        harness.step(GRADIENTS)
+    assert all(np.isfinite(value).all() for value in harness.parameters())
+
+
+def test_no_number_of_growths_takes_the_scale_above_its_ceiling(shell):
+    harness = shell.make(VALUES, INNER["momentum"], DynamicScale(2.0**15, growth_interval=1))
+    tiny = [gradient * np.float32(2.0**-20) for gradient in GRADIENTS]
+    for _ in range(130):
+        harness.step(tiny)
+    assert harness.scale() == np.float32(2.0**126)
+    assert harness.counters()[1] == 0
+    assert all(np.isfinite(value).all() for value in harness.parameters())
+
+
+def test_a_gradient_that_unscaling_makes_infinite_is_skipped(shell):
+    # With a scale below 1 unscaling multiplies, and a large finite gradient can overflow.
+    rule = DynamicScale(2.0**-8, min_scale=2.0**-10)
+    harness = shell.make(VALUES, INNER["sgd"], rule)
+    huge = [gradient * np.float32(5e37) for gradient in GRADIENTS]
+    parameters = harness.parameters()
+    harness._of_scaled_loss = lambda gradients: gradients
+    harness.optimizer.scale_loss(1.0)
+    harness.step(huge)
+    same_bits(harness.parameters(), parameters)
+    assert harness.counters()[1] == 1
+
+
+# 3. The same sequence of steps gives the same scales everywhere, bit for bit.
+
+RULES = {
+    "default": DynamicScale(),
+    "reference": DynamicScale(1.0, growth_interval=2),
+    "factors": DynamicScale(
+        100.0, growth_interval=3, growth_factor=1.7, backoff_factor=0.3, min_scale=0.01
+    ),
+    "multiplier": DynamicScale(100.0, growth_interval=3, growth_factor=1.7, backoff_factor=1 / 1.7),
+    "capped": DynamicScale(4.0, growth_interval=1, max_scale=20.0),
+}
+SEQUENCE = [True, True, True, False, True, True, False, False, False, *[True] * 7, False, True]
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_the_scale_follows_the_rule_bit_for_bit(shell, rule):
+    harness = shell.make(VALUES, INNER["sgd"], rule)
+    seen = []
+    for finite in SEQUENCE:
+        harness.step(GRADIENTS if finite else spoiled(np.nan))
+        seen.append((float(harness.scale()), harness.counters()[0]))
+    assert seen == oracle.trace(rule, SEQUENCE)
+
+
+# 4. Gradients are unscaled in float32 or wider, by the scale that multiplied the loss.
+
+
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER.keys())
+@pytest.mark.parametrize("scale", [2.0**-3, 2.0**15, 2.0**60])
+def test_powers_of_two_leave_the_weights_bit_identical(shell, inner, scale):
+    rule = DynamicScale(scale, growth_interval=2, min_scale=min(1.0, scale))
+    scaled, plain = shell.make(VALUES, inner, rule), shell.make(VALUES, inner)
+    for factor in (1.0, 0.5, -3.0, 0.75, 1.25):
+        gradients = [gradient * np.float32(factor) for gradient in GRADIENTS]
+        scaled.step(gradients)
+        plain.step(gradients)
+    assert scaled.scale() == 4 * scale
+    same_bits(scaled.parameters(), plain.parameters())
+    same_bits(scaled.inner_state(), plain.inner_state())
+
+
+def test_small_float16_gradients_survive_a_large_scale(shell):
+    harness = shell.make(VALUES, lambda: keras.optimizers.SGD(1.0), FixedScale(2.0**30))
+    harness._of_scaled_loss = lambda gradients: gradients
+    harness.optimizer.scale_loss(1.0)
+    scaled = [np.full(value.shape, 1.5, np.float16) for value in VALUES]
+    for variable in harness.variables:
+        variable.assign(np.zeros(variable.shape, np.float32))
+    harness.step(scaled)
+    for value in harness.parameters():
+        np.testing.assert_array_equal(value, np.float32(-1.5 * 2.0**-30))
+
+
+def test_other_scales_divide_to_within_a_rounding(shell):
+    harness = shell.make(VALUES, lambda: keras.optimizers.SGD(1.0), FixedScale(3.0))
+    harness._of_scaled_loss = lambda gradients: gradients
+    harness.optimizer.scale_loss(1.0)
+    for variable in harness.variables:
+        variable.assign(np.zeros(variable.shape, np.float32))
+    harness.step([np.full(value.shape, 10.0, np.float32) for value in VALUES])
+    # Compilers may turn a division by a scalar into a multiplication by its reciprocal.
+    off_by = 1 if shell.compiles or shell.backend == "jax" else 0
+    for value in harness.parameters():
+        exact = np.full(value.shape, -(np.float32(10) / np.float32(3)), np.float32)
+        np.testing.assert_array_max_ulp(value, exact, maxulp=max(off_by, 1))
+        assert off_by or (value == exact).all()
+
+
+def test_a_scaled_float16_loss_does_not_overflow(shell):
+    harness = shell.make(VALUES, INNER["sgd"], FixedScale(2.0**20))
+    loss = keras.ops.convert_to_tensor(np.float16(1000.0))
+    scaled = keras.ops.convert_to_numpy(harness.optimizer.scale_loss(loss))
+    assert scaled == np.float32(1000 * 2.0**20)
+
+
+# 5. What the inner optimizer does to gradients, it does to unscaled ones, on applied steps only:
+#    the clipping, decaying, averaging and accumulating rows of the tests above.
+
+
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER.keys())
+def test_skipped_steps_leave_no_trace_in_later_ones(shell, inner):
+    scaled = shell.make(VALUES, inner, DynamicScale(2.0**10, growth_interval=3))
+    plain = shell.make(VALUES, inner)
+    for spoil in (False, True, False, False, True, True, False, False, False):
+        scaled.step(spoiled(np.nan) if spoil else GRADIENTS)
+        if not spoil:
+            plain.step(GRADIENTS)
+    same_bits(scaled.parameters(), plain.parameters())
+    same_bits(scaled.inner_state(), plain.inner_state())
+
+
+# 6. State survives save and load exactly.
+
+
+def test_a_loaded_optimizer_goes_on_as_the_saved_one(shell, tmp_path):
+    rule = DynamicScale(2.0**10, growth_interval=3)
+    saved = shell.make(VALUES, INNER["adam"], rule)
+    for spoil in (False, False, True, False, False):
+        saved.step(spoiled(np.inf) if spoil else GRADIENTS)
+    saved.save(tmp_path / "state.weights.h5")
+    loaded = shell.make([value * 0 for value in VALUES], INNER["adam"], rule)
+    loaded.load(tmp_path / "state.weights.h5")
+    for _ in range(2):
+        assert loaded.scale() == saved.scale()
+        assert loaded.counters() == saved.counters()
+        same_bits(loaded.parameters(), saved.parameters())
+        same_bits(loaded.inner_state(), saved.inner_state())
+        for harness in (saved, loaded):
+            harness.step(GRADIENTS)
+
+
+# 7. The second step neither traces again nor compiles again.
+
+
+def test_one_trace_serves_all_steps(shell):
+    if not shell.compiles:
+        pytest.skip("this shell compiles nothing")
+    harness = shell.make(VALUES, INNER["adam"], DynamicScale(8.0, growth_interval=2))
+    harness.step(GRADIENTS)
+    first = harness.traces
+    for spoil in (False, True, False, False):
+        harness.step(spoiled(np.nan) if spoil else GRADIENTS)
+    # Keras' variables are made on the first trace of a tf.function, which then runs once more.
+    assert first <= 2
+    assert harness.traces == first
+
+
+# 8. None passes, and a step without any gradient is no step.
+
+
+def test_variables_without_a_gradient_are_left_alone(shell):
+    harness = shell.make(VALUES, INNER["sgd"], DynamicScale(8.0, growth_interval=2))
+    before = harness.parameters()
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        harness.step([GRADIENTS[0], None])
+    after = harness.parameters()
+    np.testing.assert_array_equal(after[0], before[0] - np.float32(0.5) * GRADIENTS[0])
+    same_bits(after[1:], before[1:])
+    assert harness.counters() == (1, 0, False, 1)
+
+
+def test_no_gradients_at_all_are_an_error_that_changes_nothing(shell):
+    harness = shell.make(VALUES, INNER["sgd"], DynamicScale(8.0, growth_interval=1))
+    before = harness.parameters()
+    with pytest.raises(ValueError, match="No gradients"):
+        harness.step([None, None])
+    same_bits(harness.parameters(), before)
+    assert harness.scale() == 8.0
+    assert harness.counters() == (0, 0, False, 0)
+
+
+def test_an_empty_list_never_grows_the_scale(shell):
+    harness = shell.make(VALUES, INNER["sgd"], DynamicScale(8.0, growth_interval=1))
+    harness.optimizer.apply([], [])
+    assert harness.scale() == 8.0
+    assert harness.counters() == (0, 0, False, 0)
+    with pytest.raises(ValueError, match="empty list"):
+        harness.optimizer.apply_gradients([])
+
+
+# 9. Loss scaling is not applied twice, nor to something that is no optimizer.
+
+
+def test_wrapping_a_wrapped_optimizer_is_a_type_error(shell):
+    harness = shell.make(VALUES, INNER["sgd"], DynamicScale())
+    with pytest.raises(TypeError, match="LossScaleOptimizer itself"):
+        lossscale.LossScaleOptimizer(harness.optimizer)
+    with pytest.raises(TypeError, match="already wrapped"):
+        lossscale.LossScaleOptimizer(harness.inner_optimizer)
+    with pytest.raises(TypeError, match="LossScaleOptimizer itself"):
+        lossscale.LossScaleOptimizer(keras.optimizers.LossScaleOptimizer(INNER["sgd"]()))
+
+
+@pytest.mark.parametrize("wrong", ["adam", None, 3, keras.optimizers.SGD, lambda: None])
+def test_wrapping_no_optimizer_is_a_type_error(shell, wrong):
+    with pytest.raises(TypeError, match="must be an optimizer"):
+        lossscale.LossScaleOptimizer(wrong)
+
+
+# A fixed scale checks nothing unless it is asked to.
+
+
+def test_a_fixed_scale_applies_what_it_gets(shell):
+    harness = shell.make(VALUES, INNER["sgd"], FixedScale(8.0))
+    harness.step(spoiled(np.inf))
+    assert not np.isfinite(harness.parameters()[0]).all()
+    assert harness.scale() == 8.0
+    assert harness.counters()[1:] == (0, False, 1)
+
+
+def test_a_fixed_scale_skips_when_it_is_asked_to(shell):
+    harness = shell.make(VALUES, INNER["sgd"], FixedScale(8.0, skip_nonfinite=True))
+    before = harness.parameters()
+    harness.step(spoiled(np.inf))
+    same_bits(harness.parameters(), before)
+    assert harness.scale() == 8.0
+    assert harness.counters()[1:] == (1, True, 1)

@@ -1,0 +1,30 @@
+"""Fixtures for the tests of the documented interface."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+from documents import forms
+
+
+@pytest.fixture(params=[forms.CURRENT, forms.EXPERIMENTAL], ids=lambda form: form.name)
+def form(request):
+    """The documented class: that of TensorFlow 2.4 and later, and that of 2.0 to 2.3."""
+    return request.param
+
+
+@pytest.fixture(params=["eager", "graph"])
+def stepped(request):
+    """Makes a step of a function: the function itself, or a `tf.function` of it."""
+    return tf.function if request.param == "graph" else lambda function: function
+
+
+@pytest.fixture
+def var():
+    return tf.Variable(1.0)
+
+
+@pytest.fixture
+def loss_fn(var):
+    return lambda: var**2

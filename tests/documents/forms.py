@@ -1,0 +1,68 @@
+"""The two documented forms of the optimizer, behind one way of making them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import lossscale
+from lossscale import experimental
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """One documented class.
+
+    Attributes:
+        name: For test ids.
+        cls: The class.
+        takes_objects: Whether it takes a `LossScale`, and has one as its `loss_scale`.
+    """
+
+    name: str
+    cls: Any
+    takes_objects: bool
+
+    def dynamic(self, inner: Any, scale: float = 2.0**15, period: int = 2000) -> Any:
+        """Returns a dynamic optimizer that starts at `scale`."""
+        if self.takes_objects:
+            return self.cls(inner, experimental.DynamicLossScale(scale, period))
+        return self.cls(inner, initial_scale=scale, dynamic_growth_steps=period)
+
+    def fixed(self, inner: Any, scale: float) -> Any:
+        """Returns an optimizer of a fixed scale."""
+        if self.takes_objects:
+            return self.cls(inner, scale)
+        return self.cls(inner, dynamic=False, initial_scale=scale)
+
+    def scale_of(self, optimizer: Any) -> float:
+        """Returns the loss scale now, read the way that this form documents."""
+        return float(optimizer.loss_scale() if self.takes_objects else optimizer.loss_scale)
+
+
+CURRENT = Form("current", lossscale.LossScaleOptimizer, takes_objects=False)
+EXPERIMENTAL = Form("experimental", experimental.LossScaleOptimizer, takes_objects=True)
+
+
+def sgd(rate: float = 0.25, **settings: Any) -> Any:
+    return keras.optimizers.SGD(rate, **settings)
+
+
+def everything(optimizer: Any, *variables: Any) -> list[np.ndarray]:
+    """Returns the values of all variables that a step can change."""
+    found = [*optimizer.variables, *optimizer.inner_optimizer.variables, *variables]
+    return [np.array(tf.convert_to_tensor(variable)) for variable in found]
+
+
+def assert_same(before: list[np.ndarray], after: list[np.ndarray]) -> None:
+    assert len(before) == len(after)
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def number(value: Any) -> float:
+    return float(tf.convert_to_tensor(value))

@@ -1,0 +1,111 @@
+"""Takes the code blocks out of a documentation page, as they stand there.
+
+The pages come from crawls that kept the text in different ways: some have their fences, some lost
+them and hold code as paragraphs among prose. Nothing here is guessed from a block's content
+beyond whether it is Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Code of a page.
+
+    Attributes:
+        text: The code, without the fence and without the space that some crawls put before its
+            first line.
+        kind: "signature", "doctest" or "code".
+        line: Where it starts on the page, counted from 1.
+    """
+
+    text: str
+    kind: str
+    line: int
+
+
+def blocks(page: str) -> list[Block]:
+    """Returns the blocks of a page, in order."""
+    found = _fenced(page) if "```" in page else _paragraphs(page)
+    return [Block(text, _kind(text), line) for line, text in found]
+
+
+def _fenced(page: str) -> list[tuple[int, str]]:
+    found: list[tuple[int, str]] = []
+    opened: tuple[int, list[str]] | None = None
+    for number, line in enumerate(page.splitlines(), start=1):
+        if line.startswith("```"):
+            if opened is None:
+                opened = number + 1, []
+            else:
+                found.append((opened[0], _tidy(opened[1])))
+                opened = None
+        elif opened is not None:
+            opened[1].append(line)
+    if opened is not None:
+        raise ValueError(f"The fence before line {opened[0]} is never closed.")
+    return found
+
+
+def _paragraphs(page: str) -> list[tuple[int, str]]:
+    found: list[tuple[int, str]] = []
+    paragraph: list[str] = []
+    for number, line in enumerate([*page.splitlines(), ""], start=1):
+        if line.strip():
+            paragraph.append(line)
+            continue
+        if _is_code("\n".join(paragraph)):
+            found.append((number - len(paragraph), _tidy(paragraph)))
+        paragraph = []
+    return found
+
+
+def _is_code(text: str) -> bool:
+    """Whether it is Python that does something; a headline can be a name, with dots or without."""
+    try:
+        statements = ast.parse(text).body
+    except SyntaxError:
+        return False
+    return any(
+        not (
+            isinstance(s, ast.Expr) and isinstance(s.value, (ast.Name, ast.Attribute, ast.Constant))
+        )
+        for s in statements
+    )
+
+
+def _tidy(lines: list[str]) -> str:
+    while lines and not lines[-1].strip():
+        lines = lines[:-1]
+    # A crawl that lost the indentation of a block's first line put one space there.
+    return "\n".join([re.sub(r"^ (?! )", "", lines[0]), *lines[1:]]) + "\n"
+
+
+def _kind(text: str) -> str:
+    if text.startswith(">>> "):
+        return "doctest"
+    return "signature" if signature_of(text) is not None else "code"
+
+
+def signature_of(text: str) -> tuple[str, list[str], dict[str, ast.expr]] | None:
+    """Returns a signature's name, its parameters in order and its defaults; None for other code.
+
+    A signature is a call of a bare name whose positional arguments are bare names, and nothing
+    else but a `@classmethod` before it.
+    """
+    try:
+        statements = ast.parse(text.removeprefix("@classmethod\n")).body
+    except SyntaxError:
+        return None
+    match statements:
+        case [ast.Expr(ast.Call(ast.Name(name), positional, keywords))]:
+            if not all(isinstance(argument, ast.Name) for argument in positional):
+                return None
+            parameters = [argument.id for argument in positional if isinstance(argument, ast.Name)]
+            defaults = {keyword.arg or "**": keyword.value for keyword in keywords}
+            return name, [p for p in (*parameters, *defaults) if p != "cls"], defaults
+    return None

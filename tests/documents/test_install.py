@@ -1,0 +1,333 @@
+"""`lossscale.install()`: the documented names, put in place and taken out again."""
+
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+
+import keras
+import pytest
+import tensorflow as tf
+
+import lossscale
+from documents.forms import sgd
+from lossscale import experimental
+
+_ROOTS = ["tf", "tf.compat.v1", "tf.compat.v2"]
+_LOSS_SCALES = ["LossScale", "FixedLossScale", "DynamicLossScale"]
+
+# Every documented name and what it leads to.
+_NAMES = {
+    **{
+        f"{root}.keras.mixed_precision.LossScaleOptimizer": lossscale.LossScaleOptimizer
+        for root in _ROOTS
+    },
+    **{
+        f"{root}.keras.mixed_precision.experimental.LossScaleOptimizer": (
+            experimental.LossScaleOptimizer
+        )
+        for root in _ROOTS
+    },
+    **{
+        f"{root}.{parent}.experimental.{name}": getattr(experimental, name)
+        for root in _ROOTS
+        for parent in ("mixed_precision", "train")
+        for name in _LOSS_SCALES
+    },
+}
+
+_ABSENT = object()
+
+
+def _resolve(name):
+    found = tf
+    for part in name.split(".")[1:]:
+        found = getattr(found, part, _ABSENT)
+        if found is _ABSENT:
+            break
+    return found
+
+
+def _all_names():
+    return {name: _resolve(name) for name in _NAMES}
+
+
+@pytest.fixture(autouse=True)
+def _taken_out_again():
+    # The first install may import parts of TensorFlow that stay imported.
+    lossscale.install().undo()
+    before = _all_names()
+    modules = {name for name in sys.modules if "mixed_precision" in name}
+    yield
+    assert _all_names() == before
+    assert {name for name in sys.modules if "mixed_precision" in name} == modules
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_the_name_is_there_inside_and_as_before_afterwards(name):
+    before = _resolve(name)
+    assert before is not _NAMES[name]
+    with lossscale.install():
+        assert _resolve(name) is _NAMES[name]
+    assert _resolve(name) is before
+
+
+def test_the_names_that_no_tensorflow_has_any_more_are_gone_afterwards():
+    with lossscale.install():
+        pass
+    assert not hasattr(tf.keras.mixed_precision, "experimental")
+    assert not hasattr(tf, "mixed_precision")
+    assert tf.keras.mixed_precision.LossScaleOptimizer is keras.optimizers.LossScaleOptimizer
+
+
+def test_the_optimizer_that_keras_uses_by_itself_stays_its_own():
+    own = keras.optimizers.LossScaleOptimizer
+    with lossscale.install():
+        assert keras.optimizers.LossScaleOptimizer is own
+        assert tf.keras.optimizers.LossScaleOptimizer is own
+
+
+def test_undo_takes_the_names_out_and_a_second_one_is_harmless():
+    installation = lossscale.install()
+    assert isinstance(installation, lossscale.Installation)
+    assert _all_names() == _NAMES
+    installation.undo()
+    taken_out = _all_names()
+    installation.undo()
+    assert _all_names() == taken_out
+    assert not any(taken_out[name] is value for name, value in _NAMES.items())
+
+
+def test_undo_inside_the_context_is_not_repeated_at_its_end():
+    with lossscale.install() as installation:
+        installation.undo()
+        with lossscale.install():
+            installation.undo()
+            assert _all_names() == _NAMES
+
+
+def test_an_inner_installation_leaves_the_names_to_the_outer_one():
+    with lossscale.install():
+        with lossscale.install():
+            assert _all_names() == _NAMES
+        assert _all_names() == _NAMES
+
+
+def test_two_installations_can_be_undone_in_the_order_they_were_made():
+    first, second = lossscale.install(), lossscale.install()
+    first.undo()
+    assert _all_names() == _NAMES
+    second.undo()
+    assert not any(_resolve(name) is value for name, value in _NAMES.items())
+
+
+def test_an_exception_inside_passes_and_the_names_are_taken_out():
+    seen = {}
+
+    def fails():
+        seen.update(_all_names())
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), lossscale.install():
+        fails()
+    assert seen == _NAMES
+    assert not any(_resolve(name) is value for name, value in _NAMES.items())
+
+
+@pytest.mark.parametrize(
+    ("statement", "value"),
+    [
+        (
+            "from tensorflow.keras.mixed_precision import experimental as found;"
+            "found = found.LossScaleOptimizer",
+            experimental.LossScaleOptimizer,
+        ),
+        (
+            "from tensorflow.keras.mixed_precision.experimental import LossScaleOptimizer as found",
+            experimental.LossScaleOptimizer,
+        ),
+        (
+            "from tensorflow.keras.mixed_precision import LossScaleOptimizer as found",
+            lossscale.LossScaleOptimizer,
+        ),
+        (
+            "from tensorflow.keras import mixed_precision as found;"
+            "found = found.experimental.LossScaleOptimizer",
+            experimental.LossScaleOptimizer,
+        ),
+        (
+            "from tensorflow import keras as found;"
+            "found = found.mixed_precision.experimental.LossScaleOptimizer",
+            experimental.LossScaleOptimizer,
+        ),
+        (
+            "import tensorflow.keras as found;"
+            "found = found.mixed_precision.experimental.LossScaleOptimizer",
+            experimental.LossScaleOptimizer,
+        ),
+        (
+            "import tensorflow.compat.v1 as found;"
+            "found = found.keras.mixed_precision.experimental.LossScaleOptimizer",
+            experimental.LossScaleOptimizer,
+        ),
+        (
+            "from tensorflow.mixed_precision.experimental import DynamicLossScale as found",
+            experimental.DynamicLossScale,
+        ),
+    ],
+)
+def test_import_statements_find_the_names(statement, value):
+    namespace = {}
+    with lossscale.install():
+        exec(statement, namespace)
+    assert namespace["found"] is value
+
+
+def test_import_statements_find_nothing_afterwards():
+    with lossscale.install():
+        importlib.import_module("tensorflow.keras.mixed_precision.experimental")
+    with pytest.raises(ImportError):
+        exec("from tensorflow.keras.mixed_precision import experimental", {})
+    with pytest.raises(ImportError):
+        importlib.import_module("tensorflow.keras.mixed_precision.experimental")
+
+
+def test_code_of_that_time_sets_the_policy_from_there():
+    with lossscale.install():
+        older = tf.keras.mixed_precision.experimental
+        try:
+            older.set_policy(older.Policy("mixed_float16"))
+            assert older.global_policy().compute_dtype == "float16"
+        finally:
+            older.set_policy("float32")
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("tf.keras.mixed_precision.LossScaleOptimizer", lambda cls: cls(sgd(), initial_scale=8)),
+        (
+            "tf.keras.mixed_precision.experimental.LossScaleOptimizer",
+            lambda cls: cls(
+                sgd(), tf.mixed_precision.experimental.DynamicLossScale(initial_loss_scale=8)
+            ),
+        ),
+        (
+            "tf.compat.v1.keras.mixed_precision.experimental.LossScaleOptimizer",
+            lambda cls: cls(sgd(), 8),
+        ),
+    ],
+)
+def test_the_class_under_an_installed_name_serves_isinstance_and_from_config(name, make):
+    with lossscale.install():
+        cls = _resolve(name)
+        optimizer = make(cls)
+        again = cls.from_config(optimizer.get_config())
+        for made in (optimizer, again):
+            assert isinstance(made, cls)
+            assert isinstance(made, tf.keras.mixed_precision.LossScaleOptimizer)
+            assert isinstance(made, tf.keras.optimizers.Optimizer)
+            assert isinstance(made, keras.optimizers.LossScaleOptimizer)
+        assert not isinstance(sgd(), cls)
+        assert again.get_config() == optimizer.get_config()
+        assert again.inner_optimizer.get_config() == optimizer.inner_optimizer.get_config()
+        assert again.initial_scale == 8.0
+
+
+def test_keras_own_optimizer_is_no_instance_of_the_installed_class():
+    own = keras.optimizers.LossScaleOptimizer(sgd())
+    with lossscale.install():
+        assert not isinstance(own, tf.keras.mixed_precision.LossScaleOptimizer)
+
+
+def test_a_subclass_of_an_installed_name_has_its_own_methods_and_the_inherited_ones():
+    with lossscale.install():
+
+        class Doubling(tf.keras.mixed_precision.LossScaleOptimizer):
+            def get_unscaled_gradients(self, grads):
+                return [2 * g for g in super().get_unscaled_gradients(grads)]
+
+        optimizer = Doubling(sgd(0.125))
+        assert isinstance(optimizer, Doubling)
+    (gradient,) = optimizer.get_unscaled_gradients([tf.constant(2.0**15)])
+    assert gradient == 2.0
+
+
+def test_objects_made_under_the_names_go_on_working_afterwards(var, loss_fn, tmp_path):
+    with lossscale.install():
+        current = tf.keras.mixed_precision.LossScaleOptimizer(sgd())
+        older = tf.keras.mixed_precision.experimental.LossScaleOptimizer(sgd(), "dynamic")
+        current.minimize(loss_fn, [var])
+        assert var.numpy() == 0.5
+    current.minimize(loss_fn, [var])
+    assert var.numpy() == 0.25
+    older.minimize(loss_fn, [var])
+    assert var.numpy() == 0.125
+    assert older.loss_scale() == 2.0**15
+
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+    model.compile(older, "mse")
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded.optimizer, experimental.LossScaleOptimizer)
+
+
+_USES_THE_NAMES = """
+opt = tf.keras.mixed_precision.experimental.LossScaleOptimizer(tf.keras.optimizers.SGD(0.25), 8)
+assert type(opt).__module__.startswith("lossscale"), type(opt)
+assert isinstance(tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD()),
+                  tf.keras.mixed_precision.LossScaleOptimizer)
+assert tf.compat.v1.keras.mixed_precision.experimental.LossScaleOptimizer
+assert tf.mixed_precision.experimental.FixedLossScale(4)() == 4.
+var = tf.Variable(1.)
+opt.minimize(lambda: var ** 2, var_list=var)
+print("var", var.numpy())
+"""
+
+_BEGINNINGS = {
+    "before_tensorflow": """
+        import lossscale
+        with lossscale.install():
+            from tensorflow.keras.mixed_precision import experimental
+        import tensorflow as tf
+        assert not hasattr(tf.keras.mixed_precision, "experimental")
+        assert not hasattr(tf, "mixed_precision")
+        lossscale.install()
+    """,
+    "after_tensorflow": """
+        from tensorflow.keras import mixed_precision
+        import tensorflow as tf
+        tf.keras.mixed_precision.Policy
+        import lossscale
+        lossscale.install()
+        assert mixed_precision.experimental.LossScaleOptimizer
+        assert mixed_precision.LossScaleOptimizer is lossscale.LossScaleOptimizer
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def beginnings():
+    """The programs that begin with each of these lines, started together in fresh processes."""
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(beginning) + _USES_THE_NAMES],
+            env=os.environ | {"KERAS_BACKEND": "tensorflow"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, beginning in _BEGINNINGS.items()
+    }
+    yield running
+    for process in running.values():
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("beginning", _BEGINNINGS)
+def test_it_works_in_a_fresh_process(beginnings, beginning):
+    printed, errors = beginnings[beginning].communicate(timeout=120)
+    assert beginnings[beginning].returncode == 0, errors
+    assert printed == "var 0.5\n"

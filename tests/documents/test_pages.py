@@ -1,0 +1,459 @@
+"""Runs the code of the documentation pages themselves, where the pages are at hand.
+
+The pages stand beside the checkout, not in it. A block's text is run as it is. What a page
+leaves open is supplied:
+
+- names that no block defines: `tf`, `np`, `loss_fn`, `vars`, `gradients`, `loss_scale`, and for
+  one block `tape`, `loss` and `optimizer`;
+- `...`, which a page writes for what the reader has to fill in. The block is parsed, each
+  Ellipsis node is replaced by an expression from `_FILLED`, and nothing else is touched.
+
+A block that goes on from the one before runs in the namespace of that one.
+"""
+
+import ast
+import contextlib
+import doctest
+import inspect
+import io
+import pathlib
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import lossscale
+from documents.pages import blocks, signature_of
+from lossscale import experimental
+
+_PAGES = pathlib.Path(__file__).parents[2].parent / "shared" / "seeds"
+
+if not _PAGES.is_dir():
+    pytest.skip("the documentation pages are not beside this checkout", allow_module_level=True)
+
+# The runnable blocks of each page in order. A block that is missing here, or too many, fails.
+_RUNNABLE = {
+    "000": ["pseudocode", "minimize", "tape", "get_weights", "set_weights"],
+    "001": ["pseudocode", "minimize", "tape"],
+    "002": ["pseudocode", "minimize_shown", "tape_continued", "aggregated"],
+    "003": ["minimize_shown", "tape_continued"],
+    "004": ["pseudocode", "minimize", "tape"],
+}
+_SIGNATURES = {
+    "000": 16,
+    "001": 16,
+    "002": 0,
+    "003": 0,
+    "004": 4,
+}
+
+_FILLED = {
+    # Where `...` stands: the target of an assignment, or the arguments of a call.
+    "loss": "loss_fn()",
+    "vars": "[var]",
+    "LossScaleOptimizer": "tf.keras.optimizers.SGD(0.25), 'dynamic'",
+}
+
+
+def _text(page):
+    (path,) = _PAGES.glob(f"{page}_*.txt")
+    return path.read_text(encoding="utf-8")
+
+
+def _code(page):
+    return [block.text for block in blocks(_text(page)) if block.kind != "signature"]
+
+
+def _signatures(page):
+    return [block.text for block in blocks(_text(page)) if block.kind == "signature"]
+
+
+class _Fill(ast.NodeTransformer):
+    """Replaces each `...` by an expression of `_FILLED`."""
+
+    def visit_Assign(self, node):
+        if _is_open(node.value):
+            node.value = ast.parse(_FILLED[node.targets[0].id], mode="eval").body
+        return self.generic_visit(node)
+
+    def visit_Call(self, node):
+        if any(_is_open(argument) for argument in node.args):
+            assert len(node.args) == 1
+            node.args = ast.parse(f"f({_FILLED[node.func.attr]})", mode="eval").body.args
+        return self.generic_visit(node)
+
+
+def _is_open(node):
+    return isinstance(node, ast.Constant) and node.value is Ellipsis
+
+
+def _parsed(text):
+    tree = ast.fix_missing_locations(_Fill().visit(ast.parse(text)))
+    assert not any(_is_open(node) for node in ast.walk(tree))
+    return tree.body
+
+
+def _execute(statements, namespace):
+    exec(compile(ast.Module(statements, type_ignores=[]), "<page>", "exec"), namespace)
+
+
+def _run(text, namespace):
+    """Runs a block; a constant that stands alone is the printed value of the line before."""
+    value, shown = None, []
+    for statement in _parsed(text):
+        match statement:
+            case ast.Expr(ast.Constant(documented)):
+                assert value == documented
+                shown.append(documented)
+            case ast.Expr(expression):
+                value = eval(compile(ast.Expression(expression), "<page>", "eval"), namespace)
+            case _:
+                _execute([statement], namespace)
+    return shown
+
+
+def _run_in_graph(text, namespace):
+    """Runs a block with its training step inside a `tf.function`, and returns that function.
+
+    The step is all from the first statement that is no assignment, with the objects it needs made,
+    to the call that applies gradients.
+    """
+    statements = _parsed(text)
+    start = [isinstance(statement, ast.Assign) for statement in statements].index(False)
+    applies = [re.search(r"\.(minimize|apply_gradients)\(", ast.unparse(s)) for s in statements]
+    end = [match is not None for match in applies].index(True) + 1
+    _execute(statements[:start], namespace)
+    step = tf.function(lambda: _execute(statements[start:end], namespace), autograph=False)
+    step()
+    return step
+
+
+def _open_names():
+    """Names that the pages use and define nowhere."""
+    var = tf.Variable(1.0)
+    return {"tf": tf, "np": np, "var": var, "loss_fn": lambda: var**2}
+
+
+@pytest.fixture(autouse=True)
+def _installed():
+    with lossscale.install():
+        yield
+
+
+# --- What each block is expected to do --------------------------------------------------------
+
+
+def _pseudocode(block, before):
+    mixed_precision = tf.keras.mixed_precision
+    older = mixed_precision.experimental.LossScaleOptimizer(keras.optimizers.SGD(), 1024)
+    newer = mixed_precision.LossScaleOptimizer(keras.optimizers.SGD())
+    for optimizer, loss_scale in ((older, older.loss_scale()), (newer, newer.loss_scale)):
+        namespace = _open_names()
+        # The function that the pseudocode means; it works in the graph of a tf.function.
+        namespace |= {"gradients": tf.gradients, "loss_scale": loss_scale}
+        namespace["vars"] = namespace["var"]
+        np.testing.assert_array_equal(_gradients_of_pseudocode(block, namespace), [2.0])
+        # What the pseudocode describes is what the optimizer does.
+        (ours,) = optimizer.get_gradients(namespace["loss_fn"], [namespace["var"]])
+        assert ours == 2.0
+
+
+def _gradients_of_pseudocode(block, namespace):
+    @tf.function(autograph=False)
+    def gradients():
+        _run(block, namespace)
+        return namespace["grads"]
+
+    return gradients()
+
+
+def _minimize(block, before):
+    namespace = _open_names()
+    _run(block, namespace)
+    assert namespace["var"].numpy() == np.float32(0.8)
+    assert namespace["opt"].iterations == 1
+
+
+def _tape(block, before):
+    namespace = _open_names()
+    _run(block, namespace)
+    opt = namespace["opt"]
+    assert namespace["var"].numpy() == 0.5
+    assert namespace["scaled_loss"].numpy() == 2.0**15
+    assert [float(g) for g in namespace["scaled_grads"]] == [2.0**16]
+    assert [float(g) for g in namespace["grads"]] == [2.0]
+    assert opt.loss_scale._bound_state().variables["good_steps"] == 1
+    assert isinstance(opt, experimental.LossScaleOptimizer)
+
+
+def _minimize_shown(block, before):
+    namespace = {"tf": tf, "np": np}
+    shown = _run(block, namespace)
+    # One of the two pages prints the value.
+    assert shown in ([], [0.5])
+    assert namespace["var"].numpy() == 0.5
+
+
+def _tape_continued(block, before):
+    namespace = {"tf": tf, "np": np}
+    _run(before, namespace)
+    assert namespace["var"].numpy() == 0.5
+    shown = _run(block, namespace)
+    assert shown in ([], [0.25])
+    assert namespace["var"].numpy() == 0.25
+    assert namespace["opt"].iterations == 2
+
+
+def _aggregated(block, before):
+    namespace = _open_names()
+    optimizer = tf.keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.25))
+    with tf.GradientTape() as tape:
+        loss = namespace["loss_fn"]()
+    namespace |= {
+        "optimizer": optimizer,
+        "tape": tape,
+        "loss": loss,
+        "vars": [namespace["var"]],
+    }
+    # The page inherited this block from optimizers without loss scaling: the loss in it is not
+    # scaled, and that is what the warning says.
+    with pytest.warns(lossscale.LossScaleWarning, match="the loss was never scaled"):
+        _run(block, namespace)
+    assert namespace["var"].numpy() == 0.5
+    assert optimizer.iterations == 1
+
+
+def _interpreted(text, namespace):
+    """Runs a doctest as an interpreter would, past errors; returns what differs, by source."""
+    differing = {}
+    checker = doctest.OutputChecker()
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    for example in doctest.DocTestParser().get_examples(text):
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                exec(compile(example.source, "<page>", "single"), namespace)
+        except Exception as error:
+            differing[example.source.strip()] = error
+            continue
+        if not checker.check_output(example.want, printed.getvalue(), options):
+            differing[example.source.strip()] = printed.getvalue().strip()
+    return differing
+
+
+def _assert_labels_do_not_fit(error):
+    # Keras 3 takes labels of shape (5,) and predictions of shape (5, 10) as they are, where older
+    # Keras reshaped the labels to (5, 1), which broadcast.
+    assert isinstance(error, tf.errors.InvalidArgumentError)
+    assert re.search(r"Incompatible shapes: \[5(,10)?\] vs\. \[5(,10)?\]", str(error))
+
+
+_TRAINING = "print('Training'); results = m.fit(data, labels)"
+
+
+def _smallest_change(block, optimizer):
+    """Wraps the optimizer, which the page's block forgets, and gives labels of the right shape."""
+    plain, labels = "tf.keras.optimizers.RMSprop()", "np.zeros(5)"
+    assert block.count(plain) == block.count(labels) == 1
+    return block.replace(plain, optimizer.format(plain)).replace(labels, "np.zeros((5, 10))")
+
+
+_WRAPPED = (
+    "tf.keras.mixed_precision.LossScaleOptimizer({})",
+    "tf.keras.mixed_precision.experimental.LossScaleOptimizer({}, 'dynamic')",
+)
+
+
+def _get_weights(block, before):
+    """Cannot run on Keras 3, for reasons outside this library.
+
+    The block has a plain RMSprop, which has no `get_weights` there, and labels that do not fit.
+    """
+    differing = _interpreted(block, _open_names())
+    assert list(differing) == [_TRAINING, "len(opt.get_weights())"]
+    _assert_labels_do_not_fit(differing[_TRAINING])
+    missing = differing["len(opt.get_weights())"]
+    assert isinstance(missing, AttributeError)
+    assert str(missing) == "'RMSprop' object has no attribute 'get_weights'"
+
+    for optimizer in _WRAPPED:
+        namespace = _open_names()
+        assert _interpreted(_smallest_change(block, optimizer), namespace) == {}
+        iterations, *squares = namespace["opt"].get_weights()
+        assert iterations == 1
+        assert [value.shape for value in squares] == [(20, 10), (10,)]
+
+
+def _set_weights(block, before):
+    """Cannot run on Keras 3, for reasons outside this library.
+
+    The labels do not fit, and a plain RMSprop takes the second of the three arrays for its
+    learning rate, which stands among its variables there.
+    """
+    differing = _interpreted(block, _open_names())
+    setting, reading = "opt.set_weights(new_weights)", "opt.iterations"
+    assert list(differing) == [_TRAINING, setting, reading]
+    _assert_labels_do_not_fit(differing[_TRAINING])
+    assert isinstance(differing[setting], ValueError)
+    assert re.search(
+        r"rm_?sprop\w*/learning_rate\S* has shape \(\) not compatible with provided weight shape "
+        r"\(20, 10\)",
+        str(differing[setting]),
+    )
+
+    for optimizer in _WRAPPED:
+        namespace = _open_names()
+        differing = _interpreted(_smallest_change(block, optimizer), namespace)
+        # Keras 3 shows its variables in its own way; the value is the documented one.
+        assert list(differing) == [reading]
+        assert re.fullmatch(r"<Variable .*shape=\(\), dtype=int64, value=10>", differing[reading])
+        opt = namespace["opt"]
+        assert int(opt.iterations) == 10
+        for value, given in zip(opt.get_weights(), namespace["new_weights"], strict=True):
+            np.testing.assert_array_equal(value, given)
+
+
+_RUNS = {
+    "pseudocode": _pseudocode,
+    "minimize": _minimize,
+    "tape": _tape,
+    "minimize_shown": _minimize_shown,
+    "tape_continued": _tape_continued,
+    "aggregated": _aggregated,
+    "get_weights": _get_weights,
+    "set_weights": _set_weights,
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [
+        pytest.param(page, number, id=f"{page}-{number}-{name}")
+        for page, names in _RUNNABLE.items()
+        for number, name in enumerate(names)
+    ],
+)
+def test_a_block_runs_unedited_with_the_documented_result(page, number):
+    code = _code(page)
+    _RUNS[_RUNNABLE[page][number]](code[number], code[number - 1] if number else None)
+
+
+@pytest.mark.parametrize("page", _RUNNABLE)
+def test_no_block_is_overlooked(page):
+    assert len(_code(page)) == len(_RUNNABLE[page])
+    assert len(_signatures(page)) == _SIGNATURES[page]
+    # The extractor sees every place where the page uses the interface in code.
+    calls = re.findall(r"^.*\bopt\.minimize\(|^.*\bapply_gradients\(\w*\(", _text(page), re.M)
+    assert len(calls) == sum(
+        len(re.findall(r"\bopt\.minimize\(|\bapply_gradients\(\w*\(", text)) for text in _code(page)
+    )
+
+
+def test_the_page_of_the_interpreter_session_prints_a_half_and_a_quarter():
+    namespace = {"tf": tf}
+    _, first, second, _ = _code("002")
+    assert _run(first, namespace) == [0.5]
+    assert _run(second, namespace) == [0.25]
+
+
+@pytest.mark.parametrize("page", ["002", "003"])
+def test_the_steps_of_a_page_give_the_same_in_a_graph(page):
+    names = _RUNNABLE[page]
+    code = dict(zip(names, _code(page), strict=True))
+    namespace = {"tf": tf}
+    _run_in_graph(code["minimize_shown"], namespace)
+    var, opt = namespace["var"], namespace["opt"]
+    assert var.numpy() == 0.5
+    step = _run_in_graph(code["tape_continued"], namespace)
+    assert var.numpy() == 0.25
+    step()
+    assert var.numpy() == 0.125
+    assert opt.iterations == 3
+    assert step.experimental_get_tracing_count() == 1
+
+
+@pytest.mark.parametrize("page", ["000", "001", "004"])
+@pytest.mark.parametrize("name", ["minimize", "tape"])
+def test_the_open_steps_of_a_page_give_the_same_in_a_graph(page, name):
+    code = dict(zip(_RUNNABLE[page], _code(page), strict=True))
+    namespace = _open_names()
+    step = _run_in_graph(code[name], namespace)
+    assert namespace["var"].numpy() == np.float32({"minimize": 0.8, "tape": 0.5}[name])
+    step()
+    assert namespace["opt"].iterations == 2
+    assert step.experimental_get_tracing_count() == 1
+
+
+# --- Signatures, members and names ------------------------------------------------------------
+
+
+def _member(name):
+    optimizer = tf.keras.mixed_precision.experimental.LossScaleOptimizer(
+        keras.optimizers.SGD(), "dynamic"
+    )
+    return getattr(optimizer, name)
+
+
+def _is_same_default(ours, documented):
+    # Keras 3 names the values of TensorFlow's enumerations, and leaves one of them out.
+    named = {tf.VariableSynchronization.AUTO: (None,)}
+    if isinstance(documented, tf.compat.v1.VariableAggregation):
+        return ours == documented.name.lower()
+    return ours == documented or ours in named.get(documented, ())
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        pytest.param(page, text, id=f"{page}-{signature_of(text)[0]}")
+        for page in _SIGNATURES
+        for text in _signatures(page)
+    ],
+)
+def test_a_documented_signature_is_that_of_the_member(page, text):
+    name, documented, defaults = signature_of(text)
+    ours = inspect.signature(_member(name)).parameters
+    # More parameters may follow; the documented ones stand first and in order, so that they can
+    # be passed by position too.
+    assert list(ours)[: len(documented)] == documented
+    for parameter in documented:
+        assert ours[parameter].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if parameter in defaults:
+            expected = eval(ast.unparse(defaults[parameter]), {"tf": tf})
+            assert _is_same_default(ours[parameter].default, expected)
+    further = list(ours.values())[len(documented) :]
+    assert all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in further)
+
+
+def test_every_member_that_a_page_lists_is_there():
+    listed = re.findall(r'itemprop="property" content="(\w+)"', _text("000"))
+    assert len(listed) == 21
+    for name in listed:
+        _member(name)
+
+
+def test_the_arguments_that_the_latest_page_describes_are_those_of_the_constructor():
+    # The page ends in the middle of the third; its fourth is described in its own member.
+    described = re.findall(r"^(\w+) (?:The|Bool) ", _text("003"), re.M)
+    assert described == ["inner_optimizer", "dynamic", "initial_scale"]
+    optimizer = tf.keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD())
+    parameters = inspect.signature(optimizer.__init__).parameters
+    assert list(parameters)[:4] == [*described, "dynamic_growth_steps"]
+    assert parameters["dynamic"].default is True
+    for name in (*described, "dynamic_growth_steps"):
+        assert hasattr(optimizer, name)
+
+
+@pytest.mark.parametrize("page", _RUNNABLE)
+def test_every_full_name_on_a_page_leads_to_the_class(page):
+    names = set(re.findall(r"\btf(?:\.\w+)+\.LossScaleOptimizer\b", _text(page)))
+    assert names
+    for name in names:
+        expected = (
+            experimental.LossScaleOptimizer
+            if ".experimental." in name
+            else lossscale.LossScaleOptimizer
+        )
+        assert eval(name, {"tf": tf}) is expected

@@ -1,0 +1,165 @@
+"""What the tests of the Keras shell share."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import lossscale
+
+INF, NAN = float("inf"), float("nan")
+
+
+def wrapped(inner=None, **arguments):
+    """Returns our optimizer around `inner`, or around an SGD whose update is the gradient."""
+    return lossscale.LossScaleOptimizer(inner or keras.optimizers.SGD(1.0), **arguments)
+
+
+def variables(*values):
+    """Returns float32 variables of these values."""
+    return [keras.Variable(np.asarray(value, "float32")) for value in values]
+
+
+def gradients_for(targets, steps, seed=0):
+    """Returns `steps` lists of random gradients, one for each variable."""
+    random = np.random.default_rng(seed)
+    return [
+        [random.normal(size=tuple(v.shape)).astype("float32") for v in targets]
+        for _ in range(steps)
+    ]
+
+
+def spoiled(gradients, value=INF):
+    """Returns a copy of one step's gradients with one bad element in the last of them."""
+    copies = [np.array(gradient) for gradient in gradients]
+    copies[-1].flat[0] = value
+    return copies
+
+
+def loss_with_gradients(targets, gradients):
+    """Returns a loss whose gradient with respect to each variable is the one given, exactly."""
+    products = [tf.reduce_sum(v.value * g) for v, g in zip(targets, gradients, strict=True)]
+    return tf.add_n(products)
+
+
+def native(targets):
+    """Returns the TensorFlow variables behind Keras variables."""
+    return [v.value for v in targets]
+
+
+def step_by_scale_loss(optimizer, targets, gradients):
+    """One step in the way of Keras' trainer."""
+    with tf.GradientTape() as tape:
+        loss = optimizer.scale_loss(loss_with_gradients(targets, gradients))
+    found = tape.gradient(loss, native(targets))
+    optimizer.apply_gradients(zip(found, targets, strict=True))
+
+
+def step_by_documented_calls(optimizer, targets, gradients):
+    """One step in the way of TensorFlow's pages."""
+    with tf.GradientTape() as tape:
+        loss = optimizer.get_scaled_loss(loss_with_gradients(targets, gradients))
+    found = optimizer.get_unscaled_gradients(tape.gradient(loss, native(targets)))
+    optimizer.apply_gradients(zip(found, targets, strict=True))
+
+
+def step_by_minimize(optimizer, targets, gradients):
+    """One step by the one call that does everything."""
+    optimizer.minimize(lambda: loss_with_gradients(targets, gradients), targets)
+
+
+def step_by_apply(optimizer, targets, gradients):
+    """One step in the way of Keras 3's other training entry."""
+    with tf.GradientTape() as tape:
+        loss = optimizer.scale_loss(loss_with_gradients(targets, gradients))
+    optimizer.apply(tape.gradient(loss, native(targets)), targets)
+
+
+STEPS = {
+    "scale_loss": step_by_scale_loss,
+    "documented": step_by_documented_calls,
+    "minimize": step_by_minimize,
+    "apply": step_by_apply,
+}
+
+
+def plain_step(optimizer, targets, gradients):
+    """One step of an optimizer without loss scaling."""
+    with tf.GradientTape() as tape:
+        loss = loss_with_gradients(targets, gradients)
+    found = tape.gradient(loss, native(targets))
+    optimizer.apply_gradients(zip(found, targets, strict=True))
+
+
+def values(tracked):
+    """Returns the values of variables as NumPy arrays."""
+    return [np.array(keras.ops.convert_to_numpy(v)) for v in tracked]
+
+
+def assert_same(left, right):
+    """Asserts that two lists of arrays are the same bit for bit."""
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def status(optimizer):
+    """Returns what the optimizer says about its loss scale, as Python numbers."""
+    return {
+        "scale": float(optimizer.loss_scale),
+        "counter": int(optimizer.dynamic_counter) if optimizer.dynamic else None,
+        "skipped": int(optimizer.steps_skipped),
+        "last": bool(optimizer.last_step_skipped),
+        "iterations": int(optimizer.iterations),
+        "applied": int(optimizer.inner_optimizer.iterations),
+    }
+
+
+def small_model(inputs=4, units=8):
+    """Returns a network with the same weights every time."""
+    keras.utils.set_random_seed(7)
+    return keras.Sequential(
+        [
+            keras.Input((inputs,)),
+            keras.layers.Dense(units, activation="relu", name="hidden"),
+            keras.layers.Dense(1, dtype="float32", name="out"),
+        ]
+    )
+
+
+def data(rows=64, inputs=4, seed=1):
+    """Returns inputs and targets of a learnable regression."""
+    x = np.random.default_rng(seed).normal(size=(rows, inputs)).astype("float32")
+    return x, np.sin(x.sum(axis=1, keepdims=True)).astype("float32")
+
+
+def run_fresh(script, *arguments):
+    """Runs a script in a new Python process, with warnings as errors; returns what it printed."""
+    finished = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(script), *arguments],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return finished.stdout
+
+
+@contextlib.contextmanager
+def loss_scale_warnings():
+    """Collects the messages of our warnings in a list, and lets no warning stop the test."""
+    messages = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    for warning in caught:
+        if issubclass(warning.category, lossscale.LossScaleWarning):
+            messages.append(str(warning.message))

@@ -1,0 +1,419 @@
+"""Settings, subclasses, rules of the user's, and the errors of wrapping."""
+
+import gc
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import lossscale
+from frameworks.keras.support import (
+    INF,
+    NAN,
+    assert_same,
+    gradients_for,
+    loss_scale_warnings,
+    plain_step,
+    small_model,
+    status,
+    step_by_documented_calls,
+    step_by_scale_loss,
+    values,
+    variables,
+    wrapped,
+)
+from lossscale import DynamicScale, FixedScale, ScaleRule, ScaleState
+
+SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+
+
+# --- The settings of the optimizer inside -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "before", "after"),
+    [
+        (lambda: SGD(momentum=0.5), "momentum", 0.5, 0.25),
+        (lambda: SGD(nesterov=True, momentum=0.5), "nesterov", True, False),
+        (lambda: Adam(beta_1=0.75), "beta_1", 0.75, 0.5),
+        (lambda: Adam(epsilon=0.5), "epsilon", 0.5, 0.25),
+        (lambda: Adam(clipnorm=0.5), "clipnorm", 0.5, None),
+        (lambda: Adam(), "clipnorm", None, 0.5),
+        (lambda: Adam(global_clipnorm=0.5), "global_clipnorm", 0.5, 2.0),
+        (lambda: Adam(clipvalue=0.5), "clipvalue", 0.5, 2.0),
+        (lambda: keras.optimizers.AdamW(weight_decay=0.5), "weight_decay", 0.5, 0.25),
+        (lambda: Adam(use_ema=True), "use_ema", True, False),
+        (lambda: Adam(use_ema=True, ema_momentum=0.5), "ema_momentum", 0.5, 0.25),
+        (lambda: Adam(gradient_accumulation_steps=2), "gradient_accumulation_steps", 2, 4),
+    ],
+)
+def test_settings_read_and_write_through(make, name, before, after):
+    optimizer = wrapped(make())
+    assert getattr(optimizer, name) == before
+    setattr(optimizer, name, after)
+    assert getattr(optimizer, name) == after
+    assert getattr(optimizer.inner_optimizer, name) == after
+    assert name not in vars(optimizer)
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "lr"])
+def test_learning_rate_reads_and_writes_through(name):
+    targets = variables([0.0])
+    optimizer = wrapped(SGD(0.5))
+    assert float(getattr(optimizer, name)) == 0.5
+    setattr(optimizer, name, 0.25)
+    assert float(optimizer.inner_optimizer.learning_rate) == 0.25
+    step_by_scale_loss(optimizer, targets, [np.ones(1, "f")])
+    assert targets[0].numpy().tolist() == [-0.25]
+
+
+def test_a_setting_written_later_acts_on_the_next_step():
+    targets, gradient = variables([0.0]), [np.array([8.0], "f")]
+    optimizer = wrapped(SGD(1.0))
+    step_by_scale_loss(optimizer, targets, gradient)
+    optimizer.clipvalue = 0.5
+    step_by_scale_loss(optimizer, targets, gradient)
+    assert targets[0].numpy().tolist() == [-8.5]
+
+
+def test_a_learning_rate_schedule_follows_the_applied_steps_only():
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [1.0, 0.25])
+    targets = variables([0.0])
+    optimizer = wrapped(SGD(schedule))
+    rates = []
+    for gradient in (INF, 1.0, NAN, 1.0, 1.0):
+        rates.append(float(optimizer.learning_rate))
+        step_by_scale_loss(optimizer, targets, [np.array([gradient], "f")])
+    assert rates == [1.0, 1.0, 1.0, 1.0, 0.25]
+    assert targets[0].numpy().tolist() == [-2.25]
+
+
+def test_setting_a_learning_rate_over_a_schedule_is_the_error_of_the_plain_optimizer():
+    optimizer = wrapped(SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)))
+    with pytest.raises(TypeError, match="not settable"):
+        optimizer.learning_rate = 0.5
+
+
+def test_an_unknown_setting_is_an_error_that_suggests_and_changes_nothing():
+    optimizer = wrapped(SGD(momentum=0.5))
+    own, inner = dict(vars(optimizer)), dict(vars(optimizer.inner_optimizer))
+    with pytest.raises(AttributeError, match="Did you mean 'momentum'"):
+        optimizer.momentun = 0.9
+    with pytest.raises(AttributeError, match="Did you mean 'momentum'"):
+        _ = optimizer.momentun
+    assert vars(optimizer) == own
+    assert vars(optimizer.inner_optimizer) == inner
+    assert not hasattr(optimizer, "beta_1")
+
+
+@pytest.mark.parametrize(
+    "name", ["loss_scale", "dynamic", "initial_scale", "dynamic_growth_steps", "steps_skipped"]
+)
+def test_what_the_rule_says_cannot_be_set_on_the_optimizer(name):
+    optimizer = wrapped()
+    before = getattr(optimizer, name)
+    with pytest.raises(AttributeError):
+        setattr(optimizer, name, 8)
+    assert getattr(optimizer, name) == before
+
+
+def test_loss_scale_factor_is_none_and_cannot_be_set():
+    optimizer = wrapped()
+    assert optimizer.loss_scale_factor is None
+    optimizer.loss_scale_factor = None
+    with pytest.raises(ValueError, match=r"initial_scale=64"):
+        optimizer.loss_scale_factor = 64
+    assert optimizer.inner_optimizer.loss_scale_factor is None
+
+
+@pytest.mark.parametrize("by", ["var_list", "var_names"])
+def test_variables_are_excluded_from_weight_decay(by):
+    kernel, bias = keras.Variable([1.0], name="kernel"), keras.Variable([1.0], name="bias")
+    optimizer = wrapped(keras.optimizers.AdamW(0.5, weight_decay=0.5))
+    optimizer.exclude_from_weight_decay(**{by: [bias] if by == "var_list" else ["bias"]})
+    step_by_scale_loss(optimizer, [kernel, bias], [np.zeros(1, "f"), np.zeros(1, "f")])
+    assert (kernel.numpy().item(), bias.numpy().item()) == (0.75, 1.0)
+
+
+# --- The counters -----------------------------------------------------------------------------------
+
+
+def step_with(optimizer, targets, *gradients):
+    for gradient in gradients:
+        step_by_scale_loss(optimizer, targets, [np.full(targets[0].shape, gradient, "f")])
+
+
+def test_assigning_iterations_moves_the_counter_inside():
+    targets = variables([0.0])
+    optimizer = wrapped(Adam())
+    step_with(optimizer, targets, 1.0, INF, INF)
+    optimizer.iterations.assign(102)
+    assert status(optimizer)["applied"] == 100
+    step_with(optimizer, targets, 1.0)
+    assert (status(optimizer)["iterations"], status(optimizer)["applied"]) == (103, 101)
+
+
+@pytest.mark.parametrize("how", ["assign", "attribute"])
+def test_iterations_can_go_back_to_zero_after_skips(how):
+    targets = variables([0.0])
+    optimizer = wrapped(Adam(0.5, epsilon=0.0))
+    step_with(optimizer, targets, INF, INF, INF, 1.0)
+    if how == "assign":
+        optimizer.iterations.assign(0)
+    else:
+        optimizer.iterations = 0
+    assert status(optimizer)["iterations"] == 0
+    assert status(optimizer)["applied"] == 0
+    step_with(optimizer, targets, 1.0)
+    assert np.isfinite(targets[0].numpy()).all()
+    assert status(optimizer)["iterations"] == 1
+    assert status(optimizer)["applied"] == 1
+
+
+def test_an_assignment_to_the_counter_inside_is_followed_after_the_next_step():
+    targets = variables([0.0])
+    optimizer = wrapped(Adam())
+    step_with(optimizer, targets, 1.0, INF)
+    optimizer.inner_optimizer.iterations.assign(50)
+    step_with(optimizer, targets, 1.0)
+    assert status(optimizer)["iterations"] == 52
+    step_with(optimizer, targets, INF)
+    assert status(optimizer)["iterations"] == 53
+    assert status(optimizer)["applied"] == 51
+
+
+def test_a_used_optimizer_can_be_wrapped_and_goes_on():
+    batches = gradients_for(variables([0.0]), 6)
+    results = []
+    for make in (lambda inner: inner, wrapped):
+        targets, inner = variables([0.0]), Adam(0.1)
+        inner.build(targets)
+        for gradients in batches[:3]:
+            plain_step(inner, targets, gradients)
+        optimizer = make(inner)
+        assert int(optimizer.iterations) == 3
+        step = plain_step if optimizer is inner else step_by_scale_loss
+        for gradients in batches[3:]:
+            step(optimizer, targets, gradients)
+        assert int(optimizer.iterations) == 6
+        results.append(values([*targets, *inner.variables]))
+    assert_same(*results)
+
+
+# --- Subclasses and rules of the user's ---------------------------------------------------------------
+
+
+@keras.saving.register_keras_serializable(package="settings_test")
+class Noting(lossscale.LossScaleOptimizer):
+    """A subclass that names no framework."""
+
+    def apply_gradients(self, grads_and_vars, **kwargs):
+        self.__dict__.setdefault("calls", []).append(len(grads_and_vars := list(grads_and_vars)))
+        return super().apply_gradients(grads_and_vars, **kwargs)
+
+
+class PatientState(NamedTuple):
+    scale: Any
+    good_steps: Any
+    bad_steps: Any
+
+
+class Patient(ScaleRule):
+    """Halves the scale only after `patience` bad steps with no good one between them."""
+
+    def __init__(self, patience):
+        self.patience = patience
+
+    def __eq__(self, other):
+        return isinstance(other, Patient) and self.patience == other.patience
+
+    def __hash__(self):
+        return hash(self.patience)
+
+    def init(self):
+        return PatientState(scale=64.0, good_steps=0, bad_steps=0)
+
+    def update(self, state, finite, *, xp):
+        bad = xp.where(finite, 0, state.bad_steps + 1)
+        out = bad >= self.patience
+        return PatientState(
+            scale=xp.where(out, state.scale * 0.5, state.scale),
+            good_steps=xp.where(finite, state.good_steps + 1, 0),
+            bad_steps=xp.where(out, 0, bad),
+        )
+
+    def get_config(self):
+        return {"patience": self.patience}
+
+
+def test_a_subclass_works_and_is_an_optimizer_of_keras():
+    targets = variables([1.0])
+    optimizer = Noting(SGD(1.0), initial_scale=8.0)
+    assert isinstance(optimizer, Noting)
+    assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    step_with(optimizer, targets, 0.25)
+    assert targets[0].numpy().tolist() == [0.75]
+    assert optimizer.calls == [1]
+
+
+def test_a_subclass_trains_in_fit_and_is_loaded_as_itself(tmp_path):
+    model = small_model()
+    model.compile(Noting(SGD(0.1), initial_scale=8.0), "mse", jit_compile=False)
+    model.fit(np.ones([8, 4]), np.ones([8, 1]), verbose=0)
+    assert model.optimizer.calls
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras").optimizer
+    assert isinstance(loaded, Noting)
+    assert status(loaded) == status(model.optimizer)
+
+
+@pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
+def test_a_rule_with_a_field_of_its_own_drives_the_scale(in_function):
+    targets = variables([0.0])
+    optimizer = wrapped(rule=Patient(2))
+    optimizer.build(targets)
+
+    def step(gradient):
+        step_by_scale_loss(optimizer, targets, [gradient])
+
+    step = tf.function(step) if in_function else step
+    scales = []
+    for gradient in (INF, 1.0, INF, NAN, INF, INF, 1.0):
+        step(tf.constant([gradient]))
+        scales.append(float(optimizer.loss_scale))
+    assert scales == [64, 64, 64, 32, 32, 16, 16]
+    assert targets[0].numpy().tolist() == [-2.0]
+    assert int(optimizer.steps_skipped) == 5
+
+
+def test_a_rule_of_the_user_is_saved_and_loaded_with_its_state(tmp_path):
+    model, optimizer = small_model(), wrapped(rule=Patient(3))
+    model.compile(optimizer, "mse", jit_compile=False)
+    x = np.full([2, 4], NAN)
+    model.fit(x, np.ones([2, 1]), batch_size=1, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(
+        tmp_path / "model.keras", custom_objects={"Patient": Patient}
+    )
+    assert loaded.optimizer.rule == Patient(3)
+    # Two bad steps are in the file: one more is the third.
+    loaded.fit(x[:1], np.ones([1, 1]), verbose=0)
+    assert float(loaded.optimizer.loss_scale) == 32.0
+    assert int(loaded.optimizer.steps_skipped) == 3
+
+
+def test_a_rule_that_is_registered_with_keras_needs_no_custom_objects():
+    @keras.saving.register_keras_serializable(package="settings_test")
+    class Registered(Patient):
+        pass
+
+    config = wrapped(rule=Registered(3)).get_config()
+    loaded = lossscale.LossScaleOptimizer.from_config(config)
+    assert type(loaded.rule) is Registered
+    assert loaded.rule == Patient(3)
+
+
+def test_a_rule_nobody_knows_is_an_error_that_says_how_to_name_it():
+    config = wrapped(rule=Patient(3)).get_config()
+    with pytest.raises(ValueError, match=r"custom_objects=\{'Patient': Patient\}"):
+        lossscale.LossScaleOptimizer.from_config(config)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"initial_scale": 8.0, "dynamic_growth_steps": 3},
+        {"initial_scale": 0.25},
+        {"dynamic": False, "initial_scale": 10.0},
+        {"rule": DynamicScale(16, 3, 4.0, 0.25, 0.5, 2.0**20)},
+        {"rule": FixedScale(128, skip_nonfinite=True)},
+        {"name": "mine"},
+    ],
+    ids=str,
+)
+def test_a_configuration_makes_the_same_optimizer(arguments):
+    first = wrapped(Adam(0.125, beta_1=0.5), **arguments)
+    config = first.get_config()
+    second = lossscale.LossScaleOptimizer.from_config(config)
+    assert second.rule == first.rule
+    assert second.name == first.name
+    assert second.inner_optimizer.get_config() == first.inner_optimizer.get_config()
+    assert second.get_config() == config
+
+
+# --- Wrapping ---------------------------------------------------------------------------------------
+
+
+def test_the_inner_optimizer_can_be_wrapped_again_once_its_wrapper_is_gone():
+    inner = SGD()
+    first = wrapped(inner)
+    with pytest.raises(TypeError, match="already wrapped"):
+        wrapped(inner)
+    del first
+    gc.collect()
+    assert wrapped(inner, initial_scale=8.0).inner_optimizer is inner
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"clipnorm": 1.0}, ValueError, "Set `clipnorm` on the `inner_optimizer`"),
+        ({"learning_rate": 1.0}, ValueError, "Set `learning_rate` on the `inner_optimizer`"),
+        ({"loss_scale_factor": 8}, ValueError, "loss_scale_factor"),
+        ({"growth": 3}, ValueError, "no arguments: `growth`"),
+        ({"dynamic": "dynamic"}, TypeError, "dynamic=True"),
+        ({"dynamic": 128}, TypeError, "dynamic=False, initial_scale=128"),
+        ({"dynamic": False}, ValueError, "initial_scale"),
+        ({"rule": 128}, TypeError, "must be a scaling rule"),
+        ({"rule": DynamicScale(), "initial_scale": 8}, ValueError, "already says"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_errors_that_leave_the_optimizer_free(arguments, error, match):
+    inner = SGD()
+    with pytest.raises(error, match=match):
+        wrapped(inner, **arguments)
+    assert wrapped(inner).inner_optimizer is inner
+
+
+def test_the_wrapper_is_no_bigger_than_it_says():
+    optimizer = wrapped(Adam())
+    assert [v.name for v in optimizer.variables] == [
+        "step_counter",
+        "dynamic_scale",
+        "steps_skipped",
+        "last_step_skipped",
+        "iteration",
+        "iteration",
+        "learning_rate",
+    ]
+    assert optimizer.variables() == optimizer.variables
+
+
+def test_a_scale_that_was_set_from_outside_to_nonsense_comes_back():
+    targets = variables([1.0])
+    for nonsense in (INF, NAN, 0.0):
+        optimizer = wrapped(SGD(0.5))
+        optimizer.dynamic_scale.assign(nonsense)
+        for gradient in (1.0, 1.0, 1.0):
+            step_by_documented_calls(optimizer, targets, [np.array([gradient], "f")])
+        assert np.isfinite(targets[0].numpy()).all()
+        assert 1 <= float(optimizer.loss_scale) <= 2.0**126
+
+
+def test_making_and_reading_an_optimizer_warns_of_nothing():
+    with loss_scale_warnings() as messages:
+        optimizer = wrapped()
+        assert status(optimizer) == {
+            "scale": 2.0**15,
+            "counter": 0,
+            "skipped": 0,
+            "last": False,
+            "iterations": 0,
+            "applied": 0,
+        }
+    assert messages == []
+    assert isinstance(optimizer.rule.init(), ScaleState)

@@ -1,0 +1,595 @@
+"""Training with the optimizer gives what training without loss scaling gives, bit for bit."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from frameworks.keras.support import (
+    INF,
+    NAN,
+    STEPS,
+    assert_same,
+    data,
+    gradients_for,
+    loss_scale_warnings,
+    loss_with_gradients,
+    native,
+    plain_step,
+    small_model,
+    spoiled,
+    status,
+    step_by_apply,
+    step_by_documented_calls,
+    step_by_scale_loss,
+    values,
+    variables,
+    wrapped,
+)
+
+SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+
+# What runs inside an optimizer beside its update, each of which must see unscaled gradients.
+INNERS = {
+    "sgd_momentum": lambda: SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: Adam(0.01),
+    "adam_amsgrad": lambda: Adam(0.01, amsgrad=True),
+    "adamw_clipnorm": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.05, clipnorm=0.7),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True),
+    "global_clipnorm": lambda: SGD(0.1, momentum=0.9, global_clipnorm=0.5),
+    "clipvalue": lambda: SGD(0.1, clipvalue=0.25),
+    "weight_decay": lambda: SGD(0.1, weight_decay=0.3),
+    "ema": lambda: SGD(0.1, use_ema=True, ema_momentum=0.75, ema_overwrite_frequency=3),
+    "accumulation": lambda: Adam(0.01, gradient_accumulation_steps=3, clipnorm=0.5),
+    "schedule": lambda: Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)),
+}
+START = (np.linspace(-1, 1, 6).reshape(2, 3), np.array([0.5, -0.25]))
+
+
+@pytest.fixture(params=INNERS)
+def make_inner(request):
+    return INNERS[request.param]
+
+
+def train_plain(inner, batches, in_function=False):
+    targets = variables(*START)
+    inner.build(targets)
+
+    def step(*gradients):
+        plain_step(inner, targets, gradients)
+
+    run(step, batches, in_function)
+    return values(targets), values(inner.variables)
+
+
+def train_ours(inner, batches, how, in_function=False, **arguments):
+    targets = variables(*START)
+    optimizer = wrapped(inner, **arguments)
+    optimizer.build(targets)
+
+    def step(*gradients):
+        STEPS[how](optimizer, targets, gradients)
+
+    run(step, batches, in_function)
+    return optimizer, values(targets), values(inner.variables)
+
+
+def run(step, batches, in_function):
+    step = tf.function(step) if in_function else step
+    for gradients in batches:
+        step(*map(tf.constant, gradients))
+
+
+# --- Nothing else changes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
+def test_training_equals_plain_training_bit_for_bit(make_inner, in_function):
+    batches = gradients_for(variables(*START), 7)
+    expected = train_plain(make_inner(), batches, in_function)
+    for how in ("scale_loss", "documented"):
+        optimizer, *found = train_ours(
+            make_inner(), batches, how, in_function, dynamic_growth_steps=2
+        )
+        for ours, plain in zip(found, expected, strict=True):
+            assert_same(ours, plain)
+        # Three doublings: the equality is not one of a scale that stood still.
+        assert float(optimizer.loss_scale) == 2.0**18
+
+
+@pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
+def test_skipped_steps_leave_no_trace(make_inner, in_function):
+    good = gradients_for(variables(*START), 7)
+    bad = [spoiled(good[0], value) for value in (INF, -INF, NAN)]
+    batches = [bad[0], good[0], good[1], bad[1], bad[2], *good[2:6], bad[0], good[6], bad[1]]
+    expected = train_plain(make_inner(), good, in_function)
+    optimizer, *found = train_ours(make_inner(), batches, "scale_loss", in_function)
+    for ours, plain in zip(found, expected, strict=True):
+        assert_same(ours, plain)
+    assert int(optimizer.steps_skipped) == 5
+    assert float(optimizer.loss_scale) == 2.0**10
+    assert bool(optimizer.last_step_skipped)
+
+
+@pytest.mark.parametrize("how", STEPS)
+def test_a_skip_changes_no_variable_but_the_scale_and_the_counts(make_inner, how):
+    targets = variables(*START)
+    inner = make_inner()
+    optimizer = wrapped(inner)
+    optimizer.build(targets)
+    good = gradients_for(targets, 4)
+    for gradients in good:
+        STEPS[how](optimizer, targets, gradients)
+    before = values(targets), values(inner.variables)
+    STEPS[how](optimizer, targets, spoiled(good[0], NAN))
+    for now, then in zip((values(targets), values(inner.variables)), before, strict=True):
+        assert_same(now, then)
+    assert status(optimizer)["scale"] == 2.0**14
+    assert status(optimizer)["counter"] == 0
+    assert status(optimizer)["skipped"] == 1
+    assert status(optimizer)["last"] is True
+
+
+def test_a_constraint_is_not_applied_on_a_skip():
+    (target,) = variables([-1.0, 1.0])
+    target.constraint = keras.constraints.NonNeg()
+    optimizer = wrapped(SGD(0.5))
+    step_by_scale_loss(optimizer, [target], [np.array([INF, 0.0], "f")])
+    assert target.numpy().tolist() == [-1.0, 1.0]
+    step_by_scale_loss(optimizer, [target], [np.array([0.0, 0.5], "f")])
+    assert target.numpy().tolist() == [0.0, 0.75]
+
+
+@pytest.mark.parametrize("skips", [1, 5, 10, 15])
+def test_first_adam_update_after_initial_skips_is_of_the_size_of_the_learning_rate(skips):
+    rate, targets = 0.5, variables([1.0, 1.0])
+    optimizer = wrapped(Adam(rate, epsilon=0.0))
+    for _ in range(skips):
+        step_by_scale_loss(optimizer, targets, [np.array([NAN, 1.0], "f")])
+    step_by_scale_loss(optimizer, targets, [np.array([0.25, -3.0], "f")])
+    ratio = (1.0 - targets[0].numpy()) / rate
+    # The counting of TensorFlow 2.4 gives 0.744, 0.522, 0.482 and 0.489 here.
+    np.testing.assert_allclose(ratio, [1.0, -1.0], rtol=1e-5)
+    assert int(optimizer.iterations) == skips + 1
+    assert int(optimizer.inner_optimizer.iterations) == 1
+
+
+def test_accumulation_counts_whole_windows_and_a_skipped_batch_extends_one():
+    targets = variables([0.0])
+    optimizer = wrapped(SGD(1.0, gradient_accumulation_steps=2))
+    seen = []
+    for gradient in (1.0, INF, 3.0, 5.0, 7.0):
+        step_by_scale_loss(optimizer, targets, [np.array([gradient], "f")])
+        seen.append(targets[0].numpy().item())
+    assert seen == [0.0, 0.0, -2.0, -2.0, -8.0]
+    assert int(optimizer.inner_optimizer.iterations) == 2
+
+
+# --- The two conventions, in every mixture of eager and traced --------------------------------------
+
+
+def all_eager(optimizer, targets, scale, unscale):
+    def step(*gradients):
+        with tf.GradientTape() as tape:
+            loss = scale(loss_with_gradients(targets, gradients))
+        found = unscale(tape.gradient(loss, native(targets)))
+        optimizer.apply_gradients(zip(found, targets, strict=True))
+
+    return step
+
+
+def all_in_one_function(*arguments):
+    return tf.function(all_eager(*arguments))
+
+
+def apply_outside(optimizer, targets, scale, unscale):
+    @tf.function
+    def differentiate(*gradients):
+        with tf.GradientTape() as tape:
+            loss = scale(loss_with_gradients(targets, gradients))
+        return unscale(tape.gradient(loss, native(targets)))
+
+    def step(*gradients):
+        optimizer.apply_gradients(zip(differentiate(*gradients), targets, strict=True))
+
+    return step
+
+
+def apply_inside(optimizer, targets, scale, unscale):
+    @tf.function
+    def apply(*found):
+        optimizer.apply_gradients(zip(found, targets, strict=True))
+
+    def step(*gradients):
+        with tf.GradientTape() as tape:
+            loss = scale(loss_with_gradients(targets, gradients))
+        apply(*unscale(tape.gradient(loss, native(targets))))
+
+    return step
+
+
+def two_functions(optimizer, targets, scale, unscale):
+    @tf.function
+    def differentiate(*gradients):
+        with tf.GradientTape() as tape:
+            loss = scale(loss_with_gradients(targets, gradients))
+        return unscale(tape.gradient(loss, native(targets)))
+
+    @tf.function
+    def apply(*found):
+        optimizer.apply_gradients(zip(found, targets, strict=True))
+
+    return lambda *gradients: apply(*differentiate(*gradients))
+
+
+def nested_functions(optimizer, targets, scale, unscale):
+    return tf.function(two_functions(optimizer, targets, scale, unscale))
+
+
+def scaled_in_a_nested_function(optimizer, targets, scale, unscale):
+    return tf.function(apply_outside(optimizer, targets, scale, unscale))
+
+
+def applied_in_a_nested_function(optimizer, targets, scale, unscale):
+    return tf.function(apply_inside(optimizer, targets, scale, unscale))
+
+
+def loop_in_a_function(optimizer, targets, scale, unscale):
+    once = all_eager(optimizer, targets, scale, unscale)
+
+    @tf.function
+    def step(*gradients):
+        for _ in tf.range(1):
+            once(*gradients)
+
+    return step
+
+
+PLACES = [
+    all_eager,
+    all_in_one_function,
+    apply_outside,
+    apply_inside,
+    two_functions,
+    nested_functions,
+    scaled_in_a_nested_function,
+    applied_in_a_nested_function,
+    loop_in_a_function,
+]
+
+
+def conventions(optimizer):
+    return {
+        "scale_loss": (optimizer.scale_loss, list),
+        "documented": (optimizer.get_scaled_loss, optimizer.get_unscaled_gradients),
+    }
+
+
+@pytest.mark.parametrize("convention", ["scale_loss", "documented"])
+@pytest.mark.parametrize("place", PLACES)
+def test_both_conventions_give_the_plain_weights_wherever_they_run(place, convention):
+    good = gradients_for(variables(*START), 4)
+    expected, _ = train_plain(SGD(0.5, momentum=0.9), good)
+    targets = variables(*START)
+    optimizer = wrapped(SGD(0.5, momentum=0.9), dynamic_growth_steps=2)
+    optimizer.build(targets)
+    step = place(optimizer, targets, *conventions(optimizer)[convention])
+    for gradients in (good[0], spoiled(good[0]), *good[1:]):
+        step(*map(tf.constant, gradients))
+    assert_same(values(targets), expected)
+    assert status(optimizer)["scale"] == 2.0**15
+    assert status(optimizer)["iterations"] == 5
+
+
+# Where a traced half is followed by an eager apply, nothing tells which of two traced halves ran.
+KNOWABLE = [place for place in PLACES if place is not apply_outside]
+
+
+@pytest.mark.parametrize("pair", list(itertools.permutations(STEPS, 2)), ids="-".join)
+@pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
+def test_ways_of_stepping_can_alternate_in_one_program(pair, in_function):
+    batches = gradients_for(variables(*START), 6)
+    expected, _ = train_plain(SGD(0.5, momentum=0.9), batches)
+    targets = variables(*START)
+    optimizer = wrapped(SGD(0.5, momentum=0.9), dynamic_growth_steps=2)
+    optimizer.build(targets)
+    steps = [lambda *gradients, how=how: STEPS[how](optimizer, targets, gradients) for how in pair]
+    steps = [tf.function(step) for step in steps] if in_function else steps
+    for step, gradients in zip(itertools.cycle(steps), batches, strict=False):
+        step(*map(tf.constant, gradients))
+    assert_same(values(targets), expected)
+
+
+@pytest.mark.parametrize("order", [("scale_loss", "documented"), ("documented", "scale_loss")])
+@pytest.mark.parametrize("second", ["same", "eager"])
+@pytest.mark.parametrize("place", KNOWABLE)
+def test_conventions_can_alternate_in_places_that_tell_them_apart(place, second, order):
+    places = place, place if second == "same" else all_eager
+    batches = gradients_for(variables(*START), 4)
+    expected, _ = train_plain(SGD(0.5), batches)
+    targets = variables(*START)
+    optimizer = wrapped(SGD(0.5))
+    optimizer.build(targets)
+    ways = conventions(optimizer)
+    steps = [
+        place(optimizer, targets, *ways[name]) for place, name in zip(places, order, strict=True)
+    ]
+    for step, gradients in zip(itertools.cycle(steps), batches, strict=False):
+        step(*map(tf.constant, gradients))
+    assert_same(values(targets), expected)
+
+
+# --- Functions --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["graph", "xla"])
+@pytest.mark.parametrize("how", STEPS)
+def test_second_step_of_a_function_does_not_retrace(how, compiled):
+    batches = gradients_for(variables(*START), 5)
+    targets = variables(*START)
+    optimizer = wrapped(Adam(0.01), dynamic_growth_steps=2)
+    optimizer.build(targets)
+
+    @tf.function(jit_compile=compiled)
+    def step(*gradients):
+        STEPS[how](optimizer, targets, gradients)
+
+    for gradients in (batches[0], spoiled(batches[0]), *batches[1:]):
+        step(*map(tf.constant, gradients))
+    assert step.experimental_get_tracing_count() == 1
+    assert status(optimizer) == {
+        "scale": 2.0**16,
+        "counter": 0,
+        "skipped": 1,
+        "last": False,
+        "iterations": 6,
+        "applied": 5,
+    }
+
+
+def test_xla_function_gives_the_weights_of_the_plain_optimizer_in_xla(make_inner):
+    batches = gradients_for(variables(*START), 5)
+
+    def train(optimizer, step_of):
+        targets = variables(*START)
+        optimizer.build(targets)
+        step = tf.function(lambda *g: step_of(optimizer, targets, g), jit_compile=True)
+        for gradients in batches:
+            step(*map(tf.constant, gradients))
+        return values(targets)
+
+    assert_same(train(wrapped(make_inner()), step_by_apply), train(make_inner(), plain_step))
+
+
+def test_an_optimizer_that_is_first_built_inside_a_function_trains():
+    targets = variables([1.0])
+    optimizer = wrapped(Adam(0.5, epsilon=0.0))
+
+    @tf.function
+    def step(gradient):
+        step_by_scale_loss(optimizer, targets, [gradient])
+
+    for gradient in (INF, 0.25):
+        step(tf.constant([gradient]))
+    np.testing.assert_allclose(targets[0].numpy(), [0.5], rtol=1e-5)
+    assert status(optimizer)["iterations"] == 2
+
+
+def test_what_a_function_reads_moves_with_the_steps():
+    targets = variables([1.0])
+    optimizer = wrapped(dynamic_growth_steps=1)
+    optimizer.build(targets)
+
+    @tf.function
+    def step(gradient):
+        step_by_scale_loss(optimizer, targets, [gradient])
+        return optimizer.loss_scale, optimizer.steps_skipped, optimizer.last_step_skipped
+
+    seen = [[x.numpy().item() for x in step(tf.constant([g]))] for g in (INF, 1.0, 1.0)]
+    assert seen == [[2.0**14, 1, True], [2.0**15, 1, False], [2.0**16, 1, False]]
+
+
+# --- fit ------------------------------------------------------------------------------------------
+
+
+FIT = {
+    "graph": {"jit_compile": False},
+    "xla": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
+    "four_steps_per_execution": {"jit_compile": False, "steps_per_execution": 4},
+}
+
+
+@pytest.fixture(params=FIT)
+def fit_arguments(request):
+    return FIT[request.param]
+
+
+@pytest.mark.usefixtures("mixed_float16")
+def test_fit_in_float16_keeps_the_optimizer_moves_the_scale_and_learns(fit_arguments):
+    model, optimizer = small_model(), wrapped(Adam(0.02), dynamic_growth_steps=5)
+    model.compile(optimizer, "mse", **fit_arguments)
+    assert model.optimizer is optimizer
+    x, y = data()
+    history = model.fit(x, y, batch_size=8, epochs=6, shuffle=False, verbose=0).history
+    assert history["loss"][-1] < 0.5 * history["loss"][0]
+    now = status(optimizer)
+    assert now["iterations"] == 48
+    assert now["iterations"] == now["applied"] + now["skipped"]
+    assert now["scale"] != 2.0**15
+
+
+def test_fit_gives_the_weights_of_the_plain_optimizer(fit_arguments):
+    results = []
+    x, y = data()
+    for optimizer in (Adam(0.02), wrapped(Adam(0.02), dynamic_growth_steps=3)):
+        model = small_model()
+        model.compile(optimizer, "mse", **fit_arguments)
+        model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        results.append(values(model.trainable_variables))
+    assert_same(*results)
+
+
+def test_fit_skips_batches_with_nan_and_equals_training_without_them(fit_arguments):
+    x, y = data()
+    bad = x.copy()
+    bad[8:16] = NAN
+    bad[40:48] = INF
+    kept = np.r_[0:8, 16:40, 48:64]
+    results = []
+    for optimizer, inputs, targets in (
+        (Adam(0.02), x[kept], y[kept]),
+        (wrapped(Adam(0.02)), bad, y),
+    ):
+        model = small_model()
+        model.compile(optimizer, "mse", **fit_arguments)
+        model.fit(inputs, targets, batch_size=8, shuffle=False, verbose=0)
+        results.append(values(model.trainable_variables))
+    assert_same(*results)
+    assert status(optimizer) == {
+        "scale": 2.0**13,
+        "counter": 2,
+        "skipped": 2,
+        "last": False,
+        "iterations": 8,
+        "applied": 6,
+    }
+
+
+def test_fit_with_ema_ends_on_the_averages_of_the_plain_optimizer():
+    results = []
+    x, y = data()
+    for make in (lambda inner: inner, wrapped):
+        model = small_model()
+        model.compile(make(SGD(0.1, use_ema=True, ema_momentum=0.5)), "mse", jit_compile=False)
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        results.append(values(model.trainable_variables))
+    assert_same(*results)
+
+
+@pytest.mark.usefixtures("mixed_float16")
+def test_train_on_batch_moves_the_optimizer():
+    model, optimizer = small_model(), wrapped(initial_scale=2.0, dynamic_growth_steps=2)
+    model.compile(optimizer, "mse")
+    for _ in range(2):
+        model.train_on_batch(*data(8))
+    assert status(optimizer)["scale"] == 4.0
+    assert status(optimizer)["iterations"] == 2
+
+
+def test_pure_float16_variables_train():
+    keras.mixed_precision.set_global_policy("float16")
+    (target,) = [keras.Variable(np.ones(2), dtype="float16")]
+    optimizer = wrapped(SGD(0.5))
+    # 2**15 times 2 is too large for float16: that step is skipped.
+    for gradient in ([0.5, 2.0], [0.5, 1.0], [INF, 0.0]):
+        step_by_documented_calls(optimizer, [target], [np.array(gradient, "float16")])
+    assert target.dtype == "float16"
+    assert target.numpy().tolist() == [0.75, 0.5]
+    assert status(optimizer)["skipped"] == 2
+
+
+def test_float64_gradients_stay_float64():
+    (gradient,) = wrapped(rule=None).get_unscaled_gradients([tf.constant([1e-300], tf.float64)])
+    assert gradient.dtype == tf.float64
+    assert gradient.numpy().tolist() == [1e-300 / 2**15]
+
+
+# --- Gradients of several kinds ---------------------------------------------------------------------
+
+
+def test_variables_without_a_gradient_stay_and_the_others_move():
+    used, unused = variables([1.0], [2.0])
+    optimizer = wrapped(SGD(0.5))
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        step_by_minimize_one(optimizer, used, unused)
+    assert (used.numpy().item(), unused.numpy().item()) == (0.5, 2.0)
+
+
+def step_by_minimize_one(optimizer, used, unused):
+    optimizer.minimize(lambda: tf.reduce_sum(used.value), [used, unused])
+
+
+def test_a_variable_that_is_overwritten_with_its_gradient_is_not_unscaled():
+    plain, statistic = variables([1.0], [2.0])
+    statistic.overwrite_with_gradient = True
+    optimizer = wrapped(SGD(0.5))
+    optimizer.build([plain, statistic])
+    scaled = optimizer.scale_loss(tf.constant([0.25]))
+    optimizer.apply_gradients([(scaled, plain), (tf.constant([7.0]), statistic)])
+    assert (plain.numpy().item(), statistic.numpy().item()) == (0.875, 7.0)
+    scaled = optimizer.scale_loss(tf.constant([INF]))
+    optimizer.apply_gradients([(scaled, plain), (tf.constant([9.0]), statistic)])
+    assert (plain.numpy().item(), statistic.numpy().item()) == (0.875, 7.0)
+
+
+# --- Warnings ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", STEPS)
+@pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
+def test_correct_steps_do_not_warn(how, in_function):
+    with loss_scale_warnings() as messages:
+        train_ours(SGD(0.5), gradients_for(variables(*START), 3), how, in_function)
+    assert messages == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("convention", ["scale_loss", "documented"])
+def test_correct_steps_do_not_warn_wherever_they_run(place, convention):
+    targets = variables(*START)
+    optimizer = wrapped(SGD(0.5))
+    optimizer.build(targets)
+    with loss_scale_warnings() as messages:
+        step = place(optimizer, targets, *conventions(optimizer)[convention])
+        for gradients in gradients_for(targets, 3):
+            step(*map(tf.constant, gradients))
+    assert messages == []
+
+
+def test_a_loss_that_nobody_scaled_is_applied_as_it_is_with_one_warning():
+    targets = variables([1.0])
+    optimizer = wrapped()
+    with loss_scale_warnings() as messages:
+        for _ in range(3):
+            plain_step(optimizer, targets, [np.array([0.25], "f")])
+    assert targets[0].numpy().tolist() == [0.25]
+    assert len(messages) == 1
+    assert "the loss was never scaled" in messages[0]
+
+
+def test_a_scaled_loss_without_unscaling_gives_one_warning():
+    targets = variables([1.0])
+    optimizer = wrapped(initial_scale=4.0)
+    with loss_scale_warnings() as messages:
+        for _ in range(3):
+            with tf.GradientTape() as tape:
+                loss = optimizer.get_scaled_loss(loss_with_gradients(targets, [np.ones(1, "f")]))
+            found = tape.gradient(loss, native(targets))
+            optimizer.apply_gradients(zip(found, targets, strict=True))
+    assert targets[0].numpy().tolist() == [1.0 - 3 * 4.0]
+    assert len(messages) == 1
+    assert "get_unscaled_gradients() was not" in messages[0]
+
+
+def test_apply_without_any_scaling_divides_and_warns_once():
+    targets = variables([1.0])
+    optimizer = wrapped(initial_scale=4.0)
+    with loss_scale_warnings() as messages:
+        for _ in range(2):
+            optimizer.apply([tf.constant([1.0])], targets)
+    assert targets[0].numpy().tolist() == [0.5]
+    assert len(messages) == 1
+    assert "scale_loss()" in messages[0]
+
+
+def test_the_mark_of_scale_loss_is_taken_by_one_step_only():
+    targets = variables([1.0])
+    optimizer = wrapped(initial_scale=4.0)
+    step_by_scale_loss(optimizer, targets, [np.array([0.25], "f")])
+    with loss_scale_warnings() as messages:
+        optimizer.apply_gradients([(tf.constant([0.25]), targets[0])])
+    assert targets[0].numpy().tolist() == [0.5]
+    assert len(messages) == 1
