@@ -361,6 +361,9 @@ def test_a_bad_growth_interval_is_a_value_error_that_names_it(value):
         *(("growth_factor", v) for v in (1, 1.0, 0.5, 0, -2, math.inf, math.nan, "2", True, None)),
         *(("backoff_factor", v) for v in (1, 0, 2.0, -0.5, math.inf, math.nan, "0.5", True, None)),
         *(("backoff_factor", v) for v in (-0.0, False)),
+        # float32 rounds these to a factor that moves nothing, or to nothing at all.
+        *(("growth_factor", v) for v in (1 + 2.0**-25, 1e300)),
+        *(("backoff_factor", v) for v in (1 - 2.0**-26, 1e-60)),
     ],
     ids=repr,
 )

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -143,7 +144,7 @@ def run_fresh(script, *arguments):
     """Runs a script in a new Python process, with warnings as errors; returns what it printed."""
     finished = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(script), *arguments],
-        env=dict(os.environ),
+        env={**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         timeout=300,

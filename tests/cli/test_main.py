@@ -1,0 +1,140 @@
+"""The command line without training: arguments, messages and exit statuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from lossscale.cli import backend as backends
+from lossscale.cli import demo
+from lossscale.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(monkeypatch, tmp_path):
+    """A bad argument must be found before anything is trained or written."""
+
+    def trained(*arguments):
+        pytest.fail(f"trained with {arguments}")
+
+    monkeypatch.setattr(demo, "_train_all", trained)
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "VERB"),
+        (["train"], "train"),
+        (["demo", "--frobnicate"], "--frobnicate"),
+        (["demo", "--epochs", "0"], "--epochs: must be an integer from 1 to 1000, not '0'"),
+        (["demo", "--epochs", "-3"], "--epochs"),
+        (["demo", "--epochs", "2.5"], "--epochs"),
+        (["demo", "--seed", "x"], "--seed: must be an integer from 0 to 4294967295, not 'x'"),
+        (["demo", "--seed", str(2**32)], "--seed"),
+        (["demo", "--output", "demo.txt"], "must end in .png, .pdf, .svg. Received: 'demo.txt'"),
+        (["demo", "--output", "nowhere/demo.png"], "a folder that does not exist: 'nowhere'"),
+        (["demo", "--backend", "numpy"], "one of tensorflow, jax, torch, not 'numpy'"),
+        (["demo", "--backend", ""], "one of tensorflow, jax, torch"),
+    ],
+)
+def test_bad_arguments_give_one_line_and_status_2(arguments, message, capsys):
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.startswith("lossscale: ")
+    assert err.count("\n") == 1
+
+
+def test_output_that_is_a_folder(tmp_path, capsys):
+    (tmp_path / "folder.svg").mkdir()
+    assert main(["demo", "--output", "folder.svg"]) == 2
+    assert "is a folder: 'folder.svg'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("absent", "command"),
+    [
+        ({"rich"}, 'pip install "lossscale[demo]"'),
+        ({"sklearn", "matplotlib"}, 'pip install "lossscale[demo]"'),
+        ({"jax"}, 'pip install "lossscale[jax]"'),
+        ({"keras", "jax"}, 'pip install "lossscale[demo,jax]"'),
+    ],
+    ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else None,
+)
+def test_missing_packages_give_one_line_with_the_command(absent, command, monkeypatch, capsys):
+    monkeypatch.setattr(
+        backends, "find_spec", lambda module: None if module in absent else object()
+    )
+    monkeypatch.delitem(sys.modules, "keras", raising=False)
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    assert main(["demo", "--backend", "jax"]) == 1
+    err = capsys.readouterr().err
+    assert err.endswith(f"not found: {command}\n")
+    assert err.count("\n") == 1
+    for module in absent:
+        assert {"sklearn": "scikit-learn"}.get(module, module) in err
+
+
+class FakeKeras:
+    class backend:  # noqa: N801
+        @staticmethod
+        def backend():
+            return "torch"
+
+
+def test_keras_with_another_backend_is_an_error(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "keras", FakeKeras)
+    assert main(["demo", "--backend", "jax"]) == 2
+    assert "already imported with the backend torch" in capsys.readouterr().err
+
+
+def test_the_default_backend(monkeypatch):
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    monkeypatch.setitem(sys.modules, "keras", FakeKeras)
+    assert backends.choose_backend(None) == "torch"
+    monkeypatch.delitem(sys.modules, "keras")
+    assert backends.choose_backend(None) == "jax"
+    assert backends.choose_backend("torch") == "torch"
+    monkeypatch.delenv("KERAS_BACKEND")
+    assert backends.choose_backend(None) == "tensorflow"
+    monkeypatch.setenv("KERAS_BACKEND", "theano")
+    with pytest.raises(Exception, match="not 'theano'"):
+        backends.choose_backend(None)
+
+
+def test_silenced_drops_what_compiled_code_writes_and_gives_it_back(capfd):
+    import os
+
+    with backends.silenced():
+        os.write(2, b"hidden\n")
+    with pytest.raises(ZeroDivisionError), backends.silenced():
+        raise ZeroDivisionError
+    os.write(2, b"shown\n")
+    assert capfd.readouterr().err == "shown\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["--version"]])
+def test_help_and_version(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 0
+    assert "lossscale" in capsys.readouterr().out
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from lossscale.cli.main import build_parser\n"
+        "build_parser().format_help()\n"
+        "heavy = {'keras', 'tensorflow', 'numpy', 'matplotlib', 'rich', 'sklearn'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
