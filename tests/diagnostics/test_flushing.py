@@ -24,8 +24,9 @@ def test_prediction_is_what_rounding_does(name, scale):
     # Around the edge, and so below the overflow.
     values = (rng.standard_normal(2000) * flush / scale).astype(np.float32)
     values[:200] = 0
-    values[200:203] = np.array([0.5, 1, 2]) * flush / scale
-    done = (values.astype(np.float64) * scale).astype(np.float32).astype(DTYPES[name])
+    if np.frexp(scale)[0] == 0.5:  # Else the tie at the edge cannot be met.
+        values[200:203] = np.array([0.5, 1, 2]) * flush / scale
+    done = (values.astype(np.float64) * scale).astype(DTYPES[name])
     lost = np.count_nonzero((done == 0) & (values != 0)) / np.count_nonzero(values)
     assert 0.3 < lost < 0.9
     assert share_flushed(values, scale, name) == lost

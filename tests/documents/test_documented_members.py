@@ -251,8 +251,8 @@ def test_a_callable_can_name_variables_that_the_loss_creates(form):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_minimize_takes_losses_of_every_float_type(form, stepped, dtype, var):
-    optimizer = form.dynamic(sgd())
-    step = stepped(lambda: optimizer.minimize(lambda: tf.cast(var, dtype) ** 2, [var]))
+    optimizer = form.dynamic(sgd(0.5))
+    step = stepped(lambda: optimizer.minimize(lambda: tf.cast(var, dtype) ** 2 / 2, [var]))
     step()
     assert var.numpy() == 0.5
     assert form.scale_of(optimizer) == 2.0**15
@@ -273,7 +273,7 @@ def test_grad_loss_multiplies_the_gradient(form, stepped):
 )
 def test_grad_loss_may_have_the_type_of_a_float16_loss(form, grad_loss):
     var = tf.Variable([1.0, 1.0])
-    optimizer = form.dynamic(sgd(0.5))
+    optimizer = form.dynamic(sgd(0.5), 8)
     optimizer.minimize(lambda: tf.cast(var, "float16"), [var], grad_loss=grad_loss)
     np.testing.assert_array_equal(var, [0.5, -0.5])
 
@@ -666,11 +666,12 @@ def test_gradients_that_were_not_unscaled_are_applied_as_they_are_with_a_warning
 
 
 def test_get_gradients_of_a_callable_are_unscaled(form, stepped, var, loss_fn):
-    optimizer = form.dynamic(sgd())
+    optimizer = form.dynamic(sgd(), 8)
     other = tf.Variable([1.0, 2.0])
     gradients = stepped(
         lambda: optimizer.get_gradients(
-            lambda: loss_fn() + tf.reduce_sum(tf.cast(other, "float16")), [var, other]
+            lambda: tf.cast(loss_fn(), "float16") + tf.reduce_sum(tf.cast(other, "float16")),
+            [var, other],
         )
     )()
     assert isinstance(gradients, list)
@@ -694,11 +695,9 @@ def test_gradients_from_get_gradients_can_be_applied(form, stepped, var, loss_fn
         optimizer.apply_gradients(zip(gradients, [var], strict=True))
 
     step = stepped(step)
-    if stepped is tf.function:
-        step()
-    else:
-        step()
-    assert var.numpy() == 0.5
+    step()
+    step()
+    assert var.numpy() == 0.25
 
 
 def test_get_gradients_is_a_value_error_where_one_cannot_be_computed(form, stepped, var, loss_fn):
@@ -707,7 +706,7 @@ def test_get_gradients_is_a_value_error_where_one_cannot_be_computed(form, stepp
     before = everything(optimizer, var, other)
     for call in (optimizer.get_gradients, optimizer.get_updates):
         step = stepped(lambda call=call: call(loss_fn, [var, other]))
-        with pytest.raises(ValueError, match="no gradient with respect to .*unrelated"):
+        with pytest.raises(ValueError, match=r"no gradient with respect to .*unrelated"):
             step()
     assert_same(before, everything(optimizer, var, other))
 
@@ -715,7 +714,7 @@ def test_get_gradients_is_a_value_error_where_one_cannot_be_computed(form, stepp
 def test_get_gradients_of_an_eager_tensor_is_a_value_error(form, var, loss_fn):
     optimizer = form.dynamic(sgd())
     for call in (optimizer.get_gradients, optimizer.get_updates):
-        with pytest.raises(ValueError, match="inside a tf.function"):
+        with pytest.raises(ValueError, match=r"inside a tf\.function"):
             call(loss_fn(), [var])
     assert var.numpy() == 1.0
 
@@ -772,7 +771,7 @@ def test_variables_is_a_list_and_a_method(form):
 
 
 def test_get_weights_are_numpy_copies(form):
-    optimizer, first, second = _trained(form, keras.optimizers.RMSprop(rho=0.5))
+    optimizer, *_ = _trained(form, keras.optimizers.RMSprop(rho=0.5))
     weights = optimizer.get_weights()
     assert all(isinstance(weight, np.ndarray) for weight in weights)
     assert weights[0] == 1
@@ -923,10 +922,9 @@ def test_get_slot_finds_the_state_of_every_optimizer_of_a_multi_optimizer(form):
     layer = keras.layers.Dense(2)
     layer.build((None, 3))
     inner = keras.optimizers.MultiOptimizer(
-        [
-            keras.optimizers.OptimizerSpec(sgd(momentum=0.5), ".*kernel"),
-            keras.optimizers.OptimizerSpec(keras.optimizers.RMSprop(), ".*bias"),
-        ]
+        lambda variable: (
+            sgd(momentum=0.5) if variable.path.endswith("kernel") else keras.optimizers.RMSprop()
+        )
     )
     optimizer = form.dynamic(inner)
     optimizer.minimize(lambda: tf.reduce_sum(layer(tf.ones([1, 3]))), layer.trainable_variables)

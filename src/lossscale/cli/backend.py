@@ -25,7 +25,9 @@ def choose_backend(requested: str | None) -> str:
     """
     loaded = sys.modules.get("keras")
     in_use = loaded.backend.backend() if loaded is not None else None
-    backend = requested or in_use or os.environ.get("KERAS_BACKEND") or "tensorflow"
+    backend = requested
+    if backend is None:
+        backend = in_use or os.environ.get("KERAS_BACKEND") or "tensorflow"
     if backend not in BACKENDS:
         raise UsageError(f"the backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
     if in_use not in (None, backend):

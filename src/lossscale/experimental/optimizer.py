@@ -72,6 +72,7 @@ class LossScaleOptimizer(_Base):
         if isinstance(loss_scale, _RuleLossScale):
             if loss_scale._state is None:
                 loss_scale._state = super()._first_state()
+                return loss_scale._state
             state = loss_scale._state
             variables = state.variables.values()
         else:

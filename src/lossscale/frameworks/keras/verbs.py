@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from lossscale.errors import ArgumentTypeError, GradientsError
+from lossscale.frameworks.keras.checks import checked_pairs
 from lossscale.frameworks.keras.part import Part
 
 
@@ -43,7 +44,9 @@ class DocumentedVerbs(Part):
         gradients, variables = self._engine.differentiate(
             loss, var_list, self._scaled, tape=tape, grad_loss=grad_loss
         )
-        gradients, variables = self._checked_pairs(zip(gradients, variables, strict=True))
+        gradients, variables = checked_pairs(
+            zip(gradients, variables, strict=True), self._engine.is_variable
+        )
         with keras.name_scope(name or self.name):
             self._step(gradients, variables, scaled=True)
         return self.iterations
@@ -99,6 +102,11 @@ class DocumentedVerbs(Part):
         Raises:
             ValueError: If a gradient cannot be computed.
         """
+        gradients = self._gradients_of(loss, params)
+        self._convention.note_get_unscaled_gradients()
+        return gradients
+
+    def _gradients_of(self, loss: Any, params: Sequence[Any]) -> list[Any]:
         params = self._engine.flat_variables(params)
         if callable(loss):
             gradients, _ = self._engine.differentiate(loss, params, self._scaled)
@@ -127,7 +135,7 @@ class DocumentedVerbs(Part):
         Raises:
             ValueError: If a gradient cannot be computed.
         """
-        gradients = self.get_gradients(loss, params)
+        gradients = self._gradients_of(loss, params)
         variables = self._engine.flat_variables(params)
         self._step(gradients, variables, scaled=False)
         return [self.iterations]

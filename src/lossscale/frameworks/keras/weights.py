@@ -196,10 +196,13 @@ class DocumentedWeights(Part):
 
     def _slots_of(self, inner: Any) -> Iterator[tuple[list[str], dict[Any, Any]]]:
         # Keras optimizers keep each kind of state in an attribute, a list with one variable (or
-        # None) for every variable they were built with; the slot's name ends the variable's.
+        # None) for every variable they were built with; the slot's name ends the variable's. The
+        # two lists of Keras' base class can be as long, by chance.
         references = inner._trainable_variables
         for attribute, values in vars(inner).items():
-            if attribute == "_trainable_variables" or not isinstance(values, (list, tuple)):
+            if attribute in ("_trainable_variables", "_variables"):
+                continue
+            if not isinstance(values, (list, tuple)):
                 continue
             slots = {
                 self._var_key(reference): (reference, value)

@@ -1,0 +1,208 @@
+"""The training step: scale the loss, unscale and judge the gradients, apply or skip, move on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+# Keras keeps attribute tracking private; its own optimizers decorate `build` with this.
+from keras.src.utils.tracking import no_automatic_dependency_tracking
+
+from lossscale.errors import ArgumentError, GradientsError
+from lossscale.frameworks.keras.checks import check_some_gradient, checked_pairs
+from lossscale.frameworks.keras.part import Part
+
+
+class TrainingStep(Part):
+    """What Keras' trainer calls, and what the documented verbs lead to."""
+
+    built: bool
+
+    @no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
+    def build(self, variables: Sequence[Any]) -> None:
+        """Creates the inner optimizer's variables; a second call does nothing."""
+        if self.built:
+            return
+        inner = self.inner_optimizer
+        if not inner.built:
+            inner.build(list(variables))
+        self._trainable_variables = list(variables)
+        self._trainable_variables_indices = {
+            self._var_key(variable): index for index, variable in enumerate(variables)
+        }
+        self.built = True
+        self._load_what_waited()
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Multiplies the loss by the loss scale, and marks the gradients that come of it.
+
+        This is how Keras' trainer begins a step: the next `apply_gradients` takes its gradients
+        for scaled ones and divides them. With `get_unscaled_gradients`, use `get_scaled_loss`.
+
+        Args:
+            loss: Tensor of any shape and dtype, a number, or a callable that returns one.
+
+        Returns:
+            The product, in float32 or wider; for a callable, a callable.
+        """
+        self._convention.note_scale_loss(self._engine.current_graph())
+        return self._scaled(loss)
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        name: str | None = None,
+        skip_gradients_aggregation: bool = False,
+        experimental_aggregate_gradients: bool = True,
+    ) -> Any:
+        """Applies gradients to variables, or skips the step; then moves the loss scale.
+
+        The gradients are those that `get_unscaled_gradients` returned. After `scale_loss` they
+        are those of the scaled loss, as Keras' trainer passes them.
+
+        Args:
+            grads_and_vars: (gradient, variable) pairs. A gradient is a tensor of the variable's
+                shape, a `tf.IndexedSlices`, or None.
+            name: Name of the operations, or None.
+            skip_gradients_aggregation: Whether the gradients were already summed over the
+                replicas of a strategy; then they are not summed again.
+            experimental_aggregate_gradients: The opposite, under its older name.
+
+        Returns:
+            `iterations`, which has grown by 1, whether the step was applied or skipped.
+
+        Raises:
+            TypeError: If `grads_and_vars` does not hold pairs.
+            ValueError: If no variable has a gradient.
+        """
+        gradients, variables = checked_pairs(grads_and_vars, self._engine.is_variable)
+        scaled = self._convention.take(self._engine.current_graph())
+        aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
+        with keras.name_scope(name or self.name):
+            self._step(gradients, variables, scaled=scaled, aggregate=aggregate)
+        return self.iterations
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        """Applies gradients of the scaled loss, or skips the step; then moves the loss scale.
+
+        Args:
+            grads: Gradients of the loss that `scale_loss` returned; None where there is none.
+            trainable_variables: Their variables; None for those the optimizer was built with.
+        """
+        grads = list(grads)
+        if not grads:
+            return
+        if trainable_variables is None:
+            trainable_variables = self._trainable_variables
+            if len(grads) != len(trainable_variables):
+                raise GradientsError(
+                    f"Expected one gradient for each of the {len(trainable_variables)} variables "
+                    f"the optimizer was built with. Received: {len(grads)} gradients. Pass the "
+                    "variables as `trainable_variables`, or call build(variables) first."
+                )
+        check_some_gradient(grads)
+        self._convention.take_for_apply()
+        with keras.name_scope(self.name):
+            self._step(grads, list(trainable_variables), scaled=True)
+
+    def stateless_apply(
+        self,
+        optimizer_variables: Sequence[Any],
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """Applies gradients of the scaled loss without changing any variable.
+
+        Args:
+            optimizer_variables: Arrays, the values of `variables`.
+            grads: Gradients of the loss that `scale_loss` returned; None where there is none.
+            trainable_variables: Arrays, the values of the variables it was built with.
+
+        Returns:
+            The new values of the trainable variables, and those of `variables`.
+
+        Raises:
+            ValueError: If the optimizer is not built, the numbers of values do not match, or the
+                backend is TensorFlow.
+        """
+        own, trained = self.variables, self._trainable_variables
+        if not self.built or keras.backend.backend() == "tensorflow":
+            # The inner optimizer says why.
+            self.inner_optimizer.stateless_apply(optimizer_variables, grads, trainable_variables)
+        for name, given, expected in (
+            ("optimizer_variables", optimizer_variables, own),
+            ("trainable_variables", trainable_variables, trained),
+        ):
+            if len(given) != len(expected):
+                raise ArgumentError(
+                    f"`{name}` must hold {len(expected)} values, one for each of the variables "
+                    f"of the optimizer. Received: {len(given)}."
+                )
+        values = zip([*own, *trained], [*optimizer_variables, *trainable_variables], strict=True)
+        with keras.StatelessScope(state_mapping=list(values)) as scope:
+            self.apply(grads, trained)
+        return (
+            [scope.get_current_value(variable) for variable in trained],
+            [scope.get_current_value(variable) for variable in own],
+        )
+
+    def _step(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        *,
+        scaled: bool,
+        aggregate: bool = True,
+    ) -> None:
+        self.build(variables)
+        self.inner_optimizer._check_variables_are_known(variables)
+        if scaled:
+            gradients = self._unscaled(gradients, variables)
+        self._engine.run_step(self, gradients, variables, aggregate)
+
+    def _scaled(self, loss: Any) -> Any:
+        if callable(loss):
+            return lambda: self._scaled(loss())
+        return self._engine.scaled(loss, self._current_scale())
+
+    def _unscaled(
+        self, gradients: Iterable[Any], variables: Sequence[Any] | None = None
+    ) -> list[Any]:
+        scale, exact = self._current_scale(), self._rule.powers_of_two
+        gradients = list(gradients)
+        # A variable that Keras overwrites with its gradient (float8 statistics) has no gradient
+        # of the loss, so nothing multiplied it.
+        overwritten = [
+            variables is not None and self._overwrite_variable_with_gradient(variables[i])
+            for i in range(len(gradients))
+        ]
+        return [
+            gradient
+            if gradient is None or overwrites
+            else self._engine.unscaled(gradient, scale, exact)
+            for gradient, overwrites in zip(gradients, overwritten, strict=True)
+        ]
+
+    # What a LossScale object of the older API replaces: the scale, the verdict, the move.
+
+    def _current_scale(self) -> Any:
+        return self._rule.loss_scale(self._state.read())
+
+    def _judge(self, gradients: Sequence[Any]) -> Any:
+        """Whether the step is applied: a boolean scalar tensor, or True if nothing is checked."""
+        return self._engine.all_finite(gradients) if self._rule.checks_gradients else True
+
+    def _move_scale(self, finite: Any) -> None:
+        if self._state is not None:
+            self._state.update(finite)
+        self._count_step(finite)
+
+    def _count_step(self, finite: Any) -> None:
+        if finite is not True:
+            skipped = ops.logical_not(finite)
+            self._last_step_skipped.assign(skipped)
+            self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
+        self._iterations.follow()

@@ -1,0 +1,401 @@
+"""Replicas of a tf.distribute strategy: one verdict, one scale, the same weights everywhere."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from frameworks.keras.support import (
+    INF,
+    NAN,
+    assert_same,
+    data,
+    loss_scale_warnings,
+    small_model,
+    status,
+    values,
+    wrapped,
+)
+from lossscale import FixedScale
+
+SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+START = np.array([1.0, -2.0], "float32")
+
+INNERS = {
+    "sgd_momentum": lambda: SGD(0.25, momentum=0.5),
+    "adam": lambda: Adam(0.125),
+    "clipnorm": lambda: keras.optimizers.AdamW(0.125, weight_decay=0.25, clipnorm=0.5),
+    "global_clipnorm": lambda: SGD(0.25, global_clipnorm=0.5),
+    "clipvalue": lambda: SGD(0.25, clipvalue=0.5),
+    "ema": lambda: SGD(0.25, use_ema=True, ema_momentum=0.5),
+}
+
+
+def on_each(variable, strategy):
+    """Returns the values that a variable has on the replicas."""
+    if isinstance(variable, keras.Variable):
+        variable = variable.value
+    return [np.array(part.numpy()) for part in strategy.experimental_local_results(variable)]
+
+
+def same_on_both(tracked, strategy):
+    """Asserts that variables are the same on all replicas; returns their values on the first."""
+    firsts = []
+    for variable in tracked:
+        parts = on_each(variable, strategy)
+        for part in parts[1:]:
+            np.testing.assert_array_equal(part, parts[0])
+        firsts.append(parts[0])
+    return firsts
+
+
+class Loop:
+    """A training loop of two replicas on one weight, whose gradients are given for each."""
+
+    def __init__(self, strategy, make, how, in_function, **kwargs):
+        self.strategy, self.how, self.kwargs = strategy, how, kwargs
+        with strategy.scope():
+            self.weight = keras.Variable(START)
+            self.optimizer = make()
+            self.optimizer.build([self.weight])
+        self.call = lambda gradient: strategy.run(self.replica_step, args=(gradient,))
+        if in_function:
+            self.call = tf.function(self.call)
+
+    def replica_step(self, gradient):
+        optimizer, weight = self.optimizer, self.weight
+
+        def loss():
+            return tf.reduce_sum(weight.value * gradient)
+
+        if self.how == "minimize":
+            optimizer.minimize(loss, [weight])
+            return
+        scale = {
+            "plain": lambda loss: loss,
+            "scale_loss": getattr(optimizer, "scale_loss", None),
+            "documented": getattr(optimizer, "get_scaled_loss", None),
+        }[self.how]
+        with tf.GradientTape() as tape:
+            scaled = scale(loss())
+        gradients = [tape.gradient(scaled, weight.value)]
+        if self.how == "documented":
+            gradients = optimizer.get_unscaled_gradients(gradients)
+        optimizer.apply_gradients([(gradients[0], weight)], **self.kwargs)
+
+    def step(self, *per_replica):
+        given = self.strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(
+                np.broadcast_to(per_replica[context.replica_id_in_sync_group], START.shape),
+                tf.float32,
+            )
+        )
+        self.call(given)
+
+    def weights(self):
+        return same_on_both([self.weight], self.strategy)[0]
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "function"])
+def in_function(request):
+    return request.param
+
+
+@pytest.fixture(params=["scale_loss", "documented", "minimize"])
+def how(request):
+    return request.param
+
+
+# --- One replica overflows --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@pytest.mark.parametrize("replica", [0, 1])
+def test_overflow_on_one_replica_is_skipped_on_both(two_replicas, how, in_function, replica, bad):
+    loop = Loop(two_replicas, lambda: wrapped(Adam(0.5), dynamic_growth_steps=2), how, in_function)
+    loop.step(0.5, 0.25)
+    before = loop.weights(), same_on_both(loop.optimizer.inner_optimizer.variables, two_replicas)
+    loop.step(*((bad, 0.25) if replica == 0 else (0.25, bad)))
+    after = loop.weights(), same_on_both(loop.optimizer.inner_optimizer.variables, two_replicas)
+    assert_same([after[0], *after[1]], [before[0], *before[1]])
+    same_on_both(loop.optimizer.variables, two_replicas)
+    assert status(loop.optimizer) == {
+        "scale": 2.0**14,
+        "counter": 0,
+        "skipped": 1,
+        "last": True,
+        "iterations": 2,
+        "applied": 1,
+    }
+    loop.step(0.5, 0.25)
+    loop.step(0.5, 0.25)
+    assert (loop.weights() != before[0]).all()
+    same_on_both(loop.optimizer.variables, two_replicas)
+    assert status(loop.optimizer) == {
+        "scale": 2.0**15,
+        "counter": 0,
+        "skipped": 1,
+        "last": False,
+        "iterations": 4,
+        "applied": 3,
+    }
+
+
+def test_overflows_that_cancel_in_the_sum_are_found(two_replicas, in_function):
+    loop = Loop(two_replicas, wrapped, "scale_loss", in_function)
+    loop.step(3e38, 3e38)
+    # Each is finite but not times 2**15.
+    assert loop.weights().tolist() == START.tolist()
+    loop.step(INF, -INF)
+    assert loop.weights().tolist() == START.tolist()
+    assert int(loop.optimizer.steps_skipped) == 2
+
+
+# --- What is applied --------------------------------------------------------------------------------
+
+
+GRADIENTS = [(0.5, 0.25), (-1.0, 0.125), (2.0, 2.0), (0.0, -0.5)]
+
+
+@pytest.mark.parametrize("make_inner", INNERS.values(), ids=INNERS)
+def test_weights_equal_those_of_the_plain_optimizer(two_replicas, in_function, make_inner):
+    plain = Loop(two_replicas, make_inner, "plain", in_function)
+    for gradients in GRADIENTS:
+        plain.step(*gradients)
+    for how in ("scale_loss", "documented"):
+        ours = Loop(
+            two_replicas, lambda: wrapped(make_inner(), dynamic_growth_steps=2), how, in_function
+        )
+        ours.step(INF, 0.5)
+        for gradients in GRADIENTS:
+            ours.step(*gradients)
+            ours.step(0.5, NAN)
+        inner = ours.optimizer.inner_optimizer
+        assert_same([ours.weights()], [plain.weights()])
+        assert_same(
+            same_on_both(inner.variables, two_replicas),
+            same_on_both(plain.optimizer.variables, two_replicas),
+        )
+
+
+def test_gradients_of_the_replicas_are_summed(two_replicas, how, in_function):
+    loop = Loop(two_replicas, lambda: wrapped(SGD(0.5)), how, in_function)
+    loop.step(0.5, 0.25)
+    np.testing.assert_array_equal(loop.weights(), START - 0.5 * (0.5 + 0.25))
+
+
+@pytest.mark.parametrize(
+    "argument", [{"experimental_aggregate_gradients": False}, {"skip_gradients_aggregation": True}]
+)
+@pytest.mark.parametrize("convention", ["scale_loss", "documented"])
+def test_gradients_that_were_summed_before_are_not_summed_again(
+    two_replicas, in_function, convention, argument
+):
+    loop = Loop(two_replicas, lambda: wrapped(SGD(0.5)), convention, in_function, **argument)
+    loop.step(0.75, 0.75)
+    np.testing.assert_array_equal(loop.weights(), START - 0.5 * 0.75)
+    loop.step(INF, 0.75)
+    np.testing.assert_array_equal(loop.weights(), START - 0.5 * 0.75)
+    # The next step of the same optimizer sums again if it is asked to.
+    loop.kwargs = {}
+    if in_function:
+        loop.call = tf.function(loop.call.python_function)
+    loop.step(0.5, 0.25)
+    np.testing.assert_array_equal(loop.weights(), START - 0.5 * 0.75 - 0.5 * 0.75)
+
+
+def test_a_fixed_scale_checks_nothing_on_replicas(two_replicas, in_function):
+    loop = Loop(two_replicas, lambda: wrapped(rule=FixedScale(8.0)), "scale_loss", in_function)
+    loop.step(0.5, 0.25)
+    np.testing.assert_array_equal(loop.weights(), START - 0.75)
+    loop.step(INF, 0.25)
+    np.testing.assert_array_equal(loop.weights(), [-INF, -INF])
+    assert int(loop.optimizer.iterations) == 2
+
+
+def test_a_fixed_scale_that_skips_does_so_on_both_replicas(two_replicas, in_function):
+    rule = FixedScale(8.0, skip_nonfinite=True)
+    loop = Loop(two_replicas, lambda: wrapped(rule=rule), "scale_loss", in_function)
+    loop.step(0.5, INF)
+    loop.step(0.5, 0.25)
+    np.testing.assert_array_equal(loop.weights(), START - 0.75)
+    assert int(loop.optimizer.steps_skipped) == 1
+
+
+def test_sparse_gradients_of_the_replicas_are_summed(two_replicas, in_function):
+    with two_replicas.scope():
+        table = keras.Variable(np.ones([4, 2], "float32"))
+        optimizer = wrapped(SGD(0.5))
+        optimizer.build([table])
+
+    def replica_step(row, multiplier):
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(
+                tf.reduce_sum(tf.gather(table.value, [row, 3]) * multiplier)
+            )
+        gradient = tape.gradient(loss, table.value)
+        assert isinstance(gradient, tf.IndexedSlices)
+        optimizer.apply_gradients([(gradient, table)])
+
+    def run(*multipliers):
+        def of(context, given):
+            return tf.constant(given[context.replica_id_in_sync_group])
+
+        distribute = two_replicas.experimental_distribute_values_from_function
+        rows = distribute(lambda context: of(context, [0, 1]))
+        two_replicas.run(replica_step, args=(rows, distribute(lambda c: of(c, multipliers))))
+
+    run = tf.function(run) if in_function else run
+    run(0.5, 0.25)
+    run(0.5, INF) if not in_function else None
+    (found,) = same_on_both([table], two_replicas)
+    np.testing.assert_array_equal(
+        found, np.ones([4, 2], "f") - 0.5 * np.array([[0.5], [0.25], [0.0], [0.75]], "f")
+    )
+
+
+def test_the_second_step_does_not_retrace(two_replicas, how):
+    loop = Loop(two_replicas, wrapped, how, True)
+    for gradients in ((0.5, 0.5), (INF, 0.5), (0.5, 0.5)):
+        loop.step(*gradients)
+    assert loop.call.experimental_get_tracing_count() == 1
+
+
+def test_training_on_replicas_does_not_warn(two_replicas, how, in_function):
+    with loss_scale_warnings() as messages:
+        loop = Loop(two_replicas, wrapped, how, in_function)
+        for _ in range(3):
+            loop.step(0.5, 0.25)
+    assert messages == []
+
+
+# --- Differentiating in one run and applying in another -----------------------------------------------
+
+
+@pytest.mark.parametrize("traced", ["neither", "first", "second", "both", "one_function"])
+@pytest.mark.parametrize("convention", ["scale_loss", "documented"])
+def test_gradients_of_one_run_can_be_applied_in_another(two_replicas, convention, traced):
+    with two_replicas.scope():
+        weight = keras.Variable(START)
+        optimizer = wrapped(SGD(0.5), dynamic_growth_steps=2)
+        optimizer.build([weight])
+
+    def differentiate(gradient):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight.value * gradient)
+            if convention == "scale_loss":
+                loss = optimizer.scale_loss(loss)
+            else:
+                loss = optimizer.get_scaled_loss(loss)
+        found = [tape.gradient(loss, weight.value)]
+        return found if convention == "scale_loss" else optimizer.get_unscaled_gradients(found)
+
+    def apply(found):
+        optimizer.apply_gradients([(found[0], weight)])
+
+    def first(gradient):
+        return two_replicas.run(differentiate, args=(gradient,))
+
+    def second(found):
+        two_replicas.run(apply, args=(found,))
+
+    first = tf.function(first) if traced in ("first", "both") else first
+    second = tf.function(second) if traced in ("second", "both") else second
+
+    def step(gradient):
+        second(first(gradient))
+
+    step = tf.function(step) if traced == "one_function" else step
+    with loss_scale_warnings() as messages:
+        for gradient in (0.5, INF, 0.25, 1.0):
+            step(tf.constant(gradient))
+    (found,) = same_on_both([weight], two_replicas)
+    np.testing.assert_array_equal(found, START - 0.5 * 2 * (0.5 + 0.25 + 1.0))
+    assert status(optimizer)["scale"] == 2.0**15
+    assert messages == []
+
+
+# --- fit --------------------------------------------------------------------------------------------
+
+
+def fitted(strategy, make, x, y, **arguments):
+    with strategy.scope():
+        model = small_model()
+        model.compile(make(), "mse", jit_compile=False, **arguments)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    return model
+
+
+def test_fit_skips_what_one_replica_cannot_use(two_replicas):
+    x, y = data(40)
+    bad = x.copy()
+    # Of a batch of 8, replica 0 gets the first four rows and replica 1 the others.
+    bad[8:12] = NAN
+    bad[28:32] = INF
+    kept = np.r_[0:8, 16:24, 32:40]
+    plain = fitted(two_replicas, lambda: Adam(0.05), x[kept], y[kept])
+    ours = fitted(two_replicas, lambda: wrapped(Adam(0.05)), bad, y)
+    assert_same(
+        same_on_both(ours.trainable_variables, two_replicas),
+        same_on_both(plain.trainable_variables, two_replicas),
+    )
+    same_on_both(ours.optimizer.variables, two_replicas)
+    assert status(ours.optimizer) == {
+        "scale": 2.0**13,
+        "counter": 1,
+        "skipped": 2,
+        "last": False,
+        "iterations": 5,
+        "applied": 3,
+    }
+
+
+@pytest.mark.usefixtures("mixed_float16")
+def test_fit_in_float16_on_replicas_keeps_the_optimizer(two_replicas):
+    model = fitted(two_replicas, lambda: wrapped(Adam(0.02), dynamic_growth_steps=4), *data(64))
+    now = status(model.optimizer)
+    assert now["iterations"] == 8
+    assert now["iterations"] == now["applied"] + now["skipped"]
+    same_on_both([*model.trainable_variables, *model.optimizer.variables], two_replicas)
+
+
+# --- Other strategies and mistakes --------------------------------------------------------------------
+
+
+def test_one_device_strategy_trains_and_skips(how, in_function):
+    loop = Loop(tf.distribute.OneDeviceStrategy("/cpu:0"), wrapped, how, in_function)
+    for gradient in (0.5, INF, 0.25):
+        loop.step(gradient)
+    np.testing.assert_array_equal(loop.weights(), START - 0.75)
+    assert status(loop.optimizer)["skipped"] == 1
+
+
+def test_one_device_strategy_trains_in_fit():
+    x, y = data(24)
+    bad = x.copy()
+    bad[8:16] = NAN
+    kept = np.r_[0:8, 16:24]
+    model = fitted(
+        tf.distribute.OneDeviceStrategy("/cpu:0"), lambda: wrapped(SGD(0.1)), bad, y
+    )
+    plain = fitted(
+        tf.distribute.OneDeviceStrategy("/cpu:0"), lambda: SGD(0.1), x[kept], y[kept]
+    )
+    assert_same(values(model.trainable_variables), values(plain.trainable_variables))
+
+
+@pytest.mark.parametrize("call", ["apply_gradients", "apply"])
+def test_applying_outside_the_replicas_is_an_error_that_says_where_to_apply(two_replicas, call):
+    with two_replicas.scope():
+        weight = keras.Variable(START)
+        optimizer = wrapped()
+        optimizer.build([weight])
+        gradient = optimizer.scale_loss(tf.ones(2))
+        with pytest.raises(ValueError, match=r"strategy\.run"):
+            if call == "apply":
+                optimizer.apply([gradient], [weight])
+            else:
+                optimizer.apply_gradients([(gradient, weight)])
+    assert int(optimizer.iterations) == 0
+    (found,) = same_on_both([weight], two_replicas)
+    np.testing.assert_array_equal(found, START)
