@@ -6,6 +6,7 @@ import contextlib
 import importlib
 
 from lossscale import registry
+from lossscale.optimizer import LossScaleOptimizer
 
 
 def register() -> None:
@@ -62,7 +63,15 @@ def install() -> Installation:
     names = importlib.import_module("lossscale.frameworks.tensorflow_names")
     register()
     if not _standing:
-        _taking_out.enter_context(names.put_in_place())
+        experimental = importlib.import_module("lossscale.experimental")
+        loss_scales = [
+            experimental.LossScale,
+            experimental.FixedLossScale,
+            experimental.DynamicLossScale,
+        ]
+        _taking_out.enter_context(
+            names.put_in_place(LossScaleOptimizer, experimental.LossScaleOptimizer, loss_scales)
+        )
     installation = Installation()
     _standing.append(installation)
     return installation

@@ -48,6 +48,14 @@ def test_accuracy_has_a_line_of_percents_per_run(ax):
     assert ax.get_ylabel() == "test accuracy [%]"
 
 
+@pytest.mark.parametrize("epochs", [1, 2, 20])
+def test_epochs_are_whole_numbers(ax, epochs):
+    plot_accuracy({"one": [0.5] * epochs}, ax)
+    ticks = [tick for tick in ax.get_xticks() if 0.5 <= tick <= epochs + 0.5]
+    assert ticks
+    assert all(tick == int(tick) for tick in ticks)
+
+
 def test_lines_differ_without_colour(ax):
     plot_accuracy({name: [0.1, 0.2] for name in "abcd"}, ax)
     assert len({(line.get_linestyle(), line.get_marker()) for line in ax.lines}) == 4

@@ -27,7 +27,7 @@ class Recipe(NamedTuple):
 
     Attributes:
         name: What it is called in the table and in the picture.
-        policy: The Keras dtype policy of the layers.
+        policy: The Keras dtype policy of the model.
         rule: The rule of the loss scale, or None for no loss scaling.
     """
 
@@ -46,7 +46,7 @@ RECIPES = (
     Recipe(
         "float16, dynamic",
         "mixed_float16",
-        DynamicScale(initial_scale=2.0**40, growth_interval=25),
+        DynamicScale(initial_scale=2.0**40, growth_interval=30),
     ),
 )
 
@@ -113,7 +113,7 @@ def build_model(policy: str, seed: int) -> Any:
     The same seed gives the same weights, whatever the policy.
 
     Args:
-        policy: The Keras dtype policy of the layers. The softmax is float32, as Keras advises;
+        policy: The Keras dtype policy of the model. The softmax is float32, as Keras advises;
             its gradient enters the float16 part where the logits are.
         seed: Seed of the weights.
     """
@@ -121,17 +121,22 @@ def build_model(policy: str, seed: int) -> Any:
     from keras import layers
 
     keras.utils.set_random_seed(seed)
-    return keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            layers.Conv2D(16, 3, activation="relu", dtype=policy),
-            layers.Conv2D(32, 3, activation="relu", dtype=policy),
-            layers.Flatten(dtype=policy),
-            layers.Dense(64, activation="relu", dtype=policy),
-            layers.Dense(10, dtype=policy),
-            layers.Activation("softmax", dtype="float32"),
-        ]
-    )
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        return keras.Sequential(
+            [
+                keras.Input((8, 8, 1)),
+                layers.Conv2D(16, 3, activation="relu"),
+                layers.Conv2D(32, 3, activation="relu"),
+                layers.Flatten(),
+                layers.Dense(64, activation="relu"),
+                layers.Dense(10),
+                layers.Activation("softmax", dtype="float32"),
+            ]
+        )
+    finally:
+        keras.config.set_dtype_policy(before)
 
 
 def averaged_loss(outputs: int) -> Callable[[Any, Any], Any]:
@@ -193,8 +198,13 @@ def train(
     optimizer: Any = keras.optimizers.SGD(LEARNING_RATE * outputs, momentum=0.9)
     if recipe.rule is not None:
         optimizer = LossScaleOptimizer(optimizer, rule=recipe.rule)
-    # Without this Keras adds loss scaling of its own to a mixed_float16 model.
-    model.compile(optimizer, averaged_loss(outputs), metrics=["accuracy"], auto_scale_loss=False)
+    model.compile(
+        optimizer,
+        averaged_loss(outputs),
+        metrics=["accuracy"],
+        # Else Keras adds loss scaling of its own where the run is to have none.
+        auto_scale_loss=recipe.rule is not None,
+    )
     shuffler = np.random.default_rng(seed)
     whole_batches = len(digits.images) // BATCH * BATCH
     scale = None if recipe.rule is None else float(recipe.rule.init().scale)

@@ -104,7 +104,7 @@ def draw(runs: Sequence[digits.Run], gradients: Any, path: Path) -> None:
 
     Args:
         runs: The runs.
-        gradients: float32 array of the gradients of the first step, not scaled.
+        gradients: float32 array of gradients at the first weights, not scaled.
         path: The file to write; its suffix says in which format.
     """
     from matplotlib.figure import Figure
@@ -132,7 +132,7 @@ def draw(runs: Sequence[digits.Run], gradients: Any, path: Path) -> None:
             name = f"times $2^{{{exponent}}}$ ({run.recipe.name})"
             histograms[name] = histogram.scaled(exponent)
     plot_exponents(histograms, axes["exponents"])
-    axes["exponents"].set_title("Gradients of the first step against float16's range", pad=24)
+    axes["exponents"].set_title("Gradients before the first step against float16's range", pad=24)
     figure.suptitle(
         f"Handwritten digits. The loss is averaged over $2^{{{round(math.log2(digits.OUTPUTS))}}}$ "
         "outputs on purpose, as over the pixels of a 1024 x 1024 image:\n"

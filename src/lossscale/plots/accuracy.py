@@ -30,7 +30,9 @@ def plot_accuracy(curves: Mapping[str, Sequence[float]], ax: Any | None = None) 
     ax.set_xlabel("epoch")
     ax.set_ylabel("test accuracy [%]")
     ax.set_ylim(0, 102)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    # One epoch alone would otherwise be drawn on an axis of thousandths.
+    ax.set_xlim(0.5, max((len(accuracy) for accuracy in curves.values()), default=1) + 0.5)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     ax.grid(alpha=0.3)
     ax.legend()
     return ax

@@ -110,15 +110,20 @@ def assert_same(left, right):
         np.testing.assert_array_equal(a, b)
 
 
+def number(scalar):
+    """Returns a scalar tensor or variable, mirrored or not, as a Python number."""
+    return keras.ops.convert_to_tensor(scalar).numpy().item()
+
+
 def status(optimizer):
     """Returns what the optimizer says about its loss scale, as Python numbers."""
     return {
-        "scale": float(optimizer.loss_scale),
-        "counter": int(optimizer.dynamic_counter) if optimizer.dynamic else None,
-        "skipped": int(optimizer.steps_skipped),
-        "last": bool(optimizer.last_step_skipped),
-        "iterations": int(optimizer.iterations),
-        "applied": int(optimizer.inner_optimizer.iterations),
+        "scale": number(optimizer.loss_scale),
+        "counter": number(optimizer.dynamic_counter) if optimizer.dynamic else None,
+        "skipped": number(optimizer.steps_skipped),
+        "last": number(optimizer.last_step_skipped),
+        "iterations": number(optimizer.iterations),
+        "applied": number(optimizer.inner_optimizer.iterations),
     }
 
 

@@ -11,6 +11,7 @@ from frameworks.keras.support import (
     assert_same,
     data,
     loss_scale_warnings,
+    number,
     small_model,
     status,
     values,
@@ -148,7 +149,7 @@ def test_overflows_that_cancel_in_the_sum_are_found(two_replicas, in_function):
     assert loop.weights().tolist() == START.tolist()
     loop.step(INF, -INF)
     assert loop.weights().tolist() == START.tolist()
-    assert int(loop.optimizer.steps_skipped) == 2
+    assert number(loop.optimizer.steps_skipped) == 2
 
 
 # --- What is applied --------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ def test_a_fixed_scale_checks_nothing_on_replicas(two_replicas, in_function):
     np.testing.assert_array_equal(loop.weights(), START - 0.75)
     loop.step(INF, 0.25)
     np.testing.assert_array_equal(loop.weights(), [-INF, -INF])
-    assert int(loop.optimizer.iterations) == 2
+    assert number(loop.optimizer.iterations) == 2
 
 
 def test_a_fixed_scale_that_skips_does_so_on_both_replicas(two_replicas, in_function):
@@ -219,7 +220,7 @@ def test_a_fixed_scale_that_skips_does_so_on_both_replicas(two_replicas, in_func
     loop.step(0.5, INF)
     loop.step(0.5, 0.25)
     np.testing.assert_array_equal(loop.weights(), START - 0.75)
-    assert int(loop.optimizer.steps_skipped) == 1
+    assert number(loop.optimizer.steps_skipped) == 1
 
 
 def test_sparse_gradients_of_the_replicas_are_summed(two_replicas, in_function):
@@ -396,6 +397,6 @@ def test_applying_outside_the_replicas_is_an_error_that_says_where_to_apply(two_
                 optimizer.apply([gradient], [weight])
             else:
                 optimizer.apply_gradients([(gradient, weight)])
-    assert int(optimizer.iterations) == 0
+    assert number(optimizer.iterations) == 0
     (found,) = same_on_both([weight], two_replicas)
     np.testing.assert_array_equal(found, START)

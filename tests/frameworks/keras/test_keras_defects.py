@@ -596,7 +596,7 @@ def test_unscaling_keeps_indices_and_shape_of_sparse_gradients():
 def two_optimizers():
     return keras.optimizers.MultiOptimizer(
         keras.optimizers.OptimizerMap(
-            keras.optimizers.SGD(0.1), {"hidden/.*": keras.optimizers.Adam(0.2)}
+            keras.optimizers.SGD(0.1), {".*hidden/.*": keras.optimizers.Adam(0.2)}
         )
     )
 

@@ -62,12 +62,18 @@ class Persistence(Part):
     def __dir__(self) -> list[str]:
         # Keras saves every object that dir() names and that can be saved. The inner optimizer's
         # variables are written by this class; named here, they would stand in the file twice,
-        # and a file of a plain optimizer would be missing the second copy.
-        return [name for name in super().__dir__() if name != "inner_optimizer"]
+        # and a file of a plain optimizer would be missing the second copy. TensorFlow asks dir()
+        # for get_slot_names, and writes no checkpoint if slots are attributes as well.
+        hidden = {"inner_optimizer", "get_slot_names"}
+        return [name for name in super().__dir__() if name not in hidden]
 
     def save_own_variables(self, store: Any) -> None:
         """Writes the inner optimizer's variables as an optimizer without loss scaling does."""
-        self.inner_optimizer.save_own_variables(store)
+        if self._waiting:
+            for key, value in self._waiting.items():
+                store[key] = value
+        else:
+            self.inner_optimizer.save_own_variables(store)
 
     def load_own_variables(self, store: Any) -> None:
         """Reads the inner optimizer's variables from a file of any of these optimizers.
@@ -75,16 +81,25 @@ class Persistence(Part):
         Args:
             store: A place of a Keras file that was written by this class, by an optimizer
                 without loss scaling, or by Keras' own LossScaleOptimizer. Before `build` the
-                values wait for it.
+                values wait for it, unless they come from before `build` too.
         """
-        self._waiting = _arrays(store)
-        if self.built:
+        self._load_now_or_later(_arrays(store))
+
+    def _load_now_or_later(self, values: dict[str, Any]) -> None:
+        self._waiting = values
+        if self.built or len(values) == len(self.inner_optimizer.variables):
             self._load_what_waited()
 
     def _load_what_waited(self) -> None:
         values, self._waiting = self._waiting, None
         if not values:
             return
+        # The first step of a tf.function may be what builds the optimizer. Traced, these values
+        # would be set again on every step.
+        with self._engine.outside_traces():
+            self._load_inner(values)
+
+    def _load_inner(self, values: dict[str, Any]) -> None:
         ahead = len(_KERAS_OWN_VARIABLES)
         if len(values) == len(self.inner_optimizer.variables) + ahead:
             own = {name: values[str(i)] for i, name in enumerate(_KERAS_OWN_VARIABLES)}
@@ -137,7 +152,7 @@ class Persistence(Part):
     def __reduce__(self) -> tuple[Any, ...]:
         inner = self.inner_optimizer
         values: dict[str, Any] = {}
-        inner.save_own_variables(values)
+        self.save_own_variables(values)
         return _rebuild, (
             _written_class(type(self)),
             type(inner),
@@ -162,7 +177,7 @@ def _rebuild(
     optimizer = cls(inner_class.from_config(inner_config), **arguments)
     optimizer._set_own_values(own_values)
     # The inner optimizer's variables exist once the optimizer meets the variables it trains.
-    optimizer._waiting = inner_values
+    optimizer._load_now_or_later(inner_values)
     return optimizer
 
 

@@ -8,6 +8,9 @@ from typing import Any, ClassVar
 import keras
 from keras import ops
 
+# Keras keeps attribute tracking private; its own optimizers make one of these.
+from keras.src.utils.tracking import Tracker
+
 from lossscale.arguments import config_from_rule, rule_from_arguments
 from lossscale.frameworks.keras import engines
 from lossscale.frameworks.keras.checks import check_inner, check_names, remember_wrapper
@@ -65,9 +68,13 @@ class KerasLossScaleOptimizer(
         )
         for setting in SETTINGS_OF_THE_BASE:
             del self.__dict__[setting]
-        self._untrack_variable(self._learning_rate)
-        self._untrack_variable(self._iterations)
+        # Two variables of Keras' base class have no effect here. A new list, because TensorFlow
+        # saves no checkpoint of a list that something was taken out of.
         del self._learning_rate, self._iterations
+        self._variables: Any = []
+        self._tracker = Tracker(
+            {"variables": (lambda value: isinstance(value, keras.Variable), self._variables)}
+        )
         self._engine = engine
         self.inner_optimizer = inner_optimizer
         self._rule = rule

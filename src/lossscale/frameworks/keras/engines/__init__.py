@@ -1,6 +1,7 @@
 """What loss scaling needs of a Keras backend: one module per backend, all with these names.
 
 - `current_graph()`: the graph being traced, None in eager mode.
+- `outside_traces()`: a context in which variables are set now and once.
 - `read(variable)`: its value now, as a tensor that does not change with it.
 - `all_finite(gradients)`: a boolean scalar tensor.
 - `unscaled(gradient, scale, exact_reciprocal)`: float32 or wider; sparse stays sparse.

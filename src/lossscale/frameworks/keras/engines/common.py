@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from lossscale.errors import ArgumentTypeError, GradientsError
+
+
+def outside_traces() -> contextlib.AbstractContextManager[None]:
+    """Within it variables are set now and once, also where a function is being traced."""
+    return contextlib.nullcontext()
 
 
 def is_keras_variable(value: Any) -> bool:

@@ -20,6 +20,12 @@ def current_graph() -> Any:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
+def outside_traces() -> contextlib.AbstractContextManager[None]:
+    """Within it variables are set now and once, also where a function is being traced."""
+    context: contextlib.AbstractContextManager[None] = tf.init_scope()
+    return context
+
+
 def is_variable(value: Any) -> bool:
     """Whether a gradient can be applied to `value`."""
     return isinstance(value, (tf.Variable, keras.Variable))
@@ -216,6 +222,9 @@ def differentiate(
     if variables is None:
         variables = [v for v in recording.watched_variables() if v.trainable]
     variables = flat_variables(variables)
+    if grad_loss is not None:
+        # Given for the loss, which may be narrower than what it became when it was scaled.
+        grad_loss = tf.cast(grad_loss, scaled_loss.dtype)
     gradients = recording.gradient(
         scaled_loss, [native(v) for v in variables], output_gradients=grad_loss
     )

@@ -9,11 +9,11 @@ import keras
 import torch
 
 from lossscale.errors import ArgumentError, GradientsError
-from lossscale.frameworks.keras.engines.common import aggregation_name
+from lossscale.frameworks.keras.engines.common import aggregation_name, outside_traces
 from lossscale.frameworks.keras.engines.common import flat_keras_variables as flat_variables
 from lossscale.frameworks.keras.engines.common import is_keras_variable as is_variable
 
-__all__ = ["aggregation_name", "flat_variables", "is_variable"]
+__all__ = ["aggregation_name", "flat_variables", "is_variable", "outside_traces"]
 
 
 def current_graph() -> None:

@@ -1,0 +1,44 @@
+# Two commands do everything on a machine with Python 3.11 and pip: `make demo` and `make test`.
+
+PYTHON ?= python3
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+DEMO := .venv-demo
+TEST := .venv-test
+JOBS ?= 2
+
+.PHONY: demo test lint types tests format clean
+
+demo: $(DEMO)/installed
+	$(DEMO)/bin/lossscale demo
+
+test: lint types tests
+
+lint: $(TEST)/installed
+	$(TEST)/bin/ruff check .
+	$(TEST)/bin/ruff format --check .
+
+types: $(TEST)/installed
+	$(TEST)/bin/mypy
+
+# Keras fixes its backend when it is imported, so each backend is tested in processes of its own.
+tests: $(TEST)/installed
+	KERAS_BACKEND=tensorflow $(TEST)/bin/python -m pytest --numprocesses $(JOBS) tests
+	KERAS_BACKEND=jax $(TEST)/bin/python -m pytest --numprocesses $(JOBS) tests/conformance
+	KERAS_BACKEND=torch $(TEST)/bin/python -m pytest tests/conformance
+
+format: $(TEST)/installed
+	$(TEST)/bin/ruff check --fix .
+	$(TEST)/bin/ruff format .
+
+$(DEMO)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DEMO)
+	$(DEMO)/bin/python $(PIP_INSTALL) --editable ".[demo,tensorflow]"
+	touch $@
+
+$(TEST)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TEST)
+	$(TEST)/bin/python $(PIP_INSTALL) --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(DEMO) $(TEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

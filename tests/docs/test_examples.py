@@ -1,0 +1,71 @@
+"""What the README, the docs and examples/ show is run, each program in a process of its own."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, block in enumerate(
+        re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE), start=1
+    )
+]
+
+
+def run(source, *arguments):
+    backend = re.search(r"^# KERAS_BACKEND=(\w+)$", source, re.MULTILINE)
+    environment = {**os.environ, "KERAS_BACKEND": backend[1] if backend else "tensorflow"}
+    # A page must not show a program that warns.
+    checked = "import warnings\nwarnings.filterwarnings('error', module='lossscale')\n" + source
+    done = subprocess.run(
+        [sys.executable, "-c", checked],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_there_is_something_to_run():
+    assert len(EXAMPLES) >= 4
+    assert len(BLOCKS) >= 7
+
+
+@pytest.mark.parametrize("source", BLOCKS)
+def test_a_program_on_a_page_runs(source):
+    shown = re.search(r"^print\(.*\)  # (.*)$", source, re.MULTILINE)
+    output = run(source)
+    if shown:
+        assert output.strip() == shown[1]
+
+
+# The last line that each example prints, where it does not depend on the machine's rounding.
+LAST_LINES = {
+    "documented_names.py": "2.4: 2.0 at scale 64.0",
+    "fit_mixed_float16.py": None,
+    "gradient_tape.py": "after minimize: weight 1.0469",
+    "rule_of_your_own.py": "gradient inf: skipped 3, scale 16384",
+}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_runs(path):
+    last = run(path.read_text()).strip().splitlines()[-1]
+    assert LAST_LINES[path.name] in (None, last)
+
+
+def test_the_documents_name_files_that_exist():
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} names {target}"

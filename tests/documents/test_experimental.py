@@ -1,0 +1,706 @@
+"""`lossscale.experimental`: loss scales as objects, and the optimizer that holds one."""
+
+import copy
+import inspect
+import json
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import lossscale
+from documents.forms import assert_same, everything, number, sgd
+from lossscale import experimental
+from lossscale.experimental import DynamicLossScale, FixedLossScale, LossScale
+
+_GOOD = [1.0]
+_BAD = [float("inf")]
+
+
+def _state(loss_scale):
+    """Returns the scale and the finite steps since it moved."""
+    variables = loss_scale._bound_state().variables
+    return float(loss_scale()), int(variables["good_steps"])
+
+
+class Halving(LossScale):
+    """A loss scale of one's own: halves after every applied step, refuses gradients above 4."""
+
+    def __init__(self, start, lowest=1.0):
+        self._start = start
+        self._lowest = lowest
+        self._scale = self._add_weight("scale", start, "float32")
+
+    def __call__(self):
+        return tf.convert_to_tensor(self._scale)
+
+    def update(self, grads):
+        largest = tf.reduce_max([tf.reduce_max(tf.abs(g)) for g in tf.nest.flatten(grads)])
+        applied = largest <= 4.0
+        scale = tf.convert_to_tensor(self._scale)
+        self._scale.assign(tf.where(applied, tf.maximum(scale / 2, self._lowest), scale))
+        return None, applied
+
+    def get_config(self):
+        return {"start": self._start, "lowest": self._lowest}
+
+
+# --- LossScale objects --------------------------------------------------------------------------
+
+
+def test_a_loss_scale_is_abstract():
+    assert inspect.isabstract(LossScale)
+    with pytest.raises(TypeError, match="abstract"):
+        LossScale()
+
+
+@pytest.mark.parametrize("make", [lambda: FixedLossScale(8), lambda: DynamicLossScale(8)])
+def test_calling_it_returns_a_float32_scalar_tensor(stepped, make):
+    loss_scale = make()
+    value = stepped(lambda: loss_scale())()
+    assert tf.is_tensor(value)
+    assert (value.dtype, value.shape, float(value)) == (tf.float32, (), 8.0)
+
+
+@pytest.mark.parametrize("gradients", [_GOOD, _BAD, [], [None]])
+def test_a_fixed_loss_scale_stays_and_applies_every_step(gradients):
+    loss_scale = FixedLossScale(8)
+    assert loss_scale.update(gradients) == (None, True)
+    assert loss_scale() == 8.0
+
+
+@pytest.mark.parametrize(
+    ("gradients", "finite"),
+    [
+        pytest.param([1.0, 2.0], True, id="finite"),
+        pytest.param([1.0, float("inf")], False, id="inf"),
+        pytest.param([float("-inf")], False, id="minus_inf"),
+        pytest.param([float("nan"), 1.0], False, id="nan"),
+        pytest.param([None, 1.0], True, id="none_beside_finite"),
+        pytest.param([None, float("inf")], False, id="none_beside_inf"),
+        pytest.param({"a": [1.0], "b": (2.0, float("nan"))}, False, id="nest"),
+        pytest.param(tf.constant([1.0, 2.0]), True, id="tensor"),
+        pytest.param([tf.constant([1.0, float("inf")], "float16")], False, id="float16"),
+        pytest.param(
+            [tf.IndexedSlices(tf.constant([[float("nan")]]), tf.constant([0]))], False, id="slices"
+        ),
+    ],
+)
+def test_update_of_a_dynamic_loss_scale_says_whether_to_apply(stepped, gradients, finite):
+    loss_scale = DynamicLossScale(8, increment_period=5)
+    results = []
+
+    def step():
+        nothing, should_apply = loss_scale.update(gradients)
+        results.append(nothing)
+        return should_apply
+
+    should_apply = stepped(step)()
+    # A tf.function that makes variables is traced twice.
+    assert set(results) == {None}
+    assert tf.is_tensor(should_apply)
+    assert (should_apply.dtype, should_apply.shape) == (tf.bool, ())
+    assert bool(should_apply) is finite
+    assert _state(loss_scale) == ((8.0, 1) if finite else (4.0, 0))
+
+
+def test_the_loss_scale_moves_as_documented(stepped):
+    loss_scale = DynamicLossScale(initial_loss_scale=1, increment_period=2)
+    update = stepped(lambda gradient: loss_scale.update([gradient])[1])
+    seen = []
+    for good in (True, True, True, False, True, True, False, False, False):
+        update(tf.constant(1.0 if good else float("nan")))
+        seen.append(_state(loss_scale))
+    assert seen == [
+        (1, 1),
+        (2, 0),
+        (2, 1),
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (1, 0),
+        (1, 0),
+        (1, 0),
+    ]
+
+
+def test_an_optimizer_moves_its_loss_scale_the_same_way(stepped):
+    loss_scale = DynamicLossScale(initial_loss_scale=1, increment_period=2)
+    var = tf.Variable(1.0)
+    optimizer = experimental.LossScaleOptimizer(sgd(1.0), loss_scale)
+
+    def step(gradient):
+        gradients = optimizer.get_unscaled_gradients([gradient])
+        optimizer.apply_gradients(zip(gradients, [var], strict=True))
+
+    step = stepped(step)
+    seen = []
+    for good in (True, True, True, False, True, True, False, False, False):
+        step(tf.constant(0.0 if good else float("nan")))
+        seen.append(_state(loss_scale))
+    expected = [(1, 1), (2, 0), (2, 1), (1, 0), (1, 1), (2, 0), (1, 0), (1, 0), (1, 0)]
+    assert seen == expected
+    assert var.numpy() == 1.0
+    assert (optimizer.iterations, optimizer.steps_skipped) == (9, 4)
+
+
+def test_the_multiplier_grows_and_backs_off_by_itself():
+    loss_scale = DynamicLossScale(16, increment_period=1, multiplier=4.0)
+    seen = []
+    for gradients in (_GOOD, _BAD, _BAD, _BAD, _BAD, _GOOD):
+        loss_scale.update(gradients)
+        seen.append(float(loss_scale()))
+    assert seen == [64, 16, 4, 1, 1, 4]
+
+
+@pytest.mark.parametrize("gradients", [[], [None], [None, None], {}, ()])
+def test_without_a_gradient_the_scale_never_grows(gradients):
+    loss_scale = DynamicLossScale(8, increment_period=1)
+    for _ in range(3):
+        _, should_apply = loss_scale.update(gradients)
+        assert bool(should_apply)
+    assert _state(loss_scale) == (8.0, 0)
+
+
+def test_the_scale_stays_finite_however_many_steps_it_grows():
+    loss_scale = DynamicLossScale(2.0**125, increment_period=1)
+    for _ in range(4):
+        loss_scale.update(_GOOD)
+    assert float(loss_scale()) == 2.0**126
+
+
+def test_the_settings_of_a_dynamic_loss_scale_can_be_read():
+    loss_scale = DynamicLossScale()
+    assert loss_scale.initial_loss_scale == 2.0**15
+    assert loss_scale.increment_period == 2000
+    assert loss_scale.multiplier == 2.0
+    loss_scale = DynamicLossScale(8, 3, 4)
+    loss_scale.update(_BAD)
+    # The settings, not the state.
+    assert loss_scale.initial_loss_scale == 8.0
+    assert isinstance(loss_scale.increment_period, int)
+    assert repr(loss_scale) == (
+        "DynamicLossScale(initial_loss_scale=8.0, increment_period=3, multiplier=4.0)"
+    )
+    assert repr(FixedLossScale(4)) == "FixedLossScale(4.0)"
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "config"),
+    [
+        (FixedLossScale(8), {"loss_scale_value": 8.0}),
+        (
+            DynamicLossScale(8, 3, 4),
+            {"initial_loss_scale": 8.0, "increment_period": 3, "multiplier": 4.0},
+        ),
+    ],
+    ids=["fixed", "dynamic"],
+)
+def test_a_configuration_makes_the_same_loss_scale_again(loss_scale, config):
+    assert loss_scale.get_config() == config
+    assert json.loads(json.dumps(config)) == config
+    again = type(loss_scale).from_config(config)
+    assert type(again) is type(loss_scale)
+    assert again.get_config() == config
+    assert again() == 8.0
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments", "name"),
+    [
+        *[
+            (FixedLossScale, (value,), "loss_scale_value")
+            for value in (0, -1, float("inf"), float("nan"), "8", True, None)
+        ],
+        *[
+            (DynamicLossScale, (value,), "initial_loss_scale")
+            for value in (0, -1, float("inf"), float("nan"), "8")
+        ],
+        *[(DynamicLossScale, (8, value), "increment_period") for value in (0, -1, 2.5, "3")],
+        *[
+            (DynamicLossScale, (8, 2, value), "multiplier")
+            for value in (0, 0.5, 1, -2, float("inf"), "2")
+        ],
+    ],
+)
+def test_values_that_cannot_be_used_are_value_errors_that_name_them(cls, arguments, name):
+    with pytest.raises(ValueError, match=name):
+        cls(*arguments)
+
+
+def test_a_second_weight_of_one_name_is_an_error():
+    loss_scale = Halving(8.0)
+    with pytest.raises(ValueError, match="already has a weight named 'scale'"):
+        loss_scale._add_weight("scale", 1.0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("make", [lambda: DynamicLossScale(8, 3), lambda: Halving(8.0)])
+def test_copies_of_a_loss_scale_have_its_value_and_move_by_themselves(make, copied):
+    loss_scale = make()
+    loss_scale.update([tf.constant(1.0)])
+    again = copied(loss_scale)
+    assert type(again) is type(loss_scale)
+    assert again.get_config() == loss_scale.get_config()
+    before = float(loss_scale())
+    assert again() == before
+    again.update([tf.constant(float("inf"))])
+    again.update([tf.constant(1.0)])
+    assert loss_scale() == before
+    assert again() != before
+
+
+def test_a_copy_of_a_dynamic_loss_scale_keeps_the_count():
+    loss_scale = DynamicLossScale(8, 3)
+    loss_scale.update(_GOOD)
+    assert _state(copy.deepcopy(loss_scale)) == (8.0, 1)
+
+
+# --- The optimizer's argument -------------------------------------------------------------------
+
+
+def test_dynamic_stands_for_the_default_dynamic_loss_scale():
+    optimizer = experimental.LossScaleOptimizer(sgd(), "dynamic")
+    assert isinstance(optimizer.loss_scale, DynamicLossScale)
+    assert optimizer.loss_scale.get_config() == DynamicLossScale().get_config()
+
+
+@pytest.mark.parametrize("value", [8, 8.0, np.float32(8), np.int64(8)])
+def test_a_number_stands_for_a_fixed_loss_scale(value):
+    optimizer = experimental.LossScaleOptimizer(sgd(), value)
+    assert isinstance(optimizer.loss_scale, FixedLossScale)
+    assert optimizer.loss_scale() == 8.0
+    assert optimizer.dynamic is False
+
+
+@pytest.mark.parametrize("make", [lambda: FixedLossScale(8), DynamicLossScale, lambda: Halving(8)])
+def test_a_loss_scale_is_used_as_it_is(make):
+    loss_scale = make()
+    assert experimental.LossScaleOptimizer(sgd(), loss_scale).loss_scale is loss_scale
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (None, ValueError),
+        ("static", ValueError),
+        ("8", ValueError),
+        (True, ValueError),
+        (0, ValueError),
+        (-8, ValueError),
+        (float("inf"), ValueError),
+        (float("nan"), ValueError),
+        (object(), TypeError),
+        ([8], TypeError),
+    ],
+)
+def test_something_that_is_no_loss_scale_is_refused(value, error):
+    inner = sgd()
+    with pytest.raises(error, match="loss_scale"):
+        experimental.LossScaleOptimizer(inner, value)
+    experimental.LossScaleOptimizer(inner, 8)
+
+
+def test_the_loss_scale_is_not_optional():
+    with pytest.raises(TypeError, match="loss_scale"):
+        experimental.LossScaleOptimizer(sgd())
+
+
+def test_two_optimizers_can_share_a_loss_scale(stepped):
+    loss_scale = DynamicLossScale(8, increment_period=2)
+    first, second = (experimental.LossScaleOptimizer(sgd(), loss_scale) for _ in range(2))
+    var, other = tf.Variable(1.0), tf.Variable(1.0)
+    step = stepped(lambda: first.minimize(lambda: var**2, [var]))
+    other_step = stepped(lambda: second.minimize(lambda: other**2, [other]))
+    step()
+    assert _state(loss_scale) == (8.0, 1)
+    other_step()
+    assert _state(loss_scale) == (16.0, 0)
+    assert (var.numpy(), other.numpy()) == (0.5, 0.5)
+    for optimizer in (first, second):
+        assert optimizer.loss_scale() == 16.0
+        assert optimizer.get_scaled_loss(1.0) == 16.0
+        # Each saves the shared state, once.
+        ids = [id(v) for v in optimizer.variables]
+        assert len(ids) == len(set(ids))
+        assert {id(v) for v in loss_scale._bound_state().variables.values()} <= set(ids)
+
+
+def test_a_loss_scale_that_was_used_before_goes_on_from_its_value(stepped):
+    loss_scale = DynamicLossScale(8, increment_period=2)
+    loss_scale.update(_BAD)
+    loss_scale.update(_GOOD)
+    var = tf.Variable(1.0)
+    optimizer = experimental.LossScaleOptimizer(sgd(), loss_scale)
+    assert optimizer.get_scaled_loss(1.0) == 4.0
+    stepped(lambda: optimizer.minimize(lambda: var**2, [var]))()
+    assert _state(loss_scale) == (8.0, 0)
+    assert var.numpy() == 0.5
+
+
+# --- A loss scale of one's own ------------------------------------------------------------------
+
+
+def test_a_loss_scale_of_ones_own_drives_the_optimizer(stepped):
+    loss_scale = Halving(8.0)
+    var = tf.Variable(1.0)
+    optimizer = experimental.LossScaleOptimizer(sgd(0.25), loss_scale)
+    step = stepped(lambda factor: optimizer.minimize(lambda: factor * var, [var]))
+    seen = []
+    for factor in (1.0, 5.0, 1.0):
+        step(tf.constant(factor))
+        seen.append((float(loss_scale()), float(var.numpy())))
+    # Its verdict, though every gradient was finite.
+    assert seen == [(4.0, 0.75), (4.0, 0.75), (2.0, 0.5)]
+    assert (optimizer.iterations, optimizer.steps_skipped) == (3, 1)
+    assert optimizer.inner_optimizer.iterations == 2
+
+
+def test_a_loss_scale_of_ones_own_scales_and_unscales():
+    optimizer = experimental.LossScaleOptimizer(sgd(), Halving(6.0))
+    assert optimizer.get_scaled_loss(tf.constant(2.0)) == 12.0
+    (gradient,) = optimizer.get_unscaled_gradients([tf.constant(10.0)])
+    assert gradient.numpy() == np.float32(10) / np.float32(6)
+
+
+def test_a_loss_scale_of_ones_own_may_answer_with_a_python_bool():
+    class Never(LossScale):
+        def __call__(self):
+            return tf.constant(2.0)
+
+        def update(self, grads):
+            return None, False
+
+        def get_config(self):
+            return {}
+
+    var = tf.Variable(1.0)
+    optimizer = experimental.LossScaleOptimizer(sgd(), Never())
+    optimizer.minimize(lambda: var**2, [var])
+    assert var.numpy() == 1.0
+    assert (optimizer.iterations, optimizer.steps_skipped) == (1, 1)
+
+
+def test_a_loss_scale_of_ones_own_sees_unscaled_gradients():
+    seen = []
+
+    class Own(LossScale):
+        def __call__(self):
+            return tf.constant(8.0)
+
+        def update(self, grads):
+            seen.extend(float(g) for g in grads if g is not None)
+            return None, True
+
+        def get_config(self):
+            return {}
+
+    var = tf.Variable(1.0)
+    experimental.LossScaleOptimizer(sgd(), Own()).minimize(lambda: var**2, [var])
+    assert seen == [2.0]
+
+
+def test_a_subclass_of_a_fixed_loss_scale_is_fixed():
+    class Named(FixedLossScale):
+        pass
+
+    loss_scale = Named(8)
+    optimizer = experimental.LossScaleOptimizer(sgd(), loss_scale)
+    assert optimizer.loss_scale is loss_scale
+    assert optimizer.dynamic is False
+
+
+def test_its_variables_are_variables_of_the_optimizer():
+    loss_scale = Halving(8.0)
+    optimizer = experimental.LossScaleOptimizer(sgd(), loss_scale)
+    assert any(v is loss_scale._scale for v in optimizer.variables)
+    assert not any(v is loss_scale._scale for v in optimizer.weights)
+
+
+def test_a_configuration_with_a_loss_scale_of_ones_own_needs_custom_objects():
+    config = experimental.LossScaleOptimizer(sgd(), Halving(8.0, lowest=2.0)).get_config()
+    assert config["loss_scale"] == {
+        "class_name": "Halving",
+        "config": {"start": 8.0, "lowest": 2.0},
+    }
+    with pytest.raises(ValueError, match="custom_objects"):
+        experimental.LossScaleOptimizer.from_config(config)
+    again = experimental.LossScaleOptimizer.from_config(config, custom_objects={"Halving": Halving})
+    assert isinstance(again.loss_scale, Halving)
+    assert again.loss_scale.get_config() == {"start": 8.0, "lowest": 2.0}
+
+
+# --- TensorFlow's own classes -------------------------------------------------------------------
+
+
+def test_tensorflows_own_loss_scales_are_understood():
+    own = tf.compat.v1.mixed_precision
+    optimizer = experimental.LossScaleOptimizer(
+        sgd(), own.DynamicLossScale(initial_loss_scale=8, increment_period=3, multiplier=4)
+    )
+    assert isinstance(optimizer.loss_scale, DynamicLossScale)
+    assert optimizer.loss_scale.get_config() == {
+        "initial_loss_scale": 8.0,
+        "increment_period": 3,
+        "multiplier": 4.0,
+    }
+    fixed = experimental.LossScaleOptimizer(sgd(), own.FixedLossScale(8))
+    assert isinstance(fixed.loss_scale, FixedLossScale)
+    assert fixed.loss_scale() == 8.0
+
+
+def test_a_step_with_tensorflows_own_loss_scale(stepped):
+    own = tf.compat.v1.mixed_precision.DynamicLossScale(initial_loss_scale=8, increment_period=1)
+    var = tf.Variable(1.0)
+    optimizer = experimental.LossScaleOptimizer(sgd(), own)
+    stepped(lambda: optimizer.minimize(lambda: var**2, [var]))()
+    assert var.numpy() == 0.5
+    assert optimizer.loss_scale() == 16.0
+
+
+# --- Configurations of other releases -----------------------------------------------------------
+
+_SGD = {"class_name": "SGD", "config": {"name": "SGD", "learning_rate": 0.25}}
+
+
+@pytest.mark.parametrize(
+    ("config", "loss_scale"),
+    [
+        pytest.param(
+            {
+                "inner_optimizer": _SGD,
+                "dynamic": True,
+                "initial_scale": 8.0,
+                "dynamic_growth_steps": 3,
+            },
+            DynamicLossScale(8, 3),
+            id="later_dynamic",
+        ),
+        pytest.param(
+            {
+                "inner_optimizer": _SGD,
+                "dynamic": False,
+                "initial_scale": 8.0,
+                "dynamic_growth_steps": None,
+            },
+            FixedLossScale(8),
+            id="later_fixed",
+        ),
+        pytest.param(
+            {
+                "optimizer": _SGD,
+                "loss_scale": {
+                    "class_name": "DynamicLossScale",
+                    "config": {
+                        "initial_loss_scale": 8.0,
+                        "increment_period": 3,
+                        "multiplier": 4.0,
+                    },
+                },
+            },
+            DynamicLossScale(8, 3, 4),
+            id="own_dynamic",
+        ),
+        pytest.param(
+            {
+                "optimizer": _SGD,
+                "loss_scale": {"class_name": "FixedLossScale", "config": {"loss_scale_value": 8.0}},
+            },
+            FixedLossScale(8),
+            id="own_fixed",
+        ),
+    ],
+)
+def test_configurations_of_every_release_are_read(config, loss_scale):
+    before = copy.deepcopy(config)
+    optimizer = experimental.LossScaleOptimizer.from_config(config)
+    assert config == before
+    assert type(optimizer.loss_scale) is type(loss_scale)
+    assert optimizer.loss_scale.get_config() == loss_scale.get_config()
+    assert optimizer.learning_rate == 0.25
+
+
+def test_the_current_class_writes_configurations_that_this_one_reads():
+    current = lossscale.LossScaleOptimizer(sgd(0.25), initial_scale=8, dynamic_growth_steps=3)
+    older = experimental.LossScaleOptimizer.from_config(current.get_config())
+    assert older.loss_scale.get_config() == DynamicLossScale(8, 3).get_config()
+    back = lossscale.LossScaleOptimizer.from_config(older.get_config())
+    assert back.rule == current.rule
+
+
+def test_a_rule_that_no_loss_scale_can_express_is_a_value_error():
+    current = lossscale.LossScaleOptimizer(sgd(), rule=lossscale.DynamicScale(backoff_factor=0.25))
+    with pytest.raises(ValueError, match="No FixedLossScale or DynamicLossScale moves as"):
+        experimental.LossScaleOptimizer.from_config(current.get_config())
+
+
+# --- Saving, copying ----------------------------------------------------------------------------
+
+
+def _trained_model(loss_scale):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
+    optimizer = experimental.LossScaleOptimizer(sgd(0.125, momentum=0.5), loss_scale)
+    model.compile(optimizer, "mse")
+    inputs = np.arange(12, dtype="float32").reshape(4, 3) / 12
+    model.fit(inputs, np.ones((4, 2)), epochs=3, verbose=0)
+    model.train_on_batch(np.full((4, 3), np.inf), np.ones((4, 2)))
+    model.train_on_batch(inputs, np.ones((4, 2)))
+    return model, inputs
+
+
+@pytest.mark.parametrize(
+    ("make", "custom_objects", "scale"),
+    [
+        # Three good steps, one bad, one good.
+        pytest.param(lambda: DynamicLossScale(8, 3), {}, 8.0, id="dynamic"),
+        pytest.param(lambda: Halving(64.0), {"Halving": Halving}, 4.0, id="own"),
+    ],
+)
+def test_a_model_that_was_saved_goes_on_as_if_it_had_not_been(
+    tmp_path, make, custom_objects, scale
+):
+    model, inputs = _trained_model(make())
+    assert model.optimizer.loss_scale() == scale
+    assert model.optimizer.iterations == 5
+    assert model.optimizer.steps_skipped == 1
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras", custom_objects=custom_objects)
+    assert isinstance(loaded.optimizer, experimental.LossScaleOptimizer)
+    assert loaded.optimizer.loss_scale() == scale
+    assert loaded.optimizer.iterations == 5
+    assert loaded.optimizer.steps_skipped == 1
+    assert_same(everything(model.optimizer), everything(loaded.optimizer))
+    for one in (model, loaded):
+        one.train_on_batch(inputs, np.ones((4, 2)))
+    assert_same(everything(model.optimizer), everything(loaded.optimizer))
+    assert_same(model.get_weights(), loaded.get_weights())
+
+
+def test_a_fixed_loss_scale_is_saved_with_the_model(tmp_path):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
+    model.compile(experimental.LossScaleOptimizer(sgd(momentum=0.5), 3), "mse")
+    model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded.optimizer.loss_scale, FixedLossScale)
+    assert loaded.optimizer.loss_scale() == 3.0
+    assert_same(model.optimizer.get_weights(), loaded.optimizer.get_weights())
+
+
+@pytest.mark.parametrize("make", [lambda: DynamicLossScale(8, 3), lambda: Halving(8.0)])
+def test_a_deep_copy_has_its_own_state(make):
+    loss_scale = make()
+    var = tf.Variable(1.0)
+    optimizer = experimental.LossScaleOptimizer(sgd(momentum=0.5), loss_scale)
+    optimizer.minimize(lambda: var**2, [var])
+    again = copy.deepcopy(optimizer)
+    assert isinstance(again, experimental.LossScaleOptimizer)
+    assert again.loss_scale is not loss_scale
+    assert type(again.loss_scale) is type(loss_scale)
+    assert_same(everything(optimizer), everything(again))
+    before = everything(optimizer)
+    again.minimize(lambda: var**2, [var])
+    assert again.iterations == 2
+    assert_same(before, everything(optimizer))
+
+
+@pytest.mark.parametrize("make", [lambda: DynamicLossScale(8, 3), lambda: Halving(8.0)])
+def test_a_pickle_goes_on_with_the_variables_it_meets(make):
+    var, other = tf.Variable(1.0), tf.Variable(1.0)
+    optimizer = experimental.LossScaleOptimizer(sgd(momentum=0.5), make())
+    optimizer.minimize(lambda: var**2, [var])
+    again = pickle.loads(pickle.dumps(optimizer))
+    assert isinstance(again, experimental.LossScaleOptimizer)
+    assert again.loss_scale() == optimizer.loss_scale()
+    assert again.iterations == 1
+    other.assign(var)
+    optimizer.minimize(lambda: var**2, [var])
+    again.minimize(lambda: other**2, [other])
+    assert var.numpy() == other.numpy()
+    assert_same(optimizer.get_weights(), again.get_weights())
+
+
+# --- experimental_aggregate_gradients -----------------------------------------------------------
+
+
+def test_unaggregated_gradients_are_applied_on_one_replica(stepped):
+    var = tf.Variable(1.0)
+    optimizer = experimental.LossScaleOptimizer(sgd(), "dynamic")
+
+    def step():
+        with tf.GradientTape() as tape:
+            scaled = optimizer.get_scaled_loss(var**2)
+        gradients = optimizer.get_unscaled_gradients(tape.gradient(scaled, [var]))
+        gradients = tf.distribute.get_replica_context().all_reduce("sum", gradients)
+        optimizer.apply_gradients(
+            zip(gradients, [var], strict=True), experimental_aggregate_gradients=False
+        )
+
+    step = stepped(step)
+    step()
+    step()
+    assert var.numpy() == 0.25
+    assert number(optimizer.iterations) == 2
+
+
+_REPLICAS = """
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    from lossscale import experimental
+
+    def run(gradients, **arguments):
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        with strategy.scope():
+            var = tf.Variable(1.0)
+            loss_scale = experimental.DynamicLossScale(8, increment_period=1)
+            optimizer = experimental.LossScaleOptimizer(
+                tf.keras.optimizers.SGD(0.25), loss_scale
+            )
+
+        def in_replica(gradient):
+            unscaled = optimizer.get_unscaled_gradients([gradient])
+            optimizer.apply_gradients(zip(unscaled, [var]), **arguments)
+
+        @tf.function
+        def step(values):
+            strategy.run(in_replica, args=(values,))
+
+        step(strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(gradients[context.replica_id_in_sync_group])
+        ))
+        values = [float(v) for v in strategy.experimental_local_results(var)]
+        print(*values, float(loss_scale()))
+
+    run([8.0, 16.0])
+    run([8.0, 8.0], experimental_aggregate_gradients=False)
+    run([8.0, float("nan")])
+    run([8.0, float("nan")], experimental_aggregate_gradients=False)
+"""
+
+
+def test_on_two_replicas_gradients_are_summed_unless_told_otherwise():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_REPLICAS)],
+        env=os.environ | {"KERAS_BACKEND": "tensorflow"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    summed, apart, *skipped = done.stdout.splitlines()
+    # 1 - 0.25 * (1 + 2), and 1 - 0.25 * 1 on each replica.
+    assert summed == "0.25 0.25 16.0"
+    assert apart == "0.75 0.75 16.0"
+    # One replica's NaN skips the step on both, however the gradients are summed.
+    assert skipped == ["1.0 1.0 4.0"] * 2
