@@ -88,7 +88,7 @@ class LossScaleOptimizer:
             ValueError: If it is not the configuration of a loss scale optimizer.
         """
         shell: Any = cls if cls._framework else registry.default_shell()
-        rules = shell._rules_named(config, custom_objects)
+        rules = shell._with_class_named(config.get("rule"), custom_objects)
         inner, arguments = arguments_from_config(config, rules)
         return cls(shell._inner_from_config(inner, custom_objects), **arguments)
 

@@ -1,21 +1,24 @@
 """The same steps under every array library, bit for bit.
 
-JAX and PyTorch take part where they are installed. The virtual environment of `make test` has
-TensorFlow only, so there their rows are missing. NumPy, TensorFlow and `keras.ops` always take
-part: where one cannot be imported, this module fails.
+A library that cannot be imported fails this module; none is left out.
 """
 
-import importlib.util
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from core import oracle
+from core.strategies import dynamic_scales
 from lossscale.rules import DynamicScale, FixedScale, ScaleState
 
 
@@ -40,20 +43,12 @@ LIBRARIES = {
     "keras.ops": Library(keras.ops, keras.ops.convert_to_tensor),
 }
 
-if importlib.util.find_spec("jax"):
-    import jax
-    import jax.numpy as jnp
-
-    # JAX has 32-bit integers unless told otherwise for the whole process.
-    LIBRARIES["jax.numpy"] = Library(jnp, jnp.asarray, counter="int32")
-    LIBRARIES["jax.jit"] = Library(jnp, jnp.asarray, jax.jit, counter="int32")
-
-if importlib.util.find_spec("torch"):
-    import torch
-
-    LIBRARIES["torch"] = Library(
-        torch, lambda value, dtype: torch.tensor(value, dtype=getattr(torch, dtype))
-    )
+# JAX has 32-bit integers unless told otherwise for the whole process.
+LIBRARIES["jax.numpy"] = Library(jnp, jnp.asarray, counter="int32")
+LIBRARIES["jax.jit"] = Library(jnp, jnp.asarray, jax.jit, counter="int32")
+LIBRARIES["torch"] = Library(
+    torch, lambda value, dtype: torch.tensor(value, dtype=getattr(torch, dtype))
+)
 
 RULES = {
     "powers of two": DynamicScale(initial_scale=8, growth_interval=2),
@@ -93,9 +88,8 @@ def type_name(array):
     return str(getattr(array.dtype, "name", array.dtype)).removeprefix("torch.")
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
-def test_every_library_gives_the_bits_of_the_oracle_without_a_second_trace(library, rule):
+def states_of(rule, library, finite_steps):
+    """Runs the steps; returns the states as (hexadecimal scale, count), and the Python runs."""
     traced = Traced(rule, library)
     scale, good_steps = rule.init()
     state = ScaleState(
@@ -103,16 +97,32 @@ def test_every_library_gives_the_bits_of_the_oracle_without_a_second_trace(libra
     )
     pairs = []
     # NumPy alone warns of an infinite product, which is meant and is not taken.
-    with np.errstate(over="ignore"):
-        for finite in FINITE_STEPS:
+    with np.errstate(over="ignore", invalid="ignore"):
+        for finite in finite_steps:
             state = traced.update(state, library.asarray(finite, "bool"))
             assert isinstance(state, ScaleState)
             assert type_name(state.scale) == "float32"
             assert type_name(state.good_steps) == library.counter
             pairs.append((float(state.scale).hex(), int(state.good_steps)))
+    return pairs, traced.runs
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+def test_every_library_gives_the_bits_of_the_oracle_without_a_second_trace(library, rule):
+    pairs, runs = states_of(rule, library, FINITE_STEPS)
     expected = oracle.trace(rule, FINITE_STEPS)
     assert pairs == [(scale.hex(), streak) for scale, streak in expected]
-    assert traced.runs == (1 if library.compiled else len(FINITE_STEPS))
+    assert runs == (1 if library.compiled else len(FINITE_STEPS))
+
+
+@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+@settings(max_examples=15)
+@given(rule=dynamic_scales(), finite_steps=st.lists(st.booleans(), max_size=25))
+def test_any_rule_and_any_steps_give_the_bits_of_the_oracle(library, rule, finite_steps):
+    pairs, _ = states_of(rule, library, finite_steps)
+    expected = oracle.trace(rule, finite_steps)
+    assert pairs == [(scale.hex(), streak) for scale, streak in expected]
 
 
 def test_the_steps_take_every_branch_of_every_rule():

@@ -416,6 +416,26 @@ def test_a_subclass_of_a_fixed_loss_scale_is_fixed():
     assert optimizer.dynamic is False
 
 
+def test_a_subclass_that_rewrites_how_a_known_loss_scale_moves_is_asked(stepped):
+    class OnlySmall(DynamicLossScale):
+        def update(self, grads):
+            nothing, finite = super().update(grads)
+            return nothing, finite & (tf.abs(grads[0]) <= 4.0)
+
+    loss_scale = OnlySmall(8, increment_period=2)
+    var = tf.Variable(1.0)
+    optimizer = experimental.LossScaleOptimizer(sgd(0.25), loss_scale)
+    step = stepped(lambda factor: optimizer.minimize(lambda: factor * var, [var]))
+    for factor in (1.0, 5.0, float("nan")):
+        step(tf.constant(factor))
+    assert var.numpy() == 0.75
+    assert _state(loss_scale) == (8.0, 0)
+    assert optimizer.steps_skipped == 2
+    ids = [id(v) for v in optimizer.variables]
+    assert len(ids) == len(set(ids))
+    assert {id(v) for v in loss_scale._bound_state().variables.values()} <= set(ids)
+
+
 def test_its_variables_are_variables_of_the_optimizer():
     loss_scale = Halving(8.0)
     optimizer = experimental.LossScaleOptimizer(sgd(), loss_scale)
@@ -434,6 +454,21 @@ def test_a_configuration_with_a_loss_scale_of_ones_own_needs_custom_objects():
     again = experimental.LossScaleOptimizer.from_config(config, custom_objects={"Halving": Halving})
     assert isinstance(again.loss_scale, Halving)
     assert again.loss_scale.get_config() == {"start": 8.0, "lowest": 2.0}
+
+
+def test_a_loss_scale_of_ones_own_that_keras_knows_needs_no_custom_objects(tmp_path):
+    @keras.saving.register_keras_serializable(package="tests_of_documents")
+    class Registered(Halving):
+        pass
+
+    optimizer = experimental.LossScaleOptimizer(sgd(), Registered(8.0))
+    again = experimental.LossScaleOptimizer.from_config(optimizer.get_config())
+    assert type(again.loss_scale) is Registered
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
+    model.compile(optimizer, "mse")
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer.loss_scale) is Registered
 
 
 # --- TensorFlow's own classes -------------------------------------------------------------------
@@ -620,11 +655,11 @@ def test_a_pickle_goes_on_with_the_variables_it_meets(make):
     again = pickle.loads(pickle.dumps(optimizer))
     assert isinstance(again, experimental.LossScaleOptimizer)
     assert again.loss_scale() == optimizer.loss_scale()
-    assert again.iterations == 1
     other.assign(var)
     optimizer.minimize(lambda: var**2, [var])
     again.minimize(lambda: other**2, [other])
     assert var.numpy() == other.numpy()
+    assert again.iterations == optimizer.iterations == 2
     assert_same(optimizer.get_weights(), again.get_weights())
 
 

@@ -10,6 +10,8 @@ from lossscale import optimizer, registry
 from lossscale.arguments import arguments_from_config, rule_from_arguments
 from lossscale.errors import UnsupportedError
 from lossscale.experimental.loss_scale import (
+    DynamicLossScale,
+    FixedLossScale,
     LossScale,
     _RuleLossScale,
     deserialize,
@@ -54,11 +56,7 @@ class LossScaleOptimizer(_Base):
         loss_scale = get(loss_scale)
         # The shell's constructor needs it, and Keras refuses attributes before that has run.
         self.__dict__["_loss_scale"] = loss_scale
-        rule = (
-            loss_scale._rule
-            if isinstance(loss_scale, _RuleLossScale)
-            else _WrittenByUser(loss_scale)
-        )
+        rule = loss_scale._rule if _moves_by_its_rule(loss_scale) else _WrittenByUser(loss_scale)
         super().__init__(optimizer, rule=rule, name=name)
 
     @property
@@ -69,17 +67,15 @@ class LossScaleOptimizer(_Base):
 
     def _first_state(self) -> Any:
         loss_scale = self._loss_scale
+        by_rule = _moves_by_its_rule(loss_scale)
+        if by_rule and loss_scale._state is None:
+            loss_scale._state = super()._first_state()
+            return loss_scale._state
         if isinstance(loss_scale, _RuleLossScale):
-            if loss_scale._state is None:
-                loss_scale._state = super()._first_state()
-                return loss_scale._state
-            state = loss_scale._state
-            variables = state.variables.values()
-        else:
-            state, variables = None, loss_scale._own_weights().values()
-        for variable in variables:
+            loss_scale._bound_state()
+        for variable in loss_scale._variables().values():
             self._track_variable(variable)
-        return state
+        return loss_scale._state if by_rule else None
 
     def _current_scale(self) -> Any:
         if self._state is not None:
@@ -100,10 +96,13 @@ class LossScaleOptimizer(_Base):
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration: a JSON-ready dictionary without any saved state."""
         config = super().get_config()
+        described = serialize(self._loss_scale)
+        if type(self._loss_scale) not in (FixedLossScale, DynamicLossScale):
+            described["class_name"] = self._registered_name(type(self._loss_scale))
         return {
             "name": config["name"],
             "optimizer": config["inner_optimizer"],
-            "loss_scale": serialize(self._loss_scale),
+            "loss_scale": described,
         }
 
     @classmethod
@@ -119,16 +118,28 @@ class LossScaleOptimizer(_Base):
         shell: Any = cls if cls._framework else registry.default_shell()
         if "loss_scale" in config:
             inner, name = config.get("optimizer"), config.get("name")
-            loss_scale = deserialize(config["loss_scale"], custom_objects)
+            described = config["loss_scale"]
+            classes = shell._with_class_named(described, custom_objects)
+            loss_scale = deserialize(described, classes)
         else:
             # Written by a later release, whose optimizer took the numbers themselves.
-            inner, arguments = arguments_from_config(config, custom_objects)
+            rules = shell._with_class_named(config.get("rule"), custom_objects)
+            inner, arguments = arguments_from_config(config, rules)
             name = arguments.pop("name", None)
             loss_scale = from_rule(rule_from_arguments(**arguments))
         return cls(shell._inner_from_config(inner, custom_objects), loss_scale, name=name)
 
     def _constructor_arguments(self) -> dict[str, Any]:
         return {"loss_scale": self._loss_scale, "name": self.name}
+
+
+def _moves_by_its_rule(loss_scale: LossScale) -> bool:
+    """Whether nobody has rewritten how it moves, so that the optimizer can do it."""
+    cls = type(loss_scale)
+    return any(
+        issubclass(cls, known) and cls.update is known.update and cls.__call__ is known.__call__
+        for known in (FixedLossScale, DynamicLossScale)
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -593,3 +593,39 @@ def test_the_mark_of_scale_loss_is_taken_by_one_step_only():
         optimizer.apply_gradients([(tf.constant([0.25]), targets[0])])
     assert targets[0].numpy().tolist() == [0.5]
     assert len(messages) == 1
+
+
+def test_where_nothing_tells_two_traced_halves_apart_there_is_one_warning():
+    targets = variables(*START)
+    optimizer = wrapped(SGD(0.5))
+    optimizer.build(targets)
+    steps = [apply_outside(optimizer, targets, *way) for way in conventions(optimizer).values()]
+    batches = gradients_for(targets, 6)
+    with loss_scale_warnings() as messages:
+        for step, gradients in zip(itertools.cycle(steps), batches, strict=False):
+            step(*map(tf.constant, gradients))
+    assert len(messages) == 1
+    assert "cannot tell" in messages[0]
+
+
+def test_apply_after_unscaling_warns_once_that_it_divides_again():
+    targets = variables([1.0])
+    optimizer = wrapped(initial_scale=4.0)
+    with loss_scale_warnings() as messages:
+        for _ in range(2):
+            scaled = optimizer.get_scaled_loss(tf.constant([0.5]))
+            optimizer.apply(optimizer.get_unscaled_gradients([scaled]), targets)
+    assert targets[0].numpy().tolist() == [0.75]
+    assert len(messages) == 1
+    assert "get_unscaled_gradients() already did" in messages[0]
+
+
+def test_unscaled_gradients_can_be_looked_at_before_the_scaled_ones_go_to_apply():
+    targets = variables([1.0])
+    optimizer = wrapped(initial_scale=4.0)
+    with loss_scale_warnings() as messages:
+        scaled = optimizer.scale_loss(tf.constant([0.5]))
+        assert optimizer.get_unscaled_gradients([scaled])[0].numpy().tolist() == [0.5]
+        optimizer.apply([scaled], targets)
+    assert targets[0].numpy().tolist() == [0.5]
+    assert messages == []

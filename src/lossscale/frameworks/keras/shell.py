@@ -165,20 +165,26 @@ class KerasLossScaleOptimizer(
         """Returns the configuration: a JSON-ready dictionary without any saved state."""
         described = config_from_rule(self._rule)
         if "rule" in described:
-            described["rule"]["class_name"] = keras.saving.get_registered_name(type(self._rule))
+            described["rule"]["class_name"] = self._registered_name(type(self._rule))
         return {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             **described,
         }
 
-    @classmethod
-    def _rules_named(cls, config: Any, custom_objects: Any) -> dict[str, Any]:
-        """Returns `custom_objects` and the rule in `config`, if Keras knows its name.
+    @staticmethod
+    def _registered_name(cls: type[Any]) -> str:
+        """Returns the name by which a configuration can name a class."""
+        name: str = keras.saving.get_registered_name(cls)
+        return name
+
+    @staticmethod
+    def _with_class_named(described: Any, custom_objects: Any) -> dict[str, Any]:
+        """Returns `custom_objects` and the class that `described` names, if Keras knows it.
 
         Keras passes its own registry and the `custom_objects` of `load_model` to nobody.
         """
-        name = (config.get("rule") or {}).get("class_name")
+        name = described.get("class_name") if isinstance(described, dict) else None
         found = keras.saving.get_registered_object(name, custom_objects)
         return {**(custom_objects or {}), **({} if found is None else {name: found})}
 

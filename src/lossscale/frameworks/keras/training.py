@@ -48,7 +48,7 @@ class TrainingStep(Part):
         Returns:
             The product, in float32 or wider; for a callable, a callable.
         """
-        self._convention.note_scale_loss(self._engine.current_graph())
+        self._convention.note_scale_loss(self._engine.current_place())
         return self._scaled(loss)
 
     def apply_gradients(
@@ -79,7 +79,7 @@ class TrainingStep(Part):
             ValueError: If no variable has a gradient.
         """
         gradients, variables = checked_pairs(grads_and_vars, self._engine.is_variable)
-        scaled = self._convention.take(self._engine.current_graph())
+        scaled = self._convention.take(self._engine.current_place())
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         with keras.name_scope(name or self.name):
             self._step(gradients, variables, scaled=scaled, aggregate=aggregate)
@@ -104,7 +104,7 @@ class TrainingStep(Part):
                     "variables as `trainable_variables`, or call build(variables) first."
                 )
         check_some_gradient(grads)
-        self._convention.take_for_apply()
+        self._convention.take_for_apply(self._engine.current_place())
         with keras.name_scope(self.name):
             self._step(grads, list(trainable_variables), scaled=True)
 

@@ -85,7 +85,7 @@ class DocumentedVerbs(Part):
             raise ArgumentTypeError(
                 f"`grads` must be a list of gradients. Received: {grads!r}."
             ) from None
-        self._convention.note_get_unscaled_gradients()
+        self._convention.note_get_unscaled_gradients(self._engine.current_place())
         unscaled: list[Any] = self._unscaled(gradients)
         return unscaled
 
@@ -103,7 +103,7 @@ class DocumentedVerbs(Part):
             ValueError: If a gradient cannot be computed.
         """
         gradients = self._gradients_of(loss, params)
-        self._convention.note_get_unscaled_gradients()
+        self._convention.note_get_unscaled_gradients(self._engine.current_place())
         return gradients
 
     def _gradients_of(self, loss: Any, params: Sequence[Any]) -> list[Any]:

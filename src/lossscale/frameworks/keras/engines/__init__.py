@@ -1,6 +1,6 @@
 """What loss scaling needs of a Keras backend: one module per backend, all with these names.
 
-- `current_graph()`: the graph being traced, None in eager mode.
+- `current_place()`: the graph being traced and the replica.
 - `outside_traces()`: a context in which variables are set now and once.
 - `read(variable)`: its value now, as a tensor that does not change with it.
 - `all_finite(gradients)`: a boolean scalar tensor.

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
 from lossscale.errors import ArgumentTypeError, GradientsError
+
+
+class Place(NamedTuple):
+    """Where in a program a call is made.
+
+    Attributes:
+        graph: The graph being traced, None where there is none.
+        replicas: The numbers of the replicas it is made for.
+    """
+
+    graph: Any
+    replicas: tuple[int, ...]
+
+
+def only_place() -> Place:
+    """The place of every call where functions are traced whole and nothing is replicated."""
+    return Place(graph=None, replicas=(0,))
 
 
 def outside_traces() -> contextlib.AbstractContextManager[None]:

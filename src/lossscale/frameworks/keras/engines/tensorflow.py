@@ -10,14 +10,20 @@ import keras
 import tensorflow as tf
 
 from lossscale.errors import GradientsError
-from lossscale.frameworks.keras.engines.common import aggregation_name, flat_list
+from lossscale.frameworks.keras.engines.common import Place, aggregation_name, flat_list
 
 __all__ = ["aggregation_name"]
 
 
-def current_graph() -> Any:
-    """The graph being traced, None in eager mode."""
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+def current_place() -> Place:
+    """The graph being traced, None in eager mode, and the replica; all of them outside of one."""
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    replica = tf.distribute.get_replica_context()
+    if replica is None:
+        return Place(graph, tuple(range(replica_count())))
+    number = replica.replica_id_in_sync_group
+    # A TPU traces all replicas at once, and its number is a tensor.
+    return Place(graph, (number if isinstance(number, int) else 0,))
 
 
 def outside_traces() -> contextlib.AbstractContextManager[None]:
