@@ -59,6 +59,12 @@ def install() -> Installation:
 
     Returns:
         An object whose `undo()` takes the names out again; also a context manager that does.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> with install():
+        ...     tf.keras.mixed_precision.experimental.LossScaleOptimizer.__module__
+        'lossscale.experimental.optimizer'
     """
     names = importlib.import_module("lossscale.frameworks.tensorflow_names")
     register()

@@ -18,22 +18,9 @@ class LossScaleOptimizer:
     when a gradient is not finite (that step is skipped) and grows after a long run of finite
     steps.
 
-    ```python
-    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.Adam())
-    model.compile(optimizer, loss="mse")  # with keras.mixed_precision policy "mixed_float16"
-    ```
-
-    In a training loop of your own, `minimize` does everything. With a gradient tape, scale the
-    loss and unscale the gradients:
-
-    ```python
-    with tf.GradientTape() as tape:
-        loss = loss_fn()
-        scaled_loss = optimizer.get_scaled_loss(loss)
-    scaled_gradients = tape.gradient(scaled_loss, variables)
-    gradients = optimizer.get_unscaled_gradients(scaled_gradients)
-    optimizer.apply_gradients(zip(gradients, variables))  # the loss scale moves here
-    ```
+    Give it to `model.compile` in place of the optimizer it wraps. In a training loop of your own,
+    `minimize` does everything; with a gradient tape, scale the loss with `get_scaled_loss` and
+    unscale the gradients with `get_unscaled_gradients` before `apply_gradients`.
 
     The object is an optimizer of the framework of `inner_optimizer`, for Keras 3 a
     `keras.optimizers.LossScaleOptimizer`. Its settings, such as `momentum` or `clipnorm`, read
@@ -55,6 +42,19 @@ class LossScaleOptimizer:
         TypeError: If `inner_optimizer` is no optimizer or already has loss scaling, `dynamic`
             is not a bool, or `rule` is no rule.
         ValueError: If a scale or a number of steps cannot be used.
+
+    Example:
+        >>> import keras, lossscale, tensorflow as tf
+        >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.25))
+        >>> weight = tf.Variable(1.0)
+        >>> with tf.GradientTape() as tape:
+        ...     loss = weight**2
+        ...     scaled_loss = optimizer.get_scaled_loss(loss)
+        >>> scaled_gradients = tape.gradient(scaled_loss, [weight])
+        >>> gradients = optimizer.get_unscaled_gradients(scaled_gradients)
+        >>> applied = optimizer.apply_gradients(zip(gradients, [weight]))
+        >>> float(weight), float(optimizer.loss_scale), int(optimizer.dynamic_counter)
+        (0.5, 32768.0, 1)
 
     Source: `tf.keras.mixed_precision.LossScaleOptimizer`, TensorFlow 2.4 to 2.15.
     """
@@ -86,6 +86,12 @@ class LossScaleOptimizer:
 
         Raises:
             ValueError: If it is not the configuration of a loss scale optimizer.
+
+        Example:
+            >>> import keras, lossscale
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
+            >>> lossscale.LossScaleOptimizer.from_config(optimizer.get_config()).initial_scale
+            8.0
         """
         shell: Any = cls if cls._framework else registry.default_shell()
         rules = shell._with_class_named(config.get("rule"), custom_objects)

@@ -31,12 +31,6 @@ else:
 class LossScaleOptimizer(_Base):
     """An optimizer that applies loss scaling, with the loss scale as an object.
 
-    ```python
-    opt = lossscale.experimental.LossScaleOptimizer(keras.optimizers.SGD(0.25), "dynamic")
-    opt.minimize(loss_fn, var_list=var)
-    opt.loss_scale()  # the current value
-    ```
-
     It does all that `lossscale.LossScaleOptimizer` does.
 
     Args:
@@ -48,6 +42,14 @@ class LossScaleOptimizer(_Base):
     Raises:
         TypeError: If `optimizer` is no optimizer or already has loss scaling.
         ValueError: If `loss_scale` cannot be used.
+
+    Example:
+        >>> import keras, tensorflow as tf
+        >>> opt = LossScaleOptimizer(keras.optimizers.SGD(0.25), "dynamic")
+        >>> weight = tf.Variable(1.0)
+        >>> steps = opt.minimize(lambda: weight**2, [weight])
+        >>> float(weight), float(opt.loss_scale())
+        (0.5, 32768.0)
 
     Source: `tf.keras.mixed_precision.experimental.LossScaleOptimizer`, TensorFlow 2.0 to 2.3.
     """

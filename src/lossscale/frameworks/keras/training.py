@@ -47,6 +47,11 @@ class TrainingStep(Part):
 
         Returns:
             The product, in float32 or wider; for a callable, a callable.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
+            >>> float(optimizer.scale_loss(tf.constant(0.5)))
+            4.0
         """
         self._convention.note_scale_loss(self._engine.current_place())
         return self._scaled(loss)
@@ -77,6 +82,15 @@ class TrainingStep(Part):
         Raises:
             TypeError: If `grads_and_vars` does not hold pairs.
             ValueError: If no variable has a gradient.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+            >>> weight = tf.Variable([1.0, 2.0])
+            >>> scaled = optimizer.get_scaled_loss(tf.constant([2.0, float("inf")]))
+            >>> gradients = optimizer.get_unscaled_gradients([scaled])
+            >>> steps = optimizer.apply_gradients(zip(gradients, [weight]))
+            >>> weight.numpy(), int(optimizer.steps_skipped), float(optimizer.loss_scale)
+            (array([1., 2.], dtype=float32), 1, 16384.0)
         """
         gradients, variables = checked_pairs(grads_and_vars, self._engine.is_variable)
         scaled = self._convention.take(self._engine.current_place())
@@ -91,6 +105,16 @@ class TrainingStep(Part):
         Args:
             grads: Gradients of the loss that `scale_loss` returned; None where there is none.
             trainable_variables: Their variables; None for those the optimizer was built with.
+
+        Raises:
+            ValueError: If no variable has a gradient, or without variables their number differs.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+            >>> weight = keras.Variable([1.0, 2.0])
+            >>> optimizer.apply([optimizer.scale_loss(tf.constant([0.5, 0.5]))], [weight])
+            >>> weight.numpy()
+            array([0.5, 1.5], dtype=float32)
         """
         grads = list(grads)
         if not grads:

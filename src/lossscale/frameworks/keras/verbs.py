@@ -40,6 +40,13 @@ class DocumentedVerbs(Part):
         Raises:
             ValueError: If `var_list` holds something else than variables, if no variable has a
                 gradient, or if `loss` is a tensor without a tape.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.25))
+            >>> weight = tf.Variable(1.0)
+            >>> steps = optimizer.minimize(lambda: weight**2, [weight])
+            >>> float(weight), int(steps)
+            (0.5, 1)
         """
         gradients, variables = self._engine.differentiate(
             loss, var_list, self._scaled, tape=tape, grad_loss=grad_loss
@@ -63,6 +70,11 @@ class DocumentedVerbs(Part):
         Returns:
             The product, in float32 or wider, so that the scaled value of a float16 loss does not
             overflow. For a callable, a callable that reads the scale when it is called.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
+            >>> float(optimizer.get_scaled_loss(tf.constant(0.5)))
+            4.0
         """
         self._convention.note_get_scaled_loss()
         return self._scaled(loss)
@@ -78,6 +90,12 @@ class DocumentedVerbs(Part):
         Returns:
             A new list of the same length, in float32 or wider: float16 cannot hold the small
             values that scaling protected. None stays None, sparse stays sparse.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
+            >>> gradient, missing = optimizer.get_unscaled_gradients([tf.constant([4.0]), None])
+            >>> gradient.numpy(), missing
+            (array([0.5], dtype=float32), None)
         """
         try:
             gradients = list(grads)
@@ -101,6 +119,12 @@ class DocumentedVerbs(Part):
 
         Raises:
             ValueError: If a gradient cannot be computed.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
+            >>> weight = tf.Variable(3.0)
+            >>> float(optimizer.get_gradients(lambda: weight**2, [weight])[0])
+            6.0
         """
         gradients = self._gradients_of(loss, params)
         self._convention.note_get_unscaled_gradients(self._engine.current_place())
@@ -134,6 +158,13 @@ class DocumentedVerbs(Part):
 
         Raises:
             ValueError: If a gradient cannot be computed.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+            >>> weight = tf.Variable(3.0)
+            >>> updates = optimizer.get_updates(lambda: weight**2, [weight])
+            >>> float(weight)
+            0.0
         """
         gradients = self._gradients_of(loss, params)
         variables = self._engine.flat_variables(params)

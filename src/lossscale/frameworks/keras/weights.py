@@ -60,6 +60,14 @@ class DocumentedWeights(Part):
 
         Raises:
             ValueError: If their number or a shape does not match. Then nothing is changed.
+
+        Example:
+            >>> inner = keras.optimizers.SGD(0.5, momentum=0.9)
+            >>> optimizer = lossscale.LossScaleOptimizer(inner)
+            >>> optimizer.build([keras.Variable([1.0, 2.0])])
+            >>> optimizer.set_weights([10, [0.5, 0.25]])
+            >>> optimizer.get_weights()
+            [array(10), array([0.5 , 0.25], dtype=float32)]
         """
         weights = list(weights)
         counted, everything = self.weights, self.variables
@@ -102,6 +110,14 @@ class DocumentedWeights(Part):
 
         Raises:
             KeyError: If there is no such slot, or the optimizer does not know the variable.
+
+        Example:
+            >>> inner = keras.optimizers.SGD(0.5, momentum=0.9)
+            >>> optimizer = lossscale.LossScaleOptimizer(inner)
+            >>> weight = tf.Variable(1.0)
+            >>> steps = optimizer.minimize(lambda: weight * 2.0, [weight])
+            >>> optimizer.get_slot_names(), float(optimizer.get_slot(weight, "momentum"))
+            (['momentum'], -1.0)
         """
         slot = self._find_slot(var, slot_name)
         if slot is None:
@@ -122,6 +138,11 @@ class DocumentedWeights(Part):
 
         Returns:
             The new state variable. It is saved with the optimizer.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
+            >>> optimizer.add_slot(tf.Variable([1.0, 2.0]), "average").shape.as_list()
+            [2]
         """
         slot = self._find_slot(var, slot_name)
         if slot is None:
@@ -157,6 +178,11 @@ class DocumentedWeights(Part):
 
         Raises:
             ValueError: If another `synchronization` is asked for, which Keras 3 does not have.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
+            >>> int(optimizer.add_weight("seen", (), dtype="int64"))
+            0
         """
         if getattr(synchronization, "name", "AUTO") != "AUTO":
             raise ArgumentError(

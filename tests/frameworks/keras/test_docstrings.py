@@ -1,0 +1,36 @@
+"""The examples in the docstrings of the Keras shell, on the TensorFlow backend."""
+
+import doctest
+import importlib
+import pkgutil
+
+import keras
+import pytest
+import tensorflow as tf
+
+import lossscale
+import lossscale.frameworks.keras
+
+MODULES = [
+    found.name
+    for found in pkgutil.walk_packages(
+        lossscale.frameworks.keras.__path__, "lossscale.frameworks.keras."
+    )
+    # An engine needs its own backend.
+    if ".engines." not in found.name
+]
+WITH_EXAMPLES = {
+    "lossscale.frameworks.keras.shell",
+    "lossscale.frameworks.keras.training",
+    "lossscale.frameworks.keras.verbs",
+    "lossscale.frameworks.keras.weights",
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_print_what_they_show(name):
+    module = importlib.import_module(name)
+    names = {**vars(module), "keras": keras, "tf": tf, "lossscale": lossscale}
+    failed, tried = doctest.testmod(module, globs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert failed == 0
+    assert (tried > 0) == (name in WITH_EXAMPLES)
