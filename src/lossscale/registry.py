@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import importlib
 import sys
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from lossscale.errors import ArgumentTypeError
 
 
 class _Row(NamedTuple):
-    framework: str
-    base_module: str
+    root: str
+    major_version: str
     base_class: str
     shell_module: str
     shell_class: str
 
+    def loaded_root(self) -> Any:
+        """The framework's root module, None if it is not imported in this version."""
+        root = sys.modules.get(self.root)
+        version = str(getattr(root, "__version__", ""))
+        return root if version.startswith(f"{self.major_version}.") else None
+
 
 _ROWS = (
     _Row(
-        framework="Keras 3",
-        base_module="keras.optimizers",
-        base_class="Optimizer",
+        root="keras",
+        major_version="3",
+        base_class="optimizers.Optimizer",
         shell_module="lossscale.frameworks.keras",
         shell_class="KerasLossScaleOptimizer",
     ),
@@ -42,8 +49,8 @@ def shell_for(optimizer: Any) -> type[Any]:
         ArgumentTypeError: If it is no optimizer of a supported framework.
     """
     for row in _ROWS:
-        base = getattr(sys.modules.get(row.base_module), row.base_class, None)
-        if base is not None and isinstance(optimizer, base):
+        root = row.loaded_root()
+        if root is not None and isinstance(optimizer, attrgetter(row.base_class)(root)):
             return _load(row)
     raise ArgumentTypeError(_not_an_optimizer(optimizer))
 
@@ -55,7 +62,7 @@ def default_shell() -> type[Any]:
 
 def loaded_shells() -> list[type[Any]]:
     """Returns the shells of the frameworks that this process has imported."""
-    return [_load(row) for row in _ROWS if row.base_module in sys.modules]
+    return [_load(row) for row in _ROWS if row.loaded_root() is not None]
 
 
 def _load(row: _Row) -> type[Any]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
+import two_devices
 from documents import forms
+
+two_devices.split_cpu()
 
 
 @pytest.fixture(params=[forms.CURRENT, forms.EXPERIMENTAL], ids=lambda form: form.name)

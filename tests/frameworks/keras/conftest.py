@@ -9,10 +9,9 @@ _ON_TENSORFLOW = os.environ.get("KERAS_BACKEND", "tensorflow") == "tensorflow"
 if _ON_TENSORFLOW:
     import tensorflow as tf
 
-    # Possible only before TensorFlow's first operation, and all tests share a process.
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
-    )
+    import two_devices
+
+    two_devices.split_cpu()
 else:
     collect_ignore_glob = ["test_*.py"]
 

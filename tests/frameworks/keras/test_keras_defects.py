@@ -231,7 +231,7 @@ def test_keras_own_class_around_ours_warns():
         step_by_scale_loss(optimizer, targets, [np.array([0.5])])
 
 
-# --- D9: mixed_float16 model, loaded where the policy is float32 ------------------------------------
+# --- D9: mixed_float16 model, loaded where the policy is float32 ----------------------------------
 
 
 def saved_under_mixed_float16_loaded_under_float32(optimizer, path):
@@ -263,7 +263,7 @@ def test_explicit_optimizer_comes_back_with_its_state_under_any_policy(tmp_path)
     assert_same(values(loaded.variables), values(saved.variables))
 
 
-# --- D10: weights of an optimizer without loss scaling ----------------------------------------------
+# --- D10: weights of an optimizer without loss scaling --------------------------------------------
 
 
 def trained(optimizer, steps=3):
@@ -401,7 +401,7 @@ def test_second_build_changes_nothing():
     assert status(optimizer) == state
 
 
-# --- D13: a counter above the growth interval -------------------------------------------------------
+# --- D13: a counter above the growth interval -----------------------------------------------------
 
 
 def test_peer_d13_counter_above_the_interval_never_grows():
@@ -420,7 +420,7 @@ def test_counter_above_a_shorter_interval_grows_on_the_next_finite_step():
     assert (status(optimizer)["scale"], status(optimizer)["counter"]) == (2.0**16, 0)
 
 
-# --- D14: what apply_gradients returns --------------------------------------------------------------
+# --- D14: what apply_gradients returns ------------------------------------------------------------
 
 
 def test_peer_d14_apply_gradients_returns_zero():
@@ -488,7 +488,7 @@ def test_what_is_no_optimizer_is_a_type_error_that_says_what_to_do(inner):
         lossscale.LossScaleOptimizer(inner)
 
 
-# --- D16: what cannot be said to Keras' class -------------------------------------------------------
+# --- D16: what cannot be said to Keras' class -----------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [{"dynamic": False, "initial_scale": 8.0}, {"rule": None}])
@@ -590,7 +590,7 @@ def test_unscaling_keeps_indices_and_shape_of_sparse_gradients():
     assert unscaled.dense_shape.numpy().tolist() == [10, 3]
 
 
-# --- D20: several optimizers ------------------------------------------------------------------------
+# --- D20: several optimizers ----------------------------------------------------------------------
 
 
 def two_optimizers():
@@ -622,7 +622,7 @@ def test_several_optimizers_train_with_a_learning_rate_scheduler():
     assert_same(*weights)
 
 
-# --- D21: complex gradients -------------------------------------------------------------------------
+# --- D21: complex gradients -----------------------------------------------------------------------
 
 
 def complex_step(optimizer, gradient):
@@ -679,7 +679,7 @@ def test_apply_gradients_without_a_gradient_is_an_error_that_changes_nothing(gra
     assert_same(values(optimizer.variables), before)
 
 
-# --- A fixed loss scale on the inner optimizer ------------------------------------------------------
+# --- A fixed loss scale on the inner optimizer ----------------------------------------------------
 
 
 def test_peer_loss_scale_factor_of_the_inner_optimizer_is_lost_silently():
@@ -695,7 +695,7 @@ def test_loss_scale_factor_of_the_inner_optimizer_is_an_error_that_keeps_it():
     assert inner.loss_scale_factor == 64.0
 
 
-# --- Losses that the scale would push out of float16 ------------------------------------------------
+# --- Losses that the scale would push out of float16 ----------------------------------------------
 
 
 def test_peer_float16_loss_overflows_before_build():

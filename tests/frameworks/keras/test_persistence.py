@@ -81,7 +81,7 @@ def assert_equal_state(left, right):
     assert_same(values(left.variables), values(right.variables))
 
 
-# --- Every format, in this process ------------------------------------------------------------------
+# --- Every format, in this process ----------------------------------------------------------------
 
 
 def test_keras_file_restores_everything(make, tmp_path):
@@ -219,7 +219,7 @@ def test_the_state_of_a_set_of_weights_goes_through_get_and_set(name):
     assert status(target)["applied"] == status(source)["applied"]
 
 
-# --- A new process goes on where this one stopped ---------------------------------------------------
+# --- A new process goes on where this one stopped -------------------------------------------------
 
 
 CONTINUE = """
@@ -306,7 +306,7 @@ def test_a_new_process_loads_in_either_order_of_imports(half_trained, order):
     assert json.loads(printed.splitlines()[-1]) == [True, 2.0**15, 10]
 
 
-# --- What a file may not do -------------------------------------------------------------------------
+# --- What a file may not do -----------------------------------------------------------------------
 
 
 def saved_with_scale(path, scale):
@@ -337,10 +337,7 @@ def test_a_saved_scale_that_is_no_scale_is_replaced_with_a_warning(tmp_path, sav
 def test_a_saved_scale_outside_the_limits_of_the_code_is_brought_inside_with_a_warning(tmp_path):
     path = tmp_path / "model.weights.h5"
     saved_with_scale(path, 2.0**20)
-    model = compiled(wrapped(rule=DynamicScale(max_scale=2.0**16)))
-    model = compiled(
-        wrapped(keras.optimizers.Adam(0.02), rule=DynamicScale(max_scale=2.0**16))
-    )
+    model = compiled(wrapped(keras.optimizers.Adam(0.02), rule=DynamicScale(max_scale=2.0**16)))
     with pytest.warns(LossScaleWarning, match="1048576"):
         model.load_weights(path)
     assert float(model.optimizer.loss_scale) == 2.0**16

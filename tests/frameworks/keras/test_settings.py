@@ -29,7 +29,7 @@ from lossscale import DynamicScale, FixedScale, ScaleRule, ScaleState
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 
 
-# --- The settings of the optimizer inside -----------------------------------------------------------
+# --- The settings of the optimizer inside ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_variables_are_excluded_from_weight_decay(by):
     assert (kernel.numpy().item(), bias.numpy().item()) == (0.75, 1.0)
 
 
-# --- The counters -----------------------------------------------------------------------------------
+# --- The counters ---------------------------------------------------------------------------------
 
 
 def step_with(optimizer, targets, *gradients):
@@ -202,7 +202,7 @@ def test_a_used_optimizer_can_be_wrapped_and_goes_on():
     assert_same(*results)
 
 
-# --- Subclasses and rules of the user's ---------------------------------------------------------------
+# --- Subclasses and rules of the user's -----------------------------------------------------------
 
 
 @keras.saving.register_keras_serializable(package="settings_test")
@@ -294,9 +294,7 @@ def test_a_rule_of_the_user_is_saved_and_loaded_with_its_state(tmp_path):
     x = np.full([2, 4], NAN)
     model.fit(x, np.ones([2, 1]), batch_size=1, verbose=0)
     model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(
-        tmp_path / "model.keras", custom_objects={"Patient": Patient}
-    )
+    loaded = keras.saving.load_model(tmp_path / "model.keras", custom_objects={"Patient": Patient})
     assert loaded.optimizer.rule == Patient(3)
     # Two bad steps are in the file: one more is the third.
     loaded.fit(x[:1], np.ones([1, 1]), verbose=0)
@@ -344,7 +342,7 @@ def test_a_configuration_makes_the_same_optimizer(arguments):
     assert second.get_config() == config
 
 
-# --- Wrapping ---------------------------------------------------------------------------------------
+# --- Wrapping -------------------------------------------------------------------------------------
 
 
 def test_the_inner_optimizer_can_be_wrapped_again_once_its_wrapper_is_gone():

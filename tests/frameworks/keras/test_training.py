@@ -167,7 +167,7 @@ def test_accumulation_counts_whole_windows_and_a_skipped_batch_extends_one():
     assert int(optimizer.inner_optimizer.iterations) == 2
 
 
-# --- The two conventions, in every mixture of eager and traced --------------------------------------
+# --- The two conventions, in every mixture of eager and traced ------------------------------------
 
 
 def all_eager(optimizer, targets, scale, unscale):
@@ -321,7 +321,7 @@ def test_conventions_can_alternate_in_places_that_tell_them_apart(place, second,
     assert_same(values(targets), expected)
 
 
-# --- Functions --------------------------------------------------------------------------------------
+# --- Functions ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["graph", "xla"])
@@ -497,7 +497,7 @@ def test_float64_gradients_stay_float64():
     assert gradient.numpy().tolist() == [1e-300 / 2**15]
 
 
-# --- Gradients of several kinds ---------------------------------------------------------------------
+# --- Gradients of several kinds -------------------------------------------------------------------
 
 
 def test_variables_without_a_gradient_stay_and_the_others_move():
@@ -525,7 +525,7 @@ def test_a_variable_that_is_overwritten_with_its_gradient_is_not_unscaled():
     assert (plain.numpy().item(), statistic.numpy().item()) == (0.875, 7.0)
 
 
-# --- Warnings ---------------------------------------------------------------------------------------
+# --- Warnings -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", STEPS)

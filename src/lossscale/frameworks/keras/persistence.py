@@ -119,7 +119,11 @@ class Persistence(Part):
         for variable in self._variables:
             if id(variable) not in apart and variable.name in values:
                 variable.assign(values[variable.name])
-        self._iterations.follow()
+        if self.built or "iteration" not in values:
+            self._iterations.follow()
+        else:
+            # The inner optimizer's own count waits with its other variables.
+            self._iterations.assign(values["iteration"])
 
     def _restore_scale(self, values: Mapping[str, Any]) -> None:
         if self._state is None:

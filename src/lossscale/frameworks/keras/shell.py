@@ -104,7 +104,8 @@ class KerasLossScaleOptimizer(
         return self.add_variable(
             shape=(),
             dtype=dtype,
-            initializer=keras.initializers.Constant(value),
+            # Older releases of Keras have no constant of type bool.
+            initializer=keras.initializers.Constant(value) if value else "zeros",
             # Every replica computes the same value.
             aggregation="only_first_replica",
             name=name,

@@ -200,7 +200,7 @@ class TrainingStep(Part):
         # A variable that Keras overwrites with its gradient (float8 statistics) has no gradient
         # of the loss, so nothing multiplied it.
         overwritten = [
-            variables is not None and self._overwrite_variable_with_gradient(variables[i])
+            variables is not None and getattr(variables[i], "overwrite_with_gradient", False)
             for i in range(len(gradients))
         ]
         return [

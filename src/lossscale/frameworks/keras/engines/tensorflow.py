@@ -21,9 +21,9 @@ def current_place() -> Place:
     replica = tf.distribute.get_replica_context()
     if replica is None:
         return Place(graph, tuple(range(replica_count())))
-    number = replica.replica_id_in_sync_group
-    # A TPU traces all replicas at once, and its number is a tensor.
-    return Place(graph, (number if isinstance(number, int) else 0,))
+    # A TPU traces all replicas at once: there the number is known only when the function runs.
+    number = tf.get_static_value(replica.replica_id_in_sync_group)
+    return Place(graph, (0 if number is None else int(number),))
 
 
 def outside_traces() -> contextlib.AbstractContextManager[None]:
