@@ -286,9 +286,10 @@ class DynamicScale(ScaleRule):
                 "`growth_factor` must be a finite float32 number above 1. "
                 f"Received: growth_factor={self.growth_factor!r}."
             )
-        if not 0.0 < _float32(self.backoff_factor) < 1.0:
+        # Compilers flush smaller factors to zero.
+        if not SMALLEST_SCALE <= _float32(self.backoff_factor) < 1.0:
             raise ArgumentError(
-                "`backoff_factor` must be a float32 number between 0 and 1, both excluded. "
+                "`backoff_factor` must be a normal float32 number between 0 and 1, both excluded. "
                 f"Received: backoff_factor={self.backoff_factor!r}."
             )
         if not self.min_scale <= self.initial_scale <= self.ceiling:

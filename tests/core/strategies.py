@@ -10,9 +10,9 @@ from lossscale.rules import LONGEST_INTERVAL, DynamicScale
 scales = st.builds(math.ldexp, st.floats(1, 2, exclude_max=True), st.integers(-126, 125)) | (
     st.integers(-126, 126).map(lambda exponent: 2.0**exponent)
 )
-# Factors that float32 does not round to 0, 1 or infinity; those are refused.
+# Factors that float32 does not round to 1, infinity or a subnormal number; those are refused.
 growth_factors = st.sampled_from([2.0, 4.0, 1.5]) | st.floats(1 + 2.0**-23, 3.4e38)
-backoff_factors = st.sampled_from([0.5, 0.25, 0.8]) | st.floats(2.0**-149, 1 - 2.0**-24)
+backoff_factors = st.sampled_from([0.5, 0.25, 0.8]) | st.floats(2.0**-126, 1 - 2.0**-24)
 intervals = st.integers(1, 6) | st.integers(1, LONGEST_INTERVAL)
 
 

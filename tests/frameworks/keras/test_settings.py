@@ -415,3 +415,14 @@ def test_making_and_reading_an_optimizer_warns_of_nothing():
         }
     assert messages == []
     assert isinstance(optimizer.rule.init(), ScaleState)
+
+
+@pytest.mark.parametrize("name", ["dynamic_scale", "step_counter"])
+def test_a_variable_is_not_replaced_by_a_number(name):
+    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
+    variable = getattr(optimizer, name)
+    with pytest.raises(AttributeError, match=rf"{name}\.assign\(8\)"):
+        setattr(optimizer, name, 8)
+    assert getattr(optimizer, name) is variable
+    variable.assign(8)
+    assert int(getattr(optimizer, name)) == 8

@@ -25,6 +25,8 @@ _OWN_ATTRIBUTES = frozenset(
     {"inner_optimizer", "step_counter", "dynamic_scale", "loss_scale_state", "built", "name"}
 )
 
+_VARIABLES = ("step_counter", "dynamic_scale")
+
 
 class InnerSettings(Part):
     """Hyperparameters: `momentum`, `learning_rate`, `lr`, `clipnorm` and all others."""
@@ -63,6 +65,10 @@ class InnerSettings(Part):
 
     def __setattr__(self, name: str, value: Any) -> None:
         inner = self.__dict__.get("inner_optimizer")
+        if name in _VARIABLES and self.__dict__.get(name) is not None:
+            raise UnknownSettingError(
+                f"{name!r} is a variable. Set its value with {name}.assign({value!r})."
+            )
         own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
         if inner is None or own or "_state" not in self.__dict__ or name in _OWN_ATTRIBUTES:
             super().__setattr__(name, value)
