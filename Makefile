@@ -23,8 +23,8 @@ types: $(TEST)/installed
 # Keras fixes its backend when it is imported, so each backend is tested in processes of its own.
 tests: $(TEST)/installed
 	KERAS_BACKEND=tensorflow $(TEST)/bin/python -m pytest --numprocesses $(JOBS) tests
-	KERAS_BACKEND=jax $(TEST)/bin/python -m pytest --numprocesses $(JOBS) tests/conformance
-	KERAS_BACKEND=torch $(TEST)/bin/python -m pytest tests/conformance
+	KERAS_BACKEND=jax $(TEST)/bin/python -m pytest --numprocesses $(JOBS) tests/conformance tests/backends
+	KERAS_BACKEND=torch $(TEST)/bin/python -m pytest --numprocesses $(JOBS) tests/conformance tests/backends
 
 format: $(TEST)/installed
 	$(TEST)/bin/ruff check --fix .

@@ -36,6 +36,7 @@ def unscaled(gradient: Any, scale: Any, exact_reciprocal: bool) -> Any:
     if isinstance(gradient, BCOO):
         data = unscaled(gradient.data, scale, exact_reciprocal)
         return BCOO((data, gradient.indices), shape=gradient.shape)
+    _check_not_baked_in(scale)
     gradient = _widened(gradient)
     divisor = jnp.asarray(scale, gradient.dtype)
     return gradient * (1.0 / divisor) if exact_reciprocal else gradient / divisor
@@ -43,8 +44,23 @@ def unscaled(gradient: Any, scale: Any, exact_reciprocal: bool) -> Any:
 
 def scaled(loss: Any, scale: Any) -> Any:
     """Multiplies a loss by the scale, in float32 or wider."""
+    _check_not_baked_in(scale)
     loss = _widened(loss)
     return loss * jnp.asarray(scale, loss.dtype)
+
+
+def _check_not_baked_in(scale: Any) -> None:
+    """Raises if a variable's value would become a constant of a function being compiled."""
+    if not isinstance(scale, jax.Array) or isinstance(scale, jax.core.Tracer):
+        return
+    # While a function is compiled, every operation is traced, also one on constants.
+    if isinstance(jnp.zeros(()) + 0, jax.core.Tracer):
+        raise UnsupportedError(
+            "Inside a function that jax.jit compiles, the loss scale must come in as an argument; "
+            "read from the optimizer's variable it would stay what it is now. Call scale_loss() "
+            "in keras.StatelessScope(state_mapping=zip(optimizer.variables, values)), and apply "
+            "gradients with stateless_apply(values, ...)."
+        )
 
 
 def _widened(array: Any) -> Any:

@@ -1,0 +1,71 @@
+"""Models and data that every backend of Keras can use."""
+
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+
+import lossscale
+
+BACKEND = keras.backend.backend()
+
+
+def data(rows=64, seed=0):
+    """Returns inputs of shape (rows, 4) and targets of shape (rows, 1), float32."""
+    x = np.random.default_rng(seed).normal(size=(rows, 4)).astype("float32")
+    return x, x[:, :1] - x[:, 1:2]
+
+
+def model_with(optimizer, **compile_arguments):
+    """Returns a compiled model whose first weights are always the same."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)]
+    )
+    model.compile(optimizer, loss="mse", **compile_arguments)
+    return model
+
+
+def wrapped(inner, **arguments):
+    """Returns a loss scale optimizer whose scale moves within a few steps."""
+    rule = {"initial_scale": 2.0**10, "growth_interval": 3, **arguments}
+    return lossscale.LossScaleOptimizer(inner, rule=lossscale.DynamicScale(**rule))
+
+
+def number(value):
+    """A scalar of any backend, or a Keras variable, as a Python number."""
+    value = value.value if isinstance(value, keras.Variable) else value
+    return keras.ops.convert_to_numpy(value).item()
+
+
+def arrays(variables):
+    """The values of variables, as NumPy arrays."""
+    return [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+
+
+def status(optimizer):
+    """All that loss scaling remembers."""
+    return {
+        "scale": number(optimizer.loss_scale),
+        "good_steps": number(optimizer.step_counter),
+        "skipped": number(optimizer.steps_skipped),
+        "last_skipped": number(optimizer.last_step_skipped),
+        "iterations": number(optimizer.iterations),
+        "applied": number(optimizer.inner_optimizer.iterations),
+    }
+
+
+def run(source, backend, *arguments, **environment):
+    """Runs a program in a process of its own, on a backend; returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", source, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "KERAS_BACKEND": backend, **environment},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

@@ -1,0 +1,116 @@
+import keras
+import numpy as np
+import pytest
+
+from backends.support import BACKEND, arrays, data, model_with, number, status, wrapped
+
+# Compiling a training step takes PyTorch most of a minute, so one test there does it.
+JIT = [False] if BACKEND == "torch" else [False, True]
+
+
+@pytest.fixture
+def float16():
+    keras.mixed_precision.set_dtype_policy("mixed_float16")
+    yield
+    keras.mixed_precision.set_dtype_policy("float32")
+
+
+@pytest.mark.usefixtures("float16")
+@pytest.mark.parametrize("jit_compile", JIT)
+def test_compile_keeps_the_optimizer_and_fit_moves_the_scale(jit_compile):
+    # Below the scale at which this model's float16 gradients overflow.
+    optimizer = wrapped(keras.optimizers.Adam(0.01), max_scale=2.0**13)
+    model = model_with(optimizer, jit_compile=jit_compile)
+    assert model.optimizer is optimizer
+    history = model.fit(*data(), batch_size=8, epochs=3, verbose=0)
+    assert history.history["loss"][-1] < history.history["loss"][0]
+    assert status(optimizer) == {
+        "scale": 2.0**13,
+        "good_steps": 0,
+        "skipped": 0,
+        "last_skipped": False,
+        "iterations": 24,
+        "applied": 24,
+    }
+
+
+@pytest.mark.parametrize("jit_compile", JIT)
+def test_fit_with_spoiled_batches_is_fit_without_them(jit_compile):
+    x, y = data()
+    spoiled = x.copy()
+    spoiled[8:16] = np.nan
+    spoiled[40:48] = np.inf
+    kept = np.r_[0:8, 16:40, 48:64]
+    results = []
+    for optimizer, inputs, targets in (
+        (keras.optimizers.Adam(0.01), x[kept], y[kept]),
+        (wrapped(keras.optimizers.Adam(0.01)), spoiled, y),
+    ):
+        model = model_with(optimizer, jit_compile=jit_compile)
+        model.fit(inputs, targets, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        results.append(arrays(model.trainable_variables) + arrays(inner.variables))
+    for plain, scaled in zip(*results, strict=True):
+        # XLA orders the sums of the two programs differently.
+        np.testing.assert_allclose(scaled, plain, rtol=2e-5, atol=1e-7)
+    assert number(optimizer.steps_skipped) == 4
+    assert number(optimizer.iterations) == 16
+
+
+def test_train_on_batch_counts_every_step():
+    optimizer = wrapped(keras.optimizers.SGD(0.01))
+    model = model_with(optimizer)
+    x, y = data(8)
+    for inputs in (x, x * np.nan, x):
+        model.train_on_batch(inputs, y)
+    assert status(optimizer) == {
+        "scale": 2.0**9,
+        "good_steps": 1,
+        "skipped": 1,
+        "last_skipped": False,
+        "iterations": 3,
+        "applied": 2,
+    }
+
+
+def test_two_hundred_spoiled_batches_do_no_harm():
+    # With Keras' own class the scale reaches 0, and the first good batch destroys the weights.
+    optimizer = wrapped(keras.optimizers.SGD(0.01))
+    model = model_with(optimizer)
+    x, y = data(200)
+    model.fit(x * np.nan, y, batch_size=1, verbose=0)
+    assert number(optimizer.loss_scale) == 1.0
+    model.fit(x, y, batch_size=20, verbose=0)
+    assert all(np.isfinite(value).all() for value in arrays(model.trainable_variables))
+    assert number(optimizer.steps_skipped) == 200
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="the other backends compile in the tests above")
+@pytest.mark.filterwarnings("ignore")
+def test_fit_with_a_compiled_step_on_pytorch():
+    optimizer = wrapped(keras.optimizers.Adam(0.01))
+    model = model_with(optimizer, jit_compile=True)
+    x, y = data(32)
+    x[8:16] = np.nan
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    assert status(optimizer) == {
+        "scale": 2.0**9,
+        "good_steps": 2,
+        "skipped": 1,
+        "last_skipped": False,
+        "iterations": 4,
+        "applied": 3,
+    }
+    assert all(np.isfinite(value).all() for value in arrays(model.trainable_variables))
+
+
+def test_a_multi_optimizer_works_with_a_learning_rate_schedule():
+    # Keras' own class hides `optimizers` from the callback, which then finds no learning rate.
+    first, rest = keras.optimizers.SGD(0.01), keras.optimizers.Adam(0.01)
+    parts = keras.optimizers.OptimizerMap(rest, {".*/bias": first})
+    inner = keras.optimizers.MultiOptimizer(parts)
+    optimizer = wrapped(inner)
+    model = model_with(optimizer)
+    halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    model.fit(*data(), batch_size=8, epochs=2, verbose=0, callbacks=[halve])
+    assert [round(number(part.learning_rate), 6) for part in inner.optimizers] == [0.0025] * 2

@@ -1,0 +1,114 @@
+"""Two worker processes on this machine, under `tf.distribute.MultiWorkerMirroredStrategy`."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+LOOP = """
+import json, sys
+import tensorflow as tf, keras, lossscale, numpy as np
+
+aggregate, spoiled = json.loads(sys.argv[1])
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    weight = keras.Variable([1.0, 2.0])
+    inner = keras.optimizers.SGD(0.5, momentum=0.9)
+    optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=8.0, dynamic_growth_steps=2)
+    optimizer.build([weight])
+
+
+@tf.function
+def step(worker):
+    def on_replica():
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        gradient = tf.where(tf.equal(number, worker), [np.nan, 1.0], [1.0, 1.0])
+        scaled = optimizer.get_scaled_loss(gradient)
+        gradients = optimizer.get_unscaled_gradients([scaled])
+        optimizer.apply_gradients(
+            zip(gradients, [weight]), experimental_aggregate_gradients=aggregate
+        )
+    strategy.run(on_replica)
+
+
+seen = []
+for worker in spoiled:
+    step(tf.constant(worker))
+    state = (weight, optimizer.dynamic_scale, optimizer.step_counter, *inner.variables)
+    seen.append(
+        [np.array(variable.value.numpy()).tobytes().hex() for variable in state]
+        + [int(optimizer.steps_skipped), float(optimizer.loss_scale)]
+    )
+print(json.dumps(seen))
+"""
+
+BARE_FIT = """
+import tensorflow as tf, keras, numpy as np
+
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(), loss="mse", jit_compile=False)
+data = tf.data.Dataset.from_tensor_slices((np.ones((8, 2)), np.ones((8, 1)))).batch(4)
+try:
+    model.fit(data, verbose=0)
+except ValueError as error:
+    print("PerReplica" in str(error))
+"""
+
+
+def free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def on_two_workers(source, *arguments):
+    """Runs a program in two worker processes; returns the last line that each prints."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    workers = []
+    for index in range(2):
+        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        workers.append(
+            subprocess.Popen(
+                [sys.executable, "-c", source, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "TF_CONFIG": json.dumps(cluster)},
+            )
+        )
+    lines = []
+    try:
+        for worker in workers:
+            output, errors = worker.communicate(timeout=120)
+            assert worker.returncode == 0, errors[-3000:]
+            lines.append(output.strip().splitlines()[-1])
+    finally:
+        for worker in workers:
+            worker.kill()
+    return lines
+
+
+@pytest.mark.parametrize("aggregate", [True, False], ids=["aggregated", "unaggregated"])
+def test_an_overflow_on_one_worker_skips_the_step_on_both(aggregate):
+    nobody = -1
+    spoiled = [nobody, 0, 1, nobody]
+    first, second = on_two_workers(LOOP, json.dumps([aggregate, spoiled]))
+    assert first == second
+    seen = json.loads(first)
+    weights = [state[0] for state in seen]
+    assert weights[0] == weights[1] == weights[2] != weights[3]
+    assert [state[-2:] for state in seen] == [[0, 8.0], [1, 4.0], [2, 2.0], [2, 2.0]]
+
+
+def test_peer_fit_on_two_workers_fails_with_any_optimizer():
+    # Here `fit` of Keras 3 fails before it reaches the optimizer; docs/what_runs_where.md says so.
+    assert on_two_workers(BARE_FIT) == ["True", "True"]
