@@ -20,6 +20,16 @@ def test_apply_outside_of_any_function():
     assert status(optimizer)["skipped"] == 1
 
 
+@pytest.mark.skipif(BACKEND == "jax", reason="there the state goes through stateless_apply")
+def test_apply_gradients_returns_the_number_of_steps():
+    # Keras' own class returns a counter of its own, which stays 0.
+    optimizer = wrapped(keras.optimizers.SGD(1.0))
+    variable = keras.Variable([1.0])
+    for expected, value in ((1, 1.0), (2, np.nan)):
+        scaled = optimizer.scale_loss(keras.ops.convert_to_tensor([value]))
+        assert number(optimizer.apply_gradients([(scaled, variable)])) == expected
+
+
 @on_jax
 @pytest.mark.parametrize("verb", ["scale_loss", "get_scaled_loss"])
 def test_a_scale_that_would_be_baked_in_is_an_error(verb):
