@@ -2,12 +2,16 @@
 
 import keras.src.optimizers
 import pytest
-from keras.src.optimizers.optimizer_sparse_test import OptimizerSparseTest
+from keras.src.optimizers import optimizer_sparse_test
 
 from backends.support import BACKEND
 from lossscale.frameworks.keras import KerasLossScaleOptimizer
 
-CASES = [name for name in dir(OptimizerSparseTest) if "loss_scale_optimizer" in name]
+CASES = [
+    name
+    for name in dir(optimizer_sparse_test.OptimizerSparseTest)
+    if "loss_scale_optimizer" in name
+]
 
 
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras has no sparse gradients on PyTorch")
@@ -16,7 +20,7 @@ CASES = [name for name in dir(OptimizerSparseTest) if "loss_scale_optimizer" in 
 @pytest.mark.parametrize("name", CASES)
 def test_sparse_gradients_reach_the_inner_optimizer_sparse(name, monkeypatch):
     monkeypatch.setattr(keras.src.optimizers, "LossScaleOptimizer", KerasLossScaleOptimizer)
-    case = OptimizerSparseTest(name)
+    case = optimizer_sparse_test.OptimizerSparseTest(name)
     case.setUp()
     getattr(case, name)()
 
