@@ -6,7 +6,7 @@ DEMO := .venv-demo
 TEST := .venv-test
 JOBS ?= 2
 
-.PHONY: demo test lint types tests format clean
+.PHONY: demo test lint types tests table format clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/lossscale demo
@@ -24,7 +24,19 @@ types: $(TEST)/installed
 tests: $(TEST)/installed
 	KERAS_BACKEND=tensorflow $(TEST)/bin/python -m pytest --numprocesses $(JOBS) tests
 	KERAS_BACKEND=jax $(TEST)/bin/python -m pytest --numprocesses $(JOBS) tests/conformance tests/backends
+	KERAS_BACKEND=tensorflow LOSSSCALE_TEST_KERAS=tf_keras $(TEST)/bin/python -m pytest --numprocesses $(JOBS) tests/conformance tests/frameworks/tf_keras
 	KERAS_BACKEND=torch $(TEST)/bin/python -m pytest --numprocesses $(JOBS) tests/conformance tests/backends
+
+# The table of the README and docs/what_runs_where.md, from the outcomes of the conformance suite.
+RESULTS := $(CURDIR)/build/conformance.json
+CONFORMANCE := LOSSSCALE_RESULTS=$(RESULTS) $(TEST)/bin/python -m pytest -p conformance.results --numprocesses $(JOBS) tests/conformance
+table: $(TEST)/installed
+	mkdir -p build && rm -f $(RESULTS)
+	KERAS_BACKEND=tensorflow $(CONFORMANCE)
+	KERAS_BACKEND=jax $(CONFORMANCE)
+	KERAS_BACKEND=torch $(CONFORMANCE)
+	KERAS_BACKEND=tensorflow LOSSSCALE_TEST_KERAS=tf_keras $(CONFORMANCE)
+	$(TEST)/bin/python tests/conformance/results.py $(RESULTS) README.md docs/what_runs_where.md
 
 format: $(TEST)/installed
 	$(TEST)/bin/ruff check --fix .

@@ -6,6 +6,8 @@ import hypothesis
 
 # Each is read once, while the framework is imported. A value from outside wins.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+if os.environ.get("LOSSSCALE_TEST_KERAS") == "tf_keras":
+    os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # oneDNN picks summation orders by CPU, so the same test would round differently elsewhere.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")

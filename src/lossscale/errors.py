@@ -12,6 +12,7 @@ Exception
     ├── UnknownSlotError(KeyError)         no such slot, or no such variable
     ├── UnknownSettingError(AttributeError)
     │                                      no such hyperparameter
+    ├── OldFileError(ValueError)           a file that cannot be read, or lacks what is needed
     └── UnsupportedError(NotImplementedError)
                                            the framework cannot do this
 UserWarning
@@ -61,6 +62,10 @@ class UnknownSlotError(LossScaleError, KeyError):
 
 class UnknownSettingError(LossScaleError, AttributeError):
     """Neither the loss scale optimizer nor the optimizer inside it has this setting."""
+
+
+class OldFileError(LossScaleError, ValueError):
+    """A file cannot be read, or does not hold what was asked of it; the message names both."""
 
 
 class UnsupportedError(LossScaleError, NotImplementedError):

@@ -93,7 +93,7 @@ class LossScaleOptimizer:
             >>> lossscale.LossScaleOptimizer.from_config(optimizer.get_config()).initial_scale
             8.0
         """
-        shell: Any = cls if cls._framework else registry.default_shell()
+        shell: Any = cls if cls._framework else registry.default_shell(config)
         rules = shell._with_class_named(config.get("rule"), custom_objects)
         inner, arguments = arguments_from_config(config, rules)
         return cls(shell._inner_from_config(inner, custom_objects), **arguments)

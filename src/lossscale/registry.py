@@ -7,6 +7,7 @@ imported cannot exist, and importing lossscale must not import any.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -36,6 +37,20 @@ _ROWS = (
         shell_module="lossscale.frameworks.keras",
         shell_class="KerasLossScaleOptimizer",
     ),
+    _Row(
+        root="tf_keras",
+        major_version="2",
+        base_class="optimizers.Optimizer",
+        shell_module="lossscale.frameworks.tf_keras",
+        shell_class="TFKerasLossScaleOptimizer",
+    ),
+    _Row(
+        root="tf_keras",
+        major_version="2",
+        base_class="optimizers.legacy.Optimizer",
+        shell_module="lossscale.frameworks.tf_keras",
+        shell_class="TFKerasLegacyLossScaleOptimizer",
+    ),
 )
 
 
@@ -55,9 +70,42 @@ def shell_for(optimizer: Any) -> type[Any]:
     raise ArgumentTypeError(_not_an_optimizer(optimizer))
 
 
-def default_shell() -> type[Any]:
-    """Returns the shell for a configuration, which does not say what framework it is for."""
-    return _load(_ROWS[0])
+def default_shell(config: Any = None) -> type[Any]:
+    """Returns the shell for what does not say what framework it is for.
+
+    Args:
+        config: A configuration of a loss scale optimizer, if there is one.
+
+    Returns:
+        The shell of tf_keras where `tf.keras` is tf_keras, where it is the only one imported, or
+        where the configuration is of one of its optimizers; otherwise that of Keras 3.
+    """
+    keras, tf_keras = _ROWS[0], _ROWS[1]
+    # TensorFlow imports Keras 3 by itself, unless this variable is set.
+    legacy = os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true")
+    if tf_keras.loaded_root() is not None and (
+        legacy or keras.loaded_root() is None or _is_of_tf_keras(config)
+    ):
+        return _load(tf_keras)
+    return _load(keras)
+
+
+def _is_of_tf_keras(config: Any) -> bool:
+    described = config if isinstance(config, dict) else {}
+    inner = described.get("inner_optimizer", described.get("optimizer"))
+    if not isinstance(inner, dict):
+        return _is_tf_keras_optimizer(inner)
+    settings = inner.get("config", {})
+    # Each of these is written by every release of one family, and read by no optimizer of Keras 3.
+    return "is_legacy_optimizer" in settings or "decay" in settings
+
+
+def _is_tf_keras_optimizer(optimizer: Any) -> bool:
+    return any(
+        isinstance(optimizer, attrgetter(row.base_class)(row.loaded_root()))
+        for row in _ROWS
+        if row.root == "tf_keras" and row.loaded_root() is not None
+    )
 
 
 def loaded_shells() -> list[type[Any]]:
@@ -89,4 +137,11 @@ def _not_an_optimizer(optimizer: Any) -> str:
         return f"{message} Use keras.optimizers.get({optimizer!r}) to make one from its name."
     if isinstance(optimizer, type):
         return f"{message} That is a class; call it: {optimizer.__name__}()."
+    keras = sys.modules.get("keras")
+    version = str(getattr(keras, "__version__", ""))
+    if type(optimizer).__module__.startswith("keras.") and version.startswith("2."):
+        return (
+            f"{message} It is of Keras {version}, which is not supported. Keras 2 lives on as "
+            "tf_keras: install that and import it instead, or use Keras 3."
+        )
     return message

@@ -1,8 +1,8 @@
 """The shells that the conformance suite runs on: one row each.
 
 A row is usable in the process whose `KERAS_BACKEND` it names, since Keras fixes its backend when
-it is imported; `make test` starts one process for each. A new shell is a new row, and a harness
-if it is driven in a new way.
+it is imported; those of tf_keras in one with `LOSSSCALE_TEST_KERAS=tf_keras`. `make test` starts
+one process for each. A new shell is a new row, and a harness if it is driven in a new way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from conformance.inner_optimizers import INNER, MISSING
+
 BACKEND = os.environ["KERAS_BACKEND"]
+KERAS = os.environ.get("LOSSSCALE_TEST_KERAS", "keras")
 
 
 class KerasHarness:
@@ -23,11 +26,11 @@ class KerasHarness:
 
     Args:
         values: First values of the variables, float32 arrays.
-        inner: Makes the optimizer to wrap.
+        inner: Name of the optimizer to wrap.
         rule: The scaling rule; None for the optimizer alone, without loss scaling.
     """
 
-    def __init__(self, values: Sequence[Any], inner: Callable[[], Any], rule: Any = None) -> None:
+    def __init__(self, values: Sequence[Any], inner: str, rule: Any = None) -> None:
         import keras
 
         import lossscale
@@ -35,7 +38,7 @@ class KerasHarness:
         self.keras = keras
         self.model = _model_with(values)
         self.variables = self.model.trainable_variables
-        made = inner()
+        made = self.new_inner(inner)
         self.optimizer = made if rule is None else lossscale.LossScaleOptimizer(made, rule=rule)
         self.scales_loss = rule is not None
         self.inner_optimizer = made
@@ -43,6 +46,37 @@ class KerasHarness:
         self.optimizer.build(self.variables)
         self.traces = 0
         self._compiled: Any = None
+
+    @staticmethod
+    def optimizers() -> Any:
+        """The module of the optimizers to wrap."""
+        import keras
+
+        return keras.optimizers
+
+    @classmethod
+    def new_inner(cls, name: str) -> Any:
+        """Returns a new optimizer to wrap."""
+        return INNER[name](cls.optimizers())
+
+    @classmethod
+    def framework_wrapper(cls) -> Any:
+        """Returns an optimizer with the framework's own loss scaling."""
+        return cls.optimizers().LossScaleOptimizer(cls.new_inner("sgd"))
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Scales a loss, given and returned as a NumPy array."""
+        scaled = self.optimizer.scale_loss(self.keras.ops.convert_to_tensor(loss))
+        return self.keras.ops.convert_to_numpy(scaled)
+
+    def take_for_scaled(self) -> None:
+        """Makes the next gradients count as those of the scaled loss, as they stand."""
+        self._of_scaled_loss = lambda gradients: gradients  # type: ignore[method-assign]
+        self.optimizer.scale_loss(1.0)
+
+    def apply_nothing(self) -> None:
+        """Runs a step without variables, which is no step."""
+        self.optimizer.apply([], [])
 
     def step(self, gradients: Sequence[Any]) -> None:
         """Runs a step whose loss has these gradients; None stands for no gradient."""
@@ -152,7 +186,7 @@ class ApplyGradients(TensorFlowFunction):
 class Experimental(ApplyGradients):
     """The optimizer of TensorFlow 2.0 to 2.3, where a rule has a LossScale."""
 
-    def __init__(self, values: Sequence[Any], inner: Callable[[], Any], rule: Any = None) -> None:
+    def __init__(self, values: Sequence[Any], inner: str, rule: Any = None) -> None:
         super().__init__(values, inner, rule)
         if rule is None:
             return
@@ -161,7 +195,7 @@ class Experimental(ApplyGradients):
 
         del self.optimizer
         self.model.optimizer = None
-        self.inner_optimizer = inner()
+        self.inner_optimizer = self.new_inner(inner)
         self.optimizer = experimental.LossScaleOptimizer(self.inner_optimizer, from_rule(rule))
         self.model.compile(self.optimizer, loss=None)
         self.optimizer.build(self.variables)
@@ -198,6 +232,167 @@ class JaxJit(KerasHarness):
         return self.optimizer.stateless_apply(state, gradients, values)
 
 
+class TFKeras:
+    """Drives an optimizer of tf_keras by the documented verbs.
+
+    Args:
+        values: First values of the variables, float32 arrays.
+        inner: Name of the optimizer to wrap.
+        rule: The scaling rule; None for the optimizer alone, without loss scaling.
+    """
+
+    def __init__(self, values: Sequence[Any], inner: str, rule: Any = None) -> None:
+        import tensorflow as tf
+
+        import lossscale
+
+        self.tf = tf
+        self.variables = [tf.Variable(value) for value in values]
+        made = self.new_inner(inner)
+        self.optimizer = made if rule is None else lossscale.LossScaleOptimizer(made, rule=rule)
+        self.scales_loss = rule is not None
+        self.inner_optimizer = made
+        if self.scales_loss:
+            self.optimizer.build(self.variables)
+        self.traces = 0
+        self._compiled: Any = None
+
+    @staticmethod
+    def optimizers() -> Any:
+        """The module of the optimizers to wrap."""
+        import tf_keras
+
+        return tf_keras.optimizers
+
+    @classmethod
+    def new_inner(cls, name: str) -> Any:
+        """Returns a new optimizer to wrap."""
+        return INNER[name](cls.optimizers())
+
+    @classmethod
+    def framework_wrapper(cls) -> Any:
+        """Returns an optimizer with the framework's own loss scaling."""
+        import tf_keras
+
+        return tf_keras.mixed_precision.LossScaleOptimizer(cls.new_inner("sgd"))
+
+    def step(self, gradients: Sequence[Any]) -> None:
+        """Runs a step whose loss has these gradients; None stands for no gradient."""
+        given = [None if g is None else self.tf.convert_to_tensor(g) for g in gradients]
+        if self._compiled is None:
+            self._compiled = self.compiled(self._step)
+        self._compiled(given)
+
+    def compiled(self, step: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
+        """Returns the step as this shell runs it."""
+        return step
+
+    def _step(self, gradients: list[Any]) -> None:
+        self.traces += 1
+        if self.scales_loss:
+            gradients = self._of_scaled_loss(gradients)
+            gradients = self.optimizer.get_unscaled_gradients(gradients)
+        self.optimizer.apply_gradients(zip(gradients, self.variables, strict=True))
+
+    def _of_scaled_loss(self, gradients: list[Any]) -> list[Any]:
+        factor = self.optimizer.get_scaled_loss(self.tf.constant(1.0))
+        return [None if g is None else g * self.tf.cast(factor, g.dtype) for g in gradients]
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Scales a loss, given and returned as a NumPy array."""
+        return self.optimizer.get_scaled_loss(self.tf.convert_to_tensor(loss)).numpy()
+
+    def take_for_scaled(self) -> None:
+        """Makes the next gradients count as those of the scaled loss, as they stand."""
+        self._of_scaled_loss = lambda gradients: gradients  # type: ignore[method-assign]
+
+    def apply_nothing(self) -> None:
+        """Runs a step without variables, which is no step."""
+        self.optimizer.minimize(lambda: self.tf.constant(1.0), [])
+
+    def parameters(self) -> list[Any]:
+        """The values of the variables."""
+        return [np.array(variable.numpy()) for variable in self.variables]
+
+    def inner_state(self) -> list[Any]:
+        """The values of all variables of the wrapped optimizer."""
+        found = self.inner_optimizer.variables
+        return [np.array(v.numpy()) for v in (found() if callable(found) else found)]
+
+    def scale(self) -> Any:
+        """The loss scale, a NumPy float32."""
+        return self.optimizer.loss_scale.numpy()
+
+    def counters(self) -> tuple[int, int, bool, int]:
+        """Finite steps since the scale changed, steps skipped, last one skipped, iterations."""
+        optimizer = self.optimizer
+        return (
+            int(optimizer.dynamic_counter or 0),
+            int(optimizer.steps_skipped),
+            bool(optimizer.last_step_skipped),
+            int(optimizer.iterations),
+        )
+
+    def save(self, path: Any) -> None:
+        """Saves parameters and optimizer into a checkpoint."""
+        self._checkpoint().write(str(path))
+
+    def load(self, path: Any) -> None:
+        """Loads what `save` wrote."""
+        self._checkpoint().read(str(path)).assert_existing_objects_matched()
+
+    def _checkpoint(self) -> Any:
+        variables = {f"v{i}": variable for i, variable in enumerate(self.variables)}
+        return self.tf.train.Checkpoint(optimizer=self.optimizer, **variables)
+
+
+class TFKerasFunction(TFKeras):
+    """The step inside a `tf.function`."""
+
+    jit_compile = False
+
+    def compiled(self, step: Callable[[list[Any]], None]) -> Callable[[list[Any]], None]:
+        compiled: Callable[[list[Any]], None] = self.tf.function(step, jit_compile=self.jit_compile)
+        return compiled
+
+
+class TFKerasXLA(TFKerasFunction):
+    """The step inside a `tf.function` that XLA compiles."""
+
+    jit_compile = True
+
+
+class TFKerasExperimental(TFKerasFunction):
+    """The optimizer of TensorFlow 2.0 to 2.3, where a rule has a LossScale."""
+
+    def __init__(self, values: Sequence[Any], inner: str, rule: Any = None) -> None:
+        super().__init__(values, inner, rule)
+        if rule is None:
+            return
+        from lossscale import experimental
+        from lossscale.experimental.loss_scale import from_rule
+
+        self.inner_optimizer = self.new_inner(inner)
+        self.optimizer = experimental.LossScaleOptimizer(self.inner_optimizer, from_rule(rule))
+        self.optimizer.build(self.variables)
+
+    def scale(self) -> Any:
+        return self.optimizer.loss_scale().numpy()
+
+
+def _legacy(harness: type[TFKeras]) -> type[TFKeras]:
+    """Returns a harness for the legacy optimizers of tf_keras."""
+
+    def optimizers() -> Any:
+        import tf_keras
+
+        module = tf_keras.optimizers.legacy
+        module.schedules = tf_keras.optimizers.schedules
+        return module
+
+    return type(f"{harness.__name__}Legacy", (harness,), {"optimizers": staticmethod(optimizers)})
+
+
 def _has_a_loss_scale(rule: Any) -> bool:
     from lossscale.experimental.loss_scale import from_rule
 
@@ -214,12 +409,16 @@ class Shell:
 
     name: str
     backend: str
-    harness: type[KerasHarness]
+    harness: type[Any]
     compiles: bool
     takes_loss_scales_only: bool = False
+    keras: str = "keras"
+    family: str = "keras"
 
-    def make(self, values: Sequence[Any], inner: Callable[[], Any], rule: Any = None) -> Any:
+    def make(self, values: Sequence[Any], inner: str, rule: Any = None) -> Any:
         """Returns an optimizer around new variables, ready to step."""
+        if inner in MISSING.get(self.family, {}):
+            pytest.skip(MISSING[self.family][inner])
         if self.takes_loss_scales_only and rule is not None and not _has_a_loss_scale(rule):
             pytest.skip("no FixedLossScale or DynamicLossScale has these settings")
         return self.harness(values, inner, rule)
@@ -240,6 +439,27 @@ TABLE = (
     Shell("keras-jax-eager", "jax", KerasHarness, compiles=False),
     Shell("keras-jax-jit", "jax", JaxJit, compiles=True),
     Shell("keras-torch-eager", "torch", KerasHarness, compiles=False),
+    *(
+        Shell(
+            f"{family}-{name}",
+            "tensorflow",
+            of_family(harness),
+            compiles=name != "eager",
+            takes_loss_scales_only=name == "experimental",
+            keras="tf_keras",
+            family=family,
+        )
+        for family, of_family in (
+            ("tf_keras-new", lambda harness: harness),
+            ("tf_keras-legacy", _legacy),
+        )
+        for name, harness in (
+            ("eager", TFKeras),
+            ("function", TFKerasFunction),
+            ("xla", TFKerasXLA),
+            ("experimental", TFKerasExperimental),
+        )
+    ),
 )
 
-SHELLS = tuple(shell for shell in TABLE if shell.backend == BACKEND)
+SHELLS = tuple(shell for shell in TABLE if shell.backend == BACKEND and shell.keras == KERAS)

@@ -1,12 +1,13 @@
 """The promises that every shell keeps, case by case (docs/design.md lists them)."""
 
-import keras
+import importlib
+
 import numpy as np
 import pytest
 
 import lossscale
 from conformance.inner_optimizers import INNER
-from conformance.shells import BACKEND
+from conformance.shells import BACKEND, KERAS
 from core import oracle
 from lossscale import DynamicScale, FixedScale
 
@@ -29,13 +30,13 @@ def same_bits(left, right):
 
 
 def test_the_backend_that_was_asked_for_is_the_one_that_runs():
-    assert keras.backend.backend() == BACKEND
+    assert importlib.import_module(KERAS).backend.backend() == BACKEND
 
 
 # 1. A step with a non-finite gradient changes nothing but the scale and the counts.
 
 
-@pytest.mark.parametrize("inner", INNER.values(), ids=INNER.keys())
+@pytest.mark.parametrize("inner", INNER)
 def test_a_non_finite_step_changes_no_parameter_and_no_optimizer_state(shell, inner):
     harness = shell.make(VALUES, inner, DynamicScale(8.0, growth_interval=100))
     for _ in range(3):
@@ -51,7 +52,7 @@ def test_a_non_finite_step_changes_no_parameter_and_no_optimizer_state(shell, in
 @pytest.mark.parametrize("tensor", [0, 1])
 @pytest.mark.parametrize("value", NON_FINITE.values(), ids=NON_FINITE.keys())
 def test_every_kind_of_non_finite_value_is_found_in_every_tensor(shell, value, tensor):
-    harness = shell.make(VALUES, INNER["momentum"], DynamicScale(8.0, growth_interval=2))
+    harness = shell.make(VALUES, "momentum", DynamicScale(8.0, growth_interval=2))
     harness.step(GRADIENTS)
     parameters = harness.parameters()
     harness.step(spoiled(value, tensor))
@@ -63,8 +64,8 @@ def test_every_kind_of_non_finite_value_is_found_in_every_tensor(shell, value, t
 
 
 def test_training_with_skipped_steps_is_training_without_them(shell):
-    scaled = shell.make(VALUES, INNER["adam"], DynamicScale(8.0, growth_interval=2))
-    plain = shell.make(VALUES, INNER["adam"])
+    scaled = shell.make(VALUES, "adam", DynamicScale(8.0, growth_interval=2))
+    plain = shell.make(VALUES, "adam")
     for spoil in (True, True, False, True, False, False, True, False):
         if spoil:
             scaled.step(spoiled(np.nan))
@@ -81,7 +82,7 @@ def test_training_with_skipped_steps_is_training_without_them(shell):
 @pytest.mark.parametrize("min_scale", [1.0, 2.0**-126])
 def test_no_number_of_overflows_takes_the_scale_below_its_floor(shell, min_scale):
     rule = DynamicScale(2.0**15, min_scale=min_scale)
-    harness = shell.make(VALUES, INNER["momentum"], rule)
+    harness = shell.make(VALUES, "momentum", rule)
     for _ in range(150):
         harness.step(spoiled(np.inf))
     assert harness.scale() == np.float32(min_scale)
@@ -91,7 +92,7 @@ def test_no_number_of_overflows_takes_the_scale_below_its_floor(shell, min_scale
 
 
 def test_no_number_of_growths_takes_the_scale_above_its_ceiling(shell):
-    harness = shell.make(VALUES, INNER["momentum"], DynamicScale(2.0**15, growth_interval=1))
+    harness = shell.make(VALUES, "momentum", DynamicScale(2.0**15, growth_interval=1))
     tiny = [gradient * np.float32(2.0**-20) for gradient in GRADIENTS]
     for _ in range(130):
         harness.step(tiny)
@@ -103,11 +104,10 @@ def test_no_number_of_growths_takes_the_scale_above_its_ceiling(shell):
 def test_a_gradient_that_unscaling_makes_infinite_is_skipped(shell):
     # With a scale below 1 unscaling multiplies, and a large finite gradient can overflow.
     rule = DynamicScale(2.0**-8, min_scale=2.0**-10)
-    harness = shell.make(VALUES, INNER["sgd"], rule)
+    harness = shell.make(VALUES, "sgd", rule)
     huge = [gradient * np.float32(5e37) for gradient in GRADIENTS]
     parameters = harness.parameters()
-    harness._of_scaled_loss = lambda gradients: gradients
-    harness.optimizer.scale_loss(1.0)
+    harness.take_for_scaled()
     harness.step(huge)
     same_bits(harness.parameters(), parameters)
     assert harness.counters()[1] == 1
@@ -129,7 +129,7 @@ SEQUENCE = [True, True, True, False, True, True, False, False, False, *[True] * 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_the_scale_follows_the_rule_bit_for_bit(shell, rule):
-    harness = shell.make(VALUES, INNER["sgd"], rule)
+    harness = shell.make(VALUES, "sgd", rule)
     seen = []
     for finite in SEQUENCE:
         harness.step(GRADIENTS if finite else spoiled(np.nan))
@@ -140,7 +140,7 @@ def test_the_scale_follows_the_rule_bit_for_bit(shell, rule):
 # 4. Gradients are unscaled in float32 or wider, by the scale that multiplied the loss.
 
 
-@pytest.mark.parametrize("inner", INNER.values(), ids=INNER.keys())
+@pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("scale", [2.0**-3, 2.0**15, 2.0**60])
 def test_powers_of_two_leave_the_weights_bit_identical(shell, inner, scale):
     rule = DynamicScale(scale, growth_interval=2, min_scale=min(1.0, scale))
@@ -155,9 +155,8 @@ def test_powers_of_two_leave_the_weights_bit_identical(shell, inner, scale):
 
 
 def test_small_float16_gradients_survive_a_large_scale(shell):
-    harness = shell.make(VALUES, lambda: keras.optimizers.SGD(1.0), FixedScale(2.0**30))
-    harness._of_scaled_loss = lambda gradients: gradients
-    harness.optimizer.scale_loss(1.0)
+    harness = shell.make(VALUES, "plain", FixedScale(2.0**30))
+    harness.take_for_scaled()
     scaled = [np.full(value.shape, 1.5, np.float16) for value in VALUES]
     for variable in harness.variables:
         variable.assign(np.zeros(variable.shape, np.float32))
@@ -167,9 +166,8 @@ def test_small_float16_gradients_survive_a_large_scale(shell):
 
 
 def test_other_scales_divide_to_within_a_rounding(shell):
-    harness = shell.make(VALUES, lambda: keras.optimizers.SGD(1.0), FixedScale(3.0))
-    harness._of_scaled_loss = lambda gradients: gradients
-    harness.optimizer.scale_loss(1.0)
+    harness = shell.make(VALUES, "plain", FixedScale(3.0))
+    harness.take_for_scaled()
     for variable in harness.variables:
         variable.assign(np.zeros(variable.shape, np.float32))
     harness.step([np.full(value.shape, 10.0, np.float32) for value in VALUES])
@@ -182,17 +180,15 @@ def test_other_scales_divide_to_within_a_rounding(shell):
 
 
 def test_a_scaled_float16_loss_does_not_overflow(shell):
-    harness = shell.make(VALUES, INNER["sgd"], FixedScale(2.0**20))
-    loss = keras.ops.convert_to_tensor(np.float16(1000.0))
-    scaled = keras.ops.convert_to_numpy(harness.optimizer.scale_loss(loss))
-    assert scaled == np.float32(1000 * 2.0**20)
+    harness = shell.make(VALUES, "sgd", FixedScale(2.0**20))
+    assert harness.scale_loss(np.float16(1000.0)) == np.float32(1000 * 2.0**20)
 
 
 # 5. What the inner optimizer does to gradients, it does to unscaled ones, on applied steps only:
 #    the clipping, decaying, averaging and accumulating rows of the tests above.
 
 
-@pytest.mark.parametrize("inner", INNER.values(), ids=INNER.keys())
+@pytest.mark.parametrize("inner", INNER)
 def test_skipped_steps_leave_no_trace_in_later_ones(shell, inner):
     scaled = shell.make(VALUES, inner, DynamicScale(2.0**10, growth_interval=3))
     plain = shell.make(VALUES, inner)
@@ -209,11 +205,11 @@ def test_skipped_steps_leave_no_trace_in_later_ones(shell, inner):
 
 def test_a_loaded_optimizer_goes_on_as_the_saved_one(shell, tmp_path):
     rule = DynamicScale(2.0**10, growth_interval=3)
-    saved = shell.make(VALUES, INNER["adam"], rule)
+    saved = shell.make(VALUES, "adam", rule)
     for spoil in (False, False, True, False, False):
         saved.step(spoiled(np.inf) if spoil else GRADIENTS)
     saved.save(tmp_path / "state.weights.h5")
-    loaded = shell.make([value * 0 for value in VALUES], INNER["adam"], rule)
+    loaded = shell.make([value * 0 for value in VALUES], "adam", rule)
     loaded.load(tmp_path / "state.weights.h5")
     for _ in range(2):
         assert loaded.scale() == saved.scale()
@@ -230,7 +226,7 @@ def test_a_loaded_optimizer_goes_on_as_the_saved_one(shell, tmp_path):
 def test_one_trace_serves_all_steps(shell):
     if not shell.compiles:
         pytest.skip("this shell compiles nothing")
-    harness = shell.make(VALUES, INNER["adam"], DynamicScale(8.0, growth_interval=2))
+    harness = shell.make(VALUES, "adam", DynamicScale(8.0, growth_interval=2))
     harness.step(GRADIENTS)
     first = harness.traces
     for spoil in (False, True, False, False):
@@ -244,7 +240,7 @@ def test_one_trace_serves_all_steps(shell):
 
 
 def test_variables_without_a_gradient_are_left_alone(shell):
-    harness = shell.make(VALUES, INNER["sgd"], DynamicScale(8.0, growth_interval=2))
+    harness = shell.make(VALUES, "sgd", DynamicScale(8.0, growth_interval=2))
     before = harness.parameters()
     with pytest.warns(UserWarning, match="Gradients do not exist"):
         harness.step([GRADIENTS[0], None])
@@ -255,7 +251,7 @@ def test_variables_without_a_gradient_are_left_alone(shell):
 
 
 def test_no_gradients_at_all_are_an_error_that_changes_nothing(shell):
-    harness = shell.make(VALUES, INNER["sgd"], DynamicScale(8.0, growth_interval=1))
+    harness = shell.make(VALUES, "sgd", DynamicScale(8.0, growth_interval=1))
     before = harness.parameters()
     with pytest.raises(ValueError, match="No gradients"):
         harness.step([None, None])
@@ -265,8 +261,8 @@ def test_no_gradients_at_all_are_an_error_that_changes_nothing(shell):
 
 
 def test_an_empty_list_never_grows_the_scale(shell):
-    harness = shell.make(VALUES, INNER["sgd"], DynamicScale(8.0, growth_interval=1))
-    harness.optimizer.apply([], [])
+    harness = shell.make(VALUES, "sgd", DynamicScale(8.0, growth_interval=1))
+    harness.apply_nothing()
     assert harness.scale() == 8.0
     assert harness.counters() == (0, 0, False, 0)
     with pytest.raises(ValueError, match="empty list"):
@@ -277,17 +273,18 @@ def test_an_empty_list_never_grows_the_scale(shell):
 
 
 def test_wrapping_a_wrapped_optimizer_is_a_type_error(shell):
-    harness = shell.make(VALUES, INNER["sgd"], DynamicScale())
+    harness = shell.make(VALUES, "sgd", DynamicScale())
     with pytest.raises(TypeError, match="LossScaleOptimizer itself"):
         lossscale.LossScaleOptimizer(harness.optimizer)
     with pytest.raises(TypeError, match="already wrapped"):
         lossscale.LossScaleOptimizer(harness.inner_optimizer)
     with pytest.raises(TypeError, match="LossScaleOptimizer itself"):
-        lossscale.LossScaleOptimizer(keras.optimizers.LossScaleOptimizer(INNER["sgd"]()))
+        lossscale.LossScaleOptimizer(harness.framework_wrapper())
 
 
-@pytest.mark.parametrize("wrong", ["adam", None, 3, keras.optimizers.SGD, lambda: None])
+@pytest.mark.parametrize("wrong", ["adam", None, 3, "a class", lambda: None])
 def test_wrapping_no_optimizer_is_a_type_error(shell, wrong):
+    wrong = shell.harness.optimizers().SGD if wrong == "a class" else wrong
     with pytest.raises(TypeError, match="must be an optimizer"):
         lossscale.LossScaleOptimizer(wrong)
 
@@ -296,7 +293,7 @@ def test_wrapping_no_optimizer_is_a_type_error(shell, wrong):
 
 
 def test_a_fixed_scale_applies_what_it_gets(shell):
-    harness = shell.make(VALUES, INNER["sgd"], FixedScale(8.0))
+    harness = shell.make(VALUES, "sgd", FixedScale(8.0))
     harness.step(spoiled(np.inf))
     assert not np.isfinite(harness.parameters()[0]).all()
     assert harness.scale() == 8.0
@@ -304,7 +301,7 @@ def test_a_fixed_scale_applies_what_it_gets(shell):
 
 
 def test_a_fixed_scale_skips_when_it_is_asked_to(shell):
-    harness = shell.make(VALUES, INNER["sgd"], FixedScale(8.0, skip_nonfinite=True))
+    harness = shell.make(VALUES, "sgd", FixedScale(8.0, skip_nonfinite=True))
     before = harness.parameters()
     harness.step(spoiled(np.inf))
     same_bits(harness.parameters(), before)

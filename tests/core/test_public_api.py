@@ -21,6 +21,15 @@ PUBLIC = {
         "LossScale",
         "LossScaleOptimizer",
     },
+    "lossscale.migration": {
+        "FileDescription",
+        "OptimizerDescription",
+        "Restored",
+        "describe_file",
+        "load_model",
+        "migrate_file",
+        "restore_checkpoint",
+    },
 }
 
 

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from conformance.shells import TABLE
+
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -69,3 +71,12 @@ def test_the_documents_name_files_that_exist():
     for page in PAGES:
         for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} names {target}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/what_runs_where.md"])
+def test_the_table_of_what_runs_where_has_every_shell_and_no_failure(page):
+    rows = re.findall(
+        r"^\| (\S+-\S+) \| (\d+) \| \d+ \| (\d+) \|$", (ROOT / page).read_text(), re.M
+    )
+    assert {name for name, _, _ in rows} == {shell.name for shell in TABLE}
+    assert all(int(passed) > 50 and int(failed) == 0 for _, passed, failed in rows)

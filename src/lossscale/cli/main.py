@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import NoReturn
 
-from lossscale.cli import demo
+from lossscale.cli import demo, migrate
 from lossscale.cli.errors import CommandError, UsageError
 
 
@@ -26,6 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     demo.add_parser(verbs)
+    migrate.add_parser(verbs)
     return parser
 
 

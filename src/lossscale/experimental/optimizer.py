@@ -101,11 +101,8 @@ class LossScaleOptimizer(_Base):
         described = serialize(self._loss_scale)
         if type(self._loss_scale) not in (FixedLossScale, DynamicLossScale):
             described["class_name"] = self._registered_name(type(self._loss_scale))
-        return {
-            "name": config["name"],
-            "optimizer": config["inner_optimizer"],
-            "loss_scale": described,
-        }
+        name = {"name": config["name"]} if "name" in config else {}
+        return {**name, "optimizer": config["inner_optimizer"], "loss_scale": described}
 
     @classmethod
     def from_config(
@@ -117,7 +114,7 @@ class LossScaleOptimizer(_Base):
             config: A dictionary from `get_config`; it is not changed.
             custom_objects: Classes that the configuration names, by class name.
         """
-        shell: Any = cls if cls._framework else registry.default_shell()
+        shell: Any = cls if cls._framework else registry.default_shell(config)
         if "loss_scale" in config:
             inner, name = config.get("optimizer"), config.get("name")
             described = config["loss_scale"]

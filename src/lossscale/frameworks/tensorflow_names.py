@@ -36,6 +36,9 @@ def put_in_place(
         # attribute access above.
         imported = importlib.import_module("tensorflow.keras.mixed_precision")
         _put_optimizers(stack, imported, optimizer, older_optimizer)
+        tf_keras = sys.modules.get("tf_keras")
+        if tf_keras is not None:
+            _put_optimizers(stack, tf_keras.mixed_precision, optimizer, older_optimizer)
         return stack.pop_all()
 
 
@@ -49,9 +52,11 @@ def _put_optimizers(
     older = _submodule(stack, mixed_precision, "experimental")
     _set(stack, older, "LossScaleOptimizer", older_optimizer)
     # Code of that time sets the policy from the same place.
-    _set(stack, older, "Policy", mixed_precision.Policy)
-    _set(stack, older, "global_policy", mixed_precision.global_policy)
-    _set(stack, older, "set_policy", mixed_precision.set_global_policy)
+    # tf_keras has these in its names for TensorFlow 2 only.
+    policies = tf.keras.mixed_precision
+    _set(stack, older, "Policy", policies.Policy)
+    _set(stack, older, "global_policy", policies.global_policy)
+    _set(stack, older, "set_policy", policies.set_global_policy)
 
 
 def _put_loss_scales(

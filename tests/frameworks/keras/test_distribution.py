@@ -406,3 +406,9 @@ def test_applying_outside_the_replicas_is_an_error_that_says_where_to_apply(two_
     assert number(optimizer.iterations) == 0
     (found,) = same_on_both([weight], two_replicas)
     np.testing.assert_array_equal(found, START)
+
+
+def test_a_strategy_that_does_not_work_is_refused_at_once():
+    strategy = tf.distribute.experimental.CentralStorageStrategy()
+    with strategy.scope(), pytest.raises(ValueError, match=r"CentralStorageStrategy.*Supported"):
+        wrapped()

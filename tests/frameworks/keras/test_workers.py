@@ -1,12 +1,10 @@
 """Two worker processes on this machine, under `tf.distribute.MultiWorkerMirroredStrategy`."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 
 import pytest
+
+from two_workers import on_two_workers
 
 LOOP = """
 import json, sys
@@ -58,43 +56,6 @@ try:
 except ValueError as error:
     print("PerReplica" in str(error))
 """
-
-
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
-def on_two_workers(source, *arguments):
-    """Runs a program in two worker processes; returns the last line that each prints."""
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
-    workers = []
-    for index in range(2):
-        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-        workers.append(
-            subprocess.Popen(
-                [sys.executable, "-c", source, *arguments],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "TF_CONFIG": json.dumps(cluster)},
-            )
-        )
-    lines = []
-    try:
-        for worker in workers:
-            output, errors = worker.communicate(timeout=120)
-            assert worker.returncode == 0, errors[-3000:]
-            lines.append(output.strip().splitlines()[-1])
-    finally:
-        for worker in workers:
-            worker.kill()
-    return lines
 
 
 @pytest.mark.parametrize("aggregate", [True, False], ids=["aggregated", "unaggregated"])

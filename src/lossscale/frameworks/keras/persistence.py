@@ -16,8 +16,8 @@ import numpy as np
 from keras.src.saving.keras_saveable import KerasSaveable
 
 from lossscale.errors import LossScaleWarning
-from lossscale.frameworks.keras.part import Part
 from lossscale.frameworks.keras.weights import numpy_of
+from lossscale.frameworks.part import Part
 
 # Keras' own LossScaleOptimizer writes these before the inner optimizer's variables. The first
 # two have no effect there.

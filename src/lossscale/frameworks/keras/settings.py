@@ -6,7 +6,7 @@ import difflib
 from typing import Any
 
 from lossscale.errors import ArgumentError, UnknownSettingError
-from lossscale.frameworks.keras.part import Part
+from lossscale.frameworks.part import Part
 
 # Keras' base class sets these on every optimizer. On a wrapper they would hide the settings of
 # the optimizer inside, which are the ones that have an effect.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, ClassVar
 
 import keras
@@ -12,9 +11,11 @@ from keras import ops
 from keras.src.utils.tracking import Tracker
 
 from lossscale.arguments import config_from_rule, rule_from_arguments
-from lossscale.frameworks.keras import engines
-from lossscale.frameworks.keras.checks import check_inner, check_names, remember_wrapper
-from lossscale.frameworks.keras.convention import GradientConvention
+from lossscale.errors import ArgumentError
+from lossscale.frameworks.checks import remember_wrapper
+from lossscale.frameworks.convention import GradientConvention
+from lossscale.frameworks.keras import engines, older_names
+from lossscale.frameworks.keras.checks import check_inner, check_names
 from lossscale.frameworks.keras.iterations import StepCounter
 from lossscale.frameworks.keras.persistence import LossScaleStore, Persistence
 from lossscale.frameworks.keras.settings import SETTINGS_OF_THE_BASE, InnerSettings
@@ -22,7 +23,8 @@ from lossscale.frameworks.keras.standalone import Standalone
 from lossscale.frameworks.keras.state import State
 from lossscale.frameworks.keras.training import TrainingStep
 from lossscale.frameworks.keras.verbs import DocumentedVerbs
-from lossscale.frameworks.keras.weights import DocumentedWeights, VariableList
+from lossscale.frameworks.keras.weights import DocumentedWeights
+from lossscale.frameworks.variable_list import VariableList
 from lossscale.optimizer import LossScaleOptimizer
 
 
@@ -62,6 +64,7 @@ class KerasLossScaleOptimizer(
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
         check_inner(inner_optimizer)
         engine = engines.load()
+        engine.check_strategy()
         # Past Keras' own class, whose constructor would clear the inner optimizer's settings.
         super(keras.optimizers.LossScaleOptimizer, self).__init__(
             learning_rate=0.0, name=name or "loss_scale_optimizer"
@@ -202,5 +205,16 @@ class KerasLossScaleOptimizer(
     def _inner_from_config(cls, config: Any, custom_objects: Any) -> Any:
         if isinstance(config, keras.optimizers.Optimizer):
             return config
-        # Keras lower-cases the class name in the dictionary it is given.
-        return keras.optimizers.deserialize(copy.deepcopy(config), custom_objects=custom_objects)
+        # A copy: Keras lower-cases the class name in the dictionary it is given.
+        config = older_names.inner_config(config, custom_objects)
+        inner = keras.optimizers.deserialize(config, custom_objects=custom_objects)
+        if isinstance(inner, str):
+            # Keras' way of saying that it knows no optimizer of this name.
+            raise ArgumentError(
+                f"The optimizer {inner!r} in the configuration is not known. Pass its class in "
+                f"custom_objects={{{inner!r}: ...}}."
+            )
+        return inner
+
+
+older_names.register(KerasLossScaleOptimizer)

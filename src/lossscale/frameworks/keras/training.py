@@ -12,8 +12,8 @@ from keras import ops
 from keras.src.utils.tracking import no_automatic_dependency_tracking
 
 from lossscale.errors import ArgumentError, GradientsError
-from lossscale.frameworks.keras.checks import check_some_gradient, checked_pairs
-from lossscale.frameworks.keras.part import Part
+from lossscale.frameworks.checks import check_some_gradient, checked_pairs
+from lossscale.frameworks.part import Part
 
 
 class TrainingStep(Part):

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from lossscale.errors import ArgumentTypeError, GradientsError
-from lossscale.frameworks.keras.checks import checked_pairs
-from lossscale.frameworks.keras.part import Part
+from lossscale.frameworks.checks import checked_pairs
+from lossscale.frameworks.part import Part
 
 
 class DocumentedVerbs(Part):

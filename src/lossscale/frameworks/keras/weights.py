@@ -8,7 +8,8 @@ from typing import Any
 import keras
 
 from lossscale.errors import ArgumentError, UnknownSlotError
-from lossscale.frameworks.keras.part import Part
+from lossscale.frameworks.part import Part
+from lossscale.frameworks.variable_list import VariableList
 
 # What TensorFlow's optimizers called the slots that Keras 3 names otherwise.
 _OLDER_SLOT_NAMES: dict[str, dict[str, str]] = {
@@ -19,16 +20,6 @@ _OLDER_SLOT_NAMES: dict[str, dict[str, str]] = {
     "Nadam": {"m": "momentum", "v": "velocity"},
     "RMSprop": {"rms": "velocity", "mg": "average_gradient"},
 }
-
-
-class VariableList(list[Any]):
-    """A list of variables that returns itself when called.
-
-    Keras 3 has `optimizer.variables`, the documents have `optimizer.variables()`.
-    """
-
-    def __call__(self) -> VariableList:
-        return self
 
 
 class DocumentedWeights(Part):

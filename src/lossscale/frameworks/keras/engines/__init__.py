@@ -1,5 +1,6 @@
 """What loss scaling needs of a Keras backend: one module per backend, all with these names.
 
+- `check_strategy()`: refuses a distribution under which loss scaling does not work.
 - `current_place()`: the graph being traced and the replica.
 - `outside_traces()`: a context in which variables are set now and once.
 - `read(variable)`: its value now, as a tensor that does not change with it.

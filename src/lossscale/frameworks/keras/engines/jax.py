@@ -11,12 +11,23 @@ import keras
 from jax.experimental.sparse import BCOO
 
 from lossscale.errors import UnsupportedError
-from lossscale.frameworks.keras.engines.common import aggregation_name, outside_traces
+from lossscale.frameworks.keras.engines.common import (
+    aggregation_name,
+    check_strategy,
+    outside_traces,
+)
 from lossscale.frameworks.keras.engines.common import flat_keras_variables as flat_variables
 from lossscale.frameworks.keras.engines.common import is_keras_variable as is_variable
 from lossscale.frameworks.keras.engines.common import only_place as current_place
 
-__all__ = ["aggregation_name", "current_place", "flat_variables", "is_variable", "outside_traces"]
+__all__ = [
+    "aggregation_name",
+    "check_strategy",
+    "current_place",
+    "flat_variables",
+    "is_variable",
+    "outside_traces",
+]
 
 
 def read(variable: Any) -> Any:

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 from lossscale.errors import LossScaleWarning
-from lossscale.frameworks.keras.engines.common import Place
 
 _NOTHING_SCALED = (
     "apply_gradients() was called, and the loss was never scaled. The gradients are applied as "
@@ -48,6 +47,18 @@ _EITHER = (
     "are taken for scaled ones and divided by the loss scale. Call apply_gradients() inside the "
     "tf.function, or use only one of the two."
 )
+
+
+class Place(NamedTuple):
+    """Where in a program a call is made.
+
+    Attributes:
+        graph: The graph being traced, None where there is none.
+        replicas: The numbers of the replicas it is made for.
+    """
+
+    graph: Any
+    replicas: tuple[int, ...]
 
 
 class GradientConvention:

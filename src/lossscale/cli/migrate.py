@@ -1,0 +1,143 @@
+"""`lossscale migrate`: says what an old file holds, and writes it for Keras 3."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lossscale.cli.backend import choose_backend, silenced
+from lossscale.cli.errors import MissingExtraError, UsageError
+from lossscale.errors import LossScaleError, LossScaleWarning
+
+
+def add_parser(verbs: Any) -> None:
+    """Adds the verb to the subparsers of the command."""
+    parser = verbs.add_parser(
+        "migrate",
+        help="say what a file of an older TensorFlow holds, and write it for Keras 3",
+        description="Prints what a checkpoint or a model file of TensorFlow 2.0 to 2.15, tf_keras "
+        "or Keras 3 holds of a loss scale optimizer. With NEW, writes it anew: a model as a "
+        ".keras file, a checkpoint as an .h5 file for lossscale.migration.restore_checkpoint.",
+    )
+    parser.add_argument(
+        "old",
+        metavar="OLD",
+        help="the prefix of a checkpoint, its .index file, a folder with checkpoints, or an HDF5 "
+        "or .keras model",
+    )
+    parser.add_argument(
+        "new", metavar="NEW", nargs="?", type=Path, help="the file to write (default: none)"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite NEW if it exists")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Describes a file, and writes it anew if asked to.
+
+    Args:
+        arguments: `old`, `new`, `force` and `json`, as parsed.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        CommandError: If the file cannot be read or written, or a package is missing.
+    """
+    if arguments.force and arguments.new is None:
+        raise UsageError("--force says that NEW may be overwritten, and there is no NEW")
+    _check_installed(arguments)
+    if find_spec("keras") is not None:
+        choose_backend(None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with silenced():
+                description = _described(arguments)
+        except LossScaleError as error:
+            raise UsageError(" ".join(str(error).split())) from error
+    for warning in caught:
+        if issubclass(warning.category, LossScaleWarning):
+            print(f"lossscale: warning: {warning.message}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps({**description.to_dict(), "written": _text(arguments.new)}, indent=2))
+    else:
+        _print(description, arguments.new)
+    return 0
+
+
+def _described(arguments: argparse.Namespace) -> Any:
+    # These need what was just checked, and Keras reads its backend when it is imported.
+    from lossscale import migration
+
+    description = migration.describe_file(arguments.old)
+    if arguments.new is not None:
+        migration.migrate_file(arguments.old, arguments.new, overwrite=arguments.force)
+    return description
+
+
+def _check_installed(arguments: argparse.Namespace) -> None:
+    needed = {"numpy": "tensorflow", "h5py": "tensorflow", "keras": "tensorflow"}
+    if not arguments.json:
+        needed["rich"] = "demo"
+    if Path(f"{arguments.old}".removesuffix(".index") + ".index").is_file():
+        needed["tensorflow"] = "tensorflow"
+    missing = [module for module in needed if find_spec(module) is None]
+    if missing:
+        extras = ",".join(dict.fromkeys(needed[module] for module in missing))
+        raise MissingExtraError(
+            f'{", ".join(missing)} not found: pip install "lossscale[{extras}]"'
+        )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _print(description: Any, written: Path | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"{description.path}: {description.form}", markup=False, soft_wrap=True)
+    for optimizer in description.optimizers:
+        table = Table(show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in _rows(optimizer):
+            table.add_row(name, value)
+        console.print(table)
+    if written is not None:
+        console.print(f"Written: {written}", markup=False, soft_wrap=True)
+
+
+def _rows(optimizer: Any) -> list[tuple[str, str]]:
+    slots = ", ".join(f"{name} ({count})" for name, count in optimizer.slots.items())
+    settings = ", ".join(f"{name}={_number(v)}" for name, v in optimizer.settings.items())
+    scale = _number(optimizer.scale)
+    if optimizer.scaling == "dynamic" and optimizer.good_steps is None:
+        scale += " at the start; the file does not hold the current one"
+    return [
+        ("in the file at", optimizer.path or "(root)"),
+        ("written by", optimizer.era),
+        ("optimizer", optimizer.optimizer or "not named in the file"),
+        ("loss scaling", optimizer.scaling),
+        ("loss scale", scale),
+        ("good steps", _number(optimizer.good_steps)),
+        ("iterations", _number(optimizer.iterations)),
+        ("learning rate", _number(optimizer.learning_rate)),
+        ("settings", settings or "-"),
+        ("slots", slots or "-"),
+    ]
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,171 @@
+"""Configurations of the optimizers inside, from every release of TensorFlow, as Keras 3 reads them.
+
+Nothing is dropped silently: what has no effect in Keras 3 is left out, what Keras 3 says in
+another way is said so, and what it cannot do is an error or a warning that names it.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from lossscale.errors import ArgumentError, LossScaleWarning
+
+# By the name in lower case: TensorFlow's own loader lower-cases names in the caller's dictionary.
+_OPTIMIZERS = {
+    name.lower(): name
+    for name in (
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "Ftrl",
+        "Lion",
+        "Nadam",
+        "RMSprop",
+        "SGD",
+    )
+}
+# What TensorFlow's exports called two of them.
+_OPTIMIZERS["gradientdescent"] = "SGD"
+_OPTIMIZERS["gradient_descent"] = "SGD"
+
+_SCHEDULES = {
+    "CosineDecay",
+    "CosineDecayRestarts",
+    "ExponentialDecay",
+    "InverseTimeDecay",
+    "PiecewiseConstantDecay",
+    "PolynomialDecay",
+}
+_SCHEDULES_WITHOUT_SUCCESSOR = {"LinearCosineDecay", "NoisyLinearCosineDecay"}
+
+# They say how TensorFlow was to run the optimizer, not what it computes.
+_WITHOUT_EFFECT = ("is_legacy_optimizer", "jit_compile")
+
+NADAM_DECAY = (
+    "The file's Nadam raises its momentum slowly (schedule_decay={decay:g}); Keras 3's has no "
+    "such setting and raises it faster. The state is kept, but the next steps differ a little."
+)
+
+
+def inner_config(config: Any, custom_objects: Mapping[str, Any] | None = None) -> Any:
+    """Returns the configuration of an inner optimizer as Keras 3 reads it.
+
+    Args:
+        config: What stands under `inner_optimizer` or `optimizer` in a configuration of any
+            release; it is not changed. What is no dictionary is returned as it is.
+        custom_objects: The caller's own classes. A configuration that names one of them is
+            returned unchanged.
+
+    Raises:
+        ArgumentError: If Keras 3 cannot do what a setting says; the message names it.
+
+    Example:
+        >>> inner_config({"class_name": "sgd", "module": "keras.optimizers.legacy",
+        ...               "config": {"lr": 0.5, "decay": 0.0}, "registered_name": None})
+        {'class_name': 'SGD', 'config': {'learning_rate': 0.5}}
+    """
+    if not isinstance(config, Mapping) or "class_name" not in config:
+        return config
+    written = str(config["class_name"])
+    registered = config.get("registered_name")
+    if {written, registered} & set(custom_objects or ()):
+        return copy.deepcopy(dict(config))
+    # TensorFlow 2.8 to 2.10 registered its new optimizers, which put this before their names.
+    name = _OPTIMIZERS.get(written.removeprefix("Custom>").lower())
+    if name is None or (registered and ">" in registered and registered[:7] != "Custom>"):
+        return copy.deepcopy(dict(config))
+    settings = copy.deepcopy(dict(config.get("config") or {}))
+    return {"class_name": name, "config": _settings(name, settings)}
+
+
+def _settings(optimizer: str, settings: dict[str, Any]) -> dict[str, Any]:
+    for name in _WITHOUT_EFFECT:
+        settings.pop(name, None)
+    if "lr" in settings:
+        rate = settings.pop("lr")
+        settings.setdefault("learning_rate", rate)
+    if settings.get("epsilon", 0) is None:
+        # TensorFlow put its default in its place, and so does Keras 3 if nothing is there.
+        del settings["epsilon"]
+    for name in ("clipnorm", "clipvalue", "global_clipnorm"):
+        if name in settings and settings[name] is None:
+            del settings[name]
+    decay = settings.pop("decay", None)
+    slow_rise = settings.pop("schedule_decay", None)
+    if "learning_rate" in settings:
+        settings["learning_rate"] = schedule_config(settings["learning_rate"])
+    if optimizer == "Nadam":
+        # What every other optimizer calls the decay of the learning rate.
+        slow_rise = decay if slow_rise is None else slow_rise
+        if slow_rise is not None and slow_rise != 1.0:
+            warnings.warn(NADAM_DECAY.format(decay=slow_rise), LossScaleWarning, stacklevel=2)
+    elif decay:
+        settings["learning_rate"] = decayed(settings.get("learning_rate"), decay, optimizer)
+    return settings
+
+
+def schedule_config(rate: Any) -> Any:
+    """Returns a learning rate as Keras 3 reads it: a schedule gets the module that names it.
+
+    Args:
+        rate: A number, or the configuration of a schedule.
+
+    Raises:
+        ArgumentError: If Keras 3 has no such schedule.
+    """
+    if not isinstance(rate, Mapping):
+        return rate
+    name = str(rate.get("class_name", ""))
+    if name in _SCHEDULES_WITHOUT_SUCCESSOR:
+        raise ArgumentError(
+            f"Keras 3 has no learning rate schedule {name!r}. Make the optimizer with a "
+            "schedule of your own, and restore its state with "
+            "lossscale.migration.restore_checkpoint."
+        )
+    if name not in _SCHEDULES or ">" in str(rate.get("registered_name") or ""):
+        return dict(rate)
+    settings = dict(rate.get("config") or {})
+    if settings.get("name", "") is None:
+        # Keras 3 has a name of its own for each, and refuses this one.
+        del settings["name"]
+    return {
+        "module": "keras.optimizers.schedules",
+        "class_name": name,
+        "config": settings,
+        "registered_name": None,
+    }
+
+
+def decayed(rate: Any, decay: float, optimizer: str) -> dict[str, Any]:
+    """Returns the schedule that does what `decay` did: rate / (1 + decay * iterations).
+
+    Args:
+        rate: The learning rate, a number.
+        decay: What TensorFlow's optimizers called `decay`, per step.
+        optimizer: The name of the optimizer, for the message.
+
+    Raises:
+        ArgumentError: If the learning rate is a schedule too.
+    """
+    if rate is None or isinstance(rate, Mapping):
+        what = "a schedule" if rate else "no learning rate"
+        raise ArgumentError(
+            f"The configuration of {optimizer} has decay={decay!r} beside {what}. Keras 3 has "
+            "no `decay`; make the optimizer with one schedule that does both."
+        )
+    return {
+        "module": "keras.optimizers.schedules",
+        "class_name": "InverseTimeDecay",
+        "config": {
+            "initial_learning_rate": float(rate),
+            "decay_steps": 1,
+            "decay_rate": float(decay),
+        },
+        "registered_name": None,
+    }

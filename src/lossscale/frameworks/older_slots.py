@@ -1,0 +1,166 @@
+"""What the releases called the state that an optimizer keeps for each variable, and its order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+# For each optimizer, groups of names of one and the same slot: of TensorFlow's first optimizers,
+# of its new ones, of Keras 3, and of the attribute that holds it.
+_MOMENTUM = {"momentum", "m", "momentums", "_momentums"}
+_VELOCITY = {"velocity", "v", "_velocities"}
+_LARGEST = {"velocity_hat", "vhat", "_velocity_hats"}
+_ACCUMULATOR = {"accumulator", "_accumulators"}
+SYNONYMS: dict[str, tuple[set[str], ...]] = {
+    "SGD": (_MOMENTUM,),
+    "Lion": (_MOMENTUM,),
+    "Adam": (_MOMENTUM, _VELOCITY, _LARGEST),
+    "AdamW": (_MOMENTUM, _VELOCITY, _LARGEST),
+    "Nadam": (_MOMENTUM, _VELOCITY),
+    "Adamax": ({"momentum", "m", "_m"}, {"norm", "u", "v", "_u"}),
+    "RMSprop": (
+        {"velocity", "rms", "_velocities"},
+        {"momentum", "_momentums"},
+        {"average_gradient", "mg", "_average_gradients"},
+    ),
+    "Adagrad": (_ACCUMULATOR,),
+    "Adadelta": (
+        {"accumulated_grad", "accum_grad", "_accumulated_grads"},
+        {"accumulated_delta_var", "accum_var", "_accumulated_delta_vars"},
+    ),
+    "Ftrl": (_ACCUMULATOR, {"linear", "_linears"}),
+}
+_AVERAGE = {"average", "_model_variables_moving_average"}
+
+# The order in which TensorFlow's new optimizers (and none of the first ones) create their state:
+# slots in one group are created for one variable after the other, groups one after the other.
+_NEW_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
+    "SGD": (("m",),),
+    "Lion": (("m",),),
+    "Adam": (("m", "v"), ("vhat",)),
+    "AdamW": (("m", "v"), ("vhat",)),
+    "Nadam": (("m", "v"),),
+    "Adamax": (("m", "u"),),
+    "RMSprop": (("velocity",), ("momentum",), ("average_gradient",)),
+    "Adagrad": (("accumulator",),),
+    "Adadelta": (("accumulated_grad", "accumulated_delta_var"),),
+    "Ftrl": (("accumulator", "linear"),),
+}
+
+_LABELS = {slot for groups in _NEW_ORDER.values() for group in groups for slot in group}
+_LABELS |= {"average", "r", "c"}
+
+
+class Place(NamedTuple):
+    """Where a saved array belongs: a slot and the number of the variable, or a name alone."""
+
+    name: str
+    turn: int | None = None
+
+
+def kind_of(optimizer: Any) -> str | None:
+    """Returns the name of the known optimizer that this one is or inherits from, or None."""
+    return next((cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in SYNONYMS), None)
+
+
+def names_for(kind: str | None, names: Sequence[str]) -> list[str]:
+    """Returns every name that a slot may have, the given ones first.
+
+    Args:
+        kind: An optimizer's name, as `kind_of` returns it.
+        names: What a file calls the slot.
+
+    Example:
+        >>> sorted(names_for("Adamax", ["v"]))
+        ['_u', 'norm', 'u', 'v']
+    """
+    found = list(names)
+    for group in (*SYNONYMS.get(kind or "", ()), _AVERAGE):
+        if group & set(names):
+            found += sorted(group - set(found))
+    return found
+
+
+def split_label(label: str) -> tuple[str, str]:
+    """Returns the names of the slot and of the variable in what a new optimizer calls its state.
+
+    Args:
+        label: `m/dense/kernel`; or `Adam/m/dense/kernel`, if it made its state by itself.
+
+    Example:
+        >>> split_label("m/dense/kernel"), split_label("Adam/m/dense/kernel")
+        (('m', 'dense/kernel'), ('m', 'dense/kernel'))
+    """
+    first, _, rest = label.partition("/")
+    second, _, last = rest.partition("/")
+    if first not in _LABELS and second in _LABELS and last:
+        return second, last
+    return first, rest
+
+
+def places_of_names(names: Sequence[str]) -> list[Place]:
+    """Returns what each array of an HDF5 file of TensorFlow is.
+
+    The first optimizers put the slot's name last (`cond_1/Adam/dense/kernel/m:0`), the new ones
+    first (`m/dense/kernel:0`). The variable is known by its turn: names of layers change.
+
+    Args:
+        names: The names of the arrays, in the order of the file.
+
+    Example:
+        >>> places_of_names(["SGD/iter:0", "SGD/a/momentum:0", "SGD/b/momentum:0"])
+        [Place(name='iterations', turn=None), Place(name='momentum', turn=0), \
+Place(name='momentum', turn=1)]
+    """
+    plain = [re.sub(r":\d+$", "", name) for name in names]
+    new = any(name.rpartition("/")[2] == "iteration" for name in plain)
+    turns: dict[str, int] = {}
+    places = []
+    for name in plain:
+        parts = name.split("/")
+        slot = split_label(name)[0] if new else parts[-1]
+        if parts[-1] in ("iter", "iteration"):
+            places.append(Place("iterations"))
+        elif parts[-1] in ("momentum_cache", "learning_rate"):
+            places.append(Place(parts[-1]))
+        else:
+            places.append(Place(slot, turns.setdefault(slot, 0)))
+            turns[slot] += 1
+    return places
+
+
+def places_of_numbers(
+    kind: str, settings: Mapping[str, Any], variables: int, count: int
+) -> list[Place] | None:
+    """Returns what each numbered array of a new optimizer of TensorFlow is.
+
+    Args:
+        kind: The optimizer's name.
+        settings: Its configuration.
+        variables: How many variables it trains.
+        count: How many arrays there are.
+
+    Returns:
+        None if the number of arrays is not the one that this optimizer writes.
+
+    Example:
+        >>> [place.name for place in places_of_numbers("Adam", {}, 2, 5)]
+        ['iterations', 'm', 'v', 'm', 'v']
+    """
+    groups = list(_NEW_ORDER.get(kind, ()))
+    if kind in ("Adam", "AdamW") and not settings.get("amsgrad"):
+        groups.remove(("vhat",))
+    if kind == "RMSprop" and not settings.get("momentum"):
+        groups.remove(("momentum",))
+    if kind == "RMSprop" and not settings.get("centered"):
+        groups.remove(("average_gradient",))
+    if settings.get("use_ema"):
+        groups.insert(0, ("average",))
+    places = [Place("iterations")]
+    for group in groups:
+        places += [Place(slot, turn) for turn in range(variables) for slot in group]
+    if count == 1:
+        # Saved before it had met a variable.
+        return places[:1]
+    return places if len(places) == count else None

@@ -1,0 +1,178 @@
+"""The loss scale optimizer around the legacy optimizers of tf_keras."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tf_keras
+from tf_keras.src.mixed_precision import loss_scale_optimizer
+
+from lossscale.errors import ArgumentError, UnknownSlotError
+from lossscale.frameworks.tf_keras.shell import ByFamily, CommonShell, register_shell
+from lossscale.optimizer import LossScaleOptimizer
+
+
+class TFKerasLegacyLossScaleOptimizer(
+    CommonShell, loss_scale_optimizer.LossScaleOptimizer, metaclass=ByFamily
+):
+    __doc__ = LossScaleOptimizer.__doc__
+
+    _inner_base = tf_keras.optimizers.legacy.Optimizer
+    _is_legacy = True
+
+    def apply_gradients(  # type: ignore[override]
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        name: str | None = None,
+        experimental_aggregate_gradients: bool = True,
+        skip_gradients_aggregation: bool = False,
+    ) -> Any:
+        # The order of the legacy optimizers' arguments.
+        return super().apply_gradients(
+            grads_and_vars,
+            name,
+            skip_gradients_aggregation=skip_gradients_aggregation,
+            experimental_aggregate_gradients=experimental_aggregate_gradients,
+        )
+
+    apply_gradients.__doc__ = CommonShell.apply_gradients.__doc__
+
+    def build(self, var_list: Sequence[Any]) -> None:
+        """Creates the inner optimizer's variables, where they do not exist yet."""
+        self._build(list(var_list))
+
+    def _create_all_weights(self, var_list: Sequence[Any]) -> None:
+        # What tf_keras calls before it loads an HDF5 file.
+        self._build(list(var_list))
+
+    def _build(self, variables: list[Any], has_gradient: Sequence[bool] = ()) -> None:
+        # As without loss scaling, a variable without a gradient gets no slots.
+        kept = [v for i, v in enumerate(variables) if i >= len(has_gradient) or has_gradient[i]]
+        self._optimizer._create_all_weights(kept)
+        self._trained = (kept,)
+        self._load_what_waited()
+
+    def _inner_weights(self) -> list[Any]:
+        return list(self._optimizer.weights)
+
+    def _inner_gradients(self, loss: Any, variables: list[Any], tape: Any) -> list[Any]:
+        pairs: list[Any] = self._optimizer._compute_gradients(loss, variables, tape=tape)
+        return pairs
+
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> list[tuple[Any, Any]]:
+        # Code of that time calls it by this name.
+        return self.compute_gradients(loss, var_list, tape=tape, grad_loss=grad_loss)
+
+    def _symbolic_gradients(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
+        gradients: list[Any] = self._optimizer.get_gradients(loss, list(variables))
+        return gradients
+
+    def _aggregated(self, pairs: list[Any]) -> Any:
+        pairs = self._optimizer._transform_unaggregated_gradients(pairs)
+        return self._optimizer._aggregate_gradients(pairs)
+
+    def _apply_inner(self, pairs: list[Any], name: str | None) -> Any:
+        return self._optimizer.apply_gradients(
+            pairs, name=name, experimental_aggregate_gradients=False
+        )
+
+    # --- Weights and slots, which the legacy optimizers have themselves -----------------------
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets the values of `weights`.
+
+        Args:
+            weights: Arrays, as `get_weights` returns them.
+
+        Raises:
+            ValueError: If their number or a shape does not match. Then nothing is changed.
+        """
+        given, expected = [np.shape(w) for w in weights], [tuple(w.shape) for w in self.weights]
+        if given != expected:
+            raise ArgumentError(
+                f"The optimizer has {len(expected)} weights of the shapes {expected}. Received: "
+                f"{len(given)} arrays of the shapes {given}. Nothing was changed. The weights "
+                "exist after the first step."
+            )
+        self._optimizer.set_weights(weights)
+
+    def get_slot(self, var: Any, slot_name: str) -> Any:
+        """Returns the state variable that the inner optimizer keeps for a variable.
+
+        Args:
+            var: A variable that the optimizer has updated.
+            slot_name: `momentum`, `m`, `v`, `rms`, ...
+
+        Raises:
+            KeyError: If there is no such slot, or the optimizer does not know the variable.
+        """
+        try:
+            return self._optimizer.get_slot(var, slot_name)
+        except KeyError:
+            raise UnknownSlotError(
+                f"{type(self._optimizer).__name__} has no slot {slot_name!r} for the variable "
+                f"{var.name!r}. Its slots are {self.get_slot_names()}; they exist for the "
+                "variables it has updated."
+            ) from None
+
+    def _find_slot(self, var: Any, slot_name: str) -> None:
+        # The inner optimizer finds its own.
+        return None
+
+    def add_slot(
+        self, var: Any, slot_name: str, initializer: Any = "zeros", shape: Any = None
+    ) -> Any:
+        """Adds a state variable for a variable, and returns it.
+
+        Args:
+            var: The variable it belongs to; it gives dtype and shape.
+            slot_name: Its name. If the slot exists already, it is returned as it is.
+            initializer: A Keras initializer or its name, or a tensor.
+            shape: Another shape, or None.
+        """
+        return self._optimizer.add_slot(var, slot_name, initializer, shape)
+
+    def add_weight(
+        self,
+        name: str,
+        shape: Any,
+        dtype: Any = None,
+        initializer: Any = "zeros",
+        trainable: bool | None = None,
+        synchronization: Any = tf.VariableSynchronization.AUTO,
+        aggregation: Any = tf.VariableAggregation.NONE,
+    ) -> Any:
+        """Adds a variable that belongs to no variable, and returns it.
+
+        Args:
+            name: Its name, also in checkpoints.
+            shape: Its shape, a tuple.
+            dtype: Its dtype; None stands for float32.
+            initializer: A Keras initializer or its name.
+            trainable: Whether the variable says that it is trainable; None stands for yes.
+            synchronization: A `tf.VariableSynchronization`.
+            aggregation: A `tf.VariableAggregation`.
+
+        Returns:
+            The new variable. It stands in checkpoints, and not among `weights`.
+
+        Raises:
+            ValueError: If it is trainable and its replicas are synchronized on reading.
+        """
+        return self._optimizer.add_weight(
+            name,
+            shape,
+            dtype=None if dtype is None else tf.as_dtype(dtype),
+            initializer=initializer,
+            trainable=trainable,
+            synchronization=synchronization,
+            aggregation=aggregation,
+        )
+
+
+register_shell(TFKerasLegacyLossScaleOptimizer)

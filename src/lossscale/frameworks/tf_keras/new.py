@@ -1,0 +1,77 @@
+"""The loss scale optimizer around the new optimizers of tf_keras."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+import tf_keras
+from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizerV3
+
+from lossscale.frameworks.tf_keras.files import KerasFiles
+from lossscale.frameworks.tf_keras.shell import ByFamily, CommonShell, register_shell
+from lossscale.frameworks.tf_keras.weights import DocumentedWeights
+from lossscale.optimizer import LossScaleOptimizer
+
+
+class TFKerasLossScaleOptimizer(
+    DocumentedWeights, KerasFiles, CommonShell, LossScaleOptimizerV3, metaclass=ByFamily
+):
+    __doc__ = LossScaleOptimizer.__doc__
+
+    _inner_base = tf_keras.optimizers.Optimizer
+    _is_legacy = False
+
+    def build(self, var_list: Sequence[Any]) -> None:
+        """Creates the inner optimizer's variables; a second call does nothing."""
+        self._build(list(var_list))
+
+    def _build(self, variables: list[Any], has_gradient: Sequence[bool] = ()) -> None:
+        self._optimizer.build(variables)
+        self._trained = (variables,)
+        self._load_what_waited()
+
+    def _inner_weights(self) -> list[Any]:
+        return list(self._optimizer.variables)
+
+    def _inner_gradients(self, loss: Any, variables: list[Any], tape: Any) -> list[Any]:
+        pairs: list[Any] = self._optimizer.compute_gradients(loss, variables, tape=tape)
+        return pairs
+
+    def _symbolic_gradients(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
+        gradients: list[Any] = tf.gradients(loss, list(variables))
+        return gradients
+
+    def _aggregated(self, pairs: list[Any]) -> Any:
+        inner = self._optimizer
+        # Gradients over DTensor are whole already.
+        return pairs if inner._run_with_dtensor or inner._mesh else inner.aggregate_gradients(pairs)
+
+    def _apply_inner(self, pairs: list[Any], name: str | None) -> Any:
+        return self._optimizer.apply_gradients(pairs, name=name, skip_gradients_aggregation=True)
+
+    # Methods of the base class that would use variables and settings it has not got here.
+
+    def aggregate_gradients(self, grads_and_vars: Any) -> Any:
+        """Sums gradients over the replicas, as the inner optimizer does."""
+        return self._optimizer.aggregate_gradients(grads_and_vars)
+
+    def update_step(self, gradient: Any, variable: Any) -> Any:
+        """Updates a variable as the inner optimizer does, whatever the gradient is."""
+        return self._optimizer.update_step(gradient, variable)
+
+    def add_variable(self, *args: Any, **kwargs: Any) -> Any:
+        """Adds a state variable to the inner optimizer, and returns it."""
+        return self._optimizer.add_variable(*args, **kwargs)
+
+    def add_variable_from_reference(self, *args: Any, **kwargs: Any) -> Any:
+        """Adds a state variable for a variable to the inner optimizer, and returns it."""
+        return self._optimizer.add_variable_from_reference(*args, **kwargs)
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Excludes variables from the inner optimizer's weight decay; call it before `build`."""
+        self._optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+
+register_shell(TFKerasLossScaleOptimizer)

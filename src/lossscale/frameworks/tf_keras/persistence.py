@@ -1,0 +1,133 @@
+"""Copying, pickling, and the values of all variables by name."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+from lossscale.errors import LossScaleWarning
+from lossscale.frameworks.part import Part
+
+
+class Persistence(Part):
+    """`__deepcopy__`, `__reduce__`, and values that wait for the variables they belong to."""
+
+    _waiting: list[Any] | None
+
+    def _own_variables(self) -> dict[str, Any]:
+        """The variables of the loss scale and of the skips, by their names in files."""
+        return {
+            **(self._state.named if self._state is not None else self._loose_variables),
+            "steps_skipped": self._steps_skipped,
+            "last_step_skipped": self._last_step_skipped,
+        }
+
+    def _own_values(self) -> dict[str, Any]:
+        return dict(zip(self._own_variables(), values_of(self._own_variables()), strict=True))
+
+    def _set_own_values(self, values: Mapping[str, Any]) -> None:
+        pairs = []
+        for name, variable in self._own_variables().items():
+            if name in values:
+                # A dataset of an HDF5 file is no array yet.
+                pairs.append((variable, np.asarray(values[name][()])))
+        tf_keras.backend.batch_set_value(pairs)
+        if self._state is not None and any(name in values for name in self._state.named):
+            self._make_valid()
+
+    def _make_valid(self) -> None:
+        fields = list(self._state.variables)
+        found = [v.item() for v in values_of(self._state.variables)]
+        read = dict(zip(fields, found, strict=True))
+        valid = self._rule.restored(self._state._first._replace(**read))._asdict()
+        pairs = zip(self._state.variables.values(), fields, strict=True)
+        tf_keras.backend.batch_set_value(
+            [
+                (variable, np.asarray(valid[f], variable.dtype.as_numpy_dtype))
+                for variable, f in pairs
+            ]
+        )
+        if np.float32(valid["scale"]) != np.float32(read["scale"]):
+            warnings.warn(
+                f"The saved loss scale, {read['scale']}, is outside the range of {self._rule}. "
+                f"Training goes on with {valid['scale']}.",
+                LossScaleWarning,
+                stacklevel=2,
+            )
+
+    def _load_what_waited(self) -> None:
+        """Sets the inner optimizer's weights that were loaded before they existed."""
+        values = self._waiting
+        if values is None or len(values) != len(self._inner_weights()):
+            return
+        self._waiting = None
+        # The first step of a tf.function may be what builds the optimizer. Traced, these values
+        # would be set again on every step.
+        with tf.init_scope():
+            tf_keras.backend.batch_set_value(list(zip(self._inner_weights(), values, strict=True)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # The copy trains the same variables: an optimizer knows them by identity.
+        rebuild, arguments = self.__reduce__()
+        other = rebuild(*copy.deepcopy(arguments, memo))
+        if self._trained:
+            other._build(*self._trained)
+        memo[id(self)] = other
+        return other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        inner = self._optimizer
+        weights = self._inner_weights()
+        values = self._waiting if self._waiting is not None else values_of(weights)
+        return _rebuild, (
+            _written_class(type(self)),
+            type(inner),
+            inner.get_config(),
+            self._constructor_arguments(),
+            [np.array(value) for value in values],
+            self._own_values(),
+        )
+
+    def _constructor_arguments(self) -> dict[str, Any]:
+        return {"rule": self._rule, "name": self._given_name}
+
+
+def values_of(variables: Any) -> list[Any]:
+    """Returns the values of variables as NumPy arrays.
+
+    Args:
+        variables: A sequence, or a mapping whose values they are.
+    """
+    if isinstance(variables, Mapping):
+        variables = list(variables.values())
+    return [np.asarray(value) for value in tf_keras.backend.batch_get_value(list(variables))]
+
+
+def _rebuild(
+    cls: type[Any],
+    inner_class: type[Any],
+    inner_config: dict[str, Any],
+    arguments: dict[str, Any],
+    inner_values: Sequence[Any],
+    own_values: dict[str, Any],
+) -> Any:
+    optimizer = cls(inner_class.from_config(inner_config), **arguments)
+    optimizer._set_own_values(own_values)
+    # The inner optimizer's variables exist once the optimizer meets the variables it trains, but
+    # its count is asked for before.
+    if inner_values:
+        optimizer._waiting = list(inner_values)
+        optimizer._inner_iterations().assign(inner_values[0])
+        optimizer._load_what_waited()
+    return optimizer
+
+
+def _written_class(cls: type[Any]) -> type[Any]:
+    """The class as it stands in a module, for one that was combined with a shell."""
+    return cls.__mro__[1] if vars(cls).get("_is_combined") else cls

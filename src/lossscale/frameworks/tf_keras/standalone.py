@@ -1,0 +1,71 @@
+"""What loss scale objects and files need of tf_keras, with or without an optimizer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import tensorflow as tf
+import tf_keras
+
+from lossscale.frameworks import tensorflow_ops
+from lossscale.frameworks.tf_keras.state import State, new_variable
+from lossscale.rules import ScaleRule
+
+
+class Standalone:
+    """Variables, constants and finite checks without an optimizer, and tf_keras' registry."""
+
+    _new_variable = staticmethod(new_variable)
+
+    @staticmethod
+    def _new_state(rule: ScaleRule) -> State:
+        return State(rule, new_variable)
+
+    @staticmethod
+    def _constant(value: float) -> Any:
+        return tf.constant(value, tf.float32)
+
+    @staticmethod
+    def _flat_gradients(gradients: Any) -> list[Any]:
+        return tensorflow_ops.flat_gradients(gradients)
+
+    @staticmethod
+    def _all_finite(gradients: list[Any]) -> Any:
+        return tensorflow_ops.all_finite(gradients)
+
+    @staticmethod
+    def _registered_name(cls: type[Any]) -> str:
+        """Returns the name by which a configuration can name a class."""
+        name: str = tf_keras.saving.get_registered_name(cls)
+        return name
+
+    @staticmethod
+    def _with_class_named(described: Any, custom_objects: Any) -> dict[str, Any]:
+        """Returns `custom_objects` and the class that `described` names, if tf_keras knows it."""
+        name = described.get("class_name") if isinstance(described, dict) else None
+        found = tf_keras.saving.get_registered_object(name, custom_objects)
+        return {**(custom_objects or {}), **({} if found is None else {name: found})}
+
+    @staticmethod
+    def _register(combined: type[Any], written: type[Any]) -> None:
+        """Lets tf_keras' files name a class that was combined with a shell."""
+        package, _, name = tf_keras.saving.get_registered_name(written).rpartition(">")
+        if not package and written.__module__.startswith("lossscale.experimental"):
+            package = "lossscale.experimental"
+        if package:
+            # One name for both families: making an object of either picks the right one.
+            tf_keras.saving.register_keras_serializable(package=package, name=name)(combined)
+
+    @classmethod
+    def _inner_from_config(cls, config: Any, custom_objects: Any) -> Any:
+        families = (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer)
+        if isinstance(config, families):
+            return config
+        # tf_keras lower-cases the class name in the dictionary it is given.
+        return tf_keras.optimizers.deserialize(
+            copy.deepcopy(config),
+            custom_objects=custom_objects,
+            # Files of releases before 2.13 do not name the module of a class.
+            use_legacy_format="module" not in config,
+        )

@@ -1,0 +1,148 @@
+"""The variables that hold a rule's state, and their place in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+import tf_keras
+
+from lossscale.arguments import is_dynamic
+from lossscale.frameworks.tensorflow_ops import grouped
+from lossscale.rules import ScaleRule, ScaleState
+
+# The names that every release of TensorFlow wrote into checkpoints.
+_VARIABLE_NAMES = {"scale": "current_loss_scale"}
+
+
+class State:
+    """A rule and the variables that hold its state; a fixed scale has none.
+
+    Args:
+        rule: The rule that moves the state.
+        add_variable: Makes a scalar variable of a name, a dtype and a first value.
+    """
+
+    def __init__(self, rule: ScaleRule, add_variable: Callable[[str, Any, Any], Any]) -> None:
+        self.rule = rule
+        self._first = rule.init()
+        self.variables: dict[str, Any] = {}
+        if is_dynamic(rule):
+            for field, value in zip(self._first._fields, self._first, strict=True):
+                name = _VARIABLE_NAMES.get(field, field)
+                self.variables[field] = add_variable(name, _dtype(value), value)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The variables by their names in files."""
+        return {_VARIABLE_NAMES.get(field, field): v for field, v in self.variables.items()}
+
+    def read(self) -> ScaleState:
+        """Returns the state as tensors."""
+        return self._first._replace(
+            **{field: tf.convert_to_tensor(variable) for field, variable in self.variables.items()}
+        )
+
+    def write(self, state: ScaleState) -> Any:
+        """Sets the state from tensors, arrays or Python numbers.
+
+        Returns:
+            The operation that does it in a graph; None in eager mode.
+        """
+        values = state._asdict()
+        return grouped(
+            [
+                variable.assign(tf.cast(values[field], variable.dtype), read_value=False)
+                for field, variable in self.variables.items()
+            ]
+        )
+
+    def update(self, finite: Any) -> Any:
+        """Moves the state after a step.
+
+        Args:
+            finite: A boolean scalar tensor, or True.
+
+        Returns:
+            The operation that does it in a graph; None in eager mode.
+        """
+        before = self.read()
+        after = self.rule.update(before, tf.convert_to_tensor(finite), xp=tf)
+        return None if after is before else self.write(after)
+
+    def restore(self, values: Mapping[str, Any]) -> ScaleState:
+        """Sets the state from numbers of a file, made valid for the rule; returns it."""
+        known = {field: value for field, value in values.items() if field in self.variables}
+        valid = self.rule.restored(self._first._replace(**known))
+        self.write(valid)
+        return valid
+
+
+class LossScaleNode(tf.__internal__.tracking.Trackable):
+    """The child `loss_scale` of an optimizer in a checkpoint.
+
+    Args:
+        children: Variables that TensorFlow's releases know, by name; a file must have them.
+        extras: Variables that they do not know. They are written as attributes of this node, so
+            that a file without them still restores, and matches all objects.
+    """
+
+    def __init__(self, children: Mapping[str, Any], extras: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._children = dict(children)
+        self._extras = dict(extras)
+        with tf.init_scope():
+            self._is_eager = tf.executing_eagerly()
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        # A SavedModel is written in a graph of its own, where only children have copies.
+        extras = self._extras if save_type == "savedmodel" else {}
+        return {**self._children, **extras, **super()._trackable_children(save_type, **kwargs)}
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        found = {**self._children, **self._extras}.get(name)
+        return found if found is not None else super()._lookup_dependency(name, cached_dependencies)
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        in_graph = not tf.executing_eagerly()
+        if in_graph and self._is_eager and not tf.compat.v1.get_default_graph().building_function:
+            # There they are children.
+            return {}
+        return {name: tf.convert_to_tensor(variable) for name, variable in self._extras.items()}
+
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, Any]) -> Any:
+        return grouped(
+            [
+                self._extras[name].assign(value, read_value=False)
+                for name, value in restored_tensors.items()
+            ]
+        )
+
+
+def new_variable(name: str, dtype: Any, value: Any) -> Any:
+    """Returns a new scalar variable that every replica moves alike.
+
+    Args:
+        name: Its name.
+        dtype: A TensorFlow dtype or its name; None stands for that of `value`.
+        value: Its first value.
+    """
+    with tf.init_scope():
+        variable = tf.Variable(
+            value,
+            dtype=dtype,
+            trainable=False,
+            name=name,
+            # Every replica computes the same value.
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+    # In graphs of TensorFlow 1, Keras initializes the variables it knows.
+    tf_keras.src.backend.track_variable(variable)
+    return variable
+
+
+def _dtype(value: Any) -> Any:
+    if isinstance(value, bool):
+        return tf.bool
+    return tf.int64 if isinstance(value, int) else tf.float32

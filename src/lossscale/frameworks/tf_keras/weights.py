@@ -1,0 +1,233 @@
+"""The documented view of the new optimizers' variables, which tf_keras itself has lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+from lossscale.errors import ArgumentError, UnknownSlotError
+from lossscale.frameworks.part import Part
+from lossscale.frameworks.tf_keras.persistence import values_of
+
+# What the optimizers of the documents call the slots, by class and attribute.
+_DOCUMENTED_NAMES: dict[str, dict[str, str]] = {
+    "Adadelta": {"_accumulated_grads": "accum_grad", "_accumulated_delta_vars": "accum_var"},
+    "Adamax": {"_u": "v"},
+    "Lion": {"momentums": "momentum"},
+    "RMSprop": {"_velocities": "rms", "_average_gradients": "mg"},
+    "SGD": {"momentums": "momentum"},
+}
+
+
+class DocumentedWeights(Part):
+    """`get_weights`, `set_weights`, `get_slot`, `add_slot`, `add_weight`."""
+
+    def get_weights(self) -> list[Any]:
+        """Returns the values of `weights` as a list of NumPy arrays."""
+        return values_of(self.weights)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets the values of `weights`, or of `variables`.
+
+        Args:
+            weights: Arrays, as `get_weights` returns them; or one for each of `variables`, in
+                that order, as an HDF5 file has them.
+
+        Raises:
+            ValueError: If their number or a shape does not match. Then nothing is changed.
+
+        Example:
+            >>> inner = tf_keras.optimizers.SGD(0.5, momentum=0.9)
+            >>> optimizer = lossscale.LossScaleOptimizer(inner)
+            >>> optimizer.build([tf.Variable([1.0, 2.0])])
+            >>> optimizer.set_weights([10, [0.5, 0.25]])
+            >>> optimizer.get_weights()
+            [array(10), array([0.5 , 0.25], dtype=float32)]
+        """
+        # Datasets of an HDF5 file are no arrays yet.
+        weights = [np.asarray(weight) for weight in weights]
+        counted, everything = self.weights, self.variables
+        if len(weights) not in (len(counted), len(everything)):
+            raise ArgumentError(
+                f"The optimizer has {len(counted)} weights, or {len(everything)} variables with "
+                f"the loss scale. Received: {len(weights)} arrays. Before build(variables) it has "
+                "no state."
+            )
+        targets = everything[: len(weights)]
+        for variable, value in zip(targets, weights, strict=True):
+            if tuple(variable.shape) != value.shape:
+                raise ArgumentError(
+                    f"The weight {variable.name!r} has the shape {tuple(variable.shape)}. "
+                    f"Received: an array of shape {value.shape}. Nothing was changed."
+                )
+        tf_keras.backend.batch_set_value(list(zip(counted, weights, strict=False)))
+        if len(weights) > len(counted):
+            names = list(self._own_variables())
+            self._set_own_values(dict(zip(names, weights[len(counted) :], strict=True)))
+
+    def get_slot_names(self) -> list[str]:
+        """Returns the names of the slots, such as `momentum`; empty before the first step."""
+        return list(dict.fromkeys(names[0] for names, _ in self._slots()))
+
+    def get_slot(self, var: Any, slot_name: str) -> Any:
+        """Returns the state variable that the inner optimizer keeps for a variable.
+
+        Args:
+            var: A variable that the optimizer was built with.
+            slot_name: A name that `get_slot_names` returns, or that tf_keras gives the variable
+                or the list it stands in: `momentum`, `m`, `velocity`, ...
+
+        Returns:
+            The state variable, of the shape of `var` in most optimizers.
+
+        Raises:
+            KeyError: If there is no such slot, or the optimizer does not know the variable.
+
+        Example:
+            >>> inner = tf_keras.optimizers.SGD(0.5, momentum=0.9)
+            >>> optimizer = lossscale.LossScaleOptimizer(inner)
+            >>> weight = tf.Variable(1.0)
+            >>> steps = optimizer.minimize(lambda: weight * 2.0, [weight])
+            >>> optimizer.get_slot_names(), float(optimizer.get_slot(weight, "momentum"))
+            (['momentum'], -1.0)
+        """
+        slot = self._find_slot(var, slot_name)
+        if slot is None:
+            raise UnknownSlotError(
+                f"{type(self._optimizer).__name__} has no slot {slot_name!r} for the "
+                f"variable {var.name!r}. Its slots are {self.get_slot_names()}; they exist for "
+                "the variables it was built with."
+            )
+        return slot
+
+    def add_slot(self, var: Any, slot_name: str, initializer: Any = "zeros") -> Any:
+        """Adds a state variable for a variable, and returns it.
+
+        Args:
+            var: The variable it belongs to; it gives shape and dtype.
+            slot_name: Its name. If the slot exists already, it is returned as it is.
+            initializer: A Keras initializer or its name, or a tensor.
+
+        Returns:
+            The new state variable. It is saved with the optimizer.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.SGD())
+            >>> optimizer.add_slot(tf.Variable([1.0, 2.0]), "average").shape.as_list()
+            [2]
+        """
+        slot = self._find_slot(var, slot_name)
+        if slot is None:
+            first = initializer
+            if isinstance(initializer, str) or callable(initializer):
+                first = tf_keras.initializers.get(initializer)(var.shape, _dtype_of(var))
+            with tf.init_scope():
+                slot = self._optimizer.add_variable_from_reference(
+                    var, slot_name, initial_value=first
+                )
+            self._added_slots[slot_name, self._optimizer._var_key(var)] = slot
+            self._children_have_changed()
+        return slot
+
+    def add_weight(
+        self,
+        name: str,
+        shape: Any,
+        dtype: Any = None,
+        initializer: Any = "zeros",
+        trainable: bool | None = None,
+        synchronization: Any = tf.VariableSynchronization.AUTO,
+        aggregation: Any = tf.VariableAggregation.NONE,
+    ) -> Any:
+        """Adds a state variable that belongs to no variable, and returns it.
+
+        Args:
+            name: Its name.
+            shape: Its shape, a tuple.
+            dtype: Its dtype; None stands for float32.
+            initializer: A Keras initializer or its name.
+            trainable: Whether the variable says that it is trainable.
+            synchronization: A `tf.VariableSynchronization`.
+            aggregation: A `tf.VariableAggregation`.
+
+        Returns:
+            The new variable. It is saved with the optimizer.
+
+        Raises:
+            ValueError: If it is trainable and its replicas are synchronized on reading.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.SGD())
+            >>> int(optimizer.add_weight("seen", (), dtype="int64"))
+            0
+        """
+        if trainable and synchronization == tf.VariableSynchronization.ON_READ:
+            raise ArgumentError(
+                "A variable that is synchronized on reading cannot be trainable. Received: "
+                f"trainable={trainable!r}, synchronization={synchronization!r}."
+            )
+        dtype = tf.as_dtype(dtype or tf.float32)
+        with tf.init_scope():
+            variable = tf.Variable(
+                tf_keras.initializers.get(initializer)(tuple(shape), dtype),
+                name=name,
+                trainable=bool(trainable),
+                synchronization=synchronization,
+                aggregation=aggregation,
+            )
+        self._optimizer._variables.append(variable)
+        self._children_have_changed()
+        return variable
+
+    def _children_have_changed(self) -> None:
+        # The first checkpoint left a list of children.
+        self._optimizer.__dict__.pop("_coalesced_children", None)
+
+    def _find_slot(self, var: Any, slot_name: str) -> Any:
+        key = self._optimizer._var_key(var)
+        for names, slots in self._slots():
+            if slot_name in names and key in slots:
+                return slots[key]
+        return None
+
+    def _slots(self) -> Iterator[tuple[list[str], dict[Any, Any]]]:
+        """Yields the names of each kind of slot and its variables by reference variable."""
+        inner = self._optimizer
+        # The new optimizers keep each kind of state in an attribute, a list with one variable (or
+        # None) for every variable they were built with.
+        keys = list(getattr(inner, "_index_dict", ()))
+        for attribute, values in vars(inner).items():
+            if attribute == "_variables" or not isinstance(values, (list, tuple)):
+                continue
+            slots = {
+                key: value
+                for key, value in zip(keys, values, strict=False)
+                if isinstance(value, tf.Variable)
+            }
+            if slots and len(values) == len(keys):
+                yield _slot_names(type(inner).__name__, attribute, slots), slots
+        by_name: dict[str, dict[Any, Any]] = {}
+        for (name, key), slot in self._added_slots.items():
+            by_name.setdefault(name, {})[key] = slot
+        for name, slots in by_name.items():
+            yield [name], slots
+
+
+def _slot_names(kind: str, attribute: str, slots: dict[Any, Any]) -> list[str]:
+    """The names of a kind of slot, the one that the documents use first."""
+    documented = _DOCUMENTED_NAMES.get(kind, {}).get(attribute)
+    # tf_keras puts the slot's name before that of the reference variable.
+    prefixes = {str(slot.name).partition("/")[0] for slot in slots.values()}
+    plural = attribute.lstrip("_")
+    singular = f"{plural[:-3]}y" if plural.endswith("ies") else plural.removesuffix("s")
+    names = [*([] if documented is None else [documented]), *sorted(prefixes), singular]
+    return list(dict.fromkeys(names))
+
+
+def _dtype_of(variable: Any) -> Any:
+    # Under a mixed precision policy a variable shows the dtype that it is cast to.
+    return getattr(variable, "true_dtype", variable.dtype)

@@ -1,0 +1,16 @@
+"""Files and configurations of every release of TensorFlow, brought to this library."""
+
+from lossscale.migration.conversion import migrate_file
+from lossscale.migration.description import FileDescription, OptimizerDescription, describe_file
+from lossscale.migration.loading import load_model
+from lossscale.migration.restoring import Restored, restore_checkpoint
+
+__all__ = [
+    "FileDescription",
+    "OptimizerDescription",
+    "Restored",
+    "describe_file",
+    "load_model",
+    "migrate_file",
+    "restore_checkpoint",
+]

@@ -1,0 +1,236 @@
+"""What a checkpoint holds: objects that name each other, and their arrays.
+
+The same from a `tf.train.Checkpoint` and from the HDF5 file that `migrate_file` writes of one;
+that file can be read without TensorFlow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lossscale.errors import OldFileError
+
+_VALUE = "VARIABLE_VALUE"
+_GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
+_DATASET = "lossscale_object_graph"
+
+
+@dataclasses.dataclass
+class Node:
+    """One object of a checkpoint.
+
+    Args:
+        children: The objects it names: attribute to number of the node.
+        name: The name of the variable that it is, "" if it is none.
+        value: Its array, None if it is no variable.
+        slots: For an optimizer: (name, number of the variable's node, number of the slot's).
+        extras: Numbers that the object wrote about itself, by name.
+    """
+
+    children: dict[str, int] = dataclasses.field(default_factory=dict)
+    name: str = ""
+    value: Any = None
+    slots: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
+    extras: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Graph:
+    """All objects of a checkpoint; the first one is the root.
+
+    Args:
+        path: The file it was read from, for messages.
+        nodes: The objects.
+    """
+
+    path: str
+    nodes: list[Node]
+
+    def child(self, node: Node, name: str) -> Node | None:
+        """Returns the object that `node` calls `name`, or None."""
+        number = node.children.get(name)
+        return None if number is None else self.nodes[number]
+
+    def value(self, node: Node, *names: str) -> Any:
+        """Returns the array at the end of a chain of names, or None."""
+        current: Node | None = node
+        for name in names:
+            current = current and self.child(current, name)
+        return None if current is None else current.value
+
+    def paths(self) -> Iterator[tuple[str, Node]]:
+        """Yields every object once, by its shortest path from the root."""
+        seen, waiting = {0}, [("", 0)]
+        while waiting:
+            path, number = waiting.pop(0)
+            yield path, self.nodes[number]
+            for name, child in self.nodes[number].children.items():
+                if child not in seen:
+                    seen.add(child)
+                    waiting.append((f"{path}/{name}".lstrip("/"), child))
+
+
+def read_graph(path: str | Path) -> Graph:
+    """Returns what a checkpoint holds.
+
+    Args:
+        path: The prefix of a checkpoint, its `.index` file, a folder with checkpoints (then the
+            latest), a SavedModel, or a file that `migrate_file` wrote of a checkpoint.
+
+    Raises:
+        OldFileError: If there is none, or it is damaged.
+    """
+    if is_hdf5(path):
+        return _read_hdf5(str(path))
+    return _read_checkpoint(find_prefix(path))
+
+
+def is_hdf5(path: str | Path) -> bool:
+    """Whether a file begins as an HDF5 file does."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(8) == b"\x89HDF\r\n\x1a\n"
+    except OSError:
+        return False
+
+
+def find_prefix(path: str | Path) -> str:
+    """Returns the prefix of the checkpoint that a path means.
+
+    Raises:
+        OldFileError: If there is no checkpoint.
+    """
+    text = str(path)
+    if Path(text).is_dir():
+        if Path(text, "variables", "variables.index").is_file():
+            return str(Path(text, "variables", "variables"))
+        import tensorflow as tf
+
+        latest = tf.train.latest_checkpoint(text)
+        if latest is None:
+            raise OldFileError(f"{text}: no checkpoint in this folder.")
+        return str(latest)
+    prefix = text.removesuffix(".index")
+    if Path(f"{prefix}.index").is_file():
+        return prefix
+    if ".data-" in prefix and Path(f"{prefix.rpartition('.data-')[0]}.index").is_file():
+        return prefix.rpartition(".data-")[0]
+    if Path(text).is_file():
+        raise OldFileError(f"{text}: neither a checkpoint of TensorFlow nor a model file.")
+    raise OldFileError(f"{text}: no such file or checkpoint.")
+
+
+def _read_checkpoint(prefix: str) -> Graph:
+    import tensorflow as tf
+    from google.protobuf.message import (  # type: ignore[import-untyped,unused-ignore]
+        DecodeError,
+    )
+    from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
+
+    try:
+        reader = tf.train.load_checkpoint(prefix)
+        keys = reader.get_variable_to_shape_map()
+        if _GRAPH_KEY not in keys:
+            raise OldFileError(
+                f"{prefix}: this checkpoint holds variables by name and no objects. It was not "
+                "written by tf.train.Checkpoint or save_weights."
+            )
+        proto = TrackableObjectGraph.FromString(reader.get_tensor(_GRAPH_KEY))
+        # All of them, and now: a file that is cut short is found before anything is changed.
+        values = {key: reader.get_tensor(key) for key in keys if key != _GRAPH_KEY}
+    except OldFileError:
+        raise
+    except (tf.errors.OpError, DecodeError, LookupError, RuntimeError, ValueError) as error:
+        raise OldFileError(f"{prefix}: damaged or incomplete: {_first_line(error)}") from error
+    nodes = []
+    for saved in proto.nodes:
+        node = Node(children={child.local_name: child.node_id for child in saved.children})
+        for attribute in saved.attributes:
+            value: Any = values.get(attribute.checkpoint_key)
+            if value is None:
+                continue
+            if attribute.name == _VALUE:
+                node.name = attribute.full_name
+                node.value = value
+            elif np.shape(value) == () and np.asarray(value).dtype.kind in "biuf":
+                node.extras[attribute.name] = np.asarray(value).item()
+        node.slots = [
+            (slot.slot_name, slot.original_variable_node_id, slot.slot_variable_node_id)
+            for slot in saved.slot_variables
+        ]
+        nodes.append(node)
+    return Graph(prefix, nodes)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def write_hdf5(graph: Graph, path: str | Path) -> None:
+    """Writes a graph as an HDF5 file.
+
+    Args:
+        graph: What to write.
+        path: The file, which is made anew.
+    """
+    import h5py
+
+    described = [
+        {
+            "children": node.children,
+            "name": node.name,
+            "slots": node.slots,
+            "extras": node.extras,
+            "variable": node.value is not None,
+        }
+        for node in graph.nodes
+    ]
+    with h5py.File(path, "w") as file:
+        # Not an attribute, which holds 64 KiB at most.
+        file.create_dataset(_DATASET, data=json.dumps(described))
+        for number, node in enumerate(graph.nodes):
+            if node.value is not None:
+                file.create_dataset(f"values/{number}", data=node.value)
+
+
+def holds_graph(path: str | Path) -> bool:
+    """Whether an HDF5 file is one that `write_hdf5` wrote."""
+    import h5py
+
+    try:
+        with h5py.File(path, "r") as file:
+            return _DATASET in file
+    except OSError as error:
+        raise OldFileError(f"{path}: damaged or incomplete: {_first_line(error)}") from error
+
+
+def _read_hdf5(path: str) -> Graph:
+    import h5py
+
+    if not holds_graph(path):
+        raise OldFileError(
+            f"{path}: an HDF5 file, but none that `lossscale migrate` wrote of a checkpoint. Load "
+            "a model with lossscale.migration.load_model."
+        )
+    try:
+        with h5py.File(path, "r") as file:
+            described = json.loads(file[_DATASET][()])
+            nodes = [
+                Node(
+                    children=node["children"],
+                    name=node["name"],
+                    value=file[f"values/{number}"][()] if node["variable"] else None,
+                    slots=[(name, of, at) for name, of, at in node["slots"]],
+                    extras=node["extras"],
+                )
+                for number, node in enumerate(described)
+            ]
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        raise OldFileError(f"{path}: damaged or incomplete: {_first_line(error)}") from error
+    return Graph(path, nodes)

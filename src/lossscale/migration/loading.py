@@ -1,0 +1,258 @@
+"""Loading a model file of any release into Keras 3, with the state of its optimizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lossscale.errors import LossScaleError, OldFileError
+from lossscale.migration.layers import model_config
+from lossscale.migration.models import ModelFile, read_model_file, saved_optimizer
+from lossscale.migration.restoring import Plan
+from lossscale.migration.saved import KERAS_3, OURS
+from lossscale.migration.targets import target_for
+
+_UNSET: Any = object()
+
+
+def load_model(
+    path: str | Path,
+    custom_objects: Mapping[str, Any] | None = None,
+    *,
+    loss: Any = _UNSET,
+    metrics: Any = _UNSET,
+    weighted_metrics: Any = _UNSET,
+) -> Any:
+    """Loads a model that any release of TensorFlow or Keras saved with a loss scale optimizer.
+
+    The model is a Keras 3 model, on whatever backend Keras runs. It is compiled with a
+    `lossscale.LossScaleOptimizer`, which has the state that the file holds: slots and iterations.
+    TensorFlow put the loss scale and its counter into no model file, so they start anew.
+
+    Args:
+        path: An HDF5 file, or a `.keras` file of tf_keras or Keras 3.
+        custom_objects: Classes and functions that Keras does not know, by name. A class of the
+            optimizer's name takes the place of `lossscale.LossScaleOptimizer`.
+        loss: Instead of the loss in the file, for `compile`.
+        metrics: Instead of the metrics in the file.
+        weighted_metrics: Instead of the weighted metrics in the file.
+
+    Returns:
+        The compiled model.
+
+    Raises:
+        OldFileError: If the file is missing or damaged, has no loss scale optimizer, or Keras 3
+            cannot make what it describes. It is a `ValueError`.
+    """
+    import keras
+
+    file = read_model_file(path)
+    check_has_scaling(file)
+    own = dict(custom_objects or {})
+    with keras.saving.custom_object_scope(own):
+        optimizer = _optimizer(file, own)
+        model = _architecture(file)
+        given = {"loss": loss, "metrics": metrics, "weighted_metrics": weighted_metrics}
+        model.compile(optimizer, **_compile_arguments(file, model, given))
+    _restore(file, optimizer, model)
+    return model
+
+
+def check_has_scaling(file: ModelFile) -> None:
+    """Raises unless the model was compiled with a loss scale optimizer."""
+    if file.training is None:
+        raise OldFileError(
+            f"{file.path}: the model was saved without its training configuration, so without an "
+            "optimizer."
+        )
+    if not file.optimizer:
+        raise OldFileError(f"{file.path}: the training configuration names no optimizer.")
+    if not file.wrapped:
+        raise OldFileError(
+            f"{file.path}: the optimizer, {file.inner_name}, has no loss scaling. Load the model "
+            "with keras.saving.load_model."
+        )
+
+
+def _optimizer(file: ModelFile, own: dict[str, Any]) -> Any:
+    from lossscale.frameworks.keras import KerasLossScaleOptimizer
+
+    written = (file.optimizer or {}).get("class_name")
+    try:
+        if file.era == OURS:
+            import keras
+
+            return keras.saving.deserialize_keras_object(
+                {**(file.optimizer or {}), "registered_name": _registered_name(file)}
+            )
+        return own.get(str(written), KerasLossScaleOptimizer).from_config(file.settings, own)
+    except (LossScaleError, ValueError, TypeError, KeyError) as error:
+        raise OldFileError(f"{file.path}: its optimizer cannot be made: {error}") from error
+
+
+def _registered_name(file: ModelFile) -> Any:
+    # HDF5 files have it in the place of the class name.
+    described = file.optimizer or {}
+    return described.get("registered_name") or described.get("class_name")
+
+
+def _architecture(file: ModelFile) -> Any:
+    import keras
+
+    with warnings.catch_warnings():
+        # Keras 2 gave the first layer of a Sequential model its input's shape, as the file does.
+        warnings.filterwarnings("ignore", message="Do not pass an `input_shape`")
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                return keras.saving.load_model(_readable(file, Path(folder)), compile=False)
+        except LossScaleError:
+            raise
+        # Keras raises whatever the layer of the moment raises.
+        except Exception as error:
+            raise OldFileError(
+                f"{file.path}: Keras 3 cannot make its model: {str(error).splitlines()[0][:300]}"
+            ) from error
+
+
+def _readable(file: ModelFile, folder: Path) -> Path:
+    """Returns a file that Keras 3 makes the model of: the same one, or a changed copy."""
+    is_zip = zipfile.is_zipfile(file.path)
+    target = folder / f"model{'.keras' if is_zip else '.h5'}"
+    if file.era not in (KERAS_3, OURS):
+        if is_zip:
+            _rewrite_zip(file.path, target)
+            return target
+        if _rewrite_hdf5(file.path, target):
+            return target
+    if Path(file.path).suffix in (".keras", ".h5", ".hdf5"):
+        return Path(file.path)
+    # Keras goes by the name, and TensorFlow wrote HDF5 under any.
+    shutil.copyfile(file.path, target)
+    return target
+
+
+def _rewrite_zip(path: str, target: Path) -> None:
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(target, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name == "config.json":
+                content = json.dumps(model_config(json.loads(content))).encode()
+            new.writestr(name, content)
+
+
+def _rewrite_hdf5(path: str, target: Path) -> bool:
+    """Writes a changed copy, if there is something to change; returns whether there is."""
+    import h5py
+
+    with h5py.File(path, "r") as file:
+        before = json.loads(file.attrs["model_config"])
+    after = model_config(before)
+    if after == before:
+        return False
+    shutil.copyfile(path, target)
+    with h5py.File(target, "r+") as file:
+        file.attrs["model_config"] = json.dumps(after)
+    return True
+
+
+def _compile_arguments(file: ModelFile, model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    import keras
+
+    training = file.training or {}
+    arguments: dict[str, Any] = {}
+    readers = {"loss": keras.losses.deserialize, "metrics": _metric, "weighted_metrics": _metric}
+    for name, reader in readers.items():
+        if given[name] is not _UNSET:
+            arguments[name] = given[name]
+            continue
+        try:
+            arguments[name] = _deserialized(training.get(name), reader)
+        # Keras raises whatever the class of the moment raises.
+        except Exception as error:
+            raise OldFileError(
+                f"{file.path}: Keras 3 cannot make its {name}, {training.get(name)!r}: {error}. "
+                f"Pass {name}=... in its place."
+            ) from error
+        nested = arguments[name]
+        if isinstance(nested, list) and len(nested) == 1 and isinstance(nested[0], list):
+            # TensorFlow wrote a list for each output.
+            arguments[name] = nested[0] if len(model.outputs) == 1 else nested
+    if training.get("loss_weights") is not None:
+        arguments["loss_weights"] = training["loss_weights"]
+    return arguments
+
+
+def _deserialized(config: Any, reader: Any) -> Any:
+    if isinstance(config, dict) and "class_name" in config:
+        config = {**config, "config": dict(config.get("config") or {})}
+        if config["config"].get("reduction") == "auto":
+            # Keras 3 has the same under this name alone.
+            config["config"]["reduction"] = "sum_over_batch_size"
+        if not config["class_name"].endswith("Wrapper"):
+            # Keras 2 wrote which function a class is made of; Keras 3 knows.
+            config["config"].pop("fn", None)
+        return reader(config)
+    if isinstance(config, dict):
+        return {name: _deserialized(item, reader) for name, item in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [_deserialized(item, reader) for item in config]
+    # Names; `compile` knows them.
+    return config
+
+
+def _metric(config: dict[str, Any]) -> Any:
+    import keras
+
+    if config["class_name"] == "MeanMetricWrapper" and isinstance(config["config"].get("fn"), str):
+        settings = config["config"]
+        function = keras.metrics.get(settings["fn"])
+        return keras.metrics.MeanMetricWrapper(function, name=settings.get("name"))
+    return keras.metrics.deserialize(config)
+
+
+def _restore(file: ModelFile, optimizer: Any, model: Any) -> None:
+    if not file.arrays:
+        return
+    trained = list(model.trainable_variables)
+    if file.era in (KERAS_3, OURS):
+        _restore_keras_3(file, optimizer, trained)
+        return
+    saved = saved_optimizer(file, len(trained))
+    optimizer.build(trained)
+    plan = Plan(file.path, "optimizer", saved, target_for(optimizer, file.path))
+    plan.prepare(None, trained)
+    plan.carry_out()
+
+
+def _restore_keras_3(file: ModelFile, optimizer: Any, trained: list[Any]) -> None:
+    arrays, inner = file.arrays, optimizer.inner_optimizer
+    # An optimizer that was saved before it was built has no slots in the file. Keras' own has no
+    # loss scale either, but two counters and two learning rates.
+    if file.era == KERAS_3 and len(arrays) == 4:
+        return
+    if not _fits(arrays, optimizer):
+        optimizer.build(trained)
+    if not _fits(arrays, optimizer):
+        raise OldFileError(
+            f"{file.path}: holds {len(arrays)} arrays of the optimizer, which keeps "
+            f"{len(inner.variables)}."
+        )
+    if len(arrays) == len(optimizer.variables):
+        # An HDF5 file of this library.
+        optimizer.set_weights(arrays)
+    else:
+        optimizer._load_inner({str(number): array for number, array in enumerate(arrays)})
+    if file.own:
+        optimizer._set_own_values(file.own)
+
+
+def _fits(arrays: list[Any], optimizer: Any) -> bool:
+    inner = len(optimizer.inner_optimizer.variables)
+    # Keras' own optimizer puts four variables before those of the inner one.
+    return len(arrays) in (inner, inner + 4, len(optimizer.variables))

@@ -1,0 +1,271 @@
+"""Model files: HDF5 of every release, and `.keras` of tf_keras and Keras 3."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lossscale.errors import LossScaleError, OldFileError
+from lossscale.frameworks.older_slots import Place, places_of_names, places_of_numbers
+from lossscale.migration.graph import is_hdf5
+from lossscale.migration.saved import (
+    FIRST_KIND,
+    KERAS_3,
+    NEW_KIND,
+    OURS,
+    SavedOptimizer,
+    SavedSlot,
+)
+
+_HDF5 = "HDF5 model"
+_ZIP = ".keras model"
+
+
+@dataclasses.dataclass
+class ModelFile:
+    """What a model file says about training.
+
+    Args:
+        path: The file.
+        form: What kind of file it is.
+        era: Which releases write such a file.
+        training: What the model was compiled with, as the file has it; None if it was not.
+        optimizer: The configuration of the optimizer, None if there is none.
+        names: The names of the optimizer's arrays in their order; of a `.keras` file, numbers.
+        arrays: The optimizer's arrays, in that order.
+        own: What a `.keras` file holds of the loss scale, by name.
+    """
+
+    path: str
+    form: str
+    era: str
+    training: dict[str, Any] | None
+    optimizer: dict[str, Any] | None
+    names: list[str]
+    arrays: list[Any]
+    own: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration of the optimizer itself."""
+        return dict((self.optimizer or {}).get("config") or {})
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether the optimizer has loss scaling."""
+        return "inner_optimizer" in self.settings or "loss_scale" in self.settings
+
+    @property
+    def inner(self) -> dict[str, Any]:
+        """The configuration of the optimizer inside, with its class name."""
+        settings = self.settings
+        found = settings.get("inner_optimizer", settings.get("optimizer", self.optimizer))
+        return dict(found or {})
+
+    @property
+    def inner_name(self) -> str:
+        """The class name of the optimizer inside."""
+        return str(self.inner.get("class_name", "")).rpartition(">")[2]
+
+
+def read_model_file(path: str | Path) -> ModelFile:
+    """Returns what a model file says about training, without making the model.
+
+    Raises:
+        OldFileError: If it is missing, damaged, or no model file.
+    """
+    text = str(path)
+    if not Path(text).is_file():
+        raise OldFileError(f"{text}: no such file.")
+    if Path(text).stat().st_size == 0:
+        raise OldFileError(f"{text}: the file is empty.")
+    if is_hdf5(text):
+        with _damage_named(text):
+            return _read_hdf5(text)
+    if zipfile.is_zipfile(text):
+        with _damage_named(text):
+            return _read_zip(text)
+    raise OldFileError(f"{text}: neither an HDF5 file nor a .keras file, or it was cut short.")
+
+
+@contextlib.contextmanager
+def _damage_named(path: str) -> Iterator[None]:
+    try:
+        yield
+    except LossScaleError:
+        raise
+    except (
+        OSError,
+        KeyError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        zipfile.BadZipFile,
+    ) as error:
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise OldFileError(f"{path}: damaged or incomplete: {text}") from error
+
+
+def _json_attribute(file: Any, name: str) -> dict[str, Any] | None:
+    text = file.attrs.get(name)
+    if text is None:
+        return None
+    found: dict[str, Any] = json.loads(text.decode() if isinstance(text, bytes) else text)
+    return found
+
+
+def _read_hdf5(path: str) -> ModelFile:
+    import h5py
+
+    with h5py.File(path, "r") as file:
+        if "model_config" not in file.attrs:
+            what = (
+                "weights alone" if "layer_names" in file.attrs or "layers" in file else "no model"
+            )
+            raise OldFileError(
+                f"{path}: holds {what}, no `model_config` and no optimizer. Migrate the file that "
+                "model.save wrote."
+            )
+        # All of it, and now: what is cut short is found before anything is made of it.
+        _read_everything(file["model_weights"])
+        training = _json_attribute(file, "training_config")
+        names, arrays = _read_hdf5_optimizer(file)
+    optimizer = (training or {}).get("optimizer_config")
+    model = ModelFile(path, _HDF5, "", training, optimizer, names, arrays)
+    model.era = _era(model)
+    return model
+
+
+def _read_everything(group: Any) -> None:
+    import h5py
+
+    def read(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset):
+            item[()]
+
+    group.visititems(read)
+
+
+def _read_hdf5_optimizer(file: Any) -> tuple[list[str], list[Any]]:
+    if "optimizer_weights" not in file:
+        return [], []
+    group = file["optimizer_weights"]
+    names = [
+        name.decode() if isinstance(name, bytes) else str(name)
+        for key in _chunks(group, "weight_names")
+        for name in group.attrs[key]
+    ]
+    return names, [group[name][()] for name in names]
+
+
+def _chunks(group: Any, name: str) -> list[str]:
+    """Returns the keys of an attribute, which Keras cuts in pieces if it is long."""
+    if name in group.attrs:
+        return [name]
+    pieces = [key for key in group.attrs if key.startswith(name)]
+    return sorted(pieces, key=lambda key: int(key.removeprefix(name)))
+
+
+def _read_zip(path: str) -> ModelFile:
+    import io
+
+    import h5py
+
+    with zipfile.ZipFile(path) as archive:
+        broken = archive.testzip()
+        if broken is not None:
+            raise OldFileError(f"{path}: damaged: {broken!r} inside does not match its checksum.")
+        if "config.json" not in archive.namelist():
+            raise OldFileError(f"{path}: a zip file without config.json, so no model of Keras.")
+        config = json.loads(archive.read("config.json"))
+        weights = io.BytesIO(archive.read("model.weights.h5"))
+    training = config.get("compile_config")
+    own, names, arrays = {}, [], []
+    with h5py.File(weights, "r") as file:
+        if "optimizer/vars" in file:
+            group = file["optimizer/vars"]
+            names = sorted(group, key=int)
+            arrays = [group[name][()] for name in names]
+        beside = file.get("optimizer/loss_scale_state/vars")
+        if beside is not None:
+            own = {name: beside[name][()] for name in beside}
+    optimizer = (training or {}).get("optimizer")
+    optimizer = optimizer if isinstance(optimizer, dict) else None
+    model = ModelFile(path, _ZIP, "", training, optimizer, names, arrays, own)
+    model.era = _era(model)
+    return model
+
+
+def _era(model: ModelFile) -> str:
+    """Returns which releases write such a file."""
+    if model.optimizer is None:
+        return "no optimizer"
+    if "loss_scale" in model.settings and not _is_ours(model):
+        return "TensorFlow 2.0 to 2.3"
+    if _is_ours(model):
+        return OURS
+    inner = model.inner.get("config") or {}
+    if model.wrapped and "dynamic" not in model.settings:
+        return KERAS_3
+    if "is_legacy_optimizer" in inner or "jit_compile" in inner:
+        return NEW_KIND
+    if "decay" in inner or ("learning_rate" in inner and "weight_decay" not in inner):
+        return FIRST_KIND.replace("2.3", "2.4") if model.wrapped else FIRST_KIND
+    return KERAS_3
+
+
+def _is_ours(model: ModelFile) -> bool:
+    described = model.optimizer or {}
+    names = (described.get("registered_name"), described.get("class_name"))
+    return any(str(name).startswith("lossscale") for name in names)
+
+
+def saved_optimizer(model: ModelFile, variables: int | None = None) -> SavedOptimizer:
+    """Returns the state of the optimizer that a model file of TensorFlow holds.
+
+    Args:
+        model: The file.
+        variables: How many variables the model trains; a `.keras` file does not say it.
+
+    Raises:
+        OldFileError: If the arrays are not those of this optimizer.
+    """
+    saved = SavedOptimizer(model.era, name=model.inner_name or None, wrapped=model.wrapped)
+    for place, name, value in zip(
+        _places(model, variables), model.names, model.arrays, strict=True
+    ):
+        if place.name == "iterations":
+            saved.iterations = int(value)
+        elif place.turn is None:
+            saved.others[place.name] = value
+        else:
+            saved.slots.append(
+                SavedSlot([place.name], value, index=place.turn, label=f"{place.name} ({name})")
+            )
+    return saved
+
+
+def _places(model: ModelFile, variables: int | None) -> Sequence[Place]:
+    if not model.names:
+        return []
+    if model.form == _HDF5:
+        return places_of_names(model.names)
+    settings: Mapping[str, Any] = model.inner.get("config") or {}
+    count = len(model.names)
+    if variables is None:
+        variables = next(
+            (n for n in range(count) if places_of_numbers(model.inner_name, settings, n, count)), 0
+        )
+    places = places_of_numbers(model.inner_name, settings, variables, count)
+    if places is None:
+        raise OldFileError(
+            f"{model.path}: holds {count} arrays of the optimizer {model.inner_name!r}, which are "
+            f"not those of an optimizer for {variables} variables."
+        )
+    return places

@@ -1,0 +1,205 @@
+"""The state of an optimizer as a file holds it, whatever release wrote the file."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lossscale.frameworks.older_slots import split_label
+from lossscale.migration.graph import Graph, Node
+
+OLDEST = "TensorFlow 2.0 to 2.2"
+FIRST_KIND = "TensorFlow 2.3 to 2.15 or tf_keras, optimizers.legacy"
+NEW_KIND = "TensorFlow 2.8 to 2.15 or tf_keras, new optimizers"
+KERAS_3 = "Keras 3"
+OURS = "lossscale on Keras 3"
+
+# Names below an optimizer that are none of its settings or slots.
+_BOOKKEEPING = {
+    "_index_dict",
+    "_trainable_variables",
+    "_trainable_variables_indices",
+    "_variables",
+    "base_optimizer",
+    "inner_optimizer",
+    "loss_scale",
+}
+_OWN = {"_steps_skipped", "_last_step_skipped"}
+
+
+@dataclasses.dataclass
+class SavedSlot:
+    """One array that an optimizer keeps for one variable.
+
+    Args:
+        names: What the file calls the slot, the most telling name first.
+        value: The array.
+        variable: The number of the variable's node in the graph, None if the file does not say.
+        index: The turn of the variable among those that the optimizer was built with, or None.
+        label: What the file calls the array.
+    """
+
+    names: list[str]
+    value: Any
+    variable: int | None = None
+    index: int | None = None
+    label: str = ""
+
+
+@dataclasses.dataclass
+class SavedOptimizer:
+    """The state of an optimizer.
+
+    Args:
+        era: Which releases write such a file.
+        name: The optimizer's name, None if the file does not say.
+        wrapped: Whether it had loss scaling. A file of the new optimizers with a fixed scale
+            looks as one without.
+        iterations: Training steps, None if the file has none.
+        skipped: How many of them were skipped, if the file says so.
+        learning_rate: None if the file has none, or it was a schedule.
+        settings: The other hyperparameters, by name.
+        scale: The loss scale, dimensionless; None if it was fixed.
+        good_steps: Finite steps since the scale last changed.
+        loss_scale: Everything that stands beside the scale, by name.
+        slots: What it kept for each variable.
+        others: Everything else, by name, such as `momentum_cache`.
+    """
+
+    era: str
+    name: str | None = None
+    wrapped: bool = False
+    iterations: int | None = None
+    skipped: int = 0
+    learning_rate: float | None = None
+    settings: dict[str, float] = dataclasses.field(default_factory=dict)
+    scale: float | None = None
+    good_steps: int | None = None
+    loss_scale: dict[str, Any] = dataclasses.field(default_factory=dict)
+    slots: list[SavedSlot] = dataclasses.field(default_factory=list)
+    others: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def is_optimizer(graph: Graph, node: Node) -> bool:
+    """Whether a node looks as an optimizer of any release does."""
+    children = node.children
+    return bool(
+        node.slots
+        or "_iterations" in children
+        or ("iter" in children and graph.value(node, "iter") is not None)
+        or ("base_optimizer" in children and "loss_scale" in children)
+    )
+
+
+def find_optimizers(graph: Graph) -> list[tuple[str, Node]]:
+    """Returns the optimizers of a graph with their paths, without those inside of others."""
+    found = [(path, node) for path, node in graph.paths() if is_optimizer(graph, node)]
+    inside = {
+        node.children[name]
+        for _, node in found
+        for name in ("base_optimizer", "inner_optimizer")
+        if name in node.children
+    }
+    return [
+        (path, node) for path, node in found if not any(node is graph.nodes[at] for at in inside)
+    ]
+
+
+def read_optimizer(graph: Graph, node: Node) -> SavedOptimizer:
+    """Returns the state that a node of a graph holds."""
+    inner = graph.child(node, "base_optimizer")
+    if inner is not None and (inner.children or inner.slots):
+        saved = _read_first_kind(graph, inner, OLDEST)
+    elif "inner_optimizer" in node.children:
+        saved = _read_keras_3(graph, node)
+    elif "_iterations" in node.children:
+        era = KERAS_3 if "_trainable_variables" in node.children else NEW_KIND
+        saved = _read_lists(graph, node, era)
+    else:
+        saved = _read_first_kind(graph, node, FIRST_KIND)
+    loss_scale = graph.child(node, "loss_scale")
+    saved.wrapped |= inner is not None or loss_scale is not None
+    if loss_scale is not None:
+        found = {name: graph.value(loss_scale, name) for name in loss_scale.children}
+        saved.loss_scale = {name: value for name, value in found.items() if value is not None}
+        if "current_loss_scale" in saved.loss_scale:
+            saved.scale = float(saved.loss_scale["current_loss_scale"])
+            saved.good_steps = int(saved.loss_scale.get("good_steps", 0))
+        # Files of this library on tf_keras, which are otherwise those of TensorFlow.
+        saved.skipped = int(loss_scale.extras.get("steps_skipped", saved.skipped))
+        if saved.iterations is not None and "steps_skipped" in loss_scale.extras:
+            saved.iterations += saved.skipped
+    return saved
+
+
+def _read_first_kind(graph: Graph, node: Node, era: str) -> SavedOptimizer:
+    saved = SavedOptimizer(era)
+    for name, number in node.children.items():
+        value = graph.nodes[number].value
+        if name in _BOOKKEEPING or value is None:
+            continue
+        if name == "iter":
+            saved.iterations = int(value)
+            # `SGD/iter`; `cond_1/SGD/iter` where the first step made it.
+            saved.name = (["", *graph.nodes[number].name.split("/")])[-2] or None
+        elif name == "learning_rate":
+            saved.learning_rate = float(value)
+        elif name == "momentum_cache" or value.shape or value.dtype.kind != "f":
+            saved.others[name] = value
+        else:
+            saved.settings[name] = float(value)
+    for name, variable, slot in node.slots:
+        found = graph.nodes[slot]
+        if found.value is not None:
+            saved.slots.append(SavedSlot([name], found.value, variable, label=found.name))
+    return saved
+
+
+def _read_keras_3(graph: Graph, node: Node) -> SavedOptimizer:
+    inner = graph.child(node, "inner_optimizer")
+    assert inner is not None
+    ours = "_steps_skipped" in node.children
+    saved = _read_lists(graph, inner, OURS if ours else KERAS_3)
+    saved.wrapped = True
+    if ours:
+        saved.skipped = int(graph.value(node, "_steps_skipped"))
+        saved.iterations = None if saved.iterations is None else saved.iterations + saved.skipped
+    if graph.value(node, "dynamic_scale") is not None:
+        saved.scale = float(graph.value(node, "dynamic_scale"))
+        saved.good_steps = int(graph.value(node, "step_counter"))
+    return saved
+
+
+def _read_lists(graph: Graph, node: Node, era: str) -> SavedOptimizer:
+    saved = SavedOptimizer(era)
+    variables = graph.child(node, "_variables") or Node()
+    own = set(variables.children.values())
+    references = graph.child(node, "_trainable_variables") or Node()
+    by_name: dict[str, list[int]] = {}
+    for number, other in enumerate(graph.nodes):
+        if other.value is not None and number not in own:
+            by_name.setdefault(other.name, []).append(number)
+    for name, number in node.children.items():
+        child = graph.nodes[number]
+        if name in _BOOKKEEPING or name in _OWN:
+            continue
+        if name == "_iterations":
+            saved.iterations = int(child.value)
+            if era != NEW_KIND:
+                saved.name = child.name.split("/")[-2] if "/" in child.name else None
+        elif name == "_learning_rate":
+            saved.learning_rate = None if child.value is None else float(child.value)
+        elif child.value is not None:
+            saved.others[name] = child.value
+        else:
+            for turn, at in child.children.items():
+                if at in own and turn.isdecimal() and graph.nodes[at].value is not None:
+                    slot = graph.nodes[at]
+                    short, of = split_label(slot.name)
+                    same = by_name.get(of, []) if era == NEW_KIND else []
+                    variable = references.children.get(turn, same[0] if len(same) == 1 else None)
+                    names = [name, short] if era == NEW_KIND else [name]
+                    saved.slots.append(
+                        SavedSlot(names, slot.value, variable, int(turn), label=slot.name)
+                    )
+    return saved

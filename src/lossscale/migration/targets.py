@@ -1,0 +1,277 @@
+"""Putting saved state into an optimizer of this library, for each framework."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lossscale.errors import LossScaleWarning, OldFileError, UnknownSlotError, UnsupportedError
+from lossscale.frameworks.older_configs import NADAM_DECAY, decayed
+from lossscale.frameworks.older_slots import kind_of, names_for
+from lossscale.migration.saved import SavedOptimizer, SavedSlot
+
+
+class Target:
+    """A loss scale optimizer; each framework has a class of its own.
+
+    Args:
+        optimizer: The optimizer.
+        path: The file that is read, for messages.
+    """
+
+    def __init__(self, optimizer: Any, path: str) -> None:
+        self.optimizer = optimizer
+        self.inner = optimizer.inner_optimizer
+        self.kind = kind_of(self.inner)
+        self.path = path
+
+    # --- What the frameworks do in their own ways ---------------------------------------------
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Creates the slots for these variables."""
+        raise NotImplementedError
+
+    def built_with(self) -> list[Any]:
+        """Returns the variables that the optimizer was built with."""
+        raise NotImplementedError
+
+    def key(self, variable: Any) -> Any:
+        """Returns what the optimizer knows a variable by."""
+        raise NotImplementedError
+
+    def set_setting(self, name: str, value: Any) -> None:
+        """Sets a hyperparameter other than the learning rate."""
+        setattr(self.inner, name, value)
+
+    def set_rate(self, rate: float, decay: float) -> None:
+        """Sets the learning rate; if `decay` is not 0, to rate / (1 + decay * iterations)."""
+        raise NotImplementedError
+
+    def follows_schedule(self) -> bool:
+        """Whether the optimizer has a learning rate schedule."""
+        raise NotImplementedError
+
+    def rises_slowly(self) -> bool:
+        """Whether it is a Nadam that has TensorFlow's `schedule_decay`."""
+        return False
+
+    def momentum_product(self) -> Any:
+        """Returns the scalar in which Nadam keeps the product of its momentums, or None."""
+        return getattr(self.inner, "_u_product", None)
+
+    def set_scale_values(self, scale: float, good_steps: int) -> None:
+        """Sets the loss scale and its counter, made valid for the rule."""
+        raise NotImplementedError
+
+    # --- What is the same for all -------------------------------------------------------------
+
+    def set_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Sets hyperparameters other than the learning rate; returns what they were before.
+
+        Raises:
+            OldFileError: If the optimizer has no such hyperparameter. Then nothing is changed.
+        """
+        named = {name: value for name, value in settings.items() if name != "decay"}
+        unknown = sorted(name for name in named if not hasattr(self.inner, name))
+        if unknown:
+            raise OldFileError(
+                f"{self.path}: the file's optimizer has the hyperparameter {unknown[0]!r}, and "
+                f"{type(self.inner).__name__} has none of that name. Nothing was changed."
+            )
+        before = {name: float(getattr(self.inner, name)) for name in named}
+        for name, value in named.items():
+            # A file holds float32; the same number in Python's precision is kept.
+            if np.float32(before[name]) != np.float32(value):
+                self.set_setting(name, value)
+        return before
+
+    def set_learning_rate(self, saved: SavedOptimizer) -> None:
+        """Sets the learning rate and its decay; a schedule of the optimizer stays."""
+        decay = saved.settings.get("decay", 0.0)
+        if self.kind == "Nadam" and decay and not self.rises_slowly():
+            if decay != 1.0:
+                warnings.warn(NADAM_DECAY.format(decay=decay), LossScaleWarning, stacklevel=4)
+            decay = 0.0
+        if saved.learning_rate is not None and not self.follows_schedule():
+            self.set_rate(saved.learning_rate, decay)
+
+    def slot(self, saved: SavedSlot, variable: Any) -> Any:
+        """Returns the optimizer's array for a saved one; None for one that has no effect here.
+
+        Raises:
+            OldFileError: If the optimizer keeps no such array.
+        """
+        for name in names_for(self.kind, saved.names):
+            try:
+                return self.optimizer.get_slot(variable, name)
+            except UnknownSlotError:
+                continue
+        # The new SGD of TensorFlow keeps a momentum even where it multiplies it by zero.
+        if self.kind == "SGD" and "m" in saved.names and not float(self.inner.momentum):
+            return None
+        raise OldFileError(
+            f"{self.path}: the file's optimizer keeps {saved.label or saved.names[0]!r}, and "
+            f"{type(self.inner).__name__} keeps {self.optimizer.get_slot_names()} for the "
+            f"variable {variable.name!r}. Make the optimizer as the saved one was made."
+        )
+
+    def set_counters(self, saved: SavedOptimizer) -> None:
+        """Sets the steps, and how many of them were skipped."""
+        if saved.iterations is not None:
+            self.optimizer._steps_skipped.assign(saved.skipped)
+            self.optimizer.iterations = saved.iterations
+
+    def set_others(self, saved: SavedOptimizer) -> list[str]:
+        """Sets what is neither slot nor setting; returns the names that have no place here."""
+        left = []
+        product = self.momentum_product() if self.kind == "Nadam" else None
+        known = False
+        for name, value in saved.others.items():
+            if name in ("momentum_cache", "_u_product") and product is not None:
+                product.assign(value)
+                known = True
+            else:
+                left.append(name)
+        if product is not None and not known and saved.slots:
+            # Model files of the new optimizers do not hold it.
+            product.assign(self._product_of_momentums((saved.iterations or 0) - saved.skipped))
+        return left
+
+    def _product_of_momentums(self, steps: int) -> float:
+        beta = float(self.inner.beta_1)
+        return math.prod(beta * (1.0 - 0.5 * 0.96**step) for step in range(1, steps + 1))
+
+    def set_scale(self, saved: SavedOptimizer) -> list[str]:
+        """Sets the loss scale; returns the names of its values that have no place here."""
+        optimizer = self.optimizer
+        if optimizer._state is None:
+            # A LossScale of the user's, with variables of its own.
+            own = optimizer._loss_scale._variables()
+            for name, value in saved.loss_scale.items():
+                if name in own:
+                    own[name].assign(value)
+            return sorted(set(saved.loss_scale) - set(own))
+        if saved.scale is None:
+            return []
+        if not optimizer.dynamic:
+            return ["loss_scale"]
+        self.set_scale_values(saved.scale, saved.good_steps or 0)
+        return []
+
+
+class KerasTarget(Target):
+    """A loss scale optimizer on Keras 3."""
+
+    def build(self, variables: Sequence[Any]) -> None:
+        self.optimizer.build(list(variables))
+
+    def built_with(self) -> list[Any]:
+        return list(self.optimizer._trainable_variables) if self.optimizer.built else []
+
+    def key(self, variable: Any) -> Any:
+        return self.optimizer._var_key(variable)
+
+    def set_counters(self, saved: SavedOptimizer) -> None:
+        if saved.iterations is not None:
+            self.optimizer._steps_skipped.assign(saved.skipped)
+            # With gradient accumulation, `iterations` is another number.
+            self.optimizer._iterations.assign(saved.iterations)
+
+    def set_rate(self, rate: float, decay: float) -> None:
+        import keras
+
+        described = decayed(rate, decay, type(self.inner).__name__) if decay else rate
+        self.inner.learning_rate = keras.saving.deserialize_keras_object(described)
+
+    def follows_schedule(self) -> bool:
+        import keras
+
+        schedule = keras.optimizers.schedules.LearningRateSchedule
+        return isinstance(self.inner._learning_rate, schedule)
+
+    def set_scale_values(self, scale: float, good_steps: int) -> None:
+        named = {field: v.name for field, v in self.optimizer._state.variables.items()}
+        values = {"scale": np.float32(scale), "good_steps": np.int64(good_steps)}
+        self.optimizer._restore_scale({named[field]: value for field, value in values.items()})
+
+
+class TFKerasTarget(Target):
+    """A loss scale optimizer on tf_keras, around an optimizer of either family."""
+
+    @property
+    def _is_legacy(self) -> bool:
+        return bool(self.optimizer._is_legacy)
+
+    def build(self, variables: Sequence[Any]) -> None:
+        self.optimizer._build(list(variables))
+
+    def built_with(self) -> list[Any]:
+        return list(self.optimizer._trained[0]) if self.optimizer._trained else []
+
+    def key(self, variable: Any) -> Any:
+        return variable._unique_id
+
+    def set_setting(self, name: str, value: Any) -> None:
+        setattr(self.inner, name, value)
+        if self._is_legacy and name == "momentum" and hasattr(self.inner, "_momentum"):
+            # What decides whether there are slots for it.
+            self.inner._momentum = float(value) > 0
+
+    def set_rate(self, rate: float, decay: float) -> None:
+        import tf_keras
+
+        if self._is_legacy:
+            self.inner._initial_decay = decay
+            self.inner._set_hyper("decay", decay)
+            self.inner.learning_rate = rate
+        elif decay:
+            schedule = tf_keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay)
+            self.inner._learning_rate = self.inner._build_learning_rate(schedule)
+        else:
+            self.inner.learning_rate = rate
+
+    def follows_schedule(self) -> bool:
+        import tf_keras
+
+        rate = self.inner._hyper["learning_rate"] if self._is_legacy else self.inner._learning_rate
+        return isinstance(rate, tf_keras.optimizers.schedules.LearningRateSchedule)
+
+    def rises_slowly(self) -> bool:
+        return self._is_legacy
+
+    def momentum_product(self) -> Any:
+        name = "_m_cache" if self._is_legacy else "_u_product"
+        return getattr(self.inner, name, None)
+
+    def set_others(self, saved: SavedOptimizer) -> list[str]:
+        left = super().set_others(saved)
+        if hasattr(self.inner, "_u_product_counter") and saved.iterations is not None:
+            # By this number tf_keras tells whether this step has multiplied the product already.
+            self.inner._u_product_counter = saved.iterations - saved.skipped + 1
+        return left
+
+    def set_scale_values(self, scale: float, good_steps: int) -> None:
+        values = {"current_loss_scale": np.float32(scale), "good_steps": np.int64(good_steps)}
+        self.optimizer._set_own_values(values)
+
+
+TARGETS: dict[str, type[Target]] = {"keras": KerasTarget, "tf_keras": TFKerasTarget}
+"""By the name of the framework that an optimizer belongs to."""
+
+
+def target_for(optimizer: Any, path: str) -> Target:
+    """Returns what puts saved state into this optimizer.
+
+    Raises:
+        UnsupportedError: If there is nothing for its framework.
+    """
+    target = TARGETS.get(optimizer._framework)
+    if target is None:
+        raise UnsupportedError(
+            f"Files of TensorFlow cannot be restored into an optimizer of {optimizer._framework}."
+        )
+    return target(optimizer, path)

@@ -1,0 +1,299 @@
+"""`lossscale migrate`: what it prints, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from lossscale.cli import migrate
+from lossscale.cli.main import main
+
+pytest.importorskip("tensorflow")
+if os.environ.get("KERAS_BACKEND", "tensorflow") != "tensorflow":
+    pytest.skip("checkpoints are read with TensorFlow", allow_module_level=True)
+
+FIXTURES = pathlib.Path(__file__).parents[1] / "migration" / "fixtures"
+CHECKPOINTS = sorted(FIXTURES.glob("ck*/*.index"))
+MODELS = sorted(FIXTURES.glob("h5/*.h5"))
+ERAS = {
+    "2.0.4_exp": "TensorFlow 2.0 to 2.",
+    "2.2.3_exp": "TensorFlow 2.0 to 2.",
+    "2.4.4_new": "TensorFlow 2.",
+    "2.15.1_legacy": "optimizers.legacy",
+    "2.21.0_legacy": "optimizers.legacy",
+    "2.15.1_v3": "new optimizers",
+    "2.21.0_v3": "new optimizers",
+}
+
+
+def stem(path):
+    return path.stem.removesuffix("-1")
+
+
+def with_folder(path):
+    return f"{path.parent.name}-{stem(path)}"
+
+
+def described(path, capsys):
+    assert main(["migrate", str(path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("path", CHECKPOINTS, ids=with_folder)
+def test_json_says_what_a_checkpoint_holds(path, capsys):
+    found = described(path, capsys)
+    assert (found["form"], found["written"]) == ("checkpoint", None)
+    assert found["path"] == str(path).removesuffix(".index")
+    (optimizer,) = found["optimizers"]
+    new, fixed = "v3" in path.name, path.parent.name == "ckf"
+    assert ERAS[stem(path)] in optimizer["era"]
+    assert optimizer["path"] == "optimizer"
+    assert optimizer["optimizer"] == (None if new else "SGD")
+    assert optimizer["scale"] == (None if fixed else 8.0)
+    assert optimizer["good_steps"] == (None if fixed else 1)
+    assert (optimizer["scaling"] == "dynamic") != fixed
+    assert optimizer["iterations"] == 1
+    assert optimizer["learning_rate"] == pytest.approx(0.1)
+    assert optimizer["slots"] == {"momentums" if new else "momentum": 1}
+    settings = {} if new else {"decay": 0.0, "momentum": pytest.approx(0.9)}
+    assert optimizer["settings"] == settings
+
+
+@pytest.mark.parametrize("path", MODELS, ids=stem)
+def test_json_says_what_a_model_holds(path, capsys):
+    found = described(path, capsys)
+    assert found["form"] == "HDF5 model"
+    (optimizer,) = found["optimizers"]
+    assert ERAS[stem(path)] in optimizer["era"]
+    assert optimizer["optimizer"] == "SGD"
+    assert (optimizer["scaling"], optimizer["scale"]) == ("dynamic", 8.0)
+    # Model files of TensorFlow hold neither the current scale nor its counter.
+    assert optimizer["good_steps"] is None
+    assert optimizer["iterations"] == 1
+    assert optimizer["slots"] == {"m" if "v3" in path.name else "momentum": 2}
+
+
+def test_the_table(capsys):
+    assert main(["migrate", str(FIXTURES / "ck" / "2.0.4_exp-1")]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].endswith("2.0.4_exp-1: checkpoint")
+    rows = dict(
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in out.splitlines()
+        if line.startswith("│")
+    )
+    assert rows == {
+        "in the file at": "optimizer",
+        "written by": "TensorFlow 2.0 to 2.2",
+        "optimizer": "SGD",
+        "loss scaling": "dynamic",
+        "loss scale": "8",
+        "good steps": "1",
+        "iterations": "1",
+        "learning rate": "0.1",
+        "settings": "decay=0, momentum=0.9",
+        "slots": "momentum (1)",
+    }
+
+
+def test_the_table_says_that_a_model_has_no_current_scale(capsys):
+    assert main(["migrate", str(MODELS[0])]) == 0
+    out = capsys.readouterr().out
+    assert "8 at the start; the file does not hold the current one" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("path", MODELS, ids=stem)
+def test_a_model_is_written_for_keras(path, tmp_path, capsys):
+    import keras
+
+    new = tmp_path / "new.keras"
+    assert main(["migrate", str(path), str(new)]) == 0
+    assert f"Written: {new}" in capsys.readouterr().out
+    optimizer = keras.saving.load_model(new).optimizer
+    assert repr(optimizer).startswith("<LossScaleOptimizer")
+    assert int(optimizer.iterations) == 1
+    assert list(tmp_path.iterdir()) == [new]
+
+
+def test_a_checkpoint_is_written_for_one_line_without_tensorflow(tmp_path):
+    new = tmp_path / "new.h5"
+    assert main(["migrate", str(CHECKPOINTS[0]), str(new), "--json"]) == 0
+    program = f"""
+import sys
+sys.modules["tensorflow"] = None
+import keras, lossscale
+from lossscale.migration import restore_checkpoint
+v = keras.Variable([5.0])
+optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.5, momentum=0.9))
+restore_checkpoint({str(new)!r}, optimizer=optimizer, v=v)
+print(float(v[0]), float(optimizer.loss_scale), int(optimizer.iterations))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "KERAS_BACKEND": "torch"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    value, scale, steps = done.stdout.split()
+    assert (float(value), scale, steps) == (pytest.approx(0.8), "8.0", "1")
+
+
+def refused(arguments, capsys):
+    """The one line on standard error, after exit status 2."""
+    assert main(["migrate", *map(str, arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("lossscale: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# --- What is no such file, or is damaged ----------------------------------------------------------
+
+
+def half(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def keep(path):
+    pass
+
+
+BAD = {
+    "missing": (None, "nothing.h5", keep, "no such file"),
+    "missing checkpoint": (None, "nothing", keep, "no such file or checkpoint"),
+    "empty model": (MODELS[0], "a.h5", lambda p: p.write_bytes(b""), "the file is empty"),
+    "empty": (MODELS[0], "a.bin", lambda p: p.write_bytes(b""), "the file is empty"),
+    "text of any name": (MODELS[0], "a.bin", lambda p: p.write_text("hello"), "neither"),
+    "text": (MODELS[0], "a.h5", lambda p: p.write_text("hello"), "neither an HDF5 file nor"),
+    "cut model": (MODELS[0], "a.h5", half, "damaged or incomplete"),
+    "cut v3": (MODELS[-2], "a.h5", half, "damaged or incomplete"),
+    "cut index": (CHECKPOINTS[0], "a.index", half, "damaged or incomplete"),
+    "empty index": (CHECKPOINTS[0], "a.index", lambda p: p.write_bytes(b""), "damaged"),
+    "no data": (CHECKPOINTS[0], "a.index", keep, "damaged or incomplete"),
+    "zip": (None, "a.keras", lambda p: p.write_bytes(b"PK\x05\x06" + b"\0" * 18), "without config"),
+}
+
+
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_named_with_the_reason(name, new, tmp_path, capsys):
+    source, called, change, reason = BAD[name]
+    old = tmp_path / called
+    if source is not None:
+        shutil.copy(source, old)
+    if source is not None or change is not keep:
+        change(old)
+    before = sorted(tmp_path.iterdir())
+    target = tmp_path / ("new.keras" if called.endswith((".h5", ".keras")) else "new.h5")
+    err = refused([old, target] if new else [old], capsys)
+    assert str(tmp_path / old.stem) in err
+    assert reason in err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_checkpoint_whose_data_was_cut(tmp_path, capsys):
+    for end in (".index", ".data-00000-of-00001"):
+        shutil.copy(str(CHECKPOINTS[0]).replace(".index", end), tmp_path / f"a{end}")
+    half(tmp_path / "a.data-00000-of-00001")
+    assert "damaged or incomplete" in refused([tmp_path / "a", tmp_path / "new.h5"], capsys)
+    assert not (tmp_path / "new.h5").exists()
+
+
+def test_an_optimizer_that_is_not_known_is_shown_and_not_written(tmp_path, capsys):
+    import h5py
+
+    old, new = tmp_path / "old.h5", tmp_path / "new.keras"
+    shutil.copy(FIXTURES / "h5" / "2.4.4_new.h5", old)
+    with h5py.File(old, "r+") as file:
+        text = file.attrs["training_config"]
+        text = text.decode() if isinstance(text, bytes) else text
+        file.attrs["training_config"] = text.replace('"SGD", "config"', '"Unheard", "config"')
+    assert described(old, capsys)["optimizers"][0]["optimizer"] == "Unheard"
+    err = refused([old, new], capsys)
+    assert str(old) in err
+    assert "'Unheard'" in err
+    assert not new.exists()
+
+
+def test_a_checkpoint_without_an_optimizer(tmp_path, capsys):
+    import tensorflow as tf
+
+    path = tf.train.Checkpoint(v=tf.Variable(1.0)).save(str(tmp_path / "a"))
+    assert "has no optimizer in it" in refused([path], capsys)
+
+
+# --- Where to write -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "name"), [(MODELS[0], "new.keras"), (CHECKPOINTS[0], "new.h5")], ids=["model", "ck"]
+)
+def test_an_existing_file_is_kept_unless_forced(old, name, tmp_path, capsys):
+    new = tmp_path / name
+    new.write_text("precious")
+    assert "exists already. Nothing was written." in refused([old, new], capsys)
+    assert new.read_text() == "precious"
+    assert main(["migrate", str(old), str(new), "--force", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["written"] == str(new)
+    assert new.stat().st_size > 1000
+    assert list(tmp_path.iterdir()) == [new]
+
+
+def test_a_forced_file_is_kept_if_the_old_one_is_damaged(tmp_path, capsys):
+    old, new = tmp_path / "old.h5", tmp_path / "new.keras"
+    old.write_bytes(MODELS[0].read_bytes()[:3000])
+    new.write_text("precious")
+    refused([old, new, "--force"], capsys)
+    assert new.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("old", "name", "reason"),
+    [
+        (MODELS[0], "new.h5", "is a model; the new file must end in .keras"),
+        (CHECKPOINTS[0], "new.keras", "is a checkpoint; the new file must end in .h5"),
+        (MODELS[0], "nowhere/new.keras", "its folder does not exist"),
+        (MODELS[0], "folder.keras", "is a folder"),
+    ],
+)
+def test_where_nothing_can_be_written(old, name, reason, tmp_path, capsys):
+    (tmp_path / "folder.keras").mkdir()
+    err = refused([old, tmp_path / name], capsys)
+    assert reason in err
+    assert str(tmp_path / name) in err
+
+
+def test_force_without_a_new_file(capsys):
+    assert "there is no NEW" in refused([MODELS[0], "--force"], capsys)
+
+
+def test_a_missing_package_gives_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(migrate, "find_spec", lambda name: None if name == "rich" else object())
+    assert main(["migrate", str(MODELS[0])]) == 1
+    assert 'rich not found: pip install "lossscale[demo]"' in capsys.readouterr().err
+
+
+def test_a_difference_is_said_on_standard_error(tmp_path, capsys):
+    tf_keras = pytest.importorskip("tf_keras")
+    model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(2,))])
+    wrapped = tf_keras.mixed_precision.LossScaleOptimizer(tf_keras.optimizers.legacy.Nadam())
+    model.compile(wrapped, "mse")
+    with pytest.warns(UserWarning, match="HDF5"):
+        model.save(tmp_path / "old.h5")
+    assert main(["migrate", str(tmp_path / "old.h5"), str(tmp_path / "new.keras"), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["optimizers"][0]["optimizer"] == "Nadam"
+    assert err.startswith("lossscale: warning: ")
+    assert "schedule_decay=0.004" in err
+    assert err.count("\n") == 1

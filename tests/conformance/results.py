@@ -1,0 +1,56 @@
+"""Which shells keep the promises: the table in README.md and docs/, from test results.
+
+As a pytest plugin (`-p conformance.results`) it adds the outcomes of a process to a JSON file that
+the environment variable LOSSSCALE_RESULTS names. Run as a program with that file and
+pages, it writes the table into the pages.
+"""
+
+import collections
+import json
+import os
+import pathlib
+import re
+import sys
+
+BEGIN, END = "<!-- table: make table -->", "<!-- end of table -->"
+_outcomes = collections.defaultdict(collections.Counter)
+
+
+def pytest_runtest_logreport(report):
+    found = re.search(
+        r"test_promises\.py::(\w+)\[((?:keras|tf_keras)-[\w.]+-[\w.]+)", report.nodeid
+    )
+    done = report.when == "call" or (report.when == "setup" and report.outcome == "skipped")
+    if found and done:
+        _outcomes[found[2]][report.outcome] += 1
+
+
+def pytest_sessionfinish(session):
+    path = os.environ.get("LOSSSCALE_RESULTS")
+    if path is None or hasattr(session.config, "workerinput"):
+        return
+    file = pathlib.Path(path)
+    known = json.loads(file.read_text()) if file.exists() else {}
+    known.update({shell: dict(counts) for shell, counts in _outcomes.items()})
+    file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+def table(results):
+    """Returns the rows of the page, one for each shell."""
+    lines = ["| shell | tests passed | do not apply | failed |", "|---|---|---|---|"]
+    for shell, counts in results.items():
+        passed, skipped = counts.get("passed", 0), counts.get("skipped", 0)
+        lines.append(f"| {shell} | {passed} | {skipped} | {counts.get('failed', 0)} |")
+    return "\n".join(lines)
+
+
+def main(results, *pages):
+    rows = table(json.loads(pathlib.Path(results).read_text()))
+    for page in map(pathlib.Path, pages):
+        before, rest = page.read_text().split(BEGIN)
+        _, after = rest.split(END)
+        page.write_text(f"{before}{BEGIN}\n{rows}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,75 @@
+"""What the tests of the tf_keras shells share."""
+
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+import lossscale
+
+INF, NAN = float("inf"), float("nan")
+
+
+def wrapped(inner, **arguments):
+    """Returns our optimizer, with a small dynamic scale unless something else is asked for."""
+    if not arguments:
+        arguments = {"initial_scale": 8, "dynamic_growth_steps": 2}
+    return lossscale.LossScaleOptimizer(inner, **arguments)
+
+
+def step(optimizer, variables, gradients):
+    """One step by the documented calls, of a loss with these gradients."""
+    with tf.GradientTape() as tape:
+        products = [tf.reduce_sum(v * g) for v, g in zip(variables, gradients, strict=True)]
+        loss = optimizer.get_scaled_loss(tf.add_n(products))
+    found = optimizer.get_unscaled_gradients(tape.gradient(loss, variables))
+    return optimizer.apply_gradients(zip(found, variables, strict=True))
+
+
+def status(optimizer):
+    """What the optimizer says about its loss scale, as Python numbers."""
+    found = {
+        "scale": optimizer.loss_scale,
+        "counter": optimizer.dynamic_counter,
+        "skipped": optimizer.steps_skipped,
+        "last": optimizer.last_step_skipped,
+        "iterations": optimizer.iterations,
+        "applied": optimizer.inner_optimizer.iterations,
+    }
+    return {name: tf.convert_to_tensor(value).numpy().item() for name, value in found.items()}
+
+
+def trained(optimizer, variables, spoiled=(False, False, True, False)):
+    """Runs a few steps, some of them with an overflow; returns the optimizer."""
+    for bad in spoiled:
+        step(optimizer, variables, [np.full(v.shape, INF if bad else 0.5) for v in variables])
+    return optimizer
+
+
+def small_model():
+    """Returns a network with the same weights every time."""
+    tf_keras.utils.set_random_seed(7)
+    return tf_keras.Sequential(
+        [
+            tf_keras.Input((4,)),
+            tf_keras.layers.Dense(8, activation="relu", name="hidden"),
+            tf_keras.layers.Dense(1, dtype="float32", name="out"),
+        ]
+    )
+
+
+def data(rows=64, seed=1):
+    """Returns inputs and targets of a learnable regression."""
+    x = np.random.default_rng(seed).normal(size=(rows, 4)).astype("float32")
+    return x, np.sin(x.sum(axis=1, keepdims=True)).astype("float32")
+
+
+def values(variables):
+    """The values of variables as NumPy arrays."""
+    return [np.array(v.numpy()) for v in variables]
+
+
+def assert_same(left, right):
+    """Asserts that two lists of arrays are the same bit for bit."""
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        np.testing.assert_array_equal(a, b)

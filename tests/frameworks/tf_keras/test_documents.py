@@ -1,0 +1,360 @@
+"""What the pages document, on both families, and the faults that TensorFlow had there."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from tf_keras.src.mixed_precision.loss_scale_optimizer import BaseLossScaleOptimizer
+
+import lossscale
+from documents.pages import blocks
+from frameworks.tf_keras.support import INF, assert_same, status, step, trained, wrapped
+from lossscale import experimental
+
+PAGES = pathlib.Path(__file__).parents[3].parent / "shared" / "seeds"
+
+MEMBERS = {
+    "add_slot",
+    "add_weight",
+    "apply_gradients",
+    "dynamic",
+    "dynamic_counter",
+    "dynamic_growth_steps",
+    "from_config",
+    "get_config",
+    "get_gradients",
+    "get_scaled_loss",
+    "get_slot",
+    "get_slot_names",
+    "get_unscaled_gradients",
+    "get_updates",
+    "get_weights",
+    "initial_scale",
+    "inner_optimizer",
+    "iterations",
+    "learning_rate",
+    "loss_scale",
+    "lr",
+    "minimize",
+    "set_weights",
+    "variables",
+    "weights",
+}
+
+
+@pytest.fixture
+def var():
+    return tf.Variable([1.0, 2.0])
+
+
+@pytest.mark.parametrize("make", [wrapped, lambda o: experimental.LossScaleOptimizer(o, "dynamic")])
+def test_every_documented_member_is_there(optimizers, make):
+    optimizer = make(optimizers.SGD(0.5, momentum=0.9))
+    assert [name for name in MEMBERS if not hasattr(optimizer, name)] == []
+
+
+def test_weights_are_the_count_and_the_slots(optimizers, var):
+    optimizer = trained(wrapped(optimizers.SGD(0.5, momentum=0.9)), [var])
+    count, slot = optimizer.get_weights()
+    assert (count, slot.shape) == (3, (2,))
+    assert len(optimizer.weights) == len(optimizer.weights()) == 2
+    assert len(optimizer.variables()) == len(optimizer.variables) == 6
+    optimizer.set_weights([np.array(10), np.array([0.5, 0.25], np.float32)])
+    assert int(optimizer.inner_optimizer.iterations) == 10
+    assert_same([optimizer.get_slot(var, "momentum").numpy()], [np.float32([0.5, 0.25])])
+    before = optimizer.get_weights()
+    for wrong in ([], [np.array(1)], [np.array(1), np.zeros(3)]):
+        with pytest.raises(ValueError, match=r"weights|weight .* has the shape"):
+            optimizer.set_weights(wrong)
+    assert_same(optimizer.get_weights(), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "slots"),
+    [
+        ("SGD", {"momentum"}),
+        ("Adam", {"m", "v"}),
+        ("RMSprop", {"rms", "momentum", "mg"}),
+        ("Adagrad", {"accumulator"}),
+        ("Adadelta", {"accum_grad", "accum_var"}),
+        ("Adamax", {"m", "v"}),
+        ("Nadam", {"m", "v"}),
+        ("Ftrl", {"accumulator", "linear"}),
+    ],
+)
+def test_slots_have_their_documented_names(optimizers, var, name, slots):
+    settings = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}}
+    optimizer = wrapped(getattr(optimizers, name)(0.1, **settings.get(name, {})))
+    step(optimizer, [var], [[0.5, 0.5]])
+    assert set(optimizer.get_slot_names()) == slots
+    for slot in slots:
+        assert optimizer.get_slot(var, slot).shape == var.shape
+    with pytest.raises(KeyError, match="no slot 'nothing'"):
+        optimizer.get_slot(var, "nothing")
+    with pytest.raises(KeyError, match="no slot"):
+        optimizer.get_slot(tf.Variable(1.0), next(iter(slots)))
+
+
+def test_slots_and_weights_can_be_added(optimizers, var, tmp_path):
+    optimizer = wrapped(optimizers.SGD(0.5))
+    slot = optimizer.add_slot(var, "average", initializer="ones")
+    assert_same([slot.numpy()], [np.ones(2, np.float32)])
+    assert optimizer.add_slot(var, "average") is slot
+    assert optimizer.get_slot(var, "average") is slot
+    assert optimizer.get_slot_names() == ["average"]
+    seen = optimizer.add_weight("seen", (), dtype="int64", trainable=False)
+    assert seen.dtype == tf.int64
+    checkpoint = tf.train.Checkpoint(optimizer=optimizer, v=var)
+    path = checkpoint.save(tmp_path / "a")
+    slot.assign([3.0, 4.0])
+    seen.assign(5)
+    checkpoint.restore(path)
+    assert_same([slot.numpy(), seen.numpy()], [np.ones(2, np.float32), np.int64(0)])
+
+
+def test_settings_read_and_write_those_of_the_inner_optimizer(optimizers):
+    inner = optimizers.Adam(0.5, beta_1=0.75, epsilon=1e-3, clipnorm=1.0)
+    optimizer = wrapped(inner)
+    assert float(optimizer.beta_1) == 0.75
+    assert optimizer.epsilon == inner.epsilon == 1e-3
+    assert optimizer.clipnorm == 1.0
+    optimizer.lr = 0.25
+    optimizer.beta_1 = 0.5
+    optimizer.clipnorm = 2.0
+    assert float(inner.learning_rate) == float(optimizer.learning_rate) == 0.25
+    assert float(inner.beta_1) == 0.5
+    assert inner.clipnorm == 2.0
+    with pytest.raises(AttributeError, match="Did you mean 'beta_1'"):
+        optimizer.beta1 = 0.5
+    with pytest.raises(AttributeError, match="has a setting 'momentun'"):
+        _ = optimizer.momentun
+
+
+def test_iterations_count_all_steps_and_assigning_moves_both(optimizers, var):
+    optimizer = trained(wrapped(optimizers.Adam(0.1)), [var], [False, True, True])
+    steps = optimizer.iterations
+    assert isinstance(steps, tf.Variable)
+    assert (int(steps), int(optimizer.inner_optimizer.iterations)) == (3, 1)
+    assert steps.numpy() == 3
+    assert tf_keras.backend.get_value(steps) == 3
+    assert float(tf.cast(steps, tf.float32) * 2.0) == float(steps) * 2.0 == 6.0
+    assert int(steps + 1) == 4
+    assert steps.dtype == tf.int64
+    assert steps.shape == ()
+    steps.assign_add(7)
+    assert (int(steps), int(optimizer.inner_optimizer.iterations)) == (10, 8)
+    optimizer.iterations = 1
+    assert (int(steps), int(optimizer.inner_optimizer.iterations)) == (1, 0)
+    assert int(optimizer.steps_skipped) == 1
+    assert int(tf.function(lambda: optimizer.iterations + 1)()) == 2
+
+
+def test_a_counter_of_ones_own_is_used(optimizers, var):
+    optimizer, mine = wrapped(optimizers.SGD(1.0)), tf.Variable(5, dtype=tf.int64)
+    optimizer.iterations = mine
+    step(optimizer, [var], [[0.0, 0.0]])
+    assert (int(mine), int(optimizer.iterations)) == (6, 6)
+
+
+# The faults of TensorFlow's classes.
+
+
+def test_minimize_works_as_the_first_pages_print_it(optimizers, var):
+    optimizer = wrapped(optimizers.SGD(0.25))
+    optimizer.minimize(lambda: tf.reduce_sum(var**2))
+    np.testing.assert_array_equal(var.numpy(), [0.5, 1.0])
+
+
+@pytest.mark.parametrize("given", ["one", "list", "tuple", "callable"])
+def test_minimize_takes_variables_in_every_form(optimizers, given):
+    var = tf.Variable(1.0)
+    forms = {"one": var, "list": [var], "tuple": (var,), "callable": lambda: [var]}
+    wrapped(optimizers.SGD(0.25)).minimize(lambda: var**2, forms[given])
+    assert float(var) == 0.5
+
+
+def test_what_is_no_variable_is_a_value_error(optimizers):
+    with pytest.raises(ValueError, match="must hold variables"):
+        wrapped(optimizers.SGD(0.25)).minimize(lambda: tf.constant(1.0), [tf.constant(1.0)])
+
+
+def test_float16_gradients_do_not_flush_to_zero(optimizers):
+    optimizer = wrapped(optimizers.SGD(1.0), dynamic=False, initial_scale=2.0**30)
+    (gradient,) = optimizer.get_unscaled_gradients([tf.constant(1.5, tf.float16)])
+    assert float(gradient) == 1.5 * 2.0**-30
+
+
+def test_other_scales_are_divided_by(optimizers):
+    optimizer = wrapped(optimizers.SGD(1.0), dynamic=False, initial_scale=3)
+    (gradient,) = optimizer.get_unscaled_gradients([tf.constant(10.0)])
+    assert float(gradient) == np.float32(10) / np.float32(3)
+
+
+def test_gradients_that_are_missing_never_grow_the_scale(optimizers, var):
+    optimizer = wrapped(optimizers.SGD(1.0), initial_scale=8, dynamic_growth_steps=1)
+    for missing in ([], [(None, var)]):
+        with pytest.raises(ValueError, match="No gradients"):
+            optimizer.apply_gradients(missing)
+    assert status(optimizer)["scale"] == 8.0
+    assert status(optimizer)["iterations"] == 0
+
+
+@pytest.mark.parametrize("wrong", [0, -1, INF, float("nan"), True, "8"])
+def test_a_scale_that_cannot_be_used_is_refused(optimizers, wrong):
+    with pytest.raises(ValueError, match="initial_scale"):
+        wrapped(optimizers.SGD(1.0), initial_scale=wrong)
+    with pytest.raises(ValueError, match="loss_scale"):
+        experimental.LossScaleOptimizer(optimizers.SGD(1.0), wrong)
+
+
+@pytest.mark.parametrize("wrong", ["dynamic", 8, None, np.bool_(True)])
+def test_dynamic_must_be_a_bool(optimizers, wrong):
+    with pytest.raises(TypeError, match="`dynamic` must be True or False"):
+        wrapped(optimizers.SGD(1.0), dynamic=wrong)
+
+
+def test_skipped_steps_do_not_run_ahead_of_adams_bias_correction(optimizers):
+    left, right = tf.Variable([1.0, 1.0]), tf.Variable([1.0, 1.0])
+    late = trained(wrapped(optimizers.Adam(0.1)), [left], [True] * 10 + [False])
+    prompt = trained(wrapped(optimizers.Adam(0.1)), [right], [False])
+    assert (int(late.iterations), int(prompt.iterations)) == (11, 1)
+    assert_same([left.numpy()], [right.numpy()])
+
+
+def test_warnings_come_once(optimizers, var):
+    optimizer = wrapped(optimizers.SGD(1.0))
+    with pytest.warns(lossscale.LossScaleWarning, match="never scaled"):
+        optimizer.apply_gradients([(tf.zeros(2), var)])
+    # A second warning would be an error.
+    optimizer.apply_gradients([(tf.zeros(2), var)])
+
+
+def test_an_optimizer_that_tf_keras_wraps_already_is_refused(optimizers):
+    inner = optimizers.SGD(1.0)
+    theirs = tf_keras.mixed_precision.LossScaleOptimizer(inner)
+    with pytest.raises(TypeError, match="already wrapped"):
+        wrapped(inner)
+    with pytest.raises(TypeError, match="LossScaleOptimizer itself"):
+        wrapped(theirs)
+
+
+def test_each_class_wraps_its_own_family_only():
+    new, legacy = tf_keras.optimizers.SGD(), tf_keras.optimizers.legacy.SGD()
+    shells = [type(wrapped(new)), type(wrapped(legacy))]
+    # A file names one class, and the optimizer inside decides.
+    assert type(shells[0](tf_keras.optimizers.legacy.SGD())) is shells[1]
+    assert type(shells[1](tf_keras.optimizers.SGD())) is shells[0]
+
+
+def test_a_loss_scale_of_ones_own_moves_by_its_own_code(optimizers, var, tmp_path):
+    class Counting(experimental.LossScale):
+        def __init__(self):
+            self.updates = self._add_weight("updates", 0, tf.int64)
+
+        def __call__(self):
+            return tf.constant(4.0)
+
+        def update(self, grads):
+            self.updates.assign_add(1)
+            return None, tf.reduce_all([tf.reduce_all(g < 100.0) for g in grads])
+
+        def get_config(self):
+            return {}
+
+    loss_scale = Counting()
+    optimizer = experimental.LossScaleOptimizer(optimizers.SGD(1.0), loss_scale)
+    for gradient in (0.5, 1000.0):
+        step(optimizer, [var], [[gradient, 0.0]])
+    assert_same([var.numpy()], [np.float32([0.5, 2.0])])
+    assert int(loss_scale.updates) == 2
+    assert int(optimizer.steps_skipped) == 1
+    checkpoint = tf.train.Checkpoint(optimizer=optimizer)
+    path = checkpoint.save(tmp_path / "a")
+    loss_scale.updates.assign(9)
+    checkpoint.restore(path)
+    assert int(loss_scale.updates) == 2
+
+
+# The names, in a process whose tf.keras is tf_keras.
+
+
+def test_install_covers_tf_keras_too():
+    assert tf.keras.__name__ == "tf_keras.api._v2.keras"
+    places = (tf.keras, tf.compat.v1.keras, tf.compat.v2.keras, tf_keras)
+    before = [root.mixed_precision.LossScaleOptimizer for root in (*places[2:], tf.keras)]
+    with lossscale.install():
+        for root in places:
+            assert root.mixed_precision.LossScaleOptimizer is lossscale.LossScaleOptimizer
+            older = root.mixed_precision.experimental
+            assert older.LossScaleOptimizer is experimental.LossScaleOptimizer
+        optimizer = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD())
+        assert isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
+    assert isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
+    after = [root.mixed_precision.LossScaleOptimizer for root in (*places[2:], tf.keras)]
+    assert after == before == [BaseLossScaleOptimizer] * 3
+    assert not hasattr(tf_keras.mixed_precision, "experimental")
+
+
+@pytest.mark.skipif(not PAGES.is_dir(), reason="the pages are not beside this checkout")
+@pytest.mark.parametrize("family", ["new", "legacy"])
+@pytest.mark.parametrize("page", sorted(path.name[:3] for path in PAGES.glob("*.txt")))
+def test_the_pages_run_with_both_families(page, family):
+    (path,) = PAGES.glob(f"{page}_*.txt")
+    ran, namespace = 0, {}
+    for block in blocks(path.read_text(encoding="utf-8")):
+        text = block.text
+        if block.kind == "signature" or ("LossScaleOptimizer" not in text and "opt." not in text):
+            continue
+        if block.kind == "doctest" or "..." in text or "RMSprop" in text:
+            continue
+        if family == "legacy":
+            text = text.replace("tf.keras.optimizers.", "tf.keras.optimizers.legacy.")
+        if "LossScaleOptimizer" in text:
+            var = tf.Variable(1.0)
+            namespace = {"tf": tf, "np": np, "var": var, "loss_fn": lambda var=var: var**2}
+        with lossscale.install():
+            exec(compile(text, path.name, "exec"), namespace)
+        assert float(namespace["var"]) in (np.float32(0.8), 0.5, 0.25)
+        assert isinstance(namespace["opt"], BaseLossScaleOptimizer)
+        ran += 1
+    assert ran or page == "000"
+
+
+def test_beside_keras_3_each_optimizer_gets_its_own_class():
+    script = """
+    import tensorflow as tf
+    import keras, tf_keras
+    import lossscale
+    from lossscale import experimental
+
+    assert tf.keras.optimizers.SGD is keras.optimizers.SGD
+    scale = experimental.DynamicLossScale(8.0)
+    assert float(scale()) == 8.0
+    for optimizers in (tf_keras.optimizers, tf_keras.optimizers.legacy, keras.optimizers):
+        inner = optimizers.SGD(0.25)
+        made = lossscale.LossScaleOptimizer(inner)
+        base = getattr(optimizers, "Optimizer")
+        assert isinstance(made, base), made
+        again = lossscale.LossScaleOptimizer.from_config(made.get_config())
+        assert type(again) is type(made), again
+        variable = tf.Variable(1.0)
+        older = experimental.LossScaleOptimizer(optimizers.SGD(0.25), scale)
+        older.minimize(lambda: variable**2, [variable])
+        assert float(variable) == 0.5
+        scale = experimental.DynamicLossScale(8.0)
+    """
+    environment = {**os.environ, "TF_USE_LEGACY_KERAS": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,306 @@
+"""Checkpoints and model files, ours and those of tf_keras and older releases."""
+
+import copy
+import pathlib
+import pickle
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import lossscale
+from frameworks.tf_keras.support import (
+    assert_same,
+    data,
+    small_model,
+    status,
+    step,
+    trained,
+    values,
+    wrapped,
+)
+from lossscale import experimental
+
+FIXTURES = pathlib.Path(__file__).parents[3].parent / "shared" / "fixtures"
+EXTRAS = {
+    "optimizer/loss_scale/.ATTRIBUTES/steps_skipped",
+    "optimizer/loss_scale/.ATTRIBUTES/last_step_skipped",
+}
+
+
+def theirs(inner, **arguments):
+    """tf_keras' own class."""
+    return tf_keras.mixed_precision.LossScaleOptimizer(
+        inner, **(arguments or {"initial_scale": 8, "dynamic_growth_steps": 2})
+    )
+
+
+def names(path):
+    return {name for name, _ in tf.train.list_variables(str(path))}
+
+
+def momentum(optimizers):
+    return optimizers.SGD(0.1, momentum=0.9)
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["dynamic", "fixed"])
+def test_the_layout_is_that_of_tf_keras(optimizers, tmp_path, fixed):
+    arguments = {"dynamic": False, "initial_scale": 8} if fixed else {}
+    found = []
+    for number, wrap in enumerate((wrapped, theirs)):
+        variable = tf.Variable([1.0])
+        optimizer = wrap(momentum(optimizers), **arguments)
+        optimizer.minimize(lambda v=variable: v**2, [variable])
+        checkpoint = tf.train.Checkpoint(optimizer=optimizer, v=variable)
+        found.append(names(checkpoint.save(tmp_path / f"{number}")))
+    assert found[0] - EXTRAS == found[1]
+    assert bool(EXTRAS & found[0]) != fixed
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("reader", [wrapped, theirs, lambda inner: inner], ids=str)
+@pytest.mark.parametrize("writer", [wrapped, theirs, lambda inner: inner], ids=str)
+def test_checkpoints_go_both_ways(optimizers, tmp_path, writer, reader, built):
+    variable, other = tf.Variable([1.0]), tf.Variable([5.0])
+    written, read = writer(momentum(optimizers)), reader(momentum(optimizers))
+    for _ in range(3):
+        written.minimize(lambda: variable**2, [variable])
+    path = tf.train.Checkpoint(optimizer=written, v=variable).save(tmp_path / "a")
+    if built:
+        read.minimize(lambda: other**2, [other])
+    status = tf.train.Checkpoint(optimizer=read, v=other).restore(path)
+    if not built:
+        # Where the state is waiting for the first step.
+        read.minimize(lambda: other**2, [other])
+        written.minimize(lambda: variable**2, [variable])
+    if hasattr(written, "loss_scale") or not hasattr(read, "loss_scale"):
+        status.assert_existing_objects_matched()
+    else:
+        status.expect_partial()
+    inner = getattr(read, "inner_optimizer", read)
+    expected = getattr(written, "inner_optimizer", written)
+    assert int(inner.iterations) == int(expected.iterations)
+    assert_same(values([other]), values([variable]))
+    if hasattr(read, "loss_scale") and hasattr(written, "loss_scale"):
+        assert float(read.loss_scale) == float(written.loss_scale)
+        assert int(read.dynamic_counter) == int(written.dynamic_counter)
+
+
+def test_skips_are_restored_too(optimizers, tmp_path):
+    variable = tf.Variable([1.0])
+    saved = trained(wrapped(momentum(optimizers)), [variable])
+    path = tf.train.Checkpoint(optimizer=saved).save(tmp_path / "a")
+    loaded = wrapped(momentum(optimizers))
+    tf.train.Checkpoint(optimizer=loaded).restore(path).expect_partial()
+    assert status(loaded) == status(saved)
+    assert int(loaded.steps_skipped) == 1
+
+
+def test_an_optimizer_that_was_saved_before_it_was_wrapped_saves_its_scale(tmp_path):
+    inner, variable = tf_keras.optimizers.SGD(0.1), tf.Variable([1.0])
+    inner.minimize(lambda: variable**2, [variable])
+    tf.train.Checkpoint(optimizer=inner).save(tmp_path / "plain")
+    path = tf.train.Checkpoint(optimizer=wrapped(inner)).save(tmp_path / "wrapped")
+    assert any("current_loss_scale" in name for name in names(path))
+
+
+@pytest.mark.skipif(not FIXTURES.is_dir(), reason="the fixtures are not beside this checkout")
+@pytest.mark.parametrize("built", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("release", "family"),
+    [
+        ("2.0.4_exp", "legacy"),
+        ("2.2.3_exp", "legacy"),
+        ("2.4.4_new", "legacy"),
+        ("2.15.1_legacy", "legacy"),
+        ("2.21.0_legacy", "legacy"),
+        ("2.15.1_v3", "new"),
+        ("2.21.0_v3", "new"),
+    ],
+)
+def test_checkpoints_of_every_release_restore(release, family, built):
+    optimizers = tf_keras.optimizers if family == "new" else tf_keras.optimizers.legacy
+    variable = tf.Variable([0.0])
+    optimizer = wrapped(optimizers.SGD(0.7, momentum=0.9))
+    if built:
+        optimizer.build([variable])
+    status = tf.train.Checkpoint(optimizer=optimizer, v=variable).restore(
+        str(FIXTURES / "ck" / f"{release}-1")
+    )
+    if not built:
+        optimizer.build([variable])
+    status.assert_existing_objects_matched()
+    assert int(optimizer.iterations) == int(optimizer.inner_optimizer.iterations) == 1
+    assert int(optimizer.dynamic_counter) == 1
+    assert float(optimizer.loss_scale) == 8.0
+    np.testing.assert_allclose(float(optimizer.learning_rate), 0.1)
+    np.testing.assert_allclose(optimizer.get_slot(variable, "momentum").numpy(), [-0.2])
+
+
+# Model files.
+
+
+def compiled(optimizer):
+    model = small_model()
+    model.compile(optimizer, loss="mse")
+    return model
+
+
+def fitted(optimizers, wrap=wrapped):
+    model = compiled(wrap(optimizers.Adam(0.01)))
+    x, y = data(24)
+    x[8:16] = np.inf
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("ending", ["model.keras", "model.h5"])
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_a_model_file_goes_on_exactly(tmp_path, ending):
+    model = fitted(tf_keras.optimizers)
+    model.save(tmp_path / ending)
+    loaded = tf_keras.models.load_model(tmp_path / ending)
+    assert type(loaded.optimizer) is type(model.optimizer)
+    assert status(loaded.optimizer) == status(model.optimizer)
+    assert status(loaded.optimizer)["skipped"] == 1
+    for each in (model, loaded):
+        each.fit(*data(16, seed=3), batch_size=8, shuffle=False, verbose=0)
+    assert_same(values(loaded.weights), values(model.weights))
+    assert_same(values(loaded.optimizer.weights), values(model.optimizer.weights))
+
+
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_an_hdf5_file_keeps_the_legacy_optimizers_state(tmp_path):
+    # tf_keras writes `weights` there, which by the documents holds no loss scale.
+    model = fitted(tf_keras.optimizers.legacy)
+    model.save(tmp_path / "model.h5")
+    loaded = tf_keras.models.load_model(tmp_path / "model.h5")
+    assert type(loaded.optimizer) is type(model.optimizer)
+    assert_same(loaded.optimizer.get_weights(), model.optimizer.get_weights())
+    assert float(loaded.optimizer.loss_scale) == 8.0
+
+
+def test_a_saved_model_loads_and_its_checkpoint_has_everything(optimizers, tmp_path):
+    model = fitted(optimizers)
+    model.save(tmp_path / "model", save_format="tf")
+    loaded = tf_keras.models.load_model(tmp_path / "model")
+    assert type(loaded.optimizer) is type(model.optimizer)
+    loaded.optimizer.build(loaded.trainable_variables)
+    variables = tmp_path / "model" / "variables" / "variables"
+    tf.train.Checkpoint(optimizer=loaded.optimizer).restore(str(variables)).expect_partial()
+    assert status(loaded.optimizer) == status(model.optimizer)
+
+
+@pytest.mark.parametrize("reader", [wrapped, theirs, lambda inner: inner], ids=str)
+@pytest.mark.parametrize("writer", [wrapped, theirs, lambda inner: inner], ids=str)
+def test_weights_go_from_wrapped_to_plain_and_back(tmp_path, writer, reader):
+    model = fitted(tf_keras.optimizers, writer)
+    model.save_weights(tmp_path / "a.weights.h5")
+    other = compiled(reader(tf_keras.optimizers.Adam(0.01)))
+    other.optimizer.build(other.trainable_variables)
+    other.load_weights(tmp_path / "a.weights.h5")
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    other_inner = getattr(other.optimizer, "inner_optimizer", other.optimizer)
+    assert_same(values(other.weights), values(model.weights))
+    assert_same(values(other_inner.variables), values(inner.variables))
+    if writer is wrapped and reader is wrapped:
+        assert status(other.optimizer) == status(model.optimizer)
+
+
+def test_the_tensorflow_format_of_weights_keeps_everything(optimizers, tmp_path):
+    model = fitted(optimizers)
+    model.save_weights(tmp_path / "weights", save_format="tf")
+    other = compiled(wrapped(optimizers.Adam(0.01)))
+    other.load_weights(tmp_path / "weights").expect_partial()
+    assert status(other.optimizer) == status(model.optimizer)
+
+
+# Configurations and copies.
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda inner: wrapped(inner),
+        lambda inner: wrapped(inner, dynamic=False, initial_scale=4, name="named"),
+        lambda inner: wrapped(inner, rule=lossscale.DynamicScale(max_scale=64, initial_scale=2)),
+        lambda inner: experimental.LossScaleOptimizer(inner, "dynamic"),
+        lambda inner: experimental.LossScaleOptimizer(inner, 16),
+    ],
+    ids=["dynamic", "fixed", "rule", "experimental", "experimental-fixed"],
+)
+def test_a_configuration_makes_the_same_optimizer(optimizers, make):
+    optimizer = make(optimizers.Adam(0.5, beta_1=0.75))
+    described = tf_keras.optimizers.serialize(optimizer)
+    before = copy.deepcopy(described)
+    for again in (
+        tf_keras.optimizers.deserialize(copy.deepcopy(described)),
+        type(optimizer).from_config(described["config"]),
+        type(optimizer)
+        .__mro__[1 if "experimental" in type(optimizer).__module__ else 0]
+        .from_config(described["config"]),
+    ):
+        assert type(again) is type(optimizer)
+        assert again.get_config() == optimizer.get_config()
+        assert again.rule == optimizer.rule
+    assert described == before
+
+
+@pytest.mark.parametrize(
+    ("config", "rule"),
+    [
+        (
+            {
+                "optimizer": {"class_name": "SGD", "config": {"name": "SGD", "decay": 0.0}},
+                "loss_scale": {
+                    "class_name": "DynamicLossScale",
+                    "config": {
+                        "initial_loss_scale": 8.0,
+                        "increment_period": 3,
+                        "multiplier": 4.0,
+                    },
+                },
+            },
+            lossscale.DynamicScale(
+                8.0, growth_interval=3, growth_factor=4.0, backoff_factor=0.25, min_scale=1.0
+            ),
+        ),
+        (
+            {
+                "inner_optimizer": {"class_name": "SGD", "config": {"name": "SGD", "decay": 0.0}},
+                "dynamic": False,
+                "initial_scale": 4.0,
+                "dynamic_growth_steps": None,
+            },
+            lossscale.FixedScale(4.0),
+        ),
+    ],
+    ids=["2.0", "2.4"],
+)
+def test_configurations_of_older_releases_are_read(config, rule):
+    before = copy.deepcopy(config)
+    optimizer = lossscale.LossScaleOptimizer.from_config(config)
+    assert isinstance(optimizer.inner_optimizer, tf_keras.optimizers.legacy.SGD)
+    assert optimizer.rule == rule
+    assert config == before
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_copy_goes_on_as_the_original(optimizers, copied):
+    variables = [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
+    optimizer = trained(wrapped(optimizers.Adam(0.1)), variables)
+    other = copied(optimizer)
+    assert status(other) == status(optimizer)
+    start = values(variables)
+    results = []
+    for each in (optimizer, other):
+        for variable, value in zip(variables, start, strict=True):
+            variable.assign(value)
+        step(each, variables, [np.array([0.5, 0.25]), 1.0])
+        results.append(values(variables))
+    assert_same(*results)
+    assert_same(other.get_weights(), optimizer.get_weights())

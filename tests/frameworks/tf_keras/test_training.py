@@ -1,0 +1,262 @@
+"""compile, fit, loops of one's own, graphs of TensorFlow 1 and replicas."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import lossscale
+from frameworks.tf_keras.support import (
+    INF,
+    NAN,
+    assert_same,
+    data,
+    small_model,
+    status,
+    step,
+    values,
+    wrapped,
+)
+from lossscale import experimental
+
+
+@pytest.mark.usefixtures("mixed_float16")
+def test_compile_under_mixed_float16_keeps_our_object(optimizers):
+    model, optimizer = small_model(), wrapped(optimizers.Adam(0.01))
+    model.compile(optimizer, loss="mse")
+    assert model.optimizer is optimizer
+    assert isinstance(optimizer, tf_keras.mixed_precision.LossScaleOptimizer)
+    assert isinstance(optimizer, optimizers.Optimizer)
+    assert isinstance(optimizer, lossscale.LossScaleOptimizer)
+
+
+@pytest.mark.usefixtures("mixed_float16")
+@pytest.mark.parametrize("run", [{}, {"run_eagerly": True}, {"steps_per_execution": 4}], ids=str)
+def test_fit_learns_and_moves_the_scale(optimizers, run):
+    model, optimizer = small_model(), wrapped(optimizers.Adam(0.01))
+    model.compile(optimizer, loss="mse", **run)
+    losses = model.fit(*data(), batch_size=8, epochs=3, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+    assert int(optimizer.iterations) == 24
+    assert float(optimizer.loss_scale) == 8 * 2.0**12
+
+
+def test_fit_with_a_power_of_two_is_fit_without_loss_scaling(optimizers):
+    models = []
+    for wrap in (wrapped, lambda inner: inner):
+        model = small_model()
+        model.compile(wrap(optimizers.SGD(0.05, momentum=0.9)), loss="mse")
+        model.fit(*data(), batch_size=8, epochs=2, verbose=0)
+        models.append(model)
+    assert_same(*(values(model.weights) for model in models))
+
+
+def test_fit_skips_a_batch_that_overflows(optimizers):
+    model, optimizer = small_model(), wrapped(optimizers.Adam(0.01))
+    model.compile(optimizer, loss="mse")
+    x, y = data(16)
+    x[8:] = INF
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    assert status(optimizer) == {
+        "scale": 4.0,
+        "counter": 0,
+        "skipped": 1,
+        "last": True,
+        "iterations": 2,
+        "applied": 1,
+    }
+    assert all(np.isfinite(value).all() for value in values(model.weights))
+
+
+def test_a_model_without_trainable_weights_fits_and_moves_nothing(optimizers):
+    model, optimizer = small_model(), wrapped(optimizers.Adam(0.01))
+    model.trainable = False
+    model.compile(optimizer, loss="mse")
+    model.fit(*data(8), verbose=0)
+    assert float(optimizer.loss_scale) == 8.0
+    assert int(optimizer.iterations) == 0
+
+
+def test_averages_overwrite_the_variables_at_the_end_of_fit():
+    model = small_model()
+    optimizer = wrapped(tf_keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5))
+    model.compile(optimizer, loss="mse")
+    model.fit(*data(), batch_size=8, verbose=0)
+    averages = optimizer.inner_optimizer._model_variables_moving_average
+    assert_same(values(model.trainable_variables), values(averages))
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_tf_function_returns_the_step_count(optimizers, jit_compile):
+    optimizer, variable = wrapped(optimizers.SGD(1.0)), tf.Variable([1.0, 2.0])
+
+    @tf.function(jit_compile=jit_compile)
+    def train(gradient):
+        return step(optimizer, [variable], [gradient])
+
+    assert int(train(tf.constant([0.5, 0.5]))) == 1
+    assert int(train(tf.constant([0.5, NAN]))) == 2
+    np.testing.assert_array_equal(variable.numpy(), [0.5, 1.5])
+    assert status(optimizer)["applied"] == 1
+
+
+def test_sparse_gradients_stay_sparse(optimizers):
+    optimizer, table = wrapped(optimizers.SGD(1.0)), tf.Variable(tf.ones([3, 2]))
+    seen = []
+    inner_apply = optimizer.inner_optimizer.apply_gradients
+
+    def spying(pairs, **arguments):
+        pairs = list(pairs)
+        seen.extend(type(gradient) for gradient, _ in pairs)
+        return inner_apply(pairs, **arguments)
+
+    object.__setattr__(optimizer.inner_optimizer, "apply_gradients", spying)
+    optimizer.minimize(lambda: tf.reduce_sum(tf.gather(table, [2, 2])), [table])
+    assert seen == [tf.IndexedSlices]
+    np.testing.assert_array_equal(table.numpy(), [[1, 1], [1, 1], [-1, -1]])
+
+
+def test_the_scale_of_a_checkpoint_is_the_one_that_a_traced_step_uses(optimizers, tmp_path):
+    first, second = (wrapped(optimizers.SGD(1.0)) for _ in range(2))
+    variable = tf.Variable(1.0)
+    for _ in range(3):
+        step(first, [variable], [INF])
+    path = tf.train.Checkpoint(optimizer=first).save(tmp_path / "a")
+    train = tf.function(lambda: step(second, [variable], [0.0]))
+    train()
+    tf.train.Checkpoint(optimizer=second).restore(path)
+    assert int(train()) == 4
+    assert float(second.loss_scale) == 1.0
+
+
+# Graphs of TensorFlow 1.
+
+
+@pytest.mark.parametrize("verb", ["minimize", "apply_gradients", "get_updates"])
+@pytest.mark.parametrize("make", ["current", "experimental"])
+def test_a_graph_and_a_session(verb, make):
+    with tf.Graph().as_default():
+        inner = tf_keras.optimizers.legacy.SGD(0.5, momentum=0.9)
+        if make == "current":
+            optimizer = wrapped(inner)
+        else:
+            scale = experimental.DynamicLossScale(8, 2)
+            optimizer = experimental.LossScaleOptimizer(inner, scale)
+        variable = tf.Variable([1.0, 2.0])
+        factor = tf.compat.v1.placeholder(tf.float32, [2])
+
+        def loss():
+            return tf.reduce_sum(variable * factor)
+
+        if verb == "minimize":
+            train = optimizer.minimize(loss, [variable])
+        elif verb == "get_updates":
+            (train,) = optimizer.get_updates(loss(), [variable])
+        else:
+            gradients = optimizer.get_gradients(loss(), [variable])
+            train = optimizer.apply_gradients(zip(gradients, [variable], strict=True))
+        assert isinstance(train, tf.Operation)
+        current = optimizer.loss_scale if make == "current" else optimizer.loss_scale()
+        seen = [variable, current, optimizer.iterations, optimizer.steps_skipped]
+        with tf.compat.v1.Session() as session:
+            session.run(tf.compat.v1.global_variables_initializer())
+            session.run(train, {factor: [1.0, 2.0]})
+            after_one = session.run(seen)
+            session.run(train, {factor: [1.0, np.inf]})
+            after_two = session.run(seen)
+            session.run(optimizer.iterations.assign(7))
+            assert session.run([optimizer.iterations, inner.iterations]) == [7, 6]
+    np.testing.assert_array_equal(after_one[0], [0.5, 1.0])
+    assert after_one[1:] == [8.0, 1, 0]
+    np.testing.assert_array_equal(after_two[0], [0.5, 1.0])
+    assert after_two[1:] == [4.0, 2, 1]
+
+
+def test_a_checkpoint_in_a_graph(tmp_path):
+    for session_number in range(2):
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            variable = tf.Variable(1.0)
+            optimizer = wrapped(tf_keras.optimizers.legacy.SGD(0.5, momentum=0.9))
+            train = optimizer.minimize(lambda v=variable: v * np.inf, [variable])
+            checkpoint = tf.compat.v1.train.Checkpoint(optimizer=optimizer, v=variable)
+            if session_number == 0:
+                session.run(tf.compat.v1.global_variables_initializer())
+                session.run(train)
+                path = checkpoint.save(tmp_path / "a", session=session)
+            else:
+                restored = checkpoint.restore(path)
+                restored.assert_existing_objects_matched()
+                restored.initialize_or_restore(session)
+            seen = session.run([optimizer.loss_scale, optimizer.steps_skipped])
+            assert seen == [4.0, 1]
+
+
+# Replicas.
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize("aggregate", [True, False], ids=["summed", "unsummed"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_nan_on_one_replica_skips_the_step_on_all(
+    two_replicas, optimizers, bad, aggregate, graph
+):
+    with two_replicas.scope():
+        variable = tf.Variable(1.0)
+        optimizer = wrapped(optimizers.SGD(1.0, momentum=0.9))
+
+    def replica_step(gradient):
+        (unscaled,) = optimizer.get_unscaled_gradients([gradient * optimizer.loss_scale])
+        optimizer.apply_gradients(
+            [(unscaled, variable)], experimental_aggregate_gradients=aggregate
+        )
+
+    def run(gradients):
+        two_replicas.run(replica_step, args=(gradients,))
+
+    if graph:
+        run = tf.function(run)
+
+    def on_each(*numbers):
+        return two_replicas.experimental_distribute_values_from_function(
+            lambda context: tf.constant(numbers[context.replica_id_in_sync_group])
+        )
+
+    run(on_each(0.25, 0.25))
+    after_one = [float(v) for v in two_replicas.experimental_local_results(variable)]
+    assert after_one == ([0.5, 0.5] if aggregate else [0.75, 0.75])
+    run(on_each(*(NAN if replica == bad else 1.0 for replica in range(2))))
+    local = [float(v) for v in two_replicas.experimental_local_results(variable)]
+    assert local == after_one
+    assert status(optimizer)["skipped"] == 1
+    assert status(optimizer)["applied"] == 1
+    assert float(optimizer.loss_scale) == 4.0
+
+
+def test_fit_under_a_strategy(two_replicas, optimizers):
+    with two_replicas.scope():
+        model = small_model()
+        model.compile(wrapped(optimizers.SGD(0.05, momentum=0.9)), loss="mse")
+    alone = small_model()
+    alone.compile(optimizers.SGD(0.05, momentum=0.9), loss="mse")
+    for each in (model, alone):
+        each.fit(*data(), batch_size=16, epochs=2, shuffle=False, verbose=0)
+    for a, b in zip(values(model.weights), values(alone.weights), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert int(model.optimizer.iterations) == 8
+
+
+def test_gradients_are_not_applied_outside_of_the_replicas(two_replicas, optimizers):
+    optimizer, variable = wrapped(optimizers.SGD(1.0)), tf.Variable(1.0)
+    with two_replicas.scope(), pytest.raises(ValueError, match="replica context"):
+        optimizer.apply_gradients([(tf.constant(1.0), variable)])
+
+
+def test_a_strategy_that_does_not_work_is_refused(optimizers):
+    strategy = tf.distribute.experimental.CentralStorageStrategy()
+    with strategy.scope(), pytest.raises(ValueError, match=r"CentralStorageStrategy.*Supported"):
+        wrapped(optimizers.SGD(1.0))
+
+
+def test_one_device_is_supported(optimizers):
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+        wrapped(optimizers.SGD(1.0))

@@ -1,0 +1,558 @@
+"""A checkpoint of every release goes on in our optimizer as it would have gone on there."""
+
+import pathlib
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import lossscale
+from lossscale.errors import OldFileError
+from lossscale.migration import migrate_file, restore_checkpoint
+from migration import support
+from migration.support import FIXTURES, ONLY_NEW, OPTIMIZERS, SAVED_SETTINGS, WITNESS
+
+DYNAMIC = sorted(FIXTURES.glob("ck/*.index"))
+FIXED = sorted(FIXTURES.glob("ckf/*.index"))
+
+
+def path_id(path):
+    return path.name.removesuffix("-1.index")
+
+
+def sgd_elsewhere():
+    """Ours, with every number different from those in the files."""
+    inner = keras.optimizers.SGD(0.5, momentum=0.1)
+    return lossscale.LossScaleOptimizer(inner, initial_scale=4.0, dynamic_growth_steps=2)
+
+
+# --- Files that old releases wrote ----------------------------------------------------------------
+
+
+def test_there_are_files_of_every_kind():
+    kinds = {path_id(path).rpartition("_")[2] for path in DYNAMIC}
+    assert kinds == {"exp", "new", "legacy", "v3"}
+    assert len(DYNAMIC) == len(FIXED) == 7
+
+
+@pytest.mark.parametrize("kind", ["unbuilt", "built"])
+@pytest.mark.parametrize("path", DYNAMIC, ids=path_id)
+def test_a_real_file_restores_everything(path, kind):
+    v, optimizer = tf.Variable([5.0]), sgd_elsewhere()
+    if kind == "built":
+        optimizer.build([v])
+    restored = restore_checkpoint(path, optimizer=optimizer, v=v)
+    np.testing.assert_allclose(v.numpy(), [0.8])
+    np.testing.assert_allclose(optimizer.get_slot(v, "momentum").numpy(), [-0.2])
+    assert support.number(optimizer.iterations) == 1
+    assert support.number(optimizer.inner_optimizer.iterations) == 1
+    assert support.number(optimizer.steps_skipped) == 0
+    assert support.number(optimizer.loss_scale) == 8.0
+    assert support.number(optimizer.dynamic_counter) == 1
+    assert support.number(optimizer.learning_rate) == pytest.approx(0.1)
+    # The new optimizers of TensorFlow put no other hyperparameter into a checkpoint.
+    momentum = 0.1 if "v3" in path.name else 0.9
+    assert optimizer.momentum == pytest.approx(momentum)
+    assert (restored.variables, restored.slots, restored.left) == (1, 1, ())
+
+
+@pytest.mark.parametrize("path", DYNAMIC, ids=path_id)
+def test_a_real_file_goes_on_as_computed_by_hand(path):
+    v = tf.Variable([5.0])
+    optimizer = lossscale.LossScaleOptimizer(
+        keras.optimizers.SGD(0.5, momentum=0.9), initial_scale=4.0, dynamic_growth_steps=2
+    )
+    restore_checkpoint(path, optimizer=optimizer, v=v)
+    optimizer.minimize(lambda: v * 2.0, [v])
+    # velocity = 0.9 * -0.2 - 0.1 * 2; and the second finite step in a row doubles the scale.
+    np.testing.assert_allclose(v.numpy(), [0.8 - 0.38], rtol=1e-6)
+    assert support.number(optimizer.loss_scale) == 16.0
+    assert support.number(optimizer.iterations) == 2
+
+
+@pytest.mark.parametrize("path", FIXED, ids=path_id)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_file_with_a_fixed_scale_leaves_ours(path, dynamic):
+    v = tf.Variable([5.0])
+    inner = keras.optimizers.SGD(0.5, momentum=0.9)
+    optimizer = lossscale.LossScaleOptimizer(inner, dynamic=dynamic, initial_scale=32.0)
+    restore_checkpoint(path, optimizer=optimizer, v=v)
+    np.testing.assert_allclose(v.numpy(), [0.8])
+    np.testing.assert_allclose(optimizer.get_slot(v, "momentum").numpy(), [-0.2])
+    assert support.number(optimizer.iterations) == 1
+    assert support.number(optimizer.loss_scale) == 32.0
+
+
+@pytest.mark.parametrize("path", DYNAMIC, ids=path_id)
+def test_a_fixed_scale_stays_whatever_the_file_has(path):
+    v = tf.Variable([5.0])
+    inner = keras.optimizers.SGD(0.5, momentum=0.9)
+    optimizer = lossscale.LossScaleOptimizer(inner, dynamic=False, initial_scale=32.0)
+    restored = restore_checkpoint(path, optimizer=optimizer, v=v)
+    assert support.number(optimizer.loss_scale) == 32.0
+    assert restored.left == ("loss_scale",)
+
+
+@pytest.mark.parametrize("path", DYNAMIC[:1] + DYNAMIC[-1:], ids=path_id)
+def test_the_older_optimizer_takes_it_too(path):
+    v = tf.Variable([5.0])
+    optimizer = lossscale.experimental.LossScaleOptimizer(
+        keras.optimizers.SGD(0.5, momentum=0.9), "dynamic"
+    )
+    restore_checkpoint(path, optimizer=optimizer, v=v)
+    assert support.number(optimizer.loss_scale()) == 8.0
+
+
+class Halving(lossscale.experimental.LossScale):
+    """A loss scale of a user's own."""
+
+    def __init__(self):
+        self.current = self._add_weight("current_loss_scale", 64.0)
+        self.steps = self._add_weight("good_steps", 0, "int64")
+
+    def __call__(self):
+        return self.current + 0.0
+
+    def update(self, grads):
+        return None, True
+
+    def get_config(self):
+        return {}
+
+
+def test_a_loss_scale_of_ones_own_gets_its_variables_by_name():
+    v = tf.Variable([5.0])
+    scale = Halving()
+    inner = keras.optimizers.SGD(0.5, momentum=0.9)
+    optimizer = lossscale.experimental.LossScaleOptimizer(inner, scale)
+    restored = restore_checkpoint(DYNAMIC[0], optimizer=optimizer, v=v)
+    assert (support.number(scale()), support.number(scale.steps)) == (8.0, 1)
+    assert restored.left == ()
+
+
+# --- Every optimizer, with tf_keras as the witness ------------------------------------------------
+
+
+def saved_by_tf_keras(family, case, folder, steps=4):
+    """The witness after some steps, its variables, and the checkpoint."""
+    module = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}[family]
+    name, arguments = {**OPTIMIZERS, **ONLY_NEW}[case]
+    inner = getattr(module, name)(learning_rate=0.05, **arguments)
+    witness = WITNESS(inner, initial_scale=16.0, dynamic_growth_steps=3)
+    trained = support.tf_variables()
+    support.train(witness, trained, steps)
+    w, u = trained
+    path = tf.train.Checkpoint(optimizer=witness, w=w, u=u).save(str(folder / "ck"))
+    return witness, trained, path
+
+
+def fresh(case, family, module=keras.optimizers):
+    """Ours on Keras 3; what the file holds is set to other numbers."""
+    name, arguments = {**OPTIMIZERS, **ONLY_NEW}[case]
+    if family == "legacy":
+        arguments = {k: 0.3 if k in SAVED_SETTINGS else v for k, v in arguments.items()}
+    inner = getattr(module, name)(learning_rate=0.9, **arguments)
+    return lossscale.LossScaleOptimizer(inner, initial_scale=2.0, dynamic_growth_steps=3)
+
+
+ALL = [("legacy", case) for case in OPTIMIZERS] + [
+    ("new", case) for case in (*OPTIMIZERS, *ONLY_NEW)
+]
+
+
+@pytest.mark.parametrize(("family", "case"), ALL)
+def test_training_goes_on_as_in_tf_keras(family, case, tmp_path):
+    witness, theirs, path = saved_by_tf_keras(family, case, tmp_path)
+    mine = [tf.Variable(tf.zeros_like(v), name=v.name[:-2]) for v in theirs]
+    optimizer = fresh(case, family)
+    restore_checkpoint(path, optimizer=optimizer, w=mine[0], u=mine[1])
+    np.testing.assert_array_equal(support.values(mine), support.values(theirs))
+    assert support.number(optimizer.loss_scale) == support.number(witness.loss_scale) == 32.0
+    assert support.number(optimizer.dynamic_counter) == 1
+    before = support.values(mine)
+    for each, variables in ((witness, theirs), (optimizer, mine)):
+        support.train(each, variables, 4, start=4)
+    assert not np.allclose(before, support.values(mine), atol=1e-5)
+    np.testing.assert_allclose(support.values(mine), support.values(theirs), rtol=2e-4, atol=2e-6)
+    assert support.number(optimizer.iterations) == support.number(witness.iterations) == 8
+
+
+def test_the_average_of_weights_is_restored(tmp_path):
+    witness, theirs, path = saved_by_tf_keras("new", "ema", tmp_path)
+    w, u = (tf.Variable(tf.zeros_like(v), name=v.name[:-2]) for v in theirs)
+    optimizer = fresh("ema", "new")
+    restore_checkpoint(path, optimizer=optimizer, w=w, u=u)
+    averages = witness.inner_optimizer._model_variables_moving_average
+    for variable, average in zip((w, u), averages, strict=True):
+        found = optimizer.get_slot(variable, "average")
+        np.testing.assert_array_equal(found.numpy(), average.numpy())
+
+
+def test_the_state_of_a_legacy_nadam_is_kept_and_the_difference_said(tmp_path):
+    inner = tf_keras.optimizers.legacy.Nadam(0.05)
+    witness, (w, u) = WITNESS(inner), support.tf_variables()
+    support.train(witness, [w, u], 4)
+    path = tf.train.Checkpoint(optimizer=witness, w=w, u=u).save(str(tmp_path / "ck"))
+    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.Nadam(0.5))
+    mine = [tf.Variable(tf.zeros_like(v)) for v in (w, u)]
+    with pytest.warns(lossscale.LossScaleWarning, match=r"schedule_decay=0\.004"):
+        restore_checkpoint(path, optimizer=optimizer, w=mine[0], u=mine[1])
+    for variable, original in zip(mine, (w, u), strict=True):
+        for slot in ("m", "v"):
+            found = optimizer.get_slot(variable, slot).numpy()
+            np.testing.assert_array_equal(found, inner.get_slot(original, slot).numpy())
+    product = support.number(optimizer.inner_optimizer._u_product)
+    assert product == support.number(inner._m_cache) != 1.0
+    assert support.number(optimizer.learning_rate) == pytest.approx(0.05)
+
+
+def test_decay_becomes_a_schedule_that_does_the_same(tmp_path):
+    inner = tf_keras.optimizers.legacy.SGD(0.5, momentum=0.5, decay=0.25)
+    witness, theirs = WITNESS(inner), support.tf_variables()
+    support.train(witness, theirs, 3)
+    path = tf.train.Checkpoint(optimizer=witness, v=theirs).save(str(tmp_path / "ck"))
+    mine = [tf.Variable(tf.zeros_like(v)) for v in theirs]
+    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.9, momentum=0.5))
+    restore_checkpoint(path, optimizer=optimizer, v=mine)
+    for each, variables in ((witness, theirs), (optimizer, mine)):
+        support.train(each, variables, 3, start=3)
+    np.testing.assert_allclose(support.values(mine), support.values(theirs), rtol=1e-5)
+    assert support.number(optimizer.learning_rate) == pytest.approx(0.5 / (1 + 0.25 * 6))
+
+
+def test_a_schedule_of_ours_stays(tmp_path):
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.25, 1, 0.5)
+    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(schedule, momentum=0.9))
+    restore_checkpoint(DYNAMIC[0], optimizer=optimizer, v=tf.Variable([1.0]))
+    assert support.number(optimizer.learning_rate) == 0.125
+
+
+def test_skipped_steps_are_counted_as_tensorflow_counted_them(tmp_path):
+    witness = WITNESS(tf_keras.optimizers.legacy.SGD(0.1, momentum=0.9), initial_scale=16.0)
+    w, u = support.tf_variables()
+    support.train(witness, [w, u], 2)
+    witness.apply_gradients([(tf.fill((2, 2), np.inf), w), (tf.zeros((2, 2)), u)])
+    path = tf.train.Checkpoint(optimizer=witness, w=w, u=u).save(str(tmp_path / "ck"))
+    optimizer = sgd_elsewhere()
+    restore_checkpoint(path, optimizer=optimizer, w=w, u=u)
+    assert support.number(optimizer.iterations) == 3
+    assert support.number(optimizer.inner_optimizer.iterations) == 3
+    assert support.number(optimizer.steps_skipped) == 0
+    assert support.number(optimizer.loss_scale) == 8.0
+
+
+@pytest.mark.parametrize("family", ["legacy", "new"])
+def test_an_optimizer_that_was_not_wrapped(family, tmp_path):
+    module = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}[family]
+    plain, (w, u) = module.Adam(0.05), support.tf_variables()
+    support.train(plain, [w, u], 3)
+    path = tf.train.Checkpoint(optimizer=plain, w=w, u=u).save(str(tmp_path / "ck"))
+    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.Adam(0.5), initial_scale=8.0)
+    restore_checkpoint(path, optimizer=optimizer, w=w, u=u)
+    assert support.number(optimizer.iterations) == 3
+    assert support.number(optimizer.loss_scale) == 8.0
+    assert np.abs(optimizer.get_slot(w, "m").numpy()).min() > 0
+
+
+@pytest.mark.parametrize("kind", ["plain", "keras", "ours"])
+def test_a_checkpoint_of_keras_3(kind, tmp_path):
+    inner = keras.optimizers.Adam(0.05)
+    saved = {
+        "plain": lambda: inner,
+        "keras": lambda: keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0),
+        "ours": lambda: lossscale.LossScaleOptimizer(inner, initial_scale=8.0),
+    }[kind]()
+    w, u = theirs = support.tf_variables()
+    saved.build(theirs)
+    for step in support.gradients(3):
+        if kind == "ours":
+            saved.minimize(support.loss_of(theirs, step), theirs)
+        else:
+            scale = 8.0 if kind == "keras" else 1.0
+            pairs = zip(step, theirs, strict=True)
+            saved.apply_gradients([(tf.constant(g) * scale, v) for g, v in pairs])
+    if kind == "ours":
+        saved.minimize(lambda: tf.reduce_sum(w) * np.nan, [w, u])
+    path = tf.train.Checkpoint(optimizer=saved, w=w, u=u).save(str(tmp_path / "ck"))
+    mine = [tf.Variable(tf.zeros_like(v)) for v in theirs]
+    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.Adam(0.5), initial_scale=2.0)
+    restore_checkpoint(path, optimizer=optimizer, w=mine[0], u=mine[1])
+    expected = {"plain": (2.0, 0), "keras": (8.0, 3), "ours": (4.0, 0)}[kind]
+    assert support.number(optimizer.loss_scale) == expected[0]
+    assert support.number(optimizer.dynamic_counter) == expected[1]
+    assert support.number(optimizer.steps_skipped) == (kind == "ours")
+    assert support.number(optimizer.inner_optimizer.iterations) == 3
+    for slot in ("_momentums", "_velocities"):
+        found = support.values(getattr(optimizer.inner_optimizer, slot))
+        np.testing.assert_array_equal(found, support.values(getattr(inner, slot)))
+
+
+# --- Whose state is whose -------------------------------------------------------------------------
+
+
+def unnamed_new(folder):
+    """A file of a new optimizer, whose slots are known by the names of variables; here the same."""
+    witness = WITNESS(tf_keras.optimizers.Adam(0.05))
+    first, second = (tf.Variable(v) for v in support.tf_variables())
+    support.train(witness, [first, second], 3)
+    path = tf.train.Checkpoint(optimizer=witness, a=second, b=first).save(str(folder / "ck"))
+    return witness, first, second, path
+
+
+def test_variables_of_one_name_need_the_order_of_then(tmp_path):
+    witness, first, second, path = unnamed_new(tmp_path)
+    b, a = (tf.Variable(tf.zeros_like(v)) for v in (first, second))
+    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.Adam(0.5))
+    with pytest.raises(OldFileError, match=r"have the same name.*optimizer\.build\(variables\)"):
+        restore_checkpoint(path, optimizer=optimizer, a=a, b=b)
+    assert not a.numpy().any()
+    assert not optimizer.built
+    optimizer.build([b, a])
+    restore_checkpoint(path, optimizer=optimizer, a=a, b=b)
+    momentums = witness.inner_optimizer._momentums
+    for variable, momentum in zip((b, a), momentums, strict=True):
+        found = optimizer.get_slot(variable, "m").numpy()
+        np.testing.assert_array_equal(found, momentum.numpy())
+
+
+@pytest.mark.parametrize("order", [("w", "u"), ("u", "w")])
+@pytest.mark.parametrize("family", ["legacy", "new"])
+def test_the_order_of_the_objects_does_not_matter(order, family, tmp_path):
+    witness, theirs, path = saved_by_tf_keras(family, "adam", tmp_path)
+    mine = {name: tf.Variable(tf.zeros((2, 2))) for name in order}
+    optimizer = fresh("adam", family)
+    restore_checkpoint(path, optimizer=optimizer, **mine)
+    slot = witness.inner_optimizer
+    expected = [
+        slot.get_slot(v, "m") if family == "legacy" else slot._momentums[i]
+        for i, v in enumerate(theirs)
+    ]
+    for name, momentum in zip("wu", expected, strict=True):
+        found = optimizer.get_slot(mine[name], "m").numpy()
+        np.testing.assert_array_equal(found, momentum.numpy())
+
+
+# --- Models ---------------------------------------------------------------------------------------
+
+
+def trained_model(family):
+    module = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}[family]
+    model = support.sequential(tf_keras)
+    model.compile(WITNESS(module.Adam(0.01), initial_scale=16.0, dynamic_growth_steps=100), "mse")
+    support.fit(model, 2)
+    return model
+
+
+@pytest.mark.parametrize("form", ["save_weights", "checkpoint", "checkpoint of the model alone"])
+@pytest.mark.parametrize("family", ["legacy", "new"])
+def test_a_model_goes_on_as_in_tf_keras(family, form, tmp_path):
+    theirs = trained_model(family)
+    mine = support.sequential(keras, seed=2)
+    mine.compile(lossscale.LossScaleOptimizer(keras.optimizers.Adam(0.5)), "mse")
+    prefix = str(tmp_path / "ck")
+    if form == "save_weights":
+        theirs.save_weights(prefix)
+        restored = restore_checkpoint(prefix, root=mine)
+    elif form == "checkpoint":
+        path = tf.train.Checkpoint(model=theirs, optimizer=theirs.optimizer).save(prefix)
+        restored = restore_checkpoint(path, model=mine, optimizer=mine.optimizer)
+    else:
+        restored = restore_checkpoint(tf.train.Checkpoint(model=theirs).save(prefix), model=mine)
+    assert restored.variables == len(mine.weights) == 14
+    assert restored.slots == 2 * len(mine.trainable_variables)
+    assert support.number(mine.optimizer.dynamic_counter) == 2
+    for model in (theirs, mine):
+        support.fit(model, 2)
+    for a, b in zip(mine.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_layers_are_known_by_their_names_where_these_are_the_same(tmp_path):
+    def branches(module, names):
+        layers = module.layers
+        inputs = layers.Input((2,))
+        made = {name: layers.Dense(2, name=name)(inputs) for name in names}
+        return module.Model(inputs, [made["first"], made["second"]])
+
+    theirs = branches(tf_keras, ["first", "second"])
+    theirs.save_weights(str(tmp_path / "ck"))
+    # Made in the other order, the layers of this model stand in the other order.
+    mine = branches(keras, ["second", "first"])
+    restore_checkpoint(tmp_path / "ck", root=mine)
+    for name in ("first", "second"):
+        expected = theirs.get_layer(name).kernel.numpy()
+        np.testing.assert_array_equal(mine.get_layer(name).kernel.numpy(), expected)
+
+
+def test_a_model_that_is_not_built_or_another_one(tmp_path):
+    theirs = trained_model("legacy")
+    theirs.save_weights(str(tmp_path / "ck"))
+    unbuilt = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+    with pytest.raises(OldFileError, match="4 layers with weights, this one has 0"):
+        restore_checkpoint(tmp_path / "ck", root=unbuilt)
+    # Too small a layer: nothing at all is set.
+    mine = support.sequential(keras, seed=2)
+    before = mine.get_weights()
+    other = keras.Sequential([keras.layers.Input((3, 2)), *mine.layers[:3]])
+    other.add(keras.layers.Dense(5))
+    with pytest.raises(OldFileError, match=r"has the shape \(3, 1\) in the file and \(3, 5\) here"):
+        restore_checkpoint(tmp_path / "ck", root=other)
+    for a, b in zip(mine.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# --- Where a checkpoint is ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["prefix", "index", "data", "folder", "converted"])
+def test_the_ways_to_name_a_checkpoint(form, tmp_path):
+    source = tf.train.Checkpoint(v=tf.Variable([2.5]), optimizer=WITNESS(tf_keras.optimizers.SGD()))
+    path = source.save(str(tmp_path / "ck"))
+    named = {
+        "prefix": path,
+        "index": pathlib.Path(f"{path}.index"),
+        "data": f"{path}.data-00000-of-00001",
+        "folder": tmp_path,
+        "converted": tmp_path / "new.h5",
+    }[form]
+    if form == "converted":
+        migrate_file(path, named)
+        for old in tmp_path.glob("ck*"):
+            old.unlink()
+    v = tf.Variable([0.0])
+    restore_checkpoint(named, v=v)
+    assert v.numpy() == [2.5]
+
+
+def test_a_saved_model_is_a_checkpoint_too(tmp_path):
+    module = tf.Module()
+    module.v = tf.Variable([2.5])
+    tf.saved_model.save(module, str(tmp_path / "saved"))
+    v = tf.Variable([0.0])
+    restore_checkpoint(tmp_path / "saved", v=v)
+    assert v.numpy() == [2.5]
+
+
+@pytest.mark.parametrize("path", DYNAMIC, ids=path_id)
+def test_a_converted_checkpoint_restores_the_same(path, tmp_path):
+    new = migrate_file(path, tmp_path / "new.h5")
+    v, optimizer = tf.Variable([5.0]), sgd_elsewhere()
+    restore_checkpoint(new, optimizer=optimizer, v=v)
+    expected, reference = tf.Variable([5.0]), sgd_elsewhere()
+    restore_checkpoint(path, optimizer=reference, v=expected)
+    assert v.numpy() == expected.numpy() == np.float32(0.8)
+    assert support.values(optimizer.variables) == support.values(reference.variables)
+
+
+# --- What cannot be restored ----------------------------------------------------------------------
+
+
+def damaged(how, folder):
+    """A copy of a real checkpoint with something wrong."""
+    source = FIXTURES / "ck" / "2.4.4_new-1"
+    for end in (".index", ".data-00000-of-00001"):
+        shutil.copy(f"{source}{end}", folder)
+    index, data = folder / "2.4.4_new-1.index", folder / "2.4.4_new-1.data-00000-of-00001"
+    content = data.read_bytes()
+    if how == "no data":
+        data.unlink()
+    elif how == "cut data":
+        data.write_bytes(content[: len(content) // 2])
+    elif how == "empty data":
+        data.write_bytes(b"")
+    elif how == "changed data":
+        data.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    elif how == "cut index":
+        index.write_bytes(index.read_bytes()[:-20])
+    elif how == "empty index":
+        index.write_bytes(b"")
+    return index
+
+
+DAMAGES = ["no data", "cut data", "empty data", "changed data", "cut index", "empty index"]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint_changes_nothing(how, tmp_path):
+    index = damaged(how, tmp_path)
+    v, optimizer = tf.Variable([5.0]), sgd_elsewhere()
+    before = support.values(optimizer.variables)
+    with pytest.raises(OldFileError, match=r"2\.4\.4_new-1: damaged or incomplete: \S"):
+        restore_checkpoint(index, optimizer=optimizer, v=v)
+    assert v.numpy() == [5.0]
+    assert support.values(optimizer.variables) == before
+    assert optimizer.momentum == 0.1
+
+
+def test_an_undamaged_copy_restores(tmp_path):
+    v = tf.Variable([5.0])
+    restore_checkpoint(damaged("not at all", tmp_path), v=v)
+    assert v.numpy() == np.float32(0.8)
+
+
+@pytest.mark.parametrize(
+    ("objects", "error", "message"),
+    [
+        (lambda v, opt: {}, ValueError, "Nothing to restore into"),
+        (lambda v, opt: {"w": v}, OldFileError, r"no object named 'w'; it holds \['optimizer', "),
+        (lambda v, opt: {"v": tf.Variable([1.0, 2.0])}, OldFileError, r"shape \(1,\) in the file"),
+        (lambda v, opt: {"v": [v]}, OldFileError, "holds no value for the variable"),
+        (lambda v, opt: {"optimizer": opt}, OldFileError, "belongs to the variable 'v'"),
+        (
+            lambda v, opt: {"optimizer": keras.optimizers.SGD(), "v": v},
+            TypeError,
+            "has no loss scaling. Wrap it",
+        ),
+        (
+            lambda v, opt: {"optimizer": support.ours(keras.optimizers.Adam()), "v": v},
+            OldFileError,
+            "hyperparameter 'momentum', and Adam has none",
+        ),
+        (
+            lambda v, opt: {"optimizer": support.ours(keras.optimizers.Adagrad()), "v": v},
+            OldFileError,
+            "hyperparameter 'momentum', and Adagrad has none",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named_and_changes_nothing(objects, error, message):
+    v, optimizer = tf.Variable([5.0]), sgd_elsewhere()
+    with pytest.raises(error, match=message):
+        restore_checkpoint(DYNAMIC[0], **objects(v, optimizer))
+    assert v.numpy() == [5.0]
+    assert optimizer.momentum == 0.1
+
+
+def test_state_without_a_place_takes_the_settings_back(tmp_path):
+    witness = WITNESS(tf_keras.optimizers.legacy.RMSprop(0.1, rho=0.5, centered=True))
+    w, u = support.tf_variables()
+    support.train(witness, [w, u], 1)
+    path = tf.train.Checkpoint(optimizer=witness, w=w, u=u).save(str(tmp_path / "ck"))
+    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.RMSprop(0.2, rho=0.25))
+    with pytest.raises(OldFileError, match=r"'RMSprop/[wu]/mg', and RMSprop keeps"):
+        restore_checkpoint(path, optimizer=optimizer, w=w, u=u)
+    assert optimizer.rho == 0.25
+    assert support.number(optimizer.learning_rate) == pytest.approx(0.2)
+
+
+def test_a_checkpoint_by_names_is_none_of_these(tmp_path):
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        v = tf.compat.v1.get_variable("v", [1])
+        session.run(v.initializer)
+        saver = tf.compat.v1.train.Saver([v])
+        path = saver.save(session, str(tmp_path / "old"), write_meta_graph=False)
+    with pytest.raises(OldFileError, match="holds variables by name and no objects"):
+        restore_checkpoint(path, v=tf.Variable([1.0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("nothing", "no such file or checkpoint"), ("folder", "no checkpoint in this folder")],
+)
+def test_where_there_is_none(name, message, tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OldFileError, match=message):
+        restore_checkpoint(tmp_path / name, v=tf.Variable([1.0]))

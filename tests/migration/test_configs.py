@@ -1,0 +1,335 @@
+"""Every dictionary that a release of TensorFlow wrote becomes an optimizer of ours."""
+
+import copy
+import json
+
+import keras
+import pytest
+import tf_keras
+
+import lossscale
+from lossscale import DynamicScale, FixedScale
+from lossscale.errors import ArgumentError
+from lossscale.frameworks.keras import KerasLossScaleOptimizer
+from lossscale.frameworks.older_configs import inner_config
+from migration.support import WITNESS
+
+OLD_SGD = {"name": "SGD", "learning_rate": 0.1, "decay": 0.0, "momentum": 0.9, "nesterov": False}
+NEW_SGD = {
+    "name": "SGD",
+    "weight_decay": None,
+    "clipnorm": None,
+    "global_clipnorm": None,
+    "clipvalue": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "jit_compile": False,
+    "is_legacy_optimizer": False,
+    "learning_rate": 0.1,
+    "momentum": 0.9,
+    "nesterov": False,
+}
+KERAS_3_SGD = keras.optimizers.SGD(0.1, momentum=0.9).get_config()
+
+# What stands under `inner_optimizer` or `optimizer`.
+INNERS = {
+    "2.0": {"class_name": "SGD", "config": OLD_SGD},
+    "lower case": {"class_name": "sgd", "config": OLD_SGD},
+    "lr": {"class_name": "SGD", "config": {"lr": 0.1, "momentum": 0.9}},
+    "2.15 legacy": {
+        "module": "keras.optimizers.legacy",
+        "class_name": "SGD",
+        "config": OLD_SGD,
+        "registered_name": None,
+    },
+    "2.12 legacy": {
+        "module": "keras.src.optimizers.legacy.gradient_descent",
+        "class_name": "SGD",
+        "config": OLD_SGD,
+        "registered_name": "SGD",
+    },
+    "2.8 new": {"class_name": "Custom>SGD", "config": NEW_SGD},
+    "2.11 new": {"class_name": "SGD", "config": NEW_SGD},
+    "2.15 new": {
+        "module": "keras.optimizers.experimental",
+        "class_name": "SGD",
+        "config": NEW_SGD,
+        "registered_name": None,
+    },
+    "tf_keras new": {
+        "module": "keras.optimizers",
+        "class_name": "SGD",
+        "config": NEW_SGD,
+        "registered_name": None,
+    },
+    "keras 3": {
+        "module": "keras.optimizers",
+        "class_name": "SGD",
+        "config": KERAS_3_SGD,
+        "registered_name": None,
+    },
+}
+
+
+def loss_scale(name, **config):
+    return {"loss_scale": {"class_name": name, "config": config}}
+
+
+DYNAMIC_4 = DynamicScale(8.0, 3, growth_factor=4.0, backoff_factor=0.25)
+# What stands around it, with the key of the inner optimizer and the rule that is meant.
+OUTERS = {
+    "2.0 dynamic": (
+        "optimizer",
+        loss_scale("DynamicLossScale", initial_loss_scale=8.0, increment_period=3, multiplier=2.0),
+        DynamicScale(8.0, 3),
+    ),
+    "2.0 multiplier": (
+        "optimizer",
+        loss_scale("DynamicLossScale", initial_loss_scale=8.0, increment_period=3, multiplier=4.0),
+        DYNAMIC_4,
+    ),
+    "2.0 fixed": ("optimizer", loss_scale("FixedLossScale", loss_scale_value=8.0), FixedScale(8.0)),
+    "2.4 dynamic": (
+        "inner_optimizer",
+        {"dynamic": True, "initial_scale": 8.0, "dynamic_growth_steps": 3},
+        DynamicScale(8.0, 3),
+    ),
+    "2.4 fixed": (
+        "inner_optimizer",
+        {"dynamic": False, "initial_scale": 8.0, "dynamic_growth_steps": None},
+        FixedScale(8.0),
+    ),
+    "keras 3": (
+        "inner_optimizer",
+        {
+            "name": "loss_scale_optimizer",
+            "weight_decay": None,
+            "clipnorm": None,
+            "global_clipnorm": None,
+            "clipvalue": None,
+            "use_ema": False,
+            "ema_momentum": 0.99,
+            "ema_overwrite_frequency": None,
+            "loss_scale_factor": None,
+            "gradient_accumulation_steps": None,
+            "initial_scale": 8.0,
+            "dynamic_growth_steps": 3,
+        },
+        DynamicScale(8.0, 3),
+    ),
+}
+
+
+def config(outer, inner):
+    key, rest, rule = OUTERS[outer]
+    return {key: copy.deepcopy(INNERS[inner]), **copy.deepcopy(rest)}, rule
+
+
+def assert_sgd(optimizer, rule):
+    assert isinstance(optimizer, KerasLossScaleOptimizer)
+    assert optimizer.rule == rule
+    inner = optimizer.inner_optimizer
+    assert type(inner) is keras.optimizers.SGD
+    assert float(inner.learning_rate) == pytest.approx(0.1)
+    assert (inner.momentum, inner.nesterov) == (0.9, False)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("outer", OUTERS)
+def test_from_config_reads_every_era(outer, inner):
+    written, rule = config(outer, inner)
+    before = json.dumps(written)
+    assert_sgd(KerasLossScaleOptimizer.from_config(written), rule)
+    assert json.dumps(written) == before, "the caller's dictionary was changed"
+
+
+SERIALIZED = {
+    "by name": {"class_name": "LossScaleOptimizer"},
+    "V1": {"class_name": "LossScaleOptimizerV1"},
+    "V3": {"class_name": "LossScaleOptimizerV3"},
+    "2.15": {
+        "module": "tf_keras.src.mixed_precision.loss_scale_optimizer",
+        "class_name": "LossScaleOptimizer",
+        "registered_name": "LossScaleOptimizer",
+    },
+    "2.15 V3": {
+        "module": "keras.src.mixed_precision.loss_scale_optimizer",
+        "class_name": "LossScaleOptimizerV3",
+        "registered_name": "LossScaleOptimizerV3",
+    },
+}
+
+
+@pytest.mark.parametrize("outer", [name for name in OUTERS if name != "keras 3"])
+@pytest.mark.parametrize("names", SERIALIZED)
+def test_keras_saving_reads_every_era(names, outer):
+    settings, rule = config(outer, "2.0" if outer.startswith("2.0") else "2.15 legacy")
+    written = {**SERIALIZED[names], "config": settings}
+    assert_sgd(keras.saving.deserialize_keras_object(written), rule)
+
+
+@pytest.mark.parametrize("name", ["LossScaleOptimizerV1", "LossScaleOptimizerV3"])
+def test_the_deserializer_of_optimizers_reads_the_other_names(name):
+    settings, rule = config("2.4 dynamic", "2.11 new")
+    written = {"class_name": name, "config": settings}
+    assert_sgd(keras.optimizers.deserialize(written), rule)
+
+
+def test_what_keras_3_wrote_stays_its_own():
+    own = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.5), initial_scale=8.0)
+    for serialize, deserialize in (
+        (keras.saving.serialize_keras_object, keras.saving.deserialize_keras_object),
+        (keras.optimizers.serialize, keras.optimizers.deserialize),
+    ):
+        assert type(deserialize(serialize(own))) is keras.optimizers.LossScaleOptimizer
+
+
+CLASSES = [
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "Adamax",
+    "Ftrl",
+    "RMSprop",
+    "SGD",
+]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("family", ["legacy", "new"])
+def test_what_tf_keras_writes_becomes_the_same_optimizer(name, family):
+    module = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}[family]
+    inner = getattr(module, name)(learning_rate=0.25, clipnorm=1.5)
+    witness = WITNESS(inner, initial_scale=8.0)
+    optimizer = KerasLossScaleOptimizer.from_config(witness.get_config())
+    assert type(optimizer.inner_optimizer) is getattr(keras.optimizers, name)
+    ours, theirs = optimizer.inner_optimizer.get_config(), inner.get_config()
+    shared = (set(ours) & set(theirs)) - {"name"}
+    assert {"learning_rate", "clipnorm"} <= shared
+    assert {k: ours[k] for k in shared} == pytest.approx({k: theirs[k] for k in shared})
+    # Nothing but what says how TensorFlow was to run it is left behind.
+    left = {key for key in set(theirs) - set(ours) if theirs[key] not in (None, 0.0)}
+    assert left <= {"jit_compile", "is_legacy_optimizer"}
+
+
+SCHEDULES = [
+    ("ExponentialDecay", {"decay_steps": 4, "decay_rate": 0.5}),
+    ("InverseTimeDecay", {"decay_steps": 4, "decay_rate": 0.5}),
+    ("PolynomialDecay", {"decay_steps": 10}),
+    ("CosineDecay", {"decay_steps": 10}),
+    ("CosineDecayRestarts", {"first_decay_steps": 5}),
+]
+
+
+@pytest.mark.parametrize("family", ["legacy", "new"])
+@pytest.mark.parametrize(("name", "settings"), SCHEDULES, ids=[name for name, _ in SCHEDULES])
+def test_schedules_give_the_same_rates(name, settings, family):
+    module = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}[family]
+    schedule = getattr(tf_keras.optimizers.schedules, name)(0.5, **settings)
+    written = WITNESS(module.SGD(schedule)).get_config()
+    optimizer = KerasLossScaleOptimizer.from_config(written)
+    for step in (0, 3, 7):
+        optimizer.inner_optimizer.iterations.assign(step)
+        assert float(optimizer.learning_rate) == pytest.approx(float(schedule(step)))
+
+
+def test_piecewise_schedules_without_a_module():
+    rate = {
+        "class_name": "PiecewiseConstantDecay",
+        "config": {"boundaries": [2, 5], "values": [1.0, 0.5, 0.25], "name": None},
+    }
+    inner = {"class_name": "SGD", "config": {"learning_rate": rate}}
+    optimizer = KerasLossScaleOptimizer.from_config(
+        {"inner_optimizer": inner, "dynamic": True, "initial_scale": 8.0}
+    )
+    assert float(optimizer.learning_rate) == 1.0
+
+
+def from_inner(name, **settings):
+    return KerasLossScaleOptimizer.from_config(
+        {
+            "inner_optimizer": {"class_name": name, "config": settings},
+            "dynamic": True,
+            "initial_scale": 8.0,
+            "dynamic_growth_steps": 3,
+        }
+    )
+
+
+def test_decay_becomes_a_schedule():
+    optimizer = from_inner("Adam", learning_rate=0.5, decay=0.25, epsilon=None)
+    for step in (0, 1, 6):
+        optimizer.inner_optimizer.iterations.assign(step)
+        assert float(optimizer.learning_rate) == pytest.approx(0.5 / (1 + 0.25 * step))
+    assert optimizer.inner_optimizer.epsilon == 1e-7
+
+
+def test_the_slow_rise_of_nadam_is_said():
+    with pytest.warns(lossscale.LossScaleWarning, match=r"schedule_decay=0\.004"):
+        optimizer = from_inner("Nadam", learning_rate=0.5, decay=0.004)
+    # That is no decay of the learning rate.
+    assert float(optimizer.learning_rate) == 0.5
+
+
+SCHEDULE = {"class_name": "ExponentialDecay", "config": {}}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("SGD", {"learning_rate": SCHEDULE, "decay": 0.1}, "decay=0.1 beside a schedule"),
+        ("SGD", {"decay": 0.1}, "decay=0.1 beside no learning rate"),
+        ("SGD", {"learning_rate": {"class_name": "LinearCosineDecay"}}, "'LinearCosineDecay'"),
+        ("SGD", {"learning_rate": 0.1, "warp": 3}, "warp"),
+        ("Unheard", {"learning_rate": 0.1}, "'Unheard' in the configuration is not known"),
+    ],
+)
+def test_what_keras_3_cannot_do_is_named(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        from_inner(name, **settings)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (loss_scale("DynamicLossScale", multiplier=1.0), "`multiplier` must be a number above 1"),
+        (loss_scale("DynamicLossScale", initial_loss_scale=0.0), "`initial_loss_scale`"),
+        (loss_scale("FixedLossScale", loss_scale_value=float("inf")), "`loss_scale_value`"),
+        (loss_scale("Mine"), "loss scale 'Mine' is not known"),
+    ],
+)
+def test_scales_that_cannot_be_used_are_named(written, message):
+    with pytest.raises(ArgumentError, match=message):
+        KerasLossScaleOptimizer.from_config({"optimizer": INNERS["2.0"], **written})
+
+
+class SGD(keras.optimizers.SGD):
+    """An optimizer of one's own with the name of Keras'."""
+
+
+@pytest.mark.parametrize("by", ["argument", "scope"])
+def test_a_class_of_ones_own_gets_its_configuration_as_it_is(by):
+    inner = {"class_name": "SGD", "config": {"learning_rate": 0.1, "momentum": 0.5}}
+    written = {"inner_optimizer": inner, "dynamic": True, "initial_scale": 8.0}
+    own = {"SGD": SGD, "sgd": SGD}
+    if by == "argument":
+        optimizer = KerasLossScaleOptimizer.from_config(written, own)
+    else:
+        with keras.saving.custom_object_scope(own):
+            optimizer = KerasLossScaleOptimizer.from_config(written)
+    assert type(optimizer.inner_optimizer) is SGD
+
+
+def test_an_instance_stays_itself():
+    inner = keras.optimizers.Adam()
+    written = {"inner_optimizer": inner, "dynamic": True, "initial_scale": 8.0}
+    assert KerasLossScaleOptimizer.from_config(written).inner_optimizer is inner
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RMSprop", "Lion", "Adafactor"])
+def test_what_keras_3_writes_keeps_its_meaning(optimizer):
+    made = getattr(keras.optimizers, optimizer)(gradient_accumulation_steps=2, weight_decay=0.5)
+    written = keras.optimizers.serialize(made)
+    read = keras.optimizers.deserialize(inner_config(written))
+    assert read.get_config() == made.get_config()

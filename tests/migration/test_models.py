@@ -1,0 +1,346 @@
+"""Model files of every release load with the state of their optimizer."""
+
+import contextlib
+import json
+
+import h5py
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import lossscale
+from lossscale.errors import OldFileError
+from lossscale.frameworks.keras import KerasLossScaleOptimizer
+from lossscale.migration import describe_file, load_model, migrate_file
+from migration import support
+from migration.support import FIXTURES, ONLY_NEW, OPTIMIZERS, WITNESS
+
+H5 = sorted(FIXTURES.glob("h5/*.h5"))
+# Keras says so on every HDF5 file; it is the format that this is about.
+pytestmark = pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+
+
+def arrays(path):
+    """The weights and the optimizer's arrays as the file holds them, read by h5py alone."""
+    with h5py.File(path) as file:
+        group = file["optimizer_weights"]
+        names = [getattr(n, "decode", lambda n=n: n)() for n in group.attrs["weight_names"]]
+        dense = file["model_weights/dense/dense"]
+        return [dense["kernel:0"][()], dense["bias:0"][()]], [group[name][()] for name in names]
+
+
+@pytest.mark.parametrize("path", H5, ids=lambda path: path.stem)
+def test_a_real_file_holds_what_h5py_finds(path):
+    model, (weights, state) = load_model(path), arrays(path)
+    optimizer = model.optimizer
+    assert type(optimizer) is KerasLossScaleOptimizer
+    assert optimizer.rule == lossscale.DynamicScale(8.0, 3)
+    assert model.loss == "mse"
+    for found, expected in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    for found, expected in zip(optimizer.get_weights(), state, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert support.number(optimizer.iterations) == 1
+    assert support.number(optimizer.loss_scale) == 8.0
+
+
+@pytest.mark.parametrize("path", H5, ids=lambda path: path.stem)
+def test_a_real_file_goes_on_as_computed_by_hand(path):
+    model, ((kernel, bias), (_, *velocities)) = load_model(path), arrays(path)
+    x, y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+    model.fit(x, y, batch_size=4, epochs=1, verbose=0)
+    error = 2.0 * (x @ kernel + bias - y) / len(x)
+    slopes = [x.T @ error, error.sum(axis=0)]
+    expected = [
+        value + 0.9 * velocity - 0.1 * slope
+        for value, velocity, slope in zip((kernel, bias), velocities, slopes, strict=True)
+    ]
+    for found, by_hand in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(found, by_hand, rtol=1e-5, atol=1e-6)
+    assert support.number(model.optimizer.iterations) == 2
+    assert support.number(model.optimizer.dynamic_counter) == 1
+
+
+def saved_by_tf_keras(family, case, path, **compiling):
+    module = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}[family]
+    name, arguments = {**OPTIMIZERS, **ONLY_NEW}[case]
+    model = support.dense(tf_keras)
+    inner = getattr(module, name)(learning_rate=0.01, **arguments)
+    # Traced, Nadam of tf_keras multiplies its product of momentums once for each variable.
+    compiling = {"loss": "mse", "run_eagerly": case == "nadam", **compiling}
+    model.compile(WITNESS(inner, initial_scale=16.0), **compiling)
+    support.fit(model, 2)
+    with pytest.warns() if path.suffix == ".h5" else contextlib.nullcontext():
+        model.save(path)
+    return model
+
+
+def assert_same_weights(mine, theirs):
+    for a, b in zip(mine.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [("legacy", case) for case in OPTIMIZERS] + [("new", c) for c in (*OPTIMIZERS, *ONLY_NEW)],
+)
+def test_hdf5_training_goes_on_as_in_tf_keras(family, case, tmp_path):
+    theirs = saved_by_tf_keras(family, case, tmp_path / "model.h5")
+    mine = load_model(tmp_path / "model.h5")
+    assert support.number(mine.optimizer.iterations) == 2
+    for model in (theirs, mine):
+        support.fit(model, 2)
+    assert_same_weights(mine, theirs)
+
+
+@pytest.mark.parametrize("case", ["momentum", "adam", "amsgrad", "rmsprop_all", "ema", "nadam"])
+def test_keras_files_of_tf_keras_go_on(case, tmp_path):
+    theirs = saved_by_tf_keras("new", case, tmp_path / "model.keras")
+    mine = load_model(tmp_path / "model.keras")
+    assert support.number(mine.optimizer.iterations) == 2
+    for model in (theirs, mine):
+        support.fit(model, 2)
+    assert_same_weights(mine, theirs)
+
+
+def test_a_keras_file_of_a_legacy_optimizer_has_no_state_to_load(tmp_path):
+    theirs = saved_by_tf_keras("legacy", "adam", tmp_path / "model.keras")
+    mine = load_model(tmp_path / "model.keras")
+    assert_same_weights(mine, theirs)
+    assert support.number(mine.optimizer.iterations) == 0
+
+
+def test_losses_and_metrics_of_keras_2(tmp_path):
+    theirs = saved_by_tf_keras(
+        "legacy",
+        "adam",
+        tmp_path / "model.h5",
+        loss=tf_keras.losses.Huber(delta=0.5),
+        metrics=["mae", tf_keras.metrics.RootMeanSquaredError(name="root")],
+    )
+    model = load_model(tmp_path / "model.h5")
+    x, y = support.data(2)
+    expected = theirs.evaluate(x, y, return_dict=True, verbose=0)
+    assert set(expected) == {"loss", "mae", "root"}
+    assert model.evaluate(x, y, return_dict=True, verbose=0) == pytest.approx(expected, rel=1e-4)
+
+
+def twice(y_true, y_pred):
+    return tf.reduce_mean(tf.abs(y_true - y_pred), -1) * 2.0
+
+
+def test_a_loss_of_ones_own_is_named_or_given(tmp_path):
+    def unheard(y_true, y_pred):
+        return tf.reduce_mean(tf.abs(y_true - y_pred), -1)
+
+    path = tmp_path / "model.h5"
+    saved_by_tf_keras("legacy", "adam", path, loss=unheard)
+    model = load_model(path, loss=twice)
+    support.fit(model, 1)
+    with pytest.raises(ValueError, match="unheard"):
+        support.fit(load_model(path), 1)
+
+
+@pytest.mark.parametrize("form", ["h5", "keras"])
+@pytest.mark.parametrize("kind", ["keras", "ours"])
+def test_files_of_keras_3(kind, form, tmp_path):
+    cls = {"keras": keras.optimizers, "ours": lossscale}[kind].LossScaleOptimizer
+    theirs = support.sequential(keras)
+    theirs.compile(cls(keras.optimizers.Adam(0.01), initial_scale=16.0), "mse")
+    support.fit(theirs, 2)
+    path = tmp_path / f"model.{form}"
+    theirs.save(path)
+    mine = load_model(path)
+    assert isinstance(mine.optimizer, KerasLossScaleOptimizer)
+    assert support.number(mine.optimizer.dynamic_counter) == 2
+    assert support.number(mine.optimizer.iterations) == 2
+    for model in (theirs, mine):
+        support.fit(model, 2)
+    assert_same_weights(mine, theirs)
+
+
+@pytest.mark.parametrize("form", ["h5", "keras"])
+def test_a_model_with_layers_that_keras_3_reads_otherwise(form, tmp_path):
+    theirs = support.sequential(tf_keras)
+    theirs.compile(WITNESS(tf_keras.optimizers.Adam(0.01)), "mse")
+    support.fit(theirs, 2)
+    path = tmp_path / f"model.{form}"
+    with pytest.warns() if form == "h5" else contextlib.nullcontext():
+        theirs.save(path)
+    content = path.read_bytes()
+    mine = load_model(path)
+    assert path.read_bytes() == content
+    x, _ = support.data(3, 2)
+    np.testing.assert_allclose(mine(x), theirs(x), rtol=1e-5)
+    for model in (theirs, mine):
+        support.fit(model, 2)
+    for a, b in zip(mine.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-4)
+
+
+def as_policy_of_2_3(text):
+    """A layer's policy as TensorFlow 2.1 to 2.3 wrote it, with a loss scale."""
+    loss_scale = {"class_name": "DynamicLossScale", "config": {"initial_loss_scale": 32768.0}}
+    for policy in (
+        '{"class_name": "Policy", "config": {"name": "mixed_float16"}}',
+        '{"module": "keras.mixed_precision", "class_name": "Policy", '
+        '"config": {"name": "mixed_float16"}, "registered_name": null}',
+    ):
+        other = {"name": "mixed_float16", "loss_scale": loss_scale}
+        text = text.replace(policy, json.dumps({"class_name": "PolicyV1", "config": other}))
+    assert "PolicyV1" in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("form", "policy"), [("h5", "as it is"), ("h5", "2.3"), ("keras", "as it is")]
+)
+def test_a_model_in_mixed_precision(form, policy, tmp_path):
+    tf_keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        theirs = saved_by_tf_keras("new", "adam", tmp_path / f"model.{form}")
+    finally:
+        tf_keras.mixed_precision.set_global_policy("float32")
+    path = tmp_path / f"model.{form}"
+    if policy == "2.3":
+        with h5py.File(path, "r+") as file:
+            file.attrs["model_config"] = as_policy_of_2_3(file.attrs["model_config"])
+    mine = load_model(path)
+    assert [layer.compute_dtype for layer in mine.layers] == ["float16"] * 3
+    assert [v.dtype for v in mine.trainable_variables] == ["float32"] * 6
+    for model in (theirs, mine):
+        support.fit(model, 2)
+    for a, b in zip(mine.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=5e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["model.bin", "model"])
+def test_the_name_of_the_file_does_not_matter(name, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(H5[0].read_bytes())
+    assert support.number(load_model(path).optimizer.iterations) == 1
+
+
+@pytest.mark.parametrize("form", ["h5", "keras"])
+@pytest.mark.parametrize("kind", ["keras", "ours", "tf_keras legacy", "tf_keras new"])
+def test_a_model_that_was_never_trained(kind, form, tmp_path):
+    module = tf_keras if kind.startswith("tf_keras") else keras
+    inner = (tf_keras.optimizers.legacy if "legacy" in kind else module.optimizers).Adam(0.01)
+    cls = {"keras": keras.optimizers.LossScaleOptimizer, "ours": lossscale.LossScaleOptimizer}
+    theirs = support.dense(module)
+    theirs.compile(cls.get(kind, WITNESS)(inner, initial_scale=16.0), "mse")
+    path = tmp_path / f"model.{form}"
+    said = form == "h5" and module is tf_keras
+    with pytest.warns() if said else contextlib.nullcontext():
+        theirs.save(path)
+    mine = load_model(path)
+    assert support.number(mine.optimizer.iterations) == 0
+    support.fit(mine, 1)
+    assert support.number(mine.optimizer.dynamic_counter) == 1
+
+
+# --- Writing them anew ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", H5, ids=lambda path: path.stem)
+def test_a_converted_model_is_the_same(path, tmp_path):
+    new = migrate_file(path, tmp_path / "new.keras")
+    model, expected = keras.saving.load_model(new), load_model(path)
+    assert type(model.optimizer) is KerasLossScaleOptimizer
+    for a, b in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(
+        support.values(model.optimizer.variables),
+        support.values(expected.optimizer.variables),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+    (described,) = describe_file(new).optimizers
+    assert (described.era, described.iterations) == ("lossscale on Keras 3", 1)
+    assert described.slots == {"unnamed": 2}
+
+
+# --- What cannot be loaded ------------------------------------------------------------------------
+
+
+def changed(tmp_path, change):
+    """A copy of a real file, with its attributes changed."""
+    path = tmp_path / "model.h5"
+    path.write_bytes((FIXTURES / "h5/2.4.4_new.h5").read_bytes())
+    with h5py.File(path, "r+") as file:
+        change(file)
+    return path
+
+
+def drop(name):
+    def change(file):
+        del file.attrs[name]
+
+    return change
+
+
+def rewrite(text, other):
+    def change(file):
+        training = file.attrs["training_config"]
+        training = training.decode() if isinstance(training, bytes) else training
+        assert text in training
+        file.attrs["training_config"] = training.replace(text, other)
+
+    return change
+
+
+def without_optimizer(file):
+    training = json.loads(file.attrs["training_config"])
+    del training["optimizer_config"]
+    file.attrs["training_config"] = json.dumps(training)
+
+
+def plain(file):
+    training = json.loads(file.attrs["training_config"])
+    training["optimizer_config"] = training["optimizer_config"]["config"]["inner_optimizer"]
+    file.attrs["training_config"] = json.dumps(training)
+
+
+def one_array_less(file):
+    group = file["optimizer_weights"]
+    group.attrs["weight_names"] = group.attrs["weight_names"][:-1]
+    del group["cond_1/SGD/dense/bias/momentum:0"]
+
+
+def another_shape(file):
+    group = file["optimizer_weights/cond_1/SGD/dense/bias"]
+    del group["momentum:0"]
+    group["momentum:0"] = np.zeros(3, "float32")
+
+
+BROKEN = {
+    "model_config": (drop("model_config"), "no `model_config` and no optimizer"),
+    "training_config": (drop("training_config"), "without its training configuration"),
+    "no optimizer": (without_optimizer, "names no optimizer"),
+    "plain": (plain, "the optimizer, SGD, has no loss scaling"),
+    "unknown": (rewrite('"SGD", "config"', '"Unheard", "config"'), "'Unheard'"),
+    "setting": (rewrite('"nesterov"', '"warp"'), "warp"),
+    "scale": (rewrite('"initial_scale": 8.0', '"initial_scale": -8.0'), "`initial_scale`"),
+    "not json": (rewrite('{"loss"', '"loss"'), "damaged or incomplete"),
+    "array": (another_shape, r"shape \(3,\) in the file and \(1,\) here"),
+    "momentum": (rewrite('"momentum": 0.8999999761581421', '"momentum": 0.0'), "SGD keeps"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_cannot_be_loaded_is_named(name, tmp_path):
+    change, message = BROKEN[name]
+    path = changed(tmp_path, change)
+    with pytest.raises(OldFileError, match=message) as caught:
+        load_model(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_a_variable_without_state_is_fine_if_it_had_no_gradient(tmp_path):
+    # TensorFlow made no slot for it; here it starts at zero.
+    model = load_model(changed(tmp_path, one_array_less))
+    (_, kernel, bias) = model.optimizer.get_weights()
+    assert kernel.any()
+    assert not bias.any()
