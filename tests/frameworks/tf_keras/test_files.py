@@ -47,6 +47,9 @@ def momentum(optimizers):
 # Checkpoints.
 
 
+KINDS = ["ours", "theirs", "plain"]
+
+
 @pytest.mark.parametrize("fixed", [False, True], ids=["dynamic", "fixed"])
 def test_the_layout_is_that_of_tf_keras(optimizers, tmp_path, fixed):
     arguments = {"dynamic": False, "initial_scale": 8} if fixed else {}
@@ -62,8 +65,8 @@ def test_the_layout_is_that_of_tf_keras(optimizers, tmp_path, fixed):
 
 
 @pytest.mark.parametrize("built", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("reader", [wrapped, theirs, lambda inner: inner], ids=str)
-@pytest.mark.parametrize("writer", [wrapped, theirs, lambda inner: inner], ids=str)
+@pytest.mark.parametrize("reader", [wrapped, theirs, lambda inner: inner], ids=KINDS)
+@pytest.mark.parametrize("writer", [wrapped, theirs, lambda inner: inner], ids=KINDS)
 def test_checkpoints_go_both_ways(optimizers, tmp_path, writer, reader, built):
     variable, other = tf.Variable([1.0]), tf.Variable([5.0])
     written, read = writer(momentum(optimizers)), reader(momentum(optimizers))
@@ -195,8 +198,8 @@ def test_a_saved_model_loads_and_its_checkpoint_has_everything(optimizers, tmp_p
     assert status(loaded.optimizer) == status(model.optimizer)
 
 
-@pytest.mark.parametrize("reader", [wrapped, theirs, lambda inner: inner], ids=str)
-@pytest.mark.parametrize("writer", [wrapped, theirs, lambda inner: inner], ids=str)
+@pytest.mark.parametrize("reader", [wrapped, theirs, lambda inner: inner], ids=KINDS)
+@pytest.mark.parametrize("writer", [wrapped, theirs, lambda inner: inner], ids=KINDS)
 def test_weights_go_from_wrapped_to_plain_and_back(tmp_path, writer, reader):
     model = fitted(tf_keras.optimizers, writer)
     model.save_weights(tmp_path / "a.weights.h5")
