@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lossscale.errors import AlreadyWrappedError, GradientsError, MalformedGradientsError
+from lossscale.errors import (
+    AlreadyWrappedError,
+    GradientsError,
+    MalformedGradientsError,
+    UnknownSettingError,
+)
 
 _wrappers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
@@ -86,3 +92,14 @@ def flat_list(
                 f"Received: {variable!r} of type {type(variable).__name__}."
             )
     return found
+
+
+def unknown_setting(wrapper: type[Any], inner: Any, name: str) -> UnknownSettingError:
+    """Returns the error for a name that neither the wrapper nor the optimizer inside it has."""
+    known = {n for n in (*dir(wrapper), *dir(inner)) if n[0] != "_"}
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return UnknownSettingError(
+        f"Neither the loss scale optimizer nor the {type(inner).__name__} "
+        f"inside it has a setting {name!r}.{hint}"
+    )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from lossscale.errors import ArgumentError, UnknownSettingError
+from lossscale.frameworks.checks import unknown_setting
 from lossscale.frameworks.part import Part
 
 # Keras' base class sets these on every optimizer. On a wrapper they would hide the settings of
@@ -61,7 +61,7 @@ class InnerSettings(Part):
         try:
             return getattr(inner, name)
         except AttributeError:
-            raise self._unknown_setting(name) from None
+            raise unknown_setting(type(self), inner, name) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         inner = self.__dict__.get("inner_optimizer")
@@ -75,16 +75,7 @@ class InnerSettings(Part):
         elif hasattr(inner, name):
             setattr(inner, name, value)
         else:
-            raise self._unknown_setting(name)
-
-    def _unknown_setting(self, name: str) -> UnknownSettingError:
-        known = {n for n in (*dir(type(self)), *dir(self.inner_optimizer)) if n[0] != "_"}
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        return UnknownSettingError(
-            f"Neither the loss scale optimizer nor the {type(self.inner_optimizer).__name__} "
-            f"inside it has a setting {name!r}.{hint}"
-        )
+            raise unknown_setting(type(self), inner, name)
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Excludes variables from the inner optimizer's weight decay; call it before `build`."""

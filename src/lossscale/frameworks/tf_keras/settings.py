@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
-from lossscale.errors import UnknownSettingError
+from lossscale.frameworks.checks import unknown_setting
 from lossscale.frameworks.part import Part
 
 
@@ -39,7 +38,7 @@ class InnerSettings(Part):
         try:
             return getattr(inner, name)
         except AttributeError:
-            raise self._unknown_setting(name) from None
+            raise unknown_setting(type(self), inner, name) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         inner = self.__dict__.get("_optimizer")
@@ -50,13 +49,4 @@ class InnerSettings(Part):
         elif name in getattr(inner, "_hyper", ()) or hasattr(inner, name):
             setattr(inner, name, value)
         else:
-            raise self._unknown_setting(name)
-
-    def _unknown_setting(self, name: str) -> UnknownSettingError:
-        known = {n for n in (*dir(type(self)), *dir(self._optimizer)) if n[0] != "_"}
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        return UnknownSettingError(
-            f"Neither the loss scale optimizer nor the {type(self._optimizer).__name__} "
-            f"inside it has a setting {name!r}.{hint}"
-        )
+            raise unknown_setting(type(self), inner, name)
