@@ -9,10 +9,8 @@ matplotlib.use("Agg")
 import numpy as np
 import pytest
 from matplotlib import pyplot
-from matplotlib.colors import to_hex
 
-from lossscale.diagnostics import exponent_histogram
-from lossscale.plots import plot_accuracy, plot_exponents, plot_scales
+from lossscale.plots import plot_accuracy, plot_scales
 
 
 @pytest.fixture
@@ -89,66 +87,14 @@ def test_scales_and_skipped_steps_must_match(ax):
         plot_scales([1.0, 2.0], [True], ax)
 
 
-def test_exponents_are_shares_of_what_is_not_zero(ax):
-    histogram = exponent_histogram([0.0, 2.0**-30, 2.0**-30, 2.0**-28, 1.0])
-    assert plot_exponents({"unscaled": histogram}, ax) is ax
-    (stairs,) = (patch for patch in ax.patches if patch.get_label() == "unscaled")
-    values, edges, _ = stairs.get_data()
-    assert edges[:4] == pytest.approx([-30, -29, -28, -27])
-    assert edges[-1] == 1
-    assert values[:3] == pytest.approx([50, 0, 25])
-    assert values[-1] == pytest.approx(25)
-    assert legend(ax) == ["unscaled"]
-
-
-def test_exponents_show_the_bands_of_the_format(ax):
-    plot_exponents({"unscaled": exponent_histogram([1.0])}, ax)
-    assert [text.get_text() for text in ax.texts] == [
-        "zero in float16",
-        "subnormal",
-        "normal",
-        "overflow",
-    ]
-    edges = [line.get_xdata()[0] for line in ax.lines]
-    assert edges == pytest.approx([-25, -14, np.log2(65520)])
-    # The bands lie side by side: the names stand over their middles, in this order.
-    middles = [text.get_position()[0] for text in ax.texts]
-    assert middles == sorted(middles)
-    assert middles[1] == pytest.approx(-19.5)
-
-
-def test_exponents_take_another_format(ax):
-    plot_exponents({"unscaled": exponent_histogram([1.0])}, ax, format="float8_e5m2")
-    assert ax.texts[0].get_text() == "zero in float8_e5m2"
-    assert ax.lines[0].get_xdata()[0] == -17
-
-
-def test_histograms_differ_without_colour_and_fit(ax):
-    histogram = exponent_histogram([1.0, 2.0])
-    plot_exponents({"a": histogram, "b": histogram.scaled(-60), "c": histogram.scaled(40)}, ax)
-    shown = [patch for patch in ax.patches if patch.get_label() in ("a", "b", "c")]
-    assert len({patch.get_hatch() for patch in shown}) == 3
-    assert len({to_hex(patch.get_edgecolor()) for patch in shown}) == 3
-    left, right = ax.get_xlim()
-    assert left < -60
-    assert right > 42
-
-
-def test_empty_histogram_is_drawn(ax):
-    plot_exponents({"nothing": exponent_histogram([0.0])}, ax)
-    assert legend(ax) == ["nothing"]
-    assert drawn(ax).std() > 0
-
-
 @pytest.mark.usefixtures("no_figures_left")
 @pytest.mark.parametrize(
     "draw",
     [
         lambda: plot_accuracy({"a": [0.5]}),
         lambda: plot_scales([1.0, 2.0]),
-        lambda: plot_exponents({"a": exponent_histogram([1.0])}),
     ],
-    ids=["accuracy", "scales", "exponents"],
+    ids=["accuracy", "scales"],
 )
 def test_without_axes_a_new_figure_is_drawn_on(draw):
     first, second = draw(), draw()

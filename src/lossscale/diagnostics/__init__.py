@@ -1,7 +1,11 @@
 """What gradients look like in a number format: exponents, and the share lost to zero."""
 
-from lossscale.diagnostics.exponents import ExponentHistogram as ExponentHistogram
-from lossscale.diagnostics.exponents import exponent_histogram as exponent_histogram
+from lossscale.diagnostics.alarms import Alarm as Alarm
+from lossscale.diagnostics.alarms import AlarmKind as AlarmKind
+from lossscale.diagnostics.alarms import Alarms as Alarms
+from lossscale.diagnostics.alarms import float16_without_scaling as float16_without_scaling
+from lossscale.diagnostics.drift import critical_probability as critical_probability
+from lossscale.diagnostics.drift import expected_drift as expected_drift
 from lossscale.diagnostics.flushing import share_flushed as share_flushed
 from lossscale.diagnostics.flushing import share_zeroed as share_zeroed
 from lossscale.diagnostics.formats import BFLOAT16 as BFLOAT16
@@ -11,3 +15,28 @@ from lossscale.diagnostics.formats import FLOAT16 as FLOAT16
 from lossscale.diagnostics.formats import FORMATS as FORMATS
 from lossscale.diagnostics.formats import NumberFormat as NumberFormat
 from lossscale.diagnostics.formats import number_format as number_format
+from lossscale.diagnostics.histogram import ExponentBin as ExponentBin
+from lossscale.diagnostics.histogram import GradientHistogram as GradientHistogram
+from lossscale.diagnostics.history import HistoryHeader as HistoryHeader
+from lossscale.diagnostics.history import HistoryWriter as HistoryWriter
+from lossscale.diagnostics.history import TrainingHistory as TrainingHistory
+from lossscale.diagnostics.measuring import diagnose as diagnose
+from lossscale.diagnostics.records import NonfiniteTensor as NonfiniteTensor
+from lossscale.diagnostics.records import SkipReason as SkipReason
+from lossscale.diagnostics.records import StepRecord as StepRecord
+from lossscale.diagnostics.report import GradientReport as GradientReport
+from lossscale.diagnostics.report import JudgedTensor as JudgedTensor
+from lossscale.diagnostics.report import LayerRange as LayerRange
+from lossscale.diagnostics.report import TensorKind as TensorKind
+from lossscale.diagnostics.report import TensorRange as TensorRange
+from lossscale.diagnostics.simulation import Simulation as Simulation
+from lossscale.diagnostics.simulation import simulate as simulate
+from lossscale.diagnostics.simulation import simulate_gradients as simulate_gradients
+from lossscale.diagnostics.simulation import simulate_random as simulate_random
+from lossscale.diagnostics.skips import SkipCounter as SkipCounter
+from lossscale.diagnostics.skips import lowest_scale as lowest_scale
+from lossscale.diagnostics.skips import skip_reason as skip_reason
+from lossscale.diagnostics.verdict import Judgement as Judgement
+from lossscale.diagnostics.verdict import Thresholds as Thresholds
+from lossscale.diagnostics.verdict import Verdict as Verdict
+from lossscale.diagnostics.verdict import judge as judge

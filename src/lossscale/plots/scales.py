@@ -14,16 +14,18 @@ def plot_scales(
     skipped: Sequence[bool] | None = None,
     ax: Any | None = None,
     *,
+    steps: Sequence[int] | None = None,
     label: str = "loss scale",
     style: int = 0,
 ) -> Any:
     """Draws a loss scale over the steps, with a mark on each step that was skipped.
 
     Args:
-        scales: The loss scale that step 1, 2, ... was taken with, dimensionless.
-        skipped: Whether step 1, 2, ... was skipped; as long as `scales`. By default none was.
+        scales: The loss scale that each step was taken with, dimensionless.
+        skipped: Whether each step was skipped; as long as `scales`. By default none was.
         ax: The matplotlib Axes to draw on. By default a new pyplot figure. Call the function
             again with the same Axes to compare runs.
+        steps: The numbers of the steps, ascending; as long as `scales`. By default 1, 2, ...
         label: The name of the line in the legend.
         style: Number of the line style, counted from 0.
 
@@ -31,22 +33,24 @@ def plot_scales(
         The Axes. Its vertical axis has a logarithmic scale of base 2.
 
     Raises:
-        ArgumentError: If `scales` and `skipped` differ in length. It is a `ValueError`.
+        ArgumentError: If `skipped` or `steps` differs from `scales` in length. It is a
+            `ValueError`.
     """
-    if skipped is not None and len(skipped) != len(scales):
-        raise ArgumentError(
-            "`scales` and `skipped` must have the same length. "
-            f"Received: lengths {len(scales)} and {len(skipped)}."
-        )
+    for name, beside in (("skipped", skipped), ("steps", steps)):
+        if beside is not None and len(beside) != len(scales):
+            raise ArgumentError(
+                f"`scales` and `{name}` must have the same length. "
+                f"Received: lengths {len(scales)} and {len(beside)}."
+            )
     ax = axes_or_new(ax)
     look = {**line_style(style), "marker": "None"}
-    steps = range(1, len(scales) + 1)
+    steps = range(1, len(scales) + 1) if steps is None else steps
     ax.plot(steps, scales, label=label, drawstyle="steps-mid", linewidth=1.8, **look)
-    marked = [step for step, skip in zip(steps, skipped or (), strict=False) if skip]
+    marked = [index for index, skip in enumerate(skipped or ()) if skip]
     if marked:
         ax.plot(
-            marked,
-            [scales[step - 1] for step in marked],
+            [steps[index] for index in marked],
+            [scales[index] for index in marked],
             label="skipped step",
             linestyle="None",
             marker="x",
