@@ -13,6 +13,8 @@ Exception
     ├── UnknownSettingError(AttributeError)
     │                                      no such hyperparameter
     ├── OldFileError(ValueError)           a file that cannot be read, or lacks what is needed
+    ├── TrainingHaltedError(RuntimeError)  a run that cannot recover by itself was ended
+    ├── MissingPackageError(ImportError)   a package that this needs is not installed
     └── UnsupportedError(NotImplementedError)
                                            the framework cannot do this
 UserWarning
@@ -66,6 +68,17 @@ class UnknownSettingError(LossScaleError, AttributeError):
 
 class OldFileError(LossScaleError, ValueError):
     """A file cannot be read, or does not hold what was asked of it; the message names both."""
+
+
+class TrainingHaltedError(LossScaleError, RuntimeError):
+    """A training run was ended, as was asked for, because its steps are skipped in vain.
+
+    The message says at which step and scale, which gradients were not finite, and what to do.
+    """
+
+
+class MissingPackageError(LossScaleError, ImportError):
+    """A package that this needs is not installed; the message says how to install it."""
 
 
 class UnsupportedError(LossScaleError, NotImplementedError):

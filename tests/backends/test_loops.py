@@ -193,3 +193,35 @@ def test_a_step_waits_for_the_host_once_at_most(dynamic):
     counts = {event.key: event.count for event in profile.key_averages()}
     waits = counts.get("aten::_local_scalar_dense", 0)
     assert waits == (1 if dynamic else 0)
+
+
+@on_torch
+def test_own_gradients_are_unscaled_in_place_and_once_only():
+    optimizer = wrapped(keras.optimizers.SGD(0.25))
+    weight = keras.Variable(1.0)
+    optimizer.scale_loss(weight.value**2).backward()
+    gradient = weight.value.grad
+    for expected in (0.5, 0.0):
+        # The second time it is handed in as it stands, and unscaled already.
+        optimizer.apply([gradient], [weight])
+        assert number(weight) == expected
+    assert number(gradient) == 2.0
+    # Something was added to it since, so it is not known to be unscaled any more.
+    gradient.fill_(2.0**11)
+    optimizer.apply([gradient], [weight])
+    assert number(gradient) == 2.0
+    assert number(weight) == -0.5
+
+
+@on_torch
+def test_gradients_of_others_are_left_as_they_are():
+    import torch
+
+    optimizer = wrapped(keras.optimizers.SGD(0.25))
+    variables = [keras.Variable(np.ones(3, "float32")), keras.Variable(np.ones(2, "float32"))]
+    gradients = [torch.full((3,), 2.0**10), torch.full((2,), 2.0**10, dtype=torch.float16)]
+    optimizer.scale_loss(1.0)
+    optimizer.apply(gradients, variables)
+    assert all((gradient == 2.0**10).all() for gradient in gradients)
+    assert arrays(variables)[0].tolist() == [0.75] * 3
+    assert arrays(variables)[1].tolist() == [0.75] * 2

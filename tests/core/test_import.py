@@ -18,7 +18,14 @@ SHELLS = {
 """For each shell, the frameworks that any module of it may import."""
 
 KERAS_BACKENDS = {"tensorflow", "jax", "torch"}
-"""What only the module of `frameworks.keras` with that name may import: one at a time is there."""
+"""What only a module of `frameworks.keras` or `frameworks.histograms` with that name may import."""
+
+BY_FRAMEWORK = (
+    "lossscale.frameworks.histograms",
+    "lossscale.frameworks.finite",
+    "lossscale.frameworks.watches",
+)
+"""Packages with one module for each of these frameworks, without Keras."""
 
 CORE = {"errors", "rules"}
 MIDDLE = {*CORE, "arguments", "registry"}
@@ -29,12 +36,13 @@ MAY_IMPORT = {
     "arguments": CORE,
     "registry": {*CORE, "arguments"},
     "optimizer": MIDDLE,
-    "frameworks": FRONT,
+    "frameworks": {*FRONT, "diagnostics", "callbacks"},
     "experimental": {*FRONT, "frameworks"},
     "migration": {*FRONT, "frameworks"},
     "installation": {*FRONT, "frameworks", "experimental", "migration"},
     # `lossscale` itself.
     "": {*FRONT, "installation"},
+    "callbacks": {*MIDDLE, "diagnostics"},
     "diagnostics": CORE,
     "plots": {*CORE, "diagnostics"},
     # Nothing imports the command line, so it may use whatever it shows.
@@ -105,6 +113,8 @@ def shell_of(name):
 def frameworks_for(name):
     """The frameworks that a module below `lossscale.frameworks` may import."""
     shell = shell_of(name)
+    if name.startswith(BY_FRAMEWORK):
+        return {name.rpartition(".")[2]} & KERAS_BACKENDS
     if shell is None:
         # What several shells share must not bring the framework of one to another.
         return {"tensorflow"} if name != "lossscale.frameworks" else set()
@@ -173,6 +183,9 @@ def test_the_table_itself_points_one_way():
         ("frameworks.names", "import lossscale"),
         ("frameworks.keras", "import lossscale.experimental"),
         ("frameworks", "import tensorflow"),
+        ("frameworks.histograms", "import tensorflow"),
+        ("frameworks.histograms.jax", "import tensorflow"),
+        ("frameworks.histograms.keras", "import keras"),
         ("experimental.loss_scale", "import tensorflow"),
         ("experimental", "import lossscale.diagnostics"),
         ("experimental", "import lossscale"),
@@ -210,6 +223,7 @@ def test_an_import_that_points_the_wrong_way_is_found(name, source):
         ("frameworks.keras", "from lossscale.frameworks import _accumulation"),
         ("frameworks.keras.shell", "from . import slots\nfrom .. import _accumulation"),
         ("frameworks._accumulation", "import tensorflow as tf"),
+        ("frameworks.histograms.jax", "import jax\nimport lossscale.diagnostics.exponents"),
         ("experimental.loss_scale", "def f():\n    import tensorflow"),
         ("diagnostics.verdict", "import numpy\nfrom lossscale.rules import DynamicScale"),
         ("plots.histogram", "def f():\n    import matplotlib.pyplot\nimport lossscale.diagnostics"),

@@ -84,15 +84,16 @@ class LossScaleOptimizer(_Base):
             return super()._current_scale()
         return self._loss_scale()
 
-    def _judge(self, gradients: Sequence[Any]) -> Any:
+    def _judge(self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> Any:
         if self._state is not None:
-            return super()._judge(gradients)
+            return super()._judge(gradients, variables, scale)
         if self._engine.replica_count() > 1:
             raise UnsupportedError(
                 f"{type(self._loss_scale).__name__} sees the gradients of one replica, and cannot "
                 "decide for all. On several replicas use 'dynamic' or a DynamicLossScale."
             )
-        _, should_apply = self._loss_scale.update(list(gradients))
+        unscaled = self._unscaled(gradients, variables, scale)
+        _, should_apply = self._loss_scale.update(unscaled)
         return should_apply
 
     def get_config(self) -> dict[str, Any]:

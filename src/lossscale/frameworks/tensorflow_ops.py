@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from lossscale.errors import ArgumentError, GradientsError
+from lossscale.frameworks import tensorflow_gate
 from lossscale.frameworks.convention import Place
+from lossscale.frameworks.finite import tensorflow as finite_check
+from lossscale.frameworks.tensorflow_xla import in_xla
 
 _SUPPORTED_STRATEGIES = (
     tf.distribute.MirroredStrategy,
@@ -73,23 +76,88 @@ def outside_traces() -> contextlib.AbstractContextManager[None]:
     return context
 
 
-def unscaled(gradient: Any, scale: Any, exact_reciprocal: bool) -> Any:
-    """Divides a gradient by the scale, in float32 or wider.
+def unscaled(gradients: Sequence[Any], scale: Any, exact_reciprocal: bool) -> list[Any]:
+    """Divides gradients by the scale, in float32 or wider.
 
     Args:
-        gradient: Tensor or `tf.IndexedSlices` of any dtype; slices stay slices.
+        gradients: Tensors or `tf.IndexedSlices` of any dtype, or None. Slices stay slices.
         scale: float32 scalar tensor, or a Python float.
         exact_reciprocal: Whether multiplying by the reciprocal is exact. It is for powers of
             two; others are divided by.
     """
-    if isinstance(gradient, tf.IndexedSlices):
-        values = unscaled(gradient.values, scale, exact_reciprocal)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    gradient = _widened(gradient)
-    divisor = tf.cast(scale, gradient.dtype)
-    if exact_reciprocal:
-        return gradient * tf.math.reciprocal(divisor)
-    return gradient / divisor
+    factors: dict[Any, Any] = {}
+    compiled = in_xla()
+
+    def divided(gradient: Any) -> Any:
+        if gradient is None:
+            return None
+        if isinstance(gradient, tf.IndexedSlices):
+            values = divided(gradient.values)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        gradient = _widened(gradient)
+        if gradient.dtype not in factors:
+            divisor = tf.cast(scale, gradient.dtype)
+            factors[gradient.dtype] = tf.math.reciprocal(divisor) if exact_reciprocal else divisor
+        factor = factors[gradient.dtype]
+        result = gradient * factor if exact_reciprocal else gradient / factor
+        if compiled:
+            _quotients(result)[result.name] = _Quotient(gradient, scale, exact_reciprocal)
+        return result
+
+    return [divided(gradient) for gradient in gradients]
+
+
+class _Quotient(NamedTuple):
+    """What an unscaled gradient was made of."""
+
+    scaled: Any
+    scale: Any
+    exact_reciprocal: bool
+
+
+def _quotients(tensor: Any) -> dict[str, _Quotient]:
+    """The unscaled gradients of a tensor's graph, by name."""
+    # Kept by the graph, so that they are forgotten with it.
+    collection = tensor.graph.get_collection_ref("lossscale_quotients")
+    if not collection:
+        collection.append({})
+    quotients: dict[str, _Quotient] = collection[0]
+    return quotients
+
+
+def _made_of(gradient: Any) -> _Quotient | None:
+    """What an unscaled gradient was made of, if that is known."""
+    if not isinstance(gradient, tf.Tensor) or not in_xla():
+        return None
+    # What sums gradients over replicas passes on those of a single one so.
+    while gradient.op.type in ("Identity", "IdentityN"):
+        gradient = gradient.op.inputs[gradient.value_index]
+    return _quotients(gradient).get(gradient.name)
+
+
+def all_finite(gradients: Sequence[Any], scale: Any = None, exact_reciprocal: bool = True) -> Any:
+    """Whether every element of every gradient is finite once it is unscaled.
+
+    Args:
+        gradients: Tensors, `tf.IndexedSlices` (their values are looked at) or None (skipped).
+        scale: What they will be divided by; None if they are unscaled already.
+        exact_reciprocal: As for `unscaled`.
+
+    Returns:
+        A boolean scalar tensor.
+    """
+    if scale is None:
+        made_of = [_made_of(gradient) for gradient in gradients if gradient is not None]
+        quotients = [quotient for quotient in made_of if quotient is not None]
+        if not quotients or len({id(q and q.scale) for q in made_of}) > 1:
+            return finite_check.all_finite(gradients)
+        # XLA would not keep the quotients, but divide once more here, and more slowly than it
+        # reads what is in memory already.
+        gradients = [quotient.scaled for quotient in quotients]
+        _, scale, exact_reciprocal = quotients[0]
+    return finite_check.all_finite(
+        gradients, lambda part: unscaled([part], scale, exact_reciprocal)[0], scale < 1.0
+    )
 
 
 def scaled(loss: Any, scale: Any) -> Any:
@@ -102,29 +170,6 @@ def _widened(tensor: Any) -> Any:
     tensor = tf.convert_to_tensor(tensor)
     wide = tensor.dtype in (tf.float32, tf.float64) or tensor.dtype.is_complex
     return tensor if wide else tf.cast(tensor, tf.float32)
-
-
-def all_finite(gradients: Sequence[Any]) -> Any:
-    """Whether every element of every gradient is finite: a boolean scalar tensor.
-
-    Args:
-        gradients: Tensors, `tf.IndexedSlices` (their values are looked at) or None (skipped).
-    """
-    checks = [
-        tf.reduce_all(tf.math.is_finite(part))
-        for gradient in gradients
-        if gradient is not None
-        for part in _float_parts(gradient)
-    ]
-    return tf.reduce_all(tf.stack(checks)) if checks else tf.constant(True)
-
-
-def _float_parts(gradient: Any) -> list[Any]:
-    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    values = tf.convert_to_tensor(values)
-    if values.dtype.is_complex:
-        return [tf.math.real(values), tf.math.imag(values)]
-    return [values] if values.dtype.is_floating else []
 
 
 def flat_gradients(gradients: Any) -> list[Any]:
@@ -175,27 +220,36 @@ def agreed(finite: Any) -> Any:
 def apply_or_skip(
     finite: Any,
     gradients: Sequence[Any],
-    apply: Callable[[Sequence[Any]], Any],
+    scale: Any,
+    apply: Callable[[Sequence[Any], Any], Any],
     move: Callable[[Any], Any],
+    gate: Callable[[], Sequence[Any]] | None = None,
 ) -> Any:
     """Applies gradients or does not, on all replicas alike, then moves the loss scale once.
 
     Args:
         finite: The replicas' common verdict, a boolean scalar tensor; or True, to apply always.
         gradients: Those of this replica.
-        apply: Applies a list of gradients; called in a replica context.
+        scale: What they have to be divided by, as this replica reads it; None if by nothing.
+        apply: Divides a list of gradients by a scale and applies it; called in a replica context.
         move: Moves the loss scale, given the verdict; called once.
+        gate: Returns all variables that `apply` may change, if a step may be skipped by keeping
+            their old values instead of by a branch.
 
     Returns:
         The operation that does all this in a graph; None in eager mode.
     """
+    if gate is not None and finite is not True:
+        with tensorflow_gate.gated(gate(), finite):
+            done = apply(gradients, scale)
+        return grouped(done, move(finite))
     if (
         not tf.distribute.has_strategy()
         or tf.__internal__.distribute.strategy_supports_no_merge_call()
     ):
-        return grouped(_apply_if(finite, lambda: apply(gradients)), move(finite))
+        return grouped(_apply_if(finite, lambda: apply(gradients, scale)), move(finite))
 
-    def in_cross_replica(strategy: Any, finite: Any, gradients: Sequence[Any]) -> Any:
+    def in_cross_replica(strategy: Any, finite: Any, gradients: Sequence[Any], scale: Any) -> Any:
         if finite is not True:
             # All replicas hold the same verdict by now.
             finite = strategy.experimental_local_results(finite)[0]
@@ -203,12 +257,12 @@ def apply_or_skip(
         # not meet to sum their gradients.
         applied = _apply_if(
             finite,
-            lambda: strategy.extended.call_for_each_replica(apply, args=(gradients,)),
+            lambda: strategy.extended.call_for_each_replica(apply, args=(gradients, scale)),
         )
         return grouped(applied, move(finite))
 
     replica = tf.distribute.get_replica_context()
-    return replica.merge_call(in_cross_replica, args=(finite, list(gradients)))
+    return replica.merge_call(in_cross_replica, args=(finite, list(gradients), scale))
 
 
 def _apply_if(finite: Any, apply: Callable[[], Any]) -> Any:

@@ -20,6 +20,7 @@ MODULES = [
     if ".engines." not in found.name
 ]
 WITH_EXAMPLES = {
+    "lossscale.frameworks.keras.monitor",
     "lossscale.frameworks.keras.shell",
     "lossscale.frameworks.keras.training",
     "lossscale.frameworks.keras.verbs",

@@ -101,7 +101,7 @@ class KerasLossScaleOptimizer(
         self._iterations.follow()
 
     def _first_state(self) -> State | None:
-        return State(self._rule, self._add_own_variable, self._engine.read)
+        return State(self._rule, self._add_own_variable, self._engine)
 
     def _add_own_variable(self, name: str, dtype: str, value: Any) -> Any:
         return self.add_variable(
@@ -160,7 +160,14 @@ class KerasLossScaleOptimizer(
 
     @property
     def variables(self) -> VariableList:
-        """Own variables, then those of the inner optimizer: a list that can also be called."""
+        """Own variables, then those of the inner optimizer: a list that can also be called.
+
+        On JAX a monitor adds some: all that a compiled step changes is passed through this list.
+        """
+        return VariableList([*self._lasting_variables, *getattr(self._watch, "variables", ())])
+
+    @property
+    def _lasting_variables(self) -> VariableList:
         return VariableList([*self._variables, *self.inner_optimizer.variables])
 
     # --- Configuration ------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class Standalone:
 
     @classmethod
     def _new_state(cls, rule: ScaleRule) -> State:
-        return State(rule, cls._new_variable, engines.load().read)
+        return State(rule, cls._new_variable, engines.load())
 
     @staticmethod
     def _constant(value: float) -> Any:

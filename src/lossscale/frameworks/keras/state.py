@@ -19,17 +19,18 @@ class State:
     Args:
         rule: The rule that moves the state.
         add_variable: Makes a scalar variable of a name, a dtype and a first value.
-        read: Returns the value of a variable as a tensor.
+        engine: The engine of Keras' backend.
     """
 
     def __init__(
         self,
         rule: ScaleRule,
         add_variable: Callable[[str, str, Any], Any],
-        read: Callable[[Any], Any],
+        engine: Any,
     ) -> None:
         self.rule = rule
-        self._read = read
+        self._read = engine.read
+        self._namespace = engine.namespace
         self._first = rule.init()
         # Keras' order: the counter before the scale.
         fields = sorted(self._first._fields, key=lambda field: field != "good_steps")
@@ -56,7 +57,7 @@ class State:
         if finite is True:
             finite = ops.convert_to_tensor(True)
         before = self.read()
-        after = self.rule.update(before, finite, xp=ops)
+        after = self.rule.update(before, finite, xp=self._namespace)
         if after is not before:
             self.write(after)
 

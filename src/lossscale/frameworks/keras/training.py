@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 from keras import ops
@@ -14,12 +14,16 @@ from keras.src.utils.tracking import no_automatic_dependency_tracking
 from lossscale.errors import ArgumentError, GradientsError
 from lossscale.frameworks.checks import check_some_gradient, checked_pairs
 from lossscale.frameworks.part import Part
+from lossscale.frameworks.watches.common import Seen
 
 
 class TrainingStep(Part):
     """What Keras' trainer calls, and what the documented verbs lead to."""
 
     built: bool
+
+    # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
+    _watch: ClassVar[Any] = None
 
     @no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
     def build(self, variables: Sequence[Any]) -> None:
@@ -35,6 +39,15 @@ class TrainingStep(Part):
         }
         self.built = True
         self._load_what_waited()
+        self._build_watch()
+
+    def _build_watch(self) -> None:
+        if self._watch is not None:
+            trained = self._trainable_variables
+            names = [getattr(variable, "path", variable.name) for variable in trained]
+            dtypes = [keras.backend.standardize_dtype(variable.dtype) for variable in trained]
+            with self._engine.outside_traces():
+                self._watch.build(trained, names, dtypes)
 
     def scale_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale, and marks the gradients that come of it.
@@ -101,6 +114,9 @@ class TrainingStep(Part):
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Applies gradients of the scaled loss, or skips the step; then moves the loss scale.
+
+        On PyTorch a gradient that is its variable's own `.grad` is unscaled in place, as
+        `torch.amp.GradScaler` does. Handed in once more, it is not divided again.
 
         Args:
             grads: Gradients of the loss that `scale_loss` returned; None where there is none.
@@ -182,10 +198,48 @@ class TrainingStep(Part):
         aggregate: bool = True,
     ) -> None:
         self.build(variables)
-        self.inner_optimizer._check_variables_are_known(variables)
-        if scaled:
-            gradients = self._unscaled(gradients, variables)
-        self._engine.run_step(self, gradients, variables, aggregate)
+        self._check_known(variables)
+        scale = self._current_scale() if scaled else None
+        self._engine.run_step(self, gradients, variables, scale, aggregate)
+
+    def _note(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        scale: Any,
+        finite: Any,
+        *,
+        is_shared: bool,
+    ) -> None:
+        """Notes a step that was decided on and not done yet; only for an optimizer with a watch.
+
+        Args:
+            gradients: Those of the step; None where there is none.
+            variables: Their variables.
+            scale: What the gradients have to be divided by; None if they are unscaled already.
+            finite: Whether the step is applied.
+            is_shared: Whether all replicas have the same gradients.
+        """
+        self._watch.note(
+            Seen(
+                gradients,
+                variables,
+                lambda scaled: self._unscaled(scaled, variables, scale),
+                finite,
+                self._current_scale() if scale is None else scale,
+                self._engine.read(self._iterations) + 1,
+                is_shared,
+            )
+        )
+
+    def _check_known(self, variables: Sequence[Any]) -> None:
+        """Raises for a variable that the inner optimizer does not know, before anything is done."""
+        # Once for each list: in eager mode looking every variable up takes longer than the rest.
+        # The optimizer keeps the variables it knows, so that no id is given to another one.
+        ids = tuple(map(id, variables))
+        if ids != self.__dict__.get("_known_ids"):
+            self.inner_optimizer._check_variables_are_known(variables)
+            self.__dict__["_known_ids"] = ids
 
     def _scaled(self, loss: Any) -> Any:
         if callable(loss):
@@ -193,21 +247,28 @@ class TrainingStep(Part):
         return self._engine.scaled(loss, self._current_scale())
 
     def _unscaled(
-        self, gradients: Iterable[Any], variables: Sequence[Any] | None = None
+        self, gradients: Iterable[Any], variables: Sequence[Any], scale: Any
     ) -> list[Any]:
-        scale, exact = self._current_scale(), self._rule.powers_of_two
+        """Returns gradients divided by a scale; as they are if it is None."""
         gradients = list(gradients)
-        # A variable that Keras overwrites with its gradient (float8 statistics) has no gradient
-        # of the loss, so nothing multiplied it.
-        overwritten = [
-            variables is not None and getattr(variables[i], "overwrite_with_gradient", False)
-            for i in range(len(gradients))
-        ]
+        if scale is None:
+            return gradients
+        multiplied = self._multiplied(gradients, variables)
+        divided = self._engine.unscaled(multiplied, scale, self._rule.powers_of_two)
         return [
-            gradient
-            if gradient is None or overwrites
-            else self._engine.unscaled(gradient, scale, exact)
-            for gradient, overwrites in zip(gradients, overwritten, strict=True)
+            given if kept is None else result
+            for given, kept, result in zip(gradients, multiplied, divided, strict=True)
+        ]
+
+    def _multiplied(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Returns the gradients that the loss scale multiplied, None for others.
+
+        A variable that Keras overwrites with its gradient (float8 statistics) has no gradient of
+        the loss, so nothing multiplied it.
+        """
+        return [
+            None if getattr(variable, "overwrite_with_gradient", False) else gradient
+            for gradient, variable in zip(gradients, variables, strict=True)
         ]
 
     # What a LossScale object of the older API replaces: the scale, the verdict, the move.
@@ -215,9 +276,24 @@ class TrainingStep(Part):
     def _current_scale(self) -> Any:
         return self._rule.loss_scale(self._state.read())
 
-    def _judge(self, gradients: Sequence[Any]) -> Any:
-        """Whether the step is applied: a boolean scalar tensor, or True if nothing is checked."""
-        return self._engine.all_finite(gradients) if self._rule.checks_gradients else True
+    def _judge(self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> Any:
+        """Whether the step is applied: a boolean scalar tensor, or True if nothing is checked.
+
+        Args:
+            gradients: Those of the step; None where there is none.
+            variables: Their variables.
+            scale: What the gradients will be divided by; None if they are unscaled already.
+        """
+        if not self._rule.checks_gradients:
+            return True
+        if scale is None:
+            return self._engine.all_finite(gradients)
+        multiplied = self._multiplied(gradients, variables)
+        others = [g for g, m in zip(gradients, multiplied, strict=True) if m is None]
+        finite = self._engine.all_finite(multiplied, scale, self._rule.powers_of_two)
+        if all(gradient is None for gradient in others):
+            return finite
+        return ops.logical_and(finite, self._engine.all_finite(others))
 
     def _move_scale(self, finite: Any) -> None:
         if self._state is not None:

@@ -104,8 +104,11 @@ class DocumentedVerbs(Part):
                 f"`grads` must be a list of gradients. Received: {grads!r}."
             ) from None
         self._convention.note_get_unscaled_gradients(self._engine.current_place())
-        unscaled: list[Any] = self._unscaled(gradients)
-        return unscaled
+        return self._unscaled_by_hand(gradients)
+
+    def _unscaled_by_hand(self, gradients: list[Any]) -> list[Any]:
+        scale = self._current_scale()
+        return list(self._engine.unscaled(gradients, scale, self._rule.powers_of_two))
 
     def get_gradients(self, loss: Any, params: Sequence[Any]) -> list[Any]:
         """Returns the unscaled gradients of a loss, which was scaled to compute them.
@@ -143,8 +146,7 @@ class DocumentedVerbs(Part):
                     "depend on it, or an operation between them has no gradient. Leave the "
                     "variable out of `params`."
                 )
-        unscaled: list[Any] = self._unscaled(gradients)
-        return unscaled
+        return self._unscaled_by_hand(gradients)
 
     def get_updates(self, loss: Any, params: Sequence[Any]) -> list[Any]:
         """Computes gradients as `get_gradients` does, and applies them.

@@ -61,7 +61,7 @@ class DocumentedWeights(Part):
             [array(10), array([0.5 , 0.25], dtype=float32)]
         """
         weights = list(weights)
-        counted, everything = self.weights, self.variables
+        counted, everything = self.weights, self._lasting_variables
         if len(weights) == len(counted):
             targets = counted
         elif len(weights) == len(everything):

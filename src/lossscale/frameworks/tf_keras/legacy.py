@@ -81,6 +81,10 @@ class TFKerasLegacyLossScaleOptimizer(
             pairs, name=name, experimental_aggregate_gradients=False
         )
 
+    def _can_gate(self, gradients: Sequence[Any]) -> bool:
+        # These optimizers write with operations of their own, and not by assigning.
+        return False
+
     # --- Weights and slots, which the legacy optimizers have themselves -----------------------
 
     def set_weights(self, weights: Sequence[Any]) -> None:

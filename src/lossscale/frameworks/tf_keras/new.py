@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 import tf_keras
 from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizerV3
 
+from lossscale.frameworks import tensorflow_gate
+from lossscale.frameworks.tensorflow_xla import in_xla
 from lossscale.frameworks.tf_keras.files import KerasFiles
 from lossscale.frameworks.tf_keras.shell import ByFamily, CommonShell, register_shell
 from lossscale.frameworks.tf_keras.weights import DocumentedWeights
@@ -49,7 +52,15 @@ class TFKerasLossScaleOptimizer(
         return pairs if inner._run_with_dtensor or inner._mesh else inner.aggregate_gradients(pairs)
 
     def _apply_inner(self, pairs: list[Any], name: str | None) -> Any:
-        return self._optimizer.apply_gradients(pairs, name=name, skip_gradients_aggregation=True)
+        inner = self._optimizer
+        with _without_own_function(inner) if in_xla() else contextlib.nullcontext():
+            return inner.apply_gradients(pairs, name=name, skip_gradients_aggregation=True)
+
+    def _can_gate(self, gradients: Sequence[Any]) -> bool:
+        return tensorflow_gate.can_gate(self._optimizer, gradients)
+
+    def _written(self, trained: Sequence[Any]) -> list[Any]:
+        return [*self._optimizer.variables, self._optimizer.iterations, *trained]
 
     # Methods of the base class that would use variables and settings it has not got here.
 
@@ -72,6 +83,20 @@ class TFKerasLossScaleOptimizer(
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Excludes variables from the inner optimizer's weight decay; call it before `build`."""
         self._optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+
+@contextlib.contextmanager
+def _without_own_function(inner_optimizer: Any) -> Iterator[None]:
+    """Within it an update is part of the function that is being traced.
+
+    The optimizers compile each update as a function of its own. Where all is compiled anyway,
+    that only hides from XLA what the update is part of.
+    """
+    before, inner_optimizer.jit_compile = inner_optimizer.jit_compile, False
+    try:
+        yield
+    finally:
+        inner_optimizer.jit_compile = before
 
 
 register_shell(TFKerasLossScaleOptimizer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -12,12 +12,16 @@ from lossscale.frameworks import tensorflow_ops
 from lossscale.frameworks.checks import checked_pairs
 from lossscale.frameworks.part import Part
 from lossscale.frameworks.tf_keras.checks import is_variable
+from lossscale.frameworks.watches.common import Seen
 
 
 class TrainingStep(Part):
     """`apply_gradients`, and what every other verb leads to."""
 
     _warned_of_none: bool
+
+    # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
+    _watch: ClassVar[Any] = None
 
     def apply_gradients(
         self,
@@ -78,15 +82,33 @@ class TrainingStep(Part):
             pairs = list(self._aggregated(pairs))
         trained = [variable for _, variable in pairs]
 
-        def apply_inner(gradients: Sequence[Any]) -> Any:
+        def apply_inner(gradients: Sequence[Any], scale: None) -> Any:
             return self._apply_inner(list(zip(gradients, trained, strict=True)), name)
 
         gradients = [gradient for gradient, _ in pairs]
         # Summed gradients are the same on all replicas; others are not, and neither must be what
         # an aggregation of the user's returned.
-        finite = tensorflow_ops.agreed(self._judge(gradients))
-        done = tensorflow_ops.apply_or_skip(finite, gradients, apply_inner, self._move_scale)
+        finite = tensorflow_ops.agreed(self._judge(gradients, trained, None))
+        if self._watch is not None:
+            self._note(gradients, trained, finite)
+        gate = (lambda: self._written(trained)) if self._can_gate(gradients) else None
+        done = tensorflow_ops.apply_or_skip(
+            finite, gradients, None, apply_inner, self._move_scale, gate
+        )
         return self._result(done)
+
+    def _note(self, gradients: Sequence[Any], variables: Sequence[Any], finite: Any) -> None:
+        """Notes a step that was decided on and not done yet; only for an optimizer with a watch."""
+        with tf.init_scope():
+            self._build_watch(variables)
+        scale = tf.convert_to_tensor(self._current_scale())
+        step = tf.convert_to_tensor(self.iterations) + 1
+        # These gradients are summed over the replicas already.
+        self._watch.note(Seen(gradients, variables, list, finite, scale, step, is_shared=True))
+
+    def _build_watch(self, variables: Sequence[Any]) -> None:
+        names = [variable.name.removesuffix(":0") for variable in variables]
+        self._watch.build(variables, names, [variable.dtype.name for variable in variables])
 
     def _with_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         pairs = list(zip(gradients, variables, strict=True))
@@ -112,20 +134,31 @@ class TrainingStep(Part):
             return lambda: self._scaled(loss())
         return tensorflow_ops.scaled(loss, self._current_scale())
 
-    def _unscaled(self, gradients: Iterable[Any]) -> list[Any]:
-        scale, exact = self._current_scale(), self._rule.powers_of_two
-        return [
-            None if gradient is None else tensorflow_ops.unscaled(gradient, scale, exact)
-            for gradient in gradients
-        ]
+    def _unscaled(
+        self, gradients: Iterable[Any], variables: Sequence[Any], scale: Any
+    ) -> list[Any]:
+        """Returns gradients divided by a scale; as they are if it is None."""
+        gradients = list(gradients)
+        if scale is None:
+            return gradients
+        return list(tensorflow_ops.unscaled(gradients, scale, self._rule.powers_of_two))
+
+    def _unscaled_by_hand(self, gradients: Iterable[Any]) -> list[Any]:
+        return list(self._unscaled(gradients, (), self._current_scale()))
 
     # What a LossScale object of the older API replaces: the scale, the verdict, the move.
 
     def _current_scale(self) -> Any:
         return self._rule.loss_scale(self._state.read())
 
-    def _judge(self, gradients: Sequence[Any]) -> Any:
-        """Whether the step is applied: a boolean scalar tensor, or True if nothing is checked."""
+    def _judge(self, gradients: Sequence[Any], variables: Sequence[Any], scale: None) -> Any:
+        """Whether the step is applied: a boolean scalar tensor, or True if nothing is checked.
+
+        Args:
+            gradients: Those of the step, unscaled.
+            variables: Their variables.
+            scale: None, because nothing is left to divide by.
+        """
         return tensorflow_ops.all_finite(gradients) if self._rule.checks_gradients else True
 
     def _move_scale(self, finite: Any) -> Any:

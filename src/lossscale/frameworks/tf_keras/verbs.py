@@ -76,7 +76,7 @@ class DocumentedVerbs(Part):
         recording = tensorflow_ops.recorded(loss, var_list, scale, tape=tape, watch=watch)
         variables = flat_variables(recording.variables)
         pairs = self._inner_gradients(recording.loss, variables, recording.tape)
-        return self._unscaled([gradient for gradient, _ in pairs]), variables
+        return self._unscaled_by_hand([gradient for gradient, _ in pairs]), variables
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale.
@@ -126,7 +126,7 @@ class DocumentedVerbs(Part):
                 f"`grads` must be a list of gradients. Received: {grads!r}."
             ) from None
         self._convention.note_get_unscaled_gradients(tensorflow_ops.current_place())
-        unscaled: list[Any] = self._unscaled(gradients)
+        unscaled: list[Any] = self._unscaled_by_hand(gradients)
         return unscaled
 
     def compute_gradients(
@@ -183,7 +183,9 @@ class DocumentedVerbs(Part):
             gradients, _ = self._differentiated(loss, variables)
         else:
             tensorflow_ops.check_symbolic(loss)
-            gradients = self._unscaled(self._symbolic_gradients(self._scaled(loss), variables))
+            gradients = self._unscaled_by_hand(
+                self._symbolic_gradients(self._scaled(loss), variables)
+            )
         for gradient, variable in zip(gradients, variables, strict=True):
             if gradient is None:
                 raise GradientsError(

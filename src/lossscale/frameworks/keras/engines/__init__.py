@@ -4,10 +4,12 @@
 - `current_place()`: the graph being traced and the replica.
 - `outside_traces()`: a context in which variables are set now and once.
 - `read(variable)`: its value now, as a tensor that does not change with it.
-- `all_finite(gradients)`: a boolean scalar tensor.
-- `unscaled(gradient, scale, exact_reciprocal)`: float32 or wider; sparse stays sparse.
-- `run_step(optimizer, gradients, variables, aggregate)`: checks, applies or skips, moves the
-  scale.
+- `namespace`: the module of array functions for `ScaleRule.update`.
+- `all_finite(gradients, scale, exact_reciprocal)`: a boolean scalar tensor.
+- `unscaled(gradients, scale, exact_reciprocal)`: float32 or wider; sparse stays sparse.
+- `run_step(optimizer, gradients, variables, scale, aggregate)`: unscales and checks, applies or
+  skips, moves the scale.
+- `new_watch(histograms_every, new_variable)`: notes steps for a monitor.
 - `differentiate(...)`: gradients of a callable loss.
 """
 

@@ -11,6 +11,7 @@ import keras
 from jax.experimental.sparse import BCOO
 
 from lossscale.errors import UnsupportedError
+from lossscale.frameworks.finite import jax as finite_check
 from lossscale.frameworks.keras.engines.common import (
     aggregation_name,
     check_strategy,
@@ -29,28 +30,35 @@ __all__ = [
     "outside_traces",
 ]
 
+namespace = keras.ops
+
 
 def read(variable: Any) -> Any:
     """The value of a Keras variable now, as an array."""
     return jnp.asarray(variable.value)
 
 
-def unscaled(gradient: Any, scale: Any, exact_reciprocal: bool) -> Any:
-    """Divides a gradient by the scale, in float32 or wider.
+def unscaled(gradients: Sequence[Any], scale: Any, exact_reciprocal: bool) -> list[Any]:
+    """Divides gradients by the scale, in float32 or wider.
 
     Args:
-        gradient: Array or `BCOO` of any dtype; sparse stays sparse.
+        gradients: Arrays or `BCOO` of any dtype, or None. Sparse stays sparse.
         scale: float32 scalar array, or a Python float.
         exact_reciprocal: Whether multiplying by the reciprocal is exact. It is for powers of
             two; others are divided by.
     """
-    if isinstance(gradient, BCOO):
-        data = unscaled(gradient.data, scale, exact_reciprocal)
-        return BCOO((data, gradient.indices), shape=gradient.shape)
     _check_not_baked_in(scale)
-    gradient = _widened(gradient)
-    divisor = jnp.asarray(scale, gradient.dtype)
-    return gradient * (1.0 / divisor) if exact_reciprocal else gradient / divisor
+
+    def divided(gradient: Any) -> Any:
+        if gradient is None:
+            return None
+        if isinstance(gradient, BCOO):
+            return BCOO((divided(gradient.data), gradient.indices), shape=gradient.shape)
+        gradient = _widened(gradient)
+        divisor = jnp.asarray(scale, gradient.dtype)
+        return gradient * (1.0 / divisor) if exact_reciprocal else gradient / divisor
+
+    return [divided(gradient) for gradient in gradients]
 
 
 def scaled(loss: Any, scale: Any) -> Any:
@@ -80,15 +88,22 @@ def _widened(array: Any) -> Any:
     return array if wide else array.astype(jnp.float32)
 
 
-def all_finite(gradients: Sequence[Any]) -> Any:
-    """Whether every element of every gradient is finite: a boolean scalar array.
+def all_finite(gradients: Sequence[Any], scale: Any = None, exact_reciprocal: bool = True) -> Any:
+    """Whether every element of every gradient is finite once it is unscaled.
 
     Args:
         gradients: Arrays, `BCOO` (their data are looked at) or None (skipped).
+        scale: What they will be divided by; None if they are unscaled already.
+        exact_reciprocal: As for `unscaled`.
+
+    Returns:
+        A boolean scalar array.
     """
-    values = [g.data if isinstance(g, BCOO) else g for g in gradients if g is not None]
-    checks = [jnp.all(jnp.isfinite(value)) for value in values]
-    return jnp.all(jnp.stack(checks)) if checks else jnp.asarray(True)
+    if scale is None:
+        return finite_check.all_finite(gradients)
+    return finite_check.all_finite(
+        gradients, lambda part: unscaled([part], scale, exact_reciprocal)[0], scale < 1.0
+    )
 
 
 def flat_gradients(gradients: Any) -> list[Any]:
@@ -103,27 +118,34 @@ def replica_count() -> int:
 
 
 def run_step(
-    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], aggregate: bool
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any, aggregate: bool
 ) -> None:
-    """Applies unscaled gradients or skips the step.
+    """Unscales and applies gradients or skips the step.
 
     Args:
         optimizer: The loss scale optimizer, built.
-        gradients: Unscaled gradients; None where there is none.
+        gradients: Those of the step; None where there is none.
         variables: Their variables.
+        scale: What the gradients have to be divided by; None if they are unscaled already.
         aggregate: Not used: gradients of a sharded program are summed where they arise.
     """
     inner = optimizer.inner_optimizer
-    finite = optimizer._judge(gradients)
+    finite = optimizer._judge(gradients, variables, scale)
+    if optimizer._watch is not None:
+        optimizer._note(gradients, variables, scale, finite, is_shared=True)
+
+    def apply() -> None:
+        inner.apply(optimizer._unscaled(gradients, variables, scale), list(variables))
+
     if isinstance(finite, jax.core.Tracer):
-        _apply_if_traced(finite, inner, gradients, variables)
+        _apply_if_traced(finite, inner, apply, variables)
     elif bool(finite):
-        inner.apply(list(gradients), list(variables))
+        apply()
     optimizer._move_scale(finite)
 
 
 def _apply_if_traced(
-    finite: Any, inner: Any, gradients: Sequence[Any], variables: Sequence[Any]
+    finite: Any, inner: Any, apply: Callable[[], None], variables: Sequence[Any]
 ) -> None:
     trained = inner._trainable_variables
     targets = list({id(v): v for v in (*inner.variables, *trained, *variables)}.values())
@@ -132,11 +154,25 @@ def _apply_if_traced(
     def applied(values: Sequence[Any]) -> list[Any]:
         mapping = list(zip(targets, values, strict=True))
         with keras.StatelessScope(state_mapping=mapping) as scope:
-            inner.apply(list(gradients), list(variables))
+            apply()
         return [scope.get_current_value(target) for target in targets]
 
+    # A branch, and not a choice between old and new values for every variable: with donated
+    # buffers XLA would copy the old ones first.
     for target, value in zip(targets, jax.lax.cond(finite, applied, list, values), strict=True):
         target.assign(value)
+
+
+def new_watch(histograms_every: int | None, new_variable: Callable[..., Any]) -> Any:
+    """Returns what notes steps for a monitor.
+
+    Args:
+        histograms_every: At which multiples of this step number exponents are counted.
+        new_variable: Makes a Keras variable of a name, a dtype and a shape, with zeros in it.
+    """
+    from lossscale.frameworks.watches.jax import Watch
+
+    return Watch(histograms_every, new_variable)
 
 
 def differentiate(

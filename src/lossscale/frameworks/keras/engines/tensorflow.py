@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale.frameworks import tensorflow_ops
+from lossscale.frameworks import tensorflow_gate, tensorflow_ops
 from lossscale.frameworks.checks import flat_list
 from lossscale.frameworks.keras.engines.common import aggregation_name
 from lossscale.frameworks.tensorflow_ops import (
@@ -35,6 +35,9 @@ __all__ = [
     "unscaled",
 ]
 
+# TensorFlow's own functions do not mix integer dtypes, as the rules of users may.
+namespace = keras.ops
+
 
 def is_variable(value: Any) -> bool:
     """Whether a gradient can be applied to `value`."""
@@ -52,27 +55,35 @@ def read(variable: Any) -> Any:
 
 
 def run_step(
-    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], aggregate: bool
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any, aggregate: bool
 ) -> None:
-    """Applies unscaled gradients or skips the step, on all replicas alike.
+    """Unscales and applies gradients or skips the step, on all replicas alike.
 
     Args:
         optimizer: The loss scale optimizer, built.
-        gradients: Unscaled gradients of this replica; None where there is none.
+        gradients: Gradients of this replica; None where there is none.
         variables: Their variables.
+        scale: What the gradients have to be divided by; None if they are unscaled already.
         aggregate: Whether the inner optimizer sums the gradients of the replicas.
     """
     check_strategy()
     tensorflow_ops.check_replica_context()
+    inner = optimizer.inner_optimizer
 
-    def apply_inner(gradients: Sequence[Any]) -> None:
-        with _summing(optimizer.inner_optimizer, aggregate):
-            optimizer.inner_optimizer.apply(list(gradients), list(variables))
+    def apply_inner(gradients: Sequence[Any], scale: Any) -> None:
+        with _summing(inner, aggregate):
+            inner.apply(optimizer._unscaled(gradients, variables, scale), list(variables))
+
+    def written() -> list[Any]:
+        return [native(v) for v in (*inner.variables, *inner._trainable_variables, *variables)]
 
     # Keras sums the gradients of the replicas inside the inner optimizer, after this point, so
     # one replica does not see the overflow of another.
-    finite = tensorflow_ops.agreed(optimizer._judge(gradients))
-    tensorflow_ops.apply_or_skip(finite, gradients, apply_inner, optimizer._move_scale)
+    finite = tensorflow_ops.agreed(optimizer._judge(gradients, variables, scale))
+    if optimizer._watch is not None:
+        optimizer._note(gradients, variables, scale, finite, is_shared=not aggregate)
+    gate = written if tensorflow_gate.can_gate(inner, gradients) else None
+    tensorflow_ops.apply_or_skip(finite, gradients, scale, apply_inner, optimizer._move_scale, gate)
 
 
 @contextlib.contextmanager
@@ -90,6 +101,18 @@ def _summing(inner_optimizer: Any, aggregate: bool) -> Iterator[None]:
     finally:
         for part in parts:
             part.__dict__.pop("_all_reduce_sum_gradients", None)
+
+
+def new_watch(histograms_every: int | None, new_variable: Callable[..., Any]) -> Any:
+    """Returns what notes steps for a monitor.
+
+    Args:
+        histograms_every: At which multiples of this step number exponents are counted.
+        new_variable: Makes a Keras variable of a name, a dtype and a shape, with zeros in it.
+    """
+    from lossscale.frameworks.watches.tensorflow import Watch
+
+    return Watch(histograms_every)
 
 
 def differentiate(

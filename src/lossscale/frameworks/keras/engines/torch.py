@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import torch
 
 from lossscale.errors import ArgumentError, GradientsError
+from lossscale.frameworks.finite import torch as finite_check
 from lossscale.frameworks.keras.engines.common import (
     aggregation_name,
     check_strategy,
@@ -17,6 +18,7 @@ from lossscale.frameworks.keras.engines.common import (
 from lossscale.frameworks.keras.engines.common import flat_keras_variables as flat_variables
 from lossscale.frameworks.keras.engines.common import is_keras_variable as is_variable
 from lossscale.frameworks.keras.engines.common import only_place as current_place
+from lossscale.frameworks.watches.common import Seen
 
 __all__ = [
     "aggregation_name",
@@ -27,24 +29,42 @@ __all__ = [
     "outside_traces",
 ]
 
+# Functions of Keras take a few times as long in eager mode.
+namespace = torch
+
+# Set on a `.grad` that was unscaled in place: the version it had then. PyTorch counts the version
+# up with every change, so a gradient that still has it must not be unscaled again.
+_UNSCALED_VERSION = "_lossscale_unscaled_version"
+_IN_PLACE = (torch.float32, torch.float64)
+
 
 def read(variable: Any) -> Any:
     """The value of a Keras variable now, as a tensor of its own: variables change in place."""
     return variable.value.detach().clone()
 
 
-def unscaled(gradient: Any, scale: Any, exact_reciprocal: bool) -> Any:
-    """Divides a gradient by the scale, in float32 or wider.
+def unscaled(gradients: Sequence[Any], scale: Any, exact_reciprocal: bool) -> list[Any]:
+    """Divides gradients by the scale, in float32 or wider.
 
     Args:
-        gradient: Tensor of any dtype; sparse stays sparse.
+        gradients: Tensors of any dtype, or None. Sparse stays sparse.
         scale: float32 scalar tensor, or a Python float.
         exact_reciprocal: Whether multiplying by the reciprocal is exact. It is for powers of
             two; others are divided by.
     """
-    gradient = _widened(gradient)
-    divisor = torch.as_tensor(scale, dtype=gradient.real.dtype, device=gradient.device)
-    return gradient * divisor.reciprocal() if exact_reciprocal else gradient / divisor
+    factors: dict[Any, Any] = {}
+
+    def divided(gradient: Any) -> Any:
+        if gradient is None:
+            return None
+        gradient = _widened(gradient)
+        kind = (gradient.device, gradient.real.dtype)
+        if kind not in factors:
+            divisor = torch.as_tensor(scale, dtype=kind[1], device=kind[0])
+            factors[kind] = divisor.reciprocal() if exact_reciprocal else divisor
+        return gradient * factors[kind] if exact_reciprocal else gradient / factors[kind]
+
+    return [divided(gradient) for gradient in gradients]
 
 
 def scaled(loss: Any, scale: Any) -> Any:
@@ -58,20 +78,20 @@ def _widened(tensor: Any) -> Any:
     return tensor if wide else tensor.to(torch.float32)
 
 
-def all_finite(gradients: Sequence[Any]) -> Any:
-    """Whether every element of every gradient is finite: a boolean scalar tensor.
+def all_finite(gradients: Sequence[Any], scale: Any = None, exact_reciprocal: bool = True) -> Any:
+    """Whether every element of every gradient is finite once it is unscaled.
 
     Args:
         gradients: Tensors (of sparse ones the values are looked at) or None (skipped).
+        scale: What they will be divided by; None if they are unscaled already.
+        exact_reciprocal: As for `unscaled`.
+
+    Returns:
+        A boolean scalar tensor.
     """
-    checks = [torch.isfinite(_values(g)).all() for g in gradients if g is not None]
-    if not checks:
-        return torch.tensor(True)
-    return torch.stack([check.to(checks[0].device) for check in checks]).all()
-
-
-def _values(gradient: Any) -> Any:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+    if scale is not None:
+        gradients = unscaled(gradients, scale, exact_reciprocal)
+    return finite_check.all_finite([gradient for gradient in gradients if gradient is not None])
 
 
 def flat_gradients(gradients: Any) -> list[Any]:
@@ -85,21 +105,111 @@ def replica_count() -> int:
 
 
 def run_step(
-    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], aggregate: bool
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any, aggregate: bool
 ) -> None:
-    """Applies unscaled gradients or skips the step.
+    """Unscales and applies gradients or skips the step, with one wait for the verdict.
+
+    A gradient that is its variable's own `.grad` is unscaled in place.
 
     Args:
         optimizer: The loss scale optimizer, built.
-        gradients: Unscaled gradients; None where there is none.
+        gradients: Those of the step; None where there is none.
         variables: Their variables.
+        scale: What the gradients have to be divided by; None if they are unscaled already.
         aggregate: Not used: this process applies its own gradients.
     """
     with torch.no_grad():
-        finite = optimizer._judge(gradients)
-        if finite is True or bool(finite):
-            optimizer.inner_optimizer.apply(list(gradients), list(variables))
-        optimizer._move_scale(finite)
+        judged = unscale_and_judge(optimizer, gradients, variables, scale)
+        if optimizer._watch is not None:
+            read = optimizer._current_scale() if scale is None else scale
+            seen = Seen(judged.gradients, variables, list, judged.applied, read, None, True)
+            optimizer._watch.note(seen)
+        if judged.applied:
+            optimizer.inner_optimizer.apply(judged.gradients, list(variables))
+        optimizer._move_scale(judged.finite)
+
+
+def new_watch(histograms_every: int | None, new_variable: Callable[..., Any]) -> Any:
+    """Returns what notes steps for a monitor.
+
+    Args:
+        histograms_every: At which multiples of this step number exponents are counted.
+        new_variable: Makes a Keras variable of a name, a dtype and a shape, with zeros in it.
+    """
+    from lossscale.frameworks.watches.torch import Watch
+
+    return Watch(histograms_every)
+
+
+class Judged(NamedTuple):
+    """A step that was decided on.
+
+    Attributes:
+        gradients: Unscaled gradients; None where there is none.
+        finite: The verdict as a boolean scalar tensor; True if nothing was checked.
+        applied: The verdict on the host.
+    """
+
+    gradients: list[Any]
+    finite: Any
+    applied: bool
+
+
+def unscale_and_judge(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any
+) -> Judged:
+    """Unscales gradients and finds out whether the step is applied.
+
+    Args:
+        optimizer: The loss scale optimizer.
+        gradients: Those of the step; None where there is none.
+        variables: Their variables.
+        scale: What the gradients have to be divided by; None if they are unscaled already.
+    """
+    # A LossScale of the user's own has a verdict of its own.
+    in_one_pass = scale is not None and optimizer._state is not None
+    if not in_one_pass or torch.compiler.is_compiling() or not optimizer._rule.powers_of_two:
+        finite = optimizer._judge(gradients, variables, scale)
+        divided = optimizer._unscaled(gradients, variables, scale)
+        return Judged(divided, finite, finite is True or bool(finite))
+
+    result, in_place, others = list(gradients), [], []
+    multiplied = optimizer._multiplied(gradients, variables)
+    for index, (gradient, variable) in enumerate(zip(multiplied, variables, strict=True)):
+        if gradient is None:
+            if result[index] is not None:
+                others.append(result[index])
+        elif getattr(gradient, _UNSCALED_VERSION, None) == gradient._version:
+            others.append(gradient)
+        elif gradient.dtype in _IN_PLACE and not gradient.is_sparse:
+            # The attribute behind `value`, which takes a microsecond for every variable.
+            parameter = getattr(variable, "_value", None)
+            if parameter is None or gradient is not parameter.grad:
+                result[index] = gradient.clone()
+            in_place.append(result[index])
+        else:
+            [result[index]] = unscaled([gradient], scale, True)
+            others.append(result[index])
+
+    if not in_place:
+        finite = optimizer._judge(result, variables, None)
+        return Judged(result, finite, finite is True or bool(finite))
+    scale = torch.as_tensor(scale, dtype=torch.float32, device=in_place[0].device)
+    found = finite_check.unscale_(in_place, scale.reciprocal())
+    for gradient, tensor in zip(gradients, result, strict=True):
+        if tensor is gradient and tensor is not None:
+            setattr(tensor, _UNSCALED_VERSION, tensor._version)
+    if not optimizer._rule.checks_gradients:
+        return Judged(result, True, True)
+    if others:
+        found = found + torch.logical_not(finite_check.all_finite(others)).to(found)
+    # One number for the host: with a scale below 1 unscaling may overflow what was finite.
+    code = (found > 0) + 2 * (scale < 1.0)
+    answer = int(code)
+    if answer == 2:
+        finite = finite_check.all_finite(in_place)
+        return Judged(result, finite, bool(finite))
+    return Judged(result, found == 0, answer == 0)
 
 
 def differentiate(

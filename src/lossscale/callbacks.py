@@ -1,0 +1,188 @@
+"""A callback that watches the loss scale during `fit`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any, ClassVar, NamedTuple
+
+from lossscale import registry
+from lossscale.diagnostics.alarms import Alarms
+from lossscale.diagnostics.checks import checked_count
+from lossscale.diagnostics.records import StepRecord
+from lossscale.diagnostics.tensorboard import check_installed
+from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.rules import DynamicScale
+
+_SHELLS = {
+    "keras": ("lossscale.frameworks.keras.monitor", "KerasLossScaleMonitor"),
+    "tf_keras": ("lossscale.frameworks.tf_keras.monitor", "TFKerasLossScaleMonitor"),
+}
+
+
+class Settings(NamedTuple):
+    """The arguments of a monitor, checked."""
+
+    path: str | None
+    every: int
+    tensorboard: str | None
+    histograms: bool
+    on_floor: str
+    max_consecutive_skips: int | None
+    append: bool
+
+
+class LossScaleMonitor:
+    """Records what the loss scale does while a model trains, and warns when something is wrong.
+
+    Put it in front of the other callbacks of `fit`. On every sampled step it reads the loss scale
+    and, if the step was skipped, why, and which variables had gradients with infinities or NaN. On
+    other steps it reads nothing. `logs` gets `loss_scale` (dimensionless) and `steps_skipped` (in
+    steps), so that the progress bar, `History` and a `CSVLogger` after it show them.
+
+    The object is a `keras.callbacks.Callback`, or one of tf_keras. The model's optimizer must be a
+    `lossscale.LossScaleOptimizer`. Of a float16 model without loss scaling it warns, and does
+    nothing else.
+
+    The first `fit` with a monitor compiles the training step anew, with the counting in it. What
+    is counted is neither saved with the optimizer nor changes what it does.
+
+    Args:
+        path: A file for the history, JSON lines; see `TrainingHistory.read`. None for none.
+        every: Sample steps whose number is a multiple of this, and the first and the last one; in
+            steps. Skips in between count all the same, and the last of them is recorded too. With
+            `steps_per_execution` the last step of an execution stands for all of it.
+        tensorboard: A folder for TensorBoard, or None. It needs `lossscale[tensorboard]`.
+        histograms: Whether to count the exponents of all gradients on sampled steps, and write
+            them into `path` and `tensorboard`.
+        on_floor: What a skip at the lowest scale is: "warn", "raise" to end training, or "ignore".
+        max_consecutive_skips: How many skips in a row end training, in steps. None for no limit.
+        append: Whether to go on with the file `path` if it exists, as a resumed run does.
+        framework: "keras" or "tf_keras". None takes tf_keras if `TF_USE_LEGACY_KERAS` is set or
+            only that is imported, otherwise Keras 3.
+
+    Raises:
+        ArgumentError: If an argument cannot be used; the message names it. It is a `ValueError`.
+        ArgumentTypeError: If a path is no path. It is a `TypeError`.
+        MissingPackageError: If `tensorboard` is given and tensorboardX is not installed. It is an
+            `ImportError`.
+
+    `fit` raises `lossscale.errors.TrainingHaltedError` when an alarm ends training. What was
+    recorded is in the files by then.
+
+    Example:
+        >>> LossScaleMonitor(every=0)
+        Traceback (most recent call last):
+        ...
+        lossscale.errors.ArgumentError: `every` must be an integer of at least 1. Received:
+        every=0.
+    """
+
+    _framework: ClassVar[str | None] = None
+
+    def __new__(cls, *args: Any, framework: str | None = None, **kwargs: Any) -> Any:
+        if cls._framework is None:
+            if cls is LossScaleMonitor:
+                # Before any framework is imported.
+                _checked(*args, **kwargs)
+            shell = _shell(framework)
+            cls = shell if cls is LossScaleMonitor else registry.combined(cls, shell)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        every: int = 1,
+        tensorboard: str | os.PathLike[str] | None = None,
+        histograms: bool = False,
+        on_floor: str = "warn",
+        max_consecutive_skips: int | None = None,
+        append: bool = False,
+        framework: str | None = None,
+    ) -> None:
+        super().__init__()
+        self._settings = _checked(
+            path,
+            every=every,
+            tensorboard=tensorboard,
+            histograms=histograms,
+            on_floor=on_floor,
+            max_consecutive_skips=max_consecutive_skips,
+            append=append,
+        )
+
+    @property
+    def last_record(self) -> StepRecord | None:
+        """The last record of this monitor, or None."""
+        raise NotImplementedError
+
+
+def _checked(
+    path: Any = None,
+    *,
+    every: Any = 1,
+    tensorboard: Any = None,
+    histograms: Any = False,
+    on_floor: Any = "warn",
+    max_consecutive_skips: Any = None,
+    append: Any = False,
+) -> Settings:
+    settings = Settings(
+        path=_path("path", path),
+        every=checked_count("every", every),
+        tensorboard=_path("tensorboard", tensorboard),
+        histograms=_truth("histograms", histograms),
+        on_floor=on_floor,
+        max_consecutive_skips=max_consecutive_skips,
+        append=_truth("append", append),
+    )
+    # They have checks of their own, whatever the rule.
+    Alarms(DynamicScale(), on_floor=on_floor, max_consecutive_skips=max_consecutive_skips)
+    if settings.histograms and path is None and tensorboard is None:
+        raise ArgumentError(
+            "`histograms=True` writes histograms into files. Give it one: `path` for the history, "
+            "`tensorboard` for TensorBoard, or both."
+        )
+    if tensorboard is not None:
+        check_installed()
+    return settings
+
+
+def _path(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    try:
+        path = os.fspath(value)
+    except TypeError:
+        path = b""
+    if not isinstance(path, str):
+        raise ArgumentTypeError(
+            f"`{name}` must be a path, a str or a pathlib.Path, or None. "
+            f"Received: {name}={value!r} of type {type(value).__name__}."
+        )
+    if not path:
+        raise ArgumentError(f"`{name}` must not be empty. Received: {name}={value!r}.")
+    return path
+
+
+def _truth(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ArgumentTypeError(
+        f"`{name}` must be True or False. Received: {name}={value!r} of type "
+        f"{type(value).__name__}."
+    )
+
+
+def _shell(framework: Any) -> type[Any]:
+    if framework is None:
+        framework = registry.default_shell()._framework
+    if framework not in _SHELLS:
+        raise ArgumentError(
+            f"`framework` must be one of {', '.join(map(repr, _SHELLS))} or None. "
+            f"Received: framework={framework!r}."
+        )
+    module, name = _SHELLS[framework]
+    shell: type[Any] = getattr(importlib.import_module(module), name)
+    return shell

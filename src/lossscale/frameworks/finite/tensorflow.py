@@ -1,0 +1,102 @@
+"""Whether gradients are finite, with TensorFlow, reading each of them once.
+
+The sum of a tensor is infinite or NaN if an element is, and reading it needs no second tensor.
+But finite elements can add up to infinity too. So a sum that is not finite only asks the question
+again: there the elements are made so small before that no sum of finite ones overflows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lossscale.frameworks.tensorflow_xla import in_xla
+
+# Many small tensors cost more to start on than to read, so they are read as one.
+_SMALL = 2**14
+# The copy that reading them as one makes is at most this many elements large.
+_JOINED = 2**20
+# A tensor of up to 2**40 elements sums up to a finite number after this.
+_SHRINK = 2.0**-40
+
+
+def all_finite(
+    gradients: Sequence[Any],
+    unscale: Callable[[Any], Any] | None = None,
+    may_grow: Any = False,
+) -> Any:
+    """Whether every element of every gradient is finite: a boolean scalar tensor.
+
+    Args:
+        gradients: Tensors, `tf.IndexedSlices` (their values are looked at) or None (skipped).
+        unscale: What is done to a gradient afterwards; the question is about its result. None if
+            nothing is.
+        may_grow: Whether `unscale` makes numbers larger, a boolean or a boolean scalar tensor.
+    """
+    parts = [part for gradient in gradients if gradient is not None for part in _parts(gradient)]
+    if not parts:
+        return tf.constant(True)
+    looked_at, large = _joined(parts)
+    if in_xla():
+        # These XLA would convert for the sum once more, and more slowly than it looks at each
+        # element on the way.
+        looked_at += [part for part in large if part.op.type == "Cast"]
+        large = [part for part in large if part.op.type != "Cast"]
+    fits = _all_true([tf.reduce_all(tf.math.is_finite(part)) for part in looked_at] + _sums(large))
+    if unscale is not None:
+        fits = tf.logical_and(fits, tf.logical_not(may_grow))
+    elif not large:
+        return fits
+
+    def changed(part: Any) -> Any:
+        return part if unscale is None else unscale(part)
+
+    def exactly() -> Any:
+        return _all_true(
+            [tf.reduce_all(tf.math.is_finite(changed(part))) for part in looked_at]
+            + _sums([changed(part) * _SHRINK for part in large])
+        )
+
+    return tf.cond(fits, lambda: tf.constant(True), exactly)
+
+
+def _parts(gradient: Any) -> list[Any]:
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    values = tf.convert_to_tensor(values)
+    if values.dtype.is_complex:
+        return [tf.math.real(values), tf.math.imag(values)]
+    if not values.dtype.is_floating:
+        return []
+    wide = values.dtype in (tf.float32, tf.float64)
+    return [values if wide else tf.cast(values, tf.float32)]
+
+
+def _joined(parts: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the small tensors as one for each dtype, and the others."""
+    small, large, total = [], [], 0
+    for part in parts:
+        size = part.shape.num_elements()
+        if size is not None and size < _SMALL and total + size <= _JOINED:
+            total += size
+            small.append(part)
+        else:
+            large.append(part)
+    small.sort(key=lambda part: part.dtype.name)
+    groups = itertools.groupby(small, key=lambda part: part.dtype.name)
+    return [tf.concat([tf.reshape(part, [-1]) for part in group], 0) for _, group in groups], large
+
+
+def _sums(parts: list[Any]) -> list[Any]:
+    """Whether each tensor's sum is finite: a list of boolean tensors."""
+    sums: dict[Any, list[Any]] = {}
+    for part in parts:
+        sums.setdefault(part.dtype, []).append(tf.reduce_sum(part))
+    # Not added up: finite sums of several tensors could overflow together.
+    return [tf.reduce_all(tf.math.is_finite(tf.stack(totals))) for totals in sums.values()]
+
+
+def _all_true(checks: list[Any]) -> Any:
+    return checks[0] if len(checks) == 1 else tf.reduce_all(tf.stack(checks))

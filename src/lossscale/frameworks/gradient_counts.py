@@ -1,0 +1,73 @@
+"""What was counted of gradients, and the ranges of tensors that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lossscale.diagnostics.histogram import GradientHistogram
+from lossscale.diagnostics.report import TensorKind, TensorRange
+from lossscale.frameworks.taps import OUTPUT, Taps
+
+NARROW = ("float16", "bfloat16")
+"""The dtypes in which gradients without scaling cannot show what they lost."""
+
+
+class Counted(NamedTuple):
+    """The exponents of one gradient on one batch.
+
+    Attributes:
+        key: The number of the variable, or the name that a tensor was tapped with.
+        dtype: The name of the dtype that the gradient came in.
+        table: The table, on the host; None if the loss does not depend on the tensor.
+    """
+
+    key: int | str
+    dtype: str
+    table: Any
+
+
+def ranges(
+    counted: Sequence[Counted], paths: Sequence[tuple[str, str]], taps: Taps
+) -> tuple[TensorRange, ...]:
+    """Returns the range of each tensor over all batches.
+
+    Args:
+        counted: The gradients of all batches.
+        paths: The name of each variable, and that of its layer.
+        taps: Where the other tensors came from.
+    """
+    histograms: dict[int | str, list[GradientHistogram]] = {}
+    for key, _, table in counted:
+        found = histograms.setdefault(key, [])
+        if table is not None:
+            found.append(GradientHistogram.from_table(table))
+    merged = {key: GradientHistogram.merge(found) for key, found in histograms.items()}
+    at_outputs = [merged[key] for key in merged if str(key).startswith(OUTPUT)]
+    made = []
+    for key, histogram in merged.items():
+        if isinstance(key, int):
+            made.append(TensorRange(*paths[key], TensorKind.VARIABLE, histogram))
+        elif key.startswith(OUTPUT):
+            made.append(TensorRange(key, taps.layer_names[key], TensorKind.OUTPUT, histogram))
+        elif histogram not in at_outputs:
+            # Else it is the same tensor, which a layer without variables passed on.
+            made.append(TensorRange(key, taps.layer_names[key], TensorKind.ACTIVATION, histogram))
+    return tuple(made)
+
+
+def blind(counted: Sequence[Counted], paths: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Returns the names of the tensors whose gradients came in a narrow format."""
+    keys = dict.fromkeys(key for key, dtype, _ in counted if dtype in NARROW)
+    return tuple(paths[key][0] if isinstance(key, int) else key for key in keys)
+
+
+def paths_of(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the name of each variable and that of its layer; names that recur get a number."""
+    seen: dict[str, int] = {}
+    paths = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        number = f"#{seen[name]}" if seen[name] > 1 else ""
+        paths.append((name + number, name.rpartition("/")[0] or name))
+    return paths

@@ -1,0 +1,141 @@
+"""Measures the gradients of a compiled Keras 3 model, and leaves the model as it was.
+
+Everything runs in a `keras.StatelessScope`, which takes what would be assigned to any variable:
+statistics of normalizations, states of random seeds, metrics. The layers compute in float32
+meanwhile, whatever their dtype policy, because a gradient in float16 cannot show what it lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+from keras.src.models.functional import Functional
+
+from lossscale.diagnostics.report import GradientReport
+from lossscale.errors import ArgumentError
+from lossscale.frameworks.batches import Batch
+from lossscale.frameworks.gradient_counts import NARROW, Counted, blind, paths_of, ranges
+from lossscale.frameworks.keras import gradients
+from lossscale.frameworks.taps import Library, Tap, Taps, replaced
+
+
+def _graph_of(layer: Any) -> Any:
+    if isinstance(layer, keras.Sequential):
+        layer = layer._functional
+    return layer if isinstance(layer, Functional) else None
+
+
+_LIBRARY = Library(
+    graph_of=_graph_of,
+    is_softmax=lambda layer: isinstance(layer, keras.layers.Softmax),
+    linear=keras.activations.linear,
+    flatten=keras.tree.flatten,
+    map_structure=keras.tree.map_structure,
+)
+
+
+def measure(
+    model: Any, batches: Iterable[Batch], after_batch: Callable[[int], None]
+) -> GradientReport:
+    """Returns the report on the gradients of a model.
+
+    Args:
+        model: A compiled `keras.Model` that has its variables.
+        batches: What to measure on; at least one.
+        after_batch: Called after every batch with the number of batches so far.
+
+    Raises:
+        ArgumentError: If the model is not compiled, has no loss, or has no variables.
+    """
+    _check_ready(model)
+    variables = list(model.trainable_variables)
+    trained = {id(variable) for variable in variables}
+    fixed = [variable for variable in model.variables if id(variable) not in trained]
+    paths = paths_of([variable.path for variable in variables])
+    taps = Taps(model, _LIBRARY)
+
+    def loss_of(values: Sequence[tuple[Any, Any]], batch: Any, tap: Tap) -> Any:
+        scope = keras.StatelessScope(collect_losses=True, initialize_variables=False)
+        for variable, value in values:
+            # Not through the constructor, which would narrow the value to the variable's dtype.
+            scope.add_update((variable, value))
+        x, y, sample_weight = keras.tree.map_structure(_to_tensor, tuple(batch))
+        with taps.installed(tap), scope:
+            training = {"training": True} if model._call_has_training_arg else {}
+            y_pred = taps.on_outputs(model(x, **training), tap)
+            _check_loss(model)
+            loss = model._compute_loss(x, y, y_pred, sample_weight, training=True)
+        return keras.ops.cast(loss, keras.config.floatx())
+
+    counted: list[Counted] = []
+    number = samples = 0
+    narrow = {x.dtype_policy.name for x in model._flatten_layers() if x.compute_dtype in NARROW}
+    backend = gradients.load()
+    with backend.random_state_kept(), _computing_in_float32(model), _loss_of_its_own(model):
+        count = backend.counter(loss_of, variables, fixed)
+        for number, batch in enumerate(batches, start=1):
+            counted += count(batch)
+            samples += batch.samples
+            after_batch(number)
+    return GradientReport(
+        model=model.name,
+        framework=f"Keras on {keras.backend.backend()}",
+        policy=", ".join(sorted(narrow)) or keras.config.floatx(),
+        measured_in=keras.config.floatx(),
+        batches=number,
+        samples=samples,
+        ranges=ranges(counted, paths, taps),
+        blind=blind(counted, paths),
+    )
+
+
+def _check_ready(model: Any) -> None:
+    if not model.compiled:
+        raise ArgumentError(
+            f"The model {model.name!r} is not compiled, so its loss is not known. "
+            "Call model.compile(optimizer, loss) first."
+        )
+    if not model.built or not model.trainable_variables:
+        raise ArgumentError(
+            f"The model {model.name!r} has no trainable variables"
+            + ("." if model.built else " yet. Call it on a batch, or give it a keras.Input, first.")
+        )
+
+
+def _check_loss(model: Any) -> None:
+    overridden = type(model).compute_loss is not keras.Model.compute_loss
+    if model._compile_loss is None and not overridden and not model.losses:
+        raise ArgumentError(
+            f"The model {model.name!r} was compiled without a loss. "
+            "Call model.compile(optimizer, loss) with one."
+        )
+
+
+@contextlib.contextmanager
+def _computing_in_float32(model: Any) -> Iterator[None]:
+    """Within it no layer computes in a 16-bit format, unless it is quantized or says so itself."""
+    with contextlib.ExitStack() as stack:
+        for layer in model._flatten_layers():
+            if layer.compute_dtype in NARROW and layer.quantization_mode is None:
+                policy = keras.DTypePolicy("float32")
+                stack.enter_context(replaced(layer, "_dtype_policy", policy))
+        yield
+
+
+@contextlib.contextmanager
+def _loss_of_its_own(model: Any) -> Iterator[None]:
+    """Within it the model has a new copy of its loss, which is built when it is called first."""
+    loss = model._compile_loss
+    if loss is None:
+        yield
+        return
+    copy = type(loss)(loss._user_loss, loss._user_loss_weights, output_names=loss.output_names)
+    with replaced(model, "_compile_loss", copy):
+        yield
+
+
+def _to_tensor(array: Any) -> Any:
+    return None if array is None else keras.ops.convert_to_tensor(array)

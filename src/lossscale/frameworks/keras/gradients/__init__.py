@@ -1,0 +1,42 @@
+"""Gradients with respect to variables and to tensors inside a model: a module for each backend.
+
+Each has
+
+- `counter(loss_of, variables, fixed)`: a function of a batch that returns a list of `Counted`;
+- `random_state_kept()`: a context that leaves the framework's own random state as it was.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from lossscale.errors import UnsupportedError
+from lossscale.frameworks.gradient_counts import NARROW
+from lossscale.frameworks.taps import Tap
+
+_BACKENDS = ("jax", "tensorflow", "torch")
+
+Loss = Callable[[Sequence[tuple[Any, Any]], Any, Tap], Any]
+"""Given (variable, value) pairs, a batch and a tap, returns the loss."""
+
+
+def load() -> Any:
+    """Returns the module of Keras' backend."""
+    backend = keras.backend.backend()
+    if backend not in _BACKENDS:
+        raise UnsupportedError(
+            f"Keras runs on the backend {backend!r}; gradients can be diagnosed on "
+            f"{', '.join(_BACKENDS)}. Set KERAS_BACKEND before importing Keras."
+        )
+    return importlib.import_module(f"{__name__}.{backend}")
+
+
+def wide_value(variable: Any) -> Any:
+    """Returns the value of a Keras variable in float32 or wider, as a tensor."""
+    narrow = keras.backend.standardize_dtype(variable.dtype) in NARROW
+    value = keras.ops.convert_to_tensor(variable.value)
+    return keras.ops.cast(value, "float32") if narrow else value

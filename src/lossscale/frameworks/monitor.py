@@ -1,0 +1,327 @@
+"""What the monitors of both generations of Keras do: when they read, and what they make of it."""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from lossscale.callbacks import LossScaleMonitor, Settings
+from lossscale.diagnostics.alarms import Alarms, float16_without_scaling
+from lossscale.diagnostics.history import HistoryHeader
+from lossscale.diagnostics.recorder import RunRecorder
+from lossscale.diagnostics.records import StepRecord
+from lossscale.diagnostics.skips import skip_reason
+from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
+from lossscale.frameworks.part import Part
+from lossscale.optimizer import LossScaleOptimizer
+
+
+class Status(NamedTuple):
+    """What an optimizer says between two steps, as Python numbers.
+
+    Attributes:
+        step: How many steps were run, skipped ones included.
+        scale: The loss scale of the next step.
+        steps_skipped: How many steps were skipped.
+        last_step_skipped: Whether the last one was.
+    """
+
+    step: int
+    scale: float
+    steps_skipped: int
+    last_step_skipped: bool
+
+
+class MonitorBody(Part):
+    """The methods that `fit` calls. What differs between frameworks is in the subclasses."""
+
+    _settings: Settings
+    _optimizer: Any = None
+    # A `RunRecorder`, and the optimizer it is for.
+    _recorder: Any = None
+    _recorded: Any = None
+    _last: StepRecord | None = None
+    # The `Status` of the last sample.
+    _before: Any = None
+
+    # What a framework has to say.
+
+    def _library(self) -> str:
+        """The name of the package that the model must be of."""
+        raise NotImplementedError
+
+    def _computes_in_float16(self, model: Any) -> bool:
+        raise NotImplementedError
+
+    def _scales_by_itself(self, optimizer: Any) -> bool:
+        """Whether it is one of the framework's own ways of loss scaling."""
+        raise NotImplementedError
+
+    def _instrument(self, model: Any) -> None:
+        """Lets the training step note what is needed."""
+        raise NotImplementedError
+
+    def _status(self) -> Status:
+        raise NotImplementedError
+
+    def _sync(self) -> None:
+        """Brings the optimizer's variables up to date in the middle of an epoch."""
+
+    # What `fit` calls.
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Checks the model, opens the files, and has the training step compiled."""
+        model = self.model
+        self._optimizer = None
+        self._check(model)
+        if not isinstance(model.optimizer, LossScaleOptimizer):
+            alarm = float16_without_scaling(f"the model {model.name!r}")
+            warnings.warn(alarm.message, LossScaleWarning, stacklevel=2)
+            return
+        self._choose_recorder(model.optimizer)
+        self._recorder.open()
+        self._instrument(model)
+        self._optimizer = model.optimizer
+        self._thread = threading.get_ident()
+        self._before = None
+        self._mean_is_finite: bool | None = True
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """A new epoch: Keras' mean of the loss starts anew."""
+        self._mean_is_finite = True
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Notes where an execution starts, which may be of several steps."""
+        if self._optimizer is None:
+            return
+        self._first_of_execution = batch
+        if self._before is None:
+            # Not at the start of training: a callback may still have restored a checkpoint there.
+            self._at_start = self._before = self._shown = self._status()
+            self._position = self._before.step
+            self._watch.follow(self._position)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Reads a sampled step, and adds the last known numbers to `logs`."""
+        if self._optimizer is None:
+            return
+        self._check_thread()
+        steps = batch - self._first_of_execution + 1
+        start, self._position = self._position, self._position + steps
+        loss = (logs or {}).get("loss")
+        # The first step too: skips are counted from the first record on.
+        is_first = self._before is self._at_start
+        if is_first or self._position // self._settings.every > start // self._settings.every:
+            self._sync()
+            self._sample(self._own_loss(loss, steps))
+        else:
+            self._look_at_mean(loss)
+        self._show(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Adds the current numbers to `logs`."""
+        if self._optimizer is None:
+            return
+        self._check_thread()
+        self._sync()
+        self._shown = self._status()
+        self._show(logs)
+        self._recorder.flush()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Records the last step, if it was not sampled, and closes the files."""
+        if self._optimizer is None:
+            return
+        if self._before is not None:
+            self._sync()
+            if self._status().step > self._before.step:
+                self._sample(None)
+        self._recorder.close()
+        self._optimizer = None
+
+    @property
+    def last_record(self) -> StepRecord | None:
+        """The last record of this monitor, or None."""
+        return self._last
+
+    # --- Before training ----------------------------------------------------------------------
+
+    def _check(self, model: Any) -> None:
+        optimizer: Any = model.optimizer
+        if isinstance(optimizer, LossScaleOptimizer):
+            if optimizer._framework != self._framework:
+                raise ArgumentError(_other_framework(self._framework))
+            if getattr(optimizer, "_state", None) is None:
+                raise ArgumentError(
+                    "LossScaleMonitor needs a rule, and this optimizer has a LossScale with an "
+                    "update of its own, whose lowest scale is not known. Write it as a "
+                    "lossscale.ScaleRule."
+                )
+            return
+        scaled = self._scales_by_itself(optimizer)
+        if scaled or not self._computes_in_float16(model):
+            kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+            why = (
+                "It has a loss scaling of its own, which cannot be watched."
+                if scaled
+                else "There is no loss scaling, and no layer computes in float16 to need it."
+            )
+            raise ArgumentError(
+                "LossScaleMonitor watches lossscale.LossScaleOptimizer. The optimizer of the model "
+                f"{model.name!r} is a {kind}. {why} Wrap the optimizer before compile, "
+                "lossscale.LossScaleOptimizer(optimizer), or leave the monitor out."
+            )
+
+    def _choose_recorder(self, optimizer: Any) -> None:
+        if self._recorder is not None and self._recorded is optimizer:
+            return
+        settings, rule = self._settings, optimizer.rule
+        if self._recorder is not None and settings.path and not settings.append:
+            raise ArgumentError(
+                f"This LossScaleMonitor has recorded another optimizer in {settings.path!r}. Make "
+                "a new one with another `path`, or pass append=True for a run that goes on."
+            )
+        self._recorder = RunRecorder(
+            HistoryHeader.of(rule, self._versions()),
+            lambda: Alarms(
+                rule,
+                on_floor=settings.on_floor,
+                max_consecutive_skips=settings.max_consecutive_skips,
+            ),
+            path=settings.path,
+            tensorboard=settings.tensorboard,
+            append=settings.append,
+        )
+        self._recorded = optimizer
+
+    def _versions(self) -> dict[str, str]:
+        return {name: metadata.version(name) for name in self._packages()}
+
+    def _packages(self) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    @property
+    def _watch(self) -> Any:
+        return self._optimizer._watch
+
+    def _histograms_every(self) -> int | None:
+        return self._settings.every if self._settings.histograms else None
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise ArgumentTypeError(
+                "Keras runs a callback beside the training step unless it is given in a list. "
+                "Pass `callbacks=[monitor]` to fit, and not the monitor by itself."
+            )
+
+    # --- The loss -----------------------------------------------------------------------------
+
+    def _look_at_mean(self, loss: Any) -> None:
+        """Follows on a step that is not sampled whether Keras' mean of the loss is finite."""
+        if isinstance(loss, float):
+            self._mean_is_finite = math.isfinite(loss)
+        elif self._mean_is_finite:
+            # On the device, where nobody looks.
+            self._mean_is_finite = None
+
+    def _own_loss(self, mean: Any, steps: int) -> float | None:
+        """The mean over the epoch; None if it is spoiled, maybe, by another step than the last.
+
+        Args:
+            mean: What Keras says of the loss.
+            steps: How many steps it has taken since it last said it.
+        """
+        if mean is None:
+            return None
+        was_finite, mean = self._mean_is_finite, float(mean)
+        self._mean_is_finite = math.isfinite(mean)
+        known = self._mean_is_finite or (was_finite is True and steps == 1)
+        return mean if known else None
+
+    # --- One sample ---------------------------------------------------------------------------
+
+    def _sample(self, loss: float | None) -> None:
+        before, status = self._before, self._status()
+        self._before = self._shown = status
+        self._position = status.step
+        self._watch.follow(status.step)
+        if before.step < status.step:
+            self._record_missed_skip(before, status)
+        elif before.step == status.step:
+            # No step was taken, as with variables that are all frozen.
+            return
+        self._record_last_step(before, status, loss)
+
+    def _record_missed_skip(self, before: Status, status: Status) -> None:
+        """Records the last skipped step, if it came between two samples."""
+        if status.last_step_skipped or status.steps_skipped <= before.steps_skipped:
+            return
+        step, scale = self._watch.last_skip()
+        if not before.step < step < status.step:
+            return
+        self._add(
+            StepRecord(
+                step,
+                scale,
+                skipped=True,
+                reason=skip_reason(self._optimizer.rule, scale, None),
+                nonfinite=tuple(self._watch.nonfinite()),
+                steps_skipped=status.steps_skipped,
+            )
+        )
+
+    def _record_last_step(self, before: Status, status: Status, loss: float | None) -> None:
+        skipped, scale = status.last_step_skipped, self._watch.scale()
+        noted = skipped and self._watch.last_skip().step == status.step
+        histograms = {}
+        if self._settings.histograms and before.step < self._watch.histogram_step() <= status.step:
+            found = self._watch.histograms()
+            histograms = {name: histogram.to_dict() for name, histogram in found.items()}
+        self._add(
+            StepRecord(
+                status.step,
+                scale,
+                skipped=skipped,
+                next_scale=status.scale,
+                loss=loss,
+                reason=skip_reason(self._optimizer.rule, scale, loss) if skipped else None,
+                nonfinite=tuple(self._watch.nonfinite()) if noted else (),
+                steps_skipped=status.steps_skipped,
+                histograms=histograms,
+            )
+        )
+
+    def _add(self, record: StepRecord) -> None:
+        self._last = record
+        self._recorder.add(record)
+
+    def _show(self, logs: Any) -> None:
+        if logs is not None:
+            logs["loss_scale"] = self._shown.scale
+            logs["steps_skipped"] = self._shown.steps_skipped
+
+    @staticmethod
+    def _register(combined: type[Any], written: type[Any]) -> None:
+        """Nothing to do: callbacks are in no file."""
+
+
+def check_model(model: Any, base: type[Any], monitor: LossScaleMonitor) -> None:
+    """Checks that a model is of the framework of its monitor.
+
+    Raises:
+        ArgumentError: If it is not; the message says what to do. It is a `ValueError`.
+    """
+    if model is not None and not isinstance(model, base):
+        raise ArgumentError(_other_framework(monitor._framework))
+
+
+def _other_framework(framework: str | None) -> str:
+    other = "keras" if framework == "tf_keras" else "tf_keras"
+    names = {"keras": "Keras 3", "tf_keras": "tf_keras"}
+    return (
+        f"This LossScaleMonitor is for {names[str(framework)]}, and the model is not. Make it with "
+        f"framework={other!r} for a model of {names[other]}."
+    )

@@ -1,0 +1,159 @@
+"""Measures the gradients of a compiled tf_keras model, and leaves the model as it was.
+
+Layers of tf_keras assign to their variables as they compute: those are put back afterwards. The
+layers compute in float32 meanwhile, whatever their dtype policy, because a gradient in float16
+cannot show what it lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+import tf_keras
+
+from lossscale.diagnostics.report import GradientReport
+from lossscale.errors import ArgumentError
+from lossscale.frameworks.batches import Batch
+from lossscale.frameworks.gradient_counts import NARROW, Counted, blind, paths_of, ranges
+from lossscale.frameworks.taps import Library, Tap, Taps, replaced
+from lossscale.frameworks.tensorflow_gradients import counter
+
+
+def _graph_of(layer: Any) -> Any:
+    return layer if getattr(layer, "_is_graph_network", False) else None
+
+
+_LIBRARY = Library(
+    graph_of=_graph_of,
+    is_softmax=lambda layer: isinstance(layer, tf_keras.layers.Softmax),
+    linear=tf_keras.activations.linear,
+    flatten=tf.nest.flatten,
+    map_structure=tf.nest.map_structure,
+)
+
+
+def measure(
+    model: Any, batches: Iterable[Batch], after_batch: Callable[[int], None]
+) -> GradientReport:
+    """Returns the report on the gradients of a model.
+
+    Args:
+        model: A compiled `tf_keras.Model` that has its variables.
+        batches: What to measure on; at least one.
+        after_batch: Called after every batch with the number of batches so far.
+
+    Raises:
+        ArgumentError: If the model is not compiled, has no loss, or has no variables.
+    """
+    _check_ready(model)
+    variables = list(model.trainable_variables)
+    paths = paths_of([variable.name.removesuffix(":0") for variable in variables])
+    taps = Taps(model, _LIBRARY)
+
+    def loss_of(values: Sequence[Any], batch: Any, tap: Tap) -> Any:
+        del values
+        x, y, sample_weight = batch
+        with taps.installed(tap):
+            y_pred = taps.on_outputs(model(x, training=True), tap)
+            loss = model.compute_loss(x, y, y_pred, sample_weight)
+        if loss is None:
+            raise ArgumentError(
+                f"The model {model.name!r} was compiled without a loss. "
+                "Call model.compile(optimizer, loss) with one."
+            )
+        return loss
+
+    counted: list[Counted] = []
+    number = samples = 0
+    layers = list(model._flatten_layers())
+    narrow = {layer.dtype_policy.name for layer in layers if layer.compute_dtype in NARROW}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_put_back(model, layers))
+        stack.enter_context(_computing_in_float32(layers))
+        count = counter(loss_of, lambda: variables, autograph=True)
+        for number, batch in enumerate(batches, start=1):
+            if number == 1:
+                stack.enter_context(_loss_of_its_own(model, batch))
+            counted += count(tuple(batch))
+            samples += batch.samples
+            after_batch(number)
+    return GradientReport(
+        model=model.name,
+        framework="tf_keras",
+        policy=", ".join(sorted(narrow)) or tf_keras.backend.floatx(),
+        measured_in=tf_keras.backend.floatx(),
+        batches=number,
+        samples=samples,
+        ranges=ranges(counted, paths, taps),
+        blind=blind(counted, paths),
+    )
+
+
+def _check_ready(model: Any) -> None:
+    if not getattr(model, "compiled_loss", None):
+        raise ArgumentError(
+            f"The model {model.name!r} is not compiled, so its loss is not known. "
+            "Call model.compile(optimizer, loss) first."
+        )
+    if not model.built or not model.trainable_variables:
+        raise ArgumentError(
+            f"The model {model.name!r} has no trainable variables"
+            + ("." if model.built else " yet. Call it on a batch, or give it an Input, first.")
+        )
+
+
+@contextlib.contextmanager
+def _put_back(model: Any, layers: Sequence[Any]) -> Iterator[None]:
+    """After it every variable that is not trained, and every random seed, is as it was before."""
+    variables = {id(variable): variable for variable in model.non_trainable_variables}
+    for metric in model.metrics:
+        variables.update((id(variable), variable) for variable in metric.variables)
+    generators = [
+        layer._random_generator for layer in layers if hasattr(layer, "_random_generator")
+    ]
+    seeds = [generator._seed for generator in generators]
+    for generator in generators:
+        if generator._generator is not None:
+            variables[id(generator)] = generator._generator.state
+    values = [(variable, variable.numpy()) for variable in variables.values()]
+    try:
+        yield
+    finally:
+        for variable, value in values:
+            variable.assign(value)
+        for generator, seed in zip(generators, seeds, strict=True):
+            generator._seed = seed
+
+
+@contextlib.contextmanager
+def _computing_in_float32(layers: Sequence[Any]) -> Iterator[None]:
+    """Within it no layer computes in a 16-bit format, unless it is kept or says so itself."""
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            # A variable that is float16 itself would not fit to the others.
+            if layer.compute_dtype in NARROW and layer.variable_dtype not in NARROW:
+                policy = tf_keras.mixed_precision.Policy("float32")
+                stack.enter_context(replaced(layer, "_dtype_policy", policy))
+                stack.enter_context(replaced(layer, "_compute_dtype_object", tf.float32))
+        yield
+
+
+@contextlib.contextmanager
+def _loss_of_its_own(model: Any, batch: Batch) -> Iterator[None]:
+    """Within it the model has a new copy of its loss, with metrics of its own."""
+    loss = model.compiled_loss
+    copy = type(loss)(
+        loss._user_losses,
+        loss._user_loss_weights,
+        output_names=getattr(model, "output_names", None),
+    )
+    # It makes variables when it is first called, which a function that is traced again must not.
+    returned = tf.function(lambda x: model(x, training=False)).get_concrete_function(
+        tf.nest.map_structure(tf.convert_to_tensor, batch.x)
+    )
+    copy.build(returned.structured_outputs)
+    with replaced(model, "compiled_loss", copy):
+        yield

@@ -1,0 +1,107 @@
+"""The finite check of each backend against NumPy's, element by element."""
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from backends.support import BACKEND, number
+from lossscale.frameworks.keras import engines
+
+# Below and above the size from which on a gradient is read by its sum.
+SIZES = [1, 5, 2**14 - 1, 2**14, 20_011]
+LARGEST = float(np.finfo(np.float32).max)
+ELEMENTS = [0.0, -0.0, 1.0, -1e-45, 1e-38, LARGEST, -LARGEST, 65504.0, np.inf, -np.inf, np.nan]
+SCALES = [None, 1.0, 2.0**15, 1000.0, 0.5, 2.0**-100]
+
+cases = st.lists(
+    st.tuples(
+        st.sampled_from(SIZES),
+        st.sampled_from(["float32", "float16"]),
+        st.sampled_from([1.0, 0.0, 2.0**-120, 60000.0, 1e37, -LARGEST]),
+        st.lists(st.tuples(st.integers(0, 2**15), st.sampled_from(ELEMENTS)), max_size=2),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def array(size, dtype, filling, elements):
+    with np.errstate(over="ignore"):
+        made = np.full(size, filling).astype(dtype)
+        for index, value in elements:
+            made[index % size] = value
+    return made
+
+
+def found_by_numpy(arrays, scale):
+    with np.errstate(over="ignore", invalid="ignore"):
+        divided = [a.astype(np.float32) / np.float32(scale or 1.0) for a in arrays]
+    return all(np.isfinite(a).all() for a in divided)
+
+
+def compiled(function):
+    if BACKEND == "jax":
+        import jax
+
+        return jax.jit(function)
+    import tensorflow as tf
+
+    return tf.function(function, jit_compile=True)
+
+
+def tensors(arrays):
+    import keras
+
+    return [keras.ops.convert_to_tensor(a) for a in arrays]
+
+
+def check(arrays, scale):
+    engine = engines.load()
+    given = scale if scale is None else tensors([np.float32(scale)])[0]
+    exact = scale is None or np.frexp(scale)[0] == 0.5
+    found = engine.all_finite([*tensors(arrays), None], given, exact)
+    assert bool(number(found)) == found_by_numpy(arrays, scale)
+
+
+@hypothesis.given(cases=cases, scale=st.sampled_from(SCALES))
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_it_finds_what_numpy_finds(cases, scale):
+    check([array(*case) for case in cases], scale)
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="compiled steps break off at the verdict there")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("scale", SCALES, ids=str)
+def test_it_finds_the_same_in_compiled_functions(scale, dtype):
+    engine = engines.load()
+    exact = scale is None or np.frexp(scale)[0] == 0.5
+
+    def verdict(gradients, scale=None):
+        return engine.all_finite(gradients, scale, exact)
+
+    function = compiled(verdict)
+    rest = [] if scale is None else tensors([np.float32(scale)])
+    for filling in (1.0, 2.0**-120, 1e37, -LARGEST):
+        for element in (0.0, LARGEST, np.inf, -np.inf, np.nan):
+            for place in (0, 1):
+                arrays = [array(5, dtype, filling, []), array(20_000, dtype, filling, [])]
+                with np.errstate(over="ignore"):
+                    arrays[place][-1] = element
+                found = bool(number(function(tensors(arrays), *rest)))
+                assert found == found_by_numpy(arrays, scale), (filling, element, place)
+
+
+def test_nothing_to_look_at_is_finite():
+    engine = engines.load()
+    assert bool(number(engine.all_finite([])))
+    assert bool(number(engine.all_finite([None])))
+    assert bool(number(engine.all_finite(tensors([np.zeros((0, 3), np.float32)]))))
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan, 1.0])
+def test_the_imaginary_part_counts(value):
+    engine = engines.load()
+    spoiled = np.ones(3, np.complex64)
+    spoiled[1] = complex(1.0, value)
+    assert bool(number(engine.all_finite(tensors([spoiled])))) == np.isfinite(value)

@@ -1,0 +1,441 @@
+"""The monitor in `fit`, on each backend of Keras."""
+
+import csv
+import json
+
+import keras
+import numpy as np
+import pytest
+
+import lossscale
+from backends.support import BACKEND, arrays, number
+from lossscale.callbacks import LossScaleMonitor
+from lossscale.diagnostics import GradientHistogram, SkipReason, StepRecord, TrainingHistory
+from lossscale.errors import ArgumentError, LossScaleWarning, TrainingHaltedError
+
+# Compiling a training step takes PyTorch most of a minute.
+JIT = [False] if BACKEND == "torch" else [False, True]
+SPOILED = "spoiled/kernel"
+
+
+def rows(batches, spoiled=(), infs=1, nans=0):
+    """Returns inputs and targets: batches of 4 rows, of which some spoil one layer's gradients.
+
+    Args:
+        batches: How many.
+        spoiled: The numbers of those that do, counted from 0.
+        infs: How many elements of that gradient become infinite.
+        nans: How many become NaN.
+    """
+    x = np.random.default_rng(0).normal(size=(4 * batches, 4)).astype("float32")
+    y = x[:, :1] - x[:, 1:2]
+    extra = np.tile(np.float32([[0], [1]]), (4 * batches, 1, 3))
+    for batch in spoiled:
+        extra[4 * batch, 0, :infs] = 1
+        extra[4 * batch, 1, : infs + nans] = 0
+    return (x, extra), y
+
+
+@keras.saving.register_keras_serializable("lossscale.tests")
+class Spoiled(keras.layers.Layer):
+    """A layer whose gradient, and nothing else, is not finite for some rows.
+
+    Its weights w are zero and stay so, and it returns zero. The derivative of sqrt(w * a + b) is
+    infinite for a = 1 and b = 0, and NaN if both are zero.
+    """
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(3,), initializer="zeros", name="kernel")
+
+    def call(self, x):
+        a, b = x[:, 0], x[:, 1]
+        roots = keras.ops.sqrt(self.kernel * a + b) - keras.ops.sqrt(b)
+        return keras.ops.sum(roots, axis=1, keepdims=True)
+
+
+def net(optimizer=None, rule=None, **compile_arguments):
+    """A network with a layer that can be spoiled, compiled."""
+    keras.utils.set_random_seed(0)
+    x, extra = keras.Input((4,)), keras.Input((2, 3))
+    spoiled = Spoiled(name="spoiled")
+    hidden = keras.layers.Dense(8, activation="relu", name="hidden")
+    out = keras.layers.Dense(1, name="out")
+    total = keras.layers.Add()([out(hidden(x)), spoiled(extra)])
+    model = keras.Model([x, extra], total, name="net")
+    rule = rule or lossscale.DynamicScale(initial_scale=2.0**10, growth_interval=3)
+    inner = optimizer or keras.optimizers.Adam(0.01)
+    model.compile(lossscale.LossScaleOptimizer(inner, rule=rule), "mse", **compile_arguments)
+    return model
+
+
+def fit(model, data, callbacks, **arguments):
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0, **arguments}
+    return model.fit(*data, callbacks=callbacks, **options)
+
+
+def counts(record):
+    return [tuple(tensor) for tensor in record.nonfinite]
+
+
+@pytest.mark.parametrize("jit_compile", JIT)
+def test_an_overflow_names_the_variable_and_counts_its_elements(tmp_path, jit_compile):
+    path = tmp_path / "run.jsonl"
+    data = rows(4, spoiled=[1], infs=2, nans=1)
+    fit(net(jit_compile=jit_compile), data, [LossScaleMonitor(path)])
+    history = TrainingHistory.read(path)
+    assert history.steps == [1, 2, 3, 4]
+    assert history.scales == [2.0**10, 2.0**10, 2.0**9, 2.0**9]
+    assert [record.next_scale for record in history.records] == [2.0**10, 2.0**9, 2.0**9, 2.0**9]
+    assert [record.steps_skipped for record in history.records] == [0, 1, 1, 1]
+    assert [counts(record) for record in history.records] == [[], [(SPOILED, 2, 1)], [], []]
+    assert history.records[1].reason is SkipReason.OVERFLOW
+    assert history.header.versions["keras"] == keras.__version__
+
+
+@pytest.mark.filterwarnings("ignore:The loss scale has fallen")
+@pytest.mark.parametrize("jit_compile", JIT)
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_weights_are_those_of_a_run_without_a_monitor(tmp_path, jit_compile, every):
+    data, results = rows(6, spoiled=[1, 4]), []
+    for callbacks in (
+        [],
+        [LossScaleMonitor(tmp_path / "run.jsonl", every=every, histograms=True)],
+    ):
+        model = net(jit_compile=jit_compile)
+        fit(model, data, callbacks, epochs=2)
+        inner = model.optimizer.inner_optimizer
+        results.append(
+            arrays(model.trainable_variables)
+            + arrays(inner.variables)
+            + [number(model.optimizer.loss_scale), number(model.optimizer.steps_skipped)]
+        )
+    for without, monitored in zip(*results, strict=True):
+        np.testing.assert_array_equal(without, monitored)
+
+
+def test_histograms_are_those_of_the_unscaled_gradients(tmp_path):
+    # With one batch and SGD(1) without momentum the gradient is what the weights changed by.
+    path = tmp_path / "run.jsonl"
+    model = net(keras.optimizers.SGD(1.0))
+    before = arrays(model.trainable_variables)
+    fit(model, rows(1), [LossScaleMonitor(path, histograms=True)])
+    [record] = TrainingHistory.read(path).records
+    after = arrays(model.trainable_variables)
+    assert set(record.histograms) == {variable.path for variable in model.trainable_variables}
+    for variable, old, new in zip(model.trainable_variables, before, after, strict=True):
+        found = GradientHistogram.from_dict(record.histograms[variable.path])
+        gradient = old.astype("float64") - new
+        assert found.size == gradient.size
+        # The weights were rounded when they were changed.
+        np.testing.assert_allclose(found.mass, np.abs(gradient).sum(), rtol=1e-4)
+        np.testing.assert_allclose(found.energy, (gradient**2).sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("jit_compile", JIT)
+def test_sampling_reads_every_nth_step_and_the_last_skip_before_it(tmp_path, jit_compile):
+    path = tmp_path / "run.jsonl"
+    monitor = LossScaleMonitor(path, every=4, histograms=True)
+    data = rows(10, spoiled=[1, 2, 7])
+    fit(net(jit_compile=jit_compile), data, [monitor])
+    history = TrainingHistory.read(path)
+    # The first step and the last one; 3 is the last skip before 4; 8 is both sampled and skipped.
+    assert history.steps == [1, 3, 4, 8, 10]
+    assert history.skipped_steps == [3, 8]
+    assert [counts(record) for record in history.records if record.skipped] == 2 * [
+        [(SPOILED, 1, 0)]
+    ]
+    assert [bool(r.histograms) for r in history.records] == [False, False, True, True, False]
+    assert history.skips.skips == 3
+    assert history.records[1].scale == 2.0**9
+    assert history.records[1].reason is SkipReason.UNKNOWN
+    assert monitor.last_record.step == 10
+
+
+def test_nothing_is_read_on_steps_that_are_not_sampled(monkeypatch):
+    model, monitor, read = net(), LossScaleMonitor(every=4), []
+    status = type(monitor)._status
+
+    def counted(self):
+        read.append(len(steps))
+        return status(self)
+
+    monkeypatch.setattr(type(monitor), "_status", counted)
+    steps = []
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(1))
+    fit(model, rows(8), [monitor, count])
+    # Before step 1, after steps 1, 4 and 8, and at the ends of the epoch and of training.
+    assert read == [0, 0, 3, 7, 8, 8]
+
+
+def test_logs_have_the_scale_and_the_skips(tmp_path, capsys):
+    table = keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))
+    batches = []
+    seen = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: batches.append(
+            (logs["loss_scale"], logs["steps_skipped"])
+        )
+    )
+    data = rows(3, spoiled=[1])
+    history = fit(net(), data, [LossScaleMonitor(), seen, table], epochs=2, verbose=2)
+    scales, skips = [512.0, 256.0], [1, 2]
+    assert history.history["loss_scale"] == scales
+    assert history.history["steps_skipped"] == skips
+    assert batches == [(1024, 0), (512, 1), (512, 1), (512, 1), (256, 2), (256, 2)]
+    shown = capsys.readouterr().out
+    assert "loss_scale: 256.0000" in shown
+    assert "steps_skipped: 2.0000" in shown
+    with open(tmp_path / "log.csv", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [float(line["loss_scale"]) for line in lines] == scales
+    assert [int(line["steps_skipped"]) for line in lines] == skips
+
+
+def test_the_progress_bar_shows_them(capsys):
+    fit(net(), rows(3, spoiled=[2]), [LossScaleMonitor()], verbose=1)
+    last = capsys.readouterr().out.strip().rpartition("3/3")[2]
+    assert "loss_scale: 512.0000" in last
+    assert "steps_skipped: 1.0000" in last
+
+
+def test_a_bad_batch_is_a_reason_of_its_own_and_only_for_its_step(tmp_path):
+    path = tmp_path / "run.jsonl"
+    (x, extra), y = rows(4, spoiled=[2])
+    y[4:8] = np.nan
+    with pytest.warns(LossScaleWarning, match=r"The loss of step 2 is nan\. No loss scale"):
+        fit(net(), ((x, extra), y), [LossScaleMonitor(path)])
+    records = TrainingHistory.read(path).records
+    # Keras' mean stays NaN, which says nothing of the loss of step 3.
+    assert [record.reason for record in records] == [None, "loss", "unknown", None]
+    assert [record.loss is None for record in records] == [False, False, True, True]
+
+
+def test_on_floor_raise_ends_training_and_the_file_has_all(tmp_path):
+    path = tmp_path / "run.jsonl"
+    model = net(rule=lossscale.DynamicScale(initial_scale=4))
+    monitor = LossScaleMonitor(path, on_floor="raise")
+    with pytest.raises(TrainingHaltedError, match=rf"Step 4 .*{SPOILED} \(1 inf\)"):
+        fit(model, rows(8, spoiled=range(1, 8)), [monitor])
+    history = TrainingHistory.read(path)
+    assert history.steps == [1, 2, 3, 4]
+    assert [record.reason for record in history.records] == [None, "overflow", "overflow", "floor"]
+    assert not history.truncated
+    assert monitor.last_record == history.records[-1]
+    # The model can still be used.
+    assert all(np.isfinite(value).all() for value in arrays(model.trainable_variables))
+
+
+def test_on_floor_warns_once_or_not_at_all(recwarn):
+    data, rule = rows(8, spoiled=range(8)), lossscale.DynamicScale(initial_scale=2)
+    fit(net(rule=rule), data, [LossScaleMonitor(on_floor="ignore")])
+    assert not [w for w in recwarn if issubclass(w.category, LossScaleWarning)]
+    with pytest.warns(LossScaleWarning, match=rf"at the lowest loss scale.*{SPOILED}") as caught:
+        fit(net(rule=rule), data, [LossScaleMonitor()])
+    assert len([w for w in caught if issubclass(w.category, LossScaleWarning)]) == 1
+
+
+def test_many_skips_in_a_row_end_training():
+    monitor = LossScaleMonitor(max_consecutive_skips=3, every=2)
+    with pytest.raises(TrainingHaltedError, match=rf"max_consecutive_skips=3.*{SPOILED}"):
+        fit(net(), rows(8, spoiled=range(8)), [monitor])
+    assert monitor.last_record.step == 4
+
+
+def traces(model):
+    """Counts how often Python runs the training step: at all, if it is compiled."""
+    calls, step = [], type(model).train_step
+
+    def train_step(*args, **kwargs):
+        calls.append(1)
+        return step(model, *args, **kwargs)
+
+    model.train_step = train_step
+    return calls
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="the step is not traced")
+@pytest.mark.parametrize("jit_compile", JIT)
+def test_a_second_fit_does_not_trace_again(jit_compile):
+    model = net(jit_compile=jit_compile)
+    calls = traces(model) if BACKEND == "tensorflow" or jit_compile else None
+    if calls is None:
+        pytest.skip("JAX without jit runs each step in Python")
+    fit(model, rows(4, spoiled=[1]), [LossScaleMonitor()], epochs=2)
+    first = len(calls)
+    fit(model, rows(4, spoiled=[1]), [LossScaleMonitor()], epochs=2)
+    assert 0 < first <= 2
+    assert len(calls) == first
+
+
+def test_two_fits_of_one_monitor_are_one_history(tmp_path):
+    path, model = tmp_path / "run.jsonl", net()
+    monitor = LossScaleMonitor(path)
+    for _ in range(2):
+        fit(model, rows(3, spoiled=[1]), [monitor])
+    history = TrainingHistory.read(path)
+    assert history.steps == [1, 2, 3, 4, 5, 6]
+    assert history.skipped_steps == [2, 5]
+
+
+def test_a_model_that_was_trained_already_is_watched_too():
+    model, monitor = net(), LossScaleMonitor()
+    fit(model, rows(3, spoiled=[1]), [])
+    fit(model, rows(3, spoiled=[1]), [monitor])
+    assert monitor.last_record.step == 6
+    assert monitor.last_record.steps_skipped == 2
+
+
+def test_a_resumed_run_goes_on_in_its_file(tmp_path):
+    path, data = tmp_path / "run.jsonl", rows(4, spoiled=[1, 3])
+    model = net()
+    fit(model, data, [LossScaleMonitor(path)])
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    with pytest.raises(ArgumentError, match="append=True"):
+        fit(again, data, [LossScaleMonitor(path)])
+    assert number(again.optimizer.iterations) == 4
+    fit(again, data, [LossScaleMonitor(path, append=True)])
+    history = TrainingHistory.read(path)
+    assert history.steps == list(range(1, 9))
+    assert history.skipped_steps == [2, 4, 6, 8]
+
+
+def test_another_model_needs_another_file(tmp_path):
+    path = tmp_path / "run.jsonl"
+    monitor = LossScaleMonitor(path)
+    fit(net(), rows(2), [monitor])
+    with pytest.raises(ArgumentError, match="has recorded another optimizer"):
+        fit(net(), rows(2), [monitor])
+    assert len(TrainingHistory.read(path).records) == 2
+
+
+def test_going_back_to_a_checkpoint_is_recorded_as_a_resumed_run(tmp_path):
+    path, model = tmp_path / "run.jsonl", net()
+    monitor = LossScaleMonitor(path)
+    fit(model, rows(4), [monitor])
+    model.optimizer.iterations = 2
+    fit(model, rows(1), [monitor])
+    assert TrainingHistory.read(path).steps == [1, 2, 3]
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="PyTorch executes one step at a time")
+def test_several_steps_per_execution(tmp_path):
+    path = tmp_path / "run.jsonl"
+    model = net(steps_per_execution=3)
+    fit(model, rows(6, spoiled=[1]), [LossScaleMonitor(path, histograms=True)], epochs=2)
+    history = TrainingHistory.read(path)
+    assert history.steps == [2, 3, 6, 8, 9, 12]
+    assert [counts(record) for record in history.records if record.skipped] == 2 * [
+        [(SPOILED, 1, 0)]
+    ]
+    assert [record.steps_skipped for record in history.records] == [1, 1, 1, 2, 2, 2]
+
+
+def test_what_is_watched_is_not_saved(tmp_path, recwarn):
+    data = rows(3, spoiled=[1])
+    monitored, plain = net(), net()
+    fit(monitored, data, [LossScaleMonitor(tmp_path / "run.jsonl", histograms=True)])
+    fit(plain, data, [])
+    pair = monitored.optimizer, plain.optimizer
+    for one, other in zip(*(optimizer.get_weights() for optimizer in pair), strict=True):
+        np.testing.assert_array_equal(one, other)
+    plain.optimizer.set_weights(monitored.optimizer.get_weights())
+    monitored.optimizer.set_weights(plain.optimizer.get_weights())
+    for source, target in ((monitored, net()), (plain, monitored)):
+        path = tmp_path / f"{id(target)}.weights.h5"
+        source.save_weights(path)
+        fit(target, rows(1), [])
+        target.load_weights(path)
+        assert number(target.optimizer.steps_skipped) == 1
+        for one, other in zip(
+            arrays(source.optimizer.inner_optimizer.variables),
+            arrays(target.optimizer.inner_optimizer.variables),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(one, other)
+    monitored.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    assert len(again.optimizer.variables) == len(plain.optimizer.variables)
+    assert not [str(w.message) for w in recwarn if issubclass(w.category, UserWarning)]
+
+
+def test_accumulation_counts_every_batch(tmp_path):
+    path = tmp_path / "run.jsonl"
+    model = net(keras.optimizers.SGD(0.01, gradient_accumulation_steps=2))
+    fit(model, rows(4, spoiled=[2]), [LossScaleMonitor(path)])
+    history = TrainingHistory.read(path)
+    assert history.steps == [1, 2, 3, 4]
+    assert history.skipped_steps == [3]
+
+
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="Keras runs all callbacks in line there")
+def test_a_monitor_beside_the_training_step_is_refused():
+    with pytest.raises(Exception, match=r"Pass `callbacks=\[monitor\]`"):
+        fit(net(), rows(4), LossScaleMonitor())
+
+
+def test_a_model_without_our_loss_scaling():
+    x, y = rows(1)[0][0], rows(1)[1]
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ArgumentError, match=r"no layer computes in float16.*Wrap the optimizer"):
+        model.fit(x, y, verbose=0, callbacks=[LossScaleMonitor()])
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
+    with pytest.raises(ArgumentError, match=r"a loss scaling of its own.*Wrap the optimizer"):
+        model.fit(x, y, verbose=0, callbacks=[LossScaleMonitor()])
+
+
+def test_float16_without_loss_scaling_is_an_alarm(tmp_path):
+    path = tmp_path / "run.jsonl"
+    x, y = rows(1)[0][0], rows(1)[1]
+    policy = keras.DTypePolicy("mixed_float16")
+    layers = [keras.Input((4,)), keras.layers.Dense(1, dtype=policy, name="half")]
+    model = keras.Sequential(layers, name="net")
+    model.compile("sgd", "mse", auto_scale_loss=False)
+    with pytest.warns(LossScaleWarning, match="float16 without loss scaling: the model 'net'"):
+        history = model.fit(x, y, verbose=0, callbacks=[LossScaleMonitor(path)])
+    assert set(history.history) == {"loss"}
+    assert not path.exists()
+
+
+def test_it_is_a_callback_of_keras_and_can_be_subclassed():
+    class Kept(LossScaleMonitor):
+        def __init__(self):
+            super().__init__(every=2)
+            self.steps = []
+
+        def on_epoch_end(self, epoch, logs=None):
+            super().on_epoch_end(epoch, logs)
+            self.steps.append(self.last_record.step)
+
+    kept = Kept()
+    assert isinstance(kept, LossScaleMonitor)
+    assert isinstance(kept, keras.callbacks.Callback)
+    fit(net(), rows(4), [kept], epochs=2)
+    assert kept.steps == [4, 8]
+
+
+def test_two_monitors_at_once(tmp_path):
+    paths = tmp_path / "each.jsonl", tmp_path / "some.jsonl"
+    monitors = [
+        LossScaleMonitor(paths[0]),
+        LossScaleMonitor(paths[1], every=2, histograms=True),
+    ]
+    fit(net(), rows(4, spoiled=[2]), monitors)
+    each, some = map(TrainingHistory.read, paths)
+    assert each.steps == [1, 2, 3, 4]
+    assert some.steps == [1, 2, 3, 4]
+    assert [counts(r) for r in some.records if r.skipped] == [[(SPOILED, 1, 0)]]
+    assert [bool(record.histograms) for record in some.records] == [False, True, False, True]
+
+
+def test_the_file_is_strict_json(tmp_path):
+    path = tmp_path / "run.jsonl"
+    fit(net(), rows(2, spoiled=[1]), [LossScaleMonitor(str(path))])
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    text = path.read_text(encoding="ascii")
+    header, *lines = (json.loads(line, parse_constant=refuse) for line in text.splitlines())
+    assert header["rule"]["class_name"] == "DynamicScale"
+    assert [StepRecord.from_json(line).step for line in lines] == [1, 2]

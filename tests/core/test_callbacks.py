@@ -1,0 +1,55 @@
+"""The monitor's arguments, which are checked before any framework is imported."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from lossscale.callbacks import LossScaleMonitor
+from lossscale.errors import ArgumentError, ArgumentTypeError, MissingPackageError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"every": 0}, ArgumentError, "every=0"),
+        ({"every": 2.5}, ArgumentError, r"every=2\.5"),
+        ({"every": True}, ArgumentError, "every=True"),
+        ({"path": 3}, ArgumentTypeError, "path=3 of type int"),
+        ({"path": ""}, ArgumentError, "`path` must not be empty"),
+        ({"tensorboard": b"board"}, ArgumentTypeError, "tensorboard=b'board'"),
+        ({"histograms": "yes"}, ArgumentTypeError, "histograms='yes'"),
+        ({"append": 1}, ArgumentTypeError, "append=1"),
+        ({"histograms": True}, ArgumentError, "`path` for the history"),
+        ({"on_floor": "stop"}, ArgumentError, "on_floor='stop'"),
+        ({"max_consecutive_skips": 0}, ArgumentError, "max_consecutive_skips=0"),
+        ({"framework": "torch"}, ArgumentError, "framework='torch'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_a_bad_argument_is_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        LossScaleMonitor(**arguments)
+
+
+def test_a_missing_package_says_which_extra_has_it(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "tensorboardX" else found(name)
+    )
+    with pytest.raises(MissingPackageError, match=r'pip install "lossscale\[tensorboard\]"'):
+        LossScaleMonitor(tensorboard="board")
+
+
+def test_importing_brings_no_framework():
+    program = """
+import sys
+import lossscale.callbacks
+heavy = {"tensorflow", "keras", "tf_keras", "jax", "torch", "numpy", "tensorboardX"}
+print(sorted(heavy & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,161 @@
+"""The monitor on TensorFlow alone: replicas, checkpoints, TensorBoard, models without a shape."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from frameworks.keras.support import assert_same, values
+from lossscale import DynamicScale, LossScaleOptimizer
+from lossscale.callbacks import LossScaleMonitor
+from lossscale.diagnostics import GradientHistogram, TrainingHistory
+from lossscale.errors import ArgumentError
+
+
+@keras.saving.register_keras_serializable("lossscale.tests")
+class Root(keras.layers.Layer):
+    """Returns its input; where that is zero the gradient of its weight, zero too, is infinite."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(2,), initializer="zeros", name="kernel")
+
+    def call(self, x):
+        b = tf.abs(x[:, :2])
+        is_zero = tf.cast(b == 0, b.dtype)
+        roots = tf.sqrt(self.kernel * is_zero + b) - tf.sqrt(b)
+        return x + tf.reduce_sum(roots, axis=1, keepdims=True)
+
+
+def net(optimizer=None, **arguments):
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input((3,)), Root(name="root"), keras.layers.Dense(1, name="out")]
+    model = keras.Sequential(layers, name="net")
+    rule = DynamicScale(initial_scale=2.0**8, growth_interval=3)
+    inner = optimizer or keras.optimizers.SGD(0.0)
+    model.compile(LossScaleOptimizer(inner, rule=rule), "mse", **arguments)
+    return model
+
+
+def data(batches, zeros=()):
+    """Batches of 8 rows. `zeros` are (row, columns) whose gradients are infinite."""
+    x = np.random.default_rng(0).uniform(1, 2, size=(8 * batches, 3)).astype("float32")
+    for row, columns in zeros:
+        x[row, :columns] = 0
+    return x, np.zeros((8 * batches, 1), "float32")
+
+
+def fit(model, x, y, monitor, **arguments):
+    return model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[monitor], **arguments)
+
+
+@pytest.mark.parametrize("row", [9, 13])
+def test_an_overflow_on_one_replica_is_counted_once(two_replicas, tmp_path, row):
+    with two_replicas.scope():
+        model = net(jit_compile=False)
+    monitor = LossScaleMonitor(tmp_path / "run.jsonl", histograms=True)
+    fit(model, *data(3, [(row, 2)]), monitor)
+    history = TrainingHistory.read(tmp_path / "run.jsonl")
+    assert history.skipped_steps == [2]
+    assert history.scales == [256.0, 256.0, 128.0]
+    [nonfinite] = [record.nonfinite for record in history.records if record.skipped]
+    assert nonfinite == (("net/root/kernel", 2, 0),)
+
+
+def test_replicas_that_overflow_are_counted_together(two_replicas, tmp_path):
+    with two_replicas.scope():
+        model = net(jit_compile=False)
+    fit(model, *data(2, [(8, 1), (12, 2)]), LossScaleMonitor(tmp_path / "run.jsonl"))
+    record = TrainingHistory.read(tmp_path / "run.jsonl").records[1]
+    assert record.nonfinite == (("net/root/kernel", 3, 0),)
+
+
+def test_histograms_are_of_the_gradients_of_all_replicas(two_replicas, tmp_path):
+    with two_replicas.scope():
+        model = net(jit_compile=False)
+    fit(model, *data(1), LossScaleMonitor(tmp_path / "run.jsonl", histograms=True))
+    [record] = TrainingHistory.read(tmp_path / "run.jsonl").records
+    described = record.histograms["net/out/kernel"]
+    assert GradientHistogram.from_dict(described).size == 2 * 3
+
+
+def test_replicas_train_as_without_a_monitor(two_replicas):
+    results = []
+    for callbacks in ([], [LossScaleMonitor(every=2)]):
+        with two_replicas.scope():
+            model = net(keras.optimizers.Adam(0.01), jit_compile=False)
+        model.fit(*data(4, [(9, 1)]), batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
+        results.append(values(model.variables) + values(model.optimizer.variables))
+    assert_same(*results)
+
+
+def test_checkpoints_are_those_of_a_run_without_a_monitor(tmp_path):
+    monitored, plain = net(keras.optimizers.Adam(0.01)), net(keras.optimizers.Adam(0.01))
+    x, y = data(3, [(9, 1)])
+    fit(monitored, x, y, LossScaleMonitor(tmp_path / "run.jsonl", histograms=True))
+    plain.fit(x, y, batch_size=8, verbose=0)
+    for source, target in ((monitored, plain), (plain, monitored)):
+        saved = tf.train.Checkpoint(model=source).save(str(tmp_path / "checkpoint"))
+        status = tf.train.Checkpoint(model=target).restore(saved)
+        status.assert_consumed()
+        assert_same(values(source.optimizer.variables), values(target.optimizer.variables))
+    names = [name for name, _ in tf.train.list_variables(saved)]
+    assert not [name for name in names if "watch" in name]
+    monitored.export(tmp_path / "exported", verbose=False)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_model_that_gets_its_shape_in_fit(tmp_path, eager):
+    model = keras.Sequential([Root(name="root"), keras.layers.Dense(1)], name="net")
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.0)), "mse", run_eagerly=eager)
+    fit(model, *data(3, [(9, 1)]), LossScaleMonitor(tmp_path / "run.jsonl", histograms=True))
+    history = TrainingHistory.read(tmp_path / "run.jsonl")
+    assert [tuple(r.nonfinite) for r in history.records] == [
+        (),
+        (("net/root/kernel", 1, 0),),
+        (),
+    ]
+    assert len(history.records[2].histograms) == 3
+
+
+def test_sparse_gradients_are_counted_as_they_are_stored(tmp_path):
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input((2,), dtype="int32"), keras.layers.Embedding(5, 3, name="words")]
+    model = keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(1)])
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD()), "mse", jit_compile=False)
+    x, y = np.zeros((8, 2), "int32"), np.full((8, 1), np.inf, "float32")
+    with pytest.warns(UserWarning, match="loss of step 1 is inf"):
+        fit(model, x, y, LossScaleMonitor(tmp_path / "run.jsonl"))
+    [record] = TrainingHistory.read(tmp_path / "run.jsonl").records
+    words = next(tensor for tensor in record.nonfinite if "words" in tensor.name)
+    assert words.infs + words.nans == 8 * 2 * 3
+
+
+def test_tensorboard_gets_scalars_histograms_and_skips(tmp_path):
+    model = net(keras.optimizers.SGD(1.0))
+    before = values(model.trainable_variables)
+    monitor = LossScaleMonitor(tensorboard=tmp_path / "board", histograms=True)
+    fit(model, *data(2, [(9, 1)]), monitor)
+    [file] = (tmp_path / "board").iterdir()
+    events = list(tf.compat.v1.train.summary_iterator(str(file)))
+    found = {(v.tag, event.step): v for event in events for v in event.summary.value}
+    assert found["loss_scale/scale", 1].simple_value == 256.0
+    assert found["loss_scale/steps_skipped", 2].simple_value == 1.0
+    [text] = [v for (tag, step), v in found.items() if "skipped" in tag and v.tensor.string_val]
+    assert b"step 2: overflow; net/root/kernel (1 inf)" in text.tensor.string_val[0]
+    histogram = found["log2_gradient/net/out/kernel", 1].histo
+    gradient = before[1] - values(model.trainable_variables)[1]
+    logarithms = np.log2(np.abs(gradient.astype("float64")))
+    assert histogram.num == 3
+    assert histogram.min <= logarithms.min() < histogram.min + 1
+    assert histogram.max - 1 <= logarithms.max() < histogram.max
+    edges = [-np.inf, *histogram.bucket_limit]
+    np.testing.assert_array_equal(histogram.bucket, np.histogram(logarithms, edges)[0])
+
+
+def test_a_model_of_the_other_generation_is_refused():
+    import tf_keras
+
+    model = tf_keras.Sequential([tf_keras.layers.Dense(1)])
+    model.compile(LossScaleOptimizer(tf_keras.optimizers.SGD()), "mse")
+    with pytest.raises(ArgumentError, match="framework='tf_keras'"):
+        model.fit(*data(1), verbose=0, callbacks=[LossScaleMonitor()])

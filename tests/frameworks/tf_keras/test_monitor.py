@@ -1,0 +1,207 @@
+"""The monitor in `fit` of tf_keras, with new and with legacy optimizers."""
+
+import csv
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from frameworks.tf_keras.support import assert_same, data, small_model, values
+from lossscale import DynamicScale, LossScaleOptimizer
+from lossscale.callbacks import LossScaleMonitor
+from lossscale.diagnostics import GradientHistogram, TrainingHistory
+from lossscale.errors import ArgumentError, LossScaleWarning, TrainingHaltedError
+
+
+class Root(tf_keras.layers.Layer):
+    """Returns its input; where that is zero the gradient of its weight, zero too, is infinite."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight("kernel", shape=(2,), initializer="zeros")
+
+    def call(self, x):
+        b = tf.abs(x[:, :2])
+        is_zero = tf.cast(b == 0, b.dtype)
+        roots = tf.sqrt(self.kernel * is_zero + b) - tf.sqrt(b)
+        return x + tf.reduce_sum(roots, axis=1, keepdims=True)
+
+
+def net(inner, shape=(4,), initial_scale=2.0**8, **arguments):
+    tf_keras.utils.set_random_seed(7)
+    layers = [Root(name="root"), tf_keras.layers.Dense(1, name="out")]
+    model = tf_keras.Sequential([*([tf_keras.Input(shape)] if shape else []), *layers])
+    rule = DynamicScale(initial_scale=initial_scale, growth_interval=3)
+    model.compile(LossScaleOptimizer(inner, rule=rule), "mse", **arguments)
+    return model
+
+
+def rows(batches, zeros=()):
+    """Batches of 8 rows. `zeros` are (row, columns) whose gradients are infinite."""
+    x = np.random.default_rng(0).uniform(1, 2, size=(8 * batches, 4)).astype("float32")
+    for row, columns in zeros:
+        x[row, :columns] = 0
+    return x, np.zeros((8 * batches, 1), "float32")
+
+
+def fit(model, x, y, *callbacks, **arguments):
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0, **arguments}
+    return model.fit(x, y, callbacks=list(callbacks), **options)
+
+
+def nonfinite(history):
+    return [tuple(map(tuple, record.nonfinite)) for record in history.records]
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("shape", [(4,), None])
+def test_an_overflow_names_the_variable_and_counts_its_elements(
+    optimizers, tmp_path, jit_compile, shape
+):
+    path = tmp_path / "run.jsonl"
+    model = net(optimizers.SGD(0.01), shape, jit_compile=jit_compile)
+    fit(model, *rows(3, [(9, 2)]), LossScaleMonitor(path, histograms=True))
+    history = TrainingHistory.read(path)
+    assert history.steps == [1, 2, 3]
+    assert history.scales == [256.0, 256.0, 128.0]
+    assert nonfinite(history) == [(), (("root/kernel", 2, 0),), ()]
+    assert history.records[1].reason == "overflow"
+    assert set(history.records[0].histograms) == {"root/kernel", "out/kernel", "out/bias"}
+    assert set(history.header.versions) >= {"tf_keras", "tensorflow"}
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_the_weights_are_those_of_a_run_without_a_monitor(optimizers, tmp_path, jit_compile):
+    results = []
+    for callbacks in ([], [LossScaleMonitor(tmp_path / "run.jsonl", every=2, histograms=True)]):
+        model = net(optimizers.Adam(0.01), jit_compile=jit_compile)
+        fit(model, *rows(6, [(9, 1)]), *callbacks, epochs=2)
+        results.append(values([*model.variables, *model.optimizer.variables()]))
+    assert_same(*results)
+
+
+def test_histograms_are_those_of_the_unscaled_gradients(optimizers, tmp_path):
+    path = tmp_path / "run.jsonl"
+    model = net(optimizers.SGD(1.0))
+    before = values(model.trainable_variables)
+    fit(model, *rows(1), LossScaleMonitor(path, histograms=True))
+    [record] = TrainingHistory.read(path).records
+    found = GradientHistogram.from_dict(record.histograms["out/kernel"])
+    gradient = before[1].astype("float64") - values(model.trainable_variables)[1]
+    np.testing.assert_allclose(found.mass, np.abs(gradient).sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("zeros", [[(9, 2)], [(13, 2)]])
+def test_an_overflow_on_one_replica_is_counted_once(optimizers, two_replicas, tmp_path, zeros):
+    with two_replicas.scope():
+        model = net(optimizers.SGD(0.01))
+    path = tmp_path / "run.jsonl"
+    fit(model, *rows(3, zeros), LossScaleMonitor(path, histograms=True))
+    history = TrainingHistory.read(path)
+    assert nonfinite(history) == [(), (("root/kernel", 2, 0),), ()]
+    # Summed gradients, which all replicas have.
+    assert GradientHistogram.from_dict(history.records[0].histograms["out/bias"]).size == 1
+
+
+def test_logs_have_the_scale_and_the_skips(optimizers, tmp_path, capsys):
+    table = tf_keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))
+    history = fit(
+        net(optimizers.SGD(0.01)),
+        *rows(3, [(9, 1)]),
+        LossScaleMonitor(),
+        table,
+        epochs=2,
+        verbose=2,
+    )
+    assert history.history["loss_scale"] == [128.0, 64.0]
+    assert history.history["steps_skipped"] == [1, 2]
+    assert "loss_scale: 64.0000 - steps_skipped: 2.0000" in capsys.readouterr().out
+    with open(tmp_path / "log.csv", newline="") as file:
+        assert [float(line["loss_scale"]) for line in csv.DictReader(file)] == [128.0, 64.0]
+
+
+def test_sampling_and_several_steps_per_execution(optimizers, tmp_path):
+    path = tmp_path / "run.jsonl"
+    model = net(optimizers.SGD(0.01), steps_per_execution=3)
+    monitor = LossScaleMonitor(path, every=6, histograms=True)
+    fit(model, *rows(9, [(25, 1), (33, 1)]), monitor)
+    history = TrainingHistory.read(path)
+    # The first and the last execution, the step that is sampled, and the last skip before it.
+    assert history.steps == [3, 5, 6, 9]
+    assert [record.steps_skipped for record in history.records] == [0, 2, 2, 2]
+    assert nonfinite(history) == [(), (("root/kernel", 1, 0),), (), ()]
+    assert [bool(record.histograms) for record in history.records] == [False, False, True, False]
+
+
+def test_a_second_fit_does_not_trace_again(optimizers):
+    model, calls = net(optimizers.SGD(0.01)), []
+    step = model.train_step
+
+    def train_step(batch):
+        calls.append(1)
+        return step(batch)
+
+    model.train_step = train_step
+    fit(model, *rows(3, [(9, 1)]), LossScaleMonitor())
+    first = len(calls)
+    fit(model, *rows(3, [(9, 1)]), LossScaleMonitor())
+    assert first > 0
+    assert len(calls) == first
+
+
+def test_on_floor_raise_ends_training_and_the_file_has_all(optimizers, tmp_path):
+    path = tmp_path / "run.jsonl"
+    model = net(optimizers.SGD(0.01), initial_scale=2)
+    bad = rows(4, [(8 * batch, 1) for batch in range(1, 4)])
+    with pytest.raises(TrainingHaltedError, match=r"Step 3 .*root/kernel \(1 inf\)"):
+        fit(model, *bad, LossScaleMonitor(path, on_floor="raise"))
+    history = TrainingHistory.read(path)
+    assert [record.reason for record in history.records] == [None, "overflow", "floor"]
+
+
+def test_a_bad_batch_is_a_reason_of_its_own(optimizers, tmp_path):
+    path = tmp_path / "run.jsonl"
+    x, y = rows(3)
+    y[8:16] = np.nan
+    with pytest.warns(LossScaleWarning, match="The loss of step 2 is nan"):
+        fit(net(optimizers.SGD(0.01)), x, y, LossScaleMonitor(path))
+    assert [record.reason for record in TrainingHistory.read(path).records] == [None, "loss", None]
+
+
+def test_float16_gradients_are_counted(optimizers, mixed_float16, tmp_path):
+    path, model = tmp_path / "run.jsonl", small_model()
+    rule = DynamicScale(initial_scale=2.0**30)
+    model.compile(LossScaleOptimizer(optimizers.SGD(0.01), rule=rule), "mse")
+    fit(model, *data(8), LossScaleMonitor(path))
+    [record] = TrainingHistory.read(path).records
+    assert record.skipped
+    assert {tensor.name.partition("/")[0] for tensor in record.nonfinite} == {"hidden"}
+
+
+def test_what_is_watched_is_not_saved(optimizers, tmp_path):
+    monitored, plain = net(optimizers.Adam(0.01)), net(optimizers.Adam(0.01))
+    fit(monitored, *rows(3, [(9, 1)]), LossScaleMonitor(tmp_path / "run.jsonl", histograms=True))
+    fit(plain, *rows(3, [(9, 1)]))
+    assert_same(monitored.optimizer.get_weights(), plain.optimizer.get_weights())
+    for source, target in ((monitored, plain), (plain, monitored)):
+        saved = tf.train.Checkpoint(model=source).save(str(tmp_path / "checkpoint"))
+        tf.train.Checkpoint(model=target).restore(saved).assert_consumed()
+        source.save_weights(tmp_path / "model.weights.h5")
+        target.load_weights(tmp_path / "model.weights.h5")
+    assert not [name for name, _ in tf.train.list_variables(saved) if "watch" in name]
+    monitored.save(tmp_path / "saved", save_format="tf")
+    again = tf_keras.models.load_model(tmp_path / "saved", custom_objects={"Root": Root})
+    # A SavedModel restores no optimizer.
+    assert_same(values(again.trainable_variables), values(monitored.trainable_variables))
+
+
+def test_a_model_without_our_loss_scaling(optimizers, mixed_float16):
+    model = small_model()
+    model.compile("sgd", "mse")
+    with pytest.raises(ArgumentError, match="a loss scaling of its own"):
+        fit(model, *data(8), LossScaleMonitor())
+
+
+def test_a_model_of_the_other_generation_is_refused():
+    with pytest.raises(ArgumentError, match="framework='tf_keras'"):
+        fit(net(tf_keras.optimizers.SGD()), *rows(1), LossScaleMonitor(framework="keras"))
