@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from lossscale.cli.backend import BACKENDS, check_installed, choose_backend, silenced
-from lossscale.cli.errors import UsageError
+from lossscale.cli.files import check_picture
+from lossscale.cli.numbers import integer, seed
 
 _PACKAGES = {
     "keras": "keras",
@@ -18,7 +18,6 @@ _PACKAGES = {
     "rich": "rich",
     "sklearn": "scikit-learn",
 }
-_PICTURE_FORMATS = (".png", ".pdf", ".svg")
 
 
 def add_parser(verbs: Any) -> None:
@@ -41,7 +40,7 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument(
         "--seed",
-        type=_seed,
+        type=seed,
         default=0,
         help="seed of the weights, of the order of the images and of the choice of test images "
         "(default: 0)",
@@ -56,34 +55,8 @@ def add_parser(verbs: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _integer(text: str, lowest: int, highest: int) -> int:
-    # isdecimal() keeps out what int() would take: "1_0", " 7", "-1".
-    if not (text.isascii() and text.isdecimal() and lowest <= int(text) <= highest):
-        raise argparse.ArgumentTypeError(
-            f"must be an integer from {lowest} to {highest}, not {text!r}"
-        )
-    return int(text)
-
-
 def _epochs(text: str) -> int:
-    return _integer(text, 1, 1000)
-
-
-def _seed(text: str) -> int:
-    return _integer(text, 0, 2**32 - 1)
-
-
-def _check_output(path: Path) -> None:
-    if path.suffix.lower() not in _PICTURE_FORMATS:
-        raise UsageError(
-            f"--output must end in {', '.join(_PICTURE_FORMATS)}. Received: {str(path)!r}"
-        )
-    if not path.parent.is_dir():
-        raise UsageError(f"--output is in a folder that does not exist: {str(path.parent)!r}")
-    if path.is_dir():
-        raise UsageError(f"--output is a folder: {str(path)!r}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"--output cannot be written: {str(path)!r}")
+    return integer(text, 1, 1000)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -98,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: If an argument cannot be used or a package is missing.
     """
-    _check_output(arguments.output)
+    check_picture("--output", arguments.output)
     backend = choose_backend(arguments.backend)
     check_installed(backend, _PACKAGES)
     # These need what was just checked, and Keras reads its backend when it is imported.

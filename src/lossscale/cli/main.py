@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import NoReturn
 
-from lossscale.cli import demo, migrate
+from lossscale.cli import demo, diagnose, info, migrate, plot, simulate
 from lossscale.cli.errors import CommandError, UsageError
 
 
@@ -27,6 +27,10 @@ def build_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     demo.add_parser(verbs)
     migrate.add_parser(verbs)
+    diagnose.add_parser(verbs)
+    plot.add_parser(verbs)
+    simulate.add_parser(verbs)
+    info.add_parser(verbs)
     return parser
 
 

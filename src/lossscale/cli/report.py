@@ -9,19 +9,9 @@ from typing import Any
 
 from lossscale import DynamicScale, FixedScale
 from lossscale.cli import digits
-from lossscale.diagnostics import exponent_histogram
-from lossscale.plots import plot_accuracy, plot_exponents, plot_scales
-
-
-def power(value: float) -> str:
-    """Writes a number as a power of two, if it is one.
-
-    Example:
-        >>> power(1024.0), power(1000.0)
-        ('2**10', '1000')
-    """
-    mantissa, exponent = math.frexp(value)
-    return f"2**{exponent - 1}" if mantissa == 0.5 else f"{value:g}"
+from lossscale.diagnostics import GradientHistogram
+from lossscale.diagnostics.powers import power_of_two
+from lossscale.plots import plot_accuracy, plot_gradient_range, plot_scales
 
 
 def introduce(console: Any, backend: str, epochs: int, seed: int) -> None:
@@ -39,16 +29,16 @@ def introduce(console: Any, backend: str, epochs: int, seed: int) -> None:
         f"(Keras on {backend}, {epochs} epochs, seed {seed})\n"
     )
     console.print(
-        f"The loss is averaged over {power(digits.OUTPUTS)} outputs, as many as an image of 1024 "
-        "x 1024 pixels has. This is done on purpose: digits alone do not need it. A network that "
-        "predicts a label for every pixel does just this. The learning rate is raised by the same "
-        "factor, so in float32 nothing changes. But the gradients are now so small that float16 "
-        "has no number for them, and they become zero.\n"
+        f"The loss is averaged over {power_of_two(digits.OUTPUTS)} outputs, as many as an image of "
+        "1024 x 1024 pixels has. This is done on purpose: digits alone do not need it. A network "
+        "that predicts a label for every pixel does just this. The learning rate is raised by the "
+        "same factor, so in float32 nothing changes. But the gradients are now so small that "
+        "float16 has no number for them, and they become zero.\n"
     )
     console.print(
-        f"Fixed scale: {power(fixed.scale)}, which undoes the averaging.\n"
-        f"Dynamic scale: starts at {power(dynamic.initial_scale)}, too high on purpose. It is "
-        f"halved and the step skipped when a gradient overflows, and doubled after "
+        f"Fixed scale: {power_of_two(fixed.scale)}, which undoes the averaging.\n"
+        f"Dynamic scale: starts at {power_of_two(dynamic.initial_scale)}, too high on purpose. It "
+        f"is halved and the step skipped when a gradient overflows, and doubled after "
         f"{dynamic.growth_interval} finite steps in a row (the library's default is "
         f"{DynamicScale().growth_interval}, too long to see anything here).\n"
     )
@@ -87,7 +77,7 @@ def print_table(console: Any, runs: Sequence[digits.Run]) -> None:
             f"{run.accuracy[-1]:.1%}",
             f"{sum(run.flushed) / len(run.flushed):.2%}",
             f"{sum(run.skipped)} of {len(run.skipped)}" if scaled else "-",
-            power(run.final_scale) if run.final_scale is not None else "-",
+            power_of_two(run.final_scale) if run.final_scale is not None else "-",
             f"{run.seconds:.1f}",
         )
     console.print(table)
@@ -123,7 +113,7 @@ def draw(runs: Sequence[digits.Run], gradients: Any, path: Path) -> None:
             plot_scales(run.scales, run.skipped, axes["scales"], label=run.recipe.name, style=index)
     axes["scales"].set_title("Loss scale over the steps")
 
-    histogram = exponent_histogram(gradients)
+    histogram = GradientHistogram.from_array(gradients)
     histograms = {"unscaled (float16, no scaling)": histogram}
     for run in runs:
         if run.recipe.rule is not None:
@@ -131,7 +121,7 @@ def draw(runs: Sequence[digits.Run], gradients: Any, path: Path) -> None:
             exponent = round(math.log2(scale))
             name = f"times $2^{{{exponent}}}$ ({run.recipe.name})"
             histograms[name] = histogram.scaled(exponent)
-    plot_exponents(histograms, axes["exponents"])
+    plot_gradient_range(histograms, axes["exponents"])
     axes["exponents"].set_title("Gradients before the first step against float16's range", pad=24)
     figure.suptitle(
         f"Handwritten digits. The loss is averaged over $2^{{{round(math.log2(digits.OUTPUTS))}}}$ "

@@ -1,0 +1,138 @@
+"""What is installed, read from metadata: nothing that is asked about is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGES = (
+    "numpy",
+    "ml_dtypes",
+    "tensorflow",
+    "keras",
+    "tf_keras",
+    "jax",
+    "torch",
+    "matplotlib",
+    "rich",
+)
+_MAJOR_VERSIONS = {"keras": "3", "tf_keras": "2"}
+
+
+class Shell(NamedTuple):
+    """A framework that loss scaling runs on.
+
+    Attributes:
+        name: What it is called.
+        packages: The packages it needs.
+        extra: The extra of lossscale that installs them.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    extra: str
+
+
+SHELLS = (
+    Shell("Keras 3 on TensorFlow", ("keras", "tensorflow"), "tensorflow"),
+    Shell("Keras 3 on JAX", ("keras", "jax"), "jax"),
+    Shell("Keras 3 on PyTorch", ("keras", "torch"), "torch"),
+    Shell("Keras 2 (tf_keras)", ("tf_keras", "tensorflow"), "tf_keras"),
+)
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Returns the version of each of `PACKAGES`, None for those that are not installed.
+
+    A package that is there without its metadata has the version "unknown".
+    """
+    distributions = metadata.packages_distributions()
+    versions = {}
+    for package in PACKAGES:
+        try:
+            found = find_spec(package) is not None
+        except ValueError:
+            # What has no spec was put into sys.modules by hand.
+            found = False
+        versions[package] = _version(distributions.get(package, [])) if found else None
+    return versions
+
+
+def _version(distributions: list[str]) -> str:
+    # A distribution goes by other names too, such as tensorflow-cpu for tensorflow.
+    for name in distributions:
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if found:
+            return found
+    return "unknown"
+
+
+def why_not(shell: Shell, versions: dict[str, str | None]) -> str | None:
+    """Returns why loss scaling does not run on a framework, None if it should.
+
+    Args:
+        shell: The framework.
+        versions: What `installed_versions` returns.
+    """
+    command = f'pip install "lossscale[{shell.extra}]"'
+    lowest = _lowest_versions()
+    for package in shell.packages:
+        version = versions[package]
+        if version is None:
+            return f"{package} is not installed: {command}"
+        needed = lowest.get(package, "0")
+        if version != "unknown" and _numbers(version) < _numbers(needed):
+            return f"{package} {version} is too old, it needs {needed} or later: {command}"
+        major = _MAJOR_VERSIONS.get(package)
+        if major is not None and version != "unknown" and version.partition(".")[0] != major:
+            return f"{package} {version} is not supported, only {package} {major}: {command}"
+    return None
+
+
+def _lowest_versions() -> dict[str, str]:
+    pattern = re.compile(r"([\w.-]+)>=([\d.]+)")
+    found = (pattern.match(line) for line in metadata.requires("lossscale") or ())
+    return {match[1]: match[2] for match in found if match}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def keras_backend() -> tuple[str, str]:
+    """Returns what Keras 3 will compute with, and where that is set."""
+    named = os.environ.get("KERAS_BACKEND")
+    if named:
+        return named, "KERAS_BACKEND"
+    folder = os.environ.get("KERAS_HOME") or str(Path.home() / ".keras")
+    path = Path(folder) / "keras.json"
+    try:
+        named = json.loads(path.read_text(encoding="utf-8"))["backend"]
+    except (OSError, ValueError, KeyError, TypeError):
+        # Keras ignores a file that it cannot read, too.
+        return "tensorflow", "the default"
+    return str(named), str(path)
+
+
+def gpus() -> list[str] | None:
+    """Returns the names of the GPUs that `nvidia-smi` lists, None if there is no such command."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    query = [command, "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]

@@ -1,0 +1,68 @@
+"""Files that verbs read and write, with one line for each thing that can be wrong with them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lossscale.cli.errors import UsageError
+from lossscale.cli.progress import progress
+from lossscale.errors import LossScaleError
+
+PICTURE_FORMATS = (".png", ".pdf", ".svg")
+
+
+def check_picture(option: str, path: Path) -> None:
+    """Raises unless a picture can be written there.
+
+    Args:
+        option: What the user gave the path as, for the message.
+        path: The file.
+
+    Raises:
+        UsageError: If its ending is no format of pictures, or it cannot be written.
+    """
+    if path.suffix.lower() not in PICTURE_FORMATS:
+        raise UsageError(
+            f"{option} must end in {', '.join(PICTURE_FORMATS)}. Received: {str(path)!r}"
+        )
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} is in a folder that does not exist: {str(path.parent)!r}")
+    if path.is_dir():
+        raise UsageError(f"{option} is a folder: {str(path)!r}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{option} cannot be written: {str(path)!r}")
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turns what is wrong with a file or an argument into one line and exit status 2."""
+    try:
+        yield
+    except LossScaleError as error:
+        raise UsageError(" ".join(str(error).split())) from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        named = "" if error.filename is None else f"{error.filename}: "
+        raise UsageError(f"{named}{reason}") from error
+
+
+def read_history(path: Path) -> Any:
+    """Reads the history of a training run.
+
+    Args:
+        path: The file.
+
+    Raises:
+        UsageError: If it cannot be read, is no history, or has no step.
+    """
+    from lossscale.diagnostics import TrainingHistory
+
+    with usage_errors(), progress(f"Reading {path.name}", path.stat().st_size) as show:
+        history = TrainingHistory.read(path, after_bytes=show)
+    if not history.records:
+        raise UsageError(f"{path}: the history has no steps yet")
+    return history

@@ -1,0 +1,122 @@
+"""`lossscale info`: versions, and what loss scaling runs on here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from importlib import metadata
+from typing import Any
+
+from lossscale.cli.environment import (
+    SHELLS,
+    gpus,
+    installed_versions,
+    keras_backend,
+    why_not,
+)
+from lossscale.cli.progress import progress
+from lossscale.cli.shell_check import check_shell
+
+
+def add_parser(verbs: Any) -> None:
+    """Adds the verb to the subparsers of the command."""
+    parser = verbs.add_parser(
+        "info",
+        help="print versions, and what loss scaling runs on here",
+        description="Prints versions and which frameworks loss scaling runs on, and why not on "
+        "the others. Nothing is imported for that. It needs no package but lossscale.",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="also import each framework and take one step with it, in a process of its own "
+        "(several seconds each)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of text")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what is installed.
+
+    Args:
+        arguments: `check` and `json`, as parsed.
+
+    Returns:
+        The exit status: 0, or 1 if a framework that is installed does not work.
+    """
+    found = _found()
+    if arguments.check:
+        _check(found["shells"])
+    if arguments.json:
+        print(json.dumps(found, allow_nan=False, indent=2))
+    else:
+        print("\n".join(_lines(found)))
+    return int(any(shell.get("error") for shell in found["shells"]))
+
+
+def _found() -> dict[str, Any]:
+    versions = installed_versions()
+    backend, source = keras_backend()
+    reasons = [why_not(shell, versions) for shell in SHELLS]
+    return {
+        "lossscale": metadata.version("lossscale"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions,
+        "keras_backend": {"name": backend, "set_by": source},
+        "gpus": gpus(),
+        "shells": [
+            {"name": shell.name, "available": reason is None, "reason": reason}
+            for shell, reason in zip(SHELLS, reasons, strict=True)
+        ],
+    }
+
+
+def _check(shells: list[dict[str, Any]]) -> None:
+    available = [
+        (shell, entry) for shell, entry in zip(SHELLS, shells, strict=True) if entry["available"]
+    ]
+    with progress("Checking", len(available), at_once=True) as show:
+        for done, (shell, entry) in enumerate(available, start=1):
+            entry.update(check_shell(shell))
+            show(done)
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    backend = found["keras_backend"]
+    shells = found["shells"]
+    return [
+        f"lossscale {found['lossscale']}",
+        f"Python {found['python']} on {found['platform']}",
+        f"GPUs: {_gpus(found['gpus'])}",
+        "",
+        "Packages",
+        *_columns([(name, version or "-") for name, version in found["packages"].items()]),
+        "",
+        f"Keras 3 would compute with {backend['name']} (set by {backend['set_by']}).",
+        "Loss scaling runs on",
+        *_columns([(shell["name"], _verdict(shell)) for shell in shells]),
+    ]
+
+
+def _gpus(names: list[str] | None) -> str:
+    if names is None:
+        return "none seen (there is no nvidia-smi)"
+    return ", ".join(names) or "none"
+
+
+def _verdict(shell: dict[str, Any]) -> str:
+    if not shell["available"]:
+        return f"no: {shell['reason']}"
+    if "error" not in shell:
+        return "yes"
+    if shell["error"] is not None:
+        return f"no, it failed: {shell['error']}"
+    return f"yes, checked in {shell['seconds']:.0f} seconds on {', '.join(shell['devices'])}"
+
+
+def _columns(rows: list[tuple[str, str]]) -> list[str]:
+    width = max(len(name) for name, _ in rows)
+    return [f"  {name:{width}}  {value}" for name, value in rows]

@@ -1,0 +1,109 @@
+"""`lossscale plot`: draws the history of a training run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lossscale.cli.errors import MissingExtraError
+from lossscale.cli.files import check_picture, read_history, usage_errors
+from lossscale.diagnostics.powers import power_of_two
+
+
+def add_parser(verbs: Any) -> None:
+    """Adds the verb to the subparsers of the command."""
+    parser = verbs.add_parser(
+        "plot",
+        help="draw the loss scale, the skipped steps and the loss of a training run",
+        description="Draws the history that a training run has written: the loss scale by step, "
+        "the skipped steps by reason, and the loss. Prints a summary.",
+    )
+    parser.add_argument(
+        "history",
+        metavar="HISTORY",
+        type=Path,
+        help="the history of a run, a file of JSON lines",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="the picture to write: .png, .pdf or .svg",
+    )
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draws a history.
+
+    Args:
+        arguments: `history`, `output` and `json`, as parsed.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        CommandError: If a file cannot be read or written, or a package is missing.
+    """
+    check_picture("--output", arguments.output)
+    missing = [name for name in ("numpy", "matplotlib") if find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(f'{", ".join(missing)} not found: pip install "lossscale[plots]"')
+    history = read_history(arguments.history)
+    draw(history, arguments.output)
+    summary = {**history.summary(), "picture": str(arguments.output)}
+    if arguments.json:
+        print(json.dumps(summary, allow_nan=False, indent=2))
+    else:
+        print("\n".join(_lines(summary)))
+    return 0
+
+
+def draw(history: Any, path: Path) -> None:
+    """Draws a history into a file.
+
+    Args:
+        history: A `TrainingHistory`.
+        path: The file to write; its suffix says in which format.
+    """
+    from matplotlib.figure import Figure
+
+    from lossscale.plots import plot_history
+
+    # Not pyplot: a Figure of its own needs no window.
+    with_loss = any(loss is not None for loss in history.losses)
+    figure = Figure(figsize=(8, 6 if with_loss else 4), layout="constrained")
+    if with_loss:
+        panels = figure.subplots(2, sharex=True, height_ratios=[3, 2])
+        plot_history(history, *panels)
+    else:
+        plot_history(history, figure.subplots())
+    with usage_errors():
+        figure.savefig(path, dpi=150)
+
+
+def _lines(summary: dict[str, Any]) -> list[str]:
+    first, last = summary["first_step"], summary["last_step"]
+    lines = [
+        f"Steps:      {first} to {last}, {summary['records']} of them recorded",
+        f"Skipped:    {summary['skips']} ({summary['skip_rate']:.2%}), "
+        f"at most {summary['longest_run_of_skips']} in a row",
+        f"Loss scale: {power_of_two(summary['first_scale'])} at first, "
+        f"{power_of_two(summary['last_scale'])} at last, between "
+        f"{power_of_two(summary['lowest_scale'])} and {power_of_two(summary['highest_scale'])}",
+    ]
+    for name, count in list(summary["overflow_counts"].items())[:5]:
+        lines.append(f"Not finite: {name} in {count} recorded step{'s' * (count > 1)}")
+    more = len(summary["overflow_counts"]) - 5
+    if more > 0:
+        lines.append(f"Not finite: {more} more variables; --json names them")
+    if summary["truncated"]:
+        lines.append("The file ends within a line, which is left out: the run was killed.")
+    lines.append(f"Picture:    {summary['picture']}")
+    return lines

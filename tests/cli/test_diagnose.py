@@ -1,0 +1,276 @@
+"""`lossscale diagnose`: what it prints and draws, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import keras
+import matplotlib.image
+import numpy as np
+import pytest
+
+import lossscale
+from lossscale.cli import digits
+from lossscale.cli.main import main
+from lossscale.diagnostics import GradientReport, Verdict
+
+ROWS = 40
+
+
+@keras.saving.register_keras_serializable("tests")
+def divided(labels, predictions):
+    return keras.losses.sparse_categorical_crossentropy(labels, predictions) / digits.OUTPUTS
+
+
+def save_model(path, loss="sparse_categorical_crossentropy", optimizer="sgd"):
+    model = digits.build_model("mixed_float16", seed=0)
+    if loss is not None:
+        model.compile(optimizer, loss)
+    model.save(path)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    # Names that Keras makes up are numbered on by every model before.
+    keras.utils.clear_session()
+    save_model(folder / "plain.keras")
+    wrapped = lossscale.LossScaleOptimizer(keras.optimizers.Adam())
+    save_model(folder / "needy.keras", divided, wrapped)
+    save_model(folder / "bare.keras", loss=None)
+    model = digits.build_model("float32", seed=0)
+    model.compile(None, "sparse_categorical_crossentropy")
+    model.save(folder / "no_optimizer.keras")
+    model.compile("sgd")
+    model._compile_loss = None
+    model.loss = None
+    model.save(folder / "no_loss.keras")
+    a, b = keras.Input((3,), name="a"), keras.Input((2,), name="b")
+    hidden = keras.layers.concatenate([a, b])
+    outputs = [keras.layers.Dense(1, name=name)(hidden) for name in ("one", "two")]
+    model = keras.Model([a, b], outputs)
+    model.compile("sgd", ["mse", "mse"])
+    model.save(folder / "several.keras")
+
+    data = digits.load_digits(0)
+    x, y = data.images[:ROWS], data.labels[:ROWS]
+    rng = np.random.default_rng(0)
+    several = {"a": rng.normal(size=(9, 3)), "b": rng.normal(size=(9, 2))}
+    several |= {"one": np.ones((9, 1)), "two": np.zeros((9, 1))}
+    for name, arrays in {
+        "data": {"x": x, "y": y},
+        "weighted": {"x": x, "y": y, "sample_weight": np.full(ROWS, 2.0**-30)},
+        "named": {"input_layer": x, "activation": y},
+        "narrow": {"x": x[:, :, :4], "y": y},
+        "flat": {"x": x.reshape(ROWS, 64), "y": y},
+        "short": {"x": x, "y": y[:-1]},
+        "wrong_targets": {"x": x, "y": x},
+        "extra": {"x": x, "y": y, "z": y},
+        "no_x": {"y": y},
+        "several": several,
+        "several_x": {"x": several["a"], "one": several["one"], "two": several["two"]},
+        "several_half": {**several, "b": several["b"][:, :1]},
+        "nothing": {},
+        "texts": {"x": np.array(["a", "b"]), "y": np.array([0, 1])},
+        "objects": {"x": np.array([None, {}], object), "y": np.array([0, 1])},
+    }.items():
+        np.savez(folder / f"{name}.npz", **arrays)
+    np.save(folder / "alone.npy", x)
+    (folder / "alone.npy").rename(folder / "alone.npz")
+    (folder / "empty.npz").touch()
+    (folder / "empty.keras").touch()
+    (folder / "text.npz").write_text("x,y\n1,2\n")
+    (folder / "text.keras").write_text("a model\n")
+    for name in ("data.npz", "plain.keras"):
+        whole = (folder / name).read_bytes()
+        (folder / f"cut_{name}").write_bytes(whole[: len(whole) // 2])
+    (folder / "folder.keras").mkdir()
+    (folder / "plain.txt").write_bytes((folder / "plain.keras").read_bytes())
+    return folder
+
+
+@pytest.fixture
+def run(files, monkeypatch, capsys):
+    """Runs the verb among the files; returns the exit status and what it wrote."""
+    monkeypatch.chdir(files)
+
+    def run(model, data, *arguments):
+        status = main(["diagnose", model, "--data", data, *arguments])
+        return (status, *capsys.readouterr())
+
+    return run
+
+
+def test_a_model_that_needs_no_scaling(run):
+    status, out, err = run("plain.keras", "data.npz")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].endswith("in float16: not needed.")
+    assert any(line.startswith("gradient of") for line in lines)
+    assert sum("/kernel " in line for line in lines) == 4
+    assert "on 1 batch (32 samples), with Keras on tensorflow." in out
+
+
+def test_a_model_that_needs_it(run):
+    status, out, err = run("needy.keras", "data.npz", "--batch-size", "8", "--batches", "3")
+    assert (status, err) == (0, "")
+    assert out.splitlines()[0].endswith("in float16: required.")
+    assert "FixedScale(2**" in out
+    assert "on 3 batches (24 samples)" in out
+
+
+def test_json_is_a_report(run):
+    status, out, err = run("needy.keras", "data.npz", "--json")
+    assert (status, err) == (0, "")
+    read = json.loads(out)
+    assert read["verdict"] == "required"
+    assert read["picture"] is None
+    report = GradientReport.from_json(out)
+    assert report.verdict is Verdict.REQUIRED
+    assert report.recommended_scale == read["recommended_scale"]
+
+
+def test_another_format(run):
+    assert (
+        run("needy.keras", "data.npz", "--format", "bfloat16")[1]
+        .splitlines()[0]
+        .endswith("in bfloat16: not needed.")
+    )
+
+
+def test_sample_weights_weigh(run):
+    assert "required" in run("plain.keras", "weighted.npz")[1].splitlines()[0]
+
+
+def test_arrays_may_have_the_names_of_the_model(run):
+    assert run("plain.keras", "named.npz")[1] == run("plain.keras", "data.npz")[1]
+
+
+def test_several_inputs_and_outputs_by_their_names(run):
+    status, out, _ = run("several.keras", "several.npz")
+    assert status == 0
+    assert "output:one" in out
+    assert "output:two" in out
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_a_picture(run, files, suffix):
+    status, out, err = run("needy.keras", "data.npz", "--plot", f"picture{suffix}")
+    assert (status, err) == (0, "")
+    assert out.endswith(f"\nPicture: picture{suffix}\n")
+    path = files / f"picture{suffix}"
+    assert path.stat().st_size > 10_000
+    if suffix == ".png":
+        assert matplotlib.image.imread(path).std() > 0.05
+
+
+def test_all_lists_every_gradient(run, monkeypatch):
+    monkeypatch.setattr("lossscale.cli.diagnose._ROWS", 3)
+    assert "more that lose less" in run("plain.keras", "data.npz")[1]
+    assert "more that lose less" not in run("plain.keras", "data.npz", "--all")[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        ("plain.keras", "absent.npz", "absent.npz: no such file; --data must be an .npz file"),
+        ("plain.keras", "folder.keras", "folder.keras: it is a folder"),
+        ("plain.keras", "empty.npz", "empty.npz: the file is empty"),
+        ("plain.keras", "cut_data.npz", "cut_data.npz: no .npz file, or it was cut short"),
+        ("plain.keras", "text.npz", "text.npz: no .npz file, or it was cut short"),
+        ("plain.keras", "alone.npz", "alone.npz: no .npz file, or it was cut short; save x and y"),
+        ("plain.keras", "nothing.npz", "nothing.npz: there is no array in it"),
+        ("plain.keras", "objects.npz", "objects.npz: its arrays cannot be read: Object arrays"),
+        ("plain.keras", "texts.npz", "must have the shape (rows, 8, 8, 1). Received: (2,)"),
+        ("plain.keras", "narrow.npz", "(rows, 8, 8, 1). Received: (40, 8, 4, 1)"),
+        ("plain.keras", "flat.npz", "(rows, 8, 8, 1). Received: (40, 64)"),
+        ("plain.keras", "short.npz", "same number of rows, at least one. Received: rows x: [40]"),
+        ("plain.keras", "wrong_targets.npz", "cannot compute its loss on these arrays"),
+        ("plain.keras", "extra.npz", "no input or output of the name 'z'"),
+        ("plain.keras", "no_x.npz", "no array 'input_layer'; the input is called x or input_layer"),
+        ("several.keras", "several_x.npz", "no array 'a', 'b'; the inputs are called a, b"),
+        ("several.keras", "several_half.npz", "input 'b' must have the shape (rows, 2)"),
+        ("absent.keras", "data.npz", "absent.keras: no such file"),
+        ("folder.keras", "data.npz", "folder.keras: it is a folder; MODEL must be"),
+        ("empty.keras", "data.npz", "empty.keras: the file is empty"),
+        ("text.keras", "data.npz", "text.keras: neither an HDF5 file nor a .keras file"),
+        (
+            "cut_plain.keras",
+            "data.npz",
+            "cut_plain.keras: neither an HDF5 file nor a .keras file, or it was",
+        ),
+        ("plain.txt", "data.npz", "MODEL must end in .keras, .h5 or .hdf5"),
+        ("bare.keras", "data.npz", "saved without what it was compiled with; call model.compile"),
+        ("no_optimizer.keras", "data.npz", "saved without an optimizer; call model.compile"),
+        ("no_loss.keras", "data.npz", "saved without a loss; call model.compile"),
+    ],
+)
+def test_bad_files_give_one_line_and_status_2(run, model, data, message):
+    status, out, err = run(model, data)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.startswith("lossscale: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--format", "float99"], "invalid choice: 'float99'"),
+        (["--batches", "0"], "--batches: must be an integer from 1"),
+        (["--batch-size", "many"], "--batch-size: must be an integer from 1"),
+        (["--plot", "picture.txt"], "--plot must end in .png, .pdf, .svg"),
+        (["--plot", "nowhere/picture.png"], "a folder that does not exist"),
+        (["--backend", "jax"], "already imported with the backend tensorflow"),
+        (["--backend", "numpy"], "one of tensorflow, jax, torch"),
+    ],
+    ids=" ".join,
+)
+def test_bad_arguments_give_one_line_and_status_2(run, arguments, message):
+    status, out, err = run("plain.keras", "data.npz", *arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["diagnose"], ["diagnose", "plain.keras"]], ids=len)
+def test_missing_arguments(arguments, capsys):
+    assert main(arguments) == 2
+    assert "--data" in capsys.readouterr().err
+
+
+def test_a_layer_that_is_not_known(files, run):
+    class Unheard(keras.layers.Dense):
+        pass
+
+    model = keras.Sequential([keras.Input((8, 8, 1)), Unheard(1)])
+    model.compile("sgd", "mse")
+    model.save(files / "unheard.keras")
+    status, _, err = run("unheard.keras", "data.npz")
+    assert status == 2
+    assert "unheard.keras: Keras cannot load it" in err
+    assert err.count("\n") == 1
+
+
+def test_as_a_command_it_is_silent_on_standard_error(files):
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "lossscale.cli.main",
+            "diagnose",
+            *("plain.keras", "--data", "data.npz"),
+        ],
+        cwd=files,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env=environment,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "not needed" in done.stdout

@@ -1,0 +1,215 @@
+"""`lossscale info`: versions without imports, and why a framework is not available."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+from lossscale.cli import environment, info
+from lossscale.cli.main import main
+from lossscale.cli.progress import progress
+from lossscale.cli.shell_check import check_shell
+
+NAMES = [shell.name for shell in environment.SHELLS]
+
+
+def found(capsys, *arguments):
+    assert main(["info", "--json", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+def test_versions_are_those_of_the_packages(capsys):
+    import matplotlib
+    import numpy
+
+    report = found(capsys)
+    assert report["python"] == platform.python_version()
+    assert report["lossscale"] == metadata.version("lossscale")
+    assert report["packages"]["numpy"] == numpy.__version__
+    assert report["packages"]["matplotlib"] == matplotlib.__version__
+    assert list(report["packages"]) == list(environment.PACKAGES)
+
+
+def test_nothing_heavy_is_imported():
+    code = (
+        "import sys\n"
+        "from lossscale.cli.main import main\n"
+        "main(['info'])\n"
+        "heavy = {'numpy', 'tensorflow', 'keras', 'tf_keras', 'jax', 'torch', 'matplotlib'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert done.stdout.startswith(f"lossscale {metadata.version('lossscale')}\nPython ")
+
+
+def installed(monkeypatch, **versions):
+    every = dict.fromkeys(environment.PACKAGES, None) | versions
+    monkeypatch.setattr(info, "installed_versions", lambda: every)
+
+
+def test_a_machine_with_nothing(monkeypatch, capsys):
+    installed(monkeypatch)
+    report = found(capsys)
+    assert [shell["available"] for shell in report["shells"]] == [False] * 4
+    assert report["shells"][1]["reason"] == ('keras is not installed: pip install "lossscale[jax]"')
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "tensorflow  -" in out
+    assert 'tf_keras is not installed: pip install "lossscale[tf_keras]"' in out
+
+
+@pytest.mark.parametrize(
+    ("versions", "available"),
+    [
+        ({"keras": "3.15.1", "jax": "0.10.2"}, ["Keras 3 on JAX"]),
+        ({"keras": "3.9.0", "tensorflow": "2.18.0", "tf_keras": "2.18.0"}, [NAMES[0], NAMES[3]]),
+        ({"keras": "3.9.0", "torch": "2.13.0+cpu"}, ["Keras 3 on PyTorch"]),
+        ({"keras": "unknown", "torch": "unknown"}, ["Keras 3 on PyTorch"]),
+        ({"keras": "3.10.0rc1", "jax": "0.4.30.dev20240101"}, ["Keras 3 on JAX"]),
+        ({"keras": "3.8.0", "tensorflow": "2.21.0"}, []),
+        ({"keras": "2.15.0", "tensorflow": "2.21.0"}, []),
+        ({"keras": "4.0.0", "jax": "0.10.2"}, []),
+        ({"jax": "0.10.2", "torch": "2.13.0"}, []),
+    ],
+)
+def test_which_frameworks_are_available(monkeypatch, versions, available, capsys):
+    installed(monkeypatch, **versions)
+    shells = found(capsys)["shells"]
+    assert [shell["name"] for shell in shells] == NAMES
+    assert [shell["name"] for shell in shells if shell["available"]] == available
+    assert all((shell["reason"] is None) == shell["available"] for shell in shells)
+
+
+def test_the_reason_names_the_version(monkeypatch, capsys):
+    installed(monkeypatch, keras="3.8.0", jax="0.10.2", tensorflow="2.21.0", tf_keras="3.0.0")
+    reasons = [shell["reason"] for shell in found(capsys)["shells"]]
+    assert reasons[1].startswith("keras 3.8.0 is too old, it needs 3.9 or later: pip install")
+    assert reasons[3].startswith("tf_keras 3.0.0 is not supported, only tf_keras 2: pip install")
+
+
+def test_a_package_without_metadata_and_one_that_is_blocked(monkeypatch, tmp_path):
+    (tmp_path / "tf_keras").mkdir()
+    (tmp_path / "tf_keras" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    monkeypatch.setattr(environment.metadata, "packages_distributions", dict)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "tf_keras", raising=False)
+    monkeypatch.setitem(sys.modules, "jax", None)
+    versions = environment.installed_versions()
+    assert versions["tf_keras"] == "unknown"
+    assert versions["jax"] is None
+
+
+def test_metadata_that_names_no_version(monkeypatch):
+    def version(name):
+        if name == "gone":
+            raise metadata.PackageNotFoundError(name)
+        return {"nothing": None, "tensorflow-cpu": "2.21.0"}[name]
+
+    monkeypatch.setattr(environment.metadata, "version", version)
+    assert environment._version(["gone", "nothing", "tensorflow-cpu"]) == "2.21.0"
+    assert environment._version(["gone", "nothing"]) == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("variable", "content", "expected"),
+    [
+        ("jax", '{"backend": "torch"}', ("jax", "KERAS_BACKEND")),
+        (None, '{"backend": "torch"}', ("torch", "keras.json")),
+        ("", '{"backend": "torch"}', ("torch", "keras.json")),
+        (None, "{", ("tensorflow", "the default")),
+        (None, "[]", ("tensorflow", "the default")),
+        (None, '{"floatx": "float32"}', ("tensorflow", "the default")),
+        (None, None, ("tensorflow", "the default")),
+    ],
+)
+def test_the_backend_of_keras(monkeypatch, tmp_path, variable, content, expected):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("KERAS_BACKEND", variable)
+    if content is not None:
+        (tmp_path / "keras.json").write_text(content)
+    backend, source = environment.keras_backend()
+    assert (backend, source.rpartition("/")[2]) == expected
+
+
+def command(tmp_path, monkeypatch, script):
+    path = tmp_path / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def test_gpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment.gpus() is None
+    command(tmp_path, monkeypatch, "echo 'NVIDIA H200'; echo 'NVIDIA H200'")
+    assert environment.gpus() == ["NVIDIA H200", "NVIDIA H200"]
+    command(tmp_path, monkeypatch, "echo 'no driver' >&2; exit 9")
+    assert environment.gpus() == []
+
+
+SHELL = environment.SHELLS[2]
+
+
+def broken(tmp_path, monkeypatch, line):
+    (tmp_path / "keras.py").write_text(line + "\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return check_shell(SHELL)
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("raise ImportError('libcudart.so.11.0: not found')", "libcudart.so.11.0: not found"),
+        ("import os; os.abort()", "exit status -6"),
+        ("import sys; sys.exit(3)", "exit status 3"),
+    ],
+    ids=["import error", "crash", "exit"],
+)
+def test_a_broken_package_is_one_line(tmp_path, monkeypatch, line, error):
+    result = broken(tmp_path, monkeypatch, line)
+    assert error in result["error"]
+    assert "\n" not in result["error"]
+    assert result["devices"] == []
+
+
+def test_check_takes_a_step_and_a_failure_is_exit_status_1(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    installed(monkeypatch, keras="3.15.1", torch="2.13.0")
+    (shell,) = (s for s in found(capsys, "--check")["shells"] if s["available"])
+    assert (shell["error"], bool(shell["devices"])) == (None, True)
+    (tmp_path / "keras.py").write_text("raise ImportError('it is broken')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert main(["info", "--check"]) == 1
+    out, err = capsys.readouterr()
+    assert "no, it failed: ImportError: it is broken" in out
+    assert "Traceback" not in out + err
+
+
+def test_bad_arguments_are_one_line(capsys):
+    assert main(["info", "--frobnicate"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_progress_is_not_shown_where_there_is_no_terminal(capsys):
+    with progress("Working", 3, at_once=True) as show:
+        show(2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_progress_works_without_rich(monkeypatch, capsys):
+    import lossscale.cli.progress as module
+
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with progress("Working", 3, at_once=True) as show:
+        show(2)
+    assert capsys.readouterr() == ("", "")

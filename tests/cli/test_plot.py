@@ -1,0 +1,141 @@
+"""`lossscale plot`: what it writes and prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import matplotlib.image
+import pytest
+
+from lossscale import DynamicScale
+from lossscale.cli import plot
+from lossscale.cli.main import main
+from lossscale.diagnostics import HistoryHeader, StepRecord, TrainingHistory
+
+RECORDS = [
+    StepRecord(1, 32.0, True, 16.0, 0.5, nonfinite=[("dense/kernel", 3, 0), ("b", 0, 1)]),
+    StepRecord(2, 16.0, True, 8.0, 0.5, nonfinite=[("dense/kernel", 1, 0)]),
+    StepRecord(3, 8.0, False, 8.0, 0.25),
+    StepRecord(4, 8.0, False, 8.0, 0.125),
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    TrainingHistory(HistoryHeader.of(DynamicScale()), RECORDS).write("run.jsonl")
+    return tmp_path
+
+
+@pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg", ".PNG"])
+def test_a_picture_and_a_summary(folder, suffix, capsys):
+    assert main(["plot", "run.jsonl", "-o", f"run{suffix}"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "Steps:      1 to 4, 4 of them recorded",
+        "Skipped:    2 (50.00%), at most 2 in a row",
+        "Loss scale: 2**5 at first, 8 at last, between 8 and 2**5",
+        "Not finite: dense/kernel in 2 recorded steps",
+        "Not finite: b in 1 recorded step",
+        f"Picture:    run{suffix}",
+    ]
+    assert err == ""
+    assert (folder / f"run{suffix}").stat().st_size > 5000
+
+
+def test_the_picture_has_two_panels_if_there_is_a_loss(folder, capsys):
+    assert main(["plot", "run.jsonl", "--output", "both.png"]) == 0
+    bare = [StepRecord(record.step, record.scale, record.skipped) for record in RECORDS]
+    TrainingHistory(HistoryHeader.of(DynamicScale()), bare).write("bare.jsonl")
+    assert main(["plot", "bare.jsonl", "--output", "one.png"]) == 0
+    both, one = (matplotlib.image.imread(folder / name) for name in ("both.png", "one.png"))
+    assert (both.shape[0], one.shape[0]) == (900, 600)
+    for picture in (both, one):
+        assert picture.std() > 0.05
+
+
+def test_json(folder, capsys):
+    assert main(["plot", "run.jsonl", "-o", "run.png", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err == ""
+    assert (found["skips"], found["skip_rate"], found["picture"]) == (2, 0.5, "run.png")
+    assert found["overflow_counts"] == {"dense/kernel": 2, "b": 1}
+    assert found["truncated"] is False
+
+
+def test_a_run_that_was_killed(folder, capsys):
+    path = folder / "run.jsonl"
+    path.write_bytes(path.read_bytes()[:-10])
+    assert main(["plot", "run.jsonl", "-o", "run.png"]) == 0
+    out = capsys.readouterr().out
+    assert "1 to 3, 3 of them recorded" in out
+    assert "The file ends within a line" in out
+
+
+def refused(arguments, capsys):
+    assert main(["plot", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("lossscale: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "run.jsonl: the file is empty"),
+        (b"loss,scale\n1,2\n", "run.jsonl: this is no history of a training run"),
+        (b"\x89PNG\r\n\x1a\n\0\0", "run.jsonl: this is no history of a training run"),
+        (b'{"a": 1}\n', "run.jsonl, line 1: a history starts with"),
+    ],
+)
+def test_a_file_that_is_no_history(folder, content, message, capsys):
+    (folder / "run.jsonl").write_bytes(content)
+    assert message in refused(["run.jsonl", "-o", "run.png"], capsys)
+    assert not (folder / "run.png").exists()
+
+
+def test_a_line_that_is_broken(folder, capsys):
+    path = folder / "run.jsonl"
+    lines = path.read_text().splitlines()
+    lines[2] = lines[2][:20]
+    path.write_text("\n".join(lines) + "\n")
+    assert "run.jsonl, line 3: " in refused(["run.jsonl", "-o", "run.png"], capsys)
+
+
+def test_a_history_without_steps(folder, capsys):
+    path = folder / "run.jsonl"
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    assert "the history has no steps yet" in refused(["run.jsonl", "-o", "run.png"], capsys)
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: HISTORY, -o/--output"),
+        (["run.jsonl"], "-o/--output"),
+        (["none.jsonl", "-o", "run.png"], "none.jsonl: No such file or directory"),
+        ([".", "-o", "run.png"], ".: Is a directory"),
+        (["run.jsonl", "-o", "run.txt"], "must end in .png, .pdf, .svg. Received: 'run.txt'"),
+        (["run.jsonl", "-o", "nowhere/run.png"], "a folder that does not exist: 'nowhere'"),
+    ],
+)
+def test_what_cannot_be_used(arguments, message, capsys):
+    assert message in refused(arguments, capsys)
+
+
+def test_missing_packages_give_the_command(folder, monkeypatch, capsys):
+    monkeypatch.setattr(plot, "find_spec", lambda name: None if name == "matplotlib" else object())
+    assert main(["plot", "run.jsonl", "-o", "run.png"]) == 1
+    assert 'matplotlib not found: pip install "lossscale[plots]"' in capsys.readouterr().err
+
+
+def test_no_window_is_needed(folder, capsys):
+    # pyplot would look for a display.
+    sys.modules.pop("matplotlib.pyplot", None)
+    assert main(["plot", "run.jsonl", "-o", "run.png"]) == 0
+    assert "matplotlib.pyplot" not in sys.modules
