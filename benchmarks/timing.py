@@ -1,0 +1,121 @@
+"""Times several programs side by side: a short burst of each in every round."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class Program(Protocol):
+    """Something that runs step after step.
+
+    Attributes:
+        fresh_each_step: Whether `prepare` must be called before each step, not each burst.
+    """
+
+    fresh_each_step: bool
+
+    def prepare(self) -> None:
+        """Brings the inputs into place; not timed."""
+
+    def step(self) -> None:
+        """Starts a step."""
+
+    def wait(self) -> None:
+        """Waits for all steps that were started."""
+
+
+class Quartiles(NamedTuple):
+    """The middle of a distribution."""
+
+    median: float
+    q1: float
+    q3: float
+
+
+def burst(program: Program, steps: int, clock: Callable[[], float]) -> float:
+    """Runs some steps and returns the seconds for each, without their preparation."""
+    chunks, size = (steps, 1) if program.fresh_each_step else (1, steps)
+    spent = 0.0
+    for _ in range(chunks):
+        program.prepare()
+        program.wait()
+        begin = clock()
+        for _ in range(size):
+            program.step()
+        program.wait()
+        spent += clock() - begin
+    return spent / steps
+
+
+def interleave(
+    programs: Mapping[str, Program],
+    *,
+    rounds: int,
+    steps: int,
+    seconds: float = math.inf,
+    fewest: int = 1,
+    seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Times programs round by round, in a new order each round.
+
+    What the machine does besides meets all programs alike: they are compared within a round.
+
+    Args:
+        programs: The programs by name, warm.
+        rounds: How many rounds at most.
+        steps: How many steps of each program a round runs.
+        seconds: When this much time is gone, no new round begins.
+        fewest: But so many rounds are run whatever they take.
+        seed: Of the order.
+        clock: Returns seconds.
+
+    Returns:
+        For each program the seconds for a step, one number for each round.
+    """
+    order, shuffled = list(programs), random.Random(seed)
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    begin = clock()
+    try:
+        for done in range(rounds):
+            if done >= fewest and clock() - begin >= seconds:
+                break
+            shuffled.shuffle(order)
+            for name in order:
+                times[name].append(burst(programs[name], steps, clock))
+    finally:
+        if collecting:
+            gc.enable()
+    return times
+
+
+def steps_for(seconds: float, step_seconds: float, most: int) -> int:
+    """Returns how many steps make a burst of about so many seconds, from 1 to `most`."""
+    return max(1, min(most, math.ceil(seconds / max(step_seconds, 1e-9))))
+
+
+def quartiles(numbers: Sequence[float]) -> Quartiles:
+    """Returns the median and the quartiles around it; of one number that number."""
+    if len(numbers) == 1:
+        return Quartiles(numbers[0], numbers[0], numbers[0])
+    q1, median, q3 = statistics.quantiles(numbers, n=4, method="inclusive")
+    return Quartiles(median, q1, q3)
+
+
+def ratios(times: Sequence[float], baseline: Sequence[float]) -> Quartiles:
+    """Returns the quartiles of the ratios of two programs' times, taken within each round."""
+    return quartiles([a / b for a, b in zip(times, baseline, strict=True)])
+
+
+def as_numbers(found: Quartiles) -> dict[str, Any]:
+    """Returns quartiles as a JSON-ready dictionary."""
+    return dict(found._asdict())

@@ -1,0 +1,134 @@
+"""`python -m benchmarks`: its arguments, and its short form on every backend."""
+
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.methods import METHODS
+from benchmarks.plan import ALL_MODES, CASES, MODES, processes
+
+REPOSITORY = pathlib.Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend", "mxnet"], "there is no backend 'mxnet'; there are tensorflow, tf_keras"),
+        (["--case", "big,huge"], "there is no case 'huge'; there are big, small"),
+        (["--mode", "warp"], "there is no mode 'warp'; there are function, xla"),
+        (["--rounds", "0"], "must be a whole number from 1 up, not '0'"),
+        (["--rounds", "few"], "must be a whole number from 1 up, not 'few'"),
+        (["--what"], "unrecognized arguments: --what"),
+    ],
+)
+def test_a_wrong_argument_ends_it_with_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--backend", "jax", "--case", "sparse"], ["--backend", "torch", "--mode", "xla"]],
+)
+def test_so_do_arguments_that_leave_nothing_to_do(arguments, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "nothing runs with" in error
+
+
+def check_quartiles(found):
+    assert set(found) == {"median", "q1", "q3"}
+    assert all(math.isfinite(number) and number > 0 for number in found.values())
+    assert found["q1"] <= found["median"] <= found["q3"]
+
+
+@pytest.mark.parametrize("backend", MODES)
+def test_the_short_form_runs_every_case(backend, tmp_path):
+    output = tmp_path / "folder" / "results.json"
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--rounds", "2"]
+    done = subprocess.run(
+        [*command, "--backend", backend, "--output", str(output)],
+        cwd=REPOSITORY,
+        env={**os.environ, "TF_USE_LEGACY_KERAS": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(output.read_text())
+    assert set(results) == {
+        "date",
+        "machine",
+        "versions",
+        "options",
+        "measured_by",
+        "rows",
+        "collectives",
+        "host_syncs",
+        "not_run",
+        "wrong",
+    }
+    assert results["wrong"] == []
+    assert results["options"] == {
+        "backends": [backend],
+        "cases": list(CASES),
+        "modes": list(ALL_MODES),
+        "rounds": 2,
+        "quick": True,
+    }
+    assert set(results["machine"]) >= {"processor", "cores", "memory_bytes", "python", "gpus"}
+    expected = {
+        case for p in processes([backend], list(CASES), ALL_MODES, True) for case in p.cases
+    }
+    assert {row["case"] for row in results["rows"]} == expected - {"collectives", "host_syncs"}
+    assert {row["mode"] for row in results["rows"]} == set(MODES[backend])
+    for row in results["rows"]:
+        check_row(row)
+    check_counts(backend, results)
+    for row in results["rows"]:
+        assert row["shell"] in done.stdout
+    if backend in ("jax", "torch") and not results["machine"]["gpus"]:
+        assert f"Not run: {backend} on a GPU, because there is no GPU" in done.stdout
+
+
+def check_row(row):
+    assert row["rounds"] == 2
+    assert row["steps_per_round"] >= 1
+    assert "bare" in row["methods"]
+    for name, method in row["methods"].items():
+        assert name.removesuffix("/skipped") in METHODS
+        if "does_not_run" in method:
+            assert (name, row["case"]) == ("peer_fixed", "sparse")
+            continue
+        assert method["first_step_seconds"] > 0
+        check_quartiles(method["seconds"])
+        check_quartiles(method["ratio"])
+        if name.endswith("/skipped"):
+            check_quartiles(method["ratio_to_applied"])
+        if row["case"] in ("big", "small"):
+            assert method["memory_bytes"] is None or method["memory_bytes"] >= 0
+            assert ("graph_size" in method) == (row["mode"] != "eager" or "torch" in row["shell"])
+
+
+def check_counts(backend, results):
+    if backend == "torch":
+        found = {one["method"]: one for one in results["host_syncs"]}
+        assert found["bare"]["apply_host_syncs"] == 0
+        assert found["ours_dynamic"]["apply_calls"] > found["bare"]["apply_calls"]
+    if backend in ("tensorflow", "jax"):
+        assert results["collectives"]
+        for one in results["collectives"]:
+            # The gradients of 10 variables of 1,000 float32 numbers, and perhaps a verdict.
+            assert one["sums"] >= 1
+            assert 40_000 <= one["bytes"] < 41_000
