@@ -6,7 +6,7 @@ DEMO := .venv-demo
 TEST := .venv-test
 JOBS ?= 2
 
-.PHONY: demo test lint types tests table format clean
+.PHONY: demo test lint types tests table bench format clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/lossscale demo
@@ -37,6 +37,12 @@ table: $(TEST)/installed
 	KERAS_BACKEND=torch $(CONFORMANCE)
 	KERAS_BACKEND=tensorflow LOSSSCALE_TEST_KERAS=tf_keras $(CONFORMANCE)
 	$(TEST)/bin/python tests/conformance/results.py $(RESULTS) README.md docs/what_runs_where.md
+
+# What loss scaling costs: build/bench/results.json, and the tables of the README and docs/benchmarks.md.
+bench: $(TEST)/installed
+	$(TEST)/bin/python -m benchmarks
+	$(TEST)/bin/python -m benchmarks.pages build/bench/results.json README.md docs/benchmarks.md
+	$(TEST)/bin/python -m benchmarks.monitoring --output build/bench/monitoring.json --page docs/monitoring.md
 
 format: $(TEST)/installed
 	$(TEST)/bin/ruff check --fix .

@@ -54,10 +54,13 @@ def test_a_program_on_a_page_runs(source):
 
 # The last line that each example prints, where it does not depend on the machine's rounding.
 LAST_LINES = {
+    "diagnose_gradients.py": "512 x 512 pixels: loss scaling recommended",
     "documented_names.py": "2.4: 2.0 at scale 64.0",
     "fit_mixed_float16.py": None,
     "gradient_tape.py": "after minimize: weight 1.0469",
+    "monitor_training.py": "overflowed: net/hidden/bias net/hidden/kernel",
     "rule_of_your_own.py": "gradient inf: skipped 3, scale 16384",
+    "simulate_a_rule.py": "3.47e-04 of all steps is what the default rule can bear",
 }
 
 

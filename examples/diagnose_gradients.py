@@ -1,0 +1,36 @@
+"""Asks whether a network that labels the pixels of an image needs loss scaling in float16."""
+
+import keras
+import numpy as np
+
+from lossscale.diagnostics import diagnose
+
+keras.utils.set_random_seed(0)
+
+
+def pixel_labeller():
+    """Finds the bright parts of an image: a label for each pixel."""
+    model = keras.Sequential(
+        [
+            keras.Input((None, None, 1)),
+            keras.layers.Conv2D(8, 3, padding="same", activation="relu", name="edges"),
+            keras.layers.Conv2D(8, 3, padding="same", activation="relu", name="shapes"),
+            keras.layers.Conv2D(1, 1, activation="sigmoid", name="labels"),
+        ],
+        name="pixel_labeller",
+    )
+    model.compile("adam", loss="binary_crossentropy")
+    return model
+
+
+# The loss is averaged over all pixels of a batch, so that gradients shrink as images grow.
+reports = {}
+for side in (32, 512):
+    images = np.random.default_rng(0).uniform(size=(16, side, side, 1)).astype("float32")
+    labels = (images > 0.9).astype("float32")
+    reports[side] = diagnose(pixel_labeller(), images, labels, batch_size=16)
+
+print(reports[512])
+print()
+for side, report in reports.items():
+    print(f"{side} x {side} pixels: loss scaling {report.verdict}")

@@ -1,0 +1,39 @@
+"""Watches a float16 training whose loss scale starts far too high, and says what overflowed."""
+
+import tempfile
+
+import keras
+import numpy as np
+
+import lossscale
+from lossscale.callbacks import LossScaleMonitor
+from lossscale.diagnostics import TrainingHistory
+
+keras.utils.set_random_seed(0)
+keras.mixed_precision.set_dtype_policy("mixed_float16")
+
+model = keras.Sequential(
+    [
+        keras.Input((16,)),
+        keras.layers.Dense(64, activation="relu", name="hidden"),
+        keras.layers.Dense(1, dtype="float32", name="out"),
+    ],
+    name="net",
+)
+rule = lossscale.DynamicScale(initial_scale=2.0**22, growth_interval=50)
+model.compile(lossscale.LossScaleOptimizer(keras.optimizers.Adam(0.01), rule=rule), loss="mse")
+
+x = np.random.default_rng(0).normal(size=(512, 16)).astype("float32")
+y = np.sin(x.sum(axis=1, keepdims=True))
+
+with tempfile.TemporaryDirectory() as folder:
+    path = folder + "/run.jsonl"
+    monitor = LossScaleMonitor(path)
+    model.fit(x, y, batch_size=32, epochs=2, verbose=2, callbacks=[monitor])
+    history = TrainingHistory.read(path)
+
+for record in history.records:
+    if record.skipped:
+        tensors = ", ".join(map(str, record.nonfinite))
+        print(f"step {record.step} at scale {record.scale:.0f}, {record.reason}: {tensors}")
+print("overflowed:", *sorted(history.overflow_counts))
