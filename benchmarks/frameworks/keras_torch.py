@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import models
@@ -49,17 +50,38 @@ def optimizers(shell: str) -> Any:
 
 
 class Calls(TorchDispatchMode):
-    """Counts the operations that reach a device, and the waits for it among them."""
+    """Counts the operations that reach a device, and the waits for it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
         self.host_syncs = 0
+        self._copies = _CopiesToHost(self)
+
+    def __enter__(self) -> Any:
+        self._copies.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._copies.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += 1
         # What item(), bool() and float() of a tensor come down to.
         self.host_syncs += func._schema.name == "aten::_local_scalar_dense"
+        return func(*args, **(kwargs or {}))
+
+
+class _CopiesToHost(TorchFunctionMode):
+    """Counts what waits for the device too, but is no operation if that is the CPU."""
+
+    def __init__(self, counted: Calls) -> None:
+        super().__init__()
+        self._counted = counted
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._counted.host_syncs += func in (torch.Tensor.tolist, torch.Tensor.numpy)
         return func(*args, **(kwargs or {}))
 
 

@@ -33,7 +33,8 @@ def test_every_wait_for_the_host_is_counted():
         total = tensor.sum()
         assert float(total) == 3
         assert bool(total > 2)
-    assert counted.host_syncs == 2
+        assert tensor.tolist() == [1, 1, 1]
+    assert counted.host_syncs == 3
     assert counted.calls == 4
 
 

@@ -24,16 +24,32 @@ def unscale_(tensors: Sequence[Any], reciprocal: Any) -> Any:
     Returns:
         Whether any element was infinite or NaN before: a float32 scalar tensor, 1 or 0.
     """
-    groups: dict[Any, list[Any]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     found = torch.zeros((), dtype=torch.float32, device=reciprocal.device)
-    for (device, _), group in groups.items():
+    for (device, _), group in _groups(tensors).items():
         found_here = found if device == found.device else torch.zeros((), device=device)
         _check_and_unscale_(group, found_here, reciprocal.to(device))
         if found_here is not found:
             found = torch.maximum(found, found_here.to(found.device))
     return found
+
+
+def multiply_(tensors: Sequence[Any], factor: Any) -> None:
+    """Multiplies tensors in place without looking at them, which takes less time.
+
+    Args:
+        tensors: float32 or float64 tensors, dense, that may be changed.
+        factor: float32 scalar tensor.
+    """
+    for (device, _), group in _groups(tensors).items():
+        torch._foreach_mul_(group, factor.to(device))
+
+
+def _groups(tensors: Sequence[Any]) -> dict[tuple[Any, Any], list[Any]]:
+    """The tensors by device and dtype: a kernel takes those of one of each."""
+    groups: dict[tuple[Any, Any], list[Any]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups
 
 
 def all_finite(tensors: Sequence[Any]) -> Any:
@@ -59,11 +75,9 @@ def _each_finite(parts: list[Any]) -> Any:
 
 
 def _norms(parts: list[Any]) -> list[Any]:
-    groups: dict[Any, list[Any]] = {}
-    for part in parts:
-        wide = part if part.dtype in (torch.float32, torch.float64) else part.float()
-        groups.setdefault((wide.device, wide.dtype), []).append(wide)
-    return [norm.float() for group in groups.values() for norm in torch._foreach_norm(group, 2.0)]
+    wide = [p if p.dtype in (torch.float32, torch.float64) else p.float() for p in parts]
+    groups = _groups(wide).values()
+    return [norm.float() for group in groups for norm in torch._foreach_norm(group, 2.0)]
 
 
 def _values(tensor: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from lossscale.errors import ArgumentError, GradientsError
 from lossscale.frameworks.finite import torch as finite_check
+from lossscale.frameworks.keras.engines import torch_state
 from lossscale.frameworks.keras.engines.common import (
     aggregation_name,
     check_strategy,
@@ -19,6 +20,7 @@ from lossscale.frameworks.keras.engines.common import flat_keras_variables as fl
 from lossscale.frameworks.keras.engines.common import is_keras_variable as is_variable
 from lossscale.frameworks.keras.engines.common import only_place as current_place
 from lossscale.frameworks.watches.common import Seen
+from lossscale.rules import ScaleState
 
 __all__ = [
     "aggregation_name",
@@ -126,7 +128,10 @@ def run_step(
             optimizer._watch.note(seen)
         if judged.applied:
             optimizer.inner_optimizer.apply(judged.gradients, list(variables))
-        optimizer._move_scale(judged.finite)
+        if judged.on_host:
+            torch_state.move(optimizer, judged.state, judged.applied)
+        else:
+            optimizer._move_scale(judged.finite)
 
 
 def new_watch(histograms_every: int | None, new_variable: Callable[..., Any]) -> Any:
@@ -146,13 +151,18 @@ class Judged(NamedTuple):
 
     Attributes:
         gradients: Unscaled gradients; None where there is none.
-        finite: The verdict as a boolean scalar tensor; True if nothing was checked.
+        finite: The verdict as a boolean scalar tensor, or as a bool if the host moves the state;
+            True if nothing was checked.
         applied: The verdict on the host.
+        on_host: Whether the host can move the state.
+        state: The state before the step, as Python numbers; None if it was not read.
     """
 
     gradients: list[Any]
     finite: Any
     applied: bool
+    on_host: bool = False
+    state: ScaleState | None = None
 
 
 def unscale_and_judge(
@@ -166,6 +176,7 @@ def unscale_and_judge(
         variables: Their variables.
         scale: What the gradients have to be divided by; None if they are unscaled already.
     """
+    on_host = torch_state.host_can_move(optimizer)
     # A LossScale of the user's own has a verdict of its own.
     in_one_pass = scale is not None and optimizer._state is not None
     if not in_one_pass or torch.compiler.is_compiling() or not optimizer._rule.powers_of_two:
@@ -195,21 +206,30 @@ def unscale_and_judge(
         finite = optimizer._judge(result, variables, None)
         return Judged(result, finite, finite is True or bool(finite))
     scale = torch.as_tensor(scale, dtype=torch.float32, device=in_place[0].device)
-    found = finite_check.unscale_(in_place, scale.reciprocal())
+    checked = optimizer._rule.checks_gradients
+    unscale_ = finite_check.unscale_ if checked else finite_check.multiply_
+    found = unscale_(in_place, scale.reciprocal())
     for gradient, tensor in zip(gradients, result, strict=True):
         if tensor is gradient and tensor is not None:
             setattr(tensor, _UNSCALED_VERSION, tensor._version)
-    if not optimizer._rule.checks_gradients:
-        return Judged(result, True, True)
+    if not checked:
+        return Judged(result, True, True, on_host)
     if others:
         found = found + torch.logical_not(finite_check.all_finite(others)).to(found)
-    # One number for the host: with a scale below 1 unscaling may overflow what was finite.
-    code = (found > 0) + 2 * (scale < 1.0)
-    answer = int(code)
-    if answer == 2:
+    state = None
+    if on_host:
+        overflowed, state = torch_state.read_with(optimizer, found)
+        may_grow = not state.scale >= 1.0
+    else:
+        # One number for the host.
+        answer = int((found > 0) + 2 * torch.logical_not(scale >= 1.0))
+        overflowed, may_grow = bool(answer & 1), bool(answer & 2)
+    if may_grow and not overflowed:
+        # With a scale below 1 unscaling may overflow what was finite.
         finite = finite_check.all_finite(in_place)
-        return Judged(result, finite, bool(finite))
-    return Judged(result, found == 0, answer == 0)
+        return Judged(result, finite, bool(finite), on_host, state)
+    finite = not overflowed if on_host else found == 0
+    return Judged(result, finite, not overflowed, on_host, state)
 
 
 def differentiate(
