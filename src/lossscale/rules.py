@@ -323,18 +323,18 @@ class DynamicScale(ScaleRule):
     def update(self, state: ScaleState, finite: Any, *, xp: Any) -> ScaleState:
         scale, good_steps = state
         counted = good_steps + 1
-        due = counted >= self.growth_interval
+        waiting = counted < self.growth_interval
         grown = scale * self.growth_factor
         lowered = scale * self.backoff_factor
         # Comparisons with inf and NaN are false, so a scale that was set to either from outside
         # comes back into the range on the first skipped step.
         lowered = xp.where(lowered > self.min_scale, lowered, self.min_scale)
         lowered = xp.where(lowered < self.ceiling, lowered, self.ceiling)
-        kept = xp.where(due & (grown <= self.ceiling), grown, scale)
-        waiting = counted < self.growth_interval
+        kept = xp.where(waiting | (grown > self.ceiling), scale, grown)
+        # Each field is chosen by `finite` last: where it is known, half of this falls away.
         return ScaleState(
             scale=xp.where(finite, kept, lowered),
-            good_steps=xp.where(finite & waiting, counted, 0),
+            good_steps=xp.where(finite, xp.where(waiting, counted, 0), 0),
         )
 
     def restored(self, state: ScaleState) -> ScaleState:

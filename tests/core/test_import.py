@@ -118,7 +118,8 @@ def frameworks_for(name):
     if shell is None:
         # What several shells share must not bring the framework of one to another.
         return {"tensorflow"} if name != "lossscale.frameworks" else set()
-    backend = {name.rpartition(".")[2]} & KERAS_BACKENDS if shell == "keras" else set()
+    first_word = name.rpartition(".")[2].partition("_")[0]
+    backend = {first_word} & KERAS_BACKENDS if shell == "keras" else set()
     return SHELLS[shell] | backend
 
 

@@ -7,7 +7,7 @@ where an operation runs only if something that is fetched depends on it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -201,6 +201,40 @@ def check_replica_context() -> None:
         )
 
 
+def known(verdict: Any) -> bool | None:
+    """A verdict that is known already: in eager mode, and in the branches of `apply_or_skip`.
+
+    Args:
+        verdict: A boolean scalar tensor, or True.
+
+    Returns:
+        None where it is known only when the step runs.
+    """
+    value = tf.get_static_value(verdict)
+    return None if value is None else bool(value)
+
+
+def numbers(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of scalar variables as Python numbers; in eager mode."""
+    return {name: variable.numpy().item() for name, variable in variables.items()}
+
+
+class Folding:
+    """A namespace for rules whose `where` chooses at once if the condition is known."""
+
+    def __init__(self, namespace: Any) -> None:
+        self._namespace = namespace
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._namespace, name)
+
+    def where(self, condition: Any, one: Any, other: Any) -> Any:
+        """Chooses between two values; their dtype may stay what it is."""
+        if tf.executing_eagerly() or (chosen := known(condition)) is None:
+            return self._namespace.where(condition, one, other)
+        return one if chosen else other
+
+
 def agreed(finite: Any) -> Any:
     """Whether the gradients are finite on every replica.
 
@@ -243,6 +277,14 @@ def apply_or_skip(
         with tensorflow_gate.gated(gate(), finite):
             done = apply(gradients, scale)
         return grouped(done, move(finite))
+    if not tf.distribute.has_strategy() and finite is not True:
+        # Where the verdict is a constant, most of a rule's operations are constants too.
+        done = tf.cond(
+            finite,
+            lambda: _done(apply(gradients, scale), move(tf.constant(True))),
+            lambda: _done(move(tf.constant(False))),
+        )
+        return grouped(done)
     if (
         not tf.distribute.has_strategy()
         or tf.__internal__.distribute.strategy_supports_no_merge_call()
@@ -269,10 +311,12 @@ def _apply_if(finite: Any, apply: Callable[[], Any]) -> Any:
     if finite is True:
         return apply()
 
-    def applied() -> Any:
-        return after(apply(), lambda: tf.constant(True))
+    return tf.cond(finite, lambda: _done(apply()), _done)
 
-    return tf.cond(finite, applied, lambda: tf.constant(False))
+
+def _done(*done: Any) -> Any:
+    """What a branch returns that has done all this."""
+    return after(done, lambda: tf.constant(True))
 
 
 def grouped(*done: Any) -> Any:

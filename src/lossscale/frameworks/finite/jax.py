@@ -40,22 +40,16 @@ def all_finite(
     if not parts:
         return jnp.asarray(True)
     joined, large = _joined(parts)
-    fits = _all_true([jnp.all(jnp.isfinite(part)) for part in joined] + _sums(large))
-    if unscale is not None:
-        fits = fits & jnp.logical_not(may_grow)
-    elif not large:
-        return fits
 
     def changed(part: Any) -> Any:
         return part if unscale is None else unscale(part)
 
-    def exactly() -> Any:
-        return _all_true(
-            [jnp.all(jnp.isfinite(changed(part))) for part in joined]
-            + _sums([changed(part) * _SHRINK for part in large])
-        )
-
-    return _or_else(fits, exactly)
+    # A branch takes longer than these elements.
+    verdicts = [jnp.all(jnp.isfinite(changed(part))) for part in joined]
+    if large:
+        fits = _sums(large) & jnp.logical_not(may_grow)
+        verdicts.append(_or_else(fits, lambda: _sums([changed(part) * _SHRINK for part in large])))
+    return verdicts[0] if len(verdicts) == 1 else jnp.all(jnp.stack(verdicts))
 
 
 def _or_else(answer: Any, ask: Callable[[], Any]) -> Any:
@@ -89,11 +83,7 @@ def _joined(parts: list[Any]) -> tuple[list[Any], list[Any]]:
     return [jnp.concatenate([part.ravel() for part in group]) for _, group in groups], large
 
 
-def _sums(parts: list[Any]) -> list[Any]:
-    """Whether each array's sum is finite: a list of boolean arrays."""
+def _sums(parts: list[Any]) -> Any:
+    """Whether the sum of each array is finite: a boolean scalar array."""
     # Not added up: finite sums of several arrays could overflow together.
-    return [jnp.isfinite(jnp.stack([jnp.sum(part) for part in parts])).all()] if parts else []
-
-
-def _all_true(checks: list[Any]) -> Any:
-    return checks[0] if len(checks) == 1 else jnp.all(jnp.stack(checks))
+    return jnp.isfinite(jnp.stack([jnp.sum(part) for part in parts])).all()

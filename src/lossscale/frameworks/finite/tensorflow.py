@@ -45,22 +45,22 @@ def all_finite(
         # element on the way.
         looked_at += [part for part in large if part.op.type == "Cast"]
         large = [part for part in large if part.op.type != "Cast"]
-    fits = _all_true([tf.reduce_all(tf.math.is_finite(part)) for part in looked_at] + _sums(large))
-    if unscale is not None:
-        fits = tf.logical_and(fits, tf.logical_not(may_grow))
-    elif not large:
-        return fits
 
     def changed(part: Any) -> Any:
         return part if unscale is None else unscale(part)
 
-    def exactly() -> Any:
-        return _all_true(
-            [tf.reduce_all(tf.math.is_finite(changed(part))) for part in looked_at]
-            + _sums([changed(part) * _SHRINK for part in large])
+    # A branch takes longer than these elements.
+    verdicts = [tf.reduce_all(tf.math.is_finite(changed(part))) for part in looked_at]
+    if large:
+        fits = tf.logical_and(_sums(large), tf.logical_not(may_grow))
+        verdicts.append(
+            tf.cond(
+                fits,
+                lambda: tf.constant(True),
+                lambda: _sums([changed(part) * _SHRINK for part in large]),
+            )
         )
-
-    return tf.cond(fits, lambda: tf.constant(True), exactly)
+    return verdicts[0] if len(verdicts) == 1 else tf.reduce_all(tf.stack(verdicts))
 
 
 def _parts(gradient: Any) -> list[Any]:
@@ -86,17 +86,20 @@ def _joined(parts: list[Any]) -> tuple[list[Any], list[Any]]:
             large.append(part)
     small.sort(key=lambda part: part.dtype.name)
     groups = itertools.groupby(small, key=lambda part: part.dtype.name)
-    return [tf.concat([tf.reshape(part, [-1]) for part in group], 0) for _, group in groups], large
+    return [_as_one(list(group)) for _, group in groups], large
 
 
-def _sums(parts: list[Any]) -> list[Any]:
-    """Whether each tensor's sum is finite: a list of boolean tensors."""
+def _as_one(parts: list[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    return tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
+
+
+def _sums(parts: list[Any]) -> Any:
+    """Whether the sum of each tensor is finite: a boolean scalar tensor."""
+    # Not added up: finite sums of several tensors could overflow together.
     sums: dict[Any, list[Any]] = {}
     for part in parts:
         sums.setdefault(part.dtype, []).append(tf.reduce_sum(part))
-    # Not added up: finite sums of several tensors could overflow together.
-    return [tf.reduce_all(tf.math.is_finite(tf.stack(totals))) for totals in sums.values()]
-
-
-def _all_true(checks: list[Any]) -> Any:
-    return checks[0] if len(checks) == 1 else tf.reduce_all(tf.stack(checks))
+    finite = [tf.math.is_finite(tf.stack(totals)) for totals in sums.values()]
+    return tf.reduce_all(finite[0] if len(finite) == 1 else tf.concat(finite, 0))

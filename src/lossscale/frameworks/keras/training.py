@@ -302,7 +302,11 @@ class TrainingStep(Part):
 
     def _count_step(self, finite: Any) -> None:
         if finite is not True:
-            skipped = ops.logical_not(finite)
+            known = self._engine.known(finite)
+            skipped = ops.logical_not(finite) if known is None else not known
             self._last_step_skipped.assign(skipped)
-            self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
+            if known is None:
+                self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
+            elif skipped:
+                self._steps_skipped.assign_add(1)
         self._iterations.follow()

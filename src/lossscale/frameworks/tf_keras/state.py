@@ -9,11 +9,13 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale.arguments import is_dynamic
+from lossscale.frameworks import host_rule, tensorflow_ops
 from lossscale.frameworks.tensorflow_ops import grouped
 from lossscale.rules import ScaleRule, ScaleState
 
 # The names that every release of TensorFlow wrote into checkpoints.
 _VARIABLE_NAMES = {"scale": "current_loss_scale"}
+_NAMESPACE = tensorflow_ops.Folding(tf)
 
 
 class State:
@@ -67,8 +69,14 @@ class State:
         Returns:
             The operation that does it in a graph; None in eager mode.
         """
+        in_graph = not tf.executing_eagerly() or tf.distribute.has_strategy()
+        if not in_graph and host_rule.host_can_move(self.rule):
+            before = self._first._replace(**tensorflow_ops.numbers(self.variables))
+            for field, value in host_rule.changes(self.rule, before, bool(finite)).items():
+                self.variables[field].assign(value, read_value=False)
+            return None
         before = self.read()
-        after = self.rule.update(before, tf.convert_to_tensor(finite), xp=tf)
+        after = self.rule.update(before, tf.convert_to_tensor(finite), xp=_NAMESPACE)
         return None if after is before else self.write(after)
 
     def restore(self, values: Mapping[str, Any]) -> ScaleState:

@@ -164,9 +164,10 @@ class TrainingStep(Part):
     def _move_scale(self, finite: Any) -> Any:
         done = [] if self._state is None else [self._state.update(finite)]
         if finite is not True:
-            skipped = tf.logical_not(finite)
-            done += [
-                self._last_step_skipped.assign(skipped, read_value=False),
-                self._steps_skipped.assign_add(tf.cast(skipped, tf.int64), read_value=False),
-            ]
+            known = tensorflow_ops.known(finite)
+            skipped = tf.logical_not(finite) if known is None else not known
+            done.append(self._last_step_skipped.assign(skipped, read_value=False))
+            if known is None or skipped:
+                count = tf.cast(skipped, tf.int64)
+                done.append(self._steps_skipped.assign_add(count, read_value=False))
         return done

@@ -5,6 +5,7 @@
 - `outside_traces()`: a context in which variables are set now and once.
 - `read(variable)`: its value now, as a tensor that does not change with it.
 - `namespace`: the module of array functions for `ScaleRule.update`.
+- `known(verdict)`: a verdict as a bool where it is known before the step runs, else None.
 - `all_finite(gradients, scale, exact_reciprocal)`: a boolean scalar tensor.
 - `unscaled(gradients, scale, exact_reciprocal)`: float32 or wider; sparse stays sparse.
 - `run_step(optimizer, gradients, variables, scale, aggregate)`: unscales and checks, applies or

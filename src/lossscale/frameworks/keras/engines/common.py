@@ -45,3 +45,8 @@ def aggregation_name(aggregation: Any) -> str:
         "`aggregation` must be a tf.VariableAggregation or its name, such as 'none' or 'mean'. "
         f"Received: aggregation={aggregation!r}."
     )
+
+
+def known(verdict: Any) -> bool | None:
+    """A verdict that is known before the step runs; None for a tensor."""
+    return verdict if isinstance(verdict, bool) else None

@@ -15,6 +15,7 @@ from lossscale.frameworks.finite import jax as finite_check
 from lossscale.frameworks.keras.engines.common import (
     aggregation_name,
     check_strategy,
+    known,
     outside_traces,
 )
 from lossscale.frameworks.keras.engines.common import flat_keras_variables as flat_variables
@@ -27,6 +28,7 @@ __all__ = [
     "current_place",
     "flat_variables",
     "is_variable",
+    "known",
     "outside_traces",
 ]
 

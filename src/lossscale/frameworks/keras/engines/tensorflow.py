@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from lossscale.frameworks import tensorflow_gate, tensorflow_ops
+from lossscale.frameworks import host_rule, tensorflow_gate, tensorflow_ops
 from lossscale.frameworks.checks import flat_list
 from lossscale.frameworks.keras.engines.common import aggregation_name
 from lossscale.frameworks.tensorflow_ops import (
@@ -17,11 +18,13 @@ from lossscale.frameworks.tensorflow_ops import (
     check_strategy,
     current_place,
     flat_gradients,
+    known,
     outside_traces,
     replica_count,
     scaled,
     unscaled,
 )
+from lossscale.rules import ScaleState
 
 __all__ = [
     "aggregation_name",
@@ -29,6 +32,7 @@ __all__ = [
     "check_strategy",
     "current_place",
     "flat_gradients",
+    "known",
     "outside_traces",
     "replica_count",
     "scaled",
@@ -36,7 +40,7 @@ __all__ = [
 ]
 
 # TensorFlow's own functions do not mix integer dtypes, as the rules of users may.
-namespace = keras.ops
+namespace = tensorflow_ops.Folding(keras.ops)
 
 
 def is_variable(value: Any) -> bool:
@@ -83,7 +87,38 @@ def run_step(
     if optimizer._watch is not None:
         optimizer._note(gradients, variables, scale, finite, is_shared=not aggregate)
     gate = written if tensorflow_gate.can_gate(inner, gradients) else None
-    tensorflow_ops.apply_or_skip(finite, gradients, scale, apply_inner, optimizer._move_scale, gate)
+    move = optimizer._move_scale
+    if _host_can_move(optimizer):
+        move = functools.partial(_move_on_host, optimizer)
+    tensorflow_ops.apply_or_skip(finite, gradients, scale, apply_inner, move, gate)
+
+
+def _host_can_move(optimizer: Any) -> bool:
+    return (
+        tf.executing_eagerly()
+        and not tf.distribute.has_strategy()
+        and optimizer._state is not None
+        and host_rule.host_can_move(optimizer._rule)
+    )
+
+
+def _move_on_host(optimizer: Any, finite: Any) -> None:
+    """Does what the optimizer's `_move_scale` does, with Python numbers."""
+    variables, skipped = optimizer._state.variables, optimizer._steps_skipped
+    before = tensorflow_ops.numbers({field: v.value for field, v in variables.items()})
+    changes = host_rule.changes(optimizer._rule, ScaleState(**before), bool(finite))
+    written = [(variables[field], value) for field, value in changes.items()]
+    steps_skipped = skipped.value.numpy().item()
+    if finite is not True:
+        written.append((optimizer._last_step_skipped, not finite))
+        if not finite:
+            steps_skipped += 1
+            written.append((skipped, steps_skipped))
+    applied = optimizer.inner_optimizer._iterations.value.numpy().item()
+    written.append((optimizer._iterations, applied + steps_skipped))
+    for variable, value in written:
+        # Keras' own way takes several times as long.
+        variable.value.assign(value)
 
 
 @contextlib.contextmanager

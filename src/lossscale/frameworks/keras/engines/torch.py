@@ -14,6 +14,7 @@ from lossscale.frameworks.keras.engines import torch_state
 from lossscale.frameworks.keras.engines.common import (
     aggregation_name,
     check_strategy,
+    known,
     outside_traces,
 )
 from lossscale.frameworks.keras.engines.common import flat_keras_variables as flat_variables
@@ -28,6 +29,7 @@ __all__ = [
     "current_place",
     "flat_variables",
     "is_variable",
+    "known",
     "outside_traces",
 ]
 
@@ -208,7 +210,7 @@ def unscale_and_judge(
     scale = torch.as_tensor(scale, dtype=torch.float32, device=in_place[0].device)
     checked = optimizer._rule.checks_gradients
     unscale_ = finite_check.unscale_ if checked else finite_check.multiply_
-    found = unscale_(in_place, scale.reciprocal())
+    found: Any = unscale_(in_place, scale.reciprocal())
     for gradient, tensor in zip(gradients, result, strict=True):
         if tensor is gradient and tensor is not None:
             setattr(tensor, _UNSCALED_VERSION, tensor._version)

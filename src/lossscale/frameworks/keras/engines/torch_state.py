@@ -13,19 +13,15 @@ from typing import Any
 import torch
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
-from lossscale.rules import DynamicScale, FixedScale, ScaleState
-
-# Rules of users may need more than Python numbers offer.
-_RULES = (DynamicScale, FixedScale)
+from lossscale.frameworks import host_rule
+from lossscale.rules import ScaleState
 
 
 def host_can_move(optimizer: Any) -> bool:
     """Whether `move` gives what the rule gives on the device, for the step that is taken now."""
     return (
         optimizer._state is not None
-        and type(optimizer._rule) in _RULES
-        # Other factors would be rounded in float64 here and in float32 there.
-        and optimizer._rule.powers_of_two
+        and host_rule.host_can_move(optimizer._rule)
         # Where values are passed in and out, variables do not hold them.
         and not in_stateless_scope()
         and not torch.compiler.is_compiling()
@@ -54,14 +50,6 @@ def _float32(bits: int) -> float:
     return number
 
 
-class _Numbers:
-    """The one function of a namespace that rules need, for Python numbers."""
-
-    @staticmethod
-    def where(condition: bool, one: Any, other: Any) -> Any:
-        return one if condition else other
-
-
 def move(optimizer: Any, before: ScaleState | None, applied: bool) -> None:
     """Moves the state and counts the step.
 
@@ -72,11 +60,8 @@ def move(optimizer: Any, before: ScaleState | None, applied: bool) -> None:
     """
     skipped = optimizer._steps_skipped._value
     if before is not None:
-        after = optimizer._rule.update(before, applied, xp=_Numbers)
-        for field, old, new in zip(before._fields, before, after, strict=True):
-            # A NaN is unequal to itself, and written again.
-            if new != old:
-                optimizer._state.variables[field]._value.fill_(new)
+        for field, value in host_rule.changes(optimizer._rule, before, applied).items():
+            optimizer._state.variables[field]._value.fill_(value)
         optimizer._last_step_skipped._value.fill_(not applied)
         if not applied:
             skipped.add_(1)
