@@ -191,7 +191,7 @@ def _check_training(row: Row, programs: dict[str, Any]) -> None:
         return
     expected, first = weights["peer_dynamic"], programs["peer_dynamic"].first_parameters
     moved = np.mean(np.abs(expected - np.concatenate([value.ravel() for value in first])))
-    for name in ("ours_dynamic", "ours_fixed", "peer_fixed"):
+    for name in ("ours_dynamic", "ours_monitored", "ours_fixed", "peer_fixed", "unscale"):
         if name in weights:
             apart = np.mean(np.abs(weights[name] - expected))
             # Half precision rounds where another compilation fuses, and Adam magnifies it.

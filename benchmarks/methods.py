@@ -52,6 +52,12 @@ def _ours_fixed(new_inner: Callable[..., Any], scale: float, package: Any) -> An
     return lossscale.LossScaleOptimizer(new_inner(), rule=lossscale.FixedScale(scale))
 
 
+def _ours_monitored(new_inner: Callable[..., Any], scale: float, package: Any) -> Any:
+    optimizer = _ours_dynamic(new_inner, scale, package)
+    optimizer._start_watch(None)
+    return optimizer
+
+
 def _peer_dynamic(new_inner: Callable[..., Any], scale: float, package: Any) -> Any:
     return package.mixed_precision.LossScaleOptimizer(
         new_inner(), initial_scale=scale, dynamic_growth_steps=NEVER
@@ -80,6 +86,13 @@ METHODS = {
         "ours, fixed",
         "`lossscale.LossScaleOptimizer` with a `FixedScale`, which checks nothing.",
         _ours_fixed,
+        exact=True,
+    ),
+    "ours_monitored": Method(
+        "ours, monitored",
+        "The same as ours, dynamic, in a step that notes what a `LossScaleMonitor` reads: its "
+        "scale, and for a skipped step which gradients are not finite.",
+        _ours_monitored,
         exact=True,
     ),
     "peer_dynamic": Method(

@@ -40,9 +40,10 @@ MODES = {
 }
 ALL_MODES = tuple(dict.fromkeys(mode for modes in MODES.values() for mode in modes))
 
-SCALED = ("ours_dynamic", "ours_fixed", "peer_dynamic", "peer_fixed")
+SCALED = ("ours_dynamic", "ours_fixed", "ours_monitored", "peer_dynamic", "peer_fixed")
 STEP = ("bare", *SCALED)
-ALONE = (*STEP, "read", "unscale", "bare_again")
+FLOORS = (*STEP, "read", "unscale")
+ALONE = (*FLOORS, "bare_again")
 GROWTH = ("bare", "ours_dynamic", "peer_dynamic")
 SKIPPED = "/skipped"
 """At the end of a method's name: every one of its steps overflows."""
@@ -50,7 +51,7 @@ SKIPS = ("bare", *(name + end for name in GROWTH[1:] for end in ("", SKIPPED)))
 
 # A peer compiles its branches in a time that grows with the square of the number of variables.
 MOST_XLA_VARIABLES = 100
-LONG, SHORT = 5.0, 2.0
+LONG, SHORT = 6.0, 3.0
 # XLA rounds this update otherwise as soon as a number that it does not know multiplies the
 # gradient, also if that number is a power of two; the floor `unscale` shows the same bits.
 _ROUNDS_OTHERWISE = ("tf_keras-new", "xla", "SGD momentum")
@@ -198,7 +199,8 @@ def _of_shell(shell: str, modes: Sequence[str], quick: bool) -> Iterator[Row]:
         if mode == "eager" and shell != "keras-torch":
             continue
         for model in ("mlp", "cnn"):
-            yield Row(model, shell, mode, STEP, model=model, seconds=LONG)
+            methods = FLOORS if shell.startswith("keras-") else STEP
+            yield Row(model, shell, mode, methods, model=model, seconds=LONG)
         for optimizer in ("SGD momentum", "AdamW clipnorm"):
             if (shell, optimizer) == ("tf_keras-legacy", "AdamW clipnorm"):
                 continue  # AdamW is no legacy optimizer.
@@ -206,7 +208,7 @@ def _of_shell(shell: str, modes: Sequence[str], quick: bool) -> Iterator[Row]:
                 "optimizers",
                 shell,
                 mode,
-                STEP,
+                FLOORS,
                 optimizer=optimizer,
                 workload=equal(2, 8) if quick else equal(8, 2_000_000),
                 exact=(shell, mode, optimizer) != _ROUNDS_OTHERWISE,

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from benchmarks import models
+from benchmarks.frameworks.floors import with_floors
 from benchmarks.methods import Method
 from benchmarks.workloads import Workload
 
@@ -138,7 +139,7 @@ class Train(_Compiled):
         small: bool,
     ) -> None:
         model = models.new_model(model_name, keras, small)
-        optimizer = method.optimizer(new_inner, scale, keras)
+        optimizer = with_floors(method.optimizer(new_inner, scale, keras), method, scale)
         models.compile_without_scaling(model, keras, optimizer)
         inputs, labels = models.batch(model_name, small)
 

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks import models
+from benchmarks.frameworks.floors import with_floors
 from benchmarks.frameworks.replicas import Replicated
 from benchmarks.frameworks.tensorflow_graphs import (
     GRAPH,
@@ -93,7 +94,7 @@ class Train(Step):
         small: bool,
     ) -> None:
         self._model = models.new_model(model_name, keras, small)
-        optimizer = method.optimizer(new_inner, scale, keras)
+        optimizer = with_floors(method.optimizer(new_inner, scale, keras), method, scale)
         models.compile_without_scaling(self._model, keras, optimizer)
         data = tuple(tf.constant(array) for array in models.batch(model_name, small))
         self._model._symbolic_build(data_batch=data)

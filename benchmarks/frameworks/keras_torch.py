@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import models
+from benchmarks.frameworks.floors import with_floors
 from benchmarks.memory import peak_above_rest
 from benchmarks.methods import Method
 from benchmarks.workloads import Workload
@@ -183,7 +184,7 @@ class Train(_Eager):
         small: bool,
     ) -> None:
         self._model = models.new_model(model_name, keras, small)
-        optimizer = method.optimizer(new_inner, scale, keras)
+        optimizer = with_floors(method.optimizer(new_inner, scale, keras), method, scale)
         models.compile_without_scaling(self._model, keras, optimizer)
         self._device = self._model.trainable_variables[0].value.device
         self._data = tuple(

@@ -2,11 +2,12 @@
 
 The sum of an array is infinite or NaN if an element is, and reading it needs no second array.
 But finite elements can add up to infinity too. So a sum that is not finite only asks the question
-again: there the elements are made so small before that no sum of finite ones overflows.
+again, of each element.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +20,6 @@ from jax.experimental.sparse import BCOO
 _SMALL = 2**14
 # The copy that reading them as one makes is at most this many elements large.
 _JOINED = 2**20
-# An array of up to 2**40 elements sums up to a finite number after this.
-_SHRINK = 2.0**-40
 
 
 def all_finite(
@@ -41,22 +40,37 @@ def all_finite(
         return jnp.asarray(True)
     joined, large = _joined(parts)
 
-    def changed(part: Any) -> Any:
-        return part if unscale is None else unscale(part)
+    def each_finite(part: Any) -> Any:
+        return jnp.all(jnp.isfinite(part if unscale is None else unscale(part)))
 
     # A branch takes longer than these elements.
-    verdicts = [jnp.all(jnp.isfinite(changed(part))) for part in joined]
+    verdicts = list(map(each_finite, joined))
     if large:
         fits = _sums(large) & jnp.logical_not(may_grow)
-        verdicts.append(_or_else(fits, lambda: _sums([changed(part) * _SHRINK for part in large])))
+        verdicts.append(_or_in_turn(fits, each_finite, large))
+    return _all_true(verdicts)
+
+
+def _or_in_turn(fits: Any, each_finite: Callable[[Any], Any], parts: list[Any]) -> Any:
+    """Whether `fits`, or else each of the parts is finite."""
+    if not isinstance(fits, jax.core.Tracer):
+        # Outside a compiled function a branch would be compiled anew at every call.
+        return fits if bool(fits) else _all_true(list(map(each_finite, parts)))
+
+    def in_turn() -> Any:
+        # XLA would hold a copy of every array at once for this, and sets the room aside at each
+        # step.
+        finite = jnp.asarray(True)
+        for part in parts:
+            looked = functools.partial(each_finite, part)
+            finite = jax.lax.cond(finite, looked, lambda: jnp.asarray(False))
+        return finite
+
+    return jax.lax.cond(fits, lambda: jnp.asarray(True), in_turn)
+
+
+def _all_true(verdicts: list[Any]) -> Any:
     return verdicts[0] if len(verdicts) == 1 else jnp.all(jnp.stack(verdicts))
-
-
-def _or_else(answer: Any, ask: Callable[[], Any]) -> Any:
-    if isinstance(answer, jax.core.Tracer):
-        return jax.lax.cond(answer, lambda: jnp.asarray(True), ask)
-    # Outside a compiled function a branch would be compiled anew at every call.
-    return answer if bool(answer) else ask()
 
 
 def _parts(gradient: Any) -> list[Any]:

@@ -2,11 +2,12 @@
 
 The sum of a tensor is infinite or NaN if an element is, and reading it needs no second tensor.
 But finite elements can add up to infinity too. So a sum that is not finite only asks the question
-again: there the elements are made so small before that no sum of finite ones overflows.
+again, of each element.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +20,6 @@ from lossscale.frameworks.tensorflow_xla import in_xla
 _SMALL = 2**14
 # The copy that reading them as one makes is at most this many elements large.
 _JOINED = 2**20
-# A tensor of up to 2**40 elements sums up to a finite number after this.
-_SHRINK = 2.0**-40
 
 
 def all_finite(
@@ -46,20 +45,34 @@ def all_finite(
         looked_at += [part for part in large if part.op.type == "Cast"]
         large = [part for part in large if part.op.type != "Cast"]
 
-    def changed(part: Any) -> Any:
-        return part if unscale is None else unscale(part)
+    def each_finite(part: Any) -> Any:
+        return tf.reduce_all(tf.math.is_finite(part if unscale is None else unscale(part)))
 
     # A branch takes longer than these elements.
-    verdicts = [tf.reduce_all(tf.math.is_finite(changed(part))) for part in looked_at]
+    verdicts = list(map(each_finite, looked_at))
     if large:
         fits = tf.logical_and(_sums(large), tf.logical_not(may_grow))
+        ask_again = _in_turn if in_xla() else _at_once
         verdicts.append(
-            tf.cond(
-                fits,
-                lambda: tf.constant(True),
-                lambda: _sums([changed(part) * _SHRINK for part in large]),
-            )
+            tf.cond(fits, lambda: tf.constant(True), lambda: ask_again(each_finite, large))
         )
+    return _all_true(verdicts)
+
+
+def _at_once(each_finite: Callable[[Any], Any], parts: list[Any]) -> Any:
+    return _all_true(list(map(each_finite, parts)))
+
+
+def _in_turn(each_finite: Callable[[Any], Any], parts: list[Any]) -> Any:
+    # XLA would hold a copy of every tensor at once for this, and sets the room aside at each step.
+    finite = tf.constant(True)
+    for part in parts:
+        looked = functools.partial(each_finite, part)
+        finite = tf.cond(finite, looked, lambda: tf.constant(False))
+    return finite
+
+
+def _all_true(verdicts: list[Any]) -> Any:
     return verdicts[0] if len(verdicts) == 1 else tf.reduce_all(tf.stack(verdicts))
 
 

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import keras
 
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.frameworks.keras import engines
 from lossscale.frameworks.keras.weights import numpy_of
 from lossscale.frameworks.monitor import MonitorBody, Status, check_model
 
@@ -27,12 +26,8 @@ class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callb
         optimizer, every = model.optimizer, self._histograms_every()
         if optimizer._watch is not None and optimizer._watch.serves(every):
             return
-        watch = engines.load().new_watch(every, _new_variable)
-        # Past the attribute tracking of Keras and TensorFlow.
-        optimizer.__dict__["_watch"] = watch
-        if optimizer.built:
-            with _scope_of(model):
-                optimizer._build_watch()
+        with _scope_of(model):
+            optimizer._start_watch(every)
         # `fit` has made it already, without the watch.
         model.train_function = None
         model.make_train_function()
@@ -60,12 +55,6 @@ class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callb
 
     def _packages(self) -> tuple[str, ...]:
         return ("keras", keras.backend.backend())
-
-
-def _new_variable(name: str, dtype: str, shape: tuple[int, ...]) -> Any:
-    return keras.Variable(
-        initializer="zeros", shape=shape, dtype=dtype, trainable=False, name=f"watch_{name}"
-    )
 
 
 def _scope_of(model: Any) -> Any:

@@ -41,6 +41,18 @@ class TrainingStep(Part):
         self._load_what_waited()
         self._build_watch()
 
+    def _start_watch(self, histograms_every: int | None) -> None:
+        """Lets steps note what a monitor reads; takes effect in functions that are traced later.
+
+        Args:
+            histograms_every: At which multiples of this step number exponents are counted; None
+                for never.
+        """
+        # Past the attribute tracking of Keras and TensorFlow.
+        self.__dict__["_watch"] = self._engine.new_watch(histograms_every, _new_watch_variable)
+        if self.built:
+            self._build_watch()
+
     def _build_watch(self) -> None:
         if self._watch is not None:
             trained = self._trainable_variables
@@ -310,3 +322,9 @@ class TrainingStep(Part):
             elif skipped:
                 self._steps_skipped.assign_add(1)
         self._iterations.follow()
+
+
+def _new_watch_variable(name: str, dtype: str, shape: tuple[int, ...]) -> Any:
+    return keras.Variable(
+        initializer="zeros", shape=shape, dtype=dtype, trainable=False, name=f"watch_{name}"
+    )

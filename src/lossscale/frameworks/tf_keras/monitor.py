@@ -10,7 +10,6 @@ import tf_keras
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.errors import UnsupportedError
 from lossscale.frameworks.monitor import MonitorBody, Status, check_model
-from lossscale.frameworks.watches.tensorflow import Watch
 
 
 class TFKerasLossScaleMonitor(MonitorBody, LossScaleMonitor, tf_keras.callbacks.Callback):
@@ -35,8 +34,7 @@ class TFKerasLossScaleMonitor(MonitorBody, LossScaleMonitor, tf_keras.callbacks.
         optimizer, every = model.optimizer, self._histograms_every()
         if optimizer._watch is not None and optimizer._watch.serves(every):
             return
-        # Past TensorFlow's attribute tracking.
-        optimizer.__dict__["_watch"] = Watch(every)
+        optimizer._start_watch(every)
         if model.built and model.trainable_variables:
             with model.distribute_strategy.scope():
                 optimizer._build_watch(model.trainable_variables)

@@ -13,6 +13,7 @@ from lossscale.frameworks.checks import checked_pairs
 from lossscale.frameworks.part import Part
 from lossscale.frameworks.tf_keras.checks import is_variable
 from lossscale.frameworks.watches.common import Seen
+from lossscale.frameworks.watches.tensorflow import Watch
 
 
 class TrainingStep(Part):
@@ -105,6 +106,16 @@ class TrainingStep(Part):
         step = tf.convert_to_tensor(self.iterations) + 1
         # These gradients are summed over the replicas already.
         self._watch.note(Seen(gradients, variables, list, finite, scale, step, is_shared=True))
+
+    def _start_watch(self, histograms_every: int | None) -> None:
+        """Lets steps note what a monitor reads; takes effect in functions that are traced later.
+
+        Args:
+            histograms_every: At which multiples of this step number exponents are counted; None
+                for never.
+        """
+        # Past TensorFlow's attribute tracking.
+        self.__dict__["_watch"] = Watch(histograms_every)
 
     def _build_watch(self, variables: Sequence[Any]) -> None:
         names = [variable.name.removesuffix(":0") for variable in variables]
