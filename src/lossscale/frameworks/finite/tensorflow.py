@@ -16,9 +16,11 @@ import tensorflow as tf
 
 from lossscale.frameworks.tensorflow_xla import in_xla
 
-# Many small tensors cost more to start on than to read, so they are read as one.
+# Many small tensors cost more to start on than to read, so they are read as one: XLA joins those
+# of fewer than so many elements. Elsewhere those of one shape are added up, which is faster than to
+# join them; but if all that there is has so few elements, that and a branch take longer.
 _SMALL = 2**14
-# The copy that reading them as one makes is at most this many elements large.
+# How many elements are joined, or added up, at once.
 _JOINED = 2**20
 
 
@@ -38,8 +40,9 @@ def all_finite(
     parts = [part for gradient in gradients if gradient is not None for part in _parts(gradient)]
     if not parts:
         return tf.constant(True)
-    looked_at, large = _joined(parts)
-    if in_xla():
+    compiled = in_xla()
+    looked_at, large = _joined(parts, _JOINED if compiled else _SMALL)
+    if compiled:
         # These XLA would convert for the sum once more, and more slowly than it looks at each
         # element on the way.
         looked_at += [part for part in large if part.op.type == "Cast"]
@@ -51,8 +54,9 @@ def all_finite(
     # A branch takes longer than these elements.
     verdicts = list(map(each_finite, looked_at))
     if large:
-        fits = tf.logical_and(_sums(large), tf.logical_not(may_grow))
-        ask_again = _in_turn if in_xla() else _at_once
+        alike = [[part] for part in large] if compiled else _of_one_shape(large)
+        fits = tf.logical_and(_sums(alike), tf.logical_not(may_grow))
+        ask_again = _in_turn if compiled else _at_once
         verdicts.append(
             tf.cond(fits, lambda: tf.constant(True), lambda: ask_again(each_finite, large))
         )
@@ -87,12 +91,12 @@ def _parts(gradient: Any) -> list[Any]:
     return [values if wide else tf.cast(values, tf.float32)]
 
 
-def _joined(parts: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the small tensors as one for each dtype, and the others."""
+def _joined(parts: list[Any], most: int) -> tuple[list[Any], list[Any]]:
+    """Returns the small tensors as one for each dtype, up to `most` elements, and the others."""
     small, large, total = [], [], 0
     for part in parts:
         size = part.shape.num_elements()
-        if size is not None and size < _SMALL and total + size <= _JOINED:
+        if size is not None and size < _SMALL and total + size <= most:
             total += size
             small.append(part)
         else:
@@ -108,11 +112,30 @@ def _as_one(parts: list[Any]) -> Any:
     return tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
 
 
-def _sums(parts: list[Any]) -> Any:
-    """Whether the sum of each tensor is finite: a boolean scalar tensor."""
-    # Not added up: finite sums of several tensors could overflow together.
-    sums: dict[Any, list[Any]] = {}
+def _of_one_shape(parts: list[Any]) -> list[list[Any]]:
+    """Returns the tensors in groups of one dtype and shape, of up to `_JOINED` elements."""
+    groups: dict[Any, list[list[Any]]] = {}
     for part in parts:
-        sums.setdefault(part.dtype, []).append(tf.reduce_sum(part))
+        size = part.shape.num_elements()
+        if size is None:
+            groups[id(part)] = [[part]]
+            continue
+        found = groups.setdefault((part.dtype, tuple(part.shape)), [[]])
+        if found[-1] and (len(found[-1]) + 1) * size > _JOINED:
+            found.append([])
+        found[-1].append(part)
+    return [group for found in groups.values() for group in found]
+
+
+def _sums(groups: list[list[Any]]) -> Any:
+    """Whether the sums of groups of tensors are finite: a boolean scalar tensor.
+
+    Args:
+        groups: Lists of tensors of one dtype and shape, which are added up first.
+    """
+    sums: dict[Any, list[Any]] = {}
+    for group in groups:
+        together = group[0] if len(group) == 1 else tf.add_n(group)
+        sums.setdefault(together.dtype, []).append(tf.reduce_sum(together))
     finite = [tf.math.is_finite(tf.stack(totals)) for totals in sums.values()]
     return tf.reduce_all(finite[0] if len(finite) == 1 else tf.concat(finite, 0))
