@@ -8,7 +8,6 @@ again, of each element.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
-# Many small arrays cost more to start on than to read, so they are read as one.
-_SMALL = 2**14
-# The copy that reading them as one makes is at most this many elements large.
-_JOINED = 2**20
+from lossscale.frameworks.finite.sizes import small_and_large
 
 
 def all_finite(
@@ -38,7 +34,8 @@ def all_finite(
     parts = [part for gradient in gradients if gradient is not None for part in _parts(gradient)]
     if not parts:
         return jnp.asarray(True)
-    joined, large = _joined(parts)
+    small, large = small_and_large(parts, lambda part: part.size)
+    joined = [jnp.concatenate([part.ravel() for part in group]) for group in small]
 
     def each_finite(part: Any) -> Any:
         return jnp.all(jnp.isfinite(part if unscale is None else unscale(part)))
@@ -81,20 +78,6 @@ def _parts(gradient: Any) -> list[Any]:
         return []
     wide = values.dtype in (jnp.float32, jnp.float64)
     return [values if wide else values.astype(jnp.float32)]
-
-
-def _joined(parts: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the small arrays as one for each dtype, and the others."""
-    small, large, total = [], [], 0
-    for part in parts:
-        if part.size < _SMALL and total + part.size <= _JOINED:
-            total += part.size
-            small.append(part)
-        else:
-            large.append(part)
-    small.sort(key=lambda part: part.dtype.name)
-    groups = itertools.groupby(small, key=lambda part: part.dtype.name)
-    return [jnp.concatenate([part.ravel() for part in group]) for _, group in groups], large
 
 
 def _sums(parts: list[Any]) -> Any:

@@ -8,20 +8,13 @@ again, of each element.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from lossscale.frameworks.finite.sizes import SMALL, TOGETHER, small_and_large
 from lossscale.frameworks.tensorflow_xla import in_xla
-
-# Many small tensors cost more to start on than to read, so they are read as one: XLA joins those
-# of fewer than so many elements. Elsewhere those of one shape are added up, which is faster than to
-# join them; but if all that there is has so few elements, that and a branch take longer.
-_SMALL = 2**14
-# How many elements are joined, or added up, at once.
-_JOINED = 2**20
 
 
 def all_finite(
@@ -41,7 +34,12 @@ def all_finite(
     if not parts:
         return tf.constant(True)
     compiled = in_xla()
-    looked_at, large = _joined(parts, _JOINED if compiled else _SMALL)
+    small, large = small_and_large(parts, _size, TOGETHER if compiled else SMALL)
+    if large and not compiled:
+        # Tensors of one shape are added up below, which is faster than to join them. Only if there
+        # are few elements in all, that and a branch take longer.
+        small, large = [], parts
+    looked_at = [_as_one(group) for group in small]
     if compiled:
         # These XLA would convert for the sum once more, and more slowly than it looks at each
         # element on the way.
@@ -91,19 +89,9 @@ def _parts(gradient: Any) -> list[Any]:
     return [values if wide else tf.cast(values, tf.float32)]
 
 
-def _joined(parts: list[Any], most: int) -> tuple[list[Any], list[Any]]:
-    """Returns the small tensors as one for each dtype, up to `most` elements, and the others."""
-    small, large, total = [], [], 0
-    for part in parts:
-        size = part.shape.num_elements()
-        if size is not None and size < _SMALL and total + size <= most:
-            total += size
-            small.append(part)
-        else:
-            large.append(part)
-    small.sort(key=lambda part: part.dtype.name)
-    groups = itertools.groupby(small, key=lambda part: part.dtype.name)
-    return [_as_one(list(group)) for _, group in groups], large
+def _size(part: Any) -> int | None:
+    elements: int | None = part.shape.num_elements()
+    return elements
 
 
 def _as_one(parts: list[Any]) -> Any:
@@ -113,15 +101,15 @@ def _as_one(parts: list[Any]) -> Any:
 
 
 def _of_one_shape(parts: list[Any]) -> list[list[Any]]:
-    """Returns the tensors in groups of one dtype and shape, of up to `_JOINED` elements."""
+    """Returns the tensors in groups of one dtype and shape, of up to `TOGETHER` elements."""
     groups: dict[Any, list[list[Any]]] = {}
     for part in parts:
-        size = part.shape.num_elements()
+        size = _size(part)
         if size is None:
             groups[id(part)] = [[part]]
             continue
         found = groups.setdefault((part.dtype, tuple(part.shape)), [[]])
-        if found[-1] and (len(found[-1]) + 1) * size > _JOINED:
+        if found[-1] and (len(found[-1]) + 1) * size > TOGETHER:
             found.append([])
         found[-1].append(part)
     return [group for found in groups.values() for group in found]

@@ -1,0 +1,37 @@
+"""Which tensors are read as one, whatever the framework: starting on a tensor costs more than it
+takes to read a small one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+SMALL = 2**14
+"""A tensor of fewer elements is a small one."""
+
+TOGETHER = 2**20
+"""How many elements are read as one at most: a copy of so many may be made for that."""
+
+
+def small_and_large(
+    parts: list[Any], size: Callable[[Any], int | None], most: int = TOGETHER
+) -> tuple[list[list[Any]], list[Any]]:
+    """Divides tensors into small ones, in a list for each dtype, and the others.
+
+    Args:
+        parts: Tensors.
+        size: Returns how many elements a tensor has; None if that is not known.
+        most: How many elements the small ones have together at most; what is beyond is with the
+            others.
+    """
+    small: dict[str, list[Any]] = {}
+    large, total = [], 0
+    for part in parts:
+        elements = size(part)
+        if elements is not None and elements < SMALL and total + elements <= most:
+            total += elements
+            small.setdefault(part.dtype.name, []).append(part)
+        else:
+            large.append(part)
+    return list(small.values()), large
