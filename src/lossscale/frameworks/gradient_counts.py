@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lossscale.diagnostics.histogram import GradientHistogram
-from lossscale.diagnostics.report import TensorKind, TensorRange
+from lossscale.diagnostics.report import GradientReport, TensorKind, TensorRange
+from lossscale.frameworks.batches import Batch
 from lossscale.frameworks.taps import OUTPUT, Taps
 
 NARROW = ("float16", "bfloat16")
@@ -25,6 +26,56 @@ class Counted(NamedTuple):
     key: int | str
     dtype: str
     table: Any
+
+
+class Measurement:
+    """What is counted on one batch after another, and the report that it makes.
+
+    Args:
+        after_batch: Called after every batch with the number of batches so far.
+    """
+
+    def __init__(self, after_batch: Callable[[int], None]) -> None:
+        self._after_batch = after_batch
+        self._counted: list[Counted] = []
+        self._batches = self._samples = 0
+
+    def add(self, batch: Batch, counted: Iterable[Counted]) -> None:
+        """Adds what was counted on a batch."""
+        self._counted += counted
+        self._batches += 1
+        self._samples += batch.samples
+        self._after_batch(self._batches)
+
+    def report(
+        self,
+        model: Any,
+        framework: str,
+        policies: Iterable[str],
+        floatx: str,
+        paths: Sequence[tuple[str, str]],
+        taps: Taps,
+    ) -> GradientReport:
+        """Returns the report.
+
+        Args:
+            model: The model that was measured.
+            framework: What it runs on.
+            policies: The names of the dtype policies of its layers that compute in 16 bits.
+            floatx: The dtype of Keras in which it was measured.
+            paths: The name of each variable, and that of its layer.
+            taps: Where the other tensors came from.
+        """
+        return GradientReport(
+            model=model.name,
+            framework=framework,
+            policy=", ".join(sorted(policies)) or floatx,
+            measured_in=floatx,
+            batches=self._batches,
+            samples=self._samples,
+            ranges=ranges(self._counted, paths, taps),
+            blind=blind(self._counted, paths),
+        )
 
 
 def ranges(

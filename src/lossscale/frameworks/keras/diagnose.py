@@ -17,7 +17,7 @@ from keras.src.models.functional import Functional
 from lossscale.diagnostics.report import GradientReport
 from lossscale.errors import ArgumentError
 from lossscale.frameworks.batches import Batch
-from lossscale.frameworks.gradient_counts import NARROW, Counted, blind, paths_of, ranges
+from lossscale.frameworks.gradient_counts import NARROW, Measurement, paths_of
 from lossscale.frameworks.keras import gradients
 from lossscale.frameworks.taps import Library, Tap, Taps, replaced
 
@@ -70,26 +70,15 @@ def measure(
             loss = model._compute_loss(x, y, y_pred, sample_weight, training=True)
         return keras.ops.cast(loss, keras.config.floatx())
 
-    counted: list[Counted] = []
-    number = samples = 0
+    measured = Measurement(after_batch)
     narrow = {x.dtype_policy.name for x in model._flatten_layers() if x.compute_dtype in NARROW}
     backend = gradients.load()
     with backend.random_state_kept(), _computing_in_float32(model), _loss_of_its_own(model):
         count = backend.counter(loss_of, variables, fixed)
-        for number, batch in enumerate(batches, start=1):
-            counted += count(batch)
-            samples += batch.samples
-            after_batch(number)
-    return GradientReport(
-        model=model.name,
-        framework=f"Keras on {keras.backend.backend()}",
-        policy=", ".join(sorted(narrow)) or keras.config.floatx(),
-        measured_in=keras.config.floatx(),
-        batches=number,
-        samples=samples,
-        ranges=ranges(counted, paths, taps),
-        blind=blind(counted, paths),
-    )
+        for batch in batches:
+            measured.add(batch, count(batch))
+    framework = f"Keras on {keras.backend.backend()}"
+    return measured.report(model, framework, narrow, keras.config.floatx(), paths, taps)
 
 
 def _check_ready(model: Any) -> None:

@@ -17,7 +17,7 @@ import tf_keras
 from lossscale.diagnostics.report import GradientReport
 from lossscale.errors import ArgumentError
 from lossscale.frameworks.batches import Batch
-from lossscale.frameworks.gradient_counts import NARROW, Counted, blind, paths_of, ranges
+from lossscale.frameworks.gradient_counts import NARROW, Measurement, paths_of
 from lossscale.frameworks.taps import Library, Tap, Taps, replaced
 from lossscale.frameworks.tensorflow_gradients import counter
 
@@ -66,8 +66,7 @@ def measure(
             )
         return loss
 
-    counted: list[Counted] = []
-    number = samples = 0
+    measured = Measurement(after_batch)
     layers = list(model._flatten_layers())
     narrow = {layer.dtype_policy.name for layer in layers if layer.compute_dtype in NARROW}
     with contextlib.ExitStack() as stack:
@@ -77,19 +76,8 @@ def measure(
         for number, batch in enumerate(batches, start=1):
             if number == 1:
                 stack.enter_context(_loss_of_its_own(model, batch))
-            counted += count(tuple(batch))
-            samples += batch.samples
-            after_batch(number)
-    return GradientReport(
-        model=model.name,
-        framework="tf_keras",
-        policy=", ".join(sorted(narrow)) or tf_keras.backend.floatx(),
-        measured_in=tf_keras.backend.floatx(),
-        batches=number,
-        samples=samples,
-        ranges=ranges(counted, paths, taps),
-        blind=blind(counted, paths),
-    )
+            measured.add(batch, count(tuple(batch)))
+    return measured.report(model, "tf_keras", narrow, tf_keras.backend.floatx(), paths, taps)
 
 
 def _check_ready(model: Any) -> None:
