@@ -80,6 +80,8 @@ class LossScaleMonitor:
 
     _framework: ClassVar[str | None] = None
 
+    _last: StepRecord | None = None
+
     def __new__(cls, *args: Any, framework: str | None = None, **kwargs: Any) -> Any:
         if cls._framework is None:
             if cls is LossScaleMonitor:
@@ -115,7 +117,7 @@ class LossScaleMonitor:
     @property
     def last_record(self) -> StepRecord | None:
         """The last record of this monitor, or None."""
-        raise NotImplementedError
+        return self._last
 
 
 def _checked(

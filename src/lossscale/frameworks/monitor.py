@@ -43,7 +43,7 @@ class MonitorBody(Part):
     # A `RunRecorder`, and the optimizer it is for.
     _recorder: Any = None
     _recorded: Any = None
-    _last: StepRecord | None = None
+    _last: StepRecord | None
     # The `Status` of the last sample.
     _before: Any = None
 
@@ -141,11 +141,6 @@ class MonitorBody(Part):
                 self._sample(None)
         self._recorder.close()
         self._optimizer = None
-
-    @property
-    def last_record(self) -> StepRecord | None:
-        """The last record of this monitor, or None."""
-        return self._last
 
     # --- Before training ----------------------------------------------------------------------
 
