@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -97,27 +98,18 @@ def _parser() -> argparse.ArgumentParser:
         + _listed("methods", {one.title: one.meaning for one in METHODS.values()}),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--backend",
-        type=lambda text: _names("backend", text, plan.BACKENDS),
-        default=list(plan.BACKENDS),
-        metavar="NAMES",
-        help=f"some of {','.join(plan.BACKENDS)}; all by default",
-    )
-    parser.add_argument(
-        "--case",
-        type=lambda text: _names("case", text, plan.CASES),
-        default=list(plan.CASES),
-        metavar="NAMES",
-        help=f"some of {','.join(plan.CASES)}; all by default",
-    )
-    parser.add_argument(
-        "--mode",
-        type=lambda text: _names("mode", text, plan.ALL_MODES),
-        default=list(plan.ALL_MODES),
-        metavar="NAMES",
-        help=f"some of {','.join(plan.ALL_MODES)}; all by default",
-    )
+    for kind, known in (
+        ("backend", plan.BACKENDS),
+        ("case", list(plan.CASES)),
+        ("mode", plan.ALL_MODES),
+    ):
+        parser.add_argument(
+            f"--{kind}",
+            type=functools.partial(_names, kind, known),
+            default=list(known),
+            metavar="NAMES",
+            help=f"some of {','.join(known)}; all by default",
+        )
     parser.add_argument(
         "--rounds",
         type=_positive,
@@ -146,7 +138,7 @@ def _listed(title: str, entries: dict[str, str]) -> str:
     return "\n".join(lines) + "\n\n"
 
 
-def _names(kind: str, text: str, known: Sequence[str] | dict[str, str]) -> list[str]:
+def _names(kind: str, known: Sequence[str], text: str) -> list[str]:
     names = text.split(",")
     for name in names:
         if name not in known:
