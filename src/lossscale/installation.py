@@ -66,7 +66,7 @@ def install() -> Installation:
         ...     tf.keras.mixed_precision.experimental.LossScaleOptimizer.__module__
         'lossscale.experimental.optimizer'
     """
-    names = importlib.import_module("lossscale.frameworks.tensorflow_names")
+    names = importlib.import_module("lossscale.frameworks.tensorflow.names")
     register()
     if not _standing:
         experimental = importlib.import_module("lossscale.experimental")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 
 from backends.support import BACKEND, number
-from lossscale.frameworks.keras import engines
+from lossscale.frameworks.keras import backends
 
 # Below and above the size from which on a gradient is read by its sum.
 SIZES = [1, 5, 2**14 - 1, 2**14, 20_011]
@@ -57,10 +57,10 @@ def tensors(arrays):
 
 
 def check(arrays, scale):
-    engine = engines.load()
+    backend = backends.load()
     given = scale if scale is None else tensors([np.float32(scale)])[0]
     exact = scale is None or np.frexp(scale)[0] == 0.5
-    found = engine.all_finite([*tensors(arrays), None], given, exact)
+    found = backend.all_finite([*tensors(arrays), None], given, exact)
     assert bool(number(found)) == found_by_numpy(arrays, scale)
 
 
@@ -74,11 +74,11 @@ def test_it_finds_what_numpy_finds(cases, scale):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("scale", SCALES, ids=str)
 def test_it_finds_the_same_in_compiled_functions(scale, dtype):
-    engine = engines.load()
+    backend = backends.load()
     exact = scale is None or np.frexp(scale)[0] == 0.5
 
     def verdict(gradients, scale=None):
-        return engine.all_finite(gradients, scale, exact)
+        return backend.all_finite(gradients, scale, exact)
 
     function = compiled(verdict)
     rest = [] if scale is None else tensors([np.float32(scale)])
@@ -93,15 +93,15 @@ def test_it_finds_the_same_in_compiled_functions(scale, dtype):
 
 
 def test_nothing_to_look_at_is_finite():
-    engine = engines.load()
-    assert bool(number(engine.all_finite([])))
-    assert bool(number(engine.all_finite([None])))
-    assert bool(number(engine.all_finite(tensors([np.zeros((0, 3), np.float32)]))))
+    backend = backends.load()
+    assert bool(number(backend.all_finite([])))
+    assert bool(number(backend.all_finite([None])))
+    assert bool(number(backend.all_finite(tensors([np.zeros((0, 3), np.float32)]))))
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan, 1.0])
 def test_the_imaginary_part_counts(value):
-    engine = engines.load()
+    backend = backends.load()
     spoiled = np.ones(3, np.complex64)
     spoiled[1] = complex(1.0, value)
-    assert bool(number(engine.all_finite(tensors([spoiled])))) == np.isfinite(value)
+    assert bool(number(backend.all_finite(tensors([spoiled])))) == np.isfinite(value)

@@ -22,9 +22,9 @@ from jax.experimental.sparse import BCOO
 import lossscale.diagnostics
 from lossscale.diagnostics import GradientHistogram
 from lossscale.errors import ArgumentTypeError
-from lossscale.frameworks.histograms import jax as on_jax
-from lossscale.frameworks.histograms import tensorflow as on_tensorflow
-from lossscale.frameworks.histograms import torch as on_torch
+from lossscale.frameworks.jax import exponents as on_jax
+from lossscale.frameworks.tensorflow import exponents as on_tensorflow
+from lossscale.frameworks.torch import exponents as on_torch
 
 
 class Way(NamedTuple):

@@ -11,7 +11,7 @@ import lossscale
 from lossscale import DynamicScale, FixedScale
 from lossscale.errors import ArgumentError
 from lossscale.frameworks.keras import KerasLossScaleOptimizer
-from lossscale.frameworks.older_configs import inner_config
+from lossscale.older.configurations import inner_config
 from migration.support import WITNESS
 
 OLD_SGD = {"name": "SGD", "learning_rate": 0.1, "decay": 0.0, "momentum": 0.9, "nesterov": False}

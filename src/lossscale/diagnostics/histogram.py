@@ -27,11 +27,11 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.rules import LARGEST_SCALE, SMALLEST_SCALE
 
 _TENSOR_MODULES = {
-    "jax": "lossscale.frameworks.histograms.jax",
-    "jaxlib": "lossscale.frameworks.histograms.jax",
-    "tensorflow": "lossscale.frameworks.histograms.tensorflow",
-    "tf_keras": "lossscale.frameworks.histograms.tensorflow",
-    "torch": "lossscale.frameworks.histograms.torch",
+    "jax": "lossscale.frameworks.jax.exponents",
+    "jaxlib": "lossscale.frameworks.jax.exponents",
+    "tensorflow": "lossscale.frameworks.tensorflow.exponents",
+    "tf_keras": "lossscale.frameworks.tensorflow.exponents",
+    "torch": "lossscale.frameworks.torch.exponents",
 }
 """The package that a tensor's class comes from, to the module that counts its elements."""
 

@@ -13,7 +13,7 @@ from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.verdict import Thresholds
 from lossscale.errors import ArgumentTypeError
 
-_BATCHES = "lossscale.frameworks.batches"
+_BATCHES = "lossscale.diagnostics.batches"
 
 
 class _Row(NamedTuple):

@@ -87,7 +87,7 @@ class LossScaleOptimizer(_Base):
     def _judge(self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> Any:
         if self._state is not None:
             return super()._judge(gradients, variables, scale)
-        if self._engine.replica_count() > 1:
+        if self._backend.replica_count() > 1:
             raise UnsupportedError(
                 f"{type(self._loss_scale).__name__} sees the gradients of one replica, and cannot "
                 "decide for all. On several replicas use 'dynamic' or a DynamicLossScale."

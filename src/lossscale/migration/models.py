@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.errors import LossScaleError, OldFileError
-from lossscale.frameworks.older_slots import Place, places_of_names, places_of_numbers
 from lossscale.migration.graph import is_hdf5
 from lossscale.migration.saved import (
     FIRST_KIND,
@@ -21,6 +20,7 @@ from lossscale.migration.saved import (
     SavedOptimizer,
     SavedSlot,
 )
+from lossscale.older.slots import Place, places_of_names, places_of_numbers
 
 _HDF5 = "HDF5 model"
 _ZIP = ".keras model"

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from lossscale.errors import LossScaleWarning, OldFileError, UnknownSlotError, UnsupportedError
-from lossscale.frameworks.older_configs import NADAM_DECAY, decayed
-from lossscale.frameworks.older_slots import kind_of, names_for
 from lossscale.migration.saved import SavedOptimizer, SavedSlot
+from lossscale.older.configurations import NADAM_DECAY, decayed
+from lossscale.older.slots import kind_of, names_for
 
 
 class Target:

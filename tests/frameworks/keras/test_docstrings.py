@@ -16,8 +16,8 @@ MODULES = [
     for found in pkgutil.walk_packages(
         lossscale.frameworks.keras.__path__, "lossscale.frameworks.keras."
     )
-    # An engine needs its own backend.
-    if ".engines." not in found.name
+    # A backend needs its own backend.
+    if ".backends." not in found.name
 ]
 WITH_EXAMPLES = {
     "lossscale.frameworks.keras.monitor",

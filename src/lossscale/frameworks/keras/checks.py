@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from lossscale.errors import AlreadyWrappedError, ArgumentError
-from lossscale.frameworks.checks import check_not_wrapped
+from lossscale.frameworks.common.checks import check_not_wrapped
 from lossscale.frameworks.keras.settings import SETTINGS_OF_THE_BASE
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import keras
 from keras.src.models.functional import Functional
 
+from lossscale.diagnostics.batches import Batch
+from lossscale.diagnostics.measurement import NARROW, Measurement, paths_of
 from lossscale.diagnostics.report import GradientReport
+from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
 from lossscale.errors import ArgumentError
-from lossscale.frameworks.batches import Batch
-from lossscale.frameworks.gradient_counts import NARROW, Measurement, paths_of
-from lossscale.frameworks.keras import gradients
-from lossscale.frameworks.taps import Library, Tap, Taps, replaced
+from lossscale.frameworks.keras.backends import gradients
 
 
 def _graph_of(layer: Any) -> Any:

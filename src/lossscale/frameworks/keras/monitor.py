@@ -9,7 +9,7 @@ import keras
 
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.frameworks.keras.weights import numpy_of
-from lossscale.frameworks.monitor import MonitorBody, Status, check_model
+from lossscale.frameworks.shell.monitor import MonitorBody, Status, check_model
 
 
 class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callback):

@@ -17,7 +17,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 
 from lossscale.errors import LossScaleWarning
 from lossscale.frameworks.keras.weights import numpy_of
-from lossscale.frameworks.part import Part
+from lossscale.frameworks.shell.part import Part
 
 # Keras' own LossScaleOptimizer writes these before the inner optimizer's variables. The first
 # two have no effect there.
@@ -96,7 +96,7 @@ class Persistence(Part):
             return
         # The first step of a tf.function may be what builds the optimizer. Traced, these values
         # would be set again on every step.
-        with self._engine.outside_traces():
+        with self._backend.outside_traces():
             self._load_inner(values)
 
     def _load_inner(self, values: dict[str, Any]) -> None:

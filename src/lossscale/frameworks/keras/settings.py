@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lossscale.errors import ArgumentError, UnknownSettingError
-from lossscale.frameworks.checks import unknown_setting
-from lossscale.frameworks.part import Part
+from lossscale.frameworks.common.checks import unknown_setting
+from lossscale.frameworks.shell.part import Part
 
 # Keras' base class sets these on every optimizer. On a wrapper they would hide the settings of
 # the optimizer inside, which are the ones that have an effect.

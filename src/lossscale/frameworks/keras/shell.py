@@ -12,9 +12,10 @@ from keras.src.utils.tracking import Tracker
 
 from lossscale.arguments import config_from_rule, rule_from_arguments
 from lossscale.errors import ArgumentError
-from lossscale.frameworks.checks import remember_wrapper
-from lossscale.frameworks.convention import GradientConvention
-from lossscale.frameworks.keras import engines, older_names
+from lossscale.frameworks.common.checks import remember_wrapper
+from lossscale.frameworks.common.handover import GradientConvention
+from lossscale.frameworks.common.variable_list import VariableList
+from lossscale.frameworks.keras import backends, older_names
 from lossscale.frameworks.keras.checks import check_inner, check_names
 from lossscale.frameworks.keras.iterations import StepCounter
 from lossscale.frameworks.keras.persistence import LossScaleStore, Persistence
@@ -24,7 +25,6 @@ from lossscale.frameworks.keras.state import State
 from lossscale.frameworks.keras.training import TrainingStep
 from lossscale.frameworks.keras.verbs import DocumentedVerbs
 from lossscale.frameworks.keras.weights import DocumentedWeights
-from lossscale.frameworks.variable_list import VariableList
 from lossscale.optimizer import LossScaleOptimizer
 
 
@@ -63,8 +63,8 @@ class KerasLossScaleOptimizer(
         check_names(kwargs)
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
         check_inner(inner_optimizer)
-        engine = engines.load()
-        engine.check_strategy()
+        backend = backends.load()
+        backend.check_strategy()
         # Past Keras' own class, whose constructor would clear the inner optimizer's settings.
         super(keras.optimizers.LossScaleOptimizer, self).__init__(
             learning_rate=0.0, name=name or "loss_scale_optimizer"
@@ -78,7 +78,7 @@ class KerasLossScaleOptimizer(
         self._tracker = Tracker(
             {"variables": (lambda value: isinstance(value, keras.Variable), self._variables)}
         )
-        self._engine = engine
+        self._backend = backend
         self.inner_optimizer = inner_optimizer
         self._rule = rule
         self._convention = GradientConvention()
@@ -101,7 +101,7 @@ class KerasLossScaleOptimizer(
         self._iterations.follow()
 
     def _first_state(self) -> State | None:
-        return State(self._rule, self._add_own_variable, self._engine)
+        return State(self._rule, self._add_own_variable, self._backend)
 
     def _add_own_variable(self, name: str, dtype: str, value: Any) -> Any:
         return self.add_variable(
@@ -136,12 +136,12 @@ class KerasLossScaleOptimizer(
     @property
     def steps_skipped(self) -> Any:
         """How many steps were skipped so far: an integer scalar tensor, in steps."""
-        return self._engine.read(self._steps_skipped)
+        return self._backend.read(self._steps_skipped)
 
     @property
     def last_step_skipped(self) -> Any:
         """Whether the last step was skipped: a boolean scalar tensor."""
-        return self._engine.read(self._last_step_skipped)
+        return self._backend.read(self._last_step_skipped)
 
     @property
     def iterations(self) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from lossscale.frameworks.keras import engines
+from lossscale.frameworks.keras import backends
 from lossscale.frameworks.keras.state import State
 from lossscale.rules import ScaleRule
 
@@ -26,7 +26,7 @@ class Standalone:
 
     @classmethod
     def _new_state(cls, rule: ScaleRule) -> State:
-        return State(rule, cls._new_variable, engines.load())
+        return State(rule, cls._new_variable, backends.load())
 
     @staticmethod
     def _constant(value: float) -> Any:
@@ -34,9 +34,9 @@ class Standalone:
 
     @staticmethod
     def _flat_gradients(gradients: Any) -> list[Any]:
-        flat: list[Any] = engines.load().flat_gradients(gradients)
+        flat: list[Any] = backends.load().flat_gradients(gradients)
         return flat
 
     @staticmethod
     def _all_finite(gradients: list[Any]) -> Any:
-        return engines.load().all_finite(gradients)
+        return backends.load().all_finite(gradients)

@@ -19,18 +19,18 @@ class State:
     Args:
         rule: The rule that moves the state.
         add_variable: Makes a scalar variable of a name, a dtype and a first value.
-        engine: The engine of Keras' backend.
+        backend: What loss scaling needs of the Keras backend.
     """
 
     def __init__(
         self,
         rule: ScaleRule,
         add_variable: Callable[[str, str, Any], Any],
-        engine: Any,
+        backend: Any,
     ) -> None:
         self.rule = rule
-        self._read = engine.read
-        self._namespace = engine.namespace
+        self._read = backend.read
+        self._namespace = backend.namespace
         self._first = rule.init()
         # Keras' order: the counter before the scale.
         fields = sorted(self._first._fields, key=lambda field: field != "good_steps")

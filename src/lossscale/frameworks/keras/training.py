@@ -12,9 +12,9 @@ from keras import ops
 from keras.src.utils.tracking import no_automatic_dependency_tracking
 
 from lossscale.errors import ArgumentError, GradientsError
-from lossscale.frameworks.checks import check_some_gradient, checked_pairs
-from lossscale.frameworks.part import Part
-from lossscale.frameworks.watches.common import Seen
+from lossscale.frameworks.common.checks import check_some_gradient, checked_pairs
+from lossscale.frameworks.common.notes import Seen
+from lossscale.frameworks.shell.part import Part
 
 
 class TrainingStep(Part):
@@ -49,7 +49,7 @@ class TrainingStep(Part):
                 for never.
         """
         # Past the attribute tracking of Keras and TensorFlow.
-        self.__dict__["_watch"] = self._engine.new_watch(histograms_every, _new_watch_variable)
+        self.__dict__["_watch"] = self._backend.new_watch(histograms_every, _new_watch_variable)
         if self.built:
             self._build_watch()
 
@@ -58,7 +58,7 @@ class TrainingStep(Part):
             trained = self._trainable_variables
             names = [getattr(variable, "path", variable.name) for variable in trained]
             dtypes = [keras.backend.standardize_dtype(variable.dtype) for variable in trained]
-            with self._engine.outside_traces():
+            with self._backend.outside_traces():
                 self._watch.build(trained, names, dtypes)
 
     def scale_loss(self, loss: Any) -> Any:
@@ -78,7 +78,7 @@ class TrainingStep(Part):
             >>> float(optimizer.scale_loss(tf.constant(0.5)))
             4.0
         """
-        self._convention.note_scale_loss(self._engine.current_place())
+        self._convention.note_scale_loss(self._backend.current_place())
         return self._scaled(loss)
 
     def apply_gradients(
@@ -117,8 +117,8 @@ class TrainingStep(Part):
             >>> weight.numpy(), int(optimizer.steps_skipped), float(optimizer.loss_scale)
             (array([1., 2.], dtype=float32), 1, 16384.0)
         """
-        gradients, variables = checked_pairs(grads_and_vars, self._engine.is_variable)
-        scaled = self._convention.take(self._engine.current_place())
+        gradients, variables = checked_pairs(grads_and_vars, self._backend.is_variable)
+        scaled = self._convention.take(self._backend.current_place())
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         with keras.name_scope(name or self.name):
             self._step(gradients, variables, scaled=scaled, aggregate=aggregate)
@@ -156,7 +156,7 @@ class TrainingStep(Part):
                     "variables as `trainable_variables`, or call build(variables) first."
                 )
         check_some_gradient(grads)
-        self._convention.take_for_apply(self._engine.current_place())
+        self._convention.take_for_apply(self._backend.current_place())
         with keras.name_scope(self.name):
             self._step(grads, list(trainable_variables), scaled=True)
 
@@ -212,7 +212,7 @@ class TrainingStep(Part):
         self.build(variables)
         self._check_known(variables)
         scale = self._current_scale() if scaled else None
-        self._engine.run_step(self, gradients, variables, scale, aggregate)
+        self._backend.run_step(self, gradients, variables, scale, aggregate)
 
     def _note(
         self,
@@ -239,7 +239,7 @@ class TrainingStep(Part):
                 lambda scaled: self._unscaled(scaled, variables, scale),
                 finite,
                 self._current_scale() if scale is None else scale,
-                self._engine.read(self._iterations) + 1,
+                self._backend.read(self._iterations) + 1,
                 is_shared,
             )
         )
@@ -256,7 +256,7 @@ class TrainingStep(Part):
     def _scaled(self, loss: Any) -> Any:
         if callable(loss):
             return lambda: self._scaled(loss())
-        return self._engine.scaled(loss, self._current_scale())
+        return self._backend.scaled(loss, self._current_scale())
 
     def _unscaled(
         self, gradients: Iterable[Any], variables: Sequence[Any], scale: Any
@@ -266,7 +266,7 @@ class TrainingStep(Part):
         if scale is None:
             return gradients
         multiplied = self._multiplied(gradients, variables)
-        divided = self._engine.unscaled(multiplied, scale, self._rule.powers_of_two)
+        divided = self._backend.unscaled(multiplied, scale, self._rule.powers_of_two)
         return [
             given if kept is None else result
             for given, kept, result in zip(gradients, multiplied, divided, strict=True)
@@ -299,13 +299,13 @@ class TrainingStep(Part):
         if not self._rule.checks_gradients:
             return True
         if scale is None:
-            return self._engine.all_finite(gradients)
+            return self._backend.all_finite(gradients)
         multiplied = self._multiplied(gradients, variables)
         others = [g for g, m in zip(gradients, multiplied, strict=True) if m is None]
-        finite = self._engine.all_finite(multiplied, scale, self._rule.powers_of_two)
+        finite = self._backend.all_finite(multiplied, scale, self._rule.powers_of_two)
         if all(gradient is None for gradient in others):
             return finite
-        return ops.logical_and(finite, self._engine.all_finite(others))
+        return ops.logical_and(finite, self._backend.all_finite(others))
 
     def _move_scale(self, finite: Any) -> None:
         if self._state is not None:
@@ -314,7 +314,7 @@ class TrainingStep(Part):
 
     def _count_step(self, finite: Any) -> None:
         if finite is not True:
-            known = self._engine.known(finite)
+            known = self._backend.known(finite)
             skipped = ops.logical_not(finite) if known is None else not known
             self._last_step_skipped.assign(skipped)
             if known is None:

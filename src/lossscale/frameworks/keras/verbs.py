@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from lossscale.errors import ArgumentTypeError, GradientsError
-from lossscale.frameworks.checks import checked_pairs
-from lossscale.frameworks.part import Part
+from lossscale.frameworks.common.checks import checked_pairs
+from lossscale.frameworks.shell.part import Part
 
 
 class DocumentedVerbs(Part):
@@ -48,11 +48,11 @@ class DocumentedVerbs(Part):
             >>> float(weight), int(steps)
             (0.5, 1)
         """
-        gradients, variables = self._engine.differentiate(
+        gradients, variables = self._backend.differentiate(
             loss, var_list, self._scaled, tape=tape, grad_loss=grad_loss
         )
         gradients, variables = checked_pairs(
-            zip(gradients, variables, strict=True), self._engine.is_variable
+            zip(gradients, variables, strict=True), self._backend.is_variable
         )
         with keras.name_scope(name or self.name):
             self._step(gradients, variables, scaled=True)
@@ -103,12 +103,12 @@ class DocumentedVerbs(Part):
             raise ArgumentTypeError(
                 f"`grads` must be a list of gradients. Received: {grads!r}."
             ) from None
-        self._convention.note_get_unscaled_gradients(self._engine.current_place())
+        self._convention.note_get_unscaled_gradients(self._backend.current_place())
         return self._unscaled_by_hand(gradients)
 
     def _unscaled_by_hand(self, gradients: list[Any]) -> list[Any]:
         scale = self._current_scale()
-        return list(self._engine.unscaled(gradients, scale, self._rule.powers_of_two))
+        return list(self._backend.unscaled(gradients, scale, self._rule.powers_of_two))
 
     def get_gradients(self, loss: Any, params: Sequence[Any]) -> list[Any]:
         """Returns the unscaled gradients of a loss, which was scaled to compute them.
@@ -130,15 +130,15 @@ class DocumentedVerbs(Part):
             6.0
         """
         gradients = self._gradients_of(loss, params)
-        self._convention.note_get_unscaled_gradients(self._engine.current_place())
+        self._convention.note_get_unscaled_gradients(self._backend.current_place())
         return gradients
 
     def _gradients_of(self, loss: Any, params: Sequence[Any]) -> list[Any]:
-        params = self._engine.flat_variables(params)
+        params = self._backend.flat_variables(params)
         if callable(loss):
-            gradients, _ = self._engine.differentiate(loss, params, self._scaled)
+            gradients, _ = self._backend.differentiate(loss, params, self._scaled)
         else:
-            gradients = self._engine.symbolic_gradients(self._scaled(loss), params)
+            gradients = self._backend.symbolic_gradients(self._scaled(loss), params)
         for gradient, variable in zip(gradients, params, strict=True):
             if gradient is None:
                 raise GradientsError(
@@ -169,6 +169,6 @@ class DocumentedVerbs(Part):
             0.0
         """
         gradients = self._gradients_of(loss, params)
-        variables = self._engine.flat_variables(params)
+        variables = self._backend.flat_variables(params)
         self._step(gradients, variables, scaled=False)
         return [self.iterations]

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from lossscale.errors import ArgumentError, UnknownSlotError
-from lossscale.frameworks.part import Part
-from lossscale.frameworks.variable_list import VariableList
+from lossscale.frameworks.common.variable_list import VariableList
+from lossscale.frameworks.shell.part import Part
 
 # What TensorFlow's optimizers called the slots that Keras 3 names otherwise.
 _OLDER_SLOT_NAMES: dict[str, dict[str, str]] = {
@@ -184,7 +184,7 @@ class DocumentedWeights(Part):
             shape=tuple(shape),
             initializer=initializer,
             dtype=None if dtype is None else keras.backend.standardize_dtype(dtype),
-            aggregation=self._engine.aggregation_name(aggregation),
+            aggregation=self._backend.aggregation_name(aggregation),
             name=name,
         )
         if trainable:

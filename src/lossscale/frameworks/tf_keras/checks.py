@@ -10,7 +10,7 @@ import tensorflow as tf
 from tf_keras.src.mixed_precision.loss_scale_optimizer import BaseLossScaleOptimizer
 
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
-from lossscale.frameworks.checks import check_not_wrapped, flat_list
+from lossscale.frameworks.common.checks import check_not_wrapped, flat_list
 
 
 def check_names(kwargs: dict[str, Any]) -> None:

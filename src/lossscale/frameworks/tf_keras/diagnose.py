@@ -14,12 +14,12 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
+from lossscale.diagnostics.batches import Batch
+from lossscale.diagnostics.measurement import NARROW, Measurement, paths_of
 from lossscale.diagnostics.report import GradientReport
+from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
 from lossscale.errors import ArgumentError
-from lossscale.frameworks.batches import Batch
-from lossscale.frameworks.gradient_counts import NARROW, Measurement, paths_of
-from lossscale.frameworks.taps import Library, Tap, Taps, replaced
-from lossscale.frameworks.tensorflow_gradients import counter
+from lossscale.frameworks.tensorflow.tape import counter
 
 
 def _graph_of(layer: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tf_keras
 
-from lossscale.frameworks.part import Part
+from lossscale.frameworks.shell.part import Part
 
 
 class LossScaleStore(tf_keras.losses.Loss):

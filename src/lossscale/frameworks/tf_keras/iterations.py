@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.frameworks.tensorflow_ops import grouped
+from lossscale.frameworks.tensorflow.step import grouped
 
 
 class StepCounter(tf.Variable):

@@ -9,7 +9,7 @@ import tf_keras
 
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.errors import UnsupportedError
-from lossscale.frameworks.monitor import MonitorBody, Status, check_model
+from lossscale.frameworks.shell.monitor import MonitorBody, Status, check_model
 
 
 class TFKerasLossScaleMonitor(MonitorBody, LossScaleMonitor, tf_keras.callbacks.Callback):

@@ -10,8 +10,8 @@ import tensorflow as tf
 import tf_keras
 from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizerV3
 
-from lossscale.frameworks import tensorflow_gate
-from lossscale.frameworks.tensorflow_xla import in_xla
+from lossscale.frameworks.tensorflow import gate as tensorflow_gate
+from lossscale.frameworks.tensorflow.xla import in_xla
 from lossscale.frameworks.tf_keras.files import KerasFiles
 from lossscale.frameworks.tf_keras.shell import ByFamily, CommonShell, register_shell
 from lossscale.frameworks.tf_keras.weights import DocumentedWeights

@@ -12,7 +12,7 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale.errors import LossScaleWarning
-from lossscale.frameworks.part import Part
+from lossscale.frameworks.shell.part import Part
 
 
 class Persistence(Part):

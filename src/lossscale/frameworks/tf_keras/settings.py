@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lossscale.frameworks.checks import unknown_setting
-from lossscale.frameworks.part import Part
+from lossscale.frameworks.common.checks import unknown_setting
+from lossscale.frameworks.shell.part import Part
 
 
 class InnerSettings(Part):

@@ -12,10 +12,11 @@ from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizer
 
 from lossscale import registry
 from lossscale.arguments import config_from_rule, rule_from_arguments
-from lossscale.frameworks import tensorflow_ops
-from lossscale.frameworks.checks import remember_wrapper
-from lossscale.frameworks.convention import GradientConvention
-from lossscale.frameworks.part import Part
+from lossscale.frameworks.common.checks import remember_wrapper
+from lossscale.frameworks.common.handover import GradientConvention
+from lossscale.frameworks.common.variable_list import VariableList
+from lossscale.frameworks.shell.part import Part
+from lossscale.frameworks.tensorflow import step as tensorflow_ops
 from lossscale.frameworks.tf_keras.checks import check_inner, check_names
 from lossscale.frameworks.tf_keras.iterations import StepCounter
 from lossscale.frameworks.tf_keras.older_checkpoints import OlderBaseOptimizer
@@ -25,7 +26,6 @@ from lossscale.frameworks.tf_keras.standalone import Standalone
 from lossscale.frameworks.tf_keras.state import LossScaleNode, State, new_variable
 from lossscale.frameworks.tf_keras.training import TrainingStep
 from lossscale.frameworks.tf_keras.verbs import DocumentedVerbs
-from lossscale.frameworks.variable_list import VariableList
 from lossscale.optimizer import LossScaleOptimizer
 
 
@@ -79,7 +79,7 @@ class CommonShell(
 
     _framework: ClassVar[str | None] = "tf_keras"
     _inner_base: ClassVar[type[Any]]
-    _engine = tensorflow_ops
+    _backend = tensorflow_ops
 
     # None where a loss scale of the older API moves by its user's own code.
     _state: Any

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
-from lossscale.frameworks import tensorflow_ops
+from lossscale.frameworks.tensorflow import step as tensorflow_ops
 from lossscale.frameworks.tf_keras.state import State, new_variable
 from lossscale.rules import ScaleRule
 

@@ -9,8 +9,9 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale.arguments import is_dynamic
-from lossscale.frameworks import host_rule, tensorflow_ops
-from lossscale.frameworks.tensorflow_ops import grouped
+from lossscale.frameworks.common import host_rule
+from lossscale.frameworks.tensorflow import step as tensorflow_ops
+from lossscale.frameworks.tensorflow.step import grouped
 from lossscale.rules import ScaleRule, ScaleState
 
 # The names that every release of TensorFlow wrote into checkpoints.

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from lossscale.frameworks import tensorflow_ops
-from lossscale.frameworks.checks import checked_pairs
-from lossscale.frameworks.part import Part
+from lossscale.frameworks.common.checks import checked_pairs
+from lossscale.frameworks.common.notes import Seen
+from lossscale.frameworks.shell.part import Part
+from lossscale.frameworks.tensorflow import step as tensorflow_ops
+from lossscale.frameworks.tensorflow.notes import Watch
 from lossscale.frameworks.tf_keras.checks import is_variable
-from lossscale.frameworks.watches.common import Seen
-from lossscale.frameworks.watches.tensorflow import Watch
 
 
 class TrainingStep(Part):

@@ -8,9 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale.errors import ArgumentTypeError, GradientsError
-from lossscale.frameworks import tensorflow_ops
-from lossscale.frameworks.checks import check_some_gradient
-from lossscale.frameworks.part import Part
+from lossscale.frameworks.common.checks import check_some_gradient
+from lossscale.frameworks.shell.part import Part
+from lossscale.frameworks.tensorflow import step as tensorflow_ops
 from lossscale.frameworks.tf_keras.checks import flat_variables
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale.errors import ArgumentError, UnknownSlotError
-from lossscale.frameworks.part import Part
+from lossscale.frameworks.shell.part import Part
 from lossscale.frameworks.tf_keras.persistence import values_of
 
 # What the optimizers of the documents call the slots, by class and attribute.

@@ -7,9 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.frameworks.gradient_counts import Counted
-from lossscale.frameworks.histograms import tensorflow as histograms
-from lossscale.frameworks.taps import Tap
+from lossscale.diagnostics.measurement import Counted
+from lossscale.diagnostics.tapping import Tap
+from lossscale.frameworks.tensorflow import exponents as histograms
 
 
 def counter(

@@ -1,4 +1,4 @@
-"""What the engines of several backends share."""
+"""What several backends share."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from lossscale.errors import ArgumentTypeError
-from lossscale.frameworks.checks import flat_list
-from lossscale.frameworks.convention import Place
+from lossscale.frameworks.common.checks import flat_list
+from lossscale.frameworks.common.handover import Place
 
 
 def only_place() -> Place:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
-from lossscale.frameworks import host_rule
+from lossscale.frameworks.common import host_rule
 from lossscale.rules import ScaleState
 
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from lossscale.diagnostics.exponents import FLOAT32, FLOAT64, ExponentTable, Layout
 from lossscale.diagnostics.histogram import GradientHistogram
+from lossscale.diagnostics.measurement import paths_of
 from lossscale.diagnostics.records import NonfiniteTensor
-from lossscale.frameworks.gradient_counts import paths_of
 
 LAYOUTS = (FLOAT32, FLOAT64)
 _WIDE = ("float64", "complex128")

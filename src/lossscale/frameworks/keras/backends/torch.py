@@ -9,18 +9,18 @@ import keras
 import torch
 
 from lossscale.errors import ArgumentError, GradientsError
-from lossscale.frameworks.finite import torch as finite_check
-from lossscale.frameworks.keras.engines import torch_state
-from lossscale.frameworks.keras.engines.common import (
+from lossscale.frameworks.common.notes import Seen
+from lossscale.frameworks.keras.backends import torch_state
+from lossscale.frameworks.keras.backends.common import (
     aggregation_name,
     check_strategy,
     known,
     outside_traces,
 )
-from lossscale.frameworks.keras.engines.common import flat_keras_variables as flat_variables
-from lossscale.frameworks.keras.engines.common import is_keras_variable as is_variable
-from lossscale.frameworks.keras.engines.common import only_place as current_place
-from lossscale.frameworks.watches.common import Seen
+from lossscale.frameworks.keras.backends.common import flat_keras_variables as flat_variables
+from lossscale.frameworks.keras.backends.common import is_keras_variable as is_variable
+from lossscale.frameworks.keras.backends.common import only_place as current_place
+from lossscale.frameworks.torch import finite as finite_check
 from lossscale.rules import ScaleState
 
 __all__ = [
@@ -143,7 +143,7 @@ def new_watch(histograms_every: int | None, new_variable: Callable[..., Any]) ->
         histograms_every: At which multiples of this step number exponents are counted.
         new_variable: Makes a Keras variable of a name, a dtype and a shape, with zeros in it.
     """
-    from lossscale.frameworks.watches.torch import Watch
+    from lossscale.frameworks.torch.notes import Watch
 
     return Watch(histograms_every)
 

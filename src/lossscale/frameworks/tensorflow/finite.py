@@ -13,8 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.frameworks.finite.sizes import SMALL, TOGETHER, small_and_large
-from lossscale.frameworks.tensorflow_xla import in_xla
+from lossscale.frameworks.common.sizes import SMALL, TOGETHER, small_and_large
+from lossscale.frameworks.tensorflow.xla import in_xla
 
 
 def all_finite(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from lossscale.diagnostics.batches import Batch
 from lossscale.diagnostics.histogram import GradientHistogram
 from lossscale.diagnostics.report import GradientReport, TensorKind, TensorRange
-from lossscale.frameworks.batches import Batch
-from lossscale.frameworks.taps import OUTPUT, Taps
+from lossscale.diagnostics.tapping import OUTPUT, Taps
 
 NARROW = ("float16", "bfloat16")
 """The dtypes in which gradients without scaling cannot show what they lost."""

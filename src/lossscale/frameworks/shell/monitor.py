@@ -15,7 +15,7 @@ from lossscale.diagnostics.recorder import RunRecorder
 from lossscale.diagnostics.records import StepRecord
 from lossscale.diagnostics.skips import skip_reason
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
-from lossscale.frameworks.part import Part
+from lossscale.frameworks.shell.part import Part
 from lossscale.optimizer import LossScaleOptimizer
 
 

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lossscale.frameworks import tensorflow_gradients
-from lossscale.frameworks.gradient_counts import Counted
-from lossscale.frameworks.keras.gradients import Loss, wide_value
+from lossscale.diagnostics.measurement import Counted
+from lossscale.frameworks.keras.backends.gradients import Loss, wide_value
+from lossscale.frameworks.tensorflow import tape as tensorflow_gradients
 
 
 def random_state_kept() -> contextlib.AbstractContextManager[None]:

@@ -23,19 +23,19 @@ import keras
 
 from lossscale.errors import UnsupportedError
 
-_ENGINES = {
-    "jax": "lossscale.frameworks.keras.engines.jax",
-    "tensorflow": "lossscale.frameworks.keras.engines.tensorflow",
-    "torch": "lossscale.frameworks.keras.engines.torch",
+_BACKENDS = {
+    "jax": "lossscale.frameworks.keras.backends.jax",
+    "tensorflow": "lossscale.frameworks.keras.backends.tensorflow",
+    "torch": "lossscale.frameworks.keras.backends.torch",
 }
 
 
 def load() -> Any:
-    """Returns the engine of Keras' backend."""
+    """Returns the module of Keras' backend."""
     backend = keras.backend.backend()
-    if backend not in _ENGINES:
+    if backend not in _BACKENDS:
         raise UnsupportedError(
-            f"Keras runs on the backend {backend!r}; lossscale supports {sorted(_ENGINES)}. "
+            f"Keras runs on the backend {backend!r}; lossscale supports {sorted(_BACKENDS)}. "
             "Set the environment variable KERAS_BACKEND before importing Keras."
         )
-    return importlib.import_module(_ENGINES[backend])
+    return importlib.import_module(_BACKENDS[backend])

@@ -13,8 +13,8 @@ from jax.experimental.sparse import BCOO
 from lossscale.diagnostics.exponents import ExponentTable, Layout
 from lossscale.diagnostics.histogram import GradientHistogram
 from lossscale.diagnostics.records import NonfiniteTensor
-from lossscale.frameworks.histograms.jax import count_bins, on_host
-from lossscale.frameworks.watches.common import LastSkip, Seen, WatchBase
+from lossscale.frameworks.common.notes import LastSkip, Seen, WatchBase
+from lossscale.frameworks.jax.exponents import count_bins, on_host
 
 
 class Watch(WatchBase):

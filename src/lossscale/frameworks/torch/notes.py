@@ -10,8 +10,8 @@ import torch
 from lossscale.diagnostics.exponents import ExponentTable
 from lossscale.diagnostics.histogram import GradientHistogram
 from lossscale.diagnostics.records import NonfiniteTensor
-from lossscale.frameworks.histograms.torch import count_bins, on_host
-from lossscale.frameworks.watches.common import LastSkip, Seen, WatchBase
+from lossscale.frameworks.common.notes import LastSkip, Seen, WatchBase
+from lossscale.frameworks.torch.exponents import count_bins, on_host
 
 
 class Watch(WatchBase):

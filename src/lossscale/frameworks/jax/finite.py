@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
-from lossscale.frameworks.finite.sizes import small_and_large
+from lossscale.frameworks.common.sizes import small_and_large
 
 
 def all_finite(

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from lossscale.frameworks.gradient_counts import Counted
-from lossscale.frameworks.histograms import torch as histograms
-from lossscale.frameworks.keras.gradients import Loss, wide_value
+from lossscale.diagnostics.measurement import Counted
+from lossscale.frameworks.keras.backends.gradients import Loss, wide_value
+from lossscale.frameworks.torch import exponents as histograms
 
 
 def random_state_kept() -> contextlib.AbstractContextManager[None]:

@@ -11,16 +11,16 @@ import keras
 from jax.experimental.sparse import BCOO
 
 from lossscale.errors import UnsupportedError
-from lossscale.frameworks.finite import jax as finite_check
-from lossscale.frameworks.keras.engines.common import (
+from lossscale.frameworks.jax import finite as finite_check
+from lossscale.frameworks.keras.backends.common import (
     aggregation_name,
     check_strategy,
     known,
     outside_traces,
 )
-from lossscale.frameworks.keras.engines.common import flat_keras_variables as flat_variables
-from lossscale.frameworks.keras.engines.common import is_keras_variable as is_variable
-from lossscale.frameworks.keras.engines.common import only_place as current_place
+from lossscale.frameworks.keras.backends.common import flat_keras_variables as flat_variables
+from lossscale.frameworks.keras.backends.common import is_keras_variable as is_variable
+from lossscale.frameworks.keras.backends.common import only_place as current_place
 
 __all__ = [
     "aggregation_name",
@@ -172,7 +172,7 @@ def new_watch(histograms_every: int | None, new_variable: Callable[..., Any]) ->
         histograms_every: At which multiples of this step number exponents are counted.
         new_variable: Makes a Keras variable of a name, a dtype and a shape, with zeros in it.
     """
-    from lossscale.frameworks.watches.jax import Watch
+    from lossscale.frameworks.jax.notes import Watch
 
     return Watch(histograms_every, new_variable)
 

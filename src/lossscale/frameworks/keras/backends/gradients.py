@@ -14,9 +14,9 @@ from typing import Any
 
 import keras
 
+from lossscale.diagnostics.measurement import NARROW
+from lossscale.diagnostics.tapping import Tap
 from lossscale.errors import UnsupportedError
-from lossscale.frameworks.gradient_counts import NARROW
-from lossscale.frameworks.taps import Tap
 
 _BACKENDS = ("jax", "tensorflow", "torch")
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from lossscale.errors import ArgumentError, GradientsError
-from lossscale.frameworks import tensorflow_gate
-from lossscale.frameworks.convention import Place
-from lossscale.frameworks.finite import tensorflow as finite_check
-from lossscale.frameworks.tensorflow_xla import in_xla
+from lossscale.frameworks.common.handover import Place
+from lossscale.frameworks.tensorflow import finite as finite_check
+from lossscale.frameworks.tensorflow import gate as tensorflow_gate
+from lossscale.frameworks.tensorflow.xla import in_xla
 
 _SUPPORTED_STRATEGIES = (
     tf.distribute.MirroredStrategy,

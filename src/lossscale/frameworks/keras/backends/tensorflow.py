@@ -10,10 +10,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from lossscale.frameworks import host_rule, tensorflow_gate, tensorflow_ops
-from lossscale.frameworks.checks import flat_list
-from lossscale.frameworks.keras.engines.common import aggregation_name
-from lossscale.frameworks.tensorflow_ops import (
+from lossscale.frameworks.common import host_rule
+from lossscale.frameworks.common.checks import flat_list
+from lossscale.frameworks.keras.backends.common import aggregation_name
+from lossscale.frameworks.tensorflow import gate as tensorflow_gate
+from lossscale.frameworks.tensorflow import step as tensorflow_ops
+from lossscale.frameworks.tensorflow.step import (
     all_finite,
     check_strategy,
     current_place,
@@ -145,7 +147,7 @@ def new_watch(histograms_every: int | None, new_variable: Callable[..., Any]) ->
         histograms_every: At which multiples of this step number exponents are counted.
         new_variable: Makes a Keras variable of a name, a dtype and a shape, with zeros in it.
     """
-    from lossscale.frameworks.watches.tensorflow import Watch
+    from lossscale.frameworks.tensorflow.notes import Watch
 
     return Watch(histograms_every)
 

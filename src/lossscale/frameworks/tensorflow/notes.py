@@ -11,8 +11,8 @@ import tensorflow as tf
 from lossscale.diagnostics.exponents import ExponentTable, Layout
 from lossscale.diagnostics.histogram import GradientHistogram
 from lossscale.diagnostics.records import NonfiniteTensor
-from lossscale.frameworks.histograms.tensorflow import count_bins, on_host
-from lossscale.frameworks.watches.common import LastSkip, Seen, WatchBase
+from lossscale.frameworks.common.notes import LastSkip, Seen, WatchBase
+from lossscale.frameworks.tensorflow.exponents import count_bins, on_host
 
 
 class Watch(WatchBase):

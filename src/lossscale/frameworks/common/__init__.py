@@ -1,0 +1,1 @@
+"""What the frameworks share; nothing here imports one."""

@@ -1,0 +1,1 @@
+"""JAX without Keras: arrays, what a monitor notes."""

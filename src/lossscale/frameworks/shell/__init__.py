@@ -1,0 +1,1 @@
+"""What the optimizers and monitors of both generations of Keras share."""

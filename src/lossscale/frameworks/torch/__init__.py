@@ -1,0 +1,1 @@
+"""PyTorch without Keras: arrays, what a monitor notes."""
