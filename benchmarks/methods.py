@@ -54,7 +54,7 @@ def _ours_fixed(new_inner: Callable[..., Any], scale: float, package: Any) -> An
 
 def _ours_monitored(new_inner: Callable[..., Any], scale: float, package: Any) -> Any:
     optimizer = _ours_dynamic(new_inner, scale, package)
-    optimizer._start_watch(None)
+    optimizer._keep_notes(None)
     return optimizer
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.sparse import BCOO
 
 from lossscale.diagnostics.exponents import (
     FLOAT32,
@@ -20,6 +19,7 @@ from lossscale.diagnostics.exponents import (
     Layout,
 )
 from lossscale.errors import ArgumentTypeError
+from lossscale.frameworks.jax.arrays import real_parts, stored
 
 _PIECE = 2**16
 """Elements counted at a time. A column of 12 bits then sums up to less than 2**32."""
@@ -50,14 +50,13 @@ def count_bins(gradient: Any) -> ExponentTable:
         >>> lossscale.diagnostics.GradientHistogram.from_table(on_host(counted)).mass
         2.5
     """
-    values = jnp.asarray(gradient.data if isinstance(gradient, BCOO) else gradient)
-    if jnp.issubdtype(values.dtype, jnp.complexfloating):
-        values = jnp.stack([values.real, values.imag])
-    if not jnp.issubdtype(values.dtype, jnp.floating):
+    parts = real_parts(gradient)
+    if not parts:
         raise ArgumentTypeError(
             "A histogram is made from a gradient of floating-point numbers. "
-            f"Received: an array of dtype {values.dtype.name}."
+            f"Received: an array of dtype {stored(gradient).dtype.name}."
         )
+    values = parts[0] if len(parts) == 1 else jnp.stack(parts)
     layout = FLOAT64 if values.dtype == jnp.float64 else FLOAT32
     values = values.ravel()
     if values.size <= _PIECE:

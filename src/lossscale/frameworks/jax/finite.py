@@ -13,36 +13,37 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.sparse import BCOO
 
 from lossscale.frameworks.common.sizes import small_and_large
+from lossscale.frameworks.jax.arrays import real_parts, unscaled, widened
 
 
-def all_finite(
-    gradients: Sequence[Any],
-    unscale: Callable[[Any], Any] | None = None,
-    may_grow: Any = False,
-) -> Any:
-    """Whether every element of every gradient is finite: a boolean scalar array.
+def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
+    """Whether every element of every gradient is finite once it is unscaled.
 
     Args:
         gradients: Arrays, `BCOO` (their data are looked at) or None (skipped).
-        unscale: What is done to a gradient afterwards; the question is about its result. None if
-            nothing is.
-        may_grow: Whether `unscale` makes numbers larger, a boolean or a boolean scalar array.
+        scale: What they will be divided by; None if they are unscaled already.
+        powers_of_two: As for `unscaled`.
+
+    Returns:
+        A boolean scalar array.
     """
-    parts = [part for gradient in gradients if gradient is not None for part in _parts(gradient)]
+    parts = [widened(part) for gradient in gradients for part in real_parts(gradient)]
     if not parts:
         return jnp.asarray(True)
     small, large = small_and_large(parts, lambda part: part.size)
     joined = [jnp.concatenate([part.ravel() for part in group]) for group in small]
 
     def each_finite(part: Any) -> Any:
-        return jnp.all(jnp.isfinite(part if unscale is None else unscale(part)))
+        result = part if scale is None else unscaled([part], scale, powers_of_two)[0]
+        return jnp.all(jnp.isfinite(result))
 
     # A branch takes longer than these elements.
     verdicts = list(map(each_finite, joined))
     if large:
+        # A scale below 1 makes numbers larger.
+        may_grow = False if scale is None else scale < 1.0
         fits = _sums(large) & jnp.logical_not(may_grow)
         verdicts.append(_or_in_turn(fits, each_finite, large))
     return _all_true(verdicts)
@@ -68,16 +69,6 @@ def _or_in_turn(fits: Any, each_finite: Callable[[Any], Any], parts: list[Any]) 
 
 def _all_true(verdicts: list[Any]) -> Any:
     return verdicts[0] if len(verdicts) == 1 else jnp.all(jnp.stack(verdicts))
-
-
-def _parts(gradient: Any) -> list[Any]:
-    values = jnp.asarray(gradient.data if isinstance(gradient, BCOO) else gradient)
-    if jnp.issubdtype(values.dtype, jnp.complexfloating):
-        return [values.real, values.imag]
-    if not jnp.issubdtype(values.dtype, jnp.floating):
-        return []
-    wide = values.dtype in (jnp.float32, jnp.float64)
-    return [values if wide else values.astype(jnp.float32)]
 
 
 def _sums(parts: list[Any]) -> Any:

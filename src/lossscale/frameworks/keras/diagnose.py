@@ -19,7 +19,7 @@ from lossscale.diagnostics.measurement import NARROW, Measurement, paths_of
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
 from lossscale.errors import ArgumentError
-from lossscale.frameworks.keras.backends import gradients
+from lossscale.frameworks.keras.backends import counting
 
 
 def _graph_of(layer: Any) -> Any:
@@ -72,7 +72,7 @@ def measure(
 
     measured = Measurement(after_batch)
     narrow = {x.dtype_policy.name for x in model._flatten_layers() if x.compute_dtype in NARROW}
-    backend = gradients.load()
+    backend = counting.load()
     with backend.random_state_kept(), _computing_in_float32(model), _loss_of_its_own(model):
         count = backend.counter(loss_of, variables, fixed)
         for batch in batches:

@@ -24,11 +24,11 @@ class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callb
 
     def _instrument(self, model: Any) -> None:
         optimizer, every = model.optimizer, self._histograms_every()
-        if optimizer._watch is not None and optimizer._watch.serves(every):
+        if optimizer._notes is not None and optimizer._notes.serves(every):
             return
         with _scope_of(model):
-            optimizer._start_watch(every)
-        # `fit` has made it already, without the watch.
+            optimizer._keep_notes(every)
+        # `fit` has made it already, without the notes.
         model.train_function = None
         model.make_train_function()
 

@@ -164,7 +164,7 @@ class KerasLossScaleOptimizer(
 
         On JAX a monitor adds some: all that a compiled step changes is passed through this list.
         """
-        return VariableList([*self._lasting_variables, *getattr(self._watch, "variables", ())])
+        return VariableList([*self._lasting_variables, *getattr(self._notes, "variables", ())])
 
     @property
     def _lasting_variables(self) -> VariableList:

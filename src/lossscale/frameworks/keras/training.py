@@ -13,7 +13,7 @@ from keras.src.utils.tracking import no_automatic_dependency_tracking
 
 from lossscale.errors import ArgumentError, GradientsError
 from lossscale.frameworks.common.checks import check_some_gradient, checked_pairs
-from lossscale.frameworks.common.notes import Seen
+from lossscale.frameworks.common.notes import DecidedStep
 from lossscale.frameworks.shell.part import Part
 
 
@@ -23,7 +23,7 @@ class TrainingStep(Part):
     built: bool
 
     # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
-    _watch: ClassVar[Any] = None
+    _notes: ClassVar[Any] = None
 
     @no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
     def build(self, variables: Sequence[Any]) -> None:
@@ -39,9 +39,9 @@ class TrainingStep(Part):
         }
         self.built = True
         self._load_what_waited()
-        self._build_watch()
+        self._build_notes()
 
-    def _start_watch(self, histograms_every: int | None) -> None:
+    def _keep_notes(self, histograms_every: int | None) -> None:
         """Lets steps note what a monitor reads; takes effect in functions that are traced later.
 
         Args:
@@ -49,17 +49,17 @@ class TrainingStep(Part):
                 for never.
         """
         # Past the attribute tracking of Keras and TensorFlow.
-        self.__dict__["_watch"] = self._backend.new_watch(histograms_every, _new_watch_variable)
+        self.__dict__["_notes"] = self._backend.new_notes(histograms_every, _new_note_variable)
         if self.built:
-            self._build_watch()
+            self._build_notes()
 
-    def _build_watch(self) -> None:
-        if self._watch is not None:
+    def _build_notes(self) -> None:
+        if self._notes is not None:
             trained = self._trainable_variables
             names = [getattr(variable, "path", variable.name) for variable in trained]
             dtypes = [keras.backend.standardize_dtype(variable.dtype) for variable in trained]
             with self._backend.outside_traces():
-                self._watch.build(trained, names, dtypes)
+                self._notes.build(trained, names, dtypes)
 
     def scale_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale, and marks the gradients that come of it.
@@ -223,7 +223,7 @@ class TrainingStep(Part):
         *,
         is_shared: bool,
     ) -> None:
-        """Notes a step that was decided on and not done yet; only for an optimizer with a watch.
+        """Notes a step that was decided on and not done yet, for an optimizer that keeps notes.
 
         Args:
             gradients: Those of the step; None where there is none.
@@ -232,8 +232,8 @@ class TrainingStep(Part):
             finite: Whether the step is applied.
             is_shared: Whether all replicas have the same gradients.
         """
-        self._watch.note(
-            Seen(
+        self._notes.note(
+            DecidedStep(
                 gradients,
                 variables,
                 lambda scaled: self._unscaled(scaled, variables, scale),
@@ -324,7 +324,7 @@ class TrainingStep(Part):
         self._iterations.follow()
 
 
-def _new_watch_variable(name: str, dtype: str, shape: tuple[int, ...]) -> Any:
+def _new_note_variable(name: str, dtype: str, shape: tuple[int, ...]) -> Any:
     return keras.Variable(
-        initializer="zeros", shape=shape, dtype=dtype, trainable=False, name=f"watch_{name}"
+        initializer="zeros", shape=shape, dtype=dtype, trainable=False, name=f"noted_{name}"
     )

@@ -15,6 +15,7 @@ from lossscale.diagnostics.recorder import RunRecorder
 from lossscale.diagnostics.records import StepRecord
 from lossscale.diagnostics.skips import skip_reason
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
+from lossscale.frameworks.common.notes import Noted, Skip, StepNotes
 from lossscale.frameworks.shell.part import Part
 from lossscale.optimizer import LossScaleOptimizer
 
@@ -102,7 +103,7 @@ class MonitorBody(Part):
             # Not at the start of training: a callback may still have restored a checkpoint there.
             self._at_start = self._before = self._shown = self._status()
             self._position = self._before.step
-            self._watch.follow(self._position)
+            self._notes.count_from(self._position)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Reads a sampled step, and adds the last known numbers to `logs`."""
@@ -199,8 +200,9 @@ class MonitorBody(Part):
         raise NotImplementedError
 
     @property
-    def _watch(self) -> Any:
-        return self._optimizer._watch
+    def _notes(self) -> StepNotes:
+        notes: StepNotes = self._optimizer._notes
+        return notes
 
     def _histograms_every(self) -> int | None:
         return self._settings.every if self._settings.histograms else None
@@ -242,50 +244,44 @@ class MonitorBody(Part):
         before, status = self._before, self._status()
         self._before = self._shown = status
         self._position = status.step
-        self._watch.follow(status.step)
-        if before.step < status.step:
-            self._record_missed_skip(before, status)
-        elif before.step == status.step:
+        self._notes.count_from(status.step)
+        if before.step == status.step:
             # No step was taken, as with variables that are all frozen.
             return
-        self._record_last_step(before, status, loss)
+        noted = self._notes.read(min(before.step, status.step - 1), status.step)
+        if noted.skip is not None and before.step < noted.skip.step < status.step:
+            self._record_missed_skip(noted.skip, before, status)
+        self._record_last_step(noted, status, loss)
 
-    def _record_missed_skip(self, before: Status, status: Status) -> None:
-        """Records the last skipped step, if it came between two samples."""
+    def _record_missed_skip(self, skip: Skip, before: Status, status: Status) -> None:
+        """Records the last skipped step, which came between two samples."""
         if status.last_step_skipped or status.steps_skipped <= before.steps_skipped:
-            return
-        step, scale = self._watch.last_skip()
-        if not before.step < step < status.step:
             return
         self._add(
             StepRecord(
-                step,
-                scale,
+                skip.step,
+                skip.scale,
                 skipped=True,
-                reason=skip_reason(self._optimizer.rule, scale, None),
-                nonfinite=tuple(self._watch.nonfinite()),
+                reason=skip_reason(self._optimizer.rule, skip.scale, None),
+                nonfinite=skip.nonfinite,
                 steps_skipped=status.steps_skipped,
             )
         )
 
-    def _record_last_step(self, before: Status, status: Status, loss: float | None) -> None:
-        skipped, scale = status.last_step_skipped, self._watch.scale()
-        noted = skipped and self._watch.last_skip().step == status.step
-        histograms = {}
-        if self._settings.histograms and before.step < self._watch.histogram_step() <= status.step:
-            found = self._watch.histograms()
-            histograms = {name: histogram.to_dict() for name, histogram in found.items()}
+    def _record_last_step(self, noted: Noted, status: Status, loss: float | None) -> None:
+        skipped, skip = status.last_step_skipped, noted.skip
+        histograms = noted.histograms if self._settings.histograms else None
         self._add(
             StepRecord(
                 status.step,
-                scale,
+                noted.scale,
                 skipped=skipped,
                 next_scale=status.scale,
                 loss=loss,
-                reason=skip_reason(self._optimizer.rule, scale, loss) if skipped else None,
-                nonfinite=tuple(self._watch.nonfinite()) if noted else (),
+                reason=skip_reason(self._optimizer.rule, noted.scale, loss) if skipped else None,
+                nonfinite=skip.nonfinite if skip is not None and skip.step == status.step else (),
                 steps_skipped=status.steps_skipped,
-                histograms=histograms,
+                histograms={name: found.to_dict() for name, found in (histograms or {}).items()},
             )
         )
 

@@ -18,6 +18,7 @@ from lossscale.diagnostics.exponents import (
     Layout,
 )
 from lossscale.errors import ArgumentTypeError
+from lossscale.frameworks.tensorflow.arrays import real_parts, stored
 
 _PIECE = 2**16
 """Elements counted at a time: the intermediate tensors of so many stay in a processor's cache."""
@@ -42,16 +43,13 @@ def count_bins(gradient: Any) -> ExponentTable:
         >>> lossscale.diagnostics.GradientHistogram.from_table(on_host(counted)).mass
         2.5
     """
-    if isinstance(gradient, tf.IndexedSlices):
-        gradient = gradient.values
-    values = tf.convert_to_tensor(gradient)
-    if values.dtype.is_complex:
-        values = tf.stack([tf.math.real(values), tf.math.imag(values)])
-    if not values.dtype.is_floating:
+    parts = real_parts(gradient)
+    if not parts:
         raise ArgumentTypeError(
             "A histogram is made from a gradient of floating-point numbers. "
-            f"Received: a tensor of dtype {values.dtype.name}."
+            f"Received: a tensor of dtype {stored(gradient).dtype.name}."
         )
+    values = parts[0] if len(parts) == 1 else tf.stack(parts)
     layout = FLOAT64 if values.dtype == tf.float64 else FLOAT32
     values = tf.reshape(values, [-1])
     size = values.shape[0]

@@ -7,30 +7,36 @@ again, of each element.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from lossscale.frameworks.common.sizes import SMALL, TOGETHER, small_and_large
+from lossscale.frameworks.tensorflow.arrays import made_of, real_parts, unscaled, widened
 from lossscale.frameworks.tensorflow.xla import in_xla
 
 
-def all_finite(
-    gradients: Sequence[Any],
-    unscale: Callable[[Any], Any] | None = None,
-    may_grow: Any = False,
-) -> Any:
-    """Whether every element of every gradient is finite: a boolean scalar tensor.
+def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
+    """Whether every element of every gradient is finite once it is unscaled.
 
     Args:
         gradients: Tensors, `tf.IndexedSlices` (their values are looked at) or None (skipped).
-        unscale: What is done to a gradient afterwards; the question is about its result. None if
-            nothing is.
-        may_grow: Whether `unscale` makes numbers larger, a boolean or a boolean scalar tensor.
+        scale: What they will be divided by; None if they are unscaled already.
+        powers_of_two: As for `unscaled`.
+
+    Returns:
+        A boolean scalar tensor.
     """
-    parts = [part for gradient in gradients if gradient is not None for part in _parts(gradient)]
+    if scale is None:
+        quotients = [made_of(gradient) for gradient in gradients if gradient is not None]
+        first = quotients[0] if quotients else None
+        if first is not None and all(q is not None and q.scale is first.scale for q in quotients):
+            # XLA would not keep the quotients, but divide once more here, and more slowly than it
+            # reads what is in memory already.
+            gradients = [quotient.scaled for quotient in quotients if quotient is not None]
+            _, scale, powers_of_two = first
+    parts = [widened(part) for gradient in gradients for part in real_parts(gradient)]
     if not parts:
         return tf.constant(True)
     compiled = in_xla()
@@ -46,14 +52,18 @@ def all_finite(
         looked_at += [part for part in large if part.op.type == "Cast"]
         large = [part for part in large if part.op.type != "Cast"]
 
-    def each_finite(part: Any) -> Any:
-        return tf.reduce_all(tf.math.is_finite(part if unscale is None else unscale(part)))
+    def each_finite(parts: list[Any]) -> list[Any]:
+        results = parts if scale is None else unscaled(parts, scale, powers_of_two)
+        return [tf.reduce_all(tf.math.is_finite(result)) for result in results]
 
     # A branch takes longer than these elements.
-    verdicts = list(map(each_finite, looked_at))
+    verdicts = each_finite(looked_at)
     if large:
         alike = [[part] for part in large] if compiled else _of_one_shape(large)
-        fits = tf.logical_and(_sums(alike), tf.logical_not(may_grow))
+        fits = _sums(alike)
+        if scale is not None:
+            # A scale below 1 makes numbers larger.
+            fits = tf.logical_and(fits, tf.logical_not(scale < 1.0))
         ask_again = _in_turn if compiled else _at_once
         verdicts.append(
             tf.cond(fits, lambda: tf.constant(True), lambda: ask_again(each_finite, large))
@@ -61,32 +71,22 @@ def all_finite(
     return _all_true(verdicts)
 
 
-def _at_once(each_finite: Callable[[Any], Any], parts: list[Any]) -> Any:
-    return _all_true(list(map(each_finite, parts)))
+def _at_once(each_finite: Callable[[list[Any]], list[Any]], parts: list[Any]) -> Any:
+    return _all_true(each_finite(parts))
 
 
-def _in_turn(each_finite: Callable[[Any], Any], parts: list[Any]) -> Any:
+def _in_turn(each_finite: Callable[[list[Any]], list[Any]], parts: list[Any]) -> Any:
     # XLA would hold a copy of every tensor at once for this, and sets the room aside at each step.
     finite = tf.constant(True)
     for part in parts:
-        looked = functools.partial(each_finite, part)
-        finite = tf.cond(finite, looked, lambda: tf.constant(False))
+        finite = tf.cond(
+            finite, lambda part=part: each_finite([part])[0], lambda: tf.constant(False)
+        )
     return finite
 
 
 def _all_true(verdicts: list[Any]) -> Any:
     return verdicts[0] if len(verdicts) == 1 else tf.reduce_all(tf.stack(verdicts))
-
-
-def _parts(gradient: Any) -> list[Any]:
-    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-    values = tf.convert_to_tensor(values)
-    if values.dtype.is_complex:
-        return [tf.math.real(values), tf.math.imag(values)]
-    if not values.dtype.is_floating:
-        return []
-    wide = values.dtype in (tf.float32, tf.float64)
-    return [values if wide else tf.cast(values, tf.float32)]
 
 
 def _size(part: Any) -> int | None:

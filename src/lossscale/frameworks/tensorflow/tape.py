@@ -1,65 +1,70 @@
-"""Gradients of a loss, counted in a `tf.function`: for both generations of Keras."""
+"""Losses that a gradient tape has seen."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from lossscale.diagnostics.measurement import Counted
-from lossscale.diagnostics.tapping import Tap
-from lossscale.frameworks.tensorflow import exponents as histograms
+from lossscale.errors import GradientsError
 
 
-def counter(
-    loss_of: Callable[[Sequence[Any], Any, Tap], Any],
-    values: Callable[[], Sequence[Any]],
-    *,
-    autograph: bool,
-) -> Callable[[Any], list[Counted]]:
-    """Returns what takes a batch and counts the gradients of the loss on it.
+class Recording(NamedTuple):
+    """A loss that a tape has seen.
 
-    In a `tf.function` nothing is drawn from the random seed of eager mode.
+    Attributes:
+        tape: The tape.
+        loss: The scaled loss, a tensor.
+        variables: What is differentiated, as it was given; None stands for the trainable
+            variables that the tape watched.
+    """
+
+    tape: Any
+    loss: Any
+    variables: Any
+
+
+def recorded(
+    loss: Any, variables: Any, scale: Callable[[Any], Any], *, tape: Any = None, watch: Any = ()
+) -> Recording:
+    """Runs a loss under a tape and scales it there.
 
     Args:
-        loss_of: Given the values, a batch and a tap, returns the loss.
-        values: Returns what to derive by, tensors or variables; called in the function.
-        autograph: Whether the control flow of the model's layers has to be translated.
+        loss: A callable without arguments, or with `tape` a tensor that the tape recorded.
+        variables: A list, one variable, a callable that returns either, or None.
+        scale: Multiplies a loss by the loss scale.
+        tape: A `tf.GradientTape`; None makes a new one.
+        watch: Variables to record although they are not trainable.
+
+    Raises:
+        GradientsError: If `loss` is a tensor without a tape. It is a `ValueError`.
     """
-    described: list[tuple[int | str, str]] = []
-
-    @tf.function(autograph=autograph)  # type: ignore[untyped-decorator]
-    def compute(batch: Any) -> list[Any]:
-        watched = list(values())
-        tapped: list[tuple[str, Any]] = []
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(watched)
-
-            def tap(name: str, tensor: Any) -> Any:
-                own = tf.identity(tensor)
-                tape.watch(own)
-                tapped.append((name, own))
-                return own
-
-            loss = loss_of(watched, batch, tap)
-        sources: list[tuple[int | str, Any]] = [*enumerate(watched), *tapped]
-        described[:] = [(key, tensor.dtype.name) for key, tensor in sources]
-        gradients = tape.gradient(loss, [tensor for _, tensor in sources])
-        return [None if g is None else histograms.count_bins(g) for g in gradients]
-
-    def count(batch: Any) -> list[Counted]:
-        tensors = tf.nest.map_structure(_to_tensor, tuple(batch))
-        # A concrete function, because TensorFlow warns of functions that are traced each time: it
-        # tells them apart by their names, and would take the models of several reports for one.
-        found = compute.get_concrete_function(tensors)(tensors)
-        return [
-            Counted(*each, None if table is None else histograms.on_host(table))
-            for each, table in zip(described, found, strict=True)
-        ]
-
-    return count
+    if not callable(loss) and tape is None:
+        raise GradientsError(
+            "`loss` must be a callable without arguments; a tensor has no gradients unless the "
+            f"tape that recorded it is passed as `tape`. Received: loss={loss!r}."
+        )
+    with tape if tape is not None else tf.GradientTape() as recording:
+        if callable(loss):
+            recording.watch(watch)
+        scaled_loss = scale(loss() if callable(loss) else loss)
+    if callable(variables):
+        variables = variables()
+    if variables is None:
+        variables = [v for v in recording.watched_variables() if v.trainable]
+    return Recording(recording, scaled_loss, variables)
 
 
-def _to_tensor(array: Any) -> Any:
-    return None if array is None else tf.convert_to_tensor(array)
+def check_symbolic(loss: Any) -> None:
+    """Checks that a tensor knows how it was computed.
+
+    Raises:
+        GradientsError: In eager mode, where it does not. It is a `ValueError`.
+    """
+    if tf.executing_eagerly():
+        raise GradientsError(
+            "The gradient of a tensor can be computed only inside a tf.function or a graph. Pass "
+            "`loss` as a callable without arguments, or use a tf.GradientTape with "
+            f"get_scaled_loss() and get_unscaled_gradients(). Received: loss={loss!r}."
+        )

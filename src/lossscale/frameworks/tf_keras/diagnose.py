@@ -19,7 +19,7 @@ from lossscale.diagnostics.measurement import NARROW, Measurement, paths_of
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
 from lossscale.errors import ArgumentError
-from lossscale.frameworks.tensorflow.tape import counter
+from lossscale.frameworks.tensorflow.counting import counter
 
 
 def _graph_of(layer: Any) -> Any:

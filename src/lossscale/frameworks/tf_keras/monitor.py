@@ -32,13 +32,13 @@ class TFKerasLossScaleMonitor(MonitorBody, LossScaleMonitor, tf_keras.callbacks.
                 "tf.compat.v1.disable_eager_execution(), or the monitor."
             )
         optimizer, every = model.optimizer, self._histograms_every()
-        if optimizer._watch is not None and optimizer._watch.serves(every):
+        if optimizer._notes is not None and optimizer._notes.serves(every):
             return
-        optimizer._start_watch(every)
+        optimizer._keep_notes(every)
         if model.built and model.trainable_variables:
             with model.distribute_strategy.scope():
-                optimizer._build_watch(model.trainable_variables)
-        # `fit` has made it already, without the watch.
+                optimizer._build_notes(model.trainable_variables)
+        # `fit` has made it already, without the notes.
         model.train_function = None
         model.train_function = model.make_train_function()
 

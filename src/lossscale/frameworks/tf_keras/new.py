@@ -10,7 +10,7 @@ import tensorflow as tf
 import tf_keras
 from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizerV3
 
-from lossscale.frameworks.tensorflow import gate as tensorflow_gate
+from lossscale.frameworks.tensorflow.gate import can_gate
 from lossscale.frameworks.tensorflow.xla import in_xla
 from lossscale.frameworks.tf_keras.files import KerasFiles
 from lossscale.frameworks.tf_keras.shell import ByFamily, CommonShell, register_shell
@@ -57,7 +57,7 @@ class TFKerasLossScaleOptimizer(
             return inner.apply_gradients(pairs, name=name, skip_gradients_aggregation=True)
 
     def _can_gate(self, gradients: Sequence[Any]) -> bool:
-        return tensorflow_gate.can_gate(self._optimizer, gradients)
+        return can_gate(self._optimizer, gradients)
 
     def _written(self, trained: Sequence[Any]) -> list[Any]:
         return [*self._optimizer.variables, self._optimizer.iterations, *trained]

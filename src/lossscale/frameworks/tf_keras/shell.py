@@ -16,7 +16,7 @@ from lossscale.frameworks.common.checks import remember_wrapper
 from lossscale.frameworks.common.handover import GradientConvention
 from lossscale.frameworks.common.variable_list import VariableList
 from lossscale.frameworks.shell.part import Part
-from lossscale.frameworks.tensorflow import step as tensorflow_ops
+from lossscale.frameworks.tensorflow import replicas
 from lossscale.frameworks.tf_keras.checks import check_inner, check_names
 from lossscale.frameworks.tf_keras.iterations import StepCounter
 from lossscale.frameworks.tf_keras.older_checkpoints import OlderBaseOptimizer
@@ -79,7 +79,7 @@ class CommonShell(
 
     _framework: ClassVar[str | None] = "tf_keras"
     _inner_base: ClassVar[type[Any]]
-    _backend = tensorflow_ops
+    _backend = replicas
 
     # None where a loss scale of the older API moves by its user's own code.
     _state: Any
@@ -100,7 +100,7 @@ class CommonShell(
         check_names(kwargs)
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
         check_inner(inner_optimizer, self._inner_base)
-        tensorflow_ops.check_strategy()
+        replicas.check_strategy()
         # The constructors of tf_keras are not called: they would make a second counter and hide
         # the inner optimizer's settings. In a checkpoint both optimizers are one node.
         tf.__internal__.tracking.DelegatingTrackableMixin.__init__(self, inner_optimizer)

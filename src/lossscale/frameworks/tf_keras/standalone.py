@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
-from lossscale.frameworks.tensorflow import step as tensorflow_ops
+from lossscale.frameworks.tensorflow import arrays, finite
 from lossscale.frameworks.tf_keras.state import State, new_variable
 from lossscale.rules import ScaleRule
 
@@ -28,11 +28,11 @@ class Standalone:
 
     @staticmethod
     def _flat_gradients(gradients: Any) -> list[Any]:
-        return tensorflow_ops.flat_gradients(gradients)
+        return arrays.flat_gradients(gradients)
 
     @staticmethod
     def _all_finite(gradients: list[Any]) -> Any:
-        return tensorflow_ops.all_finite(gradients)
+        return finite.all_finite(gradients)
 
     @staticmethod
     def _registered_name(cls: type[Any]) -> str:

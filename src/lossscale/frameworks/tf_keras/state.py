@@ -10,13 +10,13 @@ import tf_keras
 
 from lossscale.arguments import is_dynamic
 from lossscale.frameworks.common import host_rule
-from lossscale.frameworks.tensorflow import step as tensorflow_ops
+from lossscale.frameworks.tensorflow import step
 from lossscale.frameworks.tensorflow.step import grouped
 from lossscale.rules import ScaleRule, ScaleState
 
 # The names that every release of TensorFlow wrote into checkpoints.
 _VARIABLE_NAMES = {"scale": "current_loss_scale"}
-_NAMESPACE = tensorflow_ops.Folding(tf)
+_NAMESPACE = step.Folding(tf)
 
 
 class State:
@@ -72,7 +72,7 @@ class State:
         """
         in_graph = not tf.executing_eagerly() or tf.distribute.has_strategy()
         if not in_graph and host_rule.host_can_move(self.rule):
-            before = self._first._replace(**tensorflow_ops.numbers(self.variables))
+            before = self._first._replace(**step.numbers(self.variables))
             for field, value in host_rule.changes(self.rule, before, bool(finite)).items():
                 self.variables[field].assign(value, read_value=False)
             return None

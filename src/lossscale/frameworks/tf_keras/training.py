@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from lossscale.frameworks.common.checks import checked_pairs
-from lossscale.frameworks.common.notes import Seen
+from lossscale.frameworks.common.notes import DecidedStep
 from lossscale.frameworks.shell.part import Part
-from lossscale.frameworks.tensorflow import step as tensorflow_ops
-from lossscale.frameworks.tensorflow.notes import Watch
+from lossscale.frameworks.tensorflow import arrays, finite, replicas, step
+from lossscale.frameworks.tensorflow.notes import Notes
 from lossscale.frameworks.tf_keras.checks import is_variable
 
 
@@ -22,7 +22,7 @@ class TrainingStep(Part):
     _warned_of_none: bool
 
     # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
-    _watch: ClassVar[Any] = None
+    _notes: ClassVar[Any] = None
 
     def apply_gradients(
         self,
@@ -61,8 +61,8 @@ class TrainingStep(Part):
             (array([1., 2.], dtype=float32), 1, 16384.0)
         """
         gradients, variables = checked_pairs(grads_and_vars, is_variable)
-        tensorflow_ops.check_replica_context()
-        self._convention.take(tensorflow_ops.current_place())
+        replicas.check_replica_context()
+        self._convention.take(replicas.current_place())
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         return self._step(gradients, variables, name=name, aggregate=aggregate)
 
@@ -75,7 +75,7 @@ class TrainingStep(Part):
         aggregate: bool = True,
     ) -> Any:
         # An optimizer is often made outside the strategy that it is used under.
-        tensorflow_ops.check_strategy()
+        replicas.check_strategy()
         with tf.init_scope():
             self._build(list(variables), [g is not None for g in gradients])
         pairs = self._with_gradients(gradients, variables)
@@ -89,25 +89,25 @@ class TrainingStep(Part):
         gradients = [gradient for gradient, _ in pairs]
         # Summed gradients are the same on all replicas; others are not, and neither must be what
         # an aggregation of the user's returned.
-        finite = tensorflow_ops.agreed(self._judge(gradients, trained, None))
-        if self._watch is not None:
+        finite = replicas.agreed(self._judge(gradients, trained, None))
+        if self._notes is not None:
             self._note(gradients, trained, finite)
         gate = (lambda: self._written(trained)) if self._can_gate(gradients) else None
-        done = tensorflow_ops.apply_or_skip(
-            finite, gradients, None, apply_inner, self._move_scale, gate
-        )
+        done = step.apply_or_skip(finite, gradients, None, apply_inner, self._move_scale, gate)
         return self._result(done)
 
     def _note(self, gradients: Sequence[Any], variables: Sequence[Any], finite: Any) -> None:
-        """Notes a step that was decided on and not done yet; only for an optimizer with a watch."""
+        """Notes a step that was decided on and not done yet, where notes are kept."""
         with tf.init_scope():
-            self._build_watch(variables)
+            self._build_notes(variables)
         scale = tf.convert_to_tensor(self._current_scale())
         step = tf.convert_to_tensor(self.iterations) + 1
         # These gradients are summed over the replicas already.
-        self._watch.note(Seen(gradients, variables, list, finite, scale, step, is_shared=True))
+        self._notes.note(
+            DecidedStep(gradients, variables, list, finite, scale, step, is_shared=True)
+        )
 
-    def _start_watch(self, histograms_every: int | None) -> None:
+    def _keep_notes(self, histograms_every: int | None) -> None:
         """Lets steps note what a monitor reads; takes effect in functions that are traced later.
 
         Args:
@@ -115,11 +115,11 @@ class TrainingStep(Part):
                 for never.
         """
         # Past TensorFlow's attribute tracking.
-        self.__dict__["_watch"] = Watch(histograms_every)
+        self.__dict__["_notes"] = Notes(histograms_every)
 
-    def _build_watch(self, variables: Sequence[Any]) -> None:
+    def _build_notes(self, variables: Sequence[Any]) -> None:
         names = [variable.name.removesuffix(":0") for variable in variables]
-        self._watch.build(variables, names, [variable.dtype.name for variable in variables])
+        self._notes.build(variables, names, [variable.dtype.name for variable in variables])
 
     def _with_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         pairs = list(zip(gradients, variables, strict=True))
@@ -137,13 +137,13 @@ class TrainingStep(Part):
         if tf.executing_eagerly():
             return self.iterations
         if tf.compat.v1.get_default_graph().building_function:
-            return tensorflow_ops.after(done, self.iterations.value)
+            return step.after(done, self.iterations.value)
         return done
 
     def _scaled(self, loss: Any) -> Any:
         if callable(loss):
             return lambda: self._scaled(loss())
-        return tensorflow_ops.scaled(loss, self._current_scale())
+        return arrays.scaled(loss, self._current_scale())
 
     def _unscaled(
         self, gradients: Iterable[Any], variables: Sequence[Any], scale: Any
@@ -152,7 +152,7 @@ class TrainingStep(Part):
         gradients = list(gradients)
         if scale is None:
             return gradients
-        return list(tensorflow_ops.unscaled(gradients, scale, self._rule.powers_of_two))
+        return list(arrays.unscaled(gradients, scale, self._rule.powers_of_two))
 
     def _unscaled_by_hand(self, gradients: Iterable[Any]) -> list[Any]:
         return list(self._unscaled(gradients, (), self._current_scale()))
@@ -170,12 +170,12 @@ class TrainingStep(Part):
             variables: Their variables.
             scale: None, because nothing is left to divide by.
         """
-        return tensorflow_ops.all_finite(gradients) if self._rule.checks_gradients else True
+        return finite.all_finite(gradients) if self._rule.checks_gradients else True
 
     def _move_scale(self, finite: Any) -> Any:
         done = [] if self._state is None else [self._state.update(finite)]
         if finite is not True:
-            known = tensorflow_ops.known(finite)
+            known = step.known(finite)
             skipped = tf.logical_not(finite) if known is None else not known
             done.append(self._last_step_skipped.assign(skipped, read_value=False))
             if known is None or skipped:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from lossscale.errors import ArgumentTypeError, GradientsError
 from lossscale.frameworks.common.checks import check_some_gradient
 from lossscale.frameworks.shell.part import Part
-from lossscale.frameworks.tensorflow import step as tensorflow_ops
+from lossscale.frameworks.tensorflow import replicas, step, tape
 from lossscale.frameworks.tf_keras.checks import flat_variables
 
 
@@ -56,7 +56,7 @@ class DocumentedVerbs(Part):
             grad_loss, tape = None, grad_loss
         gradients, variables = self._differentiated(loss, var_list, grad_loss, tape)
         if not variables and var_list is not None:
-            return self._result(tensorflow_ops.grouped())
+            return self._result(step.grouped())
         check_some_gradient(gradients)
         return self._step(gradients, variables, name=name)
 
@@ -73,7 +73,7 @@ class DocumentedVerbs(Part):
 
         given = var_list is not None and not callable(var_list)
         watch = flat_variables(var_list) if given else []
-        recording = tensorflow_ops.recorded(loss, var_list, scale, tape=tape, watch=watch)
+        recording = tape.recorded(loss, var_list, scale, tape=tape, watch=watch)
         variables = flat_variables(recording.variables)
         pairs = self._inner_gradients(recording.loss, variables, recording.tape)
         return self._unscaled_by_hand([gradient for gradient, _ in pairs]), variables
@@ -125,7 +125,7 @@ class DocumentedVerbs(Part):
             raise ArgumentTypeError(
                 f"`grads` must be a list of gradients. Received: {grads!r}."
             ) from None
-        self._convention.note_get_unscaled_gradients(tensorflow_ops.current_place())
+        self._convention.note_get_unscaled_gradients(replicas.current_place())
         unscaled: list[Any] = self._unscaled_by_hand(gradients)
         return unscaled
 
@@ -152,7 +152,7 @@ class DocumentedVerbs(Part):
             6.0
         """
         gradients, variables = self._differentiated(loss, var_list, grad_loss, tape)
-        self._convention.note_get_unscaled_gradients(tensorflow_ops.current_place())
+        self._convention.note_get_unscaled_gradients(replicas.current_place())
         return list(zip(gradients, variables, strict=True))
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
@@ -175,14 +175,14 @@ class DocumentedVerbs(Part):
             6.0
         """
         gradients = self._gradients_of(loss, flat_variables(params))
-        self._convention.note_get_unscaled_gradients(tensorflow_ops.current_place())
+        self._convention.note_get_unscaled_gradients(replicas.current_place())
         return gradients
 
     def _gradients_of(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
         if callable(loss):
             gradients, _ = self._differentiated(loss, variables)
         else:
-            tensorflow_ops.check_symbolic(loss)
+            tape.check_symbolic(loss)
             gradients = self._unscaled_by_hand(
                 self._symbolic_gradients(self._scaled(loss), variables)
             )

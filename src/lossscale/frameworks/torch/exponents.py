@@ -18,6 +18,7 @@ from lossscale.diagnostics.exponents import (
     Layout,
 )
 from lossscale.errors import ArgumentTypeError
+from lossscale.frameworks.torch.arrays import real_parts
 
 _PIECE_ON_CPU, _PIECE = 2**18, 2**24
 """Elements counted at a time: what stays in a processor's cache; elsewhere what fits in memory."""
@@ -42,18 +43,13 @@ def count_bins(gradient: Any) -> ExponentTable:
         >>> lossscale.diagnostics.GradientHistogram.from_table(on_host(counted)).mass
         2.5
     """
-    values = gradient.detach()
-    if values.layout == torch.sparse_coo:
-        values = values.coalesce()
-    if values.layout != torch.strided:
-        values = values.values()
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
-    if not values.is_floating_point():
+    parts = real_parts(gradient)
+    if not parts:
         raise ArgumentTypeError(
             "A histogram is made from a gradient of floating-point numbers. "
-            f"Received: a tensor of dtype {values.dtype}."
+            f"Received: a tensor of dtype {gradient.dtype}."
         )
+    values = parts[0]
     layout = FLOAT64 if values.dtype == torch.float64 else FLOAT32
     values = values.reshape(-1)
     counts = torch.zeros((layout.rows, 3), dtype=torch.int64, device=values.device)

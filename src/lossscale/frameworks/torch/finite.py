@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from lossscale.frameworks.torch.arrays import real_parts, unscaled, widened
+
 _check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 
@@ -52,14 +54,21 @@ def _groups(tensors: Sequence[Any]) -> dict[tuple[Any, Any], list[Any]]:
     return groups
 
 
-def all_finite(tensors: Sequence[Any]) -> Any:
-    """Whether every element of every tensor is finite: a boolean scalar tensor.
+def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
+    """Whether every element of every gradient is finite once it is unscaled.
 
     Args:
-        tensors: Tensors of any dtype; of sparse ones the values are looked at.
+        gradients: Tensors of any dtype and layout (of sparse ones the values are looked at) or
+            None (skipped).
+        scale: What they will be divided by; None if they are unscaled already.
+        powers_of_two: As for `unscaled`.
+
+    Returns:
+        A boolean scalar tensor.
     """
-    parts = [_real(_values(tensor)).detach() for tensor in tensors]
-    parts = [part for part in parts if part.is_floating_point() and part.numel()]
+    if scale is not None:
+        gradients = unscaled(gradients, scale, powers_of_two)
+    parts = [p for gradient in gradients for p in real_parts(gradient) if p.numel()]
     if not parts:
         return torch.tensor(True)
     if torch.compiler.is_compiling():
@@ -75,14 +84,5 @@ def _each_finite(parts: list[Any]) -> Any:
 
 
 def _norms(parts: list[Any]) -> list[Any]:
-    wide = [p if p.dtype in (torch.float32, torch.float64) else p.float() for p in parts]
-    groups = _groups(wide).values()
+    groups = _groups([widened(part) for part in parts]).values()
     return [norm.float() for group in groups for norm in torch._foreach_norm(group, 2.0)]
-
-
-def _values(tensor: Any) -> Any:
-    return tensor.coalesce().values() if tensor.is_sparse else tensor
-
-
-def _real(tensor: Any) -> Any:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

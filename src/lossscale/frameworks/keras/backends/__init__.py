@@ -10,7 +10,7 @@
 - `unscaled(gradients, scale, exact_reciprocal)`: float32 or wider; sparse stays sparse.
 - `run_step(optimizer, gradients, variables, scale, aggregate)`: unscales and checks, applies or
   skips, moves the scale.
-- `new_watch(histograms_every, new_variable)`: notes steps for a monitor.
+- `new_notes(histograms_every, new_variable)`: notes steps for a monitor.
 - `differentiate(...)`: gradients of a callable loss.
 """
 

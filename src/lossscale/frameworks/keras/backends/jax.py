@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
-from jax.experimental.sparse import BCOO
 
 from lossscale.errors import UnsupportedError
-from lossscale.frameworks.jax import finite as finite_check
+from lossscale.frameworks.jax import arrays
+from lossscale.frameworks.jax.arrays import flat_gradients
+from lossscale.frameworks.jax.finite import all_finite
 from lossscale.frameworks.keras.backends.common import (
     aggregation_name,
     check_strategy,
@@ -24,8 +25,10 @@ from lossscale.frameworks.keras.backends.common import only_place as current_pla
 
 __all__ = [
     "aggregation_name",
+    "all_finite",
     "check_strategy",
     "current_place",
+    "flat_gradients",
     "flat_variables",
     "is_variable",
     "known",
@@ -40,34 +43,16 @@ def read(variable: Any) -> Any:
     return jnp.asarray(variable.value)
 
 
-def unscaled(gradients: Sequence[Any], scale: Any, exact_reciprocal: bool) -> list[Any]:
-    """Divides gradients by the scale, in float32 or wider.
-
-    Args:
-        gradients: Arrays or `BCOO` of any dtype, or None. Sparse stays sparse.
-        scale: float32 scalar array, or a Python float.
-        exact_reciprocal: Whether multiplying by the reciprocal is exact. It is for powers of
-            two; others are divided by.
-    """
+def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[Any]:
+    """Divides gradients by the scale; see `arrays.unscaled`."""
     _check_not_baked_in(scale)
-
-    def divided(gradient: Any) -> Any:
-        if gradient is None:
-            return None
-        if isinstance(gradient, BCOO):
-            return BCOO((divided(gradient.data), gradient.indices), shape=gradient.shape)
-        gradient = _widened(gradient)
-        divisor = jnp.asarray(scale, gradient.dtype)
-        return gradient * (1.0 / divisor) if exact_reciprocal else gradient / divisor
-
-    return [divided(gradient) for gradient in gradients]
+    return arrays.unscaled(gradients, scale, powers_of_two)
 
 
 def scaled(loss: Any, scale: Any) -> Any:
     """Multiplies a loss by the scale, in float32 or wider."""
     _check_not_baked_in(scale)
-    loss = _widened(loss)
-    return loss * jnp.asarray(scale, loss.dtype)
+    return arrays.scaled(loss, scale)
 
 
 def _check_not_baked_in(scale: Any) -> None:
@@ -82,36 +67,6 @@ def _check_not_baked_in(scale: Any) -> None:
             "in keras.StatelessScope(state_mapping=zip(optimizer.variables, values)), and apply "
             "gradients with stateless_apply(values, ...)."
         )
-
-
-def _widened(array: Any) -> Any:
-    array = jnp.asarray(array)
-    wide = array.dtype == jnp.float64 or jnp.issubdtype(array.dtype, jnp.complexfloating)
-    return array if wide else array.astype(jnp.float32)
-
-
-def all_finite(gradients: Sequence[Any], scale: Any = None, exact_reciprocal: bool = True) -> Any:
-    """Whether every element of every gradient is finite once it is unscaled.
-
-    Args:
-        gradients: Arrays, `BCOO` (their data are looked at) or None (skipped).
-        scale: What they will be divided by; None if they are unscaled already.
-        exact_reciprocal: As for `unscaled`.
-
-    Returns:
-        A boolean scalar array.
-    """
-    if scale is None:
-        return finite_check.all_finite(gradients)
-    return finite_check.all_finite(
-        gradients, lambda part: unscaled([part], scale, exact_reciprocal)[0], scale < 1.0
-    )
-
-
-def flat_gradients(gradients: Any) -> list[Any]:
-    """The gradients in a nest, without None."""
-    leaves: list[Any] = jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, BCOO))
-    return leaves
 
 
 def replica_count() -> int:
@@ -133,7 +88,7 @@ def run_step(
     """
     inner = optimizer.inner_optimizer
     finite = optimizer._judge(gradients, variables, scale)
-    if optimizer._watch is not None:
+    if optimizer._notes is not None:
         optimizer._note(gradients, variables, scale, finite, is_shared=True)
 
     def apply() -> None:
@@ -165,16 +120,16 @@ def _apply_if_traced(
         target.assign(value)
 
 
-def new_watch(histograms_every: int | None, new_variable: Callable[..., Any]) -> Any:
+def new_notes(histograms_every: int | None, new_variable: Callable[..., Any]) -> Any:
     """Returns what notes steps for a monitor.
 
     Args:
         histograms_every: At which multiples of this step number exponents are counted.
         new_variable: Makes a Keras variable of a name, a dtype and a shape, with zeros in it.
     """
-    from lossscale.frameworks.jax.notes import Watch
+    from lossscale.frameworks.jax.notes import Notes
 
-    return Watch(histograms_every, new_variable)
+    return Notes(histograms_every, new_variable)
 
 
 def differentiate(

@@ -13,19 +13,16 @@ import tensorflow as tf
 from lossscale.frameworks.common import host_rule
 from lossscale.frameworks.common.checks import flat_list
 from lossscale.frameworks.keras.backends.common import aggregation_name
-from lossscale.frameworks.tensorflow import gate as tensorflow_gate
-from lossscale.frameworks.tensorflow import step as tensorflow_ops
-from lossscale.frameworks.tensorflow.step import (
-    all_finite,
+from lossscale.frameworks.tensorflow import replicas, step, tape
+from lossscale.frameworks.tensorflow.arrays import flat_gradients, scaled, unscaled
+from lossscale.frameworks.tensorflow.finite import all_finite
+from lossscale.frameworks.tensorflow.gate import can_gate
+from lossscale.frameworks.tensorflow.replicas import (
     check_strategy,
     current_place,
-    flat_gradients,
-    known,
-    outside_traces,
     replica_count,
-    scaled,
-    unscaled,
 )
+from lossscale.frameworks.tensorflow.step import known, outside_traces
 from lossscale.rules import ScaleState
 
 __all__ = [
@@ -42,7 +39,7 @@ __all__ = [
 ]
 
 # TensorFlow's own functions do not mix integer dtypes, as the rules of users may.
-namespace = tensorflow_ops.Folding(keras.ops)
+namespace = step.Folding(keras.ops)
 
 
 def is_variable(value: Any) -> bool:
@@ -73,7 +70,7 @@ def run_step(
         aggregate: Whether the inner optimizer sums the gradients of the replicas.
     """
     check_strategy()
-    tensorflow_ops.check_replica_context()
+    replicas.check_replica_context()
     inner = optimizer.inner_optimizer
 
     def apply_inner(gradients: Sequence[Any], scale: Any) -> None:
@@ -85,14 +82,14 @@ def run_step(
 
     # Keras sums the gradients of the replicas inside the inner optimizer, after this point, so
     # one replica does not see the overflow of another.
-    finite = tensorflow_ops.agreed(optimizer._judge(gradients, variables, scale))
-    if optimizer._watch is not None:
+    finite = replicas.agreed(optimizer._judge(gradients, variables, scale))
+    if optimizer._notes is not None:
         optimizer._note(gradients, variables, scale, finite, is_shared=not aggregate)
-    gate = written if tensorflow_gate.can_gate(inner, gradients) else None
+    gate = written if can_gate(inner, gradients) else None
     move = optimizer._move_scale
     if _host_can_move(optimizer):
         move = functools.partial(_move_on_host, optimizer)
-    tensorflow_ops.apply_or_skip(finite, gradients, scale, apply_inner, move, gate)
+    step.apply_or_skip(finite, gradients, scale, apply_inner, move, gate)
 
 
 def _host_can_move(optimizer: Any) -> bool:
@@ -107,7 +104,7 @@ def _host_can_move(optimizer: Any) -> bool:
 def _move_on_host(optimizer: Any, finite: Any) -> None:
     """Does what the optimizer's `_move_scale` does, with Python numbers."""
     variables, skipped = optimizer._state.variables, optimizer._steps_skipped
-    before = tensorflow_ops.numbers({field: v.value for field, v in variables.items()})
+    before = step.numbers({field: v.value for field, v in variables.items()})
     changes = host_rule.changes(optimizer._rule, ScaleState(**before), bool(finite))
     written = [(variables[field], value) for field, value in changes.items()]
     steps_skipped = skipped.value.numpy().item()
@@ -140,16 +137,16 @@ def _summing(inner_optimizer: Any, aggregate: bool) -> Iterator[None]:
             part.__dict__.pop("_all_reduce_sum_gradients", None)
 
 
-def new_watch(histograms_every: int | None, new_variable: Callable[..., Any]) -> Any:
+def new_notes(histograms_every: int | None, new_variable: Callable[..., Any]) -> Any:
     """Returns what notes steps for a monitor.
 
     Args:
         histograms_every: At which multiples of this step number exponents are counted.
         new_variable: Makes a Keras variable of a name, a dtype and a shape, with zeros in it.
     """
-    from lossscale.frameworks.tensorflow.notes import Watch
+    from lossscale.frameworks.tensorflow.notes import Notes
 
-    return Watch(histograms_every)
+    return Notes(histograms_every)
 
 
 def differentiate(
@@ -170,7 +167,7 @@ def differentiate(
         tape: A `tf.GradientTape`; None records `loss` on a new one.
         grad_loss: Tensor of the loss's shape that multiplies the gradients, or None.
     """
-    recording = tensorflow_ops.recorded(loss, variables, scale, tape=tape)
+    recording = tape.recorded(loss, variables, scale, tape=tape)
     scaled_loss, variables = recording.loss, flat_variables(recording.variables)
     if grad_loss is not None:
         # Given for the loss, which may be narrower than what it became when it was scaled.
@@ -187,7 +184,7 @@ def symbolic_gradients(loss: Any, variables: Sequence[Any]) -> list[Any]:
     Raises:
         GradientsError: In eager mode, where a tensor does not know how it was computed.
     """
-    tensorflow_ops.check_symbolic(loss)
+    tape.check_symbolic(loss)
     gradients: list[Any] = tf.gradients(loss, [native(v) for v in variables])
     return gradients
 

@@ -9,7 +9,7 @@ import keras
 import torch
 
 from lossscale.errors import ArgumentError, GradientsError
-from lossscale.frameworks.common.notes import Seen
+from lossscale.frameworks.common.notes import DecidedStep
 from lossscale.frameworks.keras.backends import torch_state
 from lossscale.frameworks.keras.backends.common import (
     aggregation_name,
@@ -21,16 +21,21 @@ from lossscale.frameworks.keras.backends.common import flat_keras_variables as f
 from lossscale.frameworks.keras.backends.common import is_keras_variable as is_variable
 from lossscale.frameworks.keras.backends.common import only_place as current_place
 from lossscale.frameworks.torch import finite as finite_check
+from lossscale.frameworks.torch.arrays import WIDE, scaled, unscaled
+from lossscale.frameworks.torch.finite import all_finite
 from lossscale.rules import ScaleState
 
 __all__ = [
     "aggregation_name",
+    "all_finite",
     "check_strategy",
     "current_place",
     "flat_variables",
     "is_variable",
     "known",
     "outside_traces",
+    "scaled",
+    "unscaled",
 ]
 
 # Functions of Keras take a few times as long in eager mode.
@@ -39,63 +44,11 @@ namespace = torch
 # Set on a `.grad` that was unscaled in place: the version it had then. PyTorch counts the version
 # up with every change, so a gradient that still has it must not be unscaled again.
 _UNSCALED_VERSION = "_lossscale_unscaled_version"
-_IN_PLACE = (torch.float32, torch.float64)
 
 
 def read(variable: Any) -> Any:
     """The value of a Keras variable now, as a tensor of its own: variables change in place."""
     return variable.value.detach().clone()
-
-
-def unscaled(gradients: Sequence[Any], scale: Any, exact_reciprocal: bool) -> list[Any]:
-    """Divides gradients by the scale, in float32 or wider.
-
-    Args:
-        gradients: Tensors of any dtype, or None. Sparse stays sparse.
-        scale: float32 scalar tensor, or a Python float.
-        exact_reciprocal: Whether multiplying by the reciprocal is exact. It is for powers of
-            two; others are divided by.
-    """
-    factors: dict[Any, Any] = {}
-
-    def divided(gradient: Any) -> Any:
-        if gradient is None:
-            return None
-        gradient = _widened(gradient)
-        kind = (gradient.device, gradient.real.dtype)
-        if kind not in factors:
-            divisor = torch.as_tensor(scale, dtype=kind[1], device=kind[0])
-            factors[kind] = divisor.reciprocal() if exact_reciprocal else divisor
-        return gradient * factors[kind] if exact_reciprocal else gradient / factors[kind]
-
-    return [divided(gradient) for gradient in gradients]
-
-
-def scaled(loss: Any, scale: Any) -> Any:
-    """Multiplies a loss by the scale, in float32 or wider."""
-    loss = _widened(torch.as_tensor(loss))
-    return loss * torch.as_tensor(scale, dtype=loss.real.dtype, device=loss.device)
-
-
-def _widened(tensor: Any) -> Any:
-    wide = tensor.dtype in (torch.float32, torch.float64) or tensor.is_complex()
-    return tensor if wide else tensor.to(torch.float32)
-
-
-def all_finite(gradients: Sequence[Any], scale: Any = None, exact_reciprocal: bool = True) -> Any:
-    """Whether every element of every gradient is finite once it is unscaled.
-
-    Args:
-        gradients: Tensors (of sparse ones the values are looked at) or None (skipped).
-        scale: What they will be divided by; None if they are unscaled already.
-        exact_reciprocal: As for `unscaled`.
-
-    Returns:
-        A boolean scalar tensor.
-    """
-    if scale is not None:
-        gradients = unscaled(gradients, scale, exact_reciprocal)
-    return finite_check.all_finite([gradient for gradient in gradients if gradient is not None])
 
 
 def flat_gradients(gradients: Any) -> list[Any]:
@@ -124,10 +77,10 @@ def run_step(
     """
     with torch.no_grad():
         judged = unscale_and_judge(optimizer, gradients, variables, scale)
-        if optimizer._watch is not None:
+        if optimizer._notes is not None:
             read = optimizer._current_scale() if scale is None else scale
-            seen = Seen(judged.gradients, variables, list, judged.applied, read, None, True)
-            optimizer._watch.note(seen)
+            seen = DecidedStep(judged.gradients, variables, list, judged.applied, read, None, True)
+            optimizer._notes.note(seen)
         if judged.applied:
             optimizer.inner_optimizer.apply(judged.gradients, list(variables))
         if judged.on_host:
@@ -136,16 +89,16 @@ def run_step(
             optimizer._move_scale(judged.finite)
 
 
-def new_watch(histograms_every: int | None, new_variable: Callable[..., Any]) -> Any:
+def new_notes(histograms_every: int | None, new_variable: Callable[..., Any]) -> Any:
     """Returns what notes steps for a monitor.
 
     Args:
         histograms_every: At which multiples of this step number exponents are counted.
         new_variable: Makes a Keras variable of a name, a dtype and a shape, with zeros in it.
     """
-    from lossscale.frameworks.torch.notes import Watch
+    from lossscale.frameworks.torch.notes import Notes
 
-    return Watch(histograms_every)
+    return Notes(histograms_every)
 
 
 class Judged(NamedTuple):
@@ -194,7 +147,7 @@ def unscale_and_judge(
                 others.append(result[index])
         elif getattr(gradient, _UNSCALED_VERSION, None) == gradient._version:
             others.append(gradient)
-        elif gradient.dtype in _IN_PLACE and not gradient.is_sparse:
+        elif gradient.dtype in WIDE and not gradient.is_sparse:
             # The attribute behind `value`, which takes a microsecond for every variable.
             parameter = getattr(variable, "_value", None)
             if parameter is None or gradient is not parameter.grad:
@@ -217,7 +170,7 @@ def unscale_and_judge(
     if not checked:
         return Judged(result, True, True, on_host)
     if others:
-        found = found + torch.logical_not(finite_check.all_finite(others)).to(found)
+        found = found + torch.logical_not(all_finite(others)).to(found)
     state = None
     if on_host:
         overflowed, state = torch_state.read_with(optimizer, found)
@@ -228,7 +181,7 @@ def unscale_and_judge(
         overflowed, may_grow = bool(answer & 1), bool(answer & 2)
     if may_grow and not overflowed:
         # With a scale below 1 unscaling may overflow what was finite.
-        finite = finite_check.all_finite(in_place)
+        finite = all_finite(in_place)
         return Judged(result, finite, bool(finite), on_host, state)
     finite = not overflowed if on_host else found == 0
     return Judged(result, finite, not overflowed, on_host, state)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lossscale.diagnostics.measurement import Counted
-from lossscale.frameworks.keras.backends.gradients import Loss, wide_value
+from lossscale.frameworks.keras.backends.counting import Loss, wide_value
 from lossscale.frameworks.torch import exponents as histograms
 
 

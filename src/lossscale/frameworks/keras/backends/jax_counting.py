@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from lossscale.diagnostics.measurement import Counted
 from lossscale.frameworks.jax import exponents as histograms
-from lossscale.frameworks.keras.backends.gradients import Loss, wide_value
+from lossscale.frameworks.keras.backends.counting import Loss, wide_value
 
 # On its own it is compiled once for each shape, of which a model has fewer than gradients.
 _count_bins = jax.jit(histograms.count_bins)

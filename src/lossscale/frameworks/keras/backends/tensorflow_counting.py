@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lossscale.diagnostics.measurement import Counted
-from lossscale.frameworks.keras.backends.gradients import Loss, wide_value
-from lossscale.frameworks.tensorflow import tape as tensorflow_gradients
+from lossscale.frameworks.keras.backends.counting import Loss, wide_value
+from lossscale.frameworks.tensorflow import counting
 
 
 def random_state_kept() -> contextlib.AbstractContextManager[None]:
@@ -27,7 +27,7 @@ def counter(
         fixed: Not used: the function reads the other variables when it runs.
     """
     del fixed
-    return tensorflow_gradients.counter(
+    return counting.counter(
         lambda values, batch, tap: loss_of(list(zip(variables, values, strict=True)), batch, tap),
         lambda: [wide_value(variable) for variable in variables],
         # Layers of Keras 3 choose with keras.ops, and Keras does not translate them either.

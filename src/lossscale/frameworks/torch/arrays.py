@@ -1,0 +1,70 @@
+"""Gradients as PyTorch tensors: what they are made of, widened, scaled and unscaled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+WIDE = (torch.float32, torch.float64)
+"""The dtypes of real numbers in which gradients are unscaled."""
+
+
+def stored(gradient: Any) -> Any:
+    """The dense tensor that a gradient is stored in: of a sparse one its values, summed up."""
+    if gradient.layout == torch.sparse_coo:
+        gradient = gradient.coalesce()
+    return gradient if gradient.layout == torch.strided else gradient.values()
+
+
+def real_parts(gradient: Any) -> list[Any]:
+    """The tensors of real numbers that a gradient is made of, as they are stored.
+
+    Args:
+        gradient: Tensor of any dtype and layout, or None.
+
+    Returns:
+        One tensor, with a last dimension of 2 for a complex dtype; none for None and integers.
+    """
+    if gradient is None:
+        return []
+    values = stored(gradient.detach())
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    return [values] if values.is_floating_point() else []
+
+
+def widened(tensor: Any) -> Any:
+    """A tensor in float32 or wider."""
+    return tensor if tensor.dtype in WIDE or tensor.is_complex() else tensor.to(torch.float32)
+
+
+def scaled(loss: Any, scale: Any) -> Any:
+    """Multiplies a loss by the scale, in float32 or wider."""
+    loss = widened(torch.as_tensor(loss))
+    return loss * torch.as_tensor(scale, dtype=loss.real.dtype, device=loss.device)
+
+
+def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[Any]:
+    """Divides gradients by the scale, in float32 or wider.
+
+    Args:
+        gradients: Tensors of any dtype, or None. Sparse stays sparse.
+        scale: float32 scalar tensor, or a Python float.
+        powers_of_two: Whether the scale is a power of two, so that multiplying by the reciprocal
+            is exact. Others are divided by.
+    """
+    factors: dict[Any, Any] = {}
+
+    def divided(gradient: Any) -> Any:
+        if gradient is None:
+            return None
+        gradient = widened(gradient)
+        kind = (gradient.device, gradient.real.dtype)
+        if kind not in factors:
+            divisor = torch.as_tensor(scale, dtype=kind[1], device=kind[0])
+            factors[kind] = divisor.reciprocal() if powers_of_two else divisor
+        return gradient * factors[kind] if powers_of_two else gradient / factors[kind]
+
+    return [divided(gradient) for gradient in gradients]
