@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lossscale.checks import checked_interval, checked_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.rules import (
     RULES,
     DynamicScale,
     FixedScale,
     ScaleRule,
-    checked_interval,
-    checked_scale,
 )
 
 # Keras 3 wrote these into the configuration of its own LossScaleOptimizer before they were

@@ -7,8 +7,8 @@ import os
 from typing import Any, ClassVar, NamedTuple
 
 from lossscale import registry
+from lossscale.checks import checked_count, checked_truth
 from lossscale.diagnostics.alarms import Alarms
-from lossscale.diagnostics.checks import checked_count
 from lossscale.diagnostics.records import StepRecord
 from lossscale.diagnostics.tensorboard import check_installed
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -134,10 +134,10 @@ def _checked(
         path=_path("path", path),
         every=checked_count("every", every),
         tensorboard=_path("tensorboard", tensorboard),
-        histograms=_truth("histograms", histograms),
+        histograms=checked_truth("histograms", histograms, ArgumentTypeError),
         on_floor=on_floor,
         max_consecutive_skips=max_consecutive_skips,
-        append=_truth("append", append),
+        append=checked_truth("append", append, ArgumentTypeError),
     )
     # They have checks of their own, whatever the rule.
     Alarms(DynamicScale(), on_floor=on_floor, max_consecutive_skips=max_consecutive_skips)
@@ -166,15 +166,6 @@ def _path(name: str, value: Any) -> str | None:
     if not path:
         raise ArgumentError(f"`{name}` must not be empty. Received: {name}={value!r}.")
     return path
-
-
-def _truth(name: str, value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise ArgumentTypeError(
-        f"`{name}` must be True or False. Received: {name}={value!r} of type "
-        f"{type(value).__name__}."
-    )
 
 
 def _shell(framework: Any) -> type[Any]:

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 import struct
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from lossscale.checks import (
+    LARGEST_SCALE,
+    LONGEST_INTERVAL,
+    SMALLEST_SCALE,
+    checked_interval,
+    checked_number,
+    checked_scale,
+    checked_truth,
+)
 from lossscale.errors import ArgumentError
-
-LARGEST_SCALE = 2.0**126
-"""Largest loss scale: above it the reciprocal is no normal float32 number."""
-
-SMALLEST_SCALE = 2.0**-126
-"""Smallest loss scale: the smallest normal float32 number."""
-
-LONGEST_INTERVAL = 2**31 - 1
-"""Longest growth interval, in steps: what a 32-bit counter can count."""
 
 
 class ScaleState(NamedTuple):
@@ -91,55 +90,6 @@ class ScaleRule(Protocol):
         ...
 
 
-def checked_scale(name: str, value: Any) -> float:
-    """Returns `value` as a float that can be a loss scale.
-
-    Args:
-        name: The argument's name, for the message.
-        value: The value to check, dimensionless.
-
-    Raises:
-        ArgumentError: If it is no number, or lies outside [2**-126, 2**126].
-    """
-    number = _checked_number(name, value)
-    if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
-        raise ArgumentError(
-            f"`{name}` must be a positive number from 2**-126 to 2**126, so that it and its "
-            f"reciprocal are normal float32 numbers. Received: {name}={value!r}."
-        )
-    return number
-
-
-def _checked_number(name: str, value: Any) -> float:
-    # float() would take "8" and True; neither is what a caller means by a scale.
-    if not isinstance(value, (bool, str, bytes)):
-        try:
-            return float(value)
-        except (TypeError, ValueError, OverflowError):
-            pass
-    raise ArgumentError(
-        f"`{name}` must be a number. Received: {name}={value!r} of type {type(value).__name__}."
-    )
-
-
-def checked_interval(name: str, value: Any) -> int:
-    """Returns `value` as an int that can be a growth interval, in steps.
-
-    Raises:
-        ArgumentError: If it is no integer from 1 to 2**31 - 1.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if isinstance(value, bool) or not 1 <= number <= LONGEST_INTERVAL:
-        raise ArgumentError(
-            f"`{name}` must be an integer number of steps from 1 to 2**31 - 1. "
-            f"Received: {name}={value!r} of type {type(value).__name__}."
-        )
-    return number
-
-
 def _float32(value: float) -> float:
     try:
         rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
@@ -178,11 +128,8 @@ class FixedScale(ScaleRule):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", checked_scale("scale", self.scale))
-        if not isinstance(self.skip_nonfinite, bool):
-            raise ArgumentError(
-                "`skip_nonfinite` must be True or False. "
-                f"Received: skip_nonfinite={self.skip_nonfinite!r}."
-            )
+        skips = checked_truth("skip_nonfinite", self.skip_nonfinite)
+        object.__setattr__(self, "skip_nonfinite", skips)
 
     @property
     def checks_gradients(self) -> bool:
@@ -272,8 +219,8 @@ class DynamicScale(ScaleRule):
         checked = {
             "initial_scale": checked_scale("initial_scale", self.initial_scale),
             "growth_interval": checked_interval("growth_interval", self.growth_interval),
-            "growth_factor": _checked_number("growth_factor", self.growth_factor),
-            "backoff_factor": _checked_number("backoff_factor", self.backoff_factor),
+            "growth_factor": checked_number("growth_factor", self.growth_factor),
+            "backoff_factor": checked_number("backoff_factor", self.backoff_factor),
             "min_scale": checked_scale("min_scale", self.min_scale),
         }
         if self.max_scale is not None:

@@ -15,7 +15,7 @@ import dataclasses
 import enum
 import math
 
-from lossscale.diagnostics.checks import checked_above_zero, checked_count
+from lossscale.checks import checked_above_zero, checked_count
 from lossscale.diagnostics.powers import power_of_two
 from lossscale.diagnostics.records import SkipReason, StepRecord
 from lossscale.diagnostics.skips import SkipCounter, Stretch, at_lowest, lowest_scale

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from lossscale.diagnostics.checks import checked_probability
+from lossscale.checks import checked_probability
 from lossscale.rules import DynamicScale
 
 

@@ -10,7 +10,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from lossscale.diagnostics.checks import checked_above_zero, checked_count, checked_number
+from lossscale.checks import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    checked_above_zero,
+    checked_count,
+    checked_number,
+)
 from lossscale.diagnostics.exponents import (
     FLOAT64,
     FRACTION_BITS,
@@ -24,7 +30,6 @@ from lossscale.diagnostics.exponents import (
 )
 from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.rules import LARGEST_SCALE, SMALLEST_SCALE
 
 _TENSOR_MODULES = {
     "jax": "lossscale.frameworks.jax.exponents",

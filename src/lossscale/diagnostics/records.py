@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from lossscale.diagnostics.checks import checked_above_zero, checked_count, checked_number
+from lossscale.checks import checked_above_zero, checked_count, checked_number, checked_truth
 from lossscale.errors import ArgumentError
 
 
@@ -93,7 +93,7 @@ class StepRecord:
 
     def __post_init__(self) -> None:
         step = checked_count("step", self.step)
-        skipped = _truth("skipped", self.skipped)
+        skipped = checked_truth("skipped", self.skipped)
         checked: dict[str, Any] = {
             "step": step,
             "scale": checked_above_zero("scale", self.scale),
@@ -177,13 +177,6 @@ class StepRecord:
 
 _OPTIONAL = tuple(field.name for field in dataclasses.fields(StepRecord))[3:]
 _NOT_FINITE = ("inf", "-inf", "nan")
-
-
-def _truth(name: str, value: Any) -> bool:
-    # NumPy's booleans are no bool; numbers that happen to equal one are no answer.
-    if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
-        return bool(value)
-    raise ArgumentError(f"`{name}` must be True or False. Received: {name}={value!r}.")
 
 
 def _reason(reason: Any, skipped: bool) -> SkipReason | None:

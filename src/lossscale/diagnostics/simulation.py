@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lossscale.diagnostics.checks import checked_count, checked_probability
+from lossscale.checks import checked_count, checked_probability
 from lossscale.diagnostics.drift import critical_probability, expected_drift
 from lossscale.diagnostics.formats import NumberFormat, number_format
+from lossscale.diagnostics.moving import first_state, next_state
 from lossscale.diagnostics.skips import lowest_scale
-from lossscale.diagnostics.stepping import first_state, next_state
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.rules import DynamicScale, ScaleRule
 

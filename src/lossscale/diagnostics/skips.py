@@ -7,8 +7,8 @@ import math
 from collections.abc import Hashable
 from typing import Any, NamedTuple, cast
 
+from lossscale.diagnostics.moving import first_state, next_state
 from lossscale.diagnostics.records import SkipReason, StepRecord
-from lossscale.diagnostics.stepping import first_state, next_state
 from lossscale.errors import ArgumentError
 from lossscale.rules import DynamicScale, FixedScale, ScaleRule
 

@@ -7,12 +7,11 @@ import enum
 import math
 from typing import NamedTuple
 
-from lossscale.diagnostics.checks import checked_count, checked_number
+from lossscale.checks import SMALLEST_SCALE, checked_count, checked_number
 from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.diagnostics.histogram import GradientHistogram
 from lossscale.diagnostics.powers import power_of_two
 from lossscale.errors import ArgumentError
-from lossscale.rules import SMALLEST_SCALE
 
 
 class Verdict(enum.StrEnum):

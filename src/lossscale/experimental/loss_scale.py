@@ -7,8 +7,9 @@ from typing import Any
 
 from lossscale import registry
 from lossscale.arguments import rule_from_loss_scale_arguments
+from lossscale.checks import checked_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.rules import DynamicScale, FixedScale, ScaleRule, checked_scale
+from lossscale.rules import DynamicScale, FixedScale, ScaleRule
 
 
 class LossScale(abc.ABC):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lossscale.diagnostics.checks import checked_above_zero
+from lossscale.checks import checked_above_zero
 from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.diagnostics.histogram import GradientHistogram
 from lossscale.diagnostics.report import GradientReport

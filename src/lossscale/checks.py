@@ -1,0 +1,142 @@
+"""Arguments that are checked in the same way in several places, before anything is done."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+from lossscale.errors import ArgumentError, LossScaleError
+
+LARGEST_SCALE = 2.0**126
+"""Largest loss scale: above it the reciprocal is no normal float32 number."""
+
+SMALLEST_SCALE = 2.0**-126
+"""Smallest loss scale: the smallest normal float32 number."""
+
+LONGEST_INTERVAL = 2**31 - 1
+"""Longest growth interval, in steps: what a 32-bit counter can count."""
+
+
+def checked_count(name: str, value: Any, *, lowest: int = 1) -> int:
+    """Returns `value` as an int.
+
+    Args:
+        name: The argument's name, for the message.
+        value: The value to check.
+        lowest: The lowest integer that can be used.
+
+    Raises:
+        ArgumentError: If it is no integer, or a lower one.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = lowest - 1
+    if isinstance(value, bool) or number < lowest:
+        raise ArgumentError(
+            f"`{name}` must be an integer of at least {lowest}. Received: {name}={value!r}."
+        )
+    return number
+
+
+def checked_number(name: str, value: Any) -> float:
+    """Returns `value` as a float; it may be infinite or NaN.
+
+    Raises:
+        ArgumentError: If it is no number.
+    """
+    # float() would take "8" and True.
+    if not isinstance(value, (bool, str, bytes)):
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    raise ArgumentError(
+        f"`{name}` must be a number. Received: {name}={value!r} of type {type(value).__name__}."
+    )
+
+
+def checked_above_zero(name: str, value: Any) -> float:
+    """Returns `value` as a float that is finite and above 0.
+
+    Raises:
+        ArgumentError: If it is no such number.
+    """
+    number = checked_number(name, value)
+    if not 0 < number < math.inf:
+        raise ArgumentError(
+            f"`{name}` must be a finite number above 0. Received: {name}={value!r}."
+        )
+    return number
+
+
+def checked_probability(value: Any) -> float:
+    """Returns `value` as a float that can be a probability.
+
+    Raises:
+        ArgumentError: If it is no number from 0 to 1.
+    """
+    number = checked_number("probability", value)
+    if not 0 <= number <= 1:
+        raise ArgumentError(
+            f"`probability` must be a number from 0 to 1. Received: probability={value!r}."
+        )
+    return number
+
+
+def checked_scale(name: str, value: Any) -> float:
+    """Returns `value` as a float that can be a loss scale.
+
+    Args:
+        name: The argument's name, for the message.
+        value: The value to check, dimensionless.
+
+    Raises:
+        ArgumentError: If it is no number, or lies outside [2**-126, 2**126].
+    """
+    number = checked_number(name, value)
+    if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
+        raise ArgumentError(
+            f"`{name}` must be a positive number from 2**-126 to 2**126, so that it and its "
+            f"reciprocal are normal float32 numbers. Received: {name}={value!r}."
+        )
+    return number
+
+
+def checked_interval(name: str, value: Any) -> int:
+    """Returns `value` as an int that can be a growth interval, in steps.
+
+    Raises:
+        ArgumentError: If it is no integer from 1 to 2**31 - 1.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if isinstance(value, bool) or not 1 <= number <= LONGEST_INTERVAL:
+        raise ArgumentError(
+            f"`{name}` must be an integer number of steps from 1 to 2**31 - 1. "
+            f"Received: {name}={value!r} of type {type(value).__name__}."
+        )
+    return number
+
+
+def checked_truth(name: str, value: Any, error: type[LossScaleError] = ArgumentError) -> bool:
+    """Returns `value` as a bool; NumPy's booleans are taken too.
+
+    Args:
+        name: The argument's name, for the message.
+        value: The value to check.
+        error: The class of the error.
+
+    Raises:
+        LossScaleError: If it is neither True nor False.
+    """
+    # A number that happens to equal one is no answer.
+    if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise error(
+        f"`{name}` must be True or False. Received: {name}={value!r} of type "
+        f"{type(value).__name__}."
+    )
