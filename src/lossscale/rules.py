@@ -1,9 +1,9 @@
 """How a loss scale moves: pure functions of a small state, for any array library.
 
 A rule is a frozen object that holds numbers and no arrays. Its state is a named tuple of
-scalars. `update` takes the state and whether the gradients were finite, and returns the next
-state; it calls nothing but operators and `xp.where`, so the same body runs under NumPy,
-TensorFlow (eager, `tf.function`, XLA), JAX, PyTorch and `keras.ops`.
+scalars. `update` takes the state and what was seen of the gradients, and returns the next state;
+it calls nothing but operators and `xp.where`, so the same body runs under NumPy, TensorFlow (eager,
+`tf.function`, XLA), JAX, PyTorch and `keras.ops`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,38 @@ class ScaleState(NamedTuple):
     good_steps: Any
 
 
+class Needs(NamedTuple):
+    """What a rule has to see of the gradients, besides whether they are finite.
+
+    Attributes:
+        largest: Whether it needs the largest magnitude.
+        counts_from: Powers of two, dimensionless; for each it needs the number of elements whose
+            scaled magnitude is at least that.
+    """
+
+    largest: bool = False
+    counts_from: tuple[float, ...] = ()
+
+
+class Seen(NamedTuple):
+    """What a rule sees of a step: scalars, of all gradients on all replicas together.
+
+    Attributes:
+        finite: Boolean; whether every element of the unscaled gradients was finite.
+        largest: float32; the largest magnitude of the unscaled gradients, 0 of an empty one and
+            infinite where `finite` is False. None unless the rule `needs` it.
+        counts: float32, one for each of `Needs.counts_from`; how many elements of the scaled
+            gradients had at least that magnitude. Infinities count, NaN do not. Both parts of a
+            complex number count. Exact up to 2**24.
+        elements: float32; how many elements there were. None unless counts are needed.
+    """
+
+    finite: Any
+    largest: Any = None
+    counts: tuple[Any, ...] = ()
+    elements: Any = None
+
+
 @runtime_checkable
 class ScaleRule(Protocol):
     """What a loss scaling rule offers. Inherit from it to get the defaults.
@@ -51,12 +83,30 @@ class ScaleRule(Protocol):
         return True
 
     @property
+    def needs(self) -> Needs:
+        """What the rule has to see besides that. Gradients are looked at for nothing else."""
+        return Needs()
+
+    @property
     def powers_of_two(self) -> bool:
         """Whether every scale the rule can reach is a power of two.
 
         Then multiplying by the reciprocal is exact, and no division is needed.
         """
         return False
+
+    @property
+    def moves_on_host(self) -> bool:
+        """Whether `update` gives the same numbers for Python numbers as for float32 tensors.
+
+        Then the host may move the state, where it knows the verdict anyway.
+        """
+        return False
+
+    @property
+    def lowest_scale(self) -> float | None:
+        """The scale it stops at if every step overflows, dimensionless; None if not known."""
+        return None
 
     def init(self) -> ScaleState:
         """Returns the first state, as Python numbers."""
@@ -66,12 +116,12 @@ class ScaleRule(Protocol):
         """Returns the number that multiplies the loss in this state."""
         return state.scale
 
-    def update(self, state: ScaleState, finite: Any, *, xp: Any) -> ScaleState:
+    def update(self, state: ScaleState, seen: Seen, *, xp: Any) -> ScaleState:
         """Returns the state after a step.
 
         Args:
             state: The state before the step, float32 and integer scalars of one library.
-            finite: Boolean scalar; whether every gradient of the step was finite.
+            seen: What was seen of the gradients: `seen.finite`, and what the rule `needs`.
             xp: The namespace of the arrays, such as `numpy`, `jax.numpy`, `torch`,
                 `tensorflow` or `keras.ops`. Only `where` is taken from it.
         """
@@ -139,6 +189,14 @@ class FixedScale(ScaleRule):
     def powers_of_two(self) -> bool:
         return _is_power_of_two(self.scale)
 
+    @property
+    def moves_on_host(self) -> bool:
+        return True
+
+    @property
+    def lowest_scale(self) -> float:
+        return self.scale
+
     def init(self) -> ScaleState:
         return ScaleState(scale=self.scale, good_steps=0)
 
@@ -146,7 +204,7 @@ class FixedScale(ScaleRule):
         # Not read from the state: a restored file must not override the number in the code.
         return self.scale
 
-    def update(self, state: ScaleState, finite: Any, *, xp: Any) -> ScaleState:
+    def update(self, state: ScaleState, seen: Seen, *, xp: Any) -> ScaleState:
         return state
 
     def restored(self, state: ScaleState) -> ScaleState:
@@ -198,7 +256,7 @@ class DynamicScale(ScaleRule):
         >>> rule = DynamicScale(initial_scale=8, growth_interval=2)
         >>> state = ScaleState(np.float32(8), np.int64(0))
         >>> for finite in (True, True, False):
-        ...     state = rule.update(state, finite, xp=np)
+        ...     state = rule.update(state, Seen(finite), xp=np)
         ...     print(float(state.scale), int(state.good_steps))
         8.0 1
         16.0 0
@@ -264,10 +322,19 @@ class DynamicScale(ScaleRule):
             )
         )
 
+    @property
+    def moves_on_host(self) -> bool:
+        # Other factors would be rounded in float64 there and in float32 on tensors.
+        return self.powers_of_two
+
+    @property
+    def lowest_scale(self) -> float:
+        return self.min_scale
+
     def init(self) -> ScaleState:
         return ScaleState(scale=self.initial_scale, good_steps=0)
 
-    def update(self, state: ScaleState, finite: Any, *, xp: Any) -> ScaleState:
+    def update(self, state: ScaleState, seen: Seen, *, xp: Any) -> ScaleState:
         scale, good_steps = state
         counted = good_steps + 1
         waiting = counted < self.growth_interval
@@ -278,10 +345,10 @@ class DynamicScale(ScaleRule):
         lowered = xp.where(lowered > self.min_scale, lowered, self.min_scale)
         lowered = xp.where(lowered < self.ceiling, lowered, self.ceiling)
         kept = xp.where(waiting | (grown > self.ceiling), scale, grown)
-        # Each field is chosen by `finite` last: where it is known, half of this falls away.
+        # Each field is chosen by the verdict last: where it is known, half of this falls away.
         return ScaleState(
-            scale=xp.where(finite, kept, lowered),
-            good_steps=xp.where(finite, xp.where(waiting, counted, 0), 0),
+            scale=xp.where(seen.finite, kept, lowered),
+            good_steps=xp.where(seen.finite, xp.where(waiting, counted, 0), 0),
         )
 
     def restored(self, state: ScaleState) -> ScaleState:

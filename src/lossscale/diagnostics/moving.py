@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lossscale.rules import ScaleRule, ScaleState
+from lossscale.rules import ScaleRule, ScaleState, Seen
 
 
 def first_state(rule: ScaleRule, shape: tuple[int, ...] = ()) -> ScaleState:
@@ -25,17 +25,17 @@ def first_state(rule: ScaleRule, shape: tuple[int, ...] = ()) -> ScaleState:
     return type(state)(*(np.full(shape, value, _dtype(value)) for value in state))
 
 
-def next_state(rule: ScaleRule, state: ScaleState, finite: Any) -> ScaleState:
+def next_state(rule: ScaleRule, state: ScaleState, seen: Seen) -> ScaleState:
     """Returns the state after a step, with the shape and the dtypes of the one before.
 
     Args:
         rule: The rule.
         state: Arrays, as `first_state` makes them.
-        finite: Boolean array of the same shape; whether every gradient was finite.
+        seen: What was seen of the gradients, arrays of the same shape.
     """
     import numpy as np
 
-    after = rule.update(state, finite, xp=np)
+    after = rule.update(state, seen, xp=np)
     fields = zip(after, state, strict=True)
     return type(state)(*(np.asarray(new, old.dtype) for new, old in fields))
 
@@ -46,3 +46,15 @@ def _dtype(value: Any) -> Any:
     if isinstance(value, bool):
         return np.bool_
     return np.int64 if isinstance(value, int) else np.float32
+
+
+def overflowing(rule: ScaleRule) -> Seen:
+    """Returns what a rule sees of a step that overflows, and nothing else is known of.
+
+    Args:
+        rule: The rule.
+    """
+    import numpy as np
+
+    needs, one = rule.needs, np.float32(1)
+    return Seen(np.False_, np.float32(np.inf), (one,) * len(needs.counts_from), one)

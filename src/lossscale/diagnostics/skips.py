@@ -7,7 +7,7 @@ import math
 from collections.abc import Hashable
 from typing import Any, NamedTuple, cast
 
-from lossscale.diagnostics.moving import first_state, next_state
+from lossscale.diagnostics.moving import first_state, next_state, overflowing
 from lossscale.diagnostics.records import SkipReason, StepRecord
 from lossscale.errors import ArgumentError
 from lossscale.rules import DynamicScale, FixedScale, ScaleRule
@@ -108,7 +108,7 @@ def lowest_scale(rule: ScaleRule) -> float | None:
     """Returns the scale that a rule stops at when every step overflows.
 
     Args:
-        rule: Any rule. One that is not part of this library is tried out: 4096 overflows.
+        rule: Any rule. One that does not say it is tried out: 4096 overflows.
 
     Returns:
         The scale, dimensionless; None if the rule still lowers it after so many overflows.
@@ -117,22 +117,18 @@ def lowest_scale(rule: ScaleRule) -> float | None:
         >>> lowest_scale(DynamicScale(min_scale=0.25)), lowest_scale(FixedScale(128))
         (0.25, 128.0)
     """
-    if isinstance(rule, DynamicScale):
-        return rule.min_scale
-    if isinstance(rule, FixedScale):
-        return rule.scale
+    if rule.lowest_scale is not None:
+        return rule.lowest_scale
     # A rule is hashable, which a protocol cannot say.
     return _tried_out(cast(Hashable, rule))
 
 
 @functools.lru_cache(maxsize=16)
 def _tried_out(rule: Any) -> float | None:
-    import numpy as np
-
     state = first_state(rule)
     scales = []
     for _ in range(_TRIED_BACKOFFS):
-        state = next_state(rule, state, np.False_)
+        state = next_state(rule, state, overflowing(rule))
         scales.append(float(rule.loss_scale(state)))
     return scales[-1] if scales[_TRIED_BACKOFFS // 2] == scales[-1] else None
 

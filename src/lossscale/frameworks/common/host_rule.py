@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from lossscale.rules import DynamicScale, FixedScale, ScaleRule, ScaleState
-
-# Rules of users may need more than Python numbers offer.
-_RULES = (DynamicScale, FixedScale)
+from lossscale.rules import Needs, ScaleRule, ScaleState, Seen
 
 
 def host_can_move(rule: ScaleRule) -> bool:
     """Whether `changes` gives what the rule gives on tensors."""
-    # Other factors would be rounded in float64 here and in float32 there.
-    return type(rule) in _RULES and rule.powers_of_two
+    # What else a rule needs to see would have to be waited for.
+    return rule.moves_on_host and rule.needs == Needs()
 
 
 class _Numbers:
@@ -35,7 +32,7 @@ def changes(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[str, Any
         before: The state before the step, as Python numbers.
         applied: Whether the step was applied.
     """
-    after = rule.update(before, applied, xp=_Numbers)
+    after = rule.update(before, Seen(applied), xp=_Numbers)
     # A NaN is unequal to itself, and written again.
     return {
         field: new

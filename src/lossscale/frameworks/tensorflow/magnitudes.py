@@ -1,0 +1,63 @@
+"""How large gradients are, with TensorFlow, for rules that need to see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lossscale.frameworks.tensorflow.arrays import real_parts, widened
+from lossscale.rules import Needs, Seen
+
+
+def seen(
+    needs: Needs, finite: Any, gradients: Sequence[Any], scale: Any, *, are_scaled: bool
+) -> Seen:
+    """Returns what a rule sees of a step, on all replicas together.
+
+    Args:
+        needs: What the rule needs; nothing else is computed.
+        finite: The verdict of all replicas, a boolean scalar tensor, or True if nobody looked.
+        gradients: Those of this replica: tensors, `tf.IndexedSlices` or None.
+        scale: The loss scale of the step, float32 scalar tensor.
+        are_scaled: Whether the gradients still have to be divided by it.
+    """
+    if needs == Needs():
+        return Seen(finite)
+    parts = [tf.abs(widened(p)) for gradient in gradients for p in real_parts(gradient)]
+    largest = None
+    if needs.largest:
+        # Of no element the maximum is minus infinity.
+        maxima = [tf.cast(tf.reduce_max(part), tf.float32) for part in parts]
+        largest = _over_replicas(
+            tf.reduce_max(tf.stack([tf.constant(0.0), *maxima])), tf.reduce_max
+        )
+        largest = tf.where(finite, largest / scale if are_scaled else largest, float("inf"))
+    if not needs.counts_from:
+        return Seen(finite, largest)
+    scaled = parts if are_scaled else [part * tf.cast(scale, part.dtype) for part in parts]
+    counts = tuple(
+        _over_replicas(
+            tf.add_n(
+                [
+                    tf.constant(0.0),
+                    *(tf.math.count_nonzero(part >= edge, dtype=tf.float32) for part in scaled),
+                ]
+            ),
+            tf.reduce_sum,
+        )
+        for edge in needs.counts_from
+    )
+    sizes = [tf.size(part, tf.int64) for part in parts]
+    elements = tf.cast(tf.add_n([tf.constant(0, tf.int64), *sizes]), tf.float32)
+    return Seen(finite, largest, counts, _over_replicas(elements, tf.reduce_sum))
+
+
+def _over_replicas(value: Any, together: Any) -> Any:
+    """Puts a scalar of each replica together, by the maximum or the sum."""
+    replica = tf.distribute.get_replica_context()
+    if replica is None or replica.num_replicas_in_sync == 1:
+        return value
+    # Strategies reduce by sums and means only.
+    return together(replica.all_gather(value[tf.newaxis], axis=0))
