@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 from lossscale.diagnostics.moving import first_state, next_state, overflowing
 from lossscale.diagnostics.records import SkipReason, StepRecord
 from lossscale.errors import ArgumentError
-from lossscale.rules import DynamicScale, FixedScale, ScaleRule
+from lossscale.rules import ScaleRule
 
 _TRIED_BACKOFFS = 4096
 

@@ -71,6 +71,18 @@ def checked_pairs(
     return gradients, [variable for _, variable in pairs]
 
 
+def with_gradient(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Returns the variables that have a gradient."""
+    pairs = zip(gradients, variables, strict=False)
+    return [variable for gradient, variable in pairs if gradient is not None]
+
+
+def scaled_value(loss: Any, scale: Callable[[Any], Any]) -> Any:
+    """Returns the scaled value of a loss that is a tensor or a callable, which `scale` is given."""
+    scaled = scale(loss)
+    return scaled() if callable(scaled) else scaled
+
+
 def remember_wrapper(inner: Any, wrapper: Any) -> None:
     """Notes that `wrapper` moves `inner`, for as long as the wrapper lives."""
     _wrappers[inner] = weakref.ref(wrapper)

@@ -50,7 +50,8 @@ class Folding:
 
     def where(self, condition: Any, one: Any, other: Any) -> Any:
         """Chooses between two values; their dtype may stay what it is."""
-        if tf.executing_eagerly() or (chosen := known(condition)) is None:
+        chosen = None if tf.executing_eagerly() else known(condition)
+        if chosen is None:
             return self._namespace.where(condition, one, other)
         return one if chosen else other
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from lossscale.errors import GradientsError
+from lossscale.frameworks.common.checks import scaled_value
 
 
 class Recording(NamedTuple):
@@ -33,7 +34,7 @@ def recorded(
     Args:
         loss: A callable without arguments, or with `tape` a tensor that the tape recorded.
         variables: A list, one variable, a callable that returns either, or None.
-        scale: Multiplies a loss by the loss scale.
+        scale: Multiplies a loss by the loss scale, and a callable's where it is called.
         tape: A `tf.GradientTape`; None makes a new one.
         watch: Variables to record although they are not trainable.
 
@@ -48,7 +49,7 @@ def recorded(
     with tape if tape is not None else tf.GradientTape() as recording:
         if callable(loss):
             recording.watch(watch)
-        scaled_loss = scale(loss() if callable(loss) else loss)
+        scaled_loss = scaled_value(loss, scale)
     if callable(variables):
         variables = variables()
     if variables is None:

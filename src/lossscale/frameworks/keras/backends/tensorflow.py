@@ -13,7 +13,7 @@ import tensorflow as tf
 from lossscale.frameworks.common import host_rule
 from lossscale.frameworks.common.checks import flat_list
 from lossscale.frameworks.keras.backends.common import aggregation_name
-from lossscale.frameworks.tensorflow import replicas, step, tape
+from lossscale.frameworks.tensorflow import replicas, step
 from lossscale.frameworks.tensorflow.arrays import flat_gradients, scaled, unscaled
 from lossscale.frameworks.tensorflow.finite import all_finite
 from lossscale.frameworks.tensorflow.gate import can_gate
@@ -23,6 +23,7 @@ from lossscale.frameworks.tensorflow.replicas import (
     replica_count,
 )
 from lossscale.frameworks.tensorflow.step import known, outside_traces
+from lossscale.frameworks.tensorflow.tape import check_symbolic, recorded
 from lossscale.rules import ScaleState
 
 __all__ = [
@@ -167,7 +168,7 @@ def differentiate(
         tape: A `tf.GradientTape`; None records `loss` on a new one.
         grad_loss: Tensor of the loss's shape that multiplies the gradients, or None.
     """
-    recording = tape.recorded(loss, variables, scale, tape=tape)
+    recording = recorded(loss, variables, scale, tape=tape)
     scaled_loss, variables = recording.loss, flat_variables(recording.variables)
     if grad_loss is not None:
         # Given for the loss, which may be narrower than what it became when it was scaled.
@@ -184,7 +185,7 @@ def symbolic_gradients(loss: Any, variables: Sequence[Any]) -> list[Any]:
     Raises:
         GradientsError: In eager mode, where a tensor does not know how it was computed.
     """
-    tape.check_symbolic(loss)
+    check_symbolic(loss)
     gradients: list[Any] = tf.gradients(loss, [native(v) for v in variables])
     return gradients
 
