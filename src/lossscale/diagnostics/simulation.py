@@ -17,7 +17,7 @@ from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.diagnostics.moving import first_state, next_state
 from lossscale.diagnostics.skips import lowest_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.rules import DynamicScale, ScaleRule
+from lossscale.rules import DynamicScale, ScaleRule, Seen
 
 LARGEST_SIMULATION = 10**8
 """How many steps there may be in all runs together: about 500 MB."""
@@ -230,7 +230,7 @@ def simulate_gradients(
     def overflows(step: int, scale: Any) -> Any:
         return ~within(given[step] * scale.astype(np.float64), known.overflow_edge)
 
-    return _simulation(rule, len(given), 1, overflows, after_steps)
+    return _simulation(rule, len(given), 1, overflows, after_steps, given)
 
 
 def simulate_random(
@@ -294,6 +294,7 @@ def _simulation(
     runs: int,
     overflows: Callable[[int, Any], Any],
     after_steps: Callable[[int], None],
+    largest: Any = None,
 ) -> Simulation:
     import numpy as np
 
@@ -301,6 +302,11 @@ def _simulation(
         raise ArgumentTypeError(
             "`rule` must be a scaling rule, such as lossscale.DynamicScale(). "
             f"Received: {rule!r} of type {type(rule).__name__}."
+        )
+    if rule.needs.counts_from or (rule.needs.largest and largest is None):
+        raise ArgumentError(
+            f"{type(rule).__name__} needs to see {rule.needs}, which is not known here. With "
+            "`simulate_gradients` a rule sees the largest magnitude of each step."
         )
     scales = np.empty((steps, runs), np.float32)
     overflowed = np.empty((steps, runs), np.bool_)
@@ -311,7 +317,12 @@ def _simulation(
             scales[step] = rule.loss_scale(state)
             overflowed[step] = overflows(step, scales[step])
             if rule.checks_gradients:
-                state = next_state(rule, state, ~overflowed[step])
+                finite = ~overflowed[step]
+                if largest is None:
+                    seen = Seen(finite)
+                else:
+                    seen = Seen(finite, np.where(finite, largest[step], np.inf).astype(np.float32))
+                state = next_state(rule, state, seen)
             if (step + 1) % _REPORTED_STEPS == 0:
                 after_steps(step + 1)
     final = np.broadcast_to(np.asarray(rule.loss_scale(state), np.float32), (runs,))

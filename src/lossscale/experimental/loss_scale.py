@@ -9,7 +9,7 @@ from lossscale import registry
 from lossscale.arguments import rule_from_loss_scale_arguments
 from lossscale.checks import checked_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.rules import DynamicScale, FixedScale, ScaleRule
+from lossscale.rules import DynamicScale, FixedScale, ScaleRule, Seen
 
 
 class LossScale(abc.ABC):
@@ -187,7 +187,7 @@ class DynamicLossScale(_RuleLossScale):
         gradients = shell._flat_gradients(grads)
         finite = shell._all_finite(gradients)
         if gradients:
-            self._bound_state().update(finite)
+            self._bound_state().update(Seen(finite))
         return None, finite
 
     def get_config(self) -> dict[str, Any]:

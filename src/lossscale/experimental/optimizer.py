@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lossscale import optimizer, registry
@@ -19,7 +18,7 @@ from lossscale.experimental.loss_scale import (
     get,
     serialize,
 )
-from lossscale.rules import ScaleRule, ScaleState
+from lossscale.rules import ScaleRule, ScaleState, Seen
 
 if TYPE_CHECKING:
     # The shell that it is combined with has the rest.
@@ -84,15 +83,12 @@ class LossScaleOptimizer(_Base):
             return super()._current_scale()
         return self._loss_scale()
 
-    def _judge(self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> Any:
-        if self._state is not None:
-            return super()._judge(gradients, variables, scale)
+    def _decide(self, unscaled: list[Any]) -> Any:
         if self._backend.replica_count() > 1:
             raise UnsupportedError(
                 f"{type(self._loss_scale).__name__} sees the gradients of one replica, and cannot "
                 "decide for all. On several replicas use 'dynamic' or a DynamicLossScale."
             )
-        unscaled = self._unscaled(gradients, variables, scale)
         _, should_apply = self._loss_scale.update(unscaled)
         return should_apply
 
@@ -151,7 +147,7 @@ class _WrittenByUser(ScaleRule):
     def init(self) -> ScaleState:
         return ScaleState(scale=float(self.written()), good_steps=0)
 
-    def update(self, state: ScaleState, finite: Any, *, xp: Any) -> ScaleState:
+    def update(self, state: ScaleState, seen: Seen, *, xp: Any) -> ScaleState:
         return state
 
     def get_config(self) -> dict[str, Any]:

@@ -1,13 +1,14 @@
-"""The variables that hold a rule's state."""
+"""The variables that hold a rule's state, and those that count steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras import ops
 
-from lossscale.rules import ScaleRule, ScaleState
+from lossscale.frameworks.keras.iterations import StepCounter
+from lossscale.rules import ScaleRule, ScaleState, Seen
 
 # The names that Keras 3 uses for the first two; other rules may have more fields.
 _VARIABLE_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
@@ -31,19 +32,20 @@ class State:
         self.rule = rule
         self._read = backend.read
         self._namespace = backend.namespace
-        self._first = rule.init()
+        self.first = rule.init()
+        """The first state, as Python numbers."""
         # Keras' order: the counter before the scale.
-        fields = sorted(self._first._fields, key=lambda field: field != "good_steps")
+        fields = sorted(self.first._fields, key=lambda field: field != "good_steps")
         self.variables = {
             field: add_variable(
                 _VARIABLE_NAMES.get(field, f"loss_scale_{field}"), _dtype(value), value
             )
-            for field, value in ((field, getattr(self._first, field)) for field in fields)
+            for field, value in ((field, getattr(self.first, field)) for field in fields)
         }
 
     def read(self) -> ScaleState:
         """Returns the state as tensors."""
-        return self._first._replace(
+        return self.first._replace(
             **{field: self._read(variable) for field, variable in self.variables.items()}
         )
 
@@ -52,19 +54,51 @@ class State:
         for field, value in zip(state._fields, state, strict=True):
             self.variables[field].assign(ops.cast(value, self.variables[field].dtype))
 
-    def update(self, finite: Any) -> None:
-        """Moves the state after a step; `finite` is a boolean scalar tensor or True."""
-        if finite is True:
-            finite = ops.convert_to_tensor(True)
+    def update(self, seen: Seen) -> None:
+        """Moves the state after a step."""
+        if seen.finite is True:
+            seen = seen._replace(finite=ops.convert_to_tensor(True))
         before = self.read()
-        after = self.rule.update(before, finite, xp=self._namespace)
+        after = self.rule.update(before, seen, xp=self._namespace)
         if after is not before:
             self.write(after)
 
     def restore(self, values: dict[str, Any]) -> None:
         """Sets the state from numbers of a file, made valid for the rule."""
-        state = self._first._replace(**{k: v for k, v in values.items() if k in self.variables})
+        state = self.first._replace(**{k: v for k, v in values.items() if k in self.variables})
         self.write(self.rule.restored(state))
+
+
+class Ledger(NamedTuple):
+    """All that a step moves besides what the inner optimizer does.
+
+    Attributes:
+        state: The rule's state; None where a loss scale of the older API moves by itself.
+        steps_skipped: Integer scalar variable, in steps.
+        last_step_skipped: Boolean scalar variable.
+        iterations: All steps, skipped ones included.
+        known: Returns a verdict as a bool where it is known before the step runs, else None.
+    """
+
+    state: State | None
+    steps_skipped: Any
+    last_step_skipped: Any
+    iterations: StepCounter
+    known: Callable[[Any], bool | None]
+
+    def move(self, seen: Seen) -> None:
+        """Moves the loss scale after a step, and counts the step."""
+        if self.state is not None:
+            self.state.update(seen)
+        if seen.finite is not True:
+            known = self.known(seen.finite)
+            skipped = ops.logical_not(seen.finite) if known is None else not known
+            self.last_step_skipped.assign(skipped)
+            if known is None:
+                self.steps_skipped.assign_add(ops.cast(skipped, self.steps_skipped.dtype))
+            elif skipped:
+                self.steps_skipped.assign_add(1)
+        self.iterations.follow()
 
 
 def _dtype(value: Any) -> str:

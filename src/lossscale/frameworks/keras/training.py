@@ -6,15 +6,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import keras
-from keras import ops
 
 # Keras keeps attribute tracking private; its own optimizers decorate `build` with this.
 from keras.src.utils.tracking import no_automatic_dependency_tracking
 
 from lossscale.errors import ArgumentError, GradientsError
 from lossscale.frameworks.common.checks import check_some_gradient, checked_pairs, with_gradient
-from lossscale.frameworks.common.notes import DecidedStep
+from lossscale.frameworks.keras.state import Ledger
+from lossscale.frameworks.keras.step import Step
 from lossscale.frameworks.shell.part import Part
+from lossscale.rules import Needs
 
 
 class TrainingStep(Part):
@@ -217,38 +218,17 @@ class TrainingStep(Part):
     ) -> None:
         self.build(variables)
         self._check_known(variables)
-        scale = self._current_scale() if scaled else None
-        self._backend.run_step(self, gradients, variables, scale, aggregate)
-
-    def _note(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        scale: Any,
-        finite: Any,
-        *,
-        is_shared: bool,
-    ) -> None:
-        """Notes a step that was decided on and not done yet, for an optimizer that keeps notes.
-
-        Args:
-            gradients: Those of the step; None where there is none.
-            variables: Their variables.
-            scale: What the gradients have to be divided by; None if they are unscaled already.
-            finite: Whether the step is applied.
-            is_shared: Whether all replicas have the same gradients.
-        """
-        self._notes.note(
-            DecidedStep(
-                gradients,
-                variables,
-                lambda scaled: self._unscaled(scaled, variables, scale),
-                finite,
-                self._current_scale() if scale is None else scale,
-                self._backend.read(self._iterations) + 1,
-                is_shared,
-            )
+        sees_scale = scaled or self._notes is not None or self._rule.needs != Needs()
+        step = Step(
+            list(gradients),
+            list(variables),
+            self._current_scale() if sees_scale else None,
+            are_scaled=scaled,
+            sum_replicas=aggregate,
+            rule=self._rule,
+            decide=self._decide if self._state is None else None,
         )
+        self._backend.run_step(step, self.inner_optimizer, self._ledger, self._notes)
 
     def _check_known(self, variables: Sequence[Any]) -> None:
         """Raises for a variable that the inner optimizer does not know, before anything is done."""
@@ -264,70 +244,20 @@ class TrainingStep(Part):
             return lambda: self._scaled(loss())
         return self._backend.scaled(loss, self._current_scale())
 
-    def _unscaled(
-        self, gradients: Iterable[Any], variables: Sequence[Any], scale: Any
-    ) -> list[Any]:
-        """Returns gradients divided by a scale; as they are if it is None."""
-        gradients = list(gradients)
-        if scale is None:
-            return gradients
-        multiplied = self._multiplied(gradients, variables)
-        divided = self._backend.unscaled(multiplied, scale, self._rule.powers_of_two)
-        return [
-            given if kept is None else result
-            for given, kept, result in zip(gradients, multiplied, divided, strict=True)
-        ]
-
-    def _multiplied(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Returns the gradients that the loss scale multiplied, None for others.
-
-        A variable that Keras overwrites with its gradient (float8 statistics) has no gradient of
-        the loss, so nothing multiplied it.
-        """
-        return [
-            None if getattr(variable, "overwrite_with_gradient", False) else gradient
-            for gradient, variable in zip(gradients, variables, strict=True)
-        ]
-
-    # What a LossScale object of the older API replaces: the scale, the verdict, the move.
+    # What a LossScale object of the older API replaces.
 
     def _current_scale(self) -> Any:
         return self._rule.loss_scale(self._state.read())
 
-    def _judge(self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any) -> Any:
-        """Whether the step is applied: a boolean scalar tensor, or True if nothing is checked.
-
-        Args:
-            gradients: Those of the step; None where there is none.
-            variables: Their variables.
-            scale: What the gradients will be divided by; None if they are unscaled already.
-        """
-        if not self._rule.checks_gradients:
-            return True
-        if scale is None:
-            return self._backend.all_finite(gradients)
-        multiplied = self._multiplied(gradients, variables)
-        others = [g for g, m in zip(gradients, multiplied, strict=True) if m is None]
-        finite = self._backend.all_finite(multiplied, scale, self._rule.powers_of_two)
-        if all(gradient is None for gradient in others):
-            return finite
-        return ops.logical_and(finite, self._backend.all_finite(others))
-
-    def _move_scale(self, finite: Any) -> None:
-        if self._state is not None:
-            self._state.update(finite)
-        self._count_step(finite)
-
-    def _count_step(self, finite: Any) -> None:
-        if finite is not True:
-            known = self._backend.known(finite)
-            skipped = ops.logical_not(finite) if known is None else not known
-            self._last_step_skipped.assign(skipped)
-            if known is None:
-                self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
-            elif skipped:
-                self._steps_skipped.assign_add(1)
-        self._iterations.follow()
+    @property
+    def _ledger(self) -> Ledger:
+        return Ledger(
+            self._state,
+            self._steps_skipped,
+            self._last_step_skipped,
+            self._iterations,
+            self._backend.known,
+        )
 
 
 def _new_note_variable(name: str, dtype: str, shape: tuple[int, ...]) -> Any:

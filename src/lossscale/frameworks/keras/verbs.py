@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lossscale.errors import ArgumentTypeError, GradientsError
+from lossscale.frameworks.keras.step import of_the_loss
 from lossscale.frameworks.shell.part import Part
 
 
@@ -57,7 +58,7 @@ class DocumentedVerbs(Part):
             return self._apply_unscaled(place, unscaled, variables, name)
 
     def _unscaled_by_verb(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        multiplied = self._multiplied(gradients, variables)
+        multiplied = of_the_loss(gradients, variables)
         return [
             given if kept is None else unscaled
             for given, kept, unscaled in zip(

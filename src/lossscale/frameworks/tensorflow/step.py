@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale.frameworks.tensorflow.gate import gated
+from lossscale.rules import Seen
 
 
 def outside_traces() -> contextlib.AbstractContextManager[None]:
@@ -57,59 +58,60 @@ class Folding:
 
 
 def apply_or_skip(
-    finite: Any,
+    seen: Seen,
     gradients: Sequence[Any],
     scale: Any,
     apply: Callable[[Sequence[Any], Any], Any],
-    move: Callable[[Any], Any],
+    move: Callable[[Seen], Any],
     gate: Callable[[], Sequence[Any]] | None = None,
 ) -> Any:
     """Applies gradients or does not, on all replicas alike, then moves the loss scale once.
 
     Args:
-        finite: The replicas' common verdict, a boolean scalar tensor; or True, to apply always.
+        seen: What the rule sees, with the replicas' common verdict, a boolean scalar tensor; or
+            True, to apply always.
         gradients: Those of this replica.
         scale: What they have to be divided by, as this replica reads it; None if by nothing.
         apply: Divides a list of gradients by a scale and applies it; called in a replica context.
-        move: Moves the loss scale, given the verdict; called once.
+        move: Moves the loss scale, given what the rule sees; called once.
         gate: Returns all variables that `apply` may change, if a step may be skipped by keeping
             their old values instead of by a branch.
 
     Returns:
         The operation that does all this in a graph; None in eager mode.
     """
+    finite = seen.finite
     if gate is not None and finite is not True:
         with gated(gate(), finite):
             done = apply(gradients, scale)
-        return grouped(done, move(finite))
+        return grouped(done, move(seen))
     if not tf.distribute.has_strategy() and finite is not True:
         # Where the verdict is a constant, most of a rule's operations are constants too.
         done = tf.cond(
             finite,
-            lambda: _done(apply(gradients, scale), move(tf.constant(True))),
-            lambda: _done(move(tf.constant(False))),
+            lambda: _done(apply(gradients, scale), move(seen._replace(finite=tf.constant(True)))),
+            lambda: _done(move(seen._replace(finite=tf.constant(False)))),
         )
         return grouped(done)
     if (
         not tf.distribute.has_strategy()
         or tf.__internal__.distribute.strategy_supports_no_merge_call()
     ):
-        return grouped(_apply_if(finite, lambda: apply(gradients, scale)), move(finite))
+        return grouped(_apply_if(finite, lambda: apply(gradients, scale)), move(seen))
 
-    def in_cross_replica(strategy: Any, finite: Any, gradients: Sequence[Any], scale: Any) -> Any:
-        if finite is not True:
-            # All replicas hold the same verdict by now.
-            finite = strategy.experimental_local_results(finite)[0]
+    def in_cross_replica(strategy: Any, seen: Seen, gradients: Sequence[Any], scale: Any) -> Any:
+        # All replicas see the same by now.
+        seen = tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], seen)
         # The condition must stand outside the replicas: inside one of its branches they could
         # not meet to sum their gradients.
         applied = _apply_if(
-            finite,
+            seen.finite,
             lambda: strategy.extended.call_for_each_replica(apply, args=(gradients, scale)),
         )
-        return grouped(applied, move(finite))
+        return grouped(applied, move(seen))
 
     replica = tf.distribute.get_replica_context()
-    return replica.merge_call(in_cross_replica, args=(finite, list(gradients), scale))
+    return replica.merge_call(in_cross_replica, args=(seen, list(gradients), scale))
 
 
 def _apply_if(finite: Any, apply: Callable[[], Any]) -> Any:

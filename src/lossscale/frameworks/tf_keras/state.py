@@ -12,7 +12,7 @@ from lossscale.arguments import is_dynamic
 from lossscale.frameworks.common import host_rule
 from lossscale.frameworks.tensorflow import step
 from lossscale.frameworks.tensorflow.step import grouped
-from lossscale.rules import ScaleRule, ScaleState
+from lossscale.rules import ScaleRule, ScaleState, Seen
 
 # The names that every release of TensorFlow wrote into checkpoints.
 _VARIABLE_NAMES = {"scale": "current_loss_scale"}
@@ -61,11 +61,11 @@ class State:
             ]
         )
 
-    def update(self, finite: Any) -> Any:
+    def update(self, seen: Seen) -> Any:
         """Moves the state after a step.
 
         Args:
-            finite: A boolean scalar tensor, or True.
+            seen: What the rule sees; with a boolean scalar tensor, or True, for its verdict.
 
         Returns:
             The operation that does it in a graph; None in eager mode.
@@ -73,11 +73,12 @@ class State:
         in_graph = not tf.executing_eagerly() or tf.distribute.has_strategy()
         if not in_graph and host_rule.host_can_move(self.rule):
             before = self._first._replace(**step.numbers(self.variables))
-            for field, value in host_rule.changes(self.rule, before, bool(finite)).items():
+            for field, value in host_rule.changes(self.rule, before, bool(seen.finite)).items():
                 self.variables[field].assign(value, read_value=False)
             return None
         before = self.read()
-        after = self.rule.update(before, tf.convert_to_tensor(finite), xp=_NAMESPACE)
+        seen = seen._replace(finite=tf.convert_to_tensor(seen.finite))
+        after = self.rule.update(before, seen, xp=_NAMESPACE)
         return None if after is before else self.write(after)
 
     def restore(self, values: Mapping[str, Any]) -> ScaleState:

@@ -11,9 +11,11 @@ import tensorflow as tf
 from lossscale.frameworks.common.checks import checked_pairs, with_gradient
 from lossscale.frameworks.common.notes import DecidedStep
 from lossscale.frameworks.shell.part import Part
-from lossscale.frameworks.tensorflow import arrays, finite, replicas, step
+from lossscale.frameworks.tensorflow import arrays, magnitudes, replicas, step
+from lossscale.frameworks.tensorflow import finite as finite_check
 from lossscale.frameworks.tensorflow.notes import Notes
 from lossscale.frameworks.tf_keras.checks import is_variable
+from lossscale.rules import Needs, Seen
 
 
 class TrainingStep(Part):
@@ -94,11 +96,15 @@ class TrainingStep(Part):
         gradients = [gradient for gradient, _ in pairs]
         # Summed gradients are the same on all replicas; others are not, and neither must be what
         # an aggregation of the user's returned.
-        finite = replicas.agreed(self._judge(gradients, trained, None))
+        finite = replicas.agreed(self._is_finite(gradients))
+        scale = None if self._rule.needs == Needs() else self._current_scale()
+        seen = magnitudes.seen(
+            self._rule.needs, finite, gradients, scale, are_scaled=False, are_shared=aggregate
+        )
         if self._notes is not None:
             self._note(gradients, trained, finite)
         gate = (lambda: self._written(trained)) if self._can_gate(gradients) else None
-        done = step.apply_or_skip(finite, gradients, None, apply_inner, self._move_scale, gate)
+        done = step.apply_or_skip(seen, gradients, None, apply_inner, self._move_scale, gate)
         return self._result(done)
 
     def _note(self, gradients: Sequence[Any], variables: Sequence[Any], finite: Any) -> None:
@@ -150,32 +156,20 @@ class TrainingStep(Part):
             return lambda: self._scaled(loss())
         return arrays.scaled(loss, self._current_scale())
 
-    def _unscaled(
-        self, gradients: Iterable[Any], variables: Sequence[Any], scale: Any
-    ) -> list[Any]:
-        """Returns gradients divided by a scale; as they are if it is None."""
-        gradients = list(gradients)
-        if scale is None:
-            return gradients
-        return list(arrays.unscaled(gradients, scale, self._rule.powers_of_two))
-
-    # What a LossScale object of the older API replaces: the scale, the verdict, the move.
+    # What a LossScale object of the older API replaces.
 
     def _current_scale(self) -> Any:
         return self._rule.loss_scale(self._state.read())
 
-    def _judge(self, gradients: Sequence[Any], variables: Sequence[Any], scale: None) -> Any:
-        """Whether the step is applied: a boolean scalar tensor, or True if nothing is checked.
+    def _is_finite(self, gradients: Sequence[Any]) -> Any:
+        """Whether the step is applied: a boolean scalar tensor, or True if nothing is checked."""
+        if self._state is None:
+            return self._decide(list(gradients))
+        return finite_check.all_finite(gradients) if self._rule.checks_gradients else True
 
-        Args:
-            gradients: Those of the step, unscaled.
-            variables: Their variables.
-            scale: None, because nothing is left to divide by.
-        """
-        return finite.all_finite(gradients) if self._rule.checks_gradients else True
-
-    def _move_scale(self, finite: Any) -> Any:
-        done = [] if self._state is None else [self._state.update(finite)]
+    def _move_scale(self, seen: Seen) -> Any:
+        done = [] if self._state is None else [self._state.update(seen)]
+        finite = seen.finite
         if finite is not True:
             known = step.known(finite)
             skipped = tf.logical_not(finite) if known is None else not known

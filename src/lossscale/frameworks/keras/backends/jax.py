@@ -11,7 +11,8 @@ import keras
 
 from lossscale.errors import UnsupportedError
 from lossscale.frameworks.common.handover import Place
-from lossscale.frameworks.jax import arrays
+from lossscale.frameworks.common.notes import StepNotes
+from lossscale.frameworks.jax import arrays, magnitudes
 from lossscale.frameworks.jax.arrays import flat_gradients
 from lossscale.frameworks.jax.finite import all_finite
 from lossscale.frameworks.keras.backends.common import (
@@ -22,6 +23,8 @@ from lossscale.frameworks.keras.backends.common import (
 )
 from lossscale.frameworks.keras.backends.common import flat_keras_variables as flat_variables
 from lossscale.frameworks.keras.backends.common import is_keras_variable as is_variable
+from lossscale.frameworks.keras.state import Ledger
+from lossscale.frameworks.keras.step import Arrays, Step
 
 __all__ = [
     "aggregation_name",
@@ -83,31 +86,34 @@ def replica_count() -> int:
     return 1
 
 
-def run_step(
-    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any, aggregate: bool
-) -> None:
+_ARRAYS = Arrays(unscaled, all_finite)
+
+
+def run_step(step: Step, inner: Any, ledger: Ledger, notes: StepNotes | None) -> None:
     """Unscales and applies gradients or skips the step.
 
     Args:
-        optimizer: The loss scale optimizer, built.
-        gradients: Those of the step; None where there is none.
-        variables: Their variables.
-        scale: What the gradients have to be divided by; None if they are unscaled already.
-        aggregate: Not used: gradients of a sharded program are summed where they arise.
+        step: The step; gradients of a sharded program are summed where they arise.
+        inner: The inner optimizer, built.
+        ledger: What the step moves besides.
+        notes: What a monitor wants noted, or None.
     """
-    inner = optimizer.inner_optimizer
-    finite = optimizer._judge(gradients, variables, scale)
-    if optimizer._notes is not None:
-        optimizer._note(gradients, variables, scale, finite, is_shared=True)
+    finite = step.is_finite(_ARRAYS)
+    seen = magnitudes.seen(
+        step.rule.needs, finite, step.of_the_loss, step.scale, are_scaled=step.are_scaled
+    )
+    if notes is not None:
+        number = read(ledger.iterations) + 1
+        notes.note(step.decided(_ARRAYS, finite, number, is_shared=True))
 
     def apply() -> None:
-        inner.apply(optimizer._unscaled(gradients, variables, scale), list(variables))
+        inner.apply(step.unscaled(_ARRAYS), step.variables)
 
     if isinstance(finite, jax.core.Tracer):
-        _apply_if_traced(finite, inner, apply, variables)
+        _apply_if_traced(finite, inner, apply, step.variables)
     elif bool(finite):
         apply()
-    optimizer._move_scale(finite)
+    ledger.move(seen)
 
 
 def _apply_if_traced(

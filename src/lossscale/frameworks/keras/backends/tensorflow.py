@@ -12,8 +12,11 @@ import tensorflow as tf
 
 from lossscale.frameworks.common import host_rule
 from lossscale.frameworks.common.checks import flat_list
+from lossscale.frameworks.common.notes import StepNotes
 from lossscale.frameworks.keras.backends.common import aggregation_name
-from lossscale.frameworks.tensorflow import replicas, step
+from lossscale.frameworks.keras.state import Ledger
+from lossscale.frameworks.keras.step import Arrays, Step
+from lossscale.frameworks.tensorflow import magnitudes, replicas
 from lossscale.frameworks.tensorflow.arrays import flat_gradients, scaled, unscaled
 from lossscale.frameworks.tensorflow.finite import all_finite
 from lossscale.frameworks.tensorflow.gate import can_gate
@@ -22,9 +25,15 @@ from lossscale.frameworks.tensorflow.replicas import (
     current_place,
     replica_count,
 )
-from lossscale.frameworks.tensorflow.step import known, outside_traces
+from lossscale.frameworks.tensorflow.step import (
+    Folding,
+    apply_or_skip,
+    known,
+    numbers,
+    outside_traces,
+)
 from lossscale.frameworks.tensorflow.tape import check_symbolic, recorded
-from lossscale.rules import ScaleState
+from lossscale.rules import Seen
 
 __all__ = [
     "aggregation_name",
@@ -40,7 +49,7 @@ __all__ = [
 ]
 
 # TensorFlow's own functions do not mix integer dtypes, as the rules of users may.
-namespace = step.Folding(keras.ops)
+namespace = Folding(keras.ops)
 
 
 def is_variable(value: Any) -> bool:
@@ -58,64 +67,70 @@ def read(variable: Any) -> Any:
     return tf.convert_to_tensor(variable.value)
 
 
-def run_step(
-    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any, aggregate: bool
-) -> None:
+_ARRAYS = Arrays(unscaled, all_finite)
+
+
+def run_step(step: Step, inner: Any, ledger: Ledger, notes: StepNotes | None) -> None:
     """Unscales and applies gradients or skips the step, on all replicas alike.
 
     Args:
-        optimizer: The loss scale optimizer, built.
-        gradients: Gradients of this replica; None where there is none.
-        variables: Their variables.
-        scale: What the gradients have to be divided by; None if they are unscaled already.
-        aggregate: Whether the inner optimizer sums the gradients of the replicas.
+        step: The step of this replica.
+        inner: The inner optimizer, built.
+        ledger: What the step moves besides.
+        notes: What a monitor wants noted, or None.
     """
     check_strategy()
     replicas.check_replica_context()
-    inner = optimizer.inner_optimizer
 
-    def apply_inner(gradients: Sequence[Any], scale: Any) -> None:
-        with _summing(inner, aggregate):
-            inner.apply(optimizer._unscaled(gradients, variables, scale), list(variables))
+    def apply(gradients: Sequence[Any], scale: Any) -> None:
+        given = step._replace(gradients=list(gradients), scale=scale)
+        with _summing(inner, step.sum_replicas):
+            inner.apply(given.unscaled(_ARRAYS), step.variables)
 
     def written() -> list[Any]:
-        return [native(v) for v in (*inner.variables, *inner._trainable_variables, *variables)]
+        known = (*inner.variables, *inner._trainable_variables, *step.variables)
+        return [native(variable) for variable in known]
 
     # Keras sums the gradients of the replicas inside the inner optimizer, after this point, so
     # one replica does not see the overflow of another.
-    finite = replicas.agreed(optimizer._judge(gradients, variables, scale))
-    if optimizer._notes is not None:
-        optimizer._note(gradients, variables, scale, finite, is_shared=not aggregate)
-    gate = written if can_gate(inner, gradients) else None
-    move = optimizer._move_scale
-    if _host_can_move(optimizer):
-        move = functools.partial(_move_on_host, optimizer)
-    step.apply_or_skip(finite, gradients, scale, apply_inner, move, gate)
+    finite = replicas.agreed(step.is_finite(_ARRAYS))
+    seen = magnitudes.seen(
+        step.rule.needs, finite, step.of_the_loss, step.scale, are_scaled=step.are_scaled
+    )
+    if notes is not None:
+        number = read(ledger.iterations) + 1
+        notes.note(step.decided(_ARRAYS, finite, number, is_shared=not step.sum_replicas))
+    gate = written if can_gate(inner, step.gradients) else None
+    move = ledger.move
+    if _host_can_move(step, ledger):
+        move = functools.partial(_move_on_host, ledger, inner)
+    apply_or_skip(seen, step.gradients, step.divisor, apply, move, gate)
 
 
-def _host_can_move(optimizer: Any) -> bool:
+def _host_can_move(step: Step, ledger: Ledger) -> bool:
     return (
         tf.executing_eagerly()
         and not tf.distribute.has_strategy()
-        and optimizer._state is not None
-        and host_rule.host_can_move(optimizer._rule)
+        and ledger.state is not None
+        and host_rule.host_can_move(step.rule)
     )
 
 
-def _move_on_host(optimizer: Any, finite: Any) -> None:
-    """Does what the optimizer's `_move_scale` does, with Python numbers."""
-    variables, skipped = optimizer._state.variables, optimizer._steps_skipped
-    before = step.numbers({field: v.value for field, v in variables.items()})
-    changes = host_rule.changes(optimizer._rule, ScaleState(**before), bool(finite))
-    written = [(variables[field], value) for field, value in changes.items()]
-    steps_skipped = skipped.value.numpy().item()
+def _move_on_host(ledger: Ledger, inner: Any, seen: Seen) -> None:
+    """Does what the ledger's `move` does, with Python numbers."""
+    state, finite = ledger.state, seen.finite
+    assert state is not None
+    before = state.first._replace(**numbers({f: v.value for f, v in state.variables.items()}))
+    changes = host_rule.changes(state.rule, before, bool(finite))
+    written = [(state.variables[field], value) for field, value in changes.items()]
+    steps_skipped = ledger.steps_skipped.value.numpy().item()
     if finite is not True:
-        written.append((optimizer._last_step_skipped, not finite))
+        written.append((ledger.last_step_skipped, not finite))
         if not finite:
             steps_skipped += 1
-            written.append((skipped, steps_skipped))
-    applied = optimizer.inner_optimizer._iterations.value.numpy().item()
-    written.append((optimizer._iterations, applied + steps_skipped))
+            written.append((ledger.steps_skipped, steps_skipped))
+    applied = inner._iterations.value.numpy().item()
+    written.append((ledger.iterations, applied + steps_skipped))
     for variable, value in written:
         # Keras' own way takes several times as long.
         variable.value.assign(value)

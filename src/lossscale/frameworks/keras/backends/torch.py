@@ -10,7 +10,7 @@ import torch
 
 from lossscale.errors import ArgumentError, GradientsError
 from lossscale.frameworks.common.checks import scaled_value
-from lossscale.frameworks.common.notes import DecidedStep
+from lossscale.frameworks.common.notes import StepNotes
 from lossscale.frameworks.keras.backends import torch_state
 from lossscale.frameworks.keras.backends.common import (
     aggregation_name,
@@ -21,7 +21,10 @@ from lossscale.frameworks.keras.backends.common import (
 from lossscale.frameworks.keras.backends.common import flat_keras_variables as flat_variables
 from lossscale.frameworks.keras.backends.common import is_keras_variable as is_variable
 from lossscale.frameworks.keras.backends.common import only_place as current_place
+from lossscale.frameworks.keras.state import Ledger
+from lossscale.frameworks.keras.step import Arrays, Step
 from lossscale.frameworks.torch import finite as finite_check
+from lossscale.frameworks.torch import magnitudes
 from lossscale.frameworks.torch.arrays import WIDE, scaled, unscaled
 from lossscale.frameworks.torch.finite import all_finite
 from lossscale.rules import ScaleState
@@ -58,30 +61,32 @@ def replica_count() -> int:
     return 1
 
 
-def run_step(
-    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any, aggregate: bool
-) -> None:
+_ARRAYS = Arrays(unscaled, all_finite)
+
+
+def run_step(step: Step, inner: Any, ledger: Ledger, notes: StepNotes | None) -> None:
     """Unscales and applies gradients or skips the step, with one wait for the verdict.
 
     Args:
-        optimizer: The loss scale optimizer, built.
-        gradients: Those of the step; None where there is none.
-        variables: Their variables.
-        scale: What the gradients have to be divided by; None if they are unscaled already.
-        aggregate: Not used: this process applies its own gradients.
+        step: The step; this process applies its own gradients.
+        inner: The inner optimizer, built.
+        ledger: What the step moves besides.
+        notes: What a monitor wants noted, or None.
     """
     with torch.no_grad():
-        judged = unscale_and_judge(optimizer, gradients, variables, scale)
-        if optimizer._notes is not None:
-            read = optimizer._current_scale() if scale is None else scale
-            seen = DecidedStep(judged.gradients, variables, list, judged.applied, read, None, True)
-            optimizer._notes.note(seen)
+        judged = unscale_and_judge(step, inner, ledger)
+        done = step._replace(gradients=judged.gradients, are_scaled=False)
+        seen = magnitudes.seen(
+            step.rule.needs, judged.finite, done.of_the_loss, step.scale, are_scaled=False
+        )
+        if notes is not None:
+            notes.note(done.decided(_ARRAYS, judged.applied, None, is_shared=True))
         if judged.applied:
-            optimizer.inner_optimizer.apply(judged.gradients, list(variables))
+            inner.apply(judged.gradients, step.variables)
         if judged.on_host:
-            torch_state.move(optimizer, judged.state, judged.applied)
+            torch_state.move(ledger, inner, judged.state, judged.applied)
         else:
-            optimizer._move_scale(judged.finite)
+            ledger.move(seen)
 
 
 def new_notes(histograms_every: int | None, new_variable: Callable[..., Any]) -> Any:
@@ -115,27 +120,22 @@ class Judged(NamedTuple):
     state: ScaleState | None = None
 
 
-def unscale_and_judge(
-    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any
-) -> Judged:
+def unscale_and_judge(step: Step, inner: Any, ledger: Ledger) -> Judged:
     """Unscales gradients and finds out whether the step is applied.
 
     Args:
-        optimizer: The loss scale optimizer.
-        gradients: Those of the step; None where there is none.
-        variables: Their variables.
-        scale: What the gradients have to be divided by; None if they are unscaled already.
+        step: The step.
+        inner: The inner optimizer.
+        ledger: What the step moves besides.
     """
-    on_host = torch_state.host_can_move(optimizer)
-    # A LossScale of the user's own has a verdict of its own.
-    in_one_pass = scale is not None and optimizer._state is not None
-    if not in_one_pass or torch.compiler.is_compiling() or not optimizer._rule.powers_of_two:
-        finite = optimizer._judge(gradients, variables, scale)
-        divided = optimizer._unscaled(gradients, variables, scale)
-        return Judged(divided, finite, finite is True or bool(finite))
+    rule, on_host = step.rule, torch_state.host_can_move(step, ledger)
+    in_one_pass = step.are_scaled and step.decide is None and rule.powers_of_two
+    if not in_one_pass or torch.compiler.is_compiling():
+        finite = step.is_finite(_ARRAYS)
+        return Judged(step.unscaled(_ARRAYS), finite, finite is True or bool(finite))
 
-    result, copied, others = list(gradients), [], []
-    multiplied = optimizer._multiplied(gradients, variables)
+    result, copied, others = list(step.gradients), [], []
+    multiplied = step.of_the_loss
     for index, gradient in enumerate(multiplied):
         if gradient is None:
             if result[index] is not None:
@@ -143,27 +143,26 @@ def unscale_and_judge(
         elif gradient.dtype in WIDE and not gradient.is_sparse:
             copied.append(index)
         else:
-            [result[index]] = unscaled([gradient], scale, True)
+            [result[index]] = unscaled([gradient], step.scale, True)
             others.append(result[index])
 
     if not copied:
-        finite = optimizer._judge(result, variables, None)
+        finite = all_finite(result) if rule.checks_gradients else True
         return Judged(result, finite, finite is True or bool(finite))
     # A `.grad` is its user's: it may be added to or filled again, in ways that leave no trace.
-    in_place = _copies(optimizer, [multiplied[index] for index in copied], copied)
+    in_place = _copies(inner, [multiplied[index] for index in copied], copied)
     for index, tensor in zip(copied, in_place, strict=True):
         result[index] = tensor
-    scale = torch.as_tensor(scale, dtype=torch.float32, device=in_place[0].device)
-    checked = optimizer._rule.checks_gradients
-    unscale_ = finite_check.unscale_ if checked else finite_check.multiply_
-    found: Any = unscale_(in_place, scale.reciprocal())
-    if not checked:
+    scale = torch.as_tensor(step.scale, dtype=torch.float32, device=in_place[0].device)
+    if not rule.checks_gradients:
+        finite_check.multiply_(in_place, scale.reciprocal())
         return Judged(result, True, True, on_host)
+    found: Any = finite_check.unscale_(in_place, scale.reciprocal())
     if others:
         found = found + torch.logical_not(all_finite(others)).to(found)
     state = None
     if on_host:
-        overflowed, state = torch_state.read_with(optimizer, found)
+        overflowed, state = torch_state.read_with(ledger, found)
         may_grow = not state.scale >= 1.0
     else:
         # One number for the host.

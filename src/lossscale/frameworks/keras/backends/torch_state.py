@@ -14,56 +14,70 @@ import torch
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from lossscale.frameworks.common import host_rule
+from lossscale.frameworks.keras.state import Ledger, State
+from lossscale.frameworks.keras.step import Step
 from lossscale.rules import ScaleState
 
 
-def host_can_move(optimizer: Any) -> bool:
+def host_can_move(step: Step, ledger: Ledger) -> bool:
     """Whether `move` gives what the rule gives on the device, for the step that is taken now."""
     return (
-        optimizer._state is not None
-        and host_rule.host_can_move(optimizer._rule)
+        ledger.state is not None
+        and host_rule.host_can_move(step.rule)
         # Where values are passed in and out, variables do not hold them.
         and not in_stateless_scope()
         and not torch.compiler.is_compiling()
     )
 
 
-def read_with(optimizer: Any, found: Any) -> tuple[bool, ScaleState]:
+def read_with(ledger: Ledger, found: Any) -> tuple[bool, ScaleState]:
     """Waits for a verdict, and brings the state along.
 
     Args:
-        optimizer: One for which `host_can_move` with a rule that checks gradients.
+        ledger: One for which `host_can_move`, of a rule that checks gradients.
         found: float32 scalar tensor; not 0 if a gradient is not finite.
 
     Returns:
         Whether `found` is not 0, and the state as Python numbers.
     """
-    variables = optimizer._state.variables
-    scale, good_steps = variables["scale"]._value, variables["good_steps"]._value
-    parts = (found.view(torch.int32), scale.view(torch.int32), good_steps)
-    bits = torch.stack([part.to(found.device) for part in parts]).tolist()
-    return bits[0] != 0, ScaleState(_float32(bits[1]), bits[2])
+    state = _state_of(ledger)
+    tensors = [state.variables[field]._value for field in state.first._fields]
+    bits = torch.stack([_bits(tensor).to(found.device) for tensor in (found, *tensors)]).tolist()
+    values = [_number(tensor.dtype, bit) for tensor, bit in zip(tensors, bits[1:], strict=True)]
+    return bits[0] != 0, type(state.first)(*values)
 
 
-def _float32(bits: int) -> float:
-    number: float = struct.unpack("=f", struct.pack("=i", bits))[0]
-    return number
+def _state_of(ledger: Ledger) -> State:
+    assert ledger.state is not None
+    return ledger.state
 
 
-def move(optimizer: Any, before: ScaleState | None, applied: bool) -> None:
+def _bits(tensor: Any) -> Any:
+    """The bits of a float32 scalar as an integer; of others their value."""
+    return tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor
+
+
+def _number(dtype: Any, bits: int) -> Any:
+    if dtype == torch.float32:
+        return struct.unpack("=f", struct.pack("=i", bits))[0]
+    return bool(bits) if dtype == torch.bool else bits
+
+
+def move(ledger: Ledger, inner: Any, before: ScaleState | None, applied: bool) -> None:
     """Moves the state and counts the step.
 
     Args:
-        optimizer: One for which `host_can_move`.
+        ledger: One for which `host_can_move`.
+        inner: The inner optimizer.
         before: The state before the step, as Python numbers; None if nothing was checked.
         applied: Whether the step was applied.
     """
-    skipped = optimizer._steps_skipped._value
+    skipped = ledger.steps_skipped._value
     if before is not None:
-        for field, value in host_rule.changes(optimizer._rule, before, applied).items():
-            optimizer._state.variables[field]._value.fill_(value)
-        optimizer._last_step_skipped._value.fill_(not applied)
+        state = _state_of(ledger)
+        for field, value in host_rule.changes(state.rule, before, applied).items():
+            state.variables[field]._value.fill_(value)
+        ledger.last_step_skipped._value.fill_(not applied)
         if not applied:
             skipped.add_(1)
-    applied_steps = optimizer.inner_optimizer._iterations._value
-    optimizer._iterations._value.copy_(applied_steps + skipped)
+    ledger.iterations._value.copy_(inner._iterations._value + skipped)

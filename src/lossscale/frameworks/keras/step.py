@@ -1,0 +1,112 @@
+"""A training step as values: what a backend needs to know to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from keras import ops
+
+from lossscale.frameworks.common.notes import DecidedStep
+from lossscale.rules import ScaleRule
+
+
+class Arrays(NamedTuple):
+    """The two functions of a backend's arrays that a step is decided with.
+
+    Attributes:
+        unscaled: Divides a list of gradients by a scale; see the backend's `arrays`.
+        all_finite: Whether gradients are finite once they are; see its `finite`.
+    """
+
+    unscaled: Callable[[Sequence[Any], Any, bool], list[Any]]
+    all_finite: Callable[..., Any]
+
+
+class Step(NamedTuple):
+    """A training step, before it is decided on.
+
+    Attributes:
+        gradients: Those of the step, of this replica; None where there is none.
+        variables: Their variables.
+        scale: The loss scale of the step, float32 scalar tensor or a number; None if nobody asks.
+        are_scaled: Whether the gradients still have to be divided by it.
+        sum_replicas: Whether the inner optimizer sums the gradients of the replicas.
+        rule: The rule of the loss scale.
+        decide: Given the unscaled gradients, says whether the step is applied; None where they
+            only have to be finite.
+    """
+
+    gradients: list[Any]
+    variables: list[Any]
+    scale: Any
+    are_scaled: bool
+    sum_replicas: bool
+    rule: ScaleRule
+    decide: Callable[[list[Any]], Any] | None = None
+
+    @property
+    def divisor(self) -> Any:
+        """What the gradients have to be divided by; None if they are unscaled already."""
+        return self.scale if self.are_scaled else None
+
+    @property
+    def of_the_loss(self) -> list[Any]:
+        """The gradients that the loss scale multiplied, None for others."""
+        return of_the_loss(self.gradients, self.variables)
+
+    def unscaled(self, arrays: Arrays) -> list[Any]:
+        """Returns the gradients divided by the scale, if they have to be."""
+        if not self.are_scaled:
+            return list(self.gradients)
+        multiplied = self.of_the_loss
+        divided = arrays.unscaled(multiplied, self.scale, self.rule.powers_of_two)
+        return [
+            given if kept is None else result
+            for given, kept, result in zip(self.gradients, multiplied, divided, strict=True)
+        ]
+
+    def is_finite(self, arrays: Arrays) -> Any:
+        """Whether the step is applied: a boolean scalar tensor, or True if nothing is checked."""
+        if self.decide is not None:
+            return self.decide(self.unscaled(arrays))
+        if not self.rule.checks_gradients:
+            return True
+        if not self.are_scaled:
+            return arrays.all_finite(self.gradients)
+        multiplied = self.of_the_loss
+        finite = arrays.all_finite(multiplied, self.scale, self.rule.powers_of_two)
+        pairs = zip(self.gradients, multiplied, strict=True)
+        others = [gradient for gradient, kept in pairs if kept is None and gradient is not None]
+        return ops.logical_and(finite, arrays.all_finite(others)) if others else finite
+
+    def decided(self, arrays: Arrays, finite: Any, number: Any, *, is_shared: bool) -> DecidedStep:
+        """Returns what a monitor's notes are made of.
+
+        Args:
+            arrays: The backend's functions.
+            finite: Whether the step is applied.
+            number: The number of the step, counted from 1.
+            is_shared: Whether all replicas have the same gradients.
+        """
+        return DecidedStep(
+            self.gradients,
+            self.variables,
+            lambda gradients: self._replace(gradients=list(gradients)).unscaled(arrays),
+            finite,
+            self.scale,
+            number,
+            is_shared,
+        )
+
+
+def of_the_loss(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Returns the gradients that the loss scale multiplied, None for others.
+
+    A variable that Keras overwrites with its gradient (float8 statistics) has no gradient of the
+    loss, so nothing multiplied it.
+    """
+    return [
+        None if getattr(variable, "overwrite_with_gradient", False) else gradient
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
