@@ -16,6 +16,7 @@ from lossscale.rules import (
     FixedScale,
     ScaleRule,
     ScaleState,
+    Seen,
 )
 
 OK, BAD = True, False
@@ -49,7 +50,7 @@ def run(rule, finite_steps, state=None):
     state = started(rule) if state is None else state
     pairs = []
     for finite in finite_steps:
-        state = rule.update(state, finite, xp=np)
+        state = rule.update(state, Seen(finite), xp=np)
         pairs.append((float(state.scale), int(state.good_steps)))
     return pairs
 
@@ -171,14 +172,14 @@ def test_a_shorter_interval_on_resume_takes_effect_on_the_next_finite_step():
 )
 def test_one_skipped_step_brings_back_a_scale_that_was_set_out_of_range(rule, scale, end):
     with np.errstate(all="ignore"):
-        after = rule.update(ScaleState(np.float32(scale), np.int64(1)), BAD, xp=np)
+        after = rule.update(ScaleState(np.float32(scale), np.int64(1)), Seen(BAD), xp=np)
     assert after == (getattr(rule, end), 0)
 
 
 def test_many_scales_move_at_once():
     rule = DynamicScale(initial_scale=8, growth_interval=2)
     state = ScaleState(np.float32([8, 8, 8]), np.int64([1, 1, 0]))
-    after = rule.update(state, np.array([True, False, True]), xp=np)
+    after = rule.update(state, Seen(np.array([True, False, True])), xp=np)
     assert after.scale.tolist() == [16, 4, 8]
     assert after.good_steps.tolist() == [0, 0, 1]
 
@@ -189,7 +190,7 @@ def test_the_types_of_the_state_are_kept(counter, finite):
     # An interval of 1 takes the branch that writes the zero.
     for interval in (1, 5):
         rule = DynamicScale(growth_interval=interval)
-        after = rule.update(ScaleState(np.float32(8), counter(0)), finite, xp=np)
+        after = rule.update(ScaleState(np.float32(8), counter(0)), Seen(finite), xp=np)
         assert isinstance(after, ScaleState)
         assert after.scale.dtype == np.float32
         assert after.good_steps.dtype == counter
@@ -261,7 +262,7 @@ def test_the_first_steps_are_skipped_until_the_gradient_fits(amax, initial_scale
         overflowed = overflows_in_float16(amax, state.scale)
         assert overflowed == (amax * float(state.scale) >= 65520)
         skipped.append(overflowed)
-        state = rule.update(state, not overflowed, xp=np)
+        state = rule.update(state, Seen(not overflowed), xp=np)
     assert skipped == [True] * skips + [False] * (40 - skips)
     assert state.scale == settled
 
@@ -276,7 +277,7 @@ def simulated_drift(rule, p, *, seed=20, runs=1000, steps=20_000):
     counts = rng.choice(rule.growth_interval, size=runs, p=odds / odds.sum())
     state = ScaleState(np.full(runs, rule.initial_scale, np.float32), counts.astype(np.int32))
     for _ in range(steps):
-        state = rule.update(state, rng.random(runs, np.float32) >= p, xp=np)
+        state = rule.update(state, Seen(rng.random(runs, np.float32) >= p), xp=np)
     return 1000 * (np.log2(state.scale).mean() - np.log2(rule.initial_scale)) / steps
 
 
@@ -454,7 +455,7 @@ def test_a_rule_of_ones_own_inherits_the_defaults():
         def init(self):
             return ScaleState(4.0, 0)
 
-        def update(self, state, finite, *, xp):
+        def update(self, state, seen, *, xp):
             return state
 
         def get_config(self):

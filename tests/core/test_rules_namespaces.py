@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from core import oracle
 from core.strategies import dynamic_scales
-from lossscale.rules import DynamicScale, FixedScale, ScaleState
+from lossscale.rules import DynamicScale, FixedScale, ScaleState, Seen
 
 
 class Library(NamedTuple):
@@ -79,7 +79,7 @@ class Traced:
 
         def update(state, finite):
             self.runs += 1
-            return rule.update(state, finite, xp=library.xp)
+            return rule.update(state, Seen(finite), xp=library.xp)
 
         self.update = library.compiled(update) if library.compiled else update
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from core import oracle
 from core.strategies import dynamic_scales, scales
-from lossscale.rules import LONGEST_INTERVAL, RULES, DynamicScale, FixedScale, ScaleState
+from lossscale.rules import LONGEST_INTERVAL, RULES, DynamicScale, FixedScale, ScaleState, Seen
 
 steps = st.lists(st.booleans(), max_size=60)
 counters = st.sampled_from([np.int32, np.int64])
@@ -17,7 +17,7 @@ rules = dynamic_scales() | st.builds(FixedScale, scales, st.booleans())
 def next_state(rule, state, finite):
     # NumPy warns of an infinite product, which is meant and is not taken, and of 0 times inf.
     with np.errstate(over="ignore", invalid="ignore"):
-        return rule.update(state, finite, xp=np)
+        return rule.update(state, Seen(finite), xp=np)
 
 
 def states_of(rule, finite_steps, counter=np.int64):

@@ -25,7 +25,7 @@ from lossscale.diagnostics import (
     lowest_scale,
     skip_reason,
 )
-from lossscale.rules import ScaleRule, ScaleState
+from lossscale.rules import ScaleRule, ScaleState, Seen
 
 RULE = DynamicScale(initial_scale=8, growth_interval=3)
 HEADER = HistoryHeader.of(RULE, {"keras": "3.15.1"})
@@ -399,7 +399,7 @@ def test_a_counter_that_was_set_from_outside_counts_no_step_twice():
 def test_the_lowest_scale_is_that_of_float32(rule):
     state = [np.float32(rule.initial_scale), np.int64(0)]
     for _ in range(200):
-        state = rule.update(ScaleState(*state), np.False_, xp=np)
+        state = rule.update(ScaleState(*state), Seen(np.False_), xp=np)
     lowest = float(np.float32(state.scale))
     assert skip_reason(rule, lowest, 0.5) is SkipReason.FLOOR
     assert skip_reason(rule, lowest * 2, 0.5) is SkipReason.OVERFLOW
@@ -415,9 +415,9 @@ class Halving(ScaleRule):
     def init(self):
         return ScaleState(2.0**10, 0)
 
-    def update(self, state, finite, *, xp):
+    def update(self, state, seen, *, xp):
         lowered = xp.where(state.scale > self.lowest, state.scale * 0.5, state.scale)
-        return ScaleState(xp.where(finite, state.scale, lowered), state.good_steps)
+        return ScaleState(xp.where(seen.finite, state.scale, lowered), state.good_steps)
 
 
 @pytest.mark.parametrize("lowest", [0.25, 64.0])
@@ -427,8 +427,8 @@ def test_the_lowest_scale_of_a_rule_of_ones_own_is_found(lowest):
 
 def test_a_rule_that_never_stops_has_no_lowest_scale():
     class Slow(Halving):
-        def update(self, state, finite, *, xp):
-            return ScaleState(xp.where(finite, state.scale, state.scale * 0.999), 0)
+        def update(self, state, seen, *, xp):
+            return ScaleState(xp.where(seen.finite, state.scale, state.scale * 0.999), 0)
 
     assert lowest_scale(Slow(0)) is None
     assert skip_reason(Slow(0), 1e-30, 0.5) is SkipReason.OVERFLOW

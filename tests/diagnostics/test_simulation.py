@@ -217,8 +217,8 @@ class PatientScale(ScaleRule):
     def init(self):
         return PatientState(2.0**4, 0, 0)
 
-    def update(self, state, finite, *, xp):
-        bad = xp.where(finite, 0, state.bad_steps + 1)
+    def update(self, state, seen, *, xp):
+        bad = xp.where(seen.finite, 0, state.bad_steps + 1)
         lowered = xp.where(state.scale > 2.0, state.scale * 0.5, state.scale)
         return PatientState(
             xp.where(bad >= 2, lowered, state.scale), state.good_steps, xp.where(bad >= 2, 0, bad)

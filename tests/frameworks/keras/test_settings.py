@@ -235,12 +235,12 @@ class Patient(ScaleRule):
     def init(self):
         return PatientState(scale=64.0, good_steps=0, bad_steps=0)
 
-    def update(self, state, finite, *, xp):
-        bad = xp.where(finite, 0, state.bad_steps + 1)
+    def update(self, state, seen, *, xp):
+        bad = xp.where(seen.finite, 0, state.bad_steps + 1)
         out = bad >= self.patience
         return PatientState(
             scale=xp.where(out, state.scale * 0.5, state.scale),
-            good_steps=xp.where(finite, state.good_steps + 1, 0),
+            good_steps=xp.where(seen.finite, state.good_steps + 1, 0),
             bad_steps=xp.where(out, 0, bad),
         )
 
