@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lossscale import registry
 from lossscale.arguments import arguments_from_config, growth_steps, is_dynamic
+from lossscale.members import OptimizerMembers
 from lossscale.rules import ScaleRule
 
 
-class LossScaleOptimizer:
+class LossScaleOptimizer(OptimizerMembers):
     """An optimizer that applies loss scaling to prevent numeric underflow in float16.
 
     Small gradients flush to zero in float16. Loss scaling multiplies the loss by a number, the
@@ -63,17 +64,31 @@ class LossScaleOptimizer:
 
     _rule: ScaleRule
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    if TYPE_CHECKING:
+        # Each shell has the constructor; `__new__` picks the shell.
+        def __init__(
+            self,
+            inner_optimizer: Any,
+            dynamic: bool = True,
+            initial_scale: float | None = None,
+            dynamic_growth_steps: int | None = None,
+            *,
+            rule: ScaleRule | None = None,
+            name: str | None = None,
+        ) -> None: ...
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if cls._framework is None:
             wrapped = args[0] if args else kwargs.get("inner_optimizer", kwargs.get("optimizer"))
             shell = registry.shell_for(wrapped)
             cls = shell if cls is LossScaleOptimizer else registry.combined(cls, shell)
-        return super().__new__(cls)
+        made: Self = super().__new__(cls)
+        return made
 
     @classmethod
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> LossScaleOptimizer:
         """Creates an optimizer from its configuration, with no saved state.
 
         Args:
@@ -97,11 +112,6 @@ class LossScaleOptimizer:
         rules = shell._with_class_named(config.get("rule"), custom_objects)
         inner, arguments = arguments_from_config(config, rules)
         return cls(shell._inner_from_config(inner, custom_objects), **arguments)
-
-    def get_config(self) -> dict[str, Any]:
-        """Returns the configuration: a JSON-ready dictionary without any saved state."""
-        # Keras registers a subclass only if its class has this method; each shell writes its own.
-        raise NotImplementedError
 
     @property
     def rule(self) -> ScaleRule:

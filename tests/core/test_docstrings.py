@@ -35,8 +35,14 @@ def documented():
 
 
 def run_examples(name):
+    given = {}
+    if name == "lossscale.members":
+        # Its examples say once what holds for every framework.
+        given = {root: importlib.import_module(root) for root in ("keras", "lossscale")}
+        given["tf"] = importlib.import_module("tensorflow")
     return doctest.testmod(
         importlib.import_module(name),
+        extraglobs=given,
         optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE,
     )
 
@@ -49,6 +55,7 @@ def test_the_examples_of_a_module_print_what_they_say(name):
 def test_the_examples_are_found():
     assert {"lossscale", "lossscale.errors", "lossscale.rules"} <= set(documented())
     assert run_examples("lossscale.rules").attempted >= 5
+    assert run_examples("lossscale.members").attempted >= 30
 
 
 def test_the_shells_are_left_out():

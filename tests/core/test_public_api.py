@@ -1,6 +1,14 @@
 import importlib
+import inspect
+import pydoc
 
 import pytest
+
+import lossscale
+from lossscale.members import OptimizerMembers
+
+DECLARED = [name for name in vars(OptimizerMembers) if not name.startswith("_")]
+OF_KERAS_3_ONLY = {"scale_loss", "apply", "stateless_apply"}
 
 PUBLIC = {
     "lossscale": {
@@ -54,4 +62,34 @@ def test_every_member_of_the_keras_optimizer_is_documented():
         if cls.__module__.startswith("lossscale"):
             for name, member in vars(cls).items():
                 if not name.startswith("_") and (callable(member) or isinstance(member, property)):
-                    assert (member.__doc__ or "").strip(), f"{cls.__name__}.{name}"
+                    mro = [vars(cls).get(name) for cls in KerasLossScaleOptimizer.__mro__]
+                    # Of a property a subclass does not inherit the docstring.
+                    assert any((member.__doc__ or "").strip() for member in mro if member), name
+
+
+def test_help_shows_every_documented_member_once():
+    shown = pydoc.render_doc(lossscale.LossScaleOptimizer, renderer=pydoc.plaintext)
+    for name in DECLARED:
+        assert (inspect.getdoc(getattr(lossscale.LossScaleOptimizer, name)) or "").strip(), name
+        assert name in shown
+    for shell in shells():
+        for name in DECLARED:
+            own = [cls for cls in shell.__mro__ if name in vars(cls)]
+            # Each shell has it, or says that it has not; and it repeats no docstring.
+            assert own[0] is not lossscale.LossScaleOptimizer or name in OF_KERAS_3_ONLY
+            texts = {
+                vars(cls)[name].__doc__
+                for cls in own
+                if cls.__module__.startswith("lossscale.") and vars(cls)[name].__doc__
+            }
+            assert len(texts) == 1, (shell.__name__, name)
+
+
+def shells():
+    from lossscale.frameworks import keras, tf_keras
+
+    return [
+        keras.KerasLossScaleOptimizer,
+        tf_keras.TFKerasLossScaleOptimizer,
+        tf_keras.TFKerasLegacyLossScaleOptimizer,
+    ]

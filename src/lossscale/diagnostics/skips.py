@@ -114,6 +114,7 @@ def lowest_scale(rule: ScaleRule) -> float | None:
         The scale, dimensionless; None if the rule still lowers it after so many overflows.
 
     Example:
+        >>> from lossscale.rules import DynamicScale, FixedScale
         >>> lowest_scale(DynamicScale(min_scale=0.25)), lowest_scale(FixedScale(128))
         (0.25, 128.0)
     """
@@ -154,6 +155,7 @@ def skip_reason(rule: ScaleRule, scale: float, loss: float | None) -> SkipReason
             is not known.
 
     Example:
+        >>> from lossscale.rules import DynamicScale
         >>> skip_reason(DynamicScale(), 32768.0, loss=0.3)
         <SkipReason.OVERFLOW: 'overflow'>
         >>> skip_reason(DynamicScale(), 1.0, loss=0.3)

@@ -22,9 +22,6 @@ MODULES = [
 WITH_EXAMPLES = {
     "lossscale.frameworks.keras.monitor",
     "lossscale.frameworks.keras.shell",
-    "lossscale.frameworks.keras.training",
-    "lossscale.frameworks.keras.verbs",
-    "lossscale.frameworks.keras.weights",
 }
 
 

@@ -13,9 +13,7 @@ import lossscale.frameworks.tf_keras
 
 PACKAGE = lossscale.frameworks.tf_keras
 MODULES = [found.name for found in pkgutil.walk_packages(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
-WITH_EXAMPLES = {
-    f"{PACKAGE.__name__}.{name}" for name in ("monitor", "training", "verbs", "weights")
-}
+WITH_EXAMPLES = {f"{PACKAGE.__name__}.{name}" for name in ("monitor", "verbs")}
 
 
 @pytest.mark.parametrize("name", MODULES)

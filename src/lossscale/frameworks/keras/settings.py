@@ -33,7 +33,6 @@ class InnerSettings(Part):
 
     @property
     def lr(self) -> Any:
-        """The learning rate of the inner optimizer; another name of `learning_rate`."""
         return self.learning_rate
 
     @lr.setter

@@ -14,7 +14,6 @@ from lossscale.arguments import config_from_rule, rule_from_arguments
 from lossscale.errors import ArgumentError
 from lossscale.frameworks.common.checks import remember_wrapper
 from lossscale.frameworks.common.handover import GradientConvention
-from lossscale.frameworks.common.variable_list import VariableList
 from lossscale.frameworks.keras import backends, older_names
 from lossscale.frameworks.keras.checks import check_inner, check_names
 from lossscale.frameworks.keras.iterations import StepCounter
@@ -25,6 +24,7 @@ from lossscale.frameworks.keras.state import State
 from lossscale.frameworks.keras.training import TrainingStep
 from lossscale.frameworks.keras.verbs import DocumentedVerbs
 from lossscale.frameworks.keras.weights import DocumentedWeights
+from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer
 
 
@@ -66,7 +66,7 @@ class KerasLossScaleOptimizer(
         backend = backends.load()
         backend.check_strategy()
         # Past Keras' own class, whose constructor would clear the inner optimizer's settings.
-        super(keras.optimizers.LossScaleOptimizer, self).__init__(
+        super(keras.optimizers.LossScaleOptimizer, self).__init__(  # type: ignore[call-arg]
             learning_rate=0.0, name=name or "loss_scale_optimizer"
         )
         for setting in SETTINGS_OF_THE_BASE:
@@ -122,34 +122,22 @@ class KerasLossScaleOptimizer(
 
     @property
     def loss_scale(self) -> Any:
-        """The number that multiplies the loss now: a float32 scalar tensor, dimensionless."""
         return ops.cast(self._current_scale(), "float32")
 
     @property
     def dynamic_counter(self) -> Any:
-        """The finite steps since the scale last changed: an integer scalar variable, in steps.
-
-        None if the scale is fixed.
-        """
         return self.step_counter if self.dynamic else None
 
     @property
     def steps_skipped(self) -> Any:
-        """How many steps were skipped so far: an integer scalar tensor, in steps."""
         return self._backend.read(self._steps_skipped)
 
     @property
     def last_step_skipped(self) -> Any:
-        """Whether the last step was skipped: a boolean scalar tensor."""
         return self._backend.read(self._last_step_skipped)
 
     @property
     def iterations(self) -> Any:
-        """How many training steps were run, skipped ones included: an integer variable.
-
-        `inner_optimizer.iterations` counts the applied ones; learning rate schedules and
-        Adam's bias correction follow that. Assigning here moves both.
-        """
         if self.gradient_accumulation_steps:
             return ops.floor_divide(self._iterations, self.gradient_accumulation_steps)
         return self._iterations
@@ -160,10 +148,6 @@ class KerasLossScaleOptimizer(
 
     @property
     def variables(self) -> VariableList:
-        """Own variables, then those of the inner optimizer: a list that can also be called.
-
-        On JAX a monitor adds some: all that a compiled step changes is passed through this list.
-        """
         return VariableList([*self._lasting_variables, *getattr(self._notes, "variables", ())])
 
     @property
@@ -173,7 +157,6 @@ class KerasLossScaleOptimizer(
     # --- Configuration ------------------------------------------------------------------------
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the configuration: a JSON-ready dictionary without any saved state."""
         described = config_from_rule(self._rule)
         if "rule" in described:
             described["rule"]["class_name"] = self._registered_name(type(self._rule))

@@ -28,7 +28,6 @@ class TrainingStep(Part):
 
     @no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
     def build(self, variables: Sequence[Any]) -> None:
-        """Creates the inner optimizer's variables; a second call does nothing."""
         if self.built:
             return
         inner = self.inner_optimizer
@@ -63,23 +62,6 @@ class TrainingStep(Part):
                 self._notes.build(trained, names, dtypes)
 
     def scale_loss(self, loss: Any) -> Any:
-        """Multiplies the loss by the loss scale, and marks the gradients that come of it.
-
-        This is how Keras' trainer begins a step: `apply_gradients` takes its gradients for scaled
-        ones and divides them, once for each variable, so that they can be applied in groups. With
-        `get_unscaled_gradients`, use `get_scaled_loss`.
-
-        Args:
-            loss: Tensor of any shape and dtype, a number, or a callable that returns one.
-
-        Returns:
-            The product, in float32 or wider; for a callable, a callable.
-
-        Example:
-            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
-            >>> float(optimizer.scale_loss(tf.constant(0.5)))
-            4.0
-        """
         self._convention.note_scale_loss(self._backend.current_place())
         return self._scaled(loss)
 
@@ -90,35 +72,6 @@ class TrainingStep(Part):
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
-        """Applies gradients to variables, or skips the step; then moves the loss scale.
-
-        The gradients are those that `get_unscaled_gradients` returned. After `scale_loss` they
-        are those of the scaled loss, as Keras' trainer passes them.
-
-        Args:
-            grads_and_vars: (gradient, variable) pairs. A gradient is a tensor of the variable's
-                shape, a `tf.IndexedSlices`, or None.
-            name: Name of the operations, or None.
-            skip_gradients_aggregation: Whether the gradients were already summed over the
-                replicas of a strategy; then they are not summed again.
-            experimental_aggregate_gradients: The opposite, under its older name.
-
-        Returns:
-            `iterations`, which has grown by 1, whether the step was applied or skipped.
-
-        Raises:
-            TypeError: If `grads_and_vars` does not hold pairs.
-            ValueError: If no variable has a gradient.
-
-        Example:
-            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.5))
-            >>> weight = tf.Variable([1.0, 2.0])
-            >>> scaled = optimizer.get_scaled_loss(tf.constant([2.0, float("inf")]))
-            >>> gradients = optimizer.get_unscaled_gradients([scaled])
-            >>> steps = optimizer.apply_gradients(zip(gradients, [weight]))
-            >>> weight.numpy(), int(optimizer.steps_skipped), float(optimizer.loss_scale)
-            (array([1., 2.], dtype=float32), 1, 16384.0)
-        """
         gradients, variables = checked_pairs(grads_and_vars, self._backend.is_variable)
         moved = with_gradient(gradients, variables)
         place = self._backend.current_place()
@@ -130,25 +83,6 @@ class TrainingStep(Part):
         return self.iterations
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        """Applies gradients of the scaled loss, or skips the step; then moves the loss scale.
-
-        On PyTorch a gradient that is its variable's own `.grad` is unscaled in place, as
-        `torch.amp.GradScaler` does. Handed in once more, it is not divided again.
-
-        Args:
-            grads: Gradients of the loss that `scale_loss` returned; None where there is none.
-            trainable_variables: Their variables; None for those the optimizer was built with.
-
-        Raises:
-            ValueError: If no variable has a gradient, or without variables their number differs.
-
-        Example:
-            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(1.0))
-            >>> weight = keras.Variable([1.0, 2.0])
-            >>> optimizer.apply([optimizer.scale_loss(tf.constant([0.5, 0.5]))], [weight])
-            >>> weight.numpy()
-            array([0.5, 1.5], dtype=float32)
-        """
         grads = list(grads)
         if not grads:
             return
@@ -173,20 +107,6 @@ class TrainingStep(Part):
         grads: Sequence[Any],
         trainable_variables: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """Applies gradients of the scaled loss without changing any variable.
-
-        Args:
-            optimizer_variables: Arrays, the values of `variables`.
-            grads: Gradients of the loss that `scale_loss` returned; None where there is none.
-            trainable_variables: Arrays, the values of the variables it was built with.
-
-        Returns:
-            The new values of the trainable variables, and those of `variables`.
-
-        Raises:
-            ValueError: If the optimizer is not built, the numbers of values do not match, or the
-                backend is TensorFlow.
-        """
         own, trained = self.variables, self._trainable_variables
         if not self.built or keras.backend.backend() == "tensorflow":
             # The inner optimizer says why.

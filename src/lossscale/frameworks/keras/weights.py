@@ -8,8 +8,8 @@ from typing import Any
 import keras
 
 from lossscale.errors import ArgumentError, UnknownSlotError
-from lossscale.frameworks.common.variable_list import VariableList
 from lossscale.frameworks.shell.part import Part
+from lossscale.members import VariableList
 
 # What TensorFlow's optimizers called the slots that Keras 3 names otherwise.
 _OLDER_SLOT_NAMES: dict[str, dict[str, str]] = {
@@ -27,11 +27,6 @@ class DocumentedWeights(Part):
 
     @property
     def weights(self) -> VariableList:
-        """The inner optimizer's counter of applied steps, then its state variables.
-
-        The loss scale is not among them, as in TensorFlow, nor is the learning rate. The order
-        is that of their creation.
-        """
         inner = self.inner_optimizer
         parts = [inner, *getattr(inner, "optimizers", ())]
         left_out = {id(inner._iterations), *(id(part._learning_rate) for part in parts)}
@@ -39,27 +34,9 @@ class DocumentedWeights(Part):
         return VariableList([inner._iterations, *rest])
 
     def get_weights(self) -> list[Any]:
-        """Returns the values of `weights` as a list of NumPy arrays."""
         return [numpy_of(variable) for variable in self.weights]
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets the values of `weights`, or of `variables`.
-
-        Args:
-            weights: Arrays, as `get_weights` returns them; or one for each of `variables`, in
-                that order.
-
-        Raises:
-            ValueError: If their number or a shape does not match. Then nothing is changed.
-
-        Example:
-            >>> inner = keras.optimizers.SGD(0.5, momentum=0.9)
-            >>> optimizer = lossscale.LossScaleOptimizer(inner)
-            >>> optimizer.build([keras.Variable([1.0, 2.0])])
-            >>> optimizer.set_weights([10, [0.5, 0.25]])
-            >>> optimizer.get_weights()
-            [array(10), array([0.5 , 0.25], dtype=float32)]
-        """
         weights = list(weights)
         counted, everything = self.weights, self._lasting_variables
         if len(weights) == len(counted):
@@ -84,32 +61,10 @@ class DocumentedWeights(Part):
         self._after_weights_were_set()
 
     def get_slot_names(self) -> list[str]:
-        """Returns the names of the slots, such as `momentum`; empty before the first step."""
         names = [name for names, _ in self._slots() for name in names]
         return list(dict.fromkeys(names))
 
     def get_slot(self, var: Any, slot_name: str) -> Any:
-        """Returns the state variable that the inner optimizer keeps for a variable.
-
-        Args:
-            var: A variable that the optimizer was built with.
-            slot_name: `momentum`, `velocity`, ...; TensorFlow's older names are understood too
-                (`m` and `v` of Adam, `rms` of RMSprop).
-
-        Returns:
-            The state variable, of the shape of `var` in most optimizers.
-
-        Raises:
-            KeyError: If there is no such slot, or the optimizer does not know the variable.
-
-        Example:
-            >>> inner = keras.optimizers.SGD(0.5, momentum=0.9)
-            >>> optimizer = lossscale.LossScaleOptimizer(inner)
-            >>> weight = tf.Variable(1.0)
-            >>> steps = optimizer.minimize(lambda: weight * 2.0, [weight])
-            >>> optimizer.get_slot_names(), float(optimizer.get_slot(weight, "momentum"))
-            (['momentum'], -1.0)
-        """
         slot = self._find_slot(var, slot_name)
         if slot is None:
             raise UnknownSlotError(
@@ -120,21 +75,6 @@ class DocumentedWeights(Part):
         return slot
 
     def add_slot(self, var: Any, slot_name: str, initializer: Any = "zeros") -> Any:
-        """Adds a state variable for a variable, and returns it.
-
-        Args:
-            var: The variable it belongs to; it gives shape and dtype.
-            slot_name: Its name. If the slot exists already, it is returned as it is.
-            initializer: A Keras initializer or its name, or a callable of shape and dtype.
-
-        Returns:
-            The new state variable. It is saved with the optimizer.
-
-        Example:
-            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
-            >>> optimizer.add_slot(tf.Variable([1.0, 2.0]), "average").shape.as_list()
-            [2]
-        """
         slot = self._find_slot(var, slot_name)
         if slot is None:
             slot = self.inner_optimizer.add_variable_from_reference(
@@ -153,28 +93,6 @@ class DocumentedWeights(Part):
         synchronization: Any = None,
         aggregation: Any = "none",
     ) -> Any:
-        """Adds a state variable that belongs to no variable, and returns it.
-
-        Args:
-            name: Its name.
-            shape: Its shape, a tuple.
-            dtype: Its dtype; None stands for Keras' float type.
-            initializer: A Keras initializer or its name, or a callable of shape and dtype.
-            trainable: Whether the variable says that it is trainable.
-            synchronization: None or `tf.VariableSynchronization.AUTO`.
-            aggregation: A `tf.VariableAggregation`, or Keras' name of one.
-
-        Returns:
-            The new variable. It is saved with the optimizer.
-
-        Raises:
-            ValueError: If another `synchronization` is asked for, which Keras 3 does not have.
-
-        Example:
-            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
-            >>> int(optimizer.add_weight("seen", (), dtype="int64"))
-            0
-        """
         if getattr(synchronization, "name", "AUTO") != "AUTO":
             raise ArgumentError(
                 "Keras 3 synchronizes the variables of an optimizer by itself. Leave "

@@ -38,10 +38,7 @@ class TFKerasLegacyLossScaleOptimizer(
             experimental_aggregate_gradients=experimental_aggregate_gradients,
         )
 
-    apply_gradients.__doc__ = CommonShell.apply_gradients.__doc__
-
     def build(self, var_list: Sequence[Any]) -> None:
-        """Creates the inner optimizer's variables, where they do not exist yet."""
         self._build(list(var_list))
 
     def _create_all_weights(self, var_list: Sequence[Any]) -> None:
@@ -90,15 +87,15 @@ class TFKerasLegacyLossScaleOptimizer(
 
     # --- Weights and slots, which the legacy optimizers have themselves -----------------------
 
+    def get_weights(self) -> list[Any]:
+        found: list[Any] = self._optimizer.get_weights()
+        return found
+
+    def get_slot_names(self) -> list[str]:
+        found: list[str] = self._optimizer.get_slot_names()
+        return found
+
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets the values of `weights`.
-
-        Args:
-            weights: Arrays, as `get_weights` returns them.
-
-        Raises:
-            ValueError: If their number or a shape does not match. Then nothing is changed.
-        """
         given, expected = [np.shape(w) for w in weights], [tuple(w.shape) for w in self.weights]
         if given != expected:
             raise ArgumentError(
@@ -109,15 +106,6 @@ class TFKerasLegacyLossScaleOptimizer(
         self._optimizer.set_weights(weights)
 
     def get_slot(self, var: Any, slot_name: str) -> Any:
-        """Returns the state variable that the inner optimizer keeps for a variable.
-
-        Args:
-            var: A variable that the optimizer has updated.
-            slot_name: `momentum`, `m`, `v`, `rms`, ...
-
-        Raises:
-            KeyError: If there is no such slot, or the optimizer does not know the variable.
-        """
         try:
             return self._optimizer.get_slot(var, slot_name)
         except KeyError:
@@ -134,14 +122,6 @@ class TFKerasLegacyLossScaleOptimizer(
     def add_slot(
         self, var: Any, slot_name: str, initializer: Any = "zeros", shape: Any = None
     ) -> Any:
-        """Adds a state variable for a variable, and returns it.
-
-        Args:
-            var: The variable it belongs to; it gives dtype and shape.
-            slot_name: Its name. If the slot exists already, it is returned as it is.
-            initializer: A Keras initializer or its name, or a tensor.
-            shape: Another shape, or None.
-        """
         return self._optimizer.add_slot(var, slot_name, initializer, shape)
 
     def add_weight(
@@ -154,23 +134,6 @@ class TFKerasLegacyLossScaleOptimizer(
         synchronization: Any = tf.VariableSynchronization.AUTO,
         aggregation: Any = tf.VariableAggregation.NONE,
     ) -> Any:
-        """Adds a variable that belongs to no variable, and returns it.
-
-        Args:
-            name: Its name, also in checkpoints.
-            shape: Its shape, a tuple.
-            dtype: Its dtype; None stands for float32.
-            initializer: A Keras initializer or its name.
-            trainable: Whether the variable says that it is trainable; None stands for yes.
-            synchronization: A `tf.VariableSynchronization`.
-            aggregation: A `tf.VariableAggregation`.
-
-        Returns:
-            The new variable. It stands in checkpoints, and not among `weights`.
-
-        Raises:
-            ValueError: If it is trainable and its replicas are synchronized on reading.
-        """
         return self._optimizer.add_weight(
             name,
             shape,

@@ -27,7 +27,6 @@ class TFKerasLossScaleOptimizer(
     _is_legacy = False
 
     def build(self, var_list: Sequence[Any]) -> None:
-        """Creates the inner optimizer's variables; a second call does nothing."""
         self._build(list(var_list))
 
     def _build(self, variables: list[Any], has_gradient: Sequence[bool] = ()) -> None:

@@ -14,7 +14,6 @@ from lossscale import registry
 from lossscale.arguments import config_from_rule, rule_from_arguments
 from lossscale.frameworks.common.checks import remember_wrapper
 from lossscale.frameworks.common.handover import GradientConvention
-from lossscale.frameworks.common.variable_list import VariableList
 from lossscale.frameworks.shell.part import Part
 from lossscale.frameworks.tensorflow import replicas
 from lossscale.frameworks.tf_keras.checks import check_inner, check_names
@@ -26,6 +25,7 @@ from lossscale.frameworks.tf_keras.standalone import Standalone
 from lossscale.frameworks.tf_keras.state import LossScaleNode, State, new_variable
 from lossscale.frameworks.tf_keras.training import TrainingStep
 from lossscale.frameworks.tf_keras.verbs import DocumentedVerbs
+from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer
 
 
@@ -150,7 +150,7 @@ class CommonShell(
     # --- What can be read ---------------------------------------------------------------------
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # type: ignore[override]
         """The optimizer's name."""
         return self._given_name or "loss_scale_optimizer"
 
@@ -159,34 +159,22 @@ class CommonShell(
 
     @property
     def loss_scale(self) -> Any:
-        """The number that multiplies the loss now: a float32 scalar tensor, dimensionless."""
         return tf.cast(self._current_scale(), tf.float32)
 
     @property
     def dynamic_counter(self) -> Any:
-        """The finite steps since the scale last changed: an int64 scalar variable, in steps.
-
-        None if the scale is fixed.
-        """
         return None if self._state is None else self._state.variables.get("good_steps")
 
     @property
     def steps_skipped(self) -> Any:
-        """How many steps were skipped so far: an int64 scalar tensor, in steps."""
         return tf.convert_to_tensor(self._steps_skipped)
 
     @property
     def last_step_skipped(self) -> Any:
-        """Whether the last step was skipped: a boolean scalar tensor."""
         return tf.convert_to_tensor(self._last_step_skipped)
 
     @property
     def iterations(self) -> StepCounter:
-        """How many training steps were run, skipped ones included: an int64 variable.
-
-        `inner_optimizer.iterations` counts the applied ones; learning rate schedules and
-        Adam's bias correction follow that. Assigning here moves both.
-        """
         return self._step_counter
 
     @iterations.setter
@@ -203,21 +191,15 @@ class CommonShell(
 
     @property
     def variables(self) -> VariableList:
-        """The inner optimizer's variables, then own ones: a list that can also be called."""
         return VariableList([*self._inner_weights(), *self._own_variables().values()])
 
     @property
     def weights(self) -> VariableList:
-        """The inner optimizer's counter of applied steps, then its state variables.
-
-        The loss scale is not among them, as in TensorFlow. The order is that of their creation.
-        """
         return VariableList(self._inner_weights())
 
     # --- Configuration ------------------------------------------------------------------------
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the configuration: a JSON-ready dictionary without any saved state."""
         described = config_from_rule(self._rule)
         if "rule" in described:
             described["rule"]["class_name"] = self._registered_name(type(self._rule))

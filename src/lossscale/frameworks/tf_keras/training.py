@@ -33,35 +33,6 @@ class TrainingStep(Part):
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
-        """Applies gradients to variables, or skips the step; then moves the loss scale.
-
-        Args:
-            grads_and_vars: (gradient, variable) pairs, with the gradients that
-                `get_unscaled_gradients` returned. A gradient is a tensor of the variable's shape,
-                a `tf.IndexedSlices`, or None.
-            name: Name of the operations, or None.
-            skip_gradients_aggregation: Whether the gradients were already summed over the
-                replicas of a strategy; then they are not summed again.
-            experimental_aggregate_gradients: The opposite, under its older name.
-
-        Returns:
-            `iterations`, which has grown by 1, whether the step was applied or skipped; inside a
-            `tf.function` its value, and in a graph of TensorFlow 1 the operation that does the
-            step.
-
-        Raises:
-            TypeError: If `grads_and_vars` does not hold pairs.
-            ValueError: If no variable has a gradient.
-
-        Example:
-            >>> optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.SGD(0.5))
-            >>> weight = tf.Variable([1.0, 2.0])
-            >>> scaled = optimizer.get_scaled_loss(tf.constant([2.0, float("inf")]))
-            >>> gradients = optimizer.get_unscaled_gradients([scaled])
-            >>> steps = optimizer.apply_gradients(zip(gradients, [weight]))
-            >>> weight.numpy(), int(optimizer.steps_skipped), float(optimizer.loss_scale)
-            (array([1., 2.], dtype=float32), 1, 16384.0)
-        """
         gradients, variables = checked_pairs(grads_and_vars, is_variable)
         replicas.check_replica_context()
         moved = with_gradient(gradients, variables)

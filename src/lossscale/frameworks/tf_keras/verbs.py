@@ -26,35 +26,6 @@ class DocumentedVerbs(Part):
         name: str | None = None,
         tape: Any = None,
     ) -> Any:
-        """Minimizes a loss: scales it, takes and unscales gradients, applies them.
-
-        It does so by `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`, those of
-        a subclass if it has its own.
-
-        Args:
-            loss: A callable without arguments that returns the loss; or a tensor, with the
-                `tape` that recorded it.
-            var_list: The variables to update: a list or tuple, one variable, or a callable that
-                returns these. None stands for the trainable variables that the tape watched. An
-                empty list updates nothing, and is no step.
-            grad_loss: Tensor of the loss's shape that multiplies its gradient, or None.
-            name: Name of the operations, or None.
-            tape: The `tf.GradientTape` that recorded `loss`, if `loss` is a tensor.
-
-        Returns:
-            What `apply_gradients` returns.
-
-        Raises:
-            ValueError: If `var_list` holds something else than variables, if no variable has a
-                gradient, or if `loss` is a tensor without a tape.
-
-        Example:
-            >>> optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.SGD(0.25))
-            >>> weight = tf.Variable(1.0)
-            >>> steps = optimizer.minimize(lambda: weight**2, [weight])
-            >>> float(weight), int(steps)
-            (0.5, 1)
-        """
         if isinstance(grad_loss, tf.GradientTape):
             # The new optimizers of tf_keras take the tape in this place.
             grad_loss, tape = None, grad_loss
@@ -95,46 +66,10 @@ class DocumentedVerbs(Part):
         return list(self.get_unscaled_gradients([gradient for gradient, _ in pairs])), variables
 
     def get_scaled_loss(self, loss: Any) -> Any:
-        """Multiplies the loss by the loss scale.
-
-        For gradients taken by hand, as with `tf.GradientTape`; `minimize` does it by itself.
-        Call `get_unscaled_gradients` afterwards.
-
-        Args:
-            loss: Tensor of any shape and dtype, a number, or a callable that returns one.
-
-        Returns:
-            The product, in float32 or wider, so that the scaled value of a float16 loss does not
-            overflow. For a callable, a callable that reads the scale when it is called.
-
-        Example:
-            >>> optimizer = lossscale.LossScaleOptimizer(
-            ...     tf_keras.optimizers.SGD(), initial_scale=8)
-            >>> float(optimizer.get_scaled_loss(tf.constant(0.5)))
-            4.0
-        """
         self._convention.note_get_scaled_loss()
         return self._scaled(loss)
 
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
-        """Divides gradients by the loss scale.
-
-        For gradients of a loss from `get_scaled_loss`.
-
-        Args:
-            grads: Tensors, `tf.IndexedSlices` or None, in any iterable.
-
-        Returns:
-            A new list of the same length, in float32 or wider: float16 cannot hold the small
-            values that scaling protected. None stays None, sparse stays sparse.
-
-        Example:
-            >>> optimizer = lossscale.LossScaleOptimizer(
-            ...     tf_keras.optimizers.SGD(), initial_scale=8)
-            >>> gradient, missing = optimizer.get_unscaled_gradients([tf.constant([4.0]), None])
-            >>> gradient.numpy(), missing
-            (array([0.5], dtype=float32), None)
-        """
         try:
             gradients = list(grads)
         except TypeError:
@@ -174,24 +109,6 @@ class DocumentedVerbs(Part):
         return list(zip(gradients, variables, strict=True))
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
-        """Returns the unscaled gradients of a loss, which was scaled to compute them.
-
-        Args:
-            loss: A callable without arguments; or, inside a `tf.function` or a graph, a tensor.
-            params: List of variables.
-
-        Returns:
-            List of gradient tensors, in float32 or wider.
-
-        Raises:
-            ValueError: If a gradient cannot be computed.
-
-        Example:
-            >>> optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.SGD())
-            >>> weight = tf.Variable(3.0)
-            >>> float(optimizer.get_gradients(lambda: weight**2, [weight])[0])
-            6.0
-        """
         place = replicas.current_place()
         with self._convention.aside(place):
             gradients = self._gradients_of(loss, flat_variables(params))
@@ -215,25 +132,6 @@ class DocumentedVerbs(Part):
         return gradients
 
     def get_updates(self, loss: Any, params: Any) -> list[Any]:
-        """Computes gradients as `get_gradients` does, and applies them.
-
-        Args:
-            loss: A callable without arguments; or, inside a `tf.function` or a graph, a tensor.
-            params: List of variables.
-
-        Returns:
-            A list with what `apply_gradients` returns.
-
-        Raises:
-            ValueError: If a gradient cannot be computed.
-
-        Example:
-            >>> optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.SGD(0.5))
-            >>> weight = tf.Variable(3.0)
-            >>> updates = optimizer.get_updates(lambda: weight**2, [weight])
-            >>> float(weight)
-            0.0
-        """
         place = replicas.current_place()
         with self._convention.aside(place):
             gradients = self.get_gradients(loss, params)

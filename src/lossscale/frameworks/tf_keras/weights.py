@@ -27,27 +27,9 @@ class DocumentedWeights(Part):
     """`get_weights`, `set_weights`, `get_slot`, `add_slot`, `add_weight`."""
 
     def get_weights(self) -> list[Any]:
-        """Returns the values of `weights` as a list of NumPy arrays."""
         return values_of(self.weights)
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets the values of `weights`, or of `variables`.
-
-        Args:
-            weights: Arrays, as `get_weights` returns them; or one for each of `variables`, in
-                that order, as an HDF5 file has them.
-
-        Raises:
-            ValueError: If their number or a shape does not match. Then nothing is changed.
-
-        Example:
-            >>> inner = tf_keras.optimizers.SGD(0.5, momentum=0.9)
-            >>> optimizer = lossscale.LossScaleOptimizer(inner)
-            >>> optimizer.build([tf.Variable([1.0, 2.0])])
-            >>> optimizer.set_weights([10, [0.5, 0.25]])
-            >>> optimizer.get_weights()
-            [array(10), array([0.5 , 0.25], dtype=float32)]
-        """
         # Datasets of an HDF5 file are no arrays yet.
         weights = [np.asarray(weight) for weight in weights]
         counted, everything = self.weights, self.variables
@@ -70,31 +52,9 @@ class DocumentedWeights(Part):
             self._set_own_values(dict(zip(names, weights[len(counted) :], strict=True)))
 
     def get_slot_names(self) -> list[str]:
-        """Returns the names of the slots, such as `momentum`; empty before the first step."""
         return list(dict.fromkeys(names[0] for names, _ in self._slots()))
 
     def get_slot(self, var: Any, slot_name: str) -> Any:
-        """Returns the state variable that the inner optimizer keeps for a variable.
-
-        Args:
-            var: A variable that the optimizer was built with.
-            slot_name: A name that `get_slot_names` returns, or that tf_keras gives the variable
-                or the list it stands in: `momentum`, `m`, `velocity`, ...
-
-        Returns:
-            The state variable, of the shape of `var` in most optimizers.
-
-        Raises:
-            KeyError: If there is no such slot, or the optimizer does not know the variable.
-
-        Example:
-            >>> inner = tf_keras.optimizers.SGD(0.5, momentum=0.9)
-            >>> optimizer = lossscale.LossScaleOptimizer(inner)
-            >>> weight = tf.Variable(1.0)
-            >>> steps = optimizer.minimize(lambda: weight * 2.0, [weight])
-            >>> optimizer.get_slot_names(), float(optimizer.get_slot(weight, "momentum"))
-            (['momentum'], -1.0)
-        """
         slot = self._find_slot(var, slot_name)
         if slot is None:
             raise UnknownSlotError(
@@ -105,21 +65,6 @@ class DocumentedWeights(Part):
         return slot
 
     def add_slot(self, var: Any, slot_name: str, initializer: Any = "zeros") -> Any:
-        """Adds a state variable for a variable, and returns it.
-
-        Args:
-            var: The variable it belongs to; it gives shape and dtype.
-            slot_name: Its name. If the slot exists already, it is returned as it is.
-            initializer: A Keras initializer or its name, or a tensor.
-
-        Returns:
-            The new state variable. It is saved with the optimizer.
-
-        Example:
-            >>> optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.SGD())
-            >>> optimizer.add_slot(tf.Variable([1.0, 2.0]), "average").shape.as_list()
-            [2]
-        """
         slot = self._find_slot(var, slot_name)
         if slot is None:
             first = initializer
@@ -143,28 +88,6 @@ class DocumentedWeights(Part):
         synchronization: Any = tf.VariableSynchronization.AUTO,
         aggregation: Any = tf.VariableAggregation.NONE,
     ) -> Any:
-        """Adds a state variable that belongs to no variable, and returns it.
-
-        Args:
-            name: Its name.
-            shape: Its shape, a tuple.
-            dtype: Its dtype; None stands for float32.
-            initializer: A Keras initializer or its name.
-            trainable: Whether the variable says that it is trainable.
-            synchronization: A `tf.VariableSynchronization`.
-            aggregation: A `tf.VariableAggregation`.
-
-        Returns:
-            The new variable. It is saved with the optimizer.
-
-        Raises:
-            ValueError: If it is trainable and its replicas are synchronized on reading.
-
-        Example:
-            >>> optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.SGD())
-            >>> int(optimizer.add_weight("seen", (), dtype="int64"))
-            0
-        """
         if trainable and synchronization == tf.VariableSynchronization.ON_READ:
             raise ArgumentError(
                 "A variable that is synchronized on reading cannot be trainable. Received: "

@@ -1,0 +1,444 @@
+"""What a loss scale optimizer offers, whatever its framework: declared and documented once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lossscale.errors import UnsupportedError
+
+
+def not_offered(optimizer: Any, name: str) -> UnsupportedError:
+    """Returns the error for a member that the shell of an optimizer's framework does not have."""
+    package = type(optimizer.inner_optimizer).__module__.partition(".")[0]
+    return UnsupportedError(
+        f"`{name}` is not offered for optimizers of {package}, and this one wraps "
+        f"{optimizer.inner_optimizer!r}. docs/documented_api.md lists what each framework has."
+    )
+
+
+class VariableList(list[Any]):
+    """A list of variables that returns itself when called.
+
+    Keras 3 has `optimizer.variables`, the documents have `optimizer.variables()`.
+    """
+
+    def __call__(self) -> VariableList:
+        return self
+
+
+class OptimizerMembers:
+    """The members of `lossscale.LossScaleOptimizer`.
+
+    Attributes:
+        inner_optimizer: The optimizer that is wrapped.
+        name: The optimizer's name.
+    """
+
+    inner_optimizer: Any
+    name: str
+
+    if TYPE_CHECKING:
+        # The settings of the inner optimizer are read and written through the one around it.
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def minimize(
+        self,
+        loss: Any,
+        var_list: Any = None,
+        grad_loss: Any = None,
+        name: str | None = None,
+        tape: Any = None,
+    ) -> Any:
+        """Minimizes a loss: scales it, takes and unscales gradients, applies them.
+
+        It does so by `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`, those of
+        a subclass if it has its own.
+
+        Args:
+            loss: A callable without arguments that returns the loss; or a tensor, with the
+                `tape` that recorded it.
+            var_list: The variables to update: a list or tuple, one variable, or a callable that
+                returns these. None stands for the trainable variables that the tape watched. With
+                tf_keras an empty list updates nothing, and is no step.
+            grad_loss: Tensor of the loss's shape that multiplies its gradient, or None.
+            name: Name of the operations, or None.
+            tape: The `tf.GradientTape` that recorded `loss`, if `loss` is a tensor.
+
+        Returns:
+            What `apply_gradients` returns.
+
+        Raises:
+            ValueError: If `var_list` holds something else than variables, if no variable has a
+                gradient, or if `loss` is a tensor without a tape.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.25))
+            >>> weight = tf.Variable(1.0)
+            >>> steps = optimizer.minimize(lambda: weight**2, [weight])
+            >>> float(weight), int(steps)
+            (0.5, 1)
+        """
+        raise not_offered(self, "minimize")
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """Multiplies the loss by the loss scale.
+
+        For gradients taken by hand, as with `tf.GradientTape`; `minimize` does it by itself.
+        Call `get_unscaled_gradients` afterwards.
+
+        Args:
+            loss: Tensor of any shape and dtype, a number, or a callable that returns one.
+
+        Returns:
+            The product, in float32 or wider, so that the scaled value of a float16 loss does not
+            overflow. For a callable, a callable that reads the scale when it is called.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
+            >>> float(optimizer.get_scaled_loss(tf.constant(0.5)))
+            4.0
+        """
+        raise not_offered(self, "get_scaled_loss")
+
+    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+        """Divides gradients by the loss scale.
+
+        For gradients of a loss from `get_scaled_loss`.
+
+        Args:
+            grads: Tensors, `tf.IndexedSlices` or None, in any iterable.
+
+        Returns:
+            A new list of the same length, in float32 or wider: float16 cannot hold the small
+            values that scaling protected. None stays None, sparse stays sparse.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
+            >>> gradient, missing = optimizer.get_unscaled_gradients([tf.constant([4.0]), None])
+            >>> gradient.numpy(), missing
+            (array([0.5], dtype=float32), None)
+        """
+        raise not_offered(self, "get_unscaled_gradients")
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        name: str | None = None,
+        skip_gradients_aggregation: bool = False,
+        experimental_aggregate_gradients: bool = True,
+    ) -> Any:
+        """Applies gradients to variables, or skips the step; then moves the loss scale.
+
+        The gradients are those that `get_unscaled_gradients` returned. After `scale_loss` they
+        are those of the scaled loss, as Keras' trainer passes them.
+
+        Args:
+            grads_and_vars: (gradient, variable) pairs. A gradient is a tensor of the variable's
+                shape, a `tf.IndexedSlices`, or None.
+            name: Name of the operations, or None.
+            skip_gradients_aggregation: Whether the gradients were already summed over the
+                replicas of a strategy; then they are not summed again.
+            experimental_aggregate_gradients: The opposite, under its older name.
+
+        Returns:
+            `iterations`, which has grown by 1, whether the step was applied or skipped. With
+            tf_keras inside a `tf.function` its value, and in a graph of TensorFlow 1 the operation
+            that does the step.
+
+        Raises:
+            TypeError: If `grads_and_vars` does not hold pairs.
+            ValueError: If no variable has a gradient.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+            >>> weight = tf.Variable([1.0, 2.0])
+            >>> scaled = optimizer.get_scaled_loss(tf.constant([2.0, float("inf")]))
+            >>> gradients = optimizer.get_unscaled_gradients([scaled])
+            >>> steps = optimizer.apply_gradients(zip(gradients, [weight]))
+            >>> weight.numpy(), int(optimizer.steps_skipped), float(optimizer.loss_scale)
+            (array([1., 2.], dtype=float32), 1, 16384.0)
+        """
+        raise not_offered(self, "apply_gradients")
+
+    def get_gradients(self, loss: Any, params: Sequence[Any]) -> list[Any]:
+        """Returns the unscaled gradients of a loss, which was scaled to compute them.
+
+        Args:
+            loss: A callable without arguments; or, inside a `tf.function`, a tensor.
+            params: List of variables.
+
+        Returns:
+            List of gradient tensors, in float32 or wider.
+
+        Raises:
+            ValueError: If a gradient cannot be computed.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
+            >>> weight = tf.Variable(3.0)
+            >>> float(optimizer.get_gradients(lambda: weight**2, [weight])[0])
+            6.0
+        """
+        raise not_offered(self, "get_gradients")
+
+    def get_updates(self, loss: Any, params: Sequence[Any]) -> list[Any]:
+        """Computes gradients as `get_gradients` does, and applies them.
+
+        Args:
+            loss: A callable without arguments; or, inside a `tf.function`, a tensor.
+            params: List of variables.
+
+        Returns:
+            A list with what `apply_gradients` returns: `iterations`, which has grown by 1.
+
+        Raises:
+            ValueError: If a gradient cannot be computed.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+            >>> weight = tf.Variable(3.0)
+            >>> updates = optimizer.get_updates(lambda: weight**2, [weight])
+            >>> float(weight)
+            0.0
+        """
+        raise not_offered(self, "get_updates")
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Multiplies the loss by the loss scale, and marks the gradients that come of it.
+
+        This is how Keras' trainer begins a step: `apply_gradients` takes its gradients for scaled
+        ones and divides them, once for each variable, so that they can be applied in groups. With
+        `get_unscaled_gradients`, use `get_scaled_loss`.
+
+        Args:
+            loss: Tensor of any shape and dtype, a number, or a callable that returns one.
+
+        Returns:
+            The product, in float32 or wider; for a callable, a callable.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
+            >>> float(optimizer.scale_loss(tf.constant(0.5)))
+            4.0
+        """
+        raise not_offered(self, "scale_loss")
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        """Applies gradients of the scaled loss, or skips the step; then moves the loss scale.
+
+        On PyTorch a gradient that is its variable's own `.grad` is unscaled in place, as
+        `torch.amp.GradScaler` does. Handed in once more, it is not divided again.
+
+        Args:
+            grads: Gradients of the loss that `scale_loss` returned; None where there is none.
+            trainable_variables: Their variables; None for those the optimizer was built with.
+
+        Raises:
+            ValueError: If no variable has a gradient, or without variables their number differs.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+            >>> weight = keras.Variable([1.0, 2.0])
+            >>> optimizer.apply([optimizer.scale_loss(tf.constant([0.5, 0.5]))], [weight])
+            >>> weight.numpy()
+            array([0.5, 1.5], dtype=float32)
+        """
+        raise not_offered(self, "apply")
+
+    def stateless_apply(
+        self,
+        optimizer_variables: Sequence[Any],
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """Applies gradients of the scaled loss without changing any variable.
+
+        Args:
+            optimizer_variables: Arrays, the values of `variables`.
+            grads: Gradients of the loss that `scale_loss` returned; None where there is none.
+            trainable_variables: Arrays, the values of the variables it was built with.
+
+        Returns:
+            The new values of the trainable variables, and those of `variables`.
+
+        Raises:
+            ValueError: If the optimizer is not built, the numbers of values do not match, or the
+                backend is TensorFlow.
+        """
+        raise not_offered(self, "stateless_apply")
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Creates the inner optimizer's variables; a second call does nothing."""
+        raise not_offered(self, "build")
+
+    @property
+    def loss_scale(self) -> Any:
+        """The number that multiplies the loss now: a float32 scalar tensor, dimensionless."""
+        raise not_offered(self, "loss_scale")
+
+    @property
+    def dynamic_counter(self) -> Any:
+        """The finite steps since the scale last changed: an integer scalar variable, in steps.
+
+        None if the scale is fixed.
+        """
+        raise not_offered(self, "dynamic_counter")
+
+    @property
+    def steps_skipped(self) -> Any:
+        """How many steps were skipped so far: an integer scalar tensor, in steps."""
+        raise not_offered(self, "steps_skipped")
+
+    @property
+    def last_step_skipped(self) -> Any:
+        """Whether the last step was skipped: a boolean scalar tensor."""
+        raise not_offered(self, "last_step_skipped")
+
+    @property
+    def iterations(self) -> Any:
+        """How many training steps were run, skipped ones included: an integer variable.
+
+        `inner_optimizer.iterations` counts the applied ones; learning rate schedules and
+        Adam's bias correction follow that. Assigning here moves both.
+        """
+        raise not_offered(self, "iterations")
+
+    @iterations.setter
+    def iterations(self, value: Any) -> None:
+        raise not_offered(self, "iterations")
+
+    @property
+    def lr(self) -> Any:
+        """The learning rate of the inner optimizer; another name of `learning_rate`."""
+        raise not_offered(self, "lr")
+
+    @lr.setter
+    def lr(self, value: Any) -> None:
+        raise not_offered(self, "lr")
+
+    @property
+    def variables(self) -> VariableList:
+        """Own variables, then those of the inner optimizer: a list that can also be called.
+
+        On JAX a monitor adds some: all that a compiled step changes is passed through this list.
+        """
+        raise not_offered(self, "variables")
+
+    @property
+    def weights(self) -> VariableList:
+        """The inner optimizer's counter of applied steps, then its state variables.
+
+        The loss scale is not among them, as in TensorFlow, nor is the learning rate. The order
+        is that of their creation.
+        """
+        raise not_offered(self, "weights")
+
+    def get_weights(self) -> list[Any]:
+        """Returns the values of `weights` as a list of NumPy arrays."""
+        raise not_offered(self, "get_weights")
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets the values of `weights`, or of `variables`.
+
+        Args:
+            weights: Arrays, as `get_weights` returns them; or one for each of `variables`, in
+                that order.
+
+        Raises:
+            ValueError: If their number or a shape does not match. Then nothing is changed.
+
+        Example:
+            >>> inner = keras.optimizers.SGD(0.5, momentum=0.9)
+            >>> optimizer = lossscale.LossScaleOptimizer(inner)
+            >>> optimizer.build([keras.Variable([1.0, 2.0])])
+            >>> optimizer.set_weights([10, [0.5, 0.25]])
+            >>> optimizer.get_weights()
+            [array(10), array([0.5 , 0.25], dtype=float32)]
+        """
+        raise not_offered(self, "set_weights")
+
+    def get_slot_names(self) -> list[str]:
+        """Returns the names of the slots, such as `momentum`; empty before the first step."""
+        raise not_offered(self, "get_slot_names")
+
+    def get_slot(self, var: Any, slot_name: str) -> Any:
+        """Returns the state variable that the inner optimizer keeps for a variable.
+
+        Args:
+            var: A variable that the optimizer was built with.
+            slot_name: `momentum`, `velocity`, ...; TensorFlow's older names are understood too
+                (`m` and `v` of Adam, `rms` of RMSprop).
+
+        Returns:
+            The state variable, of the shape of `var` in most optimizers.
+
+        Raises:
+            KeyError: If there is no such slot, or the optimizer does not know the variable.
+
+        Example:
+            >>> inner = keras.optimizers.SGD(0.5, momentum=0.9)
+            >>> optimizer = lossscale.LossScaleOptimizer(inner)
+            >>> weight = tf.Variable(1.0)
+            >>> steps = optimizer.minimize(lambda: weight * 2.0, [weight])
+            >>> optimizer.get_slot_names(), float(optimizer.get_slot(weight, "momentum"))
+            (['momentum'], -1.0)
+        """
+        raise not_offered(self, "get_slot")
+
+    def add_slot(self, var: Any, slot_name: str, initializer: Any = "zeros") -> Any:
+        """Adds a state variable for a variable, and returns it.
+
+        Args:
+            var: The variable it belongs to; it gives shape and dtype.
+            slot_name: Its name. If the slot exists already, it is returned as it is.
+            initializer: A Keras initializer or its name, or a callable of shape and dtype.
+
+        Returns:
+            The new state variable. It is saved with the optimizer.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
+            >>> optimizer.add_slot(tf.Variable([1.0, 2.0]), "average").shape.as_list()
+            [2]
+        """
+        raise not_offered(self, "add_slot")
+
+    def add_weight(
+        self,
+        name: str,
+        shape: Any,
+        dtype: Any = None,
+        initializer: Any = "zeros",
+        trainable: bool | None = None,
+        synchronization: Any = None,
+        aggregation: Any = "none",
+    ) -> Any:
+        """Adds a state variable that belongs to no variable, and returns it.
+
+        Args:
+            name: Its name.
+            shape: Its shape, a tuple.
+            dtype: Its dtype; None stands for Keras' float type.
+            initializer: A Keras initializer or its name, or a callable of shape and dtype.
+            trainable: Whether the variable says that it is trainable.
+            synchronization: None or `tf.VariableSynchronization.AUTO`.
+            aggregation: A `tf.VariableAggregation`, or Keras' name of one.
+
+        Returns:
+            The new variable. It is saved with the optimizer.
+
+        Raises:
+            ValueError: If another `synchronization` is asked for, which Keras 3 does not have.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
+            >>> int(optimizer.add_weight("seen", (), dtype="int64"))
+            0
+        """
+        raise not_offered(self, "add_weight")
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the configuration: a JSON-ready dictionary without any saved state."""
+        raise not_offered(self, "get_config")
