@@ -30,7 +30,7 @@ def mixture(lost_mass, large, small=2.0**-30):
     """A gradient with one large element, and small ones that have this share of the sum."""
     count = round(lost_mass / (1 - lost_mass) * large / small)
     exponents = {small: count, large: 1}
-    bins = [ExponentBin(math.frexp(x)[1] - 1, n, 0, 0) for x, n in exponents.items() if n]
+    bins = [ExponentBin(math.frexp(x)[1] - 1, n, 0) for x, n in exponents.items() if n]
     return GradientHistogram(tuple(bins), amax=large)
 
 

@@ -4,10 +4,9 @@ One row for each binary exponent e, of the elements with 2**e <= |x| < 2**(e + 1
 for zeros, infinities and NaNs. Its columns are
 
 - the number of elements;
-- the sum of their fractions f, in units of 2**-23, where |x| = (1 + f) * 2**e;
-- the sum of f**2, each rounded to a unit of 2**-23.
+- the sum of their fractions f, in units of 2**-23, where |x| = (1 + f) * 2**e.
 
-A float32 number has a fraction of 23 bits, so the first two columns are exact; fractions of float64
+A float32 number has a fraction of 23 bits, so both columns are exact; fractions of float64
 are rounded to 23 bits. All of it is integers: sums do not depend on the order in which a device
 adds, never stall, and are the same on every framework. Numbers are told apart by their bits,
 because compiled code may take subnormal ones for zero.
@@ -61,7 +60,7 @@ class ExponentTable(NamedTuple):
     """The table of an array, and its largest finite magnitude.
 
     Attributes:
-        counts: Integers of shape (rows, 3): `Layout.rows` rows, and the columns above.
+        counts: Integers of shape (rows, 2): `Layout.rows` rows, and the columns above.
         largest: The bits of the largest finite magnitude as an integer, of float64 in a table of
             float64 and otherwise of float32; 0 if there is none above zero.
     """
@@ -91,16 +90,14 @@ def table_of(values: Any) -> ExponentTable:
     integer = np.int64 if wide else np.int32
     bits: Any = np.ascontiguousarray(values).ravel().view(integer)
     bits = bits & np.iinfo(integer).max
-    counts = np.zeros((layout.rows, 3), np.int64)
+    counts = np.zeros((layout.rows, 2), np.int64)
     largest = 0
     # A piece at a time: the intermediate arrays stay small, and sums of float64 numbers exact.
     for start in range(0, bits.size, 2**20):
         piece = bits[start : start + 2**20]
         row, fraction = _rows_and_fractions(piece, layout)
-        square = np.rint(np.float32(2.0**-FRACTION_BITS) * fraction * fraction)
         counts[:, 0] += np.bincount(row, minlength=layout.rows)
-        for column, addend in ((1, fraction), (2, square)):
-            counts[:, column] += np.bincount(row, addend, layout.rows).astype(np.int64)
+        counts[:, 1] += np.bincount(row, fraction, layout.rows).astype(np.int64)
         finite = piece[row < layout.exponents]
         largest = max(largest, int(finite.max(initial=0)))
     return ExponentTable(counts, largest)

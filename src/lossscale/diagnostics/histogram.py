@@ -49,34 +49,21 @@ class ExponentBin(NamedTuple):
         elements: How many there are; at least 1.
         fractions: The sum of |x| / 2**exponent - 1 over them, in units of 2**-23. Exact for
             elements of float32 and narrower; each of a wider one is rounded to a unit.
-        squared_fractions: The sum of (|x| / 2**exponent - 1)**2, each rounded to a unit of 2**-23.
     """
 
     exponent: int
     elements: int
     fractions: int
-    squared_fractions: int
 
     @property
     def mass(self) -> float:
         """The sum of |x|; infinite where float64 cannot hold it.
 
         Example:
-            >>> ExponentBin(3, 2, 2**22, 2**21).mass  # 8 and 12
+            >>> ExponentBin(3, 2, 2**22).mass  # 8 and 12
             20.0
         """
         return _times_power(self._units, self.exponent - FRACTION_BITS)
-
-    @property
-    def energy(self) -> float:
-        """The sum of x**2; infinite or zero where float64 cannot hold it.
-
-        Example:
-            >>> ExponentBin(3, 2, 2**22, 2**21).energy  # 8 and 12
-            208.0
-        """
-        units = self._units + self.fractions + self.squared_fractions
-        return _times_power(units, 2 * self.exponent - FRACTION_BITS)
 
     @property
     def _units(self) -> int:
@@ -134,11 +121,9 @@ class GradientHistogram:
         for bin in bins:
             # Fractions are below one unit of the exponent, and rounding can bring them up to it.
             most = bin.elements << FRACTION_BITS
-            if bin.elements < 1 or not (
-                0 <= bin.fractions <= most and 0 <= bin.squared_fractions <= most
-            ):
+            if bin.elements < 1 or not 0 <= bin.fractions <= most:
                 raise ArgumentError(
-                    "Each bin must have elements from 1 up, and sums from 0 to elements * 2**23. "
+                    "Each bin must have elements from 1 up, and fractions up to elements * 2**23. "
                     f"Received: {bin}."
                 )
         object.__setattr__(self, "bins", bins)
@@ -238,7 +223,7 @@ class GradientHistogram:
         sums: dict[int, list[int]] = {}
         for histogram in histograms:
             for bin in histogram.bins:
-                found = sums.setdefault(bin.exponent, [0, 0, 0])
+                found = sums.setdefault(bin.exponent, [0, 0])
                 for column, number in enumerate(bin[1:]):
                     found[column] += number
         return cls(
@@ -287,11 +272,6 @@ class GradientHistogram:
     def mass(self) -> float:
         """The sum of |x| over the finite elements."""
         return math.fsum(bin.mass for bin in self.bins)
-
-    @property
-    def energy(self) -> float:
-        """The sum of x**2 over the finite elements: the square of their norm."""
-        return math.fsum(bin.energy for bin in self.bins)
 
     def flushed_count(self, format: str | NumberFormat, scale: float = 1.0) -> float:
         """Returns the share of elements that become zero when they are scaled and rounded.

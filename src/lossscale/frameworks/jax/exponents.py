@@ -36,7 +36,7 @@ def count_bins(gradient: Any) -> ExponentTable:
             `BCOO`, of which the data count as they are stored.
 
     Returns:
-        The table: `counts` uint32 of shape (280, 5, 2), or (2101, 5, 2) for float64; `largest` a
+        The table: `counts` uint32 of shape (280, 3, 2), or (2101, 3, 2) for float64; `largest` a
         scalar, uint32 or for float64 uint64. Without 64-bit numbers, which JAX has only if asked
         to, a sum takes several: of low and high parts of the fractions, each as a number of low
         and one of high bits. `on_host` puts them together. They hold up to 2**32 - 1 elements.
@@ -83,9 +83,8 @@ def on_host(table: ExponentTable) -> ExponentTable:
     """
     parts = np.asarray(table.counts).astype(np.int64)
     sums = parts[..., 0] + (parts[..., 1] << 16)
-    count, low, high, square_low, square_high = np.moveaxis(sums, 1, 0)
-    fractions, squares = low + (high << _LOW_BITS), square_low + (square_high << _LOW_BITS)
-    counts = np.stack([count & 0xFFFFFFFF, fractions, squares], axis=1)
+    count, low, high = np.moveaxis(sums, 1, 0)
+    counts = np.stack([count & 0xFFFFFFFF, low + (high << _LOW_BITS)], axis=1)
     return ExponentTable(counts, int(table.largest))
 
 
@@ -104,16 +103,8 @@ def _magnitude_bits(values: Any) -> Any:
 def _count_piece(values: Any, layout: Layout) -> ExponentTable:
     bits = _magnitude_bits(values)
     row, fraction = _rows_and_fractions(bits, layout)
-    number = fraction.astype(jnp.float32)
-    square = jnp.round(np.float32(2.0**-FRACTION_BITS) * number * number).astype(jnp.uint32)
     low = 2**_LOW_BITS - 1
-    addends = (
-        jnp.ones_like(fraction),
-        fraction & low,
-        fraction >> _LOW_BITS,
-        square & low,
-        square >> _LOW_BITS,
-    )
+    addends = (jnp.ones_like(fraction), fraction & low, fraction >> _LOW_BITS)
     empty = jnp.zeros(layout.rows, jnp.uint32)
     sums = jnp.stack(
         [empty.at[row].add(addend, mode="promise_in_bounds") for addend in addends], axis=1

@@ -32,7 +32,7 @@ def count_bins(gradient: Any) -> ExponentTable:
             variable, or `tf.IndexedSlices`, of which the values count as they are stored.
 
     Returns:
-        The table: `counts` float64 of shape (280, 3), or (2101, 3) for float64, with whole numbers
+        The table: `counts` float64 of shape (280, 2), or (2101, 2) for float64, with whole numbers
         that are exact up to 2**30 elements; `largest` an int64 scalar.
 
     Raises:
@@ -101,11 +101,10 @@ def _count_piece(values: Any, layout: Layout) -> tuple[Any, Any]:
     bits = _magnitude_bits(values)
     row, fraction = _rows_and_fractions(bits, layout)
     ones = tf.ones_like(fraction, tf.float64)
-    square = tf.round(tf.constant(2.0**-FRACTION_BITS) * fraction * fraction)
     # float64 and not int64, for which TensorFlow has no such sum on a GPU.
     columns = [
         tf.math.unsorted_segment_sum(tf.cast(addend, tf.float64), row, layout.rows)
-        for addend in (ones, fraction, square)
+        for addend in (ones, fraction)
     ]
     finite = tf.where(row < layout.exponents, bits, tf.zeros_like(bits))
     largest = tf.reduce_max(tf.concat([finite, tf.zeros([1], tf.int64)], 0))

@@ -32,7 +32,7 @@ class Notes(NotesOfVariables):
         self._table_step = _variable("table_step", tf.int64, ())
         self._tables = {
             layout: ExponentTable(
-                _variable("exponents", tf.float64, (len(rows), layout.rows, 3)),
+                _variable("exponents", tf.float64, (len(rows), layout.rows, 2)),
                 _variable("largest", tf.int64, (len(rows),)),
             )
             for layout, rows in self.plan.tables.items()
@@ -125,5 +125,5 @@ def _nonfinite(gradient: Any) -> Any:
 
 def _table(gradient: Any, layout: Layout) -> ExponentTable:
     if not real_parts(gradient):
-        return ExponentTable(tf.zeros((layout.rows, 3), tf.float64), tf.zeros((), tf.int64))
+        return ExponentTable(tf.zeros((layout.rows, 2), tf.float64), tf.zeros((), tf.int64))
     return count_bins(gradient)

@@ -32,7 +32,7 @@ def count_bins(gradient: Any) -> ExponentTable:
             a sparse one the values count, coalesced if it is of the COO layout.
 
     Returns:
-        The table, on the tensor's device: `counts` int64 of shape (280, 3), or (2101, 3) for
+        The table, on the tensor's device: `counts` int64 of shape (280, 2), or (2101, 2) for
         float64; `largest` an int64 scalar.
 
     Raises:
@@ -52,7 +52,7 @@ def count_bins(gradient: Any) -> ExponentTable:
     values = parts[0]
     layout = FLOAT64 if values.dtype == torch.float64 else FLOAT32
     values = values.reshape(-1)
-    counts = torch.zeros((layout.rows, 3), dtype=torch.int64, device=values.device)
+    counts = torch.zeros((layout.rows, 2), dtype=torch.int64, device=values.device)
     largest = torch.zeros((), dtype=torch.int64, device=values.device)
     for piece in values.split(_PIECE_ON_CPU if values.device.type == "cpu" else _PIECE):
         if piece.numel():
@@ -83,10 +83,9 @@ def _magnitude_bits(values: Any) -> Any:
 def _count_piece(values: Any, layout: Layout) -> tuple[Any, Any]:
     bits = _magnitude_bits(values)
     row, fraction = _rows_and_fractions(bits, layout)
-    square = torch.round(2.0**-FRACTION_BITS * fraction * fraction)
     columns = [
         torch.zeros(layout.rows, dtype=torch.int64, device=bits.device).scatter_add_(0, row, addend)
-        for addend in (torch.ones_like(row), fraction.to(torch.int64), square.to(torch.int64))
+        for addend in (torch.ones_like(row), fraction.to(torch.int64))
     ]
     finite = torch.where(row < layout.exponents, bits, 0)
     return torch.stack(columns, dim=1), finite.max().to(torch.int64)
