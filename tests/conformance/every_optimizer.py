@@ -103,9 +103,11 @@ def tf_keras_optimizer_of_a_user() -> type[Any]:
             super().build(variables)
             if hasattr(self, "sizes"):
                 return
-            self.sizes = tf.Variable(0.0)
-            self.seen = [tf.Variable(tf.zeros(v.shape)) for v in variables]
-            self.named = {"steps": tf.Variable(0.0)}
+            self.sizes = tf.Variable(0.0, name="sizes")
+            self.seen = [
+                tf.Variable(tf.zeros(v.shape), name=f"seen_{i}") for i, v in enumerate(variables)
+            ]
+            self.named = {"steps": tf.Variable(0.0, name="steps")}
 
         def update_step(self, gradient: Any, variable: Any) -> None:
             seen = self.seen[self._index_dict[self._var_key(variable)]]
@@ -140,7 +142,7 @@ def _walk(path: str, thing: Any, found: dict[str, Any], seen: set[int]) -> None:
     elif isinstance(thing, dict):
         # Slots are found by the variables' own numbers, which no other optimizer has.
         for number, (key, value) in enumerate(thing.items()):
-            name = key if isinstance(key, str) and not key.isdecimal() else number
+            name = key if isinstance(key, str) and not key[-1:].isdecimal() else number
             _walk(f"{path}/{name}", value, found, seen)
     elif isinstance(thing, (list, tuple)):
         for number, value in enumerate(thing):

@@ -61,13 +61,19 @@ def same(left, right, rtol=0.0):
         np.testing.assert_allclose(right[name], value, rtol=rtol, atol=rtol, err_msg=name)
 
 
+def build(optimizer, variables):
+    # What the legacy optimizers of tf_keras call it.
+    make = getattr(optimizer, "build", None) or optimizer._create_all_weights
+    make(variables)
+
+
 class Training:
     """A model and its optimizer, stepped with given gradients in one mode."""
 
     def __init__(self, model, mode):
         self.model, self.optimizer = model, model.optimizer
         self.variables = model.trainable_variables
-        self.optimizer.build(self.variables)
+        build(self.optimizer, self.variables)
         self._scales = hasattr(self.optimizer, "steps_skipped")
         self._run = self._apply if mode == "eager" else getattr(self, f"_{mode}")()
 
@@ -129,12 +135,28 @@ def framework_tensor(array):
     return framework().ops.convert_to_tensor(array)
 
 
+def has_kernels(name):
+    if not name.startswith("legacy-"):
+        return True
+    import tensorflow as tf
+
+    try:
+        Training(model_with(MAKERS[name]()), "xla").step(STEPS[0])
+    except tf.errors.InvalidArgumentError as error:
+        # Adam with amsgrad.
+        assert "unsupported operations" in str(error)
+        return False
+    return True
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MAKERS)
 def test_it_trains_as_bare_and_a_skipped_step_changes_none_of_its_state(name, mode):
     # What a compiler makes of the bare one takes as long again, and only rounds otherwise. But
     # tf_keras' Nadam computes otherwise in a traced function.
     bare = Training(model_with(MAKERS[name]()), "function" if IS_TF_KERAS and mode != "eager" else "eager")
+    if mode == "xla" and not has_kernels(name):
+        pytest.skip("XLA has no operation for it, bare or wrapped")
     ours = Training(model_with(wrapped(MAKERS[name]())), mode)
     for number, gradients in enumerate(STEPS):
         if number == 1:
@@ -150,11 +172,14 @@ def test_it_trains_as_bare_and_a_skipped_step_changes_none_of_its_state(name, mo
     assert int(ours.optimizer.steps_skipped) == 1
 
 
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_file_brings_all_of_its_state_back(name, form, tmp_path):
     if form == ".h5" and not can_be_written(model_with(MAKERS[name]()), tmp_path / "bare.h5"):
         pytest.skip("the framework cannot write it into this form, bare or wrapped")
+    if name.startswith("legacy-") and form in (".keras", ".weights.h5"):
+        pytest.skip("tf_keras writes no state of a legacy optimizer into this form")
     saved = Training(model_with(wrapped(MAKERS[name]())), "eager")
     for gradients in (STEPS[0], BAD, STEPS[1]):
         saved.step(gradients)
@@ -167,16 +192,20 @@ def test_a_file_brings_all_of_its_state_back(name, form, tmp_path):
         saved.model.save(path)
     loaded = loaded_from(path, form, name)
     same(state(saved.optimizer), state(loaded.optimizer))
-    assert float(loaded.optimizer.loss_scale) == SCALE / 2
+    if name.startswith("legacy-") and form == ".h5":
+        # tf_keras writes the inner optimizer's weights there and nothing else.
+        assert int(loaded.optimizer.steps_skipped) == 0
+    else:
+        assert float(loaded.optimizer.loss_scale) == SCALE / 2
+        assert int(loaded.optimizer.steps_skipped) == 1
     for training in (saved, loaded):
         training.step(STEPS[2])
     same(saved.parameters(), loaded.parameters())
     same(state(saved.optimizer), state(loaded.optimizer))
-    assert int(loaded.optimizer.steps_skipped) == 1
 
 
 def can_be_written(model, path):
-    model.optimizer.build(model.trainable_variables)
+    build(model.optimizer, model.trainable_variables)
     try:
         model.save(path)
     except ValueError as error:
