@@ -64,6 +64,10 @@ class Standalone:
         if isinstance(config, families):
             return config
         known = {**_only_new_optimizers(), **(custom_objects or {})}
+        # Below an HDF5 file tf_keras looks for the class name alone.
+        own = tf_keras.saving.get_registered_object(config.get("registered_name"), custom_objects)
+        if own is not None:
+            known[config["class_name"]] = own
         # tf_keras lower-cases the class name in the dictionary it is given.
         inner = tf_keras.optimizers.deserialize(
             copy.deepcopy(config),
