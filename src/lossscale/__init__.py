@@ -1,7 +1,7 @@
 """Loss scaling for float16 training."""
 
 from lossscale.errors import LossScaleError, LossScaleWarning
-from lossscale.installation import Installation, install, register
+from lossscale.installation import Installation, install, register, register_later
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.rules import DynamicScale, FixedScale, ScaleRule, ScaleState
 
@@ -19,3 +19,5 @@ __all__ = [
 ]
 
 register()
+register_later()
+del register_later

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import importlib.abc
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 from lossscale import registry
 from lossscale.optimizer import LossScaleOptimizer
@@ -12,8 +19,7 @@ from lossscale.optimizer import LossScaleOptimizer
 def register() -> None:
     """Registers the optimizers with the frameworks that are imported, so that files load.
 
-    `import lossscale` does it for what was imported before. Call it if Keras is imported later
-    and a model is loaded before any loss scale optimizer is made.
+    `import lossscale` does it for Keras and tf_keras, whether they are imported before or after.
 
     Example:
         >>> register()
@@ -21,6 +27,44 @@ def register() -> None:
     experimental = importlib.import_module("lossscale.experimental")
     for shell in registry.loaded_shells():
         registry.combined(experimental.LossScaleOptimizer, shell)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Lets a framework be found as without this, and registers the optimizers once it is there."""
+
+    def __init__(self, roots: Sequence[str]) -> None:
+        self._awaited = set(roots)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Returns what the other finders find for an awaited module, with a changed loader."""
+        if fullname not in self._awaited:
+            return None
+        for finder in sys.meta_path:
+            found = None if finder is self else finder.find_spec(fullname, path, target)
+            if found is not None:
+                # On the loader's instance, which serves this module alone: its class stays what
+                # others expect.
+                loader: Any = found.loader
+                run = functools.partial(self._run, fullname, loader.exec_module)
+                loader.exec_module = run
+                return found
+        return None
+
+    def _run(self, name: str, execute: Any, module: ModuleType) -> None:
+        execute(module)
+        self._awaited.discard(name)
+        # Where a shell is what imports its framework, it is not complete yet.
+        if not registry.shells_begun(name):
+            register()
+
+
+def register_later() -> None:
+    """Registers the optimizers with each framework that is imported from now on."""
+    roots = [root for root in registry.roots() if root not in sys.modules]
+    if roots:
+        sys.meta_path.insert(0, _AfterImport(roots))
 
 
 # The installations that are not undone yet, and what takes the names out: the names stand as long

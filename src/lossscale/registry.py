@@ -108,6 +108,16 @@ def _is_tf_keras_optimizer(optimizer: Any) -> bool:
     )
 
 
+def roots() -> list[str]:
+    """Returns the names of the frameworks' root modules."""
+    return list(dict.fromkeys(row.root for row in _ROWS))
+
+
+def shells_begun(root: str) -> bool:
+    """Whether a module of shells of this framework is imported or being imported."""
+    return any(row.root == root and row.shell_module in sys.modules for row in _ROWS)
+
+
 def loaded_shells() -> list[type[Any]]:
     """Returns the shells of the frameworks that this process has imported."""
     return [_load(row) for row in _ROWS if row.loaded_root() is not None]

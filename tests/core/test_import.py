@@ -1,6 +1,7 @@
 """What importing the library costs, and which of its modules may import which."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -141,6 +142,37 @@ def test_importing_takes_less_than_50_ms(name):
     # CPU time, and the best of three: the first one may have to compile, and others may be at
     # work on the same machine.
     assert min(in_a_fresh_interpreter(f"import {name}")[1] for _ in range(3)) < 0.050
+
+
+FILES_LOAD = """
+import lossscale
+import json, keras
+after = keras.saving.get_registered_object
+names = ["lossscale>LossScaleOptimizer", "lossscale.experimental>LossScaleOptimizer"]
+assert all(after(name) is not None for name in names), names
+optimizer = keras.saving.deserialize_keras_object(json.loads(sys.argv[1]))
+assert isinstance(optimizer, lossscale.LossScaleOptimizer), optimizer
+assert keras.__spec__.loader.__class__.__name__ == "SourceFileLoader"
+"""
+
+
+def test_files_load_if_keras_is_imported_after_lossscale():
+    sgd = {"class_name": "SGD", "config": {"learning_rate": 0.5}}
+    described = {
+        "module": "lossscale.frameworks.keras.shell",
+        "class_name": "KerasLossScaleOptimizer",
+        "config": {"name": None, "inner_optimizer": sgd},
+        "registered_name": "lossscale>LossScaleOptimizer",
+    }
+    program = f"import sys{FILES_LOAD}"
+    done = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(described)],
+        env={**os.environ, "KERAS_BACKEND": "jax"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)

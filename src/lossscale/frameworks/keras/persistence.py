@@ -64,7 +64,7 @@ class Persistence(Part):
         # variables are written by this class; named here, they would stand in the file twice,
         # and a file of a plain optimizer would be missing the second copy. TensorFlow asks dir()
         # for get_slot_names, and writes no checkpoint if slots are attributes as well.
-        hidden = {"inner_optimizer", "get_slot_names"}
+        hidden = {"inner_optimizer", "_inner_parts", "get_slot_names"}
         return [name for name in super().__dir__() if name not in hidden]
 
     def save_own_variables(self, store: Any) -> None:

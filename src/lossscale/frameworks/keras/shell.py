@@ -198,13 +198,19 @@ class KerasLossScaleOptimizer(
         # A copy: Keras lower-cases the class name in the dictionary it is given.
         config = older_names.inner_config(config, custom_objects)
         inner = keras.optimizers.deserialize(config, custom_objects=custom_objects)
-        if isinstance(inner, str):
-            # Keras' way of saying that it knows no optimizer of this name.
+        if not isinstance(inner, str):
+            return inner
+        # Keras' way of saying that its own list has no optimizer of this name. It lacks some that
+        # Keras has (Lamb), and those that only their module names.
+        if config.get("module") is None and hasattr(keras.optimizers, inner):
+            config = {**config, "module": "keras.optimizers"}
+        try:
+            return keras.saving.deserialize_keras_object(config, custom_objects=custom_objects)
+        except TypeError as error:
             raise ArgumentError(
                 f"The optimizer {inner!r} in the configuration is not known. Pass its class in "
                 f"custom_objects={{{inner!r}: ...}}."
-            )
-        return inner
+            ) from error
 
 
 older_names.register(KerasLossScaleOptimizer)

@@ -26,20 +26,29 @@ class TrainingStep(Part):
     # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
     _notes: ClassVar[Any] = None
 
-    @no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
     def build(self, variables: Sequence[Any]) -> None:
         if self.built:
             return
         inner = self.inner_optimizer
+        # Keras switches attribute tracking off for all objects at once, and by it an optimizer
+        # lists the variables that its `build` sets as attributes.
         if not inner.built:
             inner.build(list(variables))
-        self._trainable_variables = list(variables)
-        self._trainable_variables_indices = {
-            self._var_key(variable): index for index, variable in enumerate(variables)
-        }
+        self._remember_trained(list(variables))
         self.built = True
         self._load_what_waited()
         self._build_notes()
+
+    @no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
+    def _remember_trained(self, variables: list[Any]) -> None:
+        self._trainable_variables = variables
+        self._trainable_variables_indices = {
+            self._var_key(variable): index for index, variable in enumerate(variables)
+        }
+        # An optimizer of several keeps them where TensorFlow's checkpoints do not look.
+        parts = list(getattr(self.inner_optimizer, "optimizers", ()))
+        if parts:
+            self._inner_parts = parts
 
     def _keep_notes(self, histograms_every: int | None) -> None:
         """Lets steps note what a monitor reads; takes effect in functions that are traced later.

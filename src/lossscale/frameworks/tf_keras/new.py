@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -34,6 +34,17 @@ class TFKerasLossScaleOptimizer(
         self._trained = (variables,)
         self._load_what_waited()
 
+    def _unlisted_variables(self) -> dict[str, Any]:
+        # tf_keras lists what `add_variable` made, and not what `build` set as an attribute.
+        inner, found = self._optimizer, {}
+        listed = [*inner.variables, inner.iterations, *(self._trained[0] if self._trained else ())]
+        seen = {id(variable) for variable in (*listed, inner._learning_rate)}
+        for name, variable in _variables_in(vars(inner), "inner"):
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                found[name] = variable
+        return found
+
     def _inner_weights(self) -> list[Any]:
         return list(self._optimizer.variables)
 
@@ -52,6 +63,10 @@ class TFKerasLossScaleOptimizer(
 
     def _apply_inner(self, pairs: list[Any], name: str | None) -> Any:
         inner = self._optimizer
+        if "_u_product_counter" in vars(inner) and tf.executing_eagerly():
+            # By this number Nadam tells whether this step has multiplied its product already, and
+            # no file has it. A traced function keeps what it was when it was traced.
+            inner._u_product_counter = int(inner.iterations) + 1
         with _without_own_function(inner) if in_xla() else contextlib.nullcontext():
             return inner.apply_gradients(pairs, name=name, skip_gradients_aggregation=True)
 
@@ -59,7 +74,9 @@ class TFKerasLossScaleOptimizer(
         return can_gate(self._optimizer, gradients)
 
     def _written(self, trained: Sequence[Any]) -> list[Any]:
-        return [*self._optimizer.variables, self._optimizer.iterations, *trained]
+        inner = self._optimizer
+        unlisted = self._unlisted_variables().values()
+        return [*inner.variables, inner.iterations, *unlisted, *trained]
 
     # Methods of the base class that would use variables and settings it has not got here.
 
@@ -82,6 +99,18 @@ class TFKerasLossScaleOptimizer(
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Excludes variables from the inner optimizer's weight decay; call it before `build`."""
         self._optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+
+def _variables_in(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yields the variables in nested containers, by their places."""
+    if isinstance(thing, tf.Variable):
+        yield path, thing
+    elif isinstance(thing, Mapping):
+        for key, value in thing.items():
+            yield from _variables_in(value, f"{path}.{key}")
+    elif isinstance(thing, (list, tuple)):
+        for number, value in enumerate(thing):
+            yield from _variables_in(value, f"{path}.{number}")
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ class Persistence(Part):
     """`__deepcopy__`, `__reduce__`, and values that wait for the variables they belong to."""
 
     _waiting: list[Any] | None
+    _later: dict[str, Any]
 
     def _own_variables(self) -> dict[str, Any]:
         """The variables of the loss scale and of the skips, by their names in files."""
@@ -28,15 +29,27 @@ class Persistence(Part):
             "last_step_skipped": self._last_step_skipped,
         }
 
+    def _unlisted_variables(self) -> dict[str, Any]:
+        """Variables that the inner optimizer does not list, by their names in files."""
+        return {}
+
+    def _named_variables(self) -> dict[str, Any]:
+        return {**self._own_variables(), **self._unlisted_variables()}
+
     def _own_values(self) -> dict[str, Any]:
-        return dict(zip(self._own_variables(), values_of(self._own_variables()), strict=True))
+        named = self._named_variables()
+        return {**self._later, **dict(zip(named, values_of(named), strict=True))}
 
     def _set_own_values(self, values: Mapping[str, Any]) -> None:
-        pairs = []
-        for name, variable in self._own_variables().items():
-            if name in values:
-                # A dataset of an HDF5 file is no array yet.
-                pairs.append((variable, np.asarray(values[name][()])))
+        # A dataset of an HDF5 file is no array yet.
+        given = {name: np.asarray(values[name][()]) for name in values}
+        pairs = [
+            (variable, given.pop(name))
+            for name, variable in self._named_variables().items()
+            if name in given
+        ]
+        # Before `build` there is no place for some.
+        self._later.update(given)
         tf_keras.backend.batch_set_value(pairs)
         if self._state is not None and any(name in values for name in self._state.named):
             self._make_valid()
@@ -62,7 +75,13 @@ class Persistence(Part):
             )
 
     def _load_what_waited(self) -> None:
-        """Sets the inner optimizer's weights that were loaded before they existed."""
+        """Sets the inner optimizer's variables that were loaded before they existed."""
+        found = {name: v for name, v in self._unlisted_variables().items() if name in self._later}
+        if found:
+            with tf.init_scope():
+                tf_keras.backend.batch_set_value(
+                    [(variable, self._later.pop(name)) for name, variable in found.items()]
+                )
         values = self._waiting
         if values is None or len(values) != len(self._inner_weights()):
             return

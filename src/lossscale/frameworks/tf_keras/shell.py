@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -109,6 +110,8 @@ class CommonShell(
         self._rule = rule
         self._convention = GradientConvention()
         self._waiting = None
+        # Past attribute tracking, as a checkpoint holds no arrays.
+        self.__dict__["_later"] = {}
         self._warned_of_none = False
         self._trained: tuple[Any, ...] = ()
         self._loose_variables: dict[str, Any] = {}
@@ -191,7 +194,12 @@ class CommonShell(
 
     @property
     def variables(self) -> VariableList:
-        return VariableList([*self._inner_weights(), *self._own_variables().values()])
+        # Last come those that the inner optimizer keeps and does not list (Nadam).
+        listed = [*self._inner_weights(), *self._own_variables().values()]
+        # HDF5 files name a variable by its name alone.
+        others = self._unlisted_variables().values()
+        names = collections.Counter(variable.name for variable in (*listed, *others))
+        return VariableList([*listed, *(other for other in others if names[other.name] == 1)])
 
     @property
     def weights(self) -> VariableList:

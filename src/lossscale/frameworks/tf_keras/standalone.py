@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
+from lossscale.errors import ArgumentError
 from lossscale.frameworks.tensorflow import arrays, finite
 from lossscale.frameworks.tf_keras.state import State, new_variable
 from lossscale.rules import ScaleRule
@@ -62,10 +63,37 @@ class Standalone:
         families = (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer)
         if isinstance(config, families):
             return config
+        known = {**_only_new_optimizers(), **(custom_objects or {})}
+        # Below an HDF5 file tf_keras looks for the class name alone.
+        own = tf_keras.saving.get_registered_object(config.get("registered_name"), custom_objects)
+        if own is not None:
+            known[config["class_name"]] = own
         # tf_keras lower-cases the class name in the dictionary it is given.
-        return tf_keras.optimizers.deserialize(
+        inner = tf_keras.optimizers.deserialize(
             copy.deepcopy(config),
-            custom_objects=custom_objects,
+            custom_objects=known,
             # Files of releases before 2.13 do not name the module of a class.
             use_legacy_format="module" not in config,
         )
+        if not isinstance(inner, str):
+            return inner
+        # tf_keras' way of saying that its own list has no optimizer of this name.
+        try:
+            return tf_keras.saving.deserialize_keras_object(
+                copy.deepcopy(config), custom_objects=known
+            )
+        except TypeError as error:
+            raise ArgumentError(
+                f"The optimizer {inner!r} in the configuration is not known. Pass its class in "
+                f"custom_objects={{{inner!r}: ...}}."
+            ) from error
+
+
+def _only_new_optimizers() -> dict[str, type[Any]]:
+    """The classes that have no legacy counterpart; tf_keras' own list lacks some of them."""
+    new, legacy = tf_keras.optimizers, tf_keras.optimizers.legacy
+    return {
+        name: cls
+        for name, cls in vars(new).items()
+        if isinstance(cls, type) and issubclass(cls, new.Optimizer) and not hasattr(legacy, name)
+    }

@@ -33,7 +33,10 @@ class DocumentedWeights(Part):
         # Datasets of an HDF5 file are no arrays yet.
         weights = [np.asarray(weight) for weight in weights]
         counted, everything = self.weights, self.variables
-        if len(weights) not in (len(counted), len(everything)):
+        named = {**self._own_variables(), **self._unlisted_variables()}
+        # Files of older releases of this class have no others.
+        own = len(counted) + len(self._own_variables())
+        if len(weights) not in (len(counted), own, len(everything)):
             raise ArgumentError(
                 f"The optimizer has {len(counted)} weights, or {len(everything)} variables with "
                 f"the loss scale. Received: {len(weights)} arrays. Before build(variables) it has "
@@ -48,8 +51,9 @@ class DocumentedWeights(Part):
                 )
         tf_keras.backend.batch_set_value(list(zip(counted, weights, strict=False)))
         if len(weights) > len(counted):
-            names = list(self._own_variables())
-            self._set_own_values(dict(zip(names, weights[len(counted) :], strict=True)))
+            names = {id(variable): name for name, variable in named.items()}
+            found = zip(targets[len(counted) :], weights[len(counted) :], strict=True)
+            self._set_own_values({names[id(variable)]: value for variable, value in found})
 
     def get_slot_names(self) -> list[str]:
         return list(dict.fromkeys(names[0] for names, _ in self._slots()))
