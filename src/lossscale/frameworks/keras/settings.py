@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+
 from lossscale.errors import ArgumentError, UnknownSettingError
-from lossscale.frameworks.checks import unknown_setting
+from lossscale.frameworks.checks import check_own_name, unknown_setting
 from lossscale.frameworks.part import Part
 
 # Keras' base class sets these on every optimizer. On a wrapper they would hide the settings of
@@ -75,7 +77,9 @@ class InnerSettings(Part):
         elif hasattr(inner, name):
             setattr(inner, name, value)
         else:
-            raise unknown_setting(type(self), inner, name)
+            check_own_name(inner, name, keras.optimizers)
+            super().__setattr__(name, value)
+            self.__dict__.setdefault("_names_of_the_user", set()).add(name)
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Excludes variables from the inner optimizer's weight decay; call it before `build`."""

@@ -198,7 +198,8 @@ def unscale_and_judge(
         finite = optimizer._judge(result, variables, None)
         return Judged(result, finite, finite is True or bool(finite))
     # A `.grad` is its user's: it may be added to or filled again, in ways that leave no trace.
-    in_place = _copies(optimizer, [multiplied[index] for index in copied], copied)
+    keys = [(index, id(variables[index])) for index in copied]
+    in_place = _copies(optimizer, [multiplied[index] for index in copied], keys)
     for index, tensor in zip(copied, in_place, strict=True):
         result[index] = tensor
     scale = torch.as_tensor(scale, dtype=torch.float32, device=in_place[0].device)
