@@ -118,7 +118,8 @@ class Run:
         self._apply(names, self.divided)
 
     def plain(self, *names):
-        self._apply(names, dict(zip("ab", self._loss(), strict=True)))
+        loss = self._loss()
+        self._apply(names, {"a": loss[0], "b": loss[1]})
 
     def _apply(self, names, gradients):
         self.optimizer.apply_gradients([(gradients[name], self.variables[name]) for name in names])
@@ -135,4 +136,3 @@ class Run:
             ),
             [self.variables[name] for name in names],
         )
-

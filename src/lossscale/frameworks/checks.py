@@ -120,9 +120,11 @@ def check_own_name(inner: Any, name: str, optimizers: Any) -> None:
         UnknownSettingError: If it is the misspelt name of a setting, or a setting that only other
             optimizers have. It is an `AttributeError`.
     """
-    settings = {*_settings(type(inner)), *getattr(inner, "_hyper", ())} - {"name"}
+    settings = {*_settings(type(inner)), *getattr(inner, "_hyper", ())}
     close = difflib.get_close_matches(name, settings, n=1, cutoff=_SIMILAR)
-    others = {n for cls in vars(optimizers).values() if inspect.isclass(cls) for n in _settings(cls)}
+    others = {
+        n for cls in vars(optimizers).values() if inspect.isclass(cls) for n in _settings(cls)
+    }
     # A list of what a setting was in each step is no misspelt setting.
     if name in others or (close and name != f"{close[0]}s"):
         hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -138,17 +140,19 @@ _SIMILAR = 0.81
 
 @functools.cache
 def _settings(cls: type[Any]) -> frozenset[str]:
-    """The names of all arguments of a class's constructors."""
+    """The names of an optimizer's settings: constructors' arguments, and what can be set."""
     signatures = [
         inspect.signature(base.__init__) for base in cls.__mro__ if "__init__" in vars(base)
     ]
-    return frozenset(
+    arguments = {
         name
         for signature in signatures
         for name, parameter in signature.parameters.items()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        and name != "self"
-    )
+    }
+    members = inspect.getmembers_static(cls, lambda member: isinstance(member, property))
+    settable = {name for name, member in members if member.fset is not None}
+    return frozenset(arguments | settable) - {"self", "name", "iterations"}
 
 
 def unknown_setting(wrapper: type[Any], inner: Any, name: str) -> UnknownSettingError:

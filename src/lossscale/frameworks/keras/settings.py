@@ -66,6 +66,10 @@ class InnerSettings(Part):
             raise unknown_setting(type(self), inner, name) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if "_lock" not in (name, *self.__dict__) and not isinstance(value, keras.Variable):
+            # A subclass may set attributes before it calls Keras' constructor, as in TensorFlow.
+            object.__setattr__(self, name, value)
+            return
         inner = self.__dict__.get("inner_optimizer")
         if name in _VARIABLES and self.__dict__.get(name) is not None:
             raise UnknownSettingError(
@@ -78,7 +82,11 @@ class InnerSettings(Part):
             setattr(inner, name, value)
         else:
             check_own_name(inner, name, keras.optimizers)
-            super().__setattr__(name, value)
+            # Only variables are tracked, to be saved: Keras' own lists cannot be copied.
+            if isinstance(value, keras.Variable):
+                super().__setattr__(name, value)
+            else:
+                object.__setattr__(self, name, value)
             self.__dict__.setdefault("_names_of_the_user", set()).add(name)
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:

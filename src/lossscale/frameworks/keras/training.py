@@ -164,9 +164,7 @@ class TrainingStep(Part):
         self._convention.check_apply()
         with keras.name_scope(self.name):
             self._step(grads, variables, scaled=True)
-        self._convention.note_apply(
-            self._engine.current_place(), with_gradient(grads, variables)
-        )
+        self._convention.note_apply(self._engine.current_place(), with_gradient(grads, variables))
 
     def stateless_apply(
         self,
