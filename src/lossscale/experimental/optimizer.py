@@ -89,8 +89,8 @@ class LossScaleOptimizer(_Base):
                 f"{type(self._loss_scale).__name__} sees the gradients of one replica, and cannot "
                 "decide for all. On several replicas use 'dynamic' or a DynamicLossScale."
             )
-        _, should_apply = self._loss_scale.update(unscaled)
-        return should_apply
+        moved, should_apply = self._loss_scale.update(unscaled)
+        return self._after(moved, should_apply)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration: a JSON-ready dictionary without any saved state."""

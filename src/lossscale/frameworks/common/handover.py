@@ -134,7 +134,11 @@ class _Mark:
 
 def _elsewhere(made_in: weakref.ref[Any] | None, place: Place) -> bool:
     """Whether something was made in a graph, and not in the one of `place`."""
-    return made_in is not None and made_in() is not place.graph
+    if made_in is None:
+        return False
+    graph = made_in()
+    # A graph that is gone is not the absence of one.
+    return graph is None or graph is not place.graph
 
 
 class GradientConvention:
@@ -239,8 +243,9 @@ class GradientConvention:
                 # No other graph needs it, unless that one returned gradients as well.
                 self._warn_once(_EITHER.format(reason=_APPLIED_INSIDE, taken=_AS_SCALED), 5)
         elif place.graph is None and conflict:
-            # Right after scale_loss() its gradients are expected first.
-            scaled = not mark.times
+            # Right after scale_loss() its gradients are expected first, and their groups then.
+            applied = [variable for variable, _ in mark.times.values()]
+            scaled = not applied or ("unscaled", False) in self._given_out_of_traces(applied)
             taken = _AS_SCALED if scaled else _AS_UNSCALED
             self._warn_once(_EITHER.format(reason=_ONE_TRACED, taken=taken), 5)
             return scaled

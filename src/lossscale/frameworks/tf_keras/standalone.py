@@ -9,7 +9,7 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale.errors import ArgumentError
-from lossscale.frameworks.tensorflow import arrays, finite
+from lossscale.frameworks.tensorflow import arrays, finite, step
 from lossscale.frameworks.tf_keras.state import State, new_variable
 from lossscale.rules import ScaleRule
 
@@ -26,6 +26,18 @@ class Standalone:
     @staticmethod
     def _constant(value: float) -> Any:
         return tf.constant(value, tf.float32)
+
+    @staticmethod
+    def _operation(done: Any) -> Any:
+        """What a caller has to run for something to be done; None where it is done already."""
+        if tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function:
+            return None
+        return step.grouped(done)
+
+    @staticmethod
+    def _after(done: Any, value: Any) -> Any:
+        """Returns a value that is there once something was done."""
+        return value if done is None else step.after(done, lambda: value)
 
     @staticmethod
     def _flat_gradients(gradients: Any) -> list[Any]:

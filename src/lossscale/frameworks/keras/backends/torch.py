@@ -150,7 +150,8 @@ def unscale_and_judge(step: Step, inner: Any, ledger: Ledger) -> Judged:
         finite = all_finite(result) if rule.checks_gradients else True
         return Judged(result, finite, finite is True or bool(finite))
     # A `.grad` is its user's: it may be added to or filled again, in ways that leave no trace.
-    in_place = _copies(inner, [multiplied[index] for index in copied], copied)
+    keys = [(index, id(step.variables[index])) for index in copied]
+    in_place = _copies(inner, [multiplied[index] for index in copied], keys)
     for index, tensor in zip(copied, in_place, strict=True):
         result[index] = tensor
     scale = torch.as_tensor(step.scale, dtype=torch.float32, device=in_place[0].device)
