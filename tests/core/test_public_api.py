@@ -5,6 +5,7 @@ import pydoc
 import pytest
 
 import lossscale
+from lossscale.frameworks.shell.contract import Shell, ShellClass
 from lossscale.members import OptimizerMembers
 
 DECLARED = [name for name in vars(OptimizerMembers) if not name.startswith("_")]
@@ -83,6 +84,22 @@ def test_help_shows_every_documented_member_once():
                 if cls.__module__.startswith("lossscale.") and vars(cls)[name].__doc__
             }
             assert len(texts) == 1, (shell.__name__, name)
+
+
+def test_every_shell_offers_all_of_the_contract():
+    asked = {
+        name
+        for protocol in (ShellClass, Shell)
+        for name in {**vars(protocol), **protocol.__annotations__}
+        if name.startswith("_") and not name.startswith(("__", "_abc", "_is_", "_non"))
+    }
+    assert len(asked) >= 15
+    for shell in shells():
+        ours = [cls for cls in shell.__mro__ if cls.__module__.startswith("lossscale.")]
+        offered = {
+            name for cls in ours for name in {**vars(cls), **vars(cls).get("__annotations__", {})}
+        }
+        assert asked <= offered, (shell.__name__, asked - offered)
 
 
 def shells():

@@ -20,7 +20,7 @@ WITH_EXAMPLES = {f"{PACKAGE.__name__}.{name}" for name in ("monitor", "verbs")}
 def test_the_examples_print_what_they_show(name):
     module = importlib.import_module(name)
     names = {**vars(module), "tf_keras": tf_keras, "tf": tf, "lossscale": lossscale}
-    if name.endswith((".new", ".legacy")):
+    if name.endswith((".for_current_optimizers", ".for_legacy_optimizers")):
         pytest.skip("its docstring is the one of lossscale.LossScaleOptimizer, for Keras 3")
     failed, tried = doctest.testmod(module, globs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert failed == 0

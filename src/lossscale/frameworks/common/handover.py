@@ -141,7 +141,7 @@ def _elsewhere(made_in: weakref.ref[Any] | None, place: Place) -> bool:
     return graph is None or graph is not place.graph
 
 
-class GradientConvention:
+class GradientHandover:
     """Remembers how the loss was scaled, for the call that applies the gradients."""
 
     def __init__(self) -> None:

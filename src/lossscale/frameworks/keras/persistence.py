@@ -16,8 +16,8 @@ import numpy as np
 from keras.src.saving.keras_saveable import KerasSaveable
 
 from lossscale.errors import LossScaleWarning
+from lossscale.frameworks.keras.parts import Parts
 from lossscale.frameworks.keras.weights import numpy_of
-from lossscale.frameworks.shell.part import Part
 
 # Keras' own LossScaleOptimizer writes these before the inner optimizer's variables. The first
 # two have no effect there.
@@ -54,7 +54,7 @@ class LossScaleStore(KerasSaveable):
             self._write(values)
 
 
-class Persistence(Part):
+class Persistence(Parts):
     """`save_own_variables`, `load_own_variables`, `__deepcopy__`, `__reduce__`."""
 
     _waiting: dict[str, Any] | None

@@ -8,7 +8,7 @@ import keras
 
 from lossscale.errors import ArgumentError, UnknownSettingError
 from lossscale.frameworks.common.checks import check_own_name, unknown_setting
-from lossscale.frameworks.shell.part import Part
+from lossscale.frameworks.keras.parts import Parts
 
 # Keras' base class sets these on every optimizer. On a wrapper they would hide the settings of
 # the optimizer inside, which are the ones that have an effect.
@@ -30,7 +30,7 @@ _OWN_ATTRIBUTES = frozenset(
 _VARIABLES = ("step_counter", "dynamic_scale")
 
 
-class InnerSettings(Part):
+class InnerSettings(Parts):
     """Hyperparameters: `momentum`, `learning_rate`, `lr`, `clipnorm` and all others."""
 
     @property

@@ -13,13 +13,13 @@ from keras.src.utils.tracking import Tracker
 from lossscale.arguments import config_from_rule, rule_from_arguments
 from lossscale.errors import ArgumentError
 from lossscale.frameworks.common.checks import remember_wrapper
-from lossscale.frameworks.common.handover import GradientConvention
+from lossscale.frameworks.common.handover import GradientHandover
 from lossscale.frameworks.keras import backends, older_names
 from lossscale.frameworks.keras.checks import check_inner, check_names
 from lossscale.frameworks.keras.iterations import StepCounter
+from lossscale.frameworks.keras.loss_scales import LossScaleSupport
 from lossscale.frameworks.keras.persistence import LossScaleStore, Persistence
 from lossscale.frameworks.keras.settings import SETTINGS_OF_THE_BASE, InnerSettings
-from lossscale.frameworks.keras.standalone import Standalone
 from lossscale.frameworks.keras.state import State
 from lossscale.frameworks.keras.training import TrainingStep
 from lossscale.frameworks.keras.verbs import DocumentedVerbs
@@ -35,19 +35,13 @@ class KerasLossScaleOptimizer(
     DocumentedVerbs,
     DocumentedWeights,
     Persistence,
-    Standalone,
+    LossScaleSupport,
     LossScaleOptimizer,
     keras.optimizers.LossScaleOptimizer,
 ):
     __doc__ = LossScaleOptimizer.__doc__
 
     _framework: ClassVar[str | None] = "keras"
-
-    # None where a loss scale of the older API moves by its user's own code.
-    _state: Any
-    _iterations: Any
-    _waiting: dict[str, Any] | None
-    built: bool
 
     def __init__(
         self,
@@ -81,7 +75,7 @@ class KerasLossScaleOptimizer(
         self._backend = backend
         self.inner_optimizer = inner_optimizer
         self._rule = rule
-        self._convention = GradientConvention()
+        self._handover = GradientHandover()
         self._waiting = None
         # Past attribute tracking, which would count these variables as own ones.
         self.__dict__["_added_slots"] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import keras
 
@@ -12,19 +12,14 @@ from keras.src.utils.tracking import no_automatic_dependency_tracking
 
 from lossscale.errors import ArgumentError, GradientsError
 from lossscale.frameworks.common.checks import check_some_gradient, checked_pairs, with_gradient
+from lossscale.frameworks.keras.parts import Parts
 from lossscale.frameworks.keras.state import Ledger
 from lossscale.frameworks.keras.step import Step
-from lossscale.frameworks.shell.part import Part
 from lossscale.rules import Needs
 
 
-class TrainingStep(Part):
+class TrainingStep(Parts):
     """What Keras' trainer calls, and what the documented verbs lead to."""
-
-    built: bool
-
-    # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
-    _notes: ClassVar[Any] = None
 
     def build(self, variables: Sequence[Any]) -> None:
         if self.built:
@@ -71,7 +66,7 @@ class TrainingStep(Part):
                 self._notes.build(trained, names, dtypes)
 
     def scale_loss(self, loss: Any) -> Any:
-        self._convention.note_scale_loss(self._backend.current_place())
+        self._handover.note_scale_loss(self._backend.current_place())
         return self._scaled(loss)
 
     def apply_gradients(
@@ -84,11 +79,11 @@ class TrainingStep(Part):
         gradients, variables = checked_pairs(grads_and_vars, self._backend.is_variable)
         moved = with_gradient(gradients, variables)
         place = self._backend.current_place()
-        scaled = self._convention.are_scaled(place, moved)
+        scaled = self._handover.are_scaled(place, moved)
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         with keras.name_scope(name or self.name):
             self._step(gradients, variables, scaled=scaled, aggregate=aggregate)
-        self._convention.note_applied(place, moved)
+        self._handover.note_applied(place, moved)
         return self.iterations
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
@@ -105,10 +100,10 @@ class TrainingStep(Part):
                 )
         check_some_gradient(grads)
         variables = list(trainable_variables)
-        self._convention.check_apply()
+        self._handover.check_apply()
         with keras.name_scope(self.name):
             self._step(grads, variables, scaled=True)
-        self._convention.note_apply(self._backend.current_place(), with_gradient(grads, variables))
+        self._handover.note_apply(self._backend.current_place(), with_gradient(grads, variables))
 
     def stateless_apply(
         self,
@@ -176,6 +171,8 @@ class TrainingStep(Part):
     # What a LossScale object of the older API replaces.
 
     def _current_scale(self) -> Any:
+        # A loss scale that moves by itself has a method of its own in this place.
+        assert self._state is not None
         return self._rule.loss_scale(self._state.read())
 
     @property

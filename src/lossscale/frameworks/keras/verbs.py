@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lossscale.errors import ArgumentTypeError, GradientsError
+from lossscale.frameworks.keras.parts import Parts
 from lossscale.frameworks.keras.step import of_the_loss
-from lossscale.frameworks.shell.part import Part
 
 
-class DocumentedVerbs(Part):
+class DocumentedVerbs(Parts):
     """`minimize`, `get_scaled_loss`, `get_unscaled_gradients`, `get_gradients`, `get_updates`."""
 
     def minimize(
@@ -22,7 +22,7 @@ class DocumentedVerbs(Part):
         tape: Any = None,
     ) -> Any:
         place = self._backend.current_place()
-        with self._convention.aside(place):
+        with self._handover.aside(place):
             gradients, variables = self._backend.differentiate(
                 loss, var_list, self.get_scaled_loss, tape=tape, grad_loss=grad_loss
             )
@@ -42,12 +42,12 @@ class DocumentedVerbs(Part):
         self, place: Any, gradients: Sequence[Any], variables: Sequence[Any], name: str | None
     ) -> Any:
         # Also where a subclass unscales by itself, without the method that notes it.
-        self._convention.note_all_unscaled(place)
-        named = {} if name is None else {"name": name}
+        self._handover.note_all_unscaled(place)
+        named: dict[str, Any] = {} if name is None else {"name": name}
         return self.apply_gradients(list(zip(gradients, variables, strict=True)), **named)
 
     def get_scaled_loss(self, loss: Any) -> Any:
-        self._convention.note_get_scaled_loss()
+        self._handover.note_get_scaled_loss()
         return self._scaled(loss)
 
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
@@ -57,16 +57,16 @@ class DocumentedVerbs(Part):
             raise ArgumentTypeError(
                 f"`grads` must be a list of gradients. Received: {grads!r}."
             ) from None
-        self._convention.note_unscaled(self._backend.current_place(), _number(gradients))
+        self._handover.note_unscaled(self._backend.current_place(), _number(gradients))
         scale = self._current_scale()
         return list(self._backend.unscaled(gradients, scale, self._rule.powers_of_two))
 
     def get_gradients(self, loss: Any, params: Sequence[Any]) -> list[Any]:
         place = self._backend.current_place()
         params = self._backend.flat_variables(params)
-        with self._convention.aside(place):
+        with self._handover.aside(place):
             gradients = self._gradients_of(loss, params)
-        self._convention.note_unscaled(place, len(gradients))
+        self._handover.note_unscaled(place, len(gradients))
         return gradients
 
     def _gradients_of(self, loss: Any, params: Sequence[Any]) -> list[Any]:
@@ -85,7 +85,7 @@ class DocumentedVerbs(Part):
 
     def get_updates(self, loss: Any, params: Sequence[Any]) -> list[Any]:
         place = self._backend.current_place()
-        with self._convention.aside(place):
+        with self._handover.aside(place):
             gradients = self.get_gradients(loss, params)
             variables = self._backend.flat_variables(params)
             return [self._apply_unscaled(place, gradients, variables, None)]

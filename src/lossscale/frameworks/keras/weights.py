@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from lossscale.errors import ArgumentError, UnknownSlotError
-from lossscale.frameworks.shell.part import Part
+from lossscale.frameworks.keras.parts import Parts
 from lossscale.members import VariableList
 
 # What TensorFlow's optimizers called the slots that Keras 3 names otherwise.
@@ -22,7 +22,7 @@ _OLDER_SLOT_NAMES: dict[str, dict[str, str]] = {
 }
 
 
-class DocumentedWeights(Part):
+class DocumentedWeights(Parts):
     """`weights`, `get_weights`, `set_weights`, `get_slot`, `add_slot`, `add_weight`."""
 
     @property

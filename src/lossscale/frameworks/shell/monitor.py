@@ -6,7 +6,7 @@ import math
 import threading
 import warnings
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from lossscale.callbacks import LossScaleMonitor, Settings
 from lossscale.diagnostics.alarms import Alarms, float16_without_scaling
@@ -16,7 +16,6 @@ from lossscale.diagnostics.records import StepRecord
 from lossscale.diagnostics.skips import skip_reason
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
 from lossscale.frameworks.common.notes import Noted, Skip, StepNotes
-from lossscale.frameworks.shell.part import Part
 from lossscale.optimizer import LossScaleOptimizer
 
 
@@ -36,8 +35,12 @@ class Status(NamedTuple):
     last_step_skipped: bool
 
 
-class MonitorBody(Part):
+class MonitorBody:
     """The methods that `fit` calls. What differs between frameworks is in the subclasses."""
+
+    # Set by Keras' callback, and by the class for its framework.
+    model: Any
+    _framework: ClassVar[str | None]
 
     _settings: Settings
     _optimizer: Any = None

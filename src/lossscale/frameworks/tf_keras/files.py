@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tf_keras
 
-from lossscale.frameworks.shell.part import Part
+from lossscale.frameworks.tf_keras.parts import Parts
 
 
 class LossScaleStore(tf_keras.losses.Loss):
@@ -50,7 +50,7 @@ class LossScaleStore(tf_keras.losses.Loss):
             self._write(values)
 
 
-class KerasFiles(Part):
+class KerasFiles(Parts):
     """`save_own_variables` and `load_own_variables`."""
 
     _waiting: list[Any] | None

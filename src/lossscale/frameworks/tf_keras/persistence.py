@@ -12,10 +12,11 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale.errors import LossScaleWarning
-from lossscale.frameworks.shell.part import Part
+from lossscale.frameworks.tf_keras.parts import Parts
+from lossscale.frameworks.tf_keras.state import State
 
 
-class Persistence(Part):
+class Persistence(Parts):
     """`__deepcopy__`, `__reduce__`, and values that wait for the variables they belong to."""
 
     _waiting: list[Any] | None
@@ -52,14 +53,14 @@ class Persistence(Part):
         self._later.update(given)
         tf_keras.backend.batch_set_value(pairs)
         if self._state is not None and any(name in values for name in self._state.named):
-            self._make_valid()
+            self._make_valid(self._state)
 
-    def _make_valid(self) -> None:
-        fields = list(self._state.variables)
-        found = [v.item() for v in values_of(self._state.variables)]
+    def _make_valid(self, state: State) -> None:
+        fields = list(state.variables)
+        found = [v.item() for v in values_of(state.variables)]
         read = dict(zip(fields, found, strict=True))
-        valid = self._rule.restored(self._state._first._replace(**read))._asdict()
-        pairs = zip(self._state.variables.values(), fields, strict=True)
+        valid = self._rule.restored(state._first._replace(**read))._asdict()
+        pairs = zip(state.variables.values(), fields, strict=True)
         tf_keras.backend.batch_set_value(
             [
                 (variable, np.asarray(valid[f], variable.dtype.as_numpy_dtype))

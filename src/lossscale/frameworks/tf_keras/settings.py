@@ -7,10 +7,10 @@ from typing import Any
 import tf_keras
 
 from lossscale.frameworks.common.checks import check_own_name, unknown_setting
-from lossscale.frameworks.shell.part import Part
+from lossscale.frameworks.tf_keras.parts import Parts
 
 
-class InnerSettings(Part):
+class InnerSettings(Parts):
     """Hyperparameters: `momentum`, `learning_rate`, `lr`, `clipnorm` and all others."""
 
     @property

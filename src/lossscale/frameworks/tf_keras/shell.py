@@ -14,15 +14,15 @@ from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizer
 from lossscale import registry
 from lossscale.arguments import config_from_rule, rule_from_arguments
 from lossscale.frameworks.common.checks import remember_wrapper
-from lossscale.frameworks.common.handover import GradientConvention
-from lossscale.frameworks.shell.part import Part
+from lossscale.frameworks.common.handover import GradientHandover
 from lossscale.frameworks.tensorflow import replicas
 from lossscale.frameworks.tf_keras.checks import check_inner, check_names
 from lossscale.frameworks.tf_keras.iterations import StepCounter
+from lossscale.frameworks.tf_keras.loss_scales import LossScaleSupport
 from lossscale.frameworks.tf_keras.older_checkpoints import OlderBaseOptimizer
+from lossscale.frameworks.tf_keras.parts import Parts
 from lossscale.frameworks.tf_keras.persistence import Persistence
 from lossscale.frameworks.tf_keras.settings import InnerSettings
-from lossscale.frameworks.tf_keras.standalone import Standalone
 from lossscale.frameworks.tf_keras.state import LossScaleNode, State, new_variable
 from lossscale.frameworks.tf_keras.training import TrainingStep
 from lossscale.frameworks.tf_keras.verbs import DocumentedVerbs
@@ -72,9 +72,9 @@ class CommonShell(
     TrainingStep,
     DocumentedVerbs,
     Persistence,
-    Standalone,
+    LossScaleSupport,
     LossScaleOptimizer,
-    Part,
+    Parts,
 ):
     """The constructor, what can be read, and the configuration."""
 
@@ -108,7 +108,7 @@ class CommonShell(
         self._optimizer = inner_optimizer
         self._given_name = name
         self._rule = rule
-        self._convention = GradientConvention()
+        self._handover = GradientHandover()
         self._waiting = None
         # Past attribute tracking, as a checkpoint holds no arrays.
         self.__dict__["_later"] = {}

@@ -10,15 +10,15 @@ import tensorflow as tf
 
 from lossscale.frameworks.common.checks import checked_pairs, with_gradient
 from lossscale.frameworks.common.notes import DecidedStep
-from lossscale.frameworks.shell.part import Part
 from lossscale.frameworks.tensorflow import arrays, magnitudes, replicas, step
 from lossscale.frameworks.tensorflow import finite as finite_check
 from lossscale.frameworks.tensorflow.notes import Notes
 from lossscale.frameworks.tf_keras.checks import is_variable
+from lossscale.frameworks.tf_keras.parts import Parts
 from lossscale.rules import Needs, Seen
 
 
-class TrainingStep(Part):
+class TrainingStep(Parts):
     """`apply_gradients`, and what every other verb leads to."""
 
     _warned_of_none: bool
@@ -38,10 +38,10 @@ class TrainingStep(Part):
         moved = with_gradient(gradients, variables)
         place = replicas.current_place()
         # Never: nothing here leaves scaled gradients to be applied. But it warns.
-        self._convention.are_scaled(place, moved)
+        self._handover.are_scaled(place, moved)
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         done = self._step(gradients, variables, name=name, aggregate=aggregate)
-        self._convention.note_applied(place, moved)
+        self._handover.note_applied(place, moved)
         return done
 
     def _step(
@@ -130,6 +130,8 @@ class TrainingStep(Part):
     # What a LossScale object of the older API replaces.
 
     def _current_scale(self) -> Any:
+        # A loss scale that moves by itself has a method of its own in this place.
+        assert self._state is not None
         return self._rule.loss_scale(self._state.read())
 
     def _is_finite(self, gradients: Sequence[Any]) -> Any:

@@ -9,13 +9,13 @@ import tensorflow as tf
 
 from lossscale.errors import ArgumentTypeError, GradientsError
 from lossscale.frameworks.common.checks import scaled_value
-from lossscale.frameworks.shell.part import Part
 from lossscale.frameworks.tensorflow import arrays, replicas, step
 from lossscale.frameworks.tensorflow.tape import check_symbolic, recorded
 from lossscale.frameworks.tf_keras.checks import flat_variables
+from lossscale.frameworks.tf_keras.parts import Parts
 
 
-class DocumentedVerbs(Part):
+class DocumentedVerbs(Parts):
     """`minimize`, `get_scaled_loss`, `get_unscaled_gradients`, `get_gradients`, `get_updates`."""
 
     def minimize(
@@ -30,7 +30,7 @@ class DocumentedVerbs(Part):
             # The new optimizers of tf_keras take the tape in this place.
             grad_loss, tape = None, grad_loss
         place = replicas.current_place()
-        with self._convention.aside(place):
+        with self._handover.aside(place):
             pairs = list(self._computed(loss, var_list, grad_loss, tape))
             if not pairs and var_list is not None:
                 return self._result(step.grouped())
@@ -43,8 +43,8 @@ class DocumentedVerbs(Part):
 
     def _apply_unscaled(self, place: Any, pairs: list[Any], name: str | None) -> Any:
         # Also where a subclass unscales by itself, without the method that notes it.
-        self._convention.note_all_unscaled(place)
-        named = {} if name is None else {"name": name}
+        self._handover.note_all_unscaled(place)
+        named: dict[str, Any] = {} if name is None else {"name": name}
         return self.apply_gradients(pairs, **named)
 
     def _differentiated(
@@ -66,7 +66,7 @@ class DocumentedVerbs(Part):
         return list(self.get_unscaled_gradients([gradient for gradient, _ in pairs])), variables
 
     def get_scaled_loss(self, loss: Any) -> Any:
-        self._convention.note_get_scaled_loss()
+        self._handover.note_get_scaled_loss()
         return self._scaled(loss)
 
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
@@ -77,7 +77,7 @@ class DocumentedVerbs(Part):
                 f"`grads` must be a list of gradients. Received: {grads!r}."
             ) from None
         number = sum(gradient is not None for gradient in gradients)
-        self._convention.note_unscaled(replicas.current_place(), number)
+        self._handover.note_unscaled(replicas.current_place(), number)
         return list(arrays.unscaled(gradients, self._current_scale(), self._rule.powers_of_two))
 
     def compute_gradients(
@@ -103,16 +103,16 @@ class DocumentedVerbs(Part):
             6.0
         """
         place = replicas.current_place()
-        with self._convention.aside(place):
+        with self._handover.aside(place):
             gradients, variables = self._differentiated(loss, var_list, grad_loss, tape)
-        self._convention.note_unscaled(place, len(gradients))
+        self._handover.note_unscaled(place, len(gradients))
         return list(zip(gradients, variables, strict=True))
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
         place = replicas.current_place()
-        with self._convention.aside(place):
+        with self._handover.aside(place):
             gradients = self._gradients_of(loss, flat_variables(params))
-        self._convention.note_unscaled(place, len(gradients))
+        self._handover.note_unscaled(place, len(gradients))
         return gradients
 
     def _gradients_of(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
@@ -133,7 +133,7 @@ class DocumentedVerbs(Part):
 
     def get_updates(self, loss: Any, params: Any) -> list[Any]:
         place = replicas.current_place()
-        with self._convention.aside(place):
+        with self._handover.aside(place):
             gradients = self.get_gradients(loss, params)
             pairs = list(zip(gradients, flat_variables(params), strict=True))
             return [self._apply_unscaled(place, pairs, None)]

@@ -10,7 +10,7 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale.errors import ArgumentError, UnknownSlotError
-from lossscale.frameworks.shell.part import Part
+from lossscale.frameworks.tf_keras.parts import Parts
 from lossscale.frameworks.tf_keras.persistence import values_of
 
 # What the optimizers of the documents call the slots, by class and attribute.
@@ -23,7 +23,7 @@ _DOCUMENTED_NAMES: dict[str, dict[str, str]] = {
 }
 
 
-class DocumentedWeights(Part):
+class DocumentedWeights(Parts):
     """`get_weights`, `set_weights`, `get_slot`, `add_slot`, `add_weight`."""
 
     def get_weights(self) -> list[Any]:

@@ -1,41 +1,32 @@
-"""What loss scaling needs of a Keras backend: one module per backend, all with these names.
-
-- `check_strategy()`: refuses a distribution under which loss scaling does not work.
-- `current_place()`: the graph being traced and the replica.
-- `outside_traces()`: a context in which variables are set now and once.
-- `read(variable)`: its value now, as a tensor that does not change with it.
-- `namespace`: the module of array functions for `ScaleRule.update`.
-- `known(verdict)`: a verdict as a bool where it is known before the step runs, else None.
-- `all_finite(gradients, scale, exact_reciprocal)`: a boolean scalar tensor.
-- `unscaled(gradients, scale, exact_reciprocal)`: float32 or wider; sparse stays sparse.
-- `run_step(optimizer, gradients, variables, scale, aggregate)`: unscales and checks, applies or
-  skips, moves the scale.
-- `new_notes(histograms_every, new_variable)`: notes steps for a monitor.
-- `differentiate(...)`: gradients of a callable loss.
-"""
+"""What differs between the backends of Keras 3: one module each, as `contract` describes it."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 
 from lossscale.errors import UnsupportedError
+from lossscale.frameworks.keras.backends.contract import Backend
 
-_BACKENDS = {
-    "jax": "lossscale.frameworks.keras.backends.jax",
-    "tensorflow": "lossscale.frameworks.keras.backends.tensorflow",
-    "torch": "lossscale.frameworks.keras.backends.torch",
-}
+_BACKENDS = ("jax", "tensorflow", "torch")
+
+if TYPE_CHECKING:
+    from lossscale.frameworks.keras.backends import jax, tensorflow, torch
+
+    _JAX: Backend = jax
+    _TENSORFLOW: Backend = tensorflow
+    _TORCH: Backend = torch
 
 
-def load() -> Any:
+def load() -> Backend:
     """Returns the module of Keras' backend."""
-    backend = keras.backend.backend()
-    if backend not in _BACKENDS:
+    name = keras.backend.backend()
+    if name not in _BACKENDS:
         raise UnsupportedError(
-            f"Keras runs on the backend {backend!r}; lossscale supports {sorted(_BACKENDS)}. "
+            f"Keras runs on the backend {name!r}; lossscale supports {', '.join(_BACKENDS)}. "
             "Set the environment variable KERAS_BACKEND before importing Keras."
         )
-    return importlib.import_module(_BACKENDS[backend])
+    backend: Backend = importlib.import_module(f"{__name__}.{name}")
+    return backend

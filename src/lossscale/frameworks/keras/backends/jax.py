@@ -11,7 +11,7 @@ import keras
 
 from lossscale.errors import UnsupportedError
 from lossscale.frameworks.common.handover import Place
-from lossscale.frameworks.common.notes import StepNotes
+from lossscale.frameworks.common.notes import NotesOfVariables, StepNotes
 from lossscale.frameworks.jax import arrays, magnitudes
 from lossscale.frameworks.jax.arrays import flat_gradients
 from lossscale.frameworks.jax.finite import all_finite
@@ -31,11 +31,20 @@ __all__ = [
     "all_finite",
     "check_strategy",
     "current_place",
+    "differentiate",
     "flat_gradients",
     "flat_variables",
     "is_variable",
     "known",
+    "namespace",
+    "new_notes",
     "outside_traces",
+    "read",
+    "replica_count",
+    "run_step",
+    "scaled",
+    "symbolic_gradients",
+    "unscaled",
 ]
 
 namespace = keras.ops
@@ -135,7 +144,7 @@ def _apply_if_traced(
         target.assign(value)
 
 
-def new_notes(histograms_every: int | None, new_variable: Callable[..., Any]) -> Any:
+def new_notes(histograms_every: int | None, new_variable: Callable[..., Any]) -> NotesOfVariables:
     """Returns what notes steps for a monitor.
 
     Args:
@@ -156,11 +165,17 @@ def differentiate(
     grad_loss: Any = None,
 ) -> tuple[list[Any], list[Any]]:
     """Raises: JAX differentiates functions of arrays, not of variables."""
-    raise UnsupportedError(
+    raise _no_gradients()
+
+
+def symbolic_gradients(loss: Any, variables: Sequence[Any]) -> list[Any]:
+    """Raises: an array does not know how it was computed."""
+    raise _no_gradients()
+
+
+def _no_gradients() -> UnsupportedError:
+    return UnsupportedError(
         "On the JAX backend the gradients of a loss are taken with jax.grad, with the variables' "
         "values as arguments, and applied with stateless_apply(). minimize(), get_gradients() "
         "and get_updates() work on the TensorFlow and PyTorch backends."
     )
-
-
-symbolic_gradients = differentiate

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from lossscale.frameworks.common import host_rule
 from lossscale.frameworks.common.checks import flat_list
-from lossscale.frameworks.common.notes import StepNotes
+from lossscale.frameworks.common.notes import NotesOfVariables, StepNotes
 from lossscale.frameworks.keras.backends.common import aggregation_name
 from lossscale.frameworks.keras.state import Ledger
 from lossscale.frameworks.keras.step import Arrays, Step
@@ -40,11 +40,19 @@ __all__ = [
     "all_finite",
     "check_strategy",
     "current_place",
+    "differentiate",
     "flat_gradients",
+    "flat_variables",
+    "is_variable",
     "known",
+    "namespace",
+    "new_notes",
     "outside_traces",
+    "read",
     "replica_count",
+    "run_step",
     "scaled",
+    "symbolic_gradients",
     "unscaled",
 ]
 
@@ -153,7 +161,7 @@ def _summing(inner_optimizer: Any, aggregate: bool) -> Iterator[None]:
             part.__dict__.pop("_all_reduce_sum_gradients", None)
 
 
-def new_notes(histograms_every: int | None, new_variable: Callable[..., Any]) -> Any:
+def new_notes(histograms_every: int | None, new_variable: Callable[..., Any]) -> NotesOfVariables:
     """Returns what notes steps for a monitor.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 
 from lossscale.errors import ArgumentError, GradientsError
 from lossscale.frameworks.common.checks import scaled_value
-from lossscale.frameworks.common.notes import StepNotes
+from lossscale.frameworks.common.notes import NotesOfVariables, StepNotes
 from lossscale.frameworks.keras.backends import torch_state
 from lossscale.frameworks.keras.backends.common import (
     aggregation_name,
@@ -34,11 +34,19 @@ __all__ = [
     "all_finite",
     "check_strategy",
     "current_place",
+    "differentiate",
+    "flat_gradients",
     "flat_variables",
     "is_variable",
     "known",
+    "namespace",
+    "new_notes",
     "outside_traces",
+    "read",
+    "replica_count",
+    "run_step",
     "scaled",
+    "symbolic_gradients",
     "unscaled",
 ]
 
@@ -89,7 +97,7 @@ def run_step(step: Step, inner: Any, ledger: Ledger, notes: StepNotes | None) ->
             ledger.move(seen)
 
 
-def new_notes(histograms_every: int | None, new_variable: Callable[..., Any]) -> Any:
+def new_notes(histograms_every: int | None, new_variable: Callable[..., Any]) -> NotesOfVariables:
     """Returns what notes steps for a monitor.
 
     Args:

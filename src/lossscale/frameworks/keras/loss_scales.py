@@ -11,7 +11,7 @@ from lossscale.frameworks.keras.state import State
 from lossscale.rules import ScaleRule
 
 
-class Standalone:
+class LossScaleSupport:
     """Makes variables, constants and finite checks without an optimizer."""
 
     @staticmethod

@@ -14,7 +14,7 @@ from lossscale.frameworks.tf_keras.state import State, new_variable
 from lossscale.rules import ScaleRule
 
 
-class Standalone:
+class LossScaleSupport:
     """Variables, constants and finite checks without an optimizer, and tf_keras' registry."""
 
     _new_variable = staticmethod(new_variable)

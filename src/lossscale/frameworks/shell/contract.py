@@ -1,0 +1,118 @@
+"""What a shell of Keras has to offer to the rest of the library, as types.
+
+`lossscale.LossScaleOptimizer` picks a shell by the framework of the optimizer to wrap. The members
+that users see are declared in `lossscale.members`; these are the others. A class that offers them
+all is a shell.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+from lossscale.frameworks.common.notes import NotesOfVariables
+from lossscale.rules import ScaleRule, ScaleState, Seen
+
+
+class StateVariables(Protocol):
+    """A rule and the variables that hold its state.
+
+    Attributes:
+        rule: The rule that moves it.
+        variables: A scalar variable for each field of the state that is kept, by field.
+        first: The first state, as Python numbers.
+    """
+
+    rule: ScaleRule
+    variables: dict[str, Any]
+    first: ScaleState
+
+    def read(self) -> ScaleState:
+        """Returns the state as tensors."""
+
+    def write(self, state: ScaleState) -> Any:
+        """Sets the state from tensors, arrays or Python numbers."""
+
+    def update(self, seen: Seen) -> Any:
+        """Moves the state after a step."""
+
+
+class ShellClass(Protocol):
+    """What is asked of the class itself, before there is an optimizer."""
+
+    _framework: ClassVar[str | None]
+
+    # For configurations and files.
+
+    @staticmethod
+    def _registered_name(cls: type[Any]) -> str:
+        """Returns the name by which a configuration can name a class."""
+
+    @staticmethod
+    def _with_class_named(described: Any, custom_objects: Any) -> dict[str, Any]:
+        """Returns `custom_objects` and the class that `described` names, if it is registered."""
+
+    @staticmethod
+    def _register(combined: type[Any], written: type[Any]) -> None:
+        """Lets files name a class that was combined with the shell."""
+
+    @classmethod
+    def _inner_from_config(cls, config: Any, custom_objects: Any) -> Any:
+        """Returns the inner optimizer that a configuration of any release describes."""
+
+    # For `LossScale` objects of the older API, which may be used without an optimizer.
+
+    @staticmethod
+    def _new_variable(name: str, dtype: Any, value: Any) -> Any:
+        """Returns a new scalar variable that every replica moves alike."""
+
+    @classmethod
+    def _new_state(cls, rule: ScaleRule) -> StateVariables:
+        """Returns the first state of a rule in new variables."""
+
+    @staticmethod
+    def _constant(value: float) -> Any:
+        """Returns a float32 scalar tensor."""
+
+    @staticmethod
+    def _flat_gradients(gradients: Any) -> list[Any]:
+        """Returns the gradients in a nest, without None."""
+
+    @staticmethod
+    def _all_finite(gradients: list[Any]) -> Any:
+        """Returns whether gradients are finite, a boolean scalar tensor."""
+
+    @staticmethod
+    def _operation(done: Any) -> Any:
+        """Returns what a caller has to run for something to be done; None if it is done."""
+
+    @staticmethod
+    def _after(done: Any, value: Any) -> Any:
+        """Returns a value that is there once something was done."""
+
+
+class Shell(ShellClass, Protocol):
+    """What is asked of an optimizer."""
+
+    _rule: ScaleRule
+    _notes: ClassVar[NotesOfVariables | None]
+
+    # For the older API, whose `LossScale` may take the place of a rule.
+
+    def _current_scale(self) -> Any:
+        """Returns the loss scale of the next step, a float32 scalar tensor."""
+
+    def _constructor_arguments(self) -> dict[str, Any]:
+        """Returns the arguments besides the inner optimizer that make this one again."""
+
+    # For a monitor.
+
+    def _keep_notes(self, histograms_every: int | None) -> None:
+        """Lets steps note what a monitor reads."""
+
+    # For saving, copying and migration.
+
+    def _own_values(self) -> dict[str, Any]:
+        """Returns the values of the loss scale's variables and the counters, by name."""
+
+    def _set_own_values(self, values: Any) -> None:
+        """Sets them, made valid for the rule."""
