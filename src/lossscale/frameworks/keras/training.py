@@ -281,6 +281,24 @@ class TrainingStep(Part):
             for given, kept, result in zip(gradients, multiplied, divided, strict=True)
         ]
 
+    def _for_inner(
+        self, gradients: Sequence[Any], variables: Sequence[Any], scale: Any
+    ) -> list[Any]:
+        """Returns unscaled gradients in the dtype in which the inner optimizer takes them."""
+        unscaled = self._unscaled(gradients, variables, scale)
+        inner = self.inner_optimizer
+        parts = (inner, *getattr(inner, "optimizers", ()))
+        if not any(part.gradient_accumulation_steps for part in parts):
+            return unscaled
+        # It adds them to sums of the variables' dtype, and adds no two dtypes.
+        wanted = [keras.backend.standardize_dtype(variable.dtype) for variable in variables]
+        return [
+            gradient
+            if gradient is None or keras.backend.standardize_dtype(gradient.dtype) == dtype
+            else self._engine.cast(gradient, dtype)
+            for gradient, dtype in zip(unscaled, wanted, strict=True)
+        ]
+
     def _multiplied(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Returns the gradients that the loss scale multiplied, None for others.
 

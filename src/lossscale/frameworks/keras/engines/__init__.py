@@ -8,6 +8,7 @@
 - `known(verdict)`: a verdict as a bool where it is known before the step runs, else None.
 - `all_finite(gradients, scale, exact_reciprocal)`: a boolean scalar tensor.
 - `unscaled(gradients, scale, exact_reciprocal)`: float32 or wider; sparse stays sparse.
+- `cast(gradient, dtype)`: a gradient, dense or sparse, in another dtype (not on PyTorch).
 - `run_step(optimizer, gradients, variables, scale, aggregate)`: unscales and checks, applies or
   skips, moves the scale.
 - `new_watch(histograms_every, new_variable)`: notes steps for a monitor.

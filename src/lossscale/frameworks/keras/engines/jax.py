@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax.experimental.sparse import BCOO
 
 from lossscale.errors import UnsupportedError
@@ -84,6 +85,22 @@ def _check_not_baked_in(scale: Any) -> None:
         )
 
 
+def _usable_in_branches(scale: Any, gradients: Sequence[Any]) -> Any:
+    """Returns the scale as a number if it is known and the step is traced (`jax.vmap`).
+
+    A branch traces what is inside it, so that there a known scale looks as in a compiled function.
+    """
+    _check_not_baked_in(scale)
+    known = isinstance(scale, jax.Array) and not isinstance(scale, jax.core.Tracer)
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(list(gradients)))
+    return np.asarray(scale) if known and traced else scale
+
+
+def cast(gradient: Any, dtype: str) -> Any:
+    """Returns a gradient, dense or sparse, in another dtype."""
+    return gradient.astype(dtype)
+
+
 def _widened(array: Any) -> Any:
     array = jnp.asarray(array)
     wide = array.dtype == jnp.float64 or jnp.issubdtype(array.dtype, jnp.complexfloating)
@@ -132,12 +149,13 @@ def run_step(
         aggregate: Not used: gradients of a sharded program are summed where they arise.
     """
     inner = optimizer.inner_optimizer
+    scale = _usable_in_branches(scale, gradients)
     finite = optimizer._judge(gradients, variables, scale)
     if optimizer._watch is not None:
         optimizer._note(gradients, variables, scale, finite, is_shared=True)
 
     def apply() -> None:
-        inner.apply(optimizer._unscaled(gradients, variables, scale), list(variables))
+        inner.apply(optimizer._for_inner(gradients, variables, scale), list(variables))
 
     if isinstance(finite, jax.core.Tracer):
         _apply_if_traced(finite, inner, apply, variables)

@@ -58,6 +58,11 @@ def read(variable: Any) -> Any:
     return tf.convert_to_tensor(variable.value)
 
 
+def cast(gradient: Any, dtype: str) -> Any:
+    """Returns a gradient, dense or sparse, in another dtype."""
+    return tf.cast(gradient, dtype)
+
+
 def run_step(
     optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], scale: Any, aggregate: bool
 ) -> None:
@@ -76,7 +81,7 @@ def run_step(
 
     def apply_inner(gradients: Sequence[Any], scale: Any) -> None:
         with _summing(inner, aggregate):
-            inner.apply(optimizer._unscaled(gradients, variables, scale), list(variables))
+            inner.apply(optimizer._for_inner(gradients, variables, scale), list(variables))
 
     def written() -> list[Any]:
         return [native(v) for v in (*inner.variables, *inner._trainable_variables, *variables)]
