@@ -253,6 +253,4 @@ def _restore_keras_3(file: ModelFile, optimizer: Any, trained: list[Any]) -> Non
 
 
 def _fits(arrays: list[Any], optimizer: Any) -> bool:
-    inner = len(optimizer.inner_optimizer.variables)
-    # Keras' own optimizer puts four variables before those of the inner one.
-    return len(arrays) in (inner, inner + 4, len(optimizer.variables))
+    return len(arrays) == len(optimizer.variables) or optimizer._can_load(len(arrays))

@@ -218,7 +218,7 @@ class KerasLossScaleOptimizer(
         if not isinstance(inner, str):
             return inner
         # Keras' way of saying that its own list has no optimizer of this name. It lacks some that
-        # Keras has (Lamb), and those that only their module names.
+        # Keras has (Lamb).
         if config.get("module") is None and hasattr(keras.optimizers, inner):
             config = {**config, "module": "keras.optimizers"}
         try:
