@@ -126,10 +126,12 @@ def checked_interval(name: str, value: Any) -> int:
     """Returns `value` as an int that can be a growth interval, in steps.
 
     Raises:
-        ArgumentError: If it is no integer from 1 to 2**31 - 1.
+        ArgumentError: If it is no whole number from 1 to 2**31 - 1.
     """
     try:
-        number = operator.index(value)
+        # A whole number may be written as a float, such as 2e3.
+        is_whole = getattr(value, "is_integer", bool)
+        number = int(value) if is_whole() else operator.index(value)
     except TypeError:
         number = 0
     if isinstance(value, bool) or not 1 <= number <= LONGEST_INTERVAL:

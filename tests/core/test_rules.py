@@ -21,7 +21,7 @@ from lossscale.rules import (
 OK, BAD = True, False
 
 NOT_A_SCALE = [0, -1.0, math.inf, -math.inf, math.nan, "8", True, None, 2.0**127, 2.0**-127]
-NOT_AN_INTERVAL = [0, -5, 2.5, True, "8", None, math.inf, 2**31]
+NOT_AN_INTERVAL = [0, 0.0, -5, 2.5, math.nan, 2.0**31, True, "8", None, math.inf, 2**31]
 RULES_TO_STORE = [
     FixedScale(128),
     FixedScale(2.0**-126, skip_nonfinite=True),
@@ -346,6 +346,12 @@ def test_a_bad_scale_is_a_value_error_that_names_it(make, name, value):
         make(**{name: value})
     assert isinstance(caught.value, ArgumentError)
     assert f"{name}={value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [2000.0, np.float64(2000), np.float32(2000), np.int64(2000)])
+def test_a_whole_number_may_be_written_as_a_float(value):
+    interval = DynamicScale(growth_interval=value).growth_interval
+    assert (interval, type(interval)) == (2000, int)
 
 
 @pytest.mark.parametrize("value", NOT_AN_INTERVAL, ids=repr)

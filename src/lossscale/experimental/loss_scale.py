@@ -32,8 +32,8 @@ class LossScale(abc.ABC):
             grads: Unscaled gradients, in any nest; None entries are ignored.
 
         Returns:
-            A pair: an operation or None, and whether the gradients should be applied, a bool or
-            a boolean scalar tensor.
+            A pair: in a graph of TensorFlow 1 the operation that moves it, elsewhere None; and
+            whether the gradients should be applied, a bool or a boolean scalar tensor.
         """
 
     @abc.abstractmethod
@@ -113,8 +113,8 @@ class FixedLossScale(_RuleLossScale):
         return registry.default_shell()._constant(self._rule.scale)
 
     def update(self, grads: Any) -> tuple[Any, bool]:
-        """Returns (None, True): a fixed scale stays, and every step is applied."""
-        return None, True
+        """Returns a pair of nothing to do and True: a fixed scale stays, every step is applied."""
+        return registry.default_shell()._operation(None), True
 
     def get_config(self) -> dict[str, Any]:
         """Returns `{"loss_scale_value": float}`."""
@@ -180,14 +180,14 @@ class DynamicLossScale(_RuleLossScale):
                 scale stays as it is.
 
         Returns:
-            None, and whether all gradients are finite, a boolean scalar tensor.
+            The operation that moves it in a graph of TensorFlow 1, elsewhere None; and whether all
+            gradients are finite, a boolean scalar tensor.
         """
         shell = registry.default_shell()
         gradients = shell._flat_gradients(grads)
         finite = shell._all_finite(gradients)
-        if gradients:
-            self._bound_state().update(finite)
-        return None, finite
+        moved = self._bound_state().update(finite) if gradients else None
+        return shell._operation(moved), finite
 
     def get_config(self) -> dict[str, Any]:
         """Returns the three constructor arguments."""

@@ -93,8 +93,8 @@ class LossScaleOptimizer(_Base):
                 "decide for all. On several replicas use 'dynamic' or a DynamicLossScale."
             )
         unscaled = self._unscaled(gradients, variables, scale)
-        _, should_apply = self._loss_scale.update(unscaled)
-        return should_apply
+        moved, should_apply = self._loss_scale.update(unscaled)
+        return self._after(moved, should_apply)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration: a JSON-ready dictionary without any saved state."""

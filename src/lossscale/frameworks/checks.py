@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,6 +73,18 @@ def checked_pairs(
     return gradients, [variable for _, variable in pairs]
 
 
+def with_gradient(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Returns the variables that have a gradient."""
+    pairs = zip(gradients, variables, strict=False)
+    return [variable for gradient, variable in pairs if gradient is not None]
+
+
+def scaled_value(loss: Any, scale: Callable[[Any], Any]) -> Any:
+    """Returns the scaled value of a loss that is a tensor or a callable, which `scale` is given."""
+    scaled = scale(loss)
+    return scaled() if callable(scaled) else scaled
+
+
 def remember_wrapper(inner: Any, wrapper: Any) -> None:
     """Notes that `wrapper` moves `inner`, for as long as the wrapper lives."""
     _wrappers[inner] = weakref.ref(wrapper)
@@ -92,6 +106,53 @@ def flat_list(
                 f"Received: {variable!r} of type {type(variable).__name__}."
             )
     return found
+
+
+def check_own_name(inner: Any, name: str, optimizers: Any) -> None:
+    """Checks that a new attribute's name is not meant for the optimizer inside.
+
+    Args:
+        inner: The optimizer inside, which has no attribute of this name.
+        name: The name.
+        optimizers: The module that has all optimizers of this framework.
+
+    Raises:
+        UnknownSettingError: If it is the misspelt name of a setting, or a setting that only other
+            optimizers have. It is an `AttributeError`.
+    """
+    settings = {*_settings(type(inner)), *getattr(inner, "_hyper", ())}
+    close = difflib.get_close_matches(name, settings, n=1, cutoff=_SIMILAR)
+    others = {
+        n for cls in vars(optimizers).values() if inspect.isclass(cls) for n in _settings(cls)
+    }
+    # A list of what a setting was in each step is no misspelt setting.
+    if name in others or (close and name != f"{close[0]}s"):
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise UnknownSettingError(
+            f"{type(inner).__name__} has no setting {name!r}.{hint} For an attribute of your own "
+            "choose another name, or give it a default in your class."
+        )
+
+
+# Between the names of settings that differ ("beta_1", "beta_2") and slips of one or two keys.
+_SIMILAR = 0.81
+
+
+@functools.cache
+def _settings(cls: type[Any]) -> frozenset[str]:
+    """The names of an optimizer's settings: constructors' arguments, and what can be set."""
+    signatures = [
+        inspect.signature(base.__init__) for base in cls.__mro__ if "__init__" in vars(base)
+    ]
+    arguments = {
+        name
+        for signature in signatures
+        for name, parameter in signature.parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    members = inspect.getmembers_static(cls, lambda member: isinstance(member, property))
+    settable = {name for name, member in members if member.fset is not None}
+    return frozenset(arguments | settable) - {"self", "name", "iterations"}
 
 
 def unknown_setting(wrapper: type[Any], inner: Any, name: str) -> UnknownSettingError:

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from lossscale.errors import ArgumentError, GradientsError
 from lossscale.frameworks import tensorflow_gate
+from lossscale.frameworks.checks import scaled_value
 from lossscale.frameworks.convention import Place
 from lossscale.frameworks.finite import tensorflow as finite_check
 from lossscale.frameworks.tensorflow_xla import in_xla
@@ -230,7 +231,8 @@ class Folding:
 
     def where(self, condition: Any, one: Any, other: Any) -> Any:
         """Chooses between two values; their dtype may stay what it is."""
-        if tf.executing_eagerly() or (chosen := known(condition)) is None:
+        chosen = None if tf.executing_eagerly() else known(condition)
+        if chosen is None:
             return self._namespace.where(condition, one, other)
         return one if chosen else other
 
@@ -371,7 +373,7 @@ def recorded(
     Args:
         loss: A callable without arguments, or with `tape` a tensor that the tape recorded.
         variables: A list, one variable, a callable that returns either, or None.
-        scale: Multiplies a loss by the loss scale.
+        scale: Multiplies a loss by the loss scale, and a callable's where it is called.
         tape: A `tf.GradientTape`; None makes a new one.
         watch: Variables to record although they are not trainable.
 
@@ -386,7 +388,7 @@ def recorded(
     with tape if tape is not None else tf.GradientTape() as recording:
         if callable(loss):
             recording.watch(watch)
-        scaled_loss = scale(loss() if callable(loss) else loss)
+        scaled_loss = scaled_value(loss, scale)
     if callable(variables):
         variables = variables()
     if variables is None:

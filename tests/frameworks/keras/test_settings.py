@@ -1,6 +1,8 @@
 """Settings, subclasses, rules of the user's, and the errors of wrapping."""
 
+import copy
 import gc
+import pickle
 from typing import Any, NamedTuple
 
 import keras
@@ -24,7 +26,7 @@ from frameworks.keras.support import (
     variables,
     wrapped,
 )
-from lossscale import DynamicScale, FixedScale, ScaleRule, ScaleState
+from lossscale import DynamicScale, FixedScale, ScaleRule, ScaleState, experimental
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 
@@ -106,6 +108,70 @@ def test_an_unknown_setting_is_an_error_that_suggests_and_changes_nothing():
     assert vars(optimizer) == own
     assert vars(optimizer.inner_optimizer) == inner
     assert not hasattr(optimizer, "beta_1")
+
+
+class Counting(lossscale.LossScaleOptimizer):
+    """Has attributes of its own, set before and after the constructor it inherits."""
+
+    momentums = None
+
+    def __init__(self, *args, **kwargs):
+        self.early, self._hidden = "early", "hidden"
+        super().__init__(*args, **kwargs)
+        self.calls, self.seen, self.learning_rates = 0, [], []
+
+    def apply_gradients(self, grads_and_vars):
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.learning_rates.append(float(self.learning_rate))
+        return super().apply_gradients(grads_and_vars)
+
+
+class CountingExperimental(experimental.LossScaleOptimizer):
+    """The same over the older class."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer, "dynamic")
+        self.calls = 0
+
+
+def test_a_subclass_has_attributes_of_its_own():
+    targets, optimizer = variables([0.0]), Counting(SGD(0.5))
+    step_with(optimizer, targets, 1.0, INF)
+    optimizer.tag = "x"
+    copies = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
+    for each in (optimizer, *copies):
+        assert (each.calls, list(each.seen), list(each.learning_rates)) == (2, [1, 2], [0.5, 0.5])
+        assert (each.early, each._hidden, each.tag) == ("early", "hidden", "x")
+        assert "calls" not in vars(each.inner_optimizer)
+    # A name close to a setting's can be had by giving it a default in the class.
+    optimizer.momentums = copies[0].calls = 7
+    assert optimizer.calls == 2
+    assert optimizer.get_config().keys() == wrapped().get_config().keys()
+
+
+@pytest.mark.parametrize("make", [wrapped, lambda: CountingExperimental(SGD())])
+def test_an_instance_has_them_too(make):
+    optimizer = make()
+    optimizer.tag = "x"
+    assert optimizer.tag == "x"
+    with pytest.raises(AttributeError, match="has a setting 'tags'"):
+        _ = optimizer.tags
+
+
+@pytest.mark.parametrize("name", ["momentun", "learningrate", "clip_norm", "nestrov"])
+@pytest.mark.parametrize("make", [wrapped, Counting])
+def test_a_misspelt_setting_is_no_attribute_of_ones_own(make, name):
+    optimizer = make(SGD(momentum=0.5))
+    with pytest.raises(AttributeError, match="Did you mean"):
+        setattr(optimizer, name, 0.25)
+    assert name not in vars(optimizer)
+
+
+@pytest.mark.parametrize("name", ["beta_1", "epsilon", "rho", "amsgrad"])
+def test_a_setting_of_other_optimizers_is_no_attribute_of_ones_own(name):
+    with pytest.raises(AttributeError, match=f"SGD has no setting '{name}'"):
+        setattr(wrapped(SGD()), name, 0.25)
 
 
 @pytest.mark.parametrize(

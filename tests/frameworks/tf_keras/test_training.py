@@ -1,5 +1,7 @@
 """compile, fit, loops of one's own, graphs of TensorFlow 1 and replicas."""
 
+import copy
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -129,6 +131,101 @@ def test_the_scale_of_a_checkpoint_is_the_one_that_a_traced_step_uses(optimizers
     assert float(second.loss_scale) == 1.0
 
 
+# Subclasses.
+
+
+def noting(base):
+    class Noting(base):
+        """Notes which of its methods are called."""
+
+        def __init__(self, *args, **kwargs):
+            self.calls = []
+            super().__init__(*args, **kwargs)
+            self.last = None
+
+        def get_scaled_loss(self, loss):
+            self.calls.append("get_scaled_loss")
+            return super().get_scaled_loss(loss)
+
+        def get_unscaled_gradients(self, grads):
+            self.calls.append("get_unscaled_gradients")
+            return super().get_unscaled_gradients(grads)
+
+        def get_gradients(self, loss, params):
+            self.calls.append("get_gradients")
+            return super().get_gradients(loss, params)
+
+        def apply_gradients(self, grads_and_vars):
+            self.calls.append("apply_gradients")
+            return super().apply_gradients([(2.0 * g, v) for g, v in grads_and_vars])
+
+    return Noting
+
+
+HALVES = ["get_scaled_loss", "get_unscaled_gradients"]
+CALLS = {
+    "minimize": [*HALVES, "apply_gradients"],
+    "compute_gradients": HALVES,
+    "get_gradients": ["get_gradients", *HALVES],
+    "get_updates": ["get_gradients", *HALVES, "apply_gradients"],
+}
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize("make", ["current", "experimental"])
+@pytest.mark.parametrize("verb", CALLS)
+def test_every_verb_calls_what_a_subclass_overrides(optimizers, verb, make, graph):
+    older = make == "experimental"
+    cls = noting(experimental.LossScaleOptimizer if older else lossscale.LossScaleOptimizer)
+    optimizer = cls(optimizers.SGD(1.0), *(["dynamic"] if older else []))
+    variable = tf.Variable(1.0)
+    optimizer.build([variable])
+
+    def run():
+        getattr(optimizer, verb)(lambda: variable * 0.25, [variable])
+
+    (tf.function(run) if graph else run)()
+    assert optimizer.calls == CALLS[verb]
+    assert float(variable) == (0.5 if "apply_gradients" in CALLS[verb] else 1.0)
+
+
+@pytest.mark.parametrize("verb", ["compute_gradients", "_compute_gradients"])
+def test_minimize_calls_what_computes_the_gradients(optimizers, verb):
+    class Doubling(lossscale.LossScaleOptimizer):
+        pass
+
+    def doubled(self, loss, var_list, grad_loss=None, tape=None):
+        return [(2.0 * g, v) for g, v in getattr(super(Doubling, self), verb)(loss, var_list)]
+
+    if verb == "_compute_gradients":
+        # The name that legacy optimizers have for it.
+        optimizers = tf_keras.optimizers.legacy
+    setattr(Doubling, verb, doubled)
+    optimizer, variable = Doubling(optimizers.SGD(1.0)), tf.Variable(1.0)
+    optimizer.minimize(lambda: variable * 0.25, [variable])
+    assert float(variable) == 0.5
+
+
+@pytest.mark.parametrize("make", ["current", "experimental"])
+def test_attributes_of_ones_own_and_misspelt_settings(optimizers, make):
+    older = make == "experimental"
+    cls = noting(experimental.LossScaleOptimizer if older else lossscale.LossScaleOptimizer)
+    for optimizer in (
+        cls(optimizers.SGD(1.0), *(["dynamic"] if older else [])),
+        wrapped(optimizers.SGD(1.0)),
+    ):
+        optimizer.tag = "x"
+        optimizer.last = 3
+        assert (optimizer.tag, optimizer.last) == ("x", 3)
+        other = copy.deepcopy(optimizer)
+        assert (other.tag, other.last) == ("x", 3)
+        for name in ("momentun", "clip_norm", "learningrate"):
+            with pytest.raises(AttributeError, match="Did you mean"):
+                setattr(optimizer, name, 0.5)
+        with pytest.raises(AttributeError, match="SGD has no setting 'beta_1'"):
+            optimizer.beta_1 = 0.5
+
+
 # Graphs of TensorFlow 1.
 
 
@@ -170,6 +267,53 @@ def test_a_graph_and_a_session(verb, make):
     assert after_one[1:] == [8.0, 1, 0]
     np.testing.assert_array_equal(after_two[0], [0.5, 1.0])
     assert after_two[1:] == [4.0, 2, 1]
+
+
+class Halving(experimental.LossScale):
+    """A loss scale of one's own that moves by the operation it returns, and only by that."""
+
+    def __init__(self):
+        self._scale = self._add_weight("scale", 64.0, tf.float32)
+
+    def __call__(self):
+        return tf.convert_to_tensor(self._scale)
+
+    def update(self, grads):
+        return self._scale.assign(self._scale / 2.0), tf.constant(True)
+
+    def get_config(self):
+        return {}
+
+
+@pytest.mark.parametrize("make", [experimental.DynamicLossScale, experimental.FixedLossScale])
+def test_update_returns_an_operation_in_a_graph_and_none_elsewhere(make):
+    loss_scale = make(8.0)
+    assert loss_scale.update([tf.constant(1.0)])[0] is None
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        loss_scale = make(8.0)
+        bad = tf.compat.v1.placeholder(tf.float32, [])
+        moved, should_apply = loss_scale.update([bad])
+        nothing, _ = loss_scale.update([])
+        assert isinstance(moved, tf.Operation)
+        assert isinstance(nothing, tf.Operation)
+        session.run(tf.compat.v1.global_variables_initializer())
+        session.run(nothing)
+        # Asked for the verdict alone, nothing moves.
+        session.run(tf.identity(should_apply), {bad: INF})
+        assert session.run(loss_scale()) == 8.0
+        session.run(moved, {bad: INF})
+        moves = make is experimental.DynamicLossScale
+        assert session.run(loss_scale()) == (4.0 if moves else 8.0)
+
+
+def test_a_loss_scale_of_ones_own_moves_in_a_graph_by_its_operation():
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        optimizer = experimental.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1.0), Halving())
+        variable = tf.Variable(1.0)
+        train = optimizer.minimize(lambda: variable * 0.25, [variable])
+        session.run(tf.compat.v1.global_variables_initializer())
+        session.run(train)
+        assert session.run([variable, optimizer.loss_scale()]) == [0.75, 32.0]
 
 
 def test_a_checkpoint_in_a_graph(tmp_path):

@@ -183,6 +183,7 @@ class Persistence(Part):
             self._constructor_arguments(),
             {key: np.array(value) for key, value in values.items()},
             self._own_values(),
+            {name: getattr(self, name) for name in self.__dict__.get("_names_of_the_user", ())},
         )
 
     def _constructor_arguments(self) -> dict[str, Any]:
@@ -196,8 +197,11 @@ def _rebuild(
     arguments: dict[str, Any],
     inner_values: dict[str, Any],
     own_values: dict[str, Any],
+    attributes: dict[str, Any],
 ) -> Any:
     optimizer = cls(inner_class.from_config(inner_config), **arguments)
+    for name, value in attributes.items():
+        setattr(optimizer, name, value)
     optimizer._set_own_values(own_values)
     # The inner optimizer's variables exist once the optimizer meets the variables it trains.
     optimizer._load_now_or_later(inner_values)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+
 from lossscale.errors import ArgumentError, UnknownSettingError
-from lossscale.frameworks.checks import unknown_setting
+from lossscale.frameworks.checks import check_own_name, unknown_setting
 from lossscale.frameworks.part import Part
 
 # Keras' base class sets these on every optimizer. On a wrapper they would hide the settings of
@@ -64,6 +66,10 @@ class InnerSettings(Part):
             raise unknown_setting(type(self), inner, name) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if "_lock" not in (name, *self.__dict__) and not isinstance(value, keras.Variable):
+            # A subclass may set attributes before it calls Keras' constructor, as in TensorFlow.
+            object.__setattr__(self, name, value)
+            return
         inner = self.__dict__.get("inner_optimizer")
         if name in _VARIABLES and self.__dict__.get(name) is not None:
             raise UnknownSettingError(
@@ -75,7 +81,13 @@ class InnerSettings(Part):
         elif hasattr(inner, name):
             setattr(inner, name, value)
         else:
-            raise unknown_setting(type(self), inner, name)
+            check_own_name(inner, name, keras.optimizers)
+            # Only variables are tracked, to be saved: Keras' own lists cannot be copied.
+            if isinstance(value, keras.Variable):
+                super().__setattr__(name, value)
+            else:
+                object.__setattr__(self, name, value)
+            self.__dict__.setdefault("_names_of_the_user", set()).add(name)
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Excludes variables from the inner optimizer's weight decay; call it before `build`."""

@@ -33,6 +33,15 @@ class Standalone:
         return keras.ops.convert_to_tensor(value, dtype="float32")
 
     @staticmethod
+    def _operation(done: Any) -> None:
+        """What a caller has to run for something to be done: nothing."""
+
+    @staticmethod
+    def _after(done: Any, value: Any) -> Any:
+        """Returns a value that is there once something was done."""
+        return value
+
+    @staticmethod
     def _flat_gradients(gradients: Any) -> list[Any]:
         flat: list[Any] = engines.load().flat_gradients(gradients)
         return flat

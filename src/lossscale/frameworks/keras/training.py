@@ -12,7 +12,7 @@ from keras import ops
 from keras.src.utils.tracking import no_automatic_dependency_tracking
 
 from lossscale.errors import ArgumentError, GradientsError
-from lossscale.frameworks.checks import check_some_gradient, checked_pairs
+from lossscale.frameworks.checks import check_some_gradient, checked_pairs, with_gradient
 from lossscale.frameworks.part import Part
 from lossscale.frameworks.watches.common import Seen
 
@@ -73,8 +73,9 @@ class TrainingStep(Part):
     def scale_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale, and marks the gradients that come of it.
 
-        This is how Keras' trainer begins a step: the next `apply_gradients` takes its gradients
-        for scaled ones and divides them. With `get_unscaled_gradients`, use `get_scaled_loss`.
+        This is how Keras' trainer begins a step: `apply_gradients` takes its gradients for scaled
+        ones and divides them, once for each variable, so that they can be applied in groups. With
+        `get_unscaled_gradients`, use `get_scaled_loss`.
 
         Args:
             loss: Tensor of any shape and dtype, a number, or a callable that returns one.
@@ -127,10 +128,13 @@ class TrainingStep(Part):
             (array([1., 2.], dtype=float32), 1, 16384.0)
         """
         gradients, variables = checked_pairs(grads_and_vars, self._engine.is_variable)
-        scaled = self._convention.take(self._engine.current_place())
+        moved = with_gradient(gradients, variables)
+        place = self._engine.current_place()
+        scaled = self._convention.are_scaled(place, moved)
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         with keras.name_scope(name or self.name):
             self._step(gradients, variables, scaled=scaled, aggregate=aggregate)
+        self._convention.note_applied(place, moved)
         return self.iterations
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
@@ -165,9 +169,11 @@ class TrainingStep(Part):
                     "variables as `trainable_variables`, or call build(variables) first."
                 )
         check_some_gradient(grads)
-        self._convention.take_for_apply(self._engine.current_place())
+        variables = list(trainable_variables)
+        self._convention.check_apply()
         with keras.name_scope(self.name):
-            self._step(grads, list(trainable_variables), scaled=True)
+            self._step(grads, variables, scaled=True)
+        self._convention.note_apply(self._engine.current_place(), with_gradient(grads, variables))
 
     def stateless_apply(
         self,

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import keras
-
 from lossscale.errors import ArgumentTypeError, GradientsError
-from lossscale.frameworks.checks import checked_pairs
 from lossscale.frameworks.part import Part
 
 
@@ -25,6 +22,9 @@ class DocumentedVerbs(Part):
     ) -> Any:
         """Minimizes a loss: scales it, takes and unscales gradients, applies them.
 
+        It does so by `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`, those of
+        a subclass if it has its own.
+
         Args:
             loss: A callable without arguments that returns the loss; or a tensor, with the
                 `tape` that recorded it.
@@ -35,7 +35,7 @@ class DocumentedVerbs(Part):
             tape: The `tf.GradientTape` that recorded `loss`, if `loss` is a tensor.
 
         Returns:
-            `iterations`, which has grown by 1.
+            What `apply_gradients` returns: `iterations`, which has grown by 1.
 
         Raises:
             ValueError: If `var_list` holds something else than variables, if no variable has a
@@ -48,15 +48,30 @@ class DocumentedVerbs(Part):
             >>> float(weight), int(steps)
             (0.5, 1)
         """
-        gradients, variables = self._engine.differentiate(
-            loss, var_list, self._scaled, tape=tape, grad_loss=grad_loss
-        )
-        gradients, variables = checked_pairs(
-            zip(gradients, variables, strict=True), self._engine.is_variable
-        )
-        with keras.name_scope(name or self.name):
-            self._step(gradients, variables, scaled=True)
-        return self.iterations
+        place = self._engine.current_place()
+        with self._convention.aside(place):
+            gradients, variables = self._engine.differentiate(
+                loss, var_list, self.get_scaled_loss, tape=tape, grad_loss=grad_loss
+            )
+            unscaled = self._unscaled_by_verb(gradients, variables)
+            return self._apply_unscaled(place, unscaled, variables, name)
+
+    def _unscaled_by_verb(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        multiplied = self._multiplied(gradients, variables)
+        return [
+            given if kept is None else unscaled
+            for given, kept, unscaled in zip(
+                gradients, multiplied, self.get_unscaled_gradients(multiplied), strict=True
+            )
+        ]
+
+    def _apply_unscaled(
+        self, place: Any, gradients: Sequence[Any], variables: Sequence[Any], name: str | None
+    ) -> Any:
+        # Also where a subclass unscales by itself, without the method that notes it.
+        self._convention.note_all_unscaled(place)
+        named = {} if name is None else {"name": name}
+        return self.apply_gradients(list(zip(gradients, variables, strict=True)), **named)
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale.
@@ -103,10 +118,7 @@ class DocumentedVerbs(Part):
             raise ArgumentTypeError(
                 f"`grads` must be a list of gradients. Received: {grads!r}."
             ) from None
-        self._convention.note_get_unscaled_gradients(self._engine.current_place())
-        return self._unscaled_by_hand(gradients)
-
-    def _unscaled_by_hand(self, gradients: list[Any]) -> list[Any]:
+        self._convention.note_unscaled(self._engine.current_place(), _number(gradients))
         scale = self._current_scale()
         return list(self._engine.unscaled(gradients, scale, self._rule.powers_of_two))
 
@@ -129,16 +141,18 @@ class DocumentedVerbs(Part):
             >>> float(optimizer.get_gradients(lambda: weight**2, [weight])[0])
             6.0
         """
-        gradients = self._gradients_of(loss, params)
-        self._convention.note_get_unscaled_gradients(self._engine.current_place())
+        place = self._engine.current_place()
+        params = self._engine.flat_variables(params)
+        with self._convention.aside(place):
+            gradients = self._gradients_of(loss, params)
+        self._convention.note_unscaled(place, len(gradients))
         return gradients
 
     def _gradients_of(self, loss: Any, params: Sequence[Any]) -> list[Any]:
-        params = self._engine.flat_variables(params)
         if callable(loss):
-            gradients, _ = self._engine.differentiate(loss, params, self._scaled)
+            gradients, _ = self._engine.differentiate(loss, params, self.get_scaled_loss)
         else:
-            gradients = self._engine.symbolic_gradients(self._scaled(loss), params)
+            gradients = self._engine.symbolic_gradients(self.get_scaled_loss(loss), params)
         for gradient, variable in zip(gradients, params, strict=True):
             if gradient is None:
                 raise GradientsError(
@@ -146,7 +160,7 @@ class DocumentedVerbs(Part):
                     "depend on it, or an operation between them has no gradient. Leave the "
                     "variable out of `params`."
                 )
-        return self._unscaled_by_hand(gradients)
+        return self._unscaled_by_verb(gradients, params)
 
     def get_updates(self, loss: Any, params: Sequence[Any]) -> list[Any]:
         """Computes gradients as `get_gradients` does, and applies them.
@@ -156,7 +170,7 @@ class DocumentedVerbs(Part):
             params: List of variables.
 
         Returns:
-            A list with `iterations`, which has grown by 1.
+            A list with what `apply_gradients` returns: `iterations`, which has grown by 1.
 
         Raises:
             ValueError: If a gradient cannot be computed.
@@ -168,7 +182,12 @@ class DocumentedVerbs(Part):
             >>> float(weight)
             0.0
         """
-        gradients = self._gradients_of(loss, params)
-        variables = self._engine.flat_variables(params)
-        self._step(gradients, variables, scaled=False)
-        return [self.iterations]
+        place = self._engine.current_place()
+        with self._convention.aside(place):
+            gradients = self.get_gradients(loss, params)
+            variables = self._engine.flat_variables(params)
+            return [self._apply_unscaled(place, gradients, variables, None)]
+
+
+def _number(gradients: Sequence[Any]) -> int:
+    return sum(gradient is not None for gradient in gradients)

@@ -68,6 +68,9 @@ class TFKerasLegacyLossScaleOptimizer(
         # Code of that time calls it by this name.
         return self.compute_gradients(loss, var_list, tape=tape, grad_loss=grad_loss)
 
+    def _computed(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> Any:
+        return self._compute_gradients(loss, var_list, grad_loss=grad_loss, tape=tape)
+
     def _symbolic_gradients(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
         gradients: list[Any] = self._optimizer.get_gradients(loss, list(variables))
         return gradients

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lossscale.frameworks.checks import unknown_setting
+import tf_keras
+
+from lossscale.frameworks.checks import check_own_name, unknown_setting
 from lossscale.frameworks.part import Part
 
 
@@ -49,4 +51,7 @@ class InnerSettings(Part):
         elif name in getattr(inner, "_hyper", ()) or hasattr(inner, name):
             setattr(inner, name, value)
         else:
-            raise unknown_setting(type(self), inner, name)
+            family = tf_keras.optimizers.legacy if self._is_legacy else tf_keras.optimizers
+            check_own_name(inner, name, family)
+            object.__setattr__(self, name, value)
+            self.__dict__.setdefault("_names_of_the_user", set()).add(name)

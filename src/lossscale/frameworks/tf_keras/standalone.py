@@ -28,6 +28,18 @@ class Standalone:
         return tf.constant(value, tf.float32)
 
     @staticmethod
+    def _operation(done: Any) -> Any:
+        """What a caller has to run for something to be done; None where it is done already."""
+        if tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function:
+            return None
+        return tensorflow_ops.grouped(done)
+
+    @staticmethod
+    def _after(done: Any, value: Any) -> Any:
+        """Returns a value that is there once something was done."""
+        return value if done is None else tensorflow_ops.after(done, lambda: value)
+
+    @staticmethod
     def _flat_gradients(gradients: Any) -> list[Any]:
         return tensorflow_ops.flat_gradients(gradients)
 

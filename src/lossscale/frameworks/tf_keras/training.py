@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from lossscale.frameworks import tensorflow_ops
-from lossscale.frameworks.checks import checked_pairs
+from lossscale.frameworks.checks import checked_pairs, with_gradient
 from lossscale.frameworks.part import Part
 from lossscale.frameworks.tf_keras.checks import is_variable
 from lossscale.frameworks.watches.common import Seen
@@ -62,9 +62,14 @@ class TrainingStep(Part):
         """
         gradients, variables = checked_pairs(grads_and_vars, is_variable)
         tensorflow_ops.check_replica_context()
-        self._convention.take(tensorflow_ops.current_place())
+        moved = with_gradient(gradients, variables)
+        place = tensorflow_ops.current_place()
+        # Never: nothing here leaves scaled gradients to be applied. But it warns.
+        self._convention.are_scaled(place, moved)
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
-        return self._step(gradients, variables, name=name, aggregate=aggregate)
+        done = self._step(gradients, variables, name=name, aggregate=aggregate)
+        self._convention.note_applied(place, moved)
+        return done
 
     def _step(
         self,
@@ -153,9 +158,6 @@ class TrainingStep(Part):
         if scale is None:
             return gradients
         return list(tensorflow_ops.unscaled(gradients, scale, self._rule.powers_of_two))
-
-    def _unscaled_by_hand(self, gradients: Iterable[Any]) -> list[Any]:
-        return list(self._unscaled(gradients, (), self._current_scale()))
 
     # What a LossScale object of the older API replaces: the scale, the verdict, the move.
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from lossscale.errors import ArgumentTypeError, GradientsError
 from lossscale.frameworks import tensorflow_ops
-from lossscale.frameworks.checks import check_some_gradient
+from lossscale.frameworks.checks import scaled_value
 from lossscale.frameworks.part import Part
 from lossscale.frameworks.tf_keras.checks import flat_variables
 
@@ -26,6 +26,9 @@ class DocumentedVerbs(Part):
         tape: Any = None,
     ) -> Any:
         """Minimizes a loss: scales it, takes and unscales gradients, applies them.
+
+        It does so by `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`, those of
+        a subclass if it has its own.
 
         Args:
             loss: A callable without arguments that returns the loss; or a tensor, with the
@@ -54,19 +57,31 @@ class DocumentedVerbs(Part):
         if isinstance(grad_loss, tf.GradientTape):
             # The new optimizers of tf_keras take the tape in this place.
             grad_loss, tape = None, grad_loss
-        gradients, variables = self._differentiated(loss, var_list, grad_loss, tape)
-        if not variables and var_list is not None:
-            return self._result(tensorflow_ops.grouped())
-        check_some_gradient(gradients)
-        return self._step(gradients, variables, name=name)
+        place = tensorflow_ops.current_place()
+        with self._convention.aside(place):
+            pairs = list(self._computed(loss, var_list, grad_loss, tape))
+            if not pairs and var_list is not None:
+                return self._result(tensorflow_ops.grouped())
+            return self._apply_unscaled(place, pairs, name)
+
+    def _computed(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> Any:
+        # As TensorFlow did: an override need not know an argument that nobody gives.
+        given = {} if grad_loss is None else {"grad_loss": grad_loss}
+        return self.compute_gradients(loss, var_list, tape=tape, **given)
+
+    def _apply_unscaled(self, place: Any, pairs: list[Any], name: str | None) -> Any:
+        # Also where a subclass unscales by itself, without the method that notes it.
+        self._convention.note_all_unscaled(place)
+        named = {} if name is None else {"name": name}
+        return self.apply_gradients(pairs, **named)
 
     def _differentiated(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> tuple[list[Any], list[Any]]:
         """Returns the unscaled gradients of a loss, and the variables they belong to."""
 
-        def scale(value: Any) -> Any:
-            scaled = self._scaled(value)
+        def scale(loss: Any) -> Any:
+            scaled = scaled_value(loss, self.get_scaled_loss)
             if grad_loss is None:
                 return scaled
             return tf.reduce_sum(scaled * tf.stop_gradient(tf.cast(grad_loss, scaled.dtype)))
@@ -76,7 +91,7 @@ class DocumentedVerbs(Part):
         recording = tensorflow_ops.recorded(loss, var_list, scale, tape=tape, watch=watch)
         variables = flat_variables(recording.variables)
         pairs = self._inner_gradients(recording.loss, variables, recording.tape)
-        return self._unscaled_by_hand([gradient for gradient, _ in pairs]), variables
+        return list(self.get_unscaled_gradients([gradient for gradient, _ in pairs])), variables
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale.
@@ -125,9 +140,11 @@ class DocumentedVerbs(Part):
             raise ArgumentTypeError(
                 f"`grads` must be a list of gradients. Received: {grads!r}."
             ) from None
-        self._convention.note_get_unscaled_gradients(tensorflow_ops.current_place())
-        unscaled: list[Any] = self._unscaled_by_hand(gradients)
-        return unscaled
+        number = sum(gradient is not None for gradient in gradients)
+        self._convention.note_unscaled(tensorflow_ops.current_place(), number)
+        return list(
+            tensorflow_ops.unscaled(gradients, self._current_scale(), self._rule.powers_of_two)
+        )
 
     def compute_gradients(
         self, loss: Any, var_list: Any = None, tape: Any = None, grad_loss: Any = None
@@ -151,8 +168,10 @@ class DocumentedVerbs(Part):
             >>> float(gradient)
             6.0
         """
-        gradients, variables = self._differentiated(loss, var_list, grad_loss, tape)
-        self._convention.note_get_unscaled_gradients(tensorflow_ops.current_place())
+        place = tensorflow_ops.current_place()
+        with self._convention.aside(place):
+            gradients, variables = self._differentiated(loss, var_list, grad_loss, tape)
+        self._convention.note_unscaled(place, len(gradients))
         return list(zip(gradients, variables, strict=True))
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
@@ -174,8 +193,10 @@ class DocumentedVerbs(Part):
             >>> float(optimizer.get_gradients(lambda: weight**2, [weight])[0])
             6.0
         """
-        gradients = self._gradients_of(loss, flat_variables(params))
-        self._convention.note_get_unscaled_gradients(tensorflow_ops.current_place())
+        place = tensorflow_ops.current_place()
+        with self._convention.aside(place):
+            gradients = self._gradients_of(loss, flat_variables(params))
+        self._convention.note_unscaled(place, len(gradients))
         return gradients
 
     def _gradients_of(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
@@ -183,9 +204,8 @@ class DocumentedVerbs(Part):
             gradients, _ = self._differentiated(loss, variables)
         else:
             tensorflow_ops.check_symbolic(loss)
-            gradients = self._unscaled_by_hand(
-                self._symbolic_gradients(self._scaled(loss), variables)
-            )
+            scaled = self._symbolic_gradients(self.get_scaled_loss(loss), variables)
+            gradients = list(self.get_unscaled_gradients(scaled))
         for gradient, variable in zip(gradients, variables, strict=True):
             if gradient is None:
                 raise GradientsError(
@@ -215,5 +235,8 @@ class DocumentedVerbs(Part):
             >>> float(weight)
             0.0
         """
-        variables = flat_variables(params)
-        return [self._step(self._gradients_of(loss, variables), variables)]
+        place = tensorflow_ops.current_place()
+        with self._convention.aside(place):
+            gradients = self.get_gradients(loss, params)
+            pairs = list(zip(gradients, flat_variables(params), strict=True))
+            return [self._apply_unscaled(place, pairs, None)]

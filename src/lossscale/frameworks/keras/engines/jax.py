@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO
 
 from lossscale.errors import UnsupportedError
+from lossscale.frameworks.convention import Place
 from lossscale.frameworks.finite import jax as finite_check
 from lossscale.frameworks.keras.engines.common import (
     aggregation_name,
@@ -21,7 +22,6 @@ from lossscale.frameworks.keras.engines.common import (
 )
 from lossscale.frameworks.keras.engines.common import flat_keras_variables as flat_variables
 from lossscale.frameworks.keras.engines.common import is_keras_variable as is_variable
-from lossscale.frameworks.keras.engines.common import only_place as current_place
 
 __all__ = [
     "aggregation_name",
@@ -34,6 +34,16 @@ __all__ = [
 ]
 
 namespace = keras.ops
+
+
+def current_place() -> Place:
+    """What stands for the function that is being compiled, None outside of one."""
+    return Place(getattr(_traced_zero(), "_trace", None), replicas=(0,))
+
+
+def _traced_zero() -> Any:
+    # While a function is compiled, every operation is traced, also one on constants.
+    return jnp.zeros(()) + 0
 
 
 def read(variable: Any) -> Any:
@@ -75,8 +85,7 @@ def _check_not_baked_in(scale: Any) -> None:
     """Raises if a variable's value would become a constant of a function being compiled."""
     if not isinstance(scale, jax.Array) or isinstance(scale, jax.core.Tracer):
         return
-    # While a function is compiled, every operation is traced, also one on constants.
-    if isinstance(jnp.zeros(()) + 0, jax.core.Tracer):
+    if isinstance(_traced_zero(), jax.core.Tracer):
         raise UnsupportedError(
             "Inside a function that jax.jit compiles, the loss scale must come in as an argument; "
             "read from the optimizer's variable it would stay what it is now. Call scale_loss() "

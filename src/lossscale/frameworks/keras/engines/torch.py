@@ -9,6 +9,7 @@ import keras
 import torch
 
 from lossscale.errors import ArgumentError, GradientsError
+from lossscale.frameworks.checks import scaled_value
 from lossscale.frameworks.finite import torch as finite_check
 from lossscale.frameworks.keras.engines import torch_state
 from lossscale.frameworks.keras.engines.common import (
@@ -36,9 +37,6 @@ __all__ = [
 # Functions of Keras take a few times as long in eager mode.
 namespace = torch
 
-# Set on a `.grad` that was unscaled in place: the version it had then. PyTorch counts the version
-# up with every change, so a gradient that still has it must not be unscaled again.
-_UNSCALED_VERSION = "_lossscale_unscaled_version"
 _IN_PLACE = (torch.float32, torch.float64)
 
 
@@ -113,8 +111,6 @@ def run_step(
 ) -> None:
     """Unscales and applies gradients or skips the step, with one wait for the verdict.
 
-    A gradient that is its variable's own `.grad` is unscaled in place.
-
     Args:
         optimizer: The loss scale optimizer, built.
         gradients: Those of the step; None where there is none.
@@ -186,34 +182,30 @@ def unscale_and_judge(
         divided = optimizer._unscaled(gradients, variables, scale)
         return Judged(divided, finite, finite is True or bool(finite))
 
-    result, in_place, others = list(gradients), [], []
+    result, copied, others = list(gradients), [], []
     multiplied = optimizer._multiplied(gradients, variables)
-    for index, (gradient, variable) in enumerate(zip(multiplied, variables, strict=True)):
+    for index, gradient in enumerate(multiplied):
         if gradient is None:
             if result[index] is not None:
                 others.append(result[index])
-        elif getattr(gradient, _UNSCALED_VERSION, None) == gradient._version:
-            others.append(gradient)
         elif gradient.dtype in _IN_PLACE and not gradient.is_sparse:
-            # The attribute behind `value`, which takes a microsecond for every variable.
-            parameter = getattr(variable, "_value", None)
-            if parameter is None or gradient is not parameter.grad:
-                result[index] = gradient.clone()
-            in_place.append(result[index])
+            copied.append(index)
         else:
             [result[index]] = unscaled([gradient], scale, True)
             others.append(result[index])
 
-    if not in_place:
+    if not copied:
         finite = optimizer._judge(result, variables, None)
         return Judged(result, finite, finite is True or bool(finite))
+    # A `.grad` is its user's: it may be added to or filled again, in ways that leave no trace.
+    keys = [(index, id(variables[index])) for index in copied]
+    in_place = _copies(optimizer, [multiplied[index] for index in copied], keys)
+    for index, tensor in zip(copied, in_place, strict=True):
+        result[index] = tensor
     scale = torch.as_tensor(scale, dtype=torch.float32, device=in_place[0].device)
     checked = optimizer._rule.checks_gradients
     unscale_ = finite_check.unscale_ if checked else finite_check.multiply_
     found: Any = unscale_(in_place, scale.reciprocal())
-    for gradient, tensor in zip(gradients, result, strict=True):
-        if tensor is gradient and tensor is not None:
-            setattr(tensor, _UNSCALED_VERSION, tensor._version)
     if not checked:
         return Judged(result, True, True, on_host)
     if others:
@@ -232,6 +224,30 @@ def unscale_and_judge(
         return Judged(result, finite, bool(finite), on_host, state)
     finite = not overflowed if on_host else found == 0
     return Judged(result, finite, not overflowed, on_host, state)
+
+
+def _copies(optimizer: Any, gradients: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
+    """Returns copies of gradients; on a CPU in memory that is kept for the next step.
+
+    There fresh memory takes several times as long as the copy itself. An accelerator's allocator
+    gives the same memory out again, and has no room to keep.
+
+    Args:
+        optimizer: Who keeps it.
+        gradients: Dense tensors.
+        keys: What tells the memory of one gradient from that of others.
+    """
+    kept = optimizer.__dict__.setdefault("_copied_gradients", {})
+    copies = []
+    for key, gradient in zip(keys, gradients, strict=True):
+        copy = kept.get(key) if gradient.device.type == "cpu" else None
+        if copy is None or copy.shape != gradient.shape or copy.dtype != gradient.dtype:
+            copy = torch.empty_like(gradient)
+            if gradient.device.type == "cpu":
+                kept[key] = copy
+        copies.append(copy)
+    torch._foreach_copy_(copies, list(gradients))
+    return copies
 
 
 def differentiate(
@@ -253,7 +269,7 @@ def differentiate(
     """
     if tape is not None:
         raise ArgumentError("`tape` is for the TensorFlow backend. Leave it out.")
-    scaled_loss = scale(loss() if callable(loss) else loss)
+    scaled_loss = scaled_value(loss, scale)
     if callable(variables):
         variables = variables()
     if variables is None:
