@@ -11,10 +11,14 @@ from typing import Any
 
 from lossscale.errors import OldFileError
 from lossscale.migration.building import ModelBuilder, Part
+from lossscale.migration.layers import plain_values
 from lossscale.migration.models import chunks
 
 # What Keras 2 kept besides the variables of Keras 3: behind them, without effect there.
 _EXTRA = {"Normalization": 1}
+
+# Where `.keras` files have the layers of a model; the second one is of 2.12.
+_MODEL_LAYERS = ("layers", "_layer_checkpoint_dependencies")
 
 
 class Weights:
@@ -67,9 +71,9 @@ class Weights:
         Raises:
             OldFileError: If a layer has other weights in the file.
         """
-        for part, path, layer in self._places(self.model, "", set()):
-            group = stored.get(f"{path}/vars".lstrip("/"), {})
-            arrays = [group[name][()] for name in sorted(group, key=int)]
+        for part, group, layer in self._places(self.model, stored, set()):
+            found = group.get("vars", {})
+            arrays = [found[name][()] for name in sorted(found, key=int)]
             self._pair(part, _own(layer), arrays)
 
     def assign(self) -> None:
@@ -120,37 +124,39 @@ class Weights:
             trained, others = [], [*trained, *others, *every]
         return _Split(_once(trained), _once(others))
 
-    def _places(self, layer: Any, path: str, seen: set[int]) -> Iterator[tuple[Part, str, Any]]:
-        """Yields the layers below one, and where a `.keras` file has each."""
+    def _places(self, layer: Any, group: Any, seen: set[int]) -> Iterator[tuple[Part, Any, Any]]:
+        """Yields the layers below one, and the group in which a `.keras` file has each."""
         seen.add(id(layer))
-        parts = self.builder.parts.get(id(layer))
-        if parts is not None:
-            named = [(p, p.layer, p.kind) for p in parts if p.layer is not None]
-            yield from self._in_list(named, f"{path}/layers".lstrip("/"), seen)
+        if id(layer) in self.builder.parts:
+            parts = [part for part in self.builder.parts[id(layer)] if part.layer is not None]
+            yield from self._in_list(parts, _first(group, *_MODEL_LAYERS), seen)
             return
         # In the order in which Keras 2 went through them.
         for name, children in sorted(attributes(layer), reverse=True):
             value = getattr(layer, name)
             if isinstance(value, (list, tuple)):
-                within = [(Part(c.name, type(c).__name__, c), c, "") for c in children]
-                yield from self._in_list(within, f"{path}/{name}", seen)
+                parts = [Part(child.name, type(child).__name__, child) for child in children]
+                yield from self._in_list(parts, _first(group, name), seen)
             elif id(value) not in seen:
-                part = Part(value.name, type(value).__name__, value)
-                yield part, f"{path}/{name}", value
-                yield from self._places(value, f"{path}/{name}", seen)
+                below = _first(group, name)
+                yield Part(value.name, type(value).__name__, value), below, value
+                yield from self._places(value, below, seen)
 
     def _in_list(
-        self, named: list[tuple[Part, Any, str]], path: str, seen: set[int]
-    ) -> Iterator[tuple[Part, str, Any]]:
-        counts: dict[str, int] = {}
-        for part, layer, kind in named:
-            if id(layer) in seen:
+        self, parts: Sequence[Part], group: Any, seen: set[int]
+    ) -> Iterator[tuple[Part, Any, Any]]:
+        # Layers of one class are numbered; 2.12 counts a layer with weights twice.
+        turns: dict[str, int] = {}
+        for part in parts:
+            if id(part.layer) in seen or not part.layer.weights:
                 continue
-            name = snake_case(kind or part.kind)
-            counts[name] = counts.get(name, -1) + 1
-            where = f"{path}/{name}_{counts[name]}" if counts[name] else f"{path}/{name}"
-            yield part, where, layer
-            yield from self._places(layer, where, seen)
+            kind = snake_case(part.kind)
+            of_kind = [name for name in group if re.fullmatch(rf"{kind}(_\d+)?", name)]
+            of_kind = sorted(filter(lambda name: _holds_arrays(group[name]), of_kind), key=_number)
+            turns[kind] = turn = turns.get(kind, -1) + 1
+            below = group[of_kind[turn]] if turn < len(of_kind) else {}
+            yield part, below, part.layer
+            yield from self._places(part.layer, below, seen)
 
 
 @dataclasses.dataclass
@@ -184,6 +190,21 @@ def snake_case(name: str) -> str:
     name = re.sub(r"\W+", "", name.rpartition(">")[2])
     name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
     return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def _first(group: Any, *names: str) -> Any:
+    return next((group[name] for name in names if name in group), {})
+
+
+def _holds_arrays(group: Any) -> bool:
+    return any(name == "vars" and len(group[name]) for name in group) or any(
+        _holds_arrays(group[name]) for name in group if name != "vars"
+    )
+
+
+def _number(name: str) -> int:
+    last = name.rpartition("_")[2]
+    return int(last) if last.isdecimal() else 0
 
 
 def _own(layer: Any) -> list[Any]:
@@ -255,4 +276,4 @@ def _opened_zip(path: str) -> tuple[dict[str, Any], Callable[[Weights], None]]:
             weights.read_zip(file)
 
     with zipfile.ZipFile(path) as archive:
-        return json.loads(archive.read("config.json")), read
+        return plain_values(json.loads(archive.read("config.json"))), read

@@ -98,6 +98,25 @@ def successor(kind: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]
     return other, {**kept, **said}
 
 
+def plain_values(config: Any) -> Any:
+    """Returns a configuration with plain numbers and lists for the arrays and tuples in it.
+
+    Example:
+        >>> slope = {"class_name": "__numpy__", "config": {"value": 0.5, "dtype": "float32"}}
+        >>> plain_values({"negative_slope": slope, "shape": [2]})
+        {'negative_slope': 0.5, 'shape': [2]}
+    """
+    if isinstance(config, list):
+        return [plain_values(one) for one in config]
+    if not isinstance(config, dict):
+        return config
+    if config.get("class_name") in ("__numpy__", "__tensor__"):
+        return config["config"]["value"]
+    if config.get("class_name") == "__tuple__":
+        return [plain_values(one) for one in config["items"]]
+    return {name: plain_values(value) for name, value in config.items()}
+
+
 def layer_name(name: str) -> str:
     """Returns a name that Keras 3 allows: without the character that parts its paths."""
     return str(name).replace("/", "_")
