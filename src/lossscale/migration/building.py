@@ -169,7 +169,7 @@ class ModelBuilder:
         return model
 
     def _functional(self, cls: Any, config: dict[str, Any]) -> Any:
-        graph = _Graph(self, config["layers"])
+        graph = _Graph(self, config)
         graph.run()
         inputs = graph.tensors(config["input_layers"])
         outputs = graph.tensors(config["output_layers"])
@@ -236,14 +236,15 @@ class ModelBuilder:
 class _Graph:
     """The calls of a functional model, which are made in an order in which they can be."""
 
-    def __init__(self, builder: ModelBuilder, layers: list[dict[str, Any]]) -> None:
+    def __init__(self, builder: ModelBuilder, config: dict[str, Any]) -> None:
         self.builder = builder
+        layers = config["layers"]
         self.described = {builder._name(one): one for one in layers}
         self.parts: list[Part] = []
         self.made: dict[str, Any] = {}
         self.results: dict[str, list[list[Any]]] = {}
         self.calls = {name: list(one["inbound_nodes"]) for name, one in self.described.items()}
-        highest = _highest_calls(layers)
+        highest = _highest_calls(config)
         # A model that has its own inputs counts the call that made it as its first one.
         self.skipped = {
             name: int(_is_container(one) and highest.get(name, 0) >= len(self.calls[name]))
@@ -360,8 +361,8 @@ def _called(
     return layer(inputs, **kwargs)
 
 
-def _highest_calls(layers: list[dict[str, Any]]) -> dict[str, int]:
-    """Returns the highest number of a call of each layer that another one refers to."""
+def _highest_calls(config: dict[str, Any]) -> dict[str, int]:
+    """Returns the highest number of a call of each layer that something refers to."""
     highest: dict[str, int] = {}
 
     def look(value: Any) -> None:
@@ -374,7 +375,8 @@ def _highest_calls(layers: list[dict[str, Any]]) -> dict[str, int]:
         for one in value:
             look(one)
 
-    for one in layers:
+    look(config["output_layers"])
+    for one in config["layers"]:
         look(one.get("inbound_nodes"))
     return highest
 

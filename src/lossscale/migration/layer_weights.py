@@ -14,9 +14,6 @@ from lossscale.migration.building import ModelBuilder, Part
 from lossscale.migration.layers import plain_values
 from lossscale.migration.models import chunks
 
-# What Keras 2 kept besides the variables of Keras 3: behind them, without effect there.
-_EXTRA = {"Normalization": 1}
-
 # Where `.keras` files have the layers of a model; the second one is of 2.12.
 _MODEL_LAYERS = ("layers", "_layer_checkpoint_dependencies")
 
@@ -37,8 +34,7 @@ class Weights:
 
     def trainable(self) -> list[Any]:
         """Returns the variables that are trained, as Keras 2 gave them to its optimizers."""
-        split = self._split(self.model)
-        return [variable for variable in split.trainable if variable is not None]
+        return self._split(self.model).trainable
 
     def read_hdf5(self, group: Any) -> None:
         """Finds a variable for every array of an HDF5 file.
@@ -80,6 +76,10 @@ class Weights:
         """Sets all variables."""
         for variable, value in self._values:
             variable.assign(value)
+        for layer in self.model._flatten_layers():
+            # Normalization computes with what it makes of its variables.
+            if callable(getattr(layer, "finalize_state", None)):
+                layer.finalize_state()
 
     def _pair(self, part: Part, variables: Sequence[Any], arrays: Sequence[Any]) -> None:
         what = f"{self.path}: the layer {part.name!r}, a {part.kind},"
@@ -90,8 +90,6 @@ class Weights:
                 "restore_checkpoint."
             )
         for variable, value in zip(variables, arrays, strict=True):
-            if variable is None:
-                continue
             if tuple(variable.shape) != tuple(value.shape):
                 raise OldFileError(
                     f"{what} has weights of the shape {tuple(value.shape)} in the file where "
@@ -208,15 +206,12 @@ def _number(name: str) -> int:
 
 
 def _own(layer: Any) -> list[Any]:
-    """Returns a layer's own variables; None for what Keras 3 does not keep."""
-    extra = next((n for c in type(layer).__mro__ if (n := _EXTRA.get(c.__name__))), 0)
-    own = [*layer._trainable_variables, *layer._non_trainable_variables]
-    return [*own, *[None] * extra] if own else own
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
 
 
 def _once(variables: list[Any]) -> list[Any]:
     seen: set[int] = set()
-    return [v for v in variables if v is None or not (id(v) in seen or seen.add(id(v)))]
+    return [v for v in variables if not (id(v) in seen or seen.add(id(v)))]
 
 
 def load_old_model(path: str, custom_objects: dict[str, Any]) -> tuple[Any, list[Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lossscale.errors import OldFileError
 
-# Nothing that a layer computes depends on these.
+# Nothing that a layer computes depends on these, where Keras 3 does not have them.
 _WITHOUT_EFFECT = {
     "autocast",
     "experimental_autocast",
@@ -27,7 +27,9 @@ _WITHOUT_EFFECT = {
     "robust_masking",
     "softmax_robust_masking",
     "sparse",
+    "trainable",
     "value_shape",
+    "vocabulary_size",
 }
 # Depthwise and separable convolutions inherited these from the ordinary one, and ignored them.
 _WITHOUT_EFFECT |= {"filters", "kernel_constraint", "kernel_initializer", "kernel_regularizer"}
@@ -38,13 +40,13 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     "causal": (False,),
     "dynamic": (False,),
     "groups": (1,),
+    "noise_shape": (None,),
     "num_constants": (None, 0),
     "ragged": (False,),
     "renorm": (False,),
     "reverse_state_order": (False,),
     "time_major": (False,),
     "type_spec": (None,),
-    "vocabulary_size": (None,),
     "virtual_batch_size": (None,),
 }
 

@@ -129,7 +129,7 @@ def _reduction(name: str) -> Callable[..., Any]:
 
 def _sliced(x: Any, slice_spec: Any) -> Any:
     index = []
-    for one in slice_spec:
+    for one in slice_spec if isinstance(slice_spec, list) else [slice_spec]:
         if isinstance(one, dict) and one.get("class_name") == "__ellipsis__":
             index.append(...)
         elif isinstance(one, dict):
