@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
-import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lossscale.errors import LossScaleError, OldFileError
-from lossscale.migration.layers import model_config
+from lossscale.migration.layer_weights import load_old_model
 from lossscale.migration.models import ModelFile, read_model_file, saved_optimizer
 from lossscale.migration.restoring import Plan
 from lossscale.migration.saved import KERAS_3, OURS
@@ -57,10 +55,10 @@ def load_model(
     own = dict(custom_objects or {})
     with keras.saving.custom_object_scope(own):
         optimizer = _optimizer(file, own)
-        model = _architecture(file)
+        model, trained = _model(file, own)
         given = {"loss": loss, "metrics": metrics, "weighted_metrics": weighted_metrics}
         model.compile(optimizer, **_compile_arguments(file, model, given))
-    _restore(file, optimizer, model)
+    _restore(file, optimizer, model, trained)
     return model
 
 
@@ -102,63 +100,36 @@ def _registered_name(file: ModelFile) -> Any:
     return described.get("registered_name") or described.get("class_name")
 
 
-def _architecture(file: ModelFile) -> Any:
+def _model(file: ModelFile, own: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """Returns the model, and its trained variables in the order of the file."""
+    if file.era in (KERAS_3, OURS):
+        model = _model_of_keras_3(file)
+        return model, list(model.trainable_variables)
+    return load_old_model(file.path, own)
+
+
+def _model_of_keras_3(file: ModelFile) -> Any:
     import keras
 
-    with warnings.catch_warnings():
-        # Keras 2 gave the first layer of a Sequential model its input's shape, as the file does.
-        warnings.filterwarnings("ignore", message="Do not pass an `input_shape`")
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                return keras.saving.load_model(_readable(file, Path(folder)), compile=False)
-        except LossScaleError:
-            raise
-        # Keras raises whatever the layer of the moment raises.
-        except Exception as error:
-            raise OldFileError(
-                f"{file.path}: Keras 3 cannot make its model: {str(error).splitlines()[0][:300]}"
-            ) from error
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return keras.saving.load_model(_named_for_keras(file, Path(folder)), compile=False)
+    except LossScaleError:
+        raise
+    # Keras raises whatever the layer of the moment raises.
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise OldFileError(f"{file.path}: Keras 3 cannot make its model: {text}") from error
 
 
-def _readable(file: ModelFile, folder: Path) -> Path:
-    """Returns a file that Keras 3 makes the model of: the same one, or a changed copy."""
-    is_zip = zipfile.is_zipfile(file.path)
-    target = folder / f"model{'.keras' if is_zip else '.h5'}"
-    if file.era not in (KERAS_3, OURS):
-        if is_zip:
-            _rewrite_zip(file.path, target)
-            return target
-        if _rewrite_hdf5(file.path, target):
-            return target
-    if Path(file.path).suffix in (".keras", ".h5", ".hdf5"):
+def _named_for_keras(file: ModelFile, folder: Path) -> Path:
+    """Returns the file, or a copy: Keras goes by the name, and the file may have any."""
+    suffix = ".keras" if zipfile.is_zipfile(file.path) else ".h5"
+    if Path(file.path).suffix == suffix:
         return Path(file.path)
-    # Keras goes by the name, and TensorFlow wrote HDF5 under any.
-    shutil.copyfile(file.path, target)
-    return target
-
-
-def _rewrite_zip(path: str, target: Path) -> None:
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(target, "w") as new:
-        for name in old.namelist():
-            content = old.read(name)
-            if name == "config.json":
-                content = json.dumps(model_config(json.loads(content))).encode()
-            new.writestr(name, content)
-
-
-def _rewrite_hdf5(path: str, target: Path) -> bool:
-    """Writes a changed copy, if there is something to change; returns whether there is."""
-    import h5py
-
-    with h5py.File(path, "r") as file:
-        before = json.loads(file.attrs["model_config"])
-    after = model_config(before)
-    if after == before:
-        return False
-    shutil.copyfile(path, target)
-    with h5py.File(target, "r+") as file:
-        file.attrs["model_config"] = json.dumps(after)
-    return True
+    copy = folder / f"model{suffix}"
+    shutil.copyfile(file.path, copy)
+    return copy
 
 
 def _compile_arguments(file: ModelFile, model: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -216,17 +187,22 @@ def _metric(config: dict[str, Any]) -> Any:
     return keras.metrics.deserialize(config)
 
 
-def _restore(file: ModelFile, optimizer: Any, model: Any) -> None:
+def _restore(file: ModelFile, optimizer: Any, model: Any, trained: list[Any]) -> None:
     if not file.arrays:
         return
-    trained = list(model.trainable_variables)
     if file.era in (KERAS_3, OURS):
         _restore_keras_3(file, optimizer, trained)
         return
     saved = saved_optimizer(file, len(trained))
-    optimizer.build(trained)
+    # Keras 3 hands the optimizer the variables in the order of its own model.
+    own_order = list(model.trainable_variables)
+    turns = {id(variable): turn for turn, variable in enumerate(own_order)}
+    for slot in saved.slots:
+        if slot.index is not None and slot.index < len(trained):
+            slot.index = turns[id(trained[slot.index])]
+    optimizer.build(own_order)
     plan = Plan(file.path, "optimizer", saved, target_for(optimizer, file.path))
-    plan.prepare(None, trained)
+    plan.prepare(None, own_order)
     plan.carry_out()
 
 

@@ -13,6 +13,9 @@ from lossscale.optimizer import LossScaleOptimizer
 # of them `layer-0` and so on a second time.
 _NUMBERED = "layer_with_weights-"
 
+# What an attribute of Keras 2 is called in Keras 3.
+_RENAMED = {"depthwise_kernel": "kernel"}
+
 
 class Matches:
     """The pairs that were found by following the same names on both sides.
@@ -131,7 +134,7 @@ def part(thing: Any, name: str) -> Any:
         return thing[int(name)] if name.isdecimal() and int(name) < len(thing) else None
     # Some names are properties that raise whatever they like before they have a value.
     try:
-        return getattr(thing, name, None)
+        return getattr(thing, name, None if name not in _RENAMED else part(thing, _RENAMED[name]))
     except Exception:
         return None
 

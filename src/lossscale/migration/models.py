@@ -158,13 +158,13 @@ def _read_hdf5_optimizer(file: Any) -> tuple[list[str], list[Any]]:
     group = file["optimizer_weights"]
     names = [
         name.decode() if isinstance(name, bytes) else str(name)
-        for key in _chunks(group, "weight_names")
+        for key in chunks(group, "weight_names")
         for name in group.attrs[key]
     ]
     return names, [group[name][()] for name in names]
 
 
-def _chunks(group: Any, name: str) -> list[str]:
+def chunks(group: Any, name: str) -> list[str]:
     """Returns the keys of an attribute, which Keras cuts in pieces if it is long."""
     if name in group.attrs:
         return [name]

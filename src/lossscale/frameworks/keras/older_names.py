@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from lossscale.frameworks import older_configs
+from lossscale.frameworks.keras import older_activations as older_activations
 
 # Not the first one in lower case: `keras.optimizers.deserialize` would then find no class for what
 # Keras' own LossScaleOptimizer writes.
