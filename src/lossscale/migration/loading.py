@@ -7,14 +7,15 @@ import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from lossscale.errors import LossScaleError, OldFileError
 from lossscale.migration.layer_weights import load_old_model
+from lossscale.errors import ArgumentError, LossScaleError, OldFileError
 from lossscale.migration.models import ModelFile, read_model_file, saved_optimizer
 from lossscale.migration.restoring import Plan
 from lossscale.migration.saved import KERAS_3, OURS
 from lossscale.migration.targets import target_for
+from lossscale.migration.tf_keras_models import load_tf_keras_model
 
 _UNSET: Any = object()
 
@@ -26,12 +27,14 @@ def load_model(
     loss: Any = _UNSET,
     metrics: Any = _UNSET,
     weighted_metrics: Any = _UNSET,
+    framework: Literal["keras", "tf_keras"] = "keras",
 ) -> Any:
     """Loads a model that any release of TensorFlow or Keras saved with a loss scale optimizer.
 
-    The model is a Keras 3 model, on whatever backend Keras runs. It is compiled with a
-    `lossscale.LossScaleOptimizer`, which has the state that the file holds: slots and iterations.
-    TensorFlow put the loss scale and its counter into no model file, so they start anew.
+    The model is a Keras 3 model, on whatever backend Keras runs, or a tf_keras model. It is
+    compiled with a `lossscale.LossScaleOptimizer`, which has the state that the file holds: slots
+    and iterations. TensorFlow put the loss scale and its counter into no model file, so they start
+    anew.
 
     Args:
         path: An HDF5 file, or a `.keras` file of tf_keras or Keras 3.
@@ -40,6 +43,8 @@ def load_model(
         loss: Instead of the loss in the file, for `compile`.
         metrics: Instead of the metrics in the file.
         weighted_metrics: Instead of the weighted metrics in the file.
+        framework: "keras" for a model of Keras 3, "tf_keras" for one of tf_keras. What Keras 3
+            wrote is for Keras 3 alone.
 
     Returns:
         The compiled model.
@@ -48,15 +53,22 @@ def load_model(
         OldFileError: If the file is missing or damaged, has no loss scale optimizer, or Keras 3
             cannot make what it describes. It is a `ValueError`.
     """
-    import keras
-
+    if framework not in ("keras", "tf_keras"):
+        raise ArgumentError(
+            f"`framework` must be 'keras' or 'tf_keras'. Received: framework={framework!r}."
+        )
     file = read_model_file(path)
     check_has_scaling(file)
     own = dict(custom_objects or {})
+    given = {"loss": loss, "metrics": metrics, "weighted_metrics": weighted_metrics}
+    if framework == "tf_keras":
+        changed = {name: value for name, value in given.items() if value is not _UNSET}
+        return load_tf_keras_model(file, own, changed)
+    import keras
+
     with keras.saving.custom_object_scope(own):
         optimizer = _optimizer(file, own)
         model, trained = _model(file, own)
-        given = {"loss": loss, "metrics": metrics, "weighted_metrics": weighted_metrics}
         model.compile(optimizer, **_compile_arguments(file, model, given))
     _restore(file, optimizer, model, trained)
     return model

@@ -22,7 +22,7 @@ from lossscale.migration.saved import (
     SavedSlot,
 )
 
-_HDF5 = "HDF5 model"
+HDF5 = "HDF5 model"
 _ZIP = ".keras model"
 
 
@@ -137,7 +137,7 @@ def _read_hdf5(path: str) -> ModelFile:
         training = _json_attribute(file, "training_config")
         names, arrays = _read_hdf5_optimizer(file)
     optimizer = (training or {}).get("optimizer_config")
-    model = ModelFile(path, _HDF5, "", training, optimizer, names, arrays)
+    model = ModelFile(path, HDF5, "", training, optimizer, names, arrays)
     model.era = _era(model)
     return model
 
@@ -254,7 +254,7 @@ def saved_optimizer(model: ModelFile, variables: int | None = None) -> SavedOpti
 def _places(model: ModelFile, variables: int | None) -> Sequence[Place]:
     if not model.names:
         return []
-    if model.form == _HDF5:
+    if model.form == HDF5:
         return places_of_names(model.names)
     settings: Mapping[str, Any] = model.inner.get("config") or {}
     count = len(model.names)
