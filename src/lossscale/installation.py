@@ -78,8 +78,9 @@ def install() -> Installation:
         ...     tf.keras.mixed_precision.experimental.LossScaleOptimizer.__module__
         'lossscale.experimental.optimizer'
     """
+    tensorflow_names = "lossscale.frameworks.tensorflow_names"
     try:
-        importlib.import_module("tensorflow")
+        importlib.import_module(tensorflow_names)
     except ModuleNotFoundError as error:
         if error.name != "tensorflow":
             raise
@@ -91,7 +92,7 @@ def install() -> Installation:
     names = _documented_names()
     with contextlib.ExitStack() as stack:
         # TensorFlow first: it imports the Keras that is `tf.keras`.
-        _put_in_place(stack, "lossscale.frameworks.tensorflow_names", names)
+        _put_in_place(stack, tensorflow_names, names)
         register()
         for package in registry.loaded_packages():
             _put_in_place(stack, f"{package}.installing", names)

@@ -1,4 +1,4 @@
-"""`lossscale.install()` on each backend of Keras 3: what `compile` makes is the documented class."""
+"""`lossscale.install()` on each backend of Keras 3."""
 
 import keras
 import pytest
@@ -14,7 +14,7 @@ def _mixed_float16():
     keras.mixed_precision.set_global_policy("float32")
 
 
-def test_what_compile_makes_trains_and_goes_on_when_it_is_undone():
+def test_compile_makes_the_documented_class_which_trains_and_goes_on_when_it_is_undone():
     x, y = data()
     with lossscale.install():
         model = model_with(keras.optimizers.SGD(0.1))
@@ -24,5 +24,4 @@ def test_what_compile_makes_trains_and_goes_on_when_it_is_undone():
     model.fit(x, y, batch_size=16, epochs=2, verbose=0)
     assert model.evaluate(x, y, verbose=0) < 0.5 * before
     assert int(model.optimizer.iterations) == 16
-    assert float(model.optimizer.loss_scale) == 2.0**15
     assert not isinstance(model_with("sgd").optimizer, lossscale.LossScaleOptimizer)

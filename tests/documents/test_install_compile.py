@@ -80,6 +80,17 @@ def test_compile_wraps_in_the_documented_class(given, inner):
     assert optimizer.rule == lossscale.DynamicScale()
 
 
+@pytest.mark.parametrize("given", ["name", "configuration"])
+def test_an_optimizer_made_while_keras_compiles_has_all_its_variables(given):
+    expected = lossscale.LossScaleOptimizer(keras.optimizers.Adam())
+    config = keras.saving.serialize_keras_object(expected)
+    with lossscale.install():
+        optimizer = compiled("adam" if given == "name" else config).optimizer
+    names = [variable.name for variable in optimizer.variables]
+    assert names == [variable.name for variable in expected.variables]
+    assert any(variable is optimizer.iterations for variable in optimizer.variables)
+
+
 def test_compile_without_an_optimizer_does_too():
     with lossscale.install():
         model = sequential()
