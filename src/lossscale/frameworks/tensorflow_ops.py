@@ -230,7 +230,9 @@ class Folding:
 
     def where(self, condition: Any, one: Any, other: Any) -> Any:
         """Chooses between two values; their dtype may stay what it is."""
-        if tf.executing_eagerly() or (chosen := known(condition)) is None:
+        # AutoGraph, which a rule is run under, cannot read an assignment inside an expression.
+        chosen = None if tf.executing_eagerly() else known(condition)
+        if chosen is None:
             return self._namespace.where(condition, one, other)
         return one if chosen else other
 
