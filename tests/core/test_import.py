@@ -173,6 +173,19 @@ def test_files_load_if_keras_is_imported_after_lossscale():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+def test_every_submodule_is_an_attribute_after_importing_the_library_alone():
+    below = {m.part for m in modules() if m.name.count(".") == 1} - {"__main__"}
+    assert {"callbacks", "experimental", "migration", "plots"} <= below
+    program = f"""
+import lossscale
+assert "lossscale.callbacks" not in sys.modules
+assert {below} <= set(dir(lossscale))
+for name in {sorted(below)}:
+    assert getattr(lossscale, name) is sys.modules["lossscale." + name], name
+lossscale.callbacks.LossScaleMonitor, lossscale.diagnostics.diagnose
+"""
+    imported, _ = in_a_fresh_interpreter(program)
+    assert imported & FRAMEWORKS == set()
 
 
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)

@@ -1,6 +1,11 @@
 import importlib
+import pathlib
+import tomllib
+from importlib import metadata
 
 import pytest
+
+import lossscale
 
 PUBLIC = {
     "lossscale": {
@@ -12,6 +17,7 @@ PUBLIC = {
         "LossScaleWarning",
         "ScaleRule",
         "ScaleState",
+        "__version__",
         "install",
         "register",
     },
@@ -55,3 +61,15 @@ def test_every_member_of_the_keras_optimizer_is_documented():
             for name, member in vars(cls).items():
                 if not name.startswith("_") and (callable(member) or isinstance(member, property)):
                     assert (member.__doc__ or "").strip(), f"{cls.__name__}.{name}"
+
+
+def test_the_version_is_the_installed_one():
+    assert lossscale.__version__ == metadata.version("lossscale")
+    project = tomllib.loads((pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "lossscale.__version__"
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    assert not hasattr(lossscale, "plotting")
+    with pytest.raises(AttributeError, match="'lossscale' has no attribute 'plotting'"):
+        lossscale.plotting  # noqa: B018

@@ -231,6 +231,7 @@ class Folding:
 
     def where(self, condition: Any, one: Any, other: Any) -> Any:
         """Chooses between two values; their dtype may stay what it is."""
+        # AutoGraph, which a rule is run under, cannot read an assignment inside an expression.
         chosen = None if tf.executing_eagerly() else known(condition)
         if chosen is None:
             return self._namespace.where(condition, one, other)

@@ -98,6 +98,9 @@ class KerasLossScaleOptimizer(
         self._last_step_skipped = self._add_own_variable("last_step_skipped", "bool", False)
         with keras.name_scope(self.name):
             self._iterations = StepCounter(self.inner_optimizer, self._steps_skipped)
+        if all(variable is not self._iterations for variable in self._variables):
+            # Keras switches attribute tracking off while it compiles a model.
+            self._track_variable(self._iterations)
         self._iterations.follow()
 
     def _first_state(self) -> State | None:

@@ -81,7 +81,7 @@ def run_step(
 
     def apply_inner(gradients: Sequence[Any], scale: Any) -> None:
         with _summing(inner, aggregate):
-            inner.apply(optimizer._for_inner(gradients, variables, scale), list(variables))
+            _apply_inner(inner, optimizer._for_inner(gradients, variables, scale), list(variables))
 
     def written() -> list[Any]:
         return [native(v) for v in (*inner.variables, *inner._trainable_variables, *variables)]
@@ -96,6 +96,14 @@ def run_step(
     if _host_can_move(optimizer):
         move = functools.partial(_move_on_host, optimizer)
     tensorflow_ops.apply_or_skip(finite, gradients, scale, apply_inner, move, gate)
+
+
+def _apply_inner(inner: Any, gradients: list[Any], variables: list[Any]) -> None:
+    # Keras' trainer calls `apply_gradients`, so that is what people override.
+    if type(inner).apply_gradients is keras.optimizers.Optimizer.apply_gradients:
+        inner.apply(gradients, variables)
+    else:
+        inner.apply_gradients(list(zip(gradients, variables, strict=True)))
 
 
 def _host_can_move(optimizer: Any) -> bool:
