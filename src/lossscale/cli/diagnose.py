@@ -291,10 +291,11 @@ def _check_shapes(x: Any, inputs: Sequence[Any], path: Path) -> None:
     for array, tensor in zip(keras.tree.flatten(x), inputs, strict=True):
         expected, found = tuple(tensor.shape)[1:], tuple(array.shape)[1:]
         # Keras adds or takes away a last dimension of 1.
+        shapes = [expected, (*expected, 1), *([expected[:-1]] if expected[-1:] == (1,) else [])]
         fits = any(
             len(found) == len(shape)
             and all(want in (None, got) for want, got in zip(shape, found, strict=True))
-            for shape in (expected, (*expected, 1), expected[:-1] if expected[-1:] == (1,) else ())
+            for shape in shapes
         )
         if not fits:
             shape = ", ".join(str(size) for size in ("rows", *expected))
