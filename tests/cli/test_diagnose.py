@@ -64,6 +64,7 @@ def files(tmp_path_factory):
         "data": {"x": x, "y": y},
         "weighted": {"x": x, "y": y, "sample_weight": np.full(ROWS, 2.0**-30)},
         "named": {"input_layer": x, "activation": y},
+        "nans": {"x": np.full_like(x, np.nan), "y": y},
         "narrow": {"x": x[:, :, :4], "y": y},
         "flat": {"x": x.reshape(ROWS, 64), "y": y},
         "short": {"x": x, "y": y[:-1]},
@@ -112,6 +113,32 @@ def test_a_model_that_needs_no_scaling(run):
     assert any(line.startswith("gradient of") for line in lines)
     assert sum("/kernel " in line for line in lines) == 2
     assert "on 1 batch (32 samples), with Keras on tensorflow." in out
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]], ids=["text", "json"])
+def test_a_report_without_anything_to_draw_is_printed_all_the_same(run, files, arguments):
+    status, out, err = run("plain.keras", "nans.npz", "--plot", "nothing.png", *arguments)
+    assert status == 0
+    assert not (files / "nothing.png").exists()
+    assert err.startswith("lossscale: there is no picture, because no gradient")
+    if arguments:
+        assert json.loads(out)["picture"] is None
+        assert json.loads(out)["verdict"] == "unknown"
+    else:
+        assert "unknown." in out.splitlines()[0]
+        assert "Picture" not in out
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is full")
+@pytest.mark.parametrize("arguments", [[], ["--json"]], ids=["text", "json"])
+def test_a_picture_that_cannot_be_written_does_not_take_the_report_along(run, files, arguments):
+    (files / "full.png").unlink(missing_ok=True)
+    (files / "full.png").symlink_to("/dev/full")
+    status, out, err = run("plain.keras", "data.npz", "--plot", "full.png", *arguments)
+    assert status == 2
+    assert "No space left on device" in err
+    assert err.count("\n") == 1
+    assert "not needed" in out
 
 
 def test_a_model_that_needs_it(run):
@@ -188,7 +215,7 @@ def test_all_lists_every_gradient(run, monkeypatch):
         ("plain.keras", "narrow.npz", "(rows, 8, 8). Received: (40, 8, 4)"),
         ("plain.keras", "flat.npz", "(rows, 8, 8). Received: (40, 64)"),
         ("plain.keras", "short.npz", "same number of rows, at least one. Received: rows x: [40]"),
-        ("plain.keras", "wrong_targets.npz", "cannot compute its loss on these arrays"),
+        ("plain.keras", "wrong_targets.npz", "`y` does not fit what the model returns"),
         ("plain.keras", "extra.npz", "no input or output of the name 'z'"),
         ("plain.keras", "no_x.npz", "no array 'input_layer'; the input is called x or input_layer"),
         ("several.keras", "several_x.npz", "no array 'a', 'b'; the inputs are called a, b"),
