@@ -49,6 +49,7 @@ format: $(TEST)/installed
 	$(TEST)/bin/ruff format .
 
 $(DEMO)/installed: pyproject.toml constraints.txt
+	@echo "Installing Keras and TensorFlow into $(DEMO); this may take a few minutes."
 	$(PYTHON) -m venv $(DEMO)
 	$(DEMO)/bin/python $(PIP_INSTALL) --editable ".[demo,tensorflow]"
 	touch $@

@@ -189,6 +189,7 @@ class MonitorBody(Part):
             path=settings.path,
             tensorboard=settings.tensorboard,
             append=settings.append,
+            on_write_error=settings.on_write_error,
         )
         self._recorded = optimizer
 
