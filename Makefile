@@ -6,7 +6,7 @@ DEMO := .venv-demo
 TEST := .venv-test
 JOBS ?= 2
 
-.PHONY: demo test test-quick lint types tests table bench format clean
+.PHONY: demo test test-quick mutants lint types tests table bench format clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/lossscale demo
@@ -26,6 +26,10 @@ tests: $(TEST)/installed
 
 test-quick: $(TEST)/installed
 	$(TEST)/bin/python tests/run.py --quick --jobs $(JOBS)
+
+# Do the tests notice? Wrong versions of the sources, each against the tests that must fail.
+mutants: $(TEST)/installed
+	$(TEST)/bin/python tests/mutants/run.py
 
 # The table of the README and docs/what_runs_where.md, from the outcomes of the conformance suite.
 RESULTS := $(CURDIR)/build/conformance.json

@@ -57,6 +57,16 @@ def test_every_kind_of_non_finite_value_is_found_in_every_tensor(shell):
         assert harness.counters() == (1, skipped, False, 2 * skipped + 1), (value, tensor)
 
 
+def test_a_non_finite_value_is_found_in_a_gradient_of_another_dtype(shell):
+    harness = shell.make(VALUES, "momentum", DynamicScale(8.0, growth_interval=2))
+    harness.take_for_scaled()
+    before = harness.parameters()
+    harness.step([GRADIENTS[0], spoiled(np.inf, 1)[1].astype(np.float16)])
+    same_bits(harness.parameters(), before)
+    assert harness.scale() == 4.0
+    assert harness.counters() == (0, 1, True, 1)
+
+
 @pytest.mark.parametrize("inner", INNER)
 def test_training_with_skipped_steps_is_training_without_them(shell, inner):
     for step in recorded(shell, inner):
