@@ -6,7 +6,7 @@ DEMO := .venv-demo
 TEST := .venv-test
 JOBS ?= 2
 
-.PHONY: demo test lint types tests table bench format clean
+.PHONY: demo test test-quick mutants lint types tests table bench format clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/lossscale demo
@@ -20,12 +20,16 @@ lint: $(TEST)/installed
 types: $(TEST)/installed
 	$(TEST)/bin/mypy
 
-# Keras fixes its backend when it is imported, so each backend is tested in processes of its own.
+# All backends in one queue of processes (tests/run.py); `make test-quick` is the core and one backend.
 tests: $(TEST)/installed
-	KERAS_BACKEND=tensorflow $(TEST)/bin/python -m pytest --numprocesses $(JOBS) tests
-	KERAS_BACKEND=jax $(TEST)/bin/python -m pytest --numprocesses $(JOBS) tests/conformance tests/backends
-	KERAS_BACKEND=tensorflow LOSSSCALE_TEST_KERAS=tf_keras $(TEST)/bin/python -m pytest --numprocesses $(JOBS) tests/conformance tests/frameworks/tf_keras
-	KERAS_BACKEND=torch $(TEST)/bin/python -m pytest --numprocesses $(JOBS) tests/conformance tests/backends
+	$(TEST)/bin/python tests/run.py --jobs $(JOBS)
+
+test-quick: $(TEST)/installed
+	$(TEST)/bin/python tests/run.py --quick --jobs $(JOBS)
+
+# Do the tests notice? Wrong versions of the sources, each against the tests that must fail.
+mutants: $(TEST)/installed
+	$(TEST)/bin/python tests/mutants/run.py
 
 # The table of the README and docs/what_runs_where.md, from the outcomes of the conformance suite.
 RESULTS := $(CURDIR)/build/conformance.json
@@ -49,6 +53,7 @@ format: $(TEST)/installed
 	$(TEST)/bin/ruff format .
 
 $(DEMO)/installed: pyproject.toml constraints.txt
+	@echo "Installing Keras and TensorFlow into $(DEMO); this may take a few minutes."
 	$(PYTHON) -m venv $(DEMO)
 	$(DEMO)/bin/python $(PIP_INSTALL) --editable ".[demo,tensorflow]"
 	touch $@

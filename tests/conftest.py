@@ -1,8 +1,10 @@
 """What has to be settled before any test module imports a framework."""
 
+import logging
 import os
 
 import hypothesis
+import pytest
 
 # Each is read once, while the framework is imported. A value from outside wins.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -16,3 +18,24 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 # An example on a busy machine takes as long as it takes.
 hypothesis.settings.register_profile("lossscale", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("lossscale")
+
+
+class _Kept(logging.Handler):
+    """Keeps the messages of a logger."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def _tensorflow_logs():
+    """What TensorFlow logs during a test; that it cannot translate our code is a failure."""
+    kept, logger = _Kept(), logging.getLogger("tensorflow")
+    logger.addHandler(kept)
+    yield kept.messages
+    logger.removeHandler(kept)
+    assert not [m for m in kept.messages if "AutoGraph" in m and "lossscale." in m]

@@ -1,9 +1,12 @@
 """Loss scaling for float16 training."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lossscale.errors import LossScaleError, LossScaleWarning
 from lossscale.installation import Installation, install, register, register_later
 from lossscale.optimizer import LossScaleOptimizer
-from lossscale.rules import DynamicScale, FixedScale, ScaleRule, ScaleState
+from lossscale.rules import DynamicScale, FixedScale, Needs, ScaleRule, ScaleState, Seen
 
 __all__ = [
     "DynamicScale",
@@ -12,11 +15,37 @@ __all__ = [
     "LossScaleError",
     "LossScaleOptimizer",
     "LossScaleWarning",
+    "Needs",
     "ScaleRule",
     "ScaleState",
+    "Seen",
+    "__version__",
     "install",
     "register",
 ]
+
+__version__ = "0.1.0"
+
+# Imported when they are first asked for, because of what they import.
+_SUBMODULES = frozenset({"callbacks", "cli", "diagnostics", "frameworks", "migration", "plots"})
+
+if TYPE_CHECKING:
+    from lossscale import callbacks as callbacks
+    from lossscale import cli as cli
+    from lossscale import diagnostics as diagnostics
+    from lossscale import frameworks as frameworks
+    from lossscale import migration as migration
+    from lossscale import plots as plots
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name in _SUBMODULES:
+            return importlib.import_module(f"lossscale.{name}")
+        raise AttributeError(f"module 'lossscale' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_SUBMODULES})
+
 
 register()
 register_later()

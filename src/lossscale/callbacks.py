@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 from lossscale import registry
 from lossscale.checks import checked_count, checked_truth
 from lossscale.diagnostics.alarms import Alarms
+from lossscale.diagnostics.recorder import ON_WRITE_ERROR
 from lossscale.diagnostics.records import StepRecord
 from lossscale.diagnostics.tensorboard import check_installed
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -30,6 +31,7 @@ class Settings(NamedTuple):
     on_floor: str
     max_consecutive_skips: int | None
     append: bool
+    on_write_error: str
 
 
 class LossScaleMonitor:
@@ -58,6 +60,8 @@ class LossScaleMonitor:
         on_floor: What a skip at the lowest scale is: "warn", "raise" to end training, or "ignore".
         max_consecutive_skips: How many skips in a row end training, in steps. None for no limit.
         append: Whether to go on with the file `path` if it exists, as a resumed run does.
+        on_write_error: What it is that `path` or `tensorboard` cannot be written any more, as on a
+            full disk: "warn" to warn once and train on without it, or "raise" to end training.
         framework: "keras" or "tf_keras". None takes tf_keras if `TF_USE_LEGACY_KERAS` is set or
             only that is imported, otherwise Keras 3.
 
@@ -68,7 +72,8 @@ class LossScaleMonitor:
             `ImportError`.
 
     `fit` raises `lossscale.errors.TrainingHaltedError` when an alarm ends training. What was
-    recorded is in the files by then.
+    recorded is in the files by then. It raises `lossscale.errors.RecordingError` before the first
+    step if a file cannot be written.
 
     Example:
         >>> LossScaleMonitor(every=0)
@@ -101,6 +106,7 @@ class LossScaleMonitor:
         on_floor: str = "warn",
         max_consecutive_skips: int | None = None,
         append: bool = False,
+        on_write_error: str = "warn",
         framework: str | None = None,
     ) -> None:
         super().__init__()
@@ -112,6 +118,7 @@ class LossScaleMonitor:
             on_floor=on_floor,
             max_consecutive_skips=max_consecutive_skips,
             append=append,
+            on_write_error=on_write_error,
         )
 
     @property
@@ -129,6 +136,7 @@ def _checked(
     on_floor: Any = "warn",
     max_consecutive_skips: Any = None,
     append: Any = False,
+    on_write_error: Any = "warn",
 ) -> Settings:
     settings = Settings(
         path=_path("path", path),
@@ -138,7 +146,18 @@ def _checked(
         on_floor=on_floor,
         max_consecutive_skips=max_consecutive_skips,
         append=checked_truth("append", append, ArgumentTypeError),
+        on_write_error=on_write_error,
     )
+    if on_write_error not in ON_WRITE_ERROR:
+        raise ArgumentError(
+            f"`on_write_error` must be one of {', '.join(map(repr, ON_WRITE_ERROR))}. "
+            f"Received: on_write_error={on_write_error!r}."
+        )
+    if settings.path is not None and os.path.isdir(settings.path):
+        raise ArgumentError(
+            "`path` must be a file for the history, and there is a folder of that name. "
+            f"Received: path={path!r}."
+        )
     # They have checks of their own, whatever the rule.
     Alarms(DynamicScale(), on_floor=on_floor, max_consecutive_skips=max_consecutive_skips)
     if settings.histograms and path is None and tensorboard is None:

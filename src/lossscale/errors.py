@@ -14,6 +14,7 @@ Exception
     │                                      no such hyperparameter
     ├── OldFileError(ValueError)           a file that cannot be read, or lacks what is needed
     ├── TrainingHaltedError(RuntimeError)  a run that cannot recover by itself was ended
+    ├── RecordingError(OSError)            a file that a run is recorded in cannot be written
     ├── MissingPackageError(ImportError)   a package that this needs is not installed
     └── UnsupportedError(NotImplementedError)
                                            the framework cannot do this
@@ -75,6 +76,10 @@ class TrainingHaltedError(LossScaleError, RuntimeError):
 
     The message says at which step and scale, which gradients were not finite, and what to do.
     """
+
+
+class RecordingError(LossScaleError, OSError):
+    """A file that a run is recorded in cannot be written; the message names it and says why."""
 
 
 class MissingPackageError(LossScaleError, ImportError):

@@ -13,6 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from lossscale import registry
+from lossscale.errors import MissingPackageError
+from lossscale.frameworks.common.checks import living_wrapper
+from lossscale.frameworks.documented_names import DocumentedNames
 from lossscale.optimizer import LossScaleOptimizer
 
 
@@ -67,10 +70,12 @@ def register_later() -> None:
         sys.meta_path.insert(0, _AfterImport(roots))
 
 
-# The installations that are not undone yet, and what takes the names out: the names stand as long
-# as one installation asks for them, in whatever order they are undone.
+# The installations that are not undone yet, what takes the names out, and the modules that put
+# them in: the names stand as long as one installation asks for them, in whatever order they are
+# undone.
 _standing: list[Installation] = []
 _taking_out = contextlib.ExitStack()
+_reached: set[str] = set()
 
 
 class Installation:
@@ -99,10 +104,16 @@ def install() -> Installation:
     For code that must run unedited: `tf.keras.mixed_precision.LossScaleOptimizer`,
     `tf.keras.mixed_precision.experimental`, `tf.mixed_precision.experimental` and
     `tf.train.experimental` with the `LossScale` classes, and the same under `tf.compat.v1` and
-    `tf.compat.v2`. Imports TensorFlow.
+    `tf.compat.v2`. Under `mixed_float16`, `compile` then wraps optimizers in this class too.
+
+    Imports TensorFlow, and `tf.keras`. What it does to tf_keras beside Keras 3 it does if tf_keras
+    is imported already; a second call makes up for it.
 
     Returns:
         An object whose `undo()` takes the names out again; also a context manager that does.
+
+    Raises:
+        ImportError: If TensorFlow is not installed.
 
     Example:
         >>> import tensorflow as tf
@@ -110,18 +121,63 @@ def install() -> Installation:
         ...     tf.keras.mixed_precision.experimental.LossScaleOptimizer.__module__
         'lossscale.experimental.optimizer'
     """
-    names = importlib.import_module("lossscale.frameworks.tensorflow.names")
-    register()
-    if not _standing:
-        experimental = importlib.import_module("lossscale.experimental")
-        loss_scales = [
-            experimental.LossScale,
-            experimental.FixedLossScale,
-            experimental.DynamicLossScale,
-        ]
-        _taking_out.enter_context(
-            names.put_in_place(LossScaleOptimizer, experimental.LossScaleOptimizer, loss_scales)
-        )
+    tensorflow_names = "lossscale.frameworks.tensorflow.names"
+    try:
+        importlib.import_module(tensorflow_names)
+    except ModuleNotFoundError as error:
+        if error.name != "tensorflow":
+            raise
+        raise MissingPackageError(
+            "lossscale.install() puts names into TensorFlow, and TensorFlow is not installed. "
+            "Install it with pip install tensorflow. On JAX or PyTorch without TensorFlow, use "
+            "lossscale.LossScaleOptimizer by its own name."
+        ) from None
+    names = _documented_names()
+    with contextlib.ExitStack() as stack:
+        # TensorFlow first: it imports the Keras that is `tf.keras`.
+        _put_in_place(stack, tensorflow_names, names)
+        register()
+        for package in registry.loaded_packages():
+            _put_in_place(stack, f"{package}.installing", names)
+        _taking_out.enter_context(stack.pop_all())
     installation = Installation()
     _standing.append(installation)
     return installation
+
+
+def _put_in_place(stack: contextlib.ExitStack, module: str, names: DocumentedNames) -> None:
+    if module not in _reached:
+        stack.enter_context(importlib.import_module(module).put_in_place(names))
+        _reached.add(module)
+        stack.callback(_reached.remove, module)
+
+
+def _documented_names() -> DocumentedNames:
+    experimental = importlib.import_module("lossscale.experimental")
+    policy = importlib.import_module("lossscale.experimental.policy")
+
+    def older(mixed_precision: Any) -> dict[str, Any]:
+        optimizer = {"LossScaleOptimizer": experimental.LossScaleOptimizer}
+        return {**optimizer, **policy.older_policies(mixed_precision)}
+
+    def wrap(optimizer: Any, policy: Any) -> Any:
+        # A model that is compiled anew, or another one, with an optimizer that was wrapped before.
+        wrapper = living_wrapper(optimizer)
+        if wrapper is not None:
+            return wrapper
+        if not hasattr(policy, "loss_scale"):
+            return LossScaleOptimizer(optimizer)
+        if policy.loss_scale is None:
+            return optimizer
+        return experimental.LossScaleOptimizer(optimizer, policy.loss_scale)
+
+    return DocumentedNames(
+        optimizer=LossScaleOptimizer,
+        loss_scales=[
+            experimental.LossScale,
+            experimental.FixedLossScale,
+            experimental.DynamicLossScale,
+        ],
+        older=older,
+        wrap=wrap,
+    )

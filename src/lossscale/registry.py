@@ -123,6 +123,11 @@ def loaded_shells() -> list[type[Any]]:
     return [_load(row) for row in _ROWS if row.loaded_root() is not None]
 
 
+def loaded_packages() -> list[str]:
+    """Returns the names of the packages of shells for what this process has imported."""
+    return list(dict.fromkeys(row.shell_module for row in _ROWS if row.loaded_root() is not None))
+
+
 def _load(row: _Row) -> type[Any]:
     shell: type[Any] = getattr(importlib.import_module(row.shell_module), row.shell_class)
     return shell

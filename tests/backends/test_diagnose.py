@@ -11,7 +11,7 @@ from keras import layers
 
 from backends.support import BACKEND, arrays
 from lossscale import FixedScale
-from lossscale.cli import digits
+from lossscale.demo import experiment, images, training
 from lossscale.diagnostics import (
     GradientHistogram,
     GradientReport,
@@ -176,11 +176,11 @@ def test_behind_a_softmax_the_gradient_is_that_of_the_logits(ending):
 
 @pytest.mark.parametrize("power", [10, 30])
 def test_dividing_the_loss_shifts_every_histogram(power):
-    data = digits.load_digits(0)
+    data = images.load_digits(0)
     reports = []
     for outputs in (1, 2**power):
-        model = digits.build_model("float32", seed=0)
-        model.compile("sgd", digits.averaged_loss(outputs))
+        model = training.build_model("float32", seed=0)
+        model.compile("sgd", training.averaged_loss(outputs))
         reports.append(diagnose(model, data.images, data.labels, batches=1))
     whole, divided = reports
     for found, same in zip(whole.ranges, divided.ranges, strict=True):
@@ -191,12 +191,12 @@ def test_dividing_the_loss_shifts_every_histogram(power):
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float16"])
 def test_a_16_bit_model_is_measured_in_float32(policy):
-    data = digits.load_digits(0)
-    models = {name: digits.build_model(name, seed=0) for name in ("float32", policy)}
+    data = images.load_digits(0)
+    models = {name: training.build_model(name, seed=0) for name in ("float32", policy)}
     models["float32"].set_weights(models[policy].get_weights())
     reports = {}
     for name, model in models.items():
-        model.compile("sgd", digits.averaged_loss(digits.OUTPUTS))
+        model.compile("sgd", training.averaged_loss(experiment.OUTPUTS))
         reports[name] = diagnose(model, data.images, data.labels, batches=2)
     assert reports[policy].measured_in == "float32"
     assert reports[policy].policy == policy
@@ -210,10 +210,10 @@ def test_a_16_bit_model_is_measured_in_float32(policy):
 
 
 def test_the_plain_digits_do_not_need_scaling():
-    data = digits.load_digits(0)
-    model = digits.build_model("mixed_float16", seed=0)
-    model.compile("sgd", digits.averaged_loss(1))
-    report = diagnose(model, data.images, data.labels, batch_size=digits.BATCH)
+    data = images.load_digits(0)
+    model = training.build_model("mixed_float16", seed=0)
+    model.compile("sgd", training.averaged_loss(1))
+    report = diagnose(model, data.images, data.labels, batch_size=experiment.BATCH)
     assert report.verdict is Verdict.NOT_NEEDED
     assert report.recommended_scale == 1.0
     assert report.suitable_scales[0] <= 1 <= report.suitable_scales[1]
@@ -223,10 +223,10 @@ def test_the_plain_digits_do_not_need_scaling():
 @pytest.fixture(scope="module")
 def needy():
     """The digits as the demo trains them: the loss is averaged over 2**20 outputs."""
-    data = digits.load_digits(0)
-    model = digits.build_model("mixed_float16", seed=0)
-    model.compile("sgd", digits.averaged_loss(digits.OUTPUTS))
-    return diagnose(model, data.images, data.labels, batch_size=digits.BATCH)
+    data = images.load_digits(0)
+    model = training.build_model("mixed_float16", seed=0)
+    model.compile("sgd", training.averaged_loss(experiment.OUTPUTS))
+    return diagnose(model, data.images, data.labels, batch_size=experiment.BATCH)
 
 
 def test_the_averaged_digits_require_scaling(needy):
@@ -242,14 +242,14 @@ def test_the_averaged_digits_require_scaling(needy):
 
 
 def test_the_recommended_scale_trains_the_averaged_digits(needy):
-    data = digits.load_digits(0)
+    data = images.load_digits(0)
     recipes = {
-        "float32": digits.RECIPES[0],
-        "unscaled": digits.RECIPES[1],
-        "recommended": digits.Recipe("", "mixed_float16", FixedScale(needy.recommended_scale)),
+        "float32": experiment.RECIPES[0],
+        "unscaled": experiment.RECIPES[1],
+        "recommended": experiment.Recipe("", "mixed_float16", FixedScale(needy.recommended_scale)),
     }
     accuracy = {
-        name: digits.train(recipe, data, epochs=6, seed=0).accuracy[-1]
+        name: training.train(recipe, data, epochs=6, seed=0).accuracy[-1]
         for name, recipe in recipes.items()
     }
     assert accuracy["float32"] > 0.9
@@ -259,9 +259,23 @@ def test_the_recommended_scale_trains_the_averaged_digits(needy):
 
 def test_gradients_outgrow_the_margin_while_the_network_learns():
     # The reason to recommend the middle of the suitable scales, and not one end.
-    data = digits.load_digits(0)
-    model = digits.build_model("float32", seed=0)
-    model.compile(keras.optimizers.SGD(digits.LEARNING_RATE, momentum=0.9), digits.averaged_loss(1))
+    data = images.load_digits(0)
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8)),
+            keras.layers.Reshape((8, 8, 1)),
+            keras.layers.Conv2D(16, 3, activation="relu"),
+            keras.layers.Conv2D(32, 3, activation="relu"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(64, activation="relu"),
+            keras.layers.Dense(10),
+            keras.layers.Activation("softmax"),
+        ]
+    )
+    model.compile(
+        keras.optimizers.SGD(experiment.LEARNING_RATE, momentum=0.9), training.averaged_loss(1)
+    )
     scales = []
     for epochs in (1, 7):
         scales.append(diagnose(model, data.images, data.labels, batch_size=64, batches=22))
@@ -277,7 +291,7 @@ def test_gradients_outgrow_the_margin_while_the_network_learns():
 def test_each_other_format_has_its_own_verdict(needy):
     assert needy.with_format("bfloat16").verdict is Verdict.NOT_NEEDED
     assert needy.with_format("float8_e5m2").verdict is Verdict.REQUIRED
-    strict = needy.with_format("float8_e4m3fn", Thresholds(flushed_mass=1e-6))
+    strict = needy.with_format("float8_e4m3fn", Thresholds(flushed_mass=1e-8))
     assert strict.verdict is Verdict.INSUFFICIENT
     assert strict.recommended_scale is None
 
@@ -580,6 +594,22 @@ def test_a_model_that_is_not_ready():
         ({"x": iter([])}, "`y` and `sample_weight` must be None"),
         ({"x": iter([]), "y": None}, "no batch"),
         ({"x": iter([(1, 2, 3, 4)]), "y": None}, "4 parts"),
+        ({"y": None}, "`y` is missing: the loss of the model compares"),
+        ({"x": iter([(np.zeros((4, 6)),)]), "y": None}, r"or in batches \(x, y\)"),
+        ({"y": np.zeros((24, 3, 5))}, r"`y` does not fit .*\(24, 3, 5\), for outputs of the shape"),
+        (
+            {"x": np.zeros((24, 7))},
+            r"`x` must have the shape \(rows, 6\) for the input .*\(24, 7\)",
+        ),
+        ({"x": np.zeros(24)}, r"`x` must have the shape \(rows, 6\) .*\(24,\)"),
+        ({"x": [np.zeros((24, 6))] * 2}, "`x` must have one array for each input of the model"),
+        (
+            {"x": np.array([["a"] * 6] * 24)},
+            "`x` must hold numbers. Received: an array of dtype <U",
+        ),
+        ({"y": np.array(["a"] * 24)}, "`y` must hold numbers"),
+        ({"y": np.array([None] * 24)}, "`y` must hold numbers. Received: an array of dtype object"),
+        ({"sample_weight": np.array(["1"] * 24)}, "`sample_weight` must hold numbers"),
         ({"batches": 0}, "`batches`"),
         ({"batch_size": -1}, "`batch_size`"),
         ({"format": "float99"}, "`format` must be one of"),
@@ -592,6 +622,16 @@ def test_a_model_that_is_not_ready():
         "y beside batches",
         "no batch",
         "a batch of 4",
+        "no y",
+        "no y in batches",
+        "shape of y",
+        "shape of x",
+        "dimensions of x",
+        "too many inputs",
+        "texts in x",
+        "texts in y",
+        "objects in y",
+        "texts in sample_weight",
         "batches",
         "batch_size",
         "format",

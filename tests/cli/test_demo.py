@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 import pytest
 
+from lossscale.cli import backend, demo
+from lossscale.cli.main import main
+
 EPOCHS = 4
 STEPS = EPOCHS * 22
 
@@ -108,7 +111,28 @@ def test_the_text_fits_80_columns_and_shows_progress(outcome):
         # The path of the picture is on one line, however long it is, so that it can be copied.
         assert len(line) <= 80 or line.startswith("Picture: ")
     assert outcome.text.count(f"epoch {EPOCHS}/{EPOCHS}") == 4
+    assert "\nImporting Keras ...\n" in outcome.text
     assert f"Picture: {outcome.picture}\n" in outcome.text
+
+
+def test_it_speaks_before_it_imports_a_framework(monkeypatch, capsys, tmp_path):
+    said = []
+
+    def train_all(*arguments):
+        said.append(capsys.readouterr().out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_train_all", train_all)
+    monkeypatch.setattr(backend, "find_spec", lambda module: object())
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    for name in ("keras", "tensorflow", "jax", "torch", "sklearn"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["demo", "--output", str(tmp_path / "demo.png")]) == 130
+    assert "learned four ways" in said[0]
+
+
+def test_it_says_that_times_vary(outcome):
+    assert "Times vary from machine to machine" in " ".join(outcome.text.split())
 
 
 def test_the_picture_is_a_picture(outcome):

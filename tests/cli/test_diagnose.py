@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import lossscale
-from lossscale.cli import digits
 from lossscale.cli.main import main
+from lossscale.demo import experiment, images, training
 from lossscale.diagnostics import GradientReport, Verdict
 
 ROWS = 40
@@ -22,11 +22,11 @@ ROWS = 40
 
 @keras.saving.register_keras_serializable("tests")
 def divided(labels, predictions):
-    return keras.losses.sparse_categorical_crossentropy(labels, predictions) / digits.OUTPUTS
+    return keras.losses.sparse_categorical_crossentropy(labels, predictions) / experiment.OUTPUTS
 
 
 def save_model(path, loss="sparse_categorical_crossentropy", optimizer="sgd"):
-    model = digits.build_model("mixed_float16", seed=0)
+    model = training.build_model("mixed_float16", seed=0)
     if loss is not None:
         model.compile(optimizer, loss)
     model.save(path)
@@ -41,7 +41,7 @@ def files(tmp_path_factory):
     wrapped = lossscale.LossScaleOptimizer(keras.optimizers.Adam())
     save_model(folder / "needy.keras", divided, wrapped)
     save_model(folder / "bare.keras", loss=None)
-    model = digits.build_model("float32", seed=0)
+    model = training.build_model("float32", seed=0)
     model.compile(None, "sparse_categorical_crossentropy")
     model.save(folder / "no_optimizer.keras")
     model.compile("sgd")
@@ -55,7 +55,7 @@ def files(tmp_path_factory):
     model.compile("sgd", ["mse", "mse"])
     model.save(folder / "several.keras")
 
-    data = digits.load_digits(0)
+    data = images.load_digits(0)
     x, y = data.images[:ROWS], data.labels[:ROWS]
     rng = np.random.default_rng(0)
     several = {"a": rng.normal(size=(9, 3)), "b": rng.normal(size=(9, 2))}
@@ -64,6 +64,7 @@ def files(tmp_path_factory):
         "data": {"x": x, "y": y},
         "weighted": {"x": x, "y": y, "sample_weight": np.full(ROWS, 2.0**-30)},
         "named": {"input_layer": x, "activation": y},
+        "nans": {"x": np.full_like(x, np.nan), "y": y},
         "narrow": {"x": x[:, :, :4], "y": y},
         "flat": {"x": x.reshape(ROWS, 64), "y": y},
         "short": {"x": x, "y": y[:-1]},
@@ -110,8 +111,34 @@ def test_a_model_that_needs_no_scaling(run):
     lines = out.splitlines()
     assert lines[0].endswith("in float16: not needed.")
     assert any(line.startswith("gradient of") for line in lines)
-    assert sum("/kernel " in line for line in lines) == 4
+    assert sum("/kernel " in line for line in lines) == 2
     assert "on 1 batch (32 samples), with Keras on tensorflow." in out
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]], ids=["text", "json"])
+def test_a_report_without_anything_to_draw_is_printed_all_the_same(run, files, arguments):
+    status, out, err = run("plain.keras", "nans.npz", "--plot", "nothing.png", *arguments)
+    assert status == 0
+    assert not (files / "nothing.png").exists()
+    assert err.startswith("lossscale: there is no picture, because no gradient")
+    if arguments:
+        assert json.loads(out)["picture"] is None
+        assert json.loads(out)["verdict"] == "unknown"
+    else:
+        assert "unknown." in out.splitlines()[0]
+        assert "Picture" not in out
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is full")
+@pytest.mark.parametrize("arguments", [[], ["--json"]], ids=["text", "json"])
+def test_a_picture_that_cannot_be_written_does_not_take_the_report_along(run, files, arguments):
+    (files / "full.png").unlink(missing_ok=True)
+    (files / "full.png").symlink_to("/dev/full")
+    status, out, err = run("plain.keras", "data.npz", "--plot", "full.png", *arguments)
+    assert status == 2
+    assert "No space left on device" in err
+    assert err.count("\n") == 1
+    assert "not needed" in out
 
 
 def test_a_model_that_needs_it(run):
@@ -184,11 +211,11 @@ def test_all_lists_every_gradient(run, monkeypatch):
         ("plain.keras", "alone.npz", "alone.npz: no .npz file, or it was cut short; save x and y"),
         ("plain.keras", "nothing.npz", "nothing.npz: there is no array in it"),
         ("plain.keras", "objects.npz", "objects.npz: its arrays cannot be read: Object arrays"),
-        ("plain.keras", "texts.npz", "must have the shape (rows, 8, 8, 1). Received: (2,)"),
-        ("plain.keras", "narrow.npz", "(rows, 8, 8, 1). Received: (40, 8, 4, 1)"),
-        ("plain.keras", "flat.npz", "(rows, 8, 8, 1). Received: (40, 64)"),
+        ("plain.keras", "texts.npz", "must have the shape (rows, 8, 8). Received: (2,)"),
+        ("plain.keras", "narrow.npz", "(rows, 8, 8). Received: (40, 8, 4)"),
+        ("plain.keras", "flat.npz", "(rows, 8, 8). Received: (40, 64)"),
         ("plain.keras", "short.npz", "same number of rows, at least one. Received: rows x: [40]"),
-        ("plain.keras", "wrong_targets.npz", "cannot compute its loss on these arrays"),
+        ("plain.keras", "wrong_targets.npz", "`y` does not fit what the model returns"),
         ("plain.keras", "extra.npz", "no input or output of the name 'z'"),
         ("plain.keras", "no_x.npz", "no array 'input_layer'; the input is called x or input_layer"),
         ("several.keras", "several_x.npz", "no array 'a', 'b'; the inputs are called a, b"),

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import lossscale
 from lossscale.cli import backend as backends
 from lossscale.cli import demo
 from lossscale.cli.main import main
@@ -138,3 +139,9 @@ def test_help_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_python_m_lossscale_is_the_command():
+    command = [sys.executable, "-m", "lossscale", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"lossscale {lossscale.__version__}\n"

@@ -24,6 +24,8 @@ from lossscale.errors import ArgumentError, ArgumentTypeError, MissingPackageErr
         ({"histograms": True}, ArgumentError, "`path` for the history"),
         ({"on_floor": "stop"}, ArgumentError, "on_floor='stop'"),
         ({"max_consecutive_skips": 0}, ArgumentError, "max_consecutive_skips=0"),
+        ({"on_write_error": "ignore"}, ArgumentError, "on_write_error='ignore'"),
+        ({"path": "."}, ArgumentError, r"a folder of that name\. Received: path='\.'"),
         ({"framework": "torch"}, ArgumentError, "framework='torch'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,

@@ -46,13 +46,20 @@ MAY_IMPORT = {
     "callbacks": {*MIDDLE, "diagnostics"},
     "diagnostics": CORE,
     "plots": {*CORE, "diagnostics"},
+    "demo": {*FRONT, "diagnostics", "plots"},
     # Nothing imports the command line, so it may use whatever it shows.
-    "cli": {*FRONT, "frameworks", "experimental", "migration", "diagnostics", "plots", ""},
+    "cli": {*FRONT, "frameworks", "experimental", "migration", "diagnostics", "plots", "demo", ""},
     "__main__": {"cli"},
 }
 """For each part of the library, the parts that it may import besides itself."""
 
-MAY_USE_A_FRAMEWORK_INSIDE_A_FUNCTION = {"cli", "diagnostics", "experimental", "migration"}
+MAY_USE_A_FRAMEWORK_INSIDE_A_FUNCTION = {
+    "cli",
+    "demo",
+    "diagnostics",
+    "experimental",
+    "migration",
+}
 
 
 def in_a_fresh_interpreter(statement):
@@ -175,6 +182,21 @@ def test_files_load_if_keras_is_imported_after_lossscale():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_every_submodule_is_an_attribute_after_importing_the_library_alone():
+    below = {m.part for m in modules() if m.name.count(".") == 1} - {"__main__"}
+    assert {"callbacks", "experimental", "migration", "plots"} <= below
+    program = f"""
+import lossscale
+assert "lossscale.callbacks" not in sys.modules
+assert {below} <= set(dir(lossscale))
+for name in {sorted(below)}:
+    assert getattr(lossscale, name) is sys.modules["lossscale." + name], name
+lossscale.callbacks.LossScaleMonitor, lossscale.diagnostics.diagnose
+"""
+    imported, _ = in_a_fresh_interpreter(program)
+    assert imported & FRAMEWORKS == set()
+
+
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
 def test_imports_point_one_way(module):
     assert violations(module) == []
@@ -231,6 +253,8 @@ def test_the_table_itself_points_one_way():
         ("plots.histogram", "def f():\n    import keras"),
         ("plots.histogram", "from lossscale import optimizer"),
         ("cli.demo", "import keras"),
+        ("demo.training", "import keras"),
+        ("demo.table", "from lossscale.cli import main"),
         ("cli.demo", "from rich import table"),
         ("", "import lossscale.frameworks.keras"),
         ("", "from lossscale import diagnostics"),

@@ -1,6 +1,9 @@
 import importlib
 import inspect
+import pathlib
 import pydoc
+import tomllib
+from importlib import metadata
 
 import pytest
 
@@ -19,8 +22,11 @@ PUBLIC = {
         "LossScaleError",
         "LossScaleOptimizer",
         "LossScaleWarning",
+        "Needs",
         "ScaleRule",
         "ScaleState",
+        "Seen",
+        "__version__",
         "install",
         "register",
     },
@@ -110,3 +116,15 @@ def shells():
         tf_keras.TFKerasLossScaleOptimizer,
         tf_keras.TFKerasLegacyLossScaleOptimizer,
     ]
+
+
+def test_the_version_is_the_installed_one():
+    assert lossscale.__version__ == metadata.version("lossscale")
+    project = tomllib.loads((pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "lossscale.__version__"
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    assert not hasattr(lossscale, "plotting")
+    with pytest.raises(AttributeError, match="'lossscale' has no attribute 'plotting'"):
+        lossscale.plotting  # noqa: B018

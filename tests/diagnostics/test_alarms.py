@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import pickle
@@ -55,6 +56,43 @@ def test_a_high_first_scale_that_comes_down_gives_no_alarm():
     # amax = 1: 17 halvings until amax * scale fits float16, and the one at the edge later.
     run = steps("x", 15, "-", 3, "x", 1, "-", 20, "x", 1, "-", 5000)
     assert kinds(Alarms(rule), records(rule, run)) == []
+
+
+@pytest.mark.parametrize("per_execution", [2, 4, 5, 16, 21])
+def test_a_start_up_of_which_every_nth_step_is_recorded_gives_no_alarm(per_execution):
+    # As a monitor sees it with steps_per_execution, or with samples of every nth step.
+    rule = DynamicScale(initial_scale=2.0**32)
+    run = steps("x", 15, "-", 3, "x", 1, "-", 20, "x", 1, "-", 500)
+    skips = list(itertools.accumulate(run))
+    seen = [
+        dataclasses.replace(record, steps_skipped=count)
+        for record, count in zip(records(rule, run), skips, strict=True)
+        if record.step % per_execution == 0
+    ]
+    assert kinds(Alarms(rule), seen) == []
+
+
+def test_a_resumed_run_is_looked_at_from_the_start_whatever_it_skipped_before():
+    rule = DynamicScale(initial_scale=2.0**15)
+    resumed = records(rule, steps("x", 3, "-", 5), first_step=10_004, first=2.0**10)
+    scales = [2.0**10, 2.0**9, 2.0**8, *[2.0**7] * 5]
+    seen = [
+        dataclasses.replace(record, scale=scale, next_scale=None, steps_skipped=40 + min(n, 3))
+        for n, (record, scale) in enumerate(zip(resumed, scales, strict=True), start=1)
+    ]
+    assert [kind for _, kind in kinds(Alarms(rule), seen)] == ["falling"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [(1, "The last step was skipped"), (2, "The last 2 steps in a row were skipped")],
+)
+def test_how_many_steps_in_a_row_is_said_in_words(limit, words):
+    rule = DynamicScale()
+    found = given_alarms(
+        Alarms(rule, max_consecutive_skips=limit), records(rule, steps("x", limit))
+    )
+    assert found[-1][1].message.startswith(words)
 
 
 def test_a_healthy_run_of_many_steps_gives_no_alarm():

@@ -250,3 +250,11 @@ def test_damaged_json_is_refused(change, message):
 def test_other_json_is_refused(text):
     with pytest.raises(ArgumentError, match="JSON of a report"):
         GradientReport.from_json(text)
+
+
+def test_of_a_model_that_loses_nothing_none_is_said_to_lose_the_most():
+    histogram = GradientHistogram.from_array([2.0**-3])
+    ranges = (TensorRange("w", "layer", TensorKind.VARIABLE, histogram),)
+    report = GradientReport("m", "keras", "float32", "float32", 1, 1, ranges)
+    assert "None loses anything. The one with the least room is that of w: " in report.reason
+    assert "loses the most" not in report.reason

@@ -203,22 +203,33 @@ def test_a_schedule_follows_the_applied_steps(form, stepped, var):
 # --- minimize -----------------------------------------------------------------------------------
 
 
+_WAYS = {
+    "list": lambda var: [var],
+    "tuple": lambda var: (var,),
+    "variable": lambda var: var,
+    "callable_with_a_list": lambda var: lambda: [var],
+    "callable_with_a_tuple": lambda var: lambda: (var,),
+    "callable_with_a_variable": lambda var: lambda: var,
+    "none": lambda var: None,
+}
+
+
+# Every way eagerly. A `tf.function` traces the same Python, so there one way of each kind will do.
 @pytest.mark.parametrize(
-    "given",
+    ("stepped", "make", "way"),
     [
-        pytest.param(lambda var: [var], id="list"),
-        pytest.param(lambda var: (var,), id="tuple"),
-        pytest.param(lambda var: var, id="variable"),
-        pytest.param(lambda var: lambda: [var], id="callable_with_a_list"),
-        pytest.param(lambda var: lambda: (var,), id="callable_with_a_tuple"),
-        pytest.param(lambda var: lambda: var, id="callable_with_a_variable"),
-        pytest.param(lambda var: None, id="none"),
+        *[("eager", tf.Variable, way) for way in _WAYS],
+        *[("eager", keras.Variable, way) for way in ("list", "variable", "none")],
+        ("graph", tf.Variable, "callable_with_a_list"),
+        ("graph", tf.Variable, "none"),
+        ("graph", keras.Variable, "list"),
+        ("graph", keras.Variable, "none"),
     ],
+    indirect=["stepped"],
 )
-@pytest.mark.parametrize("make", [tf.Variable, keras.Variable])
-def test_minimize_takes_variables_in_every_documented_way(form, stepped, given, make):
+def test_minimize_takes_variables_in_every_documented_way(form, stepped, make, way):
     var, other = make(1.0), make(1.0)
-    variables = given(var)
+    variables = _WAYS[way](var)
     optimizer = form.dynamic(sgd())
     loss_fn = (lambda: var**2) if variables is None else (lambda: var**2 + other**2)
     step = stepped(lambda: optimizer.minimize(loss_fn, variables))

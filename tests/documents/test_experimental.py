@@ -3,11 +3,7 @@
 import copy
 import inspect
 import json
-import os
 import pickle
-import subprocess
-import sys
-import textwrap
 
 import keras
 import numpy as np
@@ -686,56 +682,48 @@ def test_unaggregated_gradients_are_applied_on_one_replica(stepped):
     assert number(optimizer.iterations) == 2
 
 
-_REPLICAS = """
-    import tensorflow as tf
-
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-    from lossscale import experimental
+@pytest.fixture(scope="module")
+def steps_on_two_replicas():
+    """Takes a step with one gradient for each replica; returns their weights, and the scale."""
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
     def run(gradients, **arguments):
-        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
         with strategy.scope():
             var = tf.Variable(1.0)
-            loss_scale = experimental.DynamicLossScale(8, increment_period=1)
-            optimizer = experimental.LossScaleOptimizer(
-                tf.keras.optimizers.SGD(0.25), loss_scale
-            )
+            loss_scale = DynamicLossScale(8, increment_period=1)
+            optimizer = experimental.LossScaleOptimizer(sgd(), loss_scale)
 
         def in_replica(gradient):
             unscaled = optimizer.get_unscaled_gradients([gradient])
-            optimizer.apply_gradients(zip(unscaled, [var]), **arguments)
+            optimizer.apply_gradients(zip(unscaled, [var], strict=True), **arguments)
 
         @tf.function
         def step(values):
             strategy.run(in_replica, args=(values,))
 
-        step(strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(gradients[context.replica_id_in_sync_group])
-        ))
+        step(
+            strategy.experimental_distribute_values_from_function(
+                lambda context: tf.constant(gradients[context.replica_id_in_sync_group])
+            )
+        )
         values = [float(v) for v in strategy.experimental_local_results(var)]
-        print(*values, float(loss_scale()))
+        return (*values, float(loss_scale()))
 
-    run([8.0, 16.0])
-    run([8.0, 8.0], experimental_aggregate_gradients=False)
-    run([8.0, float("nan")])
-    run([8.0, float("nan")], experimental_aggregate_gradients=False)
-"""
+    return run
 
 
-def test_on_two_replicas_gradients_are_summed_unless_told_otherwise():
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_REPLICAS)],
-        env=os.environ | {"KERAS_BACKEND": "tensorflow"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    summed, apart, *skipped = done.stdout.splitlines()
-    # 1 - 0.25 * (1 + 2), and 1 - 0.25 * 1 on each replica.
-    assert summed == "0.25 0.25 16.0"
-    assert apart == "0.75 0.75 16.0"
-    # One replica's NaN skips the step on both, however the gradients are summed.
-    assert skipped == ["1.0 1.0 4.0"] * 2
+@pytest.mark.parametrize(
+    ("gradients", "arguments", "expected"),
+    [
+        # 1 - 0.25 * (1 + 2), and 1 - 0.25 * 1 on each replica.
+        ([8.0, 16.0], {}, (0.25, 0.25, 16.0)),
+        ([8.0, 8.0], {"experimental_aggregate_gradients": False}, (0.75, 0.75, 16.0)),
+        # One replica's NaN skips the step on both, however the gradients are summed.
+        ([8.0, float("nan")], {}, (1.0, 1.0, 4.0)),
+        ([8.0, float("nan")], {"experimental_aggregate_gradients": False}, (1.0, 1.0, 4.0)),
+    ],
+)
+def test_on_two_replicas_gradients_are_summed_unless_told_otherwise(
+    steps_on_two_replicas, gradients, arguments, expected
+):
+    assert steps_on_two_replicas(gradients, **arguments) == expected

@@ -35,6 +35,10 @@ _NAMES = {
         for parent in ("mixed_precision", "train")
         for name in _LOSS_SCALES
     },
+    # Where they are since TensorFlow 2.4.
+    **{
+        f"tf.compat.v1.mixed_precision.{name}": getattr(experimental, name) for name in _LOSS_SCALES
+    },
 }
 
 _ABSENT = object()
@@ -201,6 +205,51 @@ def test_code_of_that_time_sets_the_policy_from_there():
             assert older.global_policy().compute_dtype == "float16"
         finally:
             older.set_policy("float32")
+
+
+def test_everything_that_the_page_for_tensorflow_2_3_has_is_there():
+    with lossscale.install():
+        assert {n for n in dir(tf.keras.mixed_precision.experimental) if n[0] != "_"} == {
+            "LossScaleOptimizer",
+            "Policy",
+            "get_layer_policy",
+            "global_policy",
+            "set_policy",
+        }
+
+
+@pytest.mark.parametrize("missing", ["tensorflow", "tensorflow_of_someone_else"])
+def test_without_tensorflow_it_says_so_and_changes_nothing(monkeypatch, missing):
+    def cannot_import(name):
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    before = _all_names()
+    with monkeypatch.context() as patched:
+        patched.setattr(importlib, "import_module", cannot_import)
+        with pytest.raises(ImportError) as raised:
+            lossscale.install()
+    ours = isinstance(raised.value, lossscale.LossScaleError)
+    # A TensorFlow that is there and broken speaks for itself.
+    assert ours is (missing == "tensorflow")
+    assert not ours or "TensorFlow is not installed. Install it with pip" in str(raised.value)
+    assert _all_names() == before
+    with lossscale.install():
+        assert _all_names() == _NAMES
+
+
+def test_a_second_call_does_what_was_imported_since(monkeypatch):
+    before = keras.src.trainers.trainer.LossScaleOptimizer
+    with lossscale.install():
+        assert keras.src.trainers.trainer.LossScaleOptimizer is not before
+    with monkeypatch.context() as patched:
+        patched.delitem(sys.modules, "keras")
+        first = lossscale.install()
+    assert keras.src.trainers.trainer.LossScaleOptimizer is before
+    with lossscale.install():
+        first.undo()
+        assert keras.src.trainers.trainer.LossScaleOptimizer is not before
+        assert _all_names() == _NAMES
+    assert keras.src.trainers.trainer.LossScaleOptimizer is before
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,20 @@ def test_a_legacy_nadam_goes_on(tmp_path):
     np.testing.assert_allclose(support.values(mine), support.values(theirs), rtol=1e-5)
 
 
+def test_a_new_nadam_goes_on_as_a_legacy_one(tmp_path):
+    witness = support.WITNESS(tf_keras.optimizers.Nadam(0.05))
+    theirs = support.tf_variables()
+    support.train(witness, theirs, 4)
+    path = tf.train.Checkpoint(optimizer=witness, w=theirs[0], u=theirs[1])
+    path = path.save(str(tmp_path / "ck"))
+    optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.legacy.Nadam(0.5))
+    mine = [tf.Variable(tf.zeros_like(v), name=v.name[:-2]) for v in theirs]
+    restore_checkpoint(path, optimizer=optimizer, w=mine[0], u=mine[1])
+    for each, variables in ((witness, theirs), (optimizer, mine)):
+        support.train(each, variables, 4, start=4)
+    np.testing.assert_allclose(support.values(mine), support.values(theirs), rtol=1e-5)
+
+
 @pytest.mark.parametrize("target", FAMILIES)
 def test_decay_goes_on(target, tmp_path):
     witness = support.WITNESS(tf_keras.optimizers.legacy.SGD(0.5, momentum=0.5, decay=0.25))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,16 @@ _PACKAGES = {
     "rich": "rich",
     "sklearn": "scikit-learn",
 }
+
+_ENVIRONMENT = {
+    # The arrays are small: on a busy machine two threads wait for each other most of the time.
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    # oneDNN has float16 kernels for some processors that take 10 times as long as TensorFlow's.
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+}
+"""What the backends read when they are imported, unless the user has set it."""
 
 
 def add_parser(verbs: Any) -> None:
@@ -36,7 +47,7 @@ def add_parser(verbs: Any) -> None:
         "tensorflow)",
     )
     parser.add_argument(
-        "--epochs", type=_epochs, default=20, help="epochs of each run (default: 20)"
+        "--epochs", type=_epochs, default=15, help="epochs of each run (default: 15)"
     )
     parser.add_argument(
         "--seed",
@@ -74,57 +85,41 @@ def run(arguments: argparse.Namespace) -> int:
     check_picture("--output", arguments.output)
     backend = choose_backend(arguments.backend)
     check_installed(backend, _PACKAGES)
-    # These need what was just checked, and Keras reads its backend when it is imported.
+    # These need what was just checked.
     from rich.console import Console
 
-    from lossscale.cli import report
+    from lossscale.demo import picture, table
 
     started = time.perf_counter()
     console = Console(highlight=False)
-    report.introduce(console, backend, arguments.epochs, arguments.seed)
-    runs, gradients = _train_all(console, backend, arguments.epochs, arguments.seed)
-    report.print_table(console, runs)
-    report.draw(runs, gradients, arguments.output)
+    table.introduce(console, backend, arguments.epochs, arguments.seed)
+    runs, gradients = _train_all(console, arguments.epochs, arguments.seed)
+    table.print_table(console, runs)
+    picture.draw(runs, gradients, arguments.output)
     console.print(f"Picture: {arguments.output}", soft_wrap=True, markup=False)
     console.print(f"Time:    {time.perf_counter() - started:.0f} seconds in all")
     return 0
 
 
-def _train_all(console: Any, backend: str, epochs: int, seed: int) -> tuple[list[Any], Any]:
-    from rich.progress import BarColumn, Progress, TextColumn
+def _train_all(console: Any, epochs: int, seed: int) -> tuple[list[Any], Any]:
+    """Trains four ways; the runs, and the gradients at the first weights in float32."""
+    from lossscale.demo import progress
+    from lossscale.demo.experiment import RECIPES
 
-    # Keras imports TensorFlow late, whatever the backend, if it is installed.
-    with console.status("Importing Keras"), silenced():
-        from lossscale.cli import digits
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Keras reads its backend when it is imported, and imports TensorFlow late, whatever the
+    # backend, if it is installed.
+    with progress.waiting(console, "Importing Keras"), silenced():
+        from lossscale.demo import images, training
 
-        if backend == "torch":
-            import torch
-
-            # The arrays are small. On a busy machine two threads wait for each other for minutes.
-            torch.set_num_threads(1)
-        data = digits.load_digits(seed)
-        probe = digits.make_probe(data, seed)
-        gradients = probe.gradients("float32", digits.build_model("float32", seed).get_weights())
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("epoch {task.completed}/{task.total}"),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=console) as progress:
-        tasks = [
-            progress.add_task(recipe.name, total=epochs, start=False, note="")
-            for recipe in digits.RECIPES
+        data = images.load_digits(seed)
+        probe = training.make_probe(data, seed)
+        weights = training.build_model("float32", seed).get_weights()
+        gradients = probe.gradients("float32", weights)
+    with progress.training(console, RECIPES, epochs) as show:
+        runs = [
+            training.train(recipe, data, epochs=epochs, seed=seed, probe=probe, after_epoch=show)
+            for recipe in RECIPES
         ]
-        runs = []
-        for task, recipe in zip(tasks, digits.RECIPES, strict=True):
-
-            def show(run: digits.Run, task: Any = task) -> None:
-                note = f"test accuracy {run.accuracy[-1]:6.1%}"
-                progress.update(task, completed=len(run.accuracy), note=note)
-
-            progress.start_task(task)
-            runs.append(
-                digits.train(recipe, data, epochs=epochs, seed=seed, probe=probe, after_epoch=show)
-            )
     return runs, gradients

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import sys
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,16 +112,30 @@ def run(arguments: argparse.Namespace) -> int:
         model = _load_model(arguments.model)
     x, y, sample_weight = _matched(model, arrays, arguments.data)
     report = _diagnosed(model, x, y, sample_weight, arguments)
-    if arguments.plot is not None:
-        draw(report, arguments.plot)
-    if arguments.json:
-        picture = None if arguments.plot is None else str(arguments.plot)
-        print(json.dumps({**report.to_dict(), "picture": picture}, allow_nan=False))
-    else:
-        print(report.to_text(rows=None if arguments.all else _ROWS))
-        if arguments.plot is not None:
-            print(f"\nPicture: {arguments.plot}")
+    if not arguments.json:
+        # Before the picture, which may fail.
+        print(report.to_text(rows=None if arguments.all else _ROWS), flush=True)
+    picture = None
+    try:
+        if arguments.plot is not None and _has_bins(report):
+            draw(report, arguments.plot)
+            picture = str(arguments.plot)
+    finally:
+        if arguments.json:
+            print(json.dumps({**report.to_dict(), "picture": picture}, allow_nan=False))
+    if picture is not None and not arguments.json:
+        print(f"\nPicture: {picture}")
+    if arguments.plot is not None and picture is None:
+        print(
+            "lossscale: there is no picture, because no gradient has an element that is finite "
+            "and not zero",
+            file=sys.stderr,
+        )
     return 0
+
+
+def _has_bins(report: Any) -> bool:
+    return any(tensor.histogram.bins for tensor in report.ranges)
 
 
 def draw(report: Any, path: Path) -> None:
@@ -288,16 +303,11 @@ def _expected(general: str, names: Sequence[str]) -> str:
 def _check_shapes(x: Any, inputs: Sequence[Any], path: Path) -> None:
     import keras
 
+    from lossscale.diagnostics.batch_checks import fits
+
     for array, tensor in zip(keras.tree.flatten(x), inputs, strict=True):
-        expected, found = tuple(tensor.shape)[1:], tuple(array.shape)[1:]
-        # Keras adds or takes away a last dimension of 1.
-        fits = any(
-            len(found) == len(shape)
-            and all(want in (None, got) for want, got in zip(shape, found, strict=True))
-            for shape in (expected, (*expected, 1), expected[:-1] if expected[-1:] == (1,) else ())
-        )
-        if not fits:
-            shape = ", ".join(str(size) for size in ("rows", *expected))
+        if not fits(array.shape, tensor.shape):
+            shape = ", ".join(str(size) for size in ("rows", *tensor.shape[1:]))
             raise UsageError(
                 f"{path}: the array for the input {tensor.name!r} must have the shape ({shape}). "
                 f"Received: {tuple(array.shape)}"

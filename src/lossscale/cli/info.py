@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from importlib import metadata
 from typing import Any
 
+from lossscale import __version__
 from lossscale.cli.environment import (
     SHELLS,
     gpus,
@@ -61,7 +61,7 @@ def _found() -> dict[str, Any]:
     backend, source = keras_backend()
     reasons = [why_not(shell, versions) for shell in SHELLS]
     return {
-        "lossscale": metadata.version("lossscale"),
+        "lossscale": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": versions,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import NoReturn
 
+from lossscale import __version__
 from lossscale.cli import demo, diagnose, info, migrate, plot, simulate
 from lossscale.cli.errors import CommandError, UsageError
 
@@ -21,9 +21,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of the whole command line, one subcommand per verb."""
     parser = _Parser(prog="lossscale", description="Loss scaling for float16 training.")
-    parser.add_argument(
-        "--version", action="version", version=f"lossscale {metadata.version('lossscale')}"
-    )
+    parser.add_argument("--version", action="version", version=f"lossscale {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     demo.add_parser(verbs)
     migrate.add_parser(verbs)

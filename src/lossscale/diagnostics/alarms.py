@@ -83,7 +83,8 @@ class Alarms:
     A first scale that is too high comes down within the first steps, as it should. So falling and
     the skip rate are looked at only after the first `halvings_window` finite steps, or after the
     first `growth_interval` finite steps if that is fewer. A run whose first record does not have
-    the rule's first scale goes on from an earlier one, and is looked at from the start.
+    the rule's first scale, and cannot have come down from it in the steps before, goes on from an
+    earlier one, and is looked at from the start.
 
     An alarm is given once, and again only after the trouble was over: at the floor, after the
     scale has grown; falling, after `halvings_window` steps in a row without a skip; the loss,
@@ -179,8 +180,7 @@ class Alarms:
         if record.skipped:
             self._last_skip = record
         if first:
-            first_scale = float(self._rule.init().scale)
-            self._started = not math.isclose(record.scale, first_scale, rel_tol=1e-6)
+            self._started = self._goes_on(record)
         self._steps_without_skip = 0 if stretch.skips else self._steps_without_skip + stretch.steps
         if self._steps_without_skip >= self._window:
             self._given.discard(AlarmKind.FALLING)
@@ -192,6 +192,15 @@ class Alarms:
         return sorted(
             (alarm for alarm in found if alarm is not None), key=lambda alarm: not alarm.is_fatal
         )
+
+    def _goes_on(self, first: StepRecord) -> bool:
+        """Whether a run whose first record is this one goes on from an earlier run."""
+        if math.isclose(first.scale, float(self._rule.init().scale), rel_tol=1e-6):
+            return False
+        # Of several steps in one execution only the last is recorded. The skips among the steps
+        # before it explain a scale that has come down, as long as few others were applied.
+        skips = (first.steps_skipped or 0) - first.skipped
+        return skips <= 0 or first.step - 1 - skips >= self._start_up_steps
 
     def _once(self, kind: AlarmKind, message: str) -> Alarm | None:
         if kind in self._given:
@@ -205,7 +214,7 @@ class Alarms:
             return None
         return Alarm(
             AlarmKind.CONSECUTIVE_SKIPS,
-            f"The last {count} steps in a row were skipped, up to step {record.step}, and "
+            f"{_last_steps(count)} skipped, up to step {record.step}, and "
             f"max_consecutive_skips={self._max_consecutive_skips}. The loss scale is "
             f"{power_of_two(_after(record))}. {_evidence(record)} {self._advice(record)}",
             is_fatal=True,
@@ -321,6 +330,10 @@ def float16_without_scaling(where: str) -> Alarm:
         "lossscale.LossScaleOptimizer(optimizer). Or compute in bfloat16, which has the range of "
         "float32.",
     )
+
+
+def _last_steps(count: int) -> str:
+    return "The last step was" if count == 1 else f"The last {count} steps in a row were"
 
 
 def _after(record: StepRecord) -> float:

@@ -24,7 +24,7 @@ class Batch(NamedTuple):
     @property
     def samples(self) -> int:
         """How many samples it has."""
-        return len(next(_leaves(self.x)))
+        return len(next(leaves(self.x)))
 
 
 def batches_of(
@@ -52,7 +52,7 @@ def batches_of(
         return
     data = Batch(x, y, sample_weight)
     lengths = {
-        name: sorted({len(_as_array(leaf)) for leaf in _leaves(value)})
+        name: sorted({len(_as_array(leaf)) for leaf in leaves(value)})
         for name, value in data._asdict().items()
         if value is not None
     }
@@ -116,13 +116,14 @@ def _as_array(leaf: Any) -> Any:
     return leaf if by_row and len(leaf.shape) else np.atleast_1d(np.asarray(leaf))
 
 
-def _leaves(structure: Any) -> Iterator[Any]:
+def leaves(structure: Any) -> Iterator[Any]:
+    """Yields the arrays in lists and dictionaries, in their order; None is no array."""
     if isinstance(structure, Mapping):
         for part in structure.values():
-            yield from _leaves(part)
+            yield from leaves(part)
     elif isinstance(structure, (list, tuple)):
         for part in structure:
-            yield from _leaves(part)
+            yield from leaves(part)
     elif structure is not None:
         yield structure
 

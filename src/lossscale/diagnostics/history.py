@@ -14,6 +14,7 @@ later steps, which the run has taken anew.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 import os
@@ -188,7 +189,11 @@ class HistoryWriter:
                     f"{os.fspath(path)!r} exists. Give another name, remove it, or pass "
                     "append=True to go on with it, as a run that was resumed does."
                 ) from None
-        self._write(line)
+        try:
+            self._write(line)
+        except OSError:
+            self.discard()
+            raise
 
     def _write(self, line: str) -> None:
         self._file.write(line)
@@ -213,6 +218,11 @@ class HistoryWriter:
     def close(self) -> None:
         """Closes the file. Closing it again does nothing."""
         self._file.close()
+
+    def discard(self) -> None:
+        """Closes a file that cannot be written, and drops what could not be written to it."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def __enter__(self) -> HistoryWriter:
         return self

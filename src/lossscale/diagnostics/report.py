@@ -259,10 +259,15 @@ class GradientReport:
         if decisive is None or decisive.weight is Verdict.UNKNOWN:
             return Judgement(Verdict.UNKNOWN, "Every gradient is zero.")
         if decisive.weight is Verdict.NOT_NEEDED:
+            which = (
+                "The one that loses the most is"
+                if decisive.flushed_mass
+                else "None loses anything. The one with the least room is"
+            )
             return Judgement(
                 Verdict.NOT_NEEDED,
-                f"The gradients fit into {self.format} as they are. The one that loses the most is "
-                f"that of {decisive.name}: {decisive.reason}",
+                f"The gradients fit into {self.format} as they are. {which} that of "
+                f"{decisive.name}: {decisive.reason}",
             )
         lowest, highest = self.suitable_scales
         reason = f"The gradient of {decisive.name}: {decisive.reason}"

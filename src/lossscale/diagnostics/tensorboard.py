@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib.util
 import os
 from typing import Any
@@ -46,9 +48,19 @@ class TensorBoardWriter:
         from tensorboardX import SummaryWriter
 
         self._writer: Any = SummaryWriter(os.fspath(folder), flush_secs=_FLUSH_SECONDS)
+        # There is no public way to ask whether it still writes.
+        events = self._writer.file_writer.event_writer
+        self._queue, self._thread = events._event_queue, events._worker
 
     def append(self, record: StepRecord) -> None:
-        """Writes one record."""
+        """Writes one record.
+
+        Raises:
+            OSError: If the records before could not be written.
+        """
+        # The thread that writes ends by an error of its own, and its queue would soon block.
+        if not self._thread.is_alive():
+            raise OSError(errno.EIO, "what was recorded before could not be written")
         scalars = {
             "scale": record.scale,
             "steps_skipped": record.steps_skipped,
@@ -94,3 +106,12 @@ class TensorBoardWriter:
     def close(self) -> None:
         """Closes the file. Closing it again does nothing."""
         self._writer.close()
+
+    def discard(self) -> None:
+        """Leaves a file that cannot be written, and drops what could not be written to it."""
+        if self._thread.is_alive():
+            with contextlib.suppress(OSError):
+                self.close()
+        else:
+            # Nobody empties the queue any more: closing would wait for that, and so would exit.
+            self._queue.cancel_join_thread()

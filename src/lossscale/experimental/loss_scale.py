@@ -109,6 +109,12 @@ class FixedLossScale(_RuleLossScale):
     def __init__(self, loss_scale_value: float) -> None:
         self._rule: FixedScale = FixedScale(checked_scale("loss_scale_value", loss_scale_value))
 
+    @property
+    def _loss_scale_value(self) -> float:
+        # Read by tf_keras' own class from what it finds under tf.compat.v1, which is this class
+        # while lossscale is installed.
+        return self._rule.scale
+
     def __call__(self) -> Any:
         """Returns the loss scale, a float32 scalar tensor, dimensionless."""
         return registry.default_shell()._constant(self._rule.scale)

@@ -1,85 +1,178 @@
-"""What Keras 2 wrote about models and layers, as Keras 3 reads it.
+"""What Keras 2 wrote about one layer, as Keras 3 reads it.
 
 Keras 3 reads most of it by itself. Here is what it does not, or reads wrongly.
 """
 
 from __future__ import annotations
 
-import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
-# Keras 3 takes these for unknown. With these values they say nothing.
-_IDLE: dict[str, Any] = {
-    "time_major": False,
-    "renorm": False,
-    "virtual_batch_size": None,
-    "ragged": False,
-    "input_length": None,
+from lossscale.errors import OldFileError
+
+# Nothing that a layer computes depends on these, where Keras 3 does not have them.
+_WITHOUT_EFFECT = {
+    "autocast",
+    "experimental_autocast",
+    "force_generator",
+    "fused",
+    "implementation",
+    "input_length",
+    "key_shape",
+    "query_shape",
+    "renorm_clipping",
+    "renorm_momentum",
+    "rng_type",
+    "robust_masking",
+    "softmax_robust_masking",
+    "sparse",
+    "trainable",
+    "value_shape",
+    "vocabulary_size",
+}
+# Depthwise and separable convolutions inherited these from the ordinary one, and ignored them.
+_WITHOUT_EFFECT |= {"filters", "kernel_constraint", "kernel_initializer", "kernel_regularizer"}
+
+# Keras 3 has no such setting, and does what these values say.
+_IDLE: dict[str, tuple[Any, ...]] = {
+    "adjustment": (None,),
+    "causal": (False,),
+    "dynamic": (False,),
+    "groups": (1,),
+    "noise_shape": (None,),
+    "num_constants": (None, 0),
+    "ragged": (False,),
+    "renorm": (False,),
+    "reverse_state_order": (False,),
+    "time_major": (False,),
+    "type_spec": (None,),
+    "virtual_batch_size": (None,),
+}
+
+# What the first releases called a setting, by the name of the class.
+_RENAMED = {
+    "CategoryEncoding": {"max_tokens": "num_tokens"},
+    "Discretization": {"bins": "bin_boundaries"},
+    "LeakyReLU": {"alpha": "negative_slope"},
+    "ThresholdedReLU": {"theta": "threshold"},
+}
+
+# Classes that Keras 3 has under another name, with what the name said.
+_SUCCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
+    "SyncBatchNormalization": ("BatchNormalization", {"synchronized": True}),
+    "ThresholdedReLU": ("ReLU", {}),
 }
 
 _POLICIES = ("Policy", "PolicyV1")
+_ANY_DTYPE = ("infer", "_infer")
+_ACTIVATIONS = ("activation", "recurrent_activation")
 
 
-def model_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the configuration of a model of Keras 2 as Keras 3 reads it.
+def successor(kind: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns the class that a layer of Keras 2 is in Keras 3, and its settings there.
 
     Args:
-        config: The configuration, which is not changed.
+        kind: The name of the class.
+        settings: Its configuration, which is not changed.
 
     Example:
-        >>> layer = {"class_name": "Dense", "config": {"batch_input_shape": [None, 2]}}
-        >>> model = {"class_name": "Sequential", "config": {"layers": [layer]}}
-        >>> for layer in model_config(model)["config"]["layers"]:
-        ...     print(layer["class_name"], layer["config"].get("batch_shape"))
-        InputLayer [None, 2]
-        Dense None
+        >>> successor("ThresholdedReLU", {"theta": 1.0, "dtype": "float32"})
+        ('ReLU', {'dtype': 'float32', 'threshold': 1.0})
     """
-    config = copy.deepcopy(config)
-    for layer in list(_objects_in(config)):
-        settings = layer["config"]
-        if layer["class_name"] == "Sequential":
-            _add_input(settings.get("layers") or [])
-        for name, idle in _IDLE.items():
-            if name in settings and settings[name] == idle:
-                del settings[name]
-        shape = settings.pop("batch_input_shape", None)
-        if layer["class_name"] == "InputLayer" and shape is not None:
-            settings["batch_shape"] = shape
-        if layer["class_name"] == "BatchNormalization":
-            settings["axis"] = _single(settings.get("axis", -1))
-        settings.update(_dtype(settings))
-    return config
+    names = _RENAMED.get(kind, {})
+    kept = {name: value for name, value in settings.items() if name not in names}
+    kept |= {other: settings[name] for name, other in names.items() if name in settings}
+    kept.pop("batch_input_shape", None)
+    kept |= _dtype(kept)
+    if kept.get("dtype") in _ANY_DTYPE:
+        del kept["dtype"]
+    if kind == "BatchNormalization" or _SUCCESSORS.get(kind, ("",))[0] == "BatchNormalization":
+        kept["axis"] = _single(kept.get("axis", -1))
+    if "name" in kept:
+        kept["name"] = layer_name(kept["name"])
+    for name in _ACTIVATIONS:
+        if _function_name(kept.get(name)) == "hard_sigmoid":
+            kept[name] = _hard_sigmoid()
+    if kept.get("output_mode") == "binary":
+        kept["output_mode"] = "multi_hot"
+    other, said = _SUCCESSORS.get(kind, (kind, {}))
+    return other, {**kept, **said}
 
 
-def _objects_in(config: Any) -> Iterator[dict[str, Any]]:
+def plain_values(config: Any) -> Any:
+    """Returns a configuration with plain numbers and lists for the arrays and tuples in it.
+
+    Example:
+        >>> slope = {"class_name": "__numpy__", "config": {"value": 0.5, "dtype": "float32"}}
+        >>> plain_values({"negative_slope": slope, "shape": [2]})
+        {'negative_slope': 0.5, 'shape': [2]}
+    """
     if isinstance(config, list):
-        for item in config:
-            yield from _objects_in(item)
-    elif isinstance(config, dict):
-        if isinstance(config.get("config"), dict) and "class_name" in config:
-            yield config
-        for item in config.values():
-            yield from _objects_in(item)
+        return [plain_values(one) for one in config]
+    if not isinstance(config, dict):
+        return config
+    if config.get("class_name") in ("__numpy__", "__tensor__"):
+        return config["config"]["value"]
+    if config.get("class_name") == "__tuple__":
+        return [plain_values(one) for one in config["items"]]
+    return {name: plain_values(value) for name, value in config.items()}
 
 
-def _add_input(layers: list[Any]) -> None:
-    """Puts an input in front of layers whose first one says what its input is.
+def layer_name(name: str) -> str:
+    """Returns a name that Keras 3 allows: without the character that parts its paths."""
+    return str(name).replace("/", "_")
 
-    Keras 3 takes the size of the batch in that shape for one more dimension.
+
+def known_settings(cls: type[Any], settings: dict[str, Any], what: str) -> dict[str, Any]:
+    """Returns the settings that a class of Keras 3 has.
+
+    Args:
+        cls: The class.
+        settings: What a file says, by the names of Keras 3.
+        what: The file and the layer, for the message.
+
+    Raises:
+        OldFileError: If the class cannot do what a setting says.
     """
-    if not layers or not isinstance(layers[0].get("config"), dict):
-        return
-    first = layers[0]
-    settings = first["config"]
-    if first["class_name"] == "InputLayer" or "batch_input_shape" not in settings:
-        return
-    name = f"{settings.get('name', 'first')}_input"
-    shape = {"batch_shape": settings["batch_input_shape"], "dtype": "float32", "name": name}
-    added: dict[str, Any] = {"class_name": "InputLayer", "config": shape}
-    if "module" in first:
-        added |= {"module": "keras.layers", "registered_name": None}
-    layers.insert(0, added)
+    allowed = set(_arguments(cls))
+    kept = {}
+    for name, value in settings.items():
+        if name in allowed:
+            kept[name] = value
+        elif name not in _WITHOUT_EFFECT and value not in _IDLE.get(name, ()):
+            raise OldFileError(
+                f"{what} has {name}={value!r}, and Keras 3's {cls.__name__} has no such setting. "
+                "Write a layer of Keras 3 that does the same, and pass it as "
+                f"custom_objects={{{cls.__name__!r}: YourLayer}}."
+            )
+    return kept
+
+
+def _arguments(cls: type[Any]) -> Iterator[str]:
+    """Yields the names of the arguments of a class; the bases get what it hands on."""
+    for base in cls.__mro__:
+        if "__init__" not in base.__dict__:
+            continue
+        arguments = inspect.signature(base.__init__).parameters.values()
+        yield from (p.name for p in arguments if p.kind is not p.VAR_KEYWORD)
+        # Keras' own base class takes others only to refuse them.
+        if base.__name__ == "Layer" or all(p.kind is not p.VAR_KEYWORD for p in arguments):
+            return
+
+
+def _function_name(value: Any) -> Any:
+    # A `.keras` file says of a function that it is one.
+    if isinstance(value, dict) and value.get("class_name") == "function":
+        return value.get("config")
+    return value
+
+
+def _hard_sigmoid() -> Any:
+    # It was another function: clip(0.2 x + 0.5, 0, 1).
+    from lossscale.frameworks.keras.older_activations import hard_sigmoid
+
+    return hard_sigmoid
 
 
 def _single(axis: Any) -> Any:

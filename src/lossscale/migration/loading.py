@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
-import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from lossscale.errors import LossScaleError, OldFileError
-from lossscale.migration.layers import model_config
+from lossscale.migration.layer_weights import load_old_model
+from lossscale.errors import ArgumentError, LossScaleError, OldFileError
 from lossscale.migration.models import ModelFile, read_model_file, saved_optimizer
 from lossscale.migration.restoring import Plan
 from lossscale.migration.saved import KERAS_3, OURS
 from lossscale.migration.targets import target_for
+from lossscale.migration.tf_keras_models import load_tf_keras_model
 
 _UNSET: Any = object()
 
@@ -28,12 +27,14 @@ def load_model(
     loss: Any = _UNSET,
     metrics: Any = _UNSET,
     weighted_metrics: Any = _UNSET,
+    framework: Literal["keras", "tf_keras"] = "keras",
 ) -> Any:
     """Loads a model that any release of TensorFlow or Keras saved with a loss scale optimizer.
 
-    The model is a Keras 3 model, on whatever backend Keras runs. It is compiled with a
-    `lossscale.LossScaleOptimizer`, which has the state that the file holds: slots and iterations.
-    TensorFlow put the loss scale and its counter into no model file, so they start anew.
+    The model is a Keras 3 model, on whatever backend Keras runs, or a tf_keras model. It is
+    compiled with a `lossscale.LossScaleOptimizer`, which has the state that the file holds: slots
+    and iterations. TensorFlow put the loss scale and its counter into no model file, so they start
+    anew.
 
     Args:
         path: An HDF5 file, or a `.keras` file of tf_keras or Keras 3.
@@ -42,6 +43,8 @@ def load_model(
         loss: Instead of the loss in the file, for `compile`.
         metrics: Instead of the metrics in the file.
         weighted_metrics: Instead of the weighted metrics in the file.
+        framework: "keras" for a model of Keras 3, "tf_keras" for one of tf_keras. What Keras 3
+            wrote is for Keras 3 alone.
 
     Returns:
         The compiled model.
@@ -50,17 +53,24 @@ def load_model(
         OldFileError: If the file is missing or damaged, has no loss scale optimizer, or Keras 3
             cannot make what it describes. It is a `ValueError`.
     """
-    import keras
-
+    if framework not in ("keras", "tf_keras"):
+        raise ArgumentError(
+            f"`framework` must be 'keras' or 'tf_keras'. Received: framework={framework!r}."
+        )
     file = read_model_file(path)
     check_has_scaling(file)
     own = dict(custom_objects or {})
+    given = {"loss": loss, "metrics": metrics, "weighted_metrics": weighted_metrics}
+    if framework == "tf_keras":
+        changed = {name: value for name, value in given.items() if value is not _UNSET}
+        return load_tf_keras_model(file, own, changed)
+    import keras
+
     with keras.saving.custom_object_scope(own):
         optimizer = _optimizer(file, own)
-        model = _architecture(file)
-        given = {"loss": loss, "metrics": metrics, "weighted_metrics": weighted_metrics}
+        model, trained = _model(file, own)
         model.compile(optimizer, **_compile_arguments(file, model, given))
-    _restore(file, optimizer, model)
+    _restore(file, optimizer, model, trained)
     return model
 
 
@@ -102,63 +112,36 @@ def _registered_name(file: ModelFile) -> Any:
     return described.get("registered_name") or described.get("class_name")
 
 
-def _architecture(file: ModelFile) -> Any:
+def _model(file: ModelFile, own: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """Returns the model, and its trained variables in the order of the file."""
+    if file.era in (KERAS_3, OURS):
+        model = _model_of_keras_3(file)
+        return model, list(model.trainable_variables)
+    return load_old_model(file.path, own)
+
+
+def _model_of_keras_3(file: ModelFile) -> Any:
     import keras
 
-    with warnings.catch_warnings():
-        # Keras 2 gave the first layer of a Sequential model its input's shape, as the file does.
-        warnings.filterwarnings("ignore", message="Do not pass an `input_shape`")
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                return keras.saving.load_model(_readable(file, Path(folder)), compile=False)
-        except LossScaleError:
-            raise
-        # Keras raises whatever the layer of the moment raises.
-        except Exception as error:
-            raise OldFileError(
-                f"{file.path}: Keras 3 cannot make its model: {str(error).splitlines()[0][:300]}"
-            ) from error
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return keras.saving.load_model(_named_for_keras(file, Path(folder)), compile=False)
+    except LossScaleError:
+        raise
+    # Keras raises whatever the layer of the moment raises.
+    except Exception as error:
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise OldFileError(f"{file.path}: Keras 3 cannot make its model: {text}") from error
 
 
-def _readable(file: ModelFile, folder: Path) -> Path:
-    """Returns a file that Keras 3 makes the model of: the same one, or a changed copy."""
-    is_zip = zipfile.is_zipfile(file.path)
-    target = folder / f"model{'.keras' if is_zip else '.h5'}"
-    if file.era not in (KERAS_3, OURS):
-        if is_zip:
-            _rewrite_zip(file.path, target)
-            return target
-        if _rewrite_hdf5(file.path, target):
-            return target
-    if Path(file.path).suffix in (".keras", ".h5", ".hdf5"):
+def _named_for_keras(file: ModelFile, folder: Path) -> Path:
+    """Returns the file, or a copy: Keras goes by the name, and the file may have any."""
+    suffix = ".keras" if zipfile.is_zipfile(file.path) else ".h5"
+    if Path(file.path).suffix == suffix:
         return Path(file.path)
-    # Keras goes by the name, and TensorFlow wrote HDF5 under any.
-    shutil.copyfile(file.path, target)
-    return target
-
-
-def _rewrite_zip(path: str, target: Path) -> None:
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(target, "w") as new:
-        for name in old.namelist():
-            content = old.read(name)
-            if name == "config.json":
-                content = json.dumps(model_config(json.loads(content))).encode()
-            new.writestr(name, content)
-
-
-def _rewrite_hdf5(path: str, target: Path) -> bool:
-    """Writes a changed copy, if there is something to change; returns whether there is."""
-    import h5py
-
-    with h5py.File(path, "r") as file:
-        before = json.loads(file.attrs["model_config"])
-    after = model_config(before)
-    if after == before:
-        return False
-    shutil.copyfile(path, target)
-    with h5py.File(target, "r+") as file:
-        file.attrs["model_config"] = json.dumps(after)
-    return True
+    copy = folder / f"model{suffix}"
+    shutil.copyfile(file.path, copy)
+    return copy
 
 
 def _compile_arguments(file: ModelFile, model: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -216,17 +199,22 @@ def _metric(config: dict[str, Any]) -> Any:
     return keras.metrics.deserialize(config)
 
 
-def _restore(file: ModelFile, optimizer: Any, model: Any) -> None:
+def _restore(file: ModelFile, optimizer: Any, model: Any, trained: list[Any]) -> None:
     if not file.arrays:
         return
-    trained = list(model.trainable_variables)
     if file.era in (KERAS_3, OURS):
         _restore_keras_3(file, optimizer, trained)
         return
     saved = saved_optimizer(file, len(trained))
-    optimizer.build(trained)
+    # Keras 3 hands the optimizer the variables in the order of its own model.
+    own_order = list(model.trainable_variables)
+    turns = {id(variable): turn for turn, variable in enumerate(own_order)}
+    for slot in saved.slots:
+        if slot.index is not None and slot.index < len(trained):
+            slot.index = turns[id(trained[slot.index])]
+    optimizer.build(own_order)
     plan = Plan(file.path, "optimizer", saved, target_for(optimizer, file.path))
-    plan.prepare(None, trained)
+    plan.prepare(None, own_order)
     plan.carry_out()
 
 
@@ -253,6 +241,4 @@ def _restore_keras_3(file: ModelFile, optimizer: Any, trained: list[Any]) -> Non
 
 
 def _fits(arrays: list[Any], optimizer: Any) -> bool:
-    inner = len(optimizer.inner_optimizer.variables)
-    # Keras' own optimizer puts four variables before those of the inner one.
-    return len(arrays) in (inner, inner + 4, len(optimizer.variables))
+    return len(arrays) == len(optimizer.variables) or optimizer._can_load(len(arrays))

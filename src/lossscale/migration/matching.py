@@ -7,11 +7,8 @@ from typing import Any
 
 from lossscale.errors import OldFileError
 from lossscale.migration.graph import Graph, Node
+from lossscale.migration.parts import is_layer, numbered_layers, part
 from lossscale.optimizer import LossScaleOptimizer
-
-# How a functional or sequential model of Keras 2 names the layers that have weights. It names all
-# of them `layer-0` and so on a second time.
-_NUMBERED = "layer_with_weights-"
 
 
 class Matches:
@@ -29,6 +26,8 @@ class Matches:
         self.graph = graph
         self.variables: dict[int, Any] = {}
         self.optimizers: list[tuple[str, Node, Any]] = []
+        # Layers that compute something from their variables, once those are set.
+        self.finalized: list[Any] = []
         self._seen: set[tuple[int, int]] = set()
         self._paths: dict[int, str] = {}
         root = graph.nodes[0]
@@ -60,42 +59,14 @@ class Matches:
             if isinstance(thing, LossScaleOptimizer):
                 self.optimizers.append((path, node, thing))
             return
-        layers = self._layers(node, thing)
+        layers = numbered_layers(self.graph, node, thing)
         for name, child in node.children.items():
             below = layers[name] if name in layers else part(thing, name)
             self._follow(child, below, f"{path}/{name}")
-
-    def _layers(self, node: Node, model: Any) -> dict[str, Any]:
-        """Returns the layers that a model of Keras 2 numbers, by what it calls them.
-
-        By their names if this model has the same ones, else by their order.
-        """
-        numbered = [name for name in node.children if name.startswith(_NUMBERED)]
-        if not numbered:
-            return {}
-        layers = [layer for layer in getattr(model, "layers", None) or [] if layer.weights]
-        if len(layers) != len(numbered):
-            raise OldFileError(
-                f"{self.graph.path}: the model in the file has {len(numbered)} layers with "
-                f"weights, this one has {len(layers)}. A model without weights has to be built "
-                "first. Nothing was changed."
-            )
-        by_name = {layer.name: layer for layer in layers}
-        names = {name: self._layer_name(node.children[name]) for name in numbered}
-        if set(names.values()) == set(by_name):
-            return {name: by_name[layer] for name, layer in names.items()}
-        return {name: layers[int(name.removeprefix(_NUMBERED))] for name in numbered}
-
-    def _layer_name(self, number: int) -> str:
-        """Returns what the first variable below a node is named after."""
-        seen, waiting = {number}, [number]
-        while waiting:
-            node = self.graph.nodes[waiting.pop(0)]
-            if node.value is not None:
-                return node.name.partition("/")[0]
-            waiting += [child for child in node.children.values() if child not in seen]
-            seen |= set(node.children.values())
-        return ""
+        if is_layer(thing) and not hasattr(thing, "layers"):
+            self._check_placed(node, thing, path)
+        if callable(getattr(thing, "finalize_state", None)) and thing.weights:
+            self.finalized.append(thing)
 
     def _check_shape(self, node: Node, variable: Any, path: str) -> None:
         if tuple(variable.shape) != tuple(node.value.shape):
@@ -103,6 +74,15 @@ class Matches:
                 f"{self.graph.path}: {path} has the shape {tuple(node.value.shape)} in the file "
                 f"and {tuple(variable.shape)} here. Nothing was changed."
             )
+
+    def _check_placed(self, node: Node, layer: Any, path: str) -> None:
+        for name, child in node.children.items():
+            if self.graph.nodes[child].value is not None and child not in self.variables:
+                raise OldFileError(
+                    f"{self.graph.path}: {path}/{name}, {self.graph.nodes[child].name!r}, has no "
+                    f"place in the layer {layer.name!r}. Make the layer as the saved one was made. "
+                    "Nothing was changed."
+                )
 
     def _check_complete(self, name: str, thing: Any) -> None:
         for variable in variables_of(thing):
@@ -121,19 +101,6 @@ def is_variable(thing: Any) -> bool:
 def is_any_optimizer(thing: Any) -> bool:
     """Whether a thing is an optimizer of any framework."""
     return isinstance(thing, LossScaleOptimizer) or hasattr(thing, "apply_gradients")
-
-
-def part(thing: Any, name: str) -> Any:
-    """Returns what a thing calls `name`, or None."""
-    if isinstance(thing, Mapping):
-        return thing.get(name)
-    if isinstance(thing, (list, tuple)):
-        return thing[int(name)] if name.isdecimal() and int(name) < len(thing) else None
-    # Some names are properties that raise whatever they like before they have a value.
-    try:
-        return getattr(thing, name, None)
-    except Exception:
-        return None
 
 
 def variables_of(thing: Any) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.errors import LossScaleError, OldFileError
+from lossscale.older.slots import Place, places_of_names, places_of_numbers
 from lossscale.migration.graph import is_hdf5
 from lossscale.migration.saved import (
     FIRST_KIND,
@@ -20,9 +21,8 @@ from lossscale.migration.saved import (
     SavedOptimizer,
     SavedSlot,
 )
-from lossscale.older.slots import Place, places_of_names, places_of_numbers
 
-_HDF5 = "HDF5 model"
+HDF5 = "HDF5 model"
 _ZIP = ".keras model"
 
 
@@ -137,7 +137,7 @@ def _read_hdf5(path: str) -> ModelFile:
         training = _json_attribute(file, "training_config")
         names, arrays = _read_hdf5_optimizer(file)
     optimizer = (training or {}).get("optimizer_config")
-    model = ModelFile(path, _HDF5, "", training, optimizer, names, arrays)
+    model = ModelFile(path, HDF5, "", training, optimizer, names, arrays)
     model.era = _era(model)
     return model
 
@@ -158,13 +158,13 @@ def _read_hdf5_optimizer(file: Any) -> tuple[list[str], list[Any]]:
     group = file["optimizer_weights"]
     names = [
         name.decode() if isinstance(name, bytes) else str(name)
-        for key in _chunks(group, "weight_names")
+        for key in chunks(group, "weight_names")
         for name in group.attrs[key]
     ]
     return names, [group[name][()] for name in names]
 
 
-def _chunks(group: Any, name: str) -> list[str]:
+def chunks(group: Any, name: str) -> list[str]:
     """Returns the keys of an attribute, which Keras cuts in pieces if it is long."""
     if name in group.attrs:
         return [name]
@@ -254,7 +254,7 @@ def saved_optimizer(model: ModelFile, variables: int | None = None) -> SavedOpti
 def _places(model: ModelFile, variables: int | None) -> Sequence[Place]:
     if not model.names:
         return []
-    if model.form == _HDF5:
+    if model.form == HDF5:
         return places_of_names(model.names)
     settings: Mapping[str, Any] = model.inner.get("config") or {}
     count = len(model.names)

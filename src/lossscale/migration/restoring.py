@@ -94,6 +94,8 @@ def restore_checkpoint(path: str | Path, **objects: Any) -> Restored:
         raise
     for number, variable in matches.variables.items():
         variable.assign(graph.nodes[number].value)
+    for layer in matches.finalized:
+        layer.finalize_state()
     left = [entry for plan in plans.values() for entry in plan.carry_out()]
     return Restored(
         path=graph.path,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +9,12 @@ from typing import Any
 import numpy as np
 
 from lossscale.errors import LossScaleWarning, OldFileError, UnknownSlotError, UnsupportedError
-from lossscale.migration.saved import SavedOptimizer, SavedSlot
 from lossscale.older.configurations import NADAM_DECAY, decayed
-from lossscale.older.slots import kind_of, names_for
+from lossscale.older.slots import kind_of, nadam_product, names_for
+from lossscale.migration.saved import FIRST_KIND, NEW_KIND, OLDEST, SavedOptimizer, SavedSlot
+
+# With it TensorFlow's first Nadam raises its momentum as all later ones do.
+NEW_NADAM_DECAY = 1.0
 
 
 class Target:
@@ -55,9 +57,10 @@ class Target:
         """Whether the optimizer has a learning rate schedule."""
         raise NotImplementedError
 
-    def rises_slowly(self) -> bool:
-        """Whether it is a Nadam that has TensorFlow's `schedule_decay`."""
-        return False
+    def set_momentum_schedule(self, decay: float) -> None:
+        """Sets how fast Nadam raises its momentum: TensorFlow's `schedule_decay`, per step."""
+        if decay != NEW_NADAM_DECAY:
+            warnings.warn(NADAM_DECAY.format(decay=decay), LossScaleWarning, stacklevel=5)
 
     def momentum_product(self) -> Any:
         """Returns the scalar in which Nadam keeps the product of its momentums, or None."""
@@ -92,9 +95,12 @@ class Target:
     def set_learning_rate(self, saved: SavedOptimizer) -> None:
         """Sets the learning rate and its decay; a schedule of the optimizer stays."""
         decay = saved.settings.get("decay", 0.0)
-        if self.kind == "Nadam" and decay and not self.rises_slowly():
-            if decay != 1.0:
-                warnings.warn(NADAM_DECAY.format(decay=decay), LossScaleWarning, stacklevel=4)
+        if self.kind == "Nadam":
+            # What every other optimizer calls the decay of the learning rate.
+            if "decay" in saved.settings:
+                self.set_momentum_schedule(decay)
+            elif saved.era not in (OLDEST, FIRST_KIND):
+                self.set_momentum_schedule(NEW_NADAM_DECAY)
             decay = 0.0
         if saved.learning_rate is not None and not self.follows_schedule():
             self.set_rate(saved.learning_rate, decay)
@@ -138,12 +144,18 @@ class Target:
                 left.append(name)
         if product is not None and not known and saved.slots:
             # Model files of the new optimizers do not hold it.
-            product.assign(self._product_of_momentums((saved.iterations or 0) - saved.skipped))
+            steps = (saved.iterations or 0) - saved.skipped
+            product.assign(nadam_product(float(self.inner.beta_1), steps))
+            if saved.era == NEW_KIND and self.optimizer.dynamic:
+                warnings.warn(
+                    f"{self.path}: Nadam's product of momentums is not in such a file. It was "
+                    f"computed for {steps} steps, and the file does not say how many of them "
+                    "were skipped. If some were, the next steps differ a little. A checkpoint "
+                    "has the product itself.",
+                    LossScaleWarning,
+                    stacklevel=5,
+                )
         return left
-
-    def _product_of_momentums(self, steps: int) -> float:
-        beta = float(self.inner.beta_1)
-        return math.prod(beta * (1.0 - 0.5 * 0.96**step) for step in range(1, steps + 1))
 
     def set_scale(self, saved: SavedOptimizer) -> list[str]:
         """Sets the loss scale; returns the names of its values that have no place here."""
@@ -225,8 +237,9 @@ class TFKerasTarget(Target):
         import tf_keras
 
         if self._is_legacy:
-            self.inner._initial_decay = decay
-            self.inner._set_hyper("decay", decay)
+            if self.kind != "Nadam":
+                self.inner._initial_decay = decay
+                self.inner._set_hyper("decay", decay)
             self.inner.learning_rate = rate
         elif decay:
             schedule = tf_keras.optimizers.schedules.InverseTimeDecay(rate, 1, decay)
@@ -240,8 +253,12 @@ class TFKerasTarget(Target):
         rate = self.inner._hyper["learning_rate"] if self._is_legacy else self.inner._learning_rate
         return isinstance(rate, tf_keras.optimizers.schedules.LearningRateSchedule)
 
-    def rises_slowly(self) -> bool:
-        return self._is_legacy
+    def set_momentum_schedule(self, decay: float) -> None:
+        if not self._is_legacy:
+            super().set_momentum_schedule(decay)
+            return
+        self.inner._initial_decay = decay
+        self.inner._set_hyper("decay", decay)
 
     def momentum_product(self) -> Any:
         name = "_m_cache" if self._is_legacy else "_u_product"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -80,6 +81,20 @@ def names_for(kind: str | None, names: Sequence[str]) -> list[str]:
         if group & set(names):
             found += sorted(group - set(found))
     return found
+
+
+def nadam_product(beta_1: float, steps: int) -> float:
+    """Returns the product of momentums that a new Nadam has after this many applied steps.
+
+    Args:
+        beta_1: Its setting of that name.
+        steps: Applied steps.
+
+    Example:
+        >>> nadam_product(0.5, 0), nadam_product(0.5, 1)
+        (1.0, 0.26)
+    """
+    return math.prod(beta_1 * (1.0 - 0.5 * 0.96**step) for step in range(1, steps + 1))
 
 
 def split_label(label: str) -> tuple[str, str]:

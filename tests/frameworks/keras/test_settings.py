@@ -147,7 +147,7 @@ def test_a_subclass_has_attributes_of_its_own():
     # A name close to a setting's can be had by giving it a default in the class.
     optimizer.momentums = copies[0].calls = 7
     assert optimizer.calls == 2
-    assert optimizer.get_config() == wrapped(SGD(0.5)).get_config()
+    assert optimizer.get_config().keys() == wrapped().get_config().keys()
 
 
 @pytest.mark.parametrize("make", [wrapped, lambda: CountingExperimental(SGD())])
@@ -155,7 +155,7 @@ def test_an_instance_has_them_too(make):
     optimizer = make()
     optimizer.tag = "x"
     assert optimizer.tag == "x"
-    with pytest.raises(AttributeError, match="no setting|has a setting"):
+    with pytest.raises(AttributeError, match="has a setting 'tags'"):
         _ = optimizer.tags
 
 

@@ -19,13 +19,18 @@ from lossscale.errors import (
 _wrappers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
+def living_wrapper(inner: Any) -> Any:
+    """Returns the optimizer that has this one inside, None if no living one has."""
+    return _wrappers.get(inner, lambda: None)()
+
+
 def check_not_wrapped(inner: Any) -> None:
     """Checks that no living optimizer has this one inside.
 
     Raises:
         AlreadyWrappedError: If one has. It is a `TypeError` and a `ValueError`.
     """
-    wrapper = _wrappers.get(inner, lambda: None)()
+    wrapper = living_wrapper(inner)
     if wrapper is not None:
         raise AlreadyWrappedError(
             f"This {type(inner).__name__} is already wrapped by another LossScaleOptimizer "

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 from keras.src.models.functional import Functional
 
+from lossscale.diagnostics.batch_checks import check_batch, inputs_of, naming_targets
 from lossscale.diagnostics.batches import Batch
 from lossscale.diagnostics.measurement import NARROW, Measurement, paths_of
 from lossscale.diagnostics.report import GradientReport
@@ -56,6 +57,7 @@ def measure(
     fixed = [variable for variable in model.variables if id(variable) not in trained]
     paths = paths_of([variable.path for variable in variables])
     taps = Taps(model, _LIBRARY)
+    inputs, needs_targets = inputs_of(model), _needs_targets(model)
 
     def loss_of(values: Sequence[tuple[Any, Any]], batch: Any, tap: Tap) -> Any:
         scope = keras.StatelessScope(collect_losses=True, initialize_variables=False)
@@ -67,7 +69,8 @@ def measure(
             training = {"training": True} if model._call_has_training_arg else {}
             y_pred = taps.on_outputs(model(x, **training), tap)
             _check_loss(model)
-            loss = model._compute_loss(x, y, y_pred, sample_weight, training=True)
+            with naming_targets(y, y_pred):
+                loss = model._compute_loss(x, y, y_pred, sample_weight, training=True)
         return keras.ops.cast(loss, keras.config.floatx())
 
     measured = Measurement(after_batch)
@@ -76,6 +79,7 @@ def measure(
     with backend.random_state_kept(), _computing_in_float32(model), _loss_of_its_own(model):
         count = backend.counter(loss_of, variables, fixed)
         for batch in batches:
+            check_batch(batch, inputs, needs_targets=needs_targets)
             measured.add(batch, count(batch))
     framework = f"Keras on {keras.backend.backend()}"
     return measured.report(model, framework, narrow, keras.config.floatx(), paths, taps)
@@ -92,6 +96,12 @@ def _check_ready(model: Any) -> None:
             f"The model {model.name!r} has no trainable variables"
             + ("." if model.built else " yet. Call it on a batch, or give it a keras.Input, first.")
         )
+
+
+def _needs_targets(model: Any) -> bool:
+    loss = model._compile_loss
+    own = type(model).compute_loss is not keras.Model.compute_loss
+    return loss is not None and not own and any(keras.tree.flatten(loss._user_loss))
 
 
 def _check_loss(model: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from lossscale.frameworks.keras import older_activations as older_activations
 from lossscale.older import configurations as older_configs
 
 # Not the first one in lower case: `keras.optimizers.deserialize` would then find no class for what

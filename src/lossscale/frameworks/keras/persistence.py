@@ -16,6 +16,7 @@ import numpy as np
 from keras.src.saving.keras_saveable import KerasSaveable
 
 from lossscale.errors import LossScaleWarning
+from lossscale.frameworks.keras import older_files
 from lossscale.frameworks.keras.parts import Parts
 from lossscale.frameworks.keras.weights import numpy_of
 
@@ -99,9 +100,27 @@ class Persistence(Parts):
         with self._backend.outside_traces():
             self._load_inner(values)
 
+    def _can_load(self, count: int) -> bool:
+        """Whether a file with this many arrays can be one of this inner optimizer."""
+        inner, ahead = len(self.inner_optimizer.variables), len(_KERAS_OWN_VARIABLES)
+        lacking = len(self._variables_files_may_lack(count))
+        return count in (inner, inner + ahead, inner - lacking, inner + ahead - lacking)
+
+    def _variables_files_may_lack(self, count: int) -> list[int]:
+        inner, ahead = self.inner_optimizer, len(_KERAS_OWN_VARIABLES)
+        listed = len(inner.variables)
+        if not self.built or count in (listed, listed + ahead) or hasattr(inner, "optimizers"):
+            return []
+        return older_files.places_of_attributes(inner, self._trainable_variables)
+
     def _load_inner(self, values: dict[str, Any]) -> None:
         ahead = len(_KERAS_OWN_VARIABLES)
-        if len(values) == len(self.inner_optimizer.variables) + ahead:
+        lacking = self._variables_files_may_lack(len(values))
+        listed = len(self.inner_optimizer.variables)
+        if lacking and len(values) in (listed - len(lacking), listed - len(lacking) + ahead):
+            before = len(values) - (listed - len(lacking))
+            values = older_files.completed(values, before, lacking, self.inner_optimizer)
+        if len(values) == listed + ahead:
             own = {name: values[str(i)] for i, name in enumerate(_KERAS_OWN_VARIABLES)}
             inner = {str(int(key) - ahead): value for key, value in values.items()}
             values = {key: value for key, value in inner.items() if int(key) >= 0}

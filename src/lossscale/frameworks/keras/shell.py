@@ -92,6 +92,9 @@ class KerasLossScaleOptimizer(
         self._last_step_skipped = self._add_own_variable("last_step_skipped", "bool", False)
         with keras.name_scope(self.name):
             self._iterations = StepCounter(self.inner_optimizer, self._steps_skipped)
+        if all(variable is not self._iterations for variable in self._variables):
+            # Keras switches attribute tracking off while it compiles a model.
+            self._track_variable(self._iterations)
         self._iterations.follow()
 
     def _first_state(self) -> State | None:
@@ -195,7 +198,7 @@ class KerasLossScaleOptimizer(
         if not isinstance(inner, str):
             return inner
         # Keras' way of saying that its own list has no optimizer of this name. It lacks some that
-        # Keras has (Lamb), and those that only their module names.
+        # Keras has (Lamb).
         if config.get("module") is None and hasattr(keras.optimizers, inner):
             config = {**config, "module": "keras.optimizers"}
         try:

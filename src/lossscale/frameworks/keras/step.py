@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import keras
 from keras import ops
 
 from lossscale.frameworks.common.notes import DecidedStep
@@ -12,15 +13,17 @@ from lossscale.rules import ScaleRule
 
 
 class Arrays(NamedTuple):
-    """The two functions of a backend's arrays that a step is decided with.
+    """The functions of a backend's arrays that a step needs.
 
     Attributes:
         unscaled: Divides a list of gradients by a scale; see the backend's `arrays`.
         all_finite: Whether gradients are finite once they are; see its `finite`.
+        cast: Returns a gradient, dense or sparse, in another dtype.
     """
 
     unscaled: Callable[[Sequence[Any], Any, bool], list[Any]]
     all_finite: Callable[..., Any]
+    cast: Callable[[Any, str], Any]
 
 
 class Step(NamedTuple):
@@ -64,6 +67,21 @@ class Step(NamedTuple):
         return [
             given if kept is None else result
             for given, kept, result in zip(self.gradients, multiplied, divided, strict=True)
+        ]
+
+    def for_inner(self, inner: Any, arrays: Arrays) -> list[Any]:
+        """Returns unscaled gradients in the dtype in which the inner optimizer takes them."""
+        unscaled = self.unscaled(arrays)
+        parts = (inner, *getattr(inner, "optimizers", ()))
+        if not any(part.gradient_accumulation_steps for part in parts):
+            return unscaled
+        # It adds them to sums of the variables' dtype, and adds no two dtypes.
+        dtype_of = keras.backend.standardize_dtype
+        return [
+            gradient
+            if gradient is None or dtype_of(gradient.dtype) == dtype_of(variable.dtype)
+            else arrays.cast(gradient, dtype_of(variable.dtype))
+            for gradient, variable in zip(unscaled, self.variables, strict=True)
         ]
 
     def is_finite(self, arrays: Arrays) -> Any:

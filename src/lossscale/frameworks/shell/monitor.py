@@ -193,6 +193,7 @@ class MonitorBody:
             path=settings.path,
             tensorboard=settings.tensorboard,
             append=settings.append,
+            on_write_error=settings.on_write_error,
         )
         self._recorded = optimizer
 

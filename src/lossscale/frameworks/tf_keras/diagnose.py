@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
+from lossscale.diagnostics.batch_checks import check_batch, inputs_of, naming_targets
 from lossscale.diagnostics.batches import Batch
 from lossscale.diagnostics.measurement import NARROW, Measurement, paths_of
 from lossscale.diagnostics.report import GradientReport
@@ -52,13 +53,15 @@ def measure(
     variables = list(model.trainable_variables)
     paths = paths_of([variable.name.removesuffix(":0") for variable in variables])
     taps = Taps(model, _LIBRARY)
+    inputs, needs_targets = inputs_of(model), _needs_targets(model)
 
     def loss_of(values: Sequence[Any], batch: Any, tap: Tap) -> Any:
         del values
         x, y, sample_weight = batch
         with taps.installed(tap):
             y_pred = taps.on_outputs(model(x, training=True), tap)
-            loss = model.compute_loss(x, y, y_pred, sample_weight)
+            with naming_targets(y, y_pred):
+                loss = model.compute_loss(x, y, y_pred, sample_weight)
         if loss is None:
             raise ArgumentError(
                 f"The model {model.name!r} was compiled without a loss. "
@@ -74,6 +77,7 @@ def measure(
         stack.enter_context(_computing_in_float32(layers))
         count = counter(loss_of, lambda: variables, autograph=True)
         for number, batch in enumerate(batches, start=1):
+            check_batch(batch, inputs, needs_targets=needs_targets)
             if number == 1:
                 stack.enter_context(_loss_of_its_own(model, batch))
             measured.add(batch, count(tuple(batch)))
@@ -91,6 +95,11 @@ def _check_ready(model: Any) -> None:
             f"The model {model.name!r} has no trainable variables"
             + ("." if model.built else " yet. Call it on a batch, or give it an Input, first.")
         )
+
+
+def _needs_targets(model: Any) -> bool:
+    own = type(model).compute_loss is not tf_keras.Model.compute_loss
+    return not own and any(tf.nest.flatten(model.compiled_loss._user_losses))
 
 
 @contextlib.contextmanager

@@ -59,6 +59,9 @@ class Backend(Protocol):
     def flat_gradients(self, gradients: Any) -> list[Any]:
         """The gradients in a nest, without None."""
 
+    def cast(self, gradient: Any, dtype: str) -> Any:
+        """Returns a gradient, dense or sparse, in another dtype."""
+
     def known(self, verdict: Any) -> bool | None:
         """A verdict as a bool where it is known before the step runs, else None."""
 

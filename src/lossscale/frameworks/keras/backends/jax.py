@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 
 from lossscale.errors import UnsupportedError
 from lossscale.frameworks.common.handover import Place
@@ -29,6 +30,7 @@ from lossscale.frameworks.keras.step import Arrays, Step
 __all__ = [
     "aggregation_name",
     "all_finite",
+    "cast",
     "check_strategy",
     "current_place",
     "differentiate",
@@ -90,12 +92,28 @@ def _check_not_baked_in(scale: Any) -> None:
         )
 
 
+def _usable_in_branches(scale: Any, gradients: Sequence[Any]) -> Any:
+    """Returns the scale as a number if it is known and the step is traced (`jax.vmap`).
+
+    A branch traces what is inside it, so that there a known scale looks as in a compiled function.
+    """
+    _check_not_baked_in(scale)
+    known = isinstance(scale, jax.Array) and not isinstance(scale, jax.core.Tracer)
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(list(gradients)))
+    return np.asarray(scale) if known and traced else scale
+
+
+def cast(gradient: Any, dtype: str) -> Any:
+    """Returns a gradient, dense or sparse, in another dtype."""
+    return gradient.astype(dtype)
+
+
 def replica_count() -> int:
     """Always 1: under JAX one program sees all devices."""
     return 1
 
 
-_ARRAYS = Arrays(unscaled, all_finite)
+_ARRAYS = Arrays(unscaled, all_finite, cast)
 
 
 def run_step(step: Step, inner: Any, ledger: Ledger, notes: StepNotes | None) -> None:
@@ -107,6 +125,8 @@ def run_step(step: Step, inner: Any, ledger: Ledger, notes: StepNotes | None) ->
         ledger: What the step moves besides.
         notes: What a monitor wants noted, or None.
     """
+    if step.are_scaled:
+        step = step._replace(scale=_usable_in_branches(step.scale, step.gradients))
     finite = step.is_finite(_ARRAYS)
     seen = magnitudes.seen(
         step.rule.needs, finite, step.of_the_loss, step.scale, are_scaled=step.are_scaled
@@ -116,7 +136,7 @@ def run_step(step: Step, inner: Any, ledger: Ledger, notes: StepNotes | None) ->
         notes.note(step.decided(_ARRAYS, finite, number, is_shared=True))
 
     def apply() -> None:
-        inner.apply(step.unscaled(_ARRAYS), step.variables)
+        inner.apply(step.for_inner(inner, _ARRAYS), step.variables)
 
     if isinstance(finite, jax.core.Tracer):
         _apply_if_traced(finite, inner, apply, step.variables)

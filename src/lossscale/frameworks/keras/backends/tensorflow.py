@@ -38,6 +38,7 @@ from lossscale.rules import Seen
 __all__ = [
     "aggregation_name",
     "all_finite",
+    "cast",
     "check_strategy",
     "current_place",
     "differentiate",
@@ -75,7 +76,12 @@ def read(variable: Any) -> Any:
     return tf.convert_to_tensor(variable.value)
 
 
-_ARRAYS = Arrays(unscaled, all_finite)
+def cast(gradient: Any, dtype: str) -> Any:
+    """Returns a gradient, dense or sparse, in another dtype."""
+    return tf.cast(gradient, dtype)
+
+
+_ARRAYS = Arrays(unscaled, all_finite, cast)
 
 
 def run_step(step: Step, inner: Any, ledger: Ledger, notes: StepNotes | None) -> None:
@@ -93,7 +99,7 @@ def run_step(step: Step, inner: Any, ledger: Ledger, notes: StepNotes | None) ->
     def apply(gradients: Sequence[Any], scale: Any) -> None:
         given = step._replace(gradients=list(gradients), scale=scale)
         with _summing(inner, step.sum_replicas):
-            inner.apply(given.unscaled(_ARRAYS), step.variables)
+            _apply_inner(inner, given.for_inner(inner, _ARRAYS), step.variables)
 
     def written() -> list[Any]:
         known = (*inner.variables, *inner._trainable_variables, *step.variables)
@@ -113,6 +119,14 @@ def run_step(step: Step, inner: Any, ledger: Ledger, notes: StepNotes | None) ->
     if _host_can_move(step, ledger):
         move = functools.partial(_move_on_host, ledger, inner)
     apply_or_skip(seen, step.gradients, step.divisor, apply, move, gate)
+
+
+def _apply_inner(inner: Any, gradients: list[Any], variables: list[Any]) -> None:
+    # Keras' trainer calls `apply_gradients`, so that is what people override.
+    if type(inner).apply_gradients is keras.optimizers.Optimizer.apply_gradients:
+        inner.apply(gradients, variables)
+    else:
+        inner.apply_gradients(list(zip(gradients, variables, strict=True)))
 
 
 def _host_can_move(step: Step, ledger: Ledger) -> bool:

@@ -32,6 +32,7 @@ from lossscale.rules import ScaleState
 __all__ = [
     "aggregation_name",
     "all_finite",
+    "cast",
     "check_strategy",
     "current_place",
     "differentiate",
@@ -69,7 +70,12 @@ def replica_count() -> int:
     return 1
 
 
-_ARRAYS = Arrays(unscaled, all_finite)
+def cast(gradient: Any, dtype: str) -> Any:
+    """Returns a gradient, dense or sparse, in another dtype."""
+    return gradient.to(getattr(torch, dtype))
+
+
+_ARRAYS = Arrays(unscaled, all_finite, cast)
 
 
 def run_step(step: Step, inner: Any, ledger: Ledger, notes: StepNotes | None) -> None:
@@ -90,7 +96,7 @@ def run_step(step: Step, inner: Any, ledger: Ledger, notes: StepNotes | None) ->
         if notes is not None:
             notes.note(done.decided(_ARRAYS, judged.applied, None, is_shared=True))
         if judged.applied:
-            inner.apply(judged.gradients, step.variables)
+            inner.apply(done.for_inner(inner, _ARRAYS), step.variables)
         if judged.on_host:
             torch_state.move(ledger, inner, judged.state, judged.applied)
         else:

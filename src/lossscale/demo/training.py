@@ -1,114 +1,19 @@
-"""The experiment of the demo: handwritten digits, learned in float32 and in float16."""
+"""The training of the demo, with Keras: the same network and images, one way after another."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from lossscale import DynamicScale, FixedScale, LossScaleOptimizer, ScaleRule
-from lossscale.cli.probe import GradientProbe
-
-OUTPUTS = 2**20
-"""How many outputs the loss is averaged over: the pixels of a 1024 x 1024 image."""
-
-BATCH = 64
-"""Images per step. 64 * OUTPUTS outputs make one loss."""
-
-LEARNING_RATE = 0.05
-"""For a loss that is averaged over the images alone. The runs multiply it by the outputs."""
-
-TEST_IMAGES = 360
-
-
-class Recipe(NamedTuple):
-    """One of the ways to train.
-
-    Attributes:
-        name: What it is called in the table and in the picture.
-        policy: The Keras dtype policy of the model.
-        rule: The rule of the loss scale, or None for no loss scaling.
-    """
-
-    name: str
-    policy: str
-    rule: ScaleRule | None
-
-
-RECIPES = (
-    Recipe("float32", "float32", None),
-    Recipe("float16, no scaling", "mixed_float16", None),
-    # The scale that undoes the division by the outputs, exactly.
-    Recipe("float16, fixed", "mixed_float16", FixedScale(OUTPUTS)),
-    # Too high to begin with, and an interval far below the usual 2000 steps: so a run of some
-    # hundred steps shows the scale being lowered, and raised until the gradients overflow.
-    Recipe(
-        "float16, dynamic",
-        "mixed_float16",
-        DynamicScale(initial_scale=2.0**40, growth_interval=30),
-    ),
-)
-
-
-class Digits(NamedTuple):
-    """Images of digits and what they show.
-
-    Attributes:
-        images: float32 array of shape (n, 8, 8, 1), from 0 to 1; n is 1437.
-        labels: int64 array of shape (n,), from 0 to 9.
-        test_images: The same for the 360 images that are not trained on.
-        test_labels: Their labels.
-    """
-
-    images: Any
-    labels: Any
-    test_images: Any
-    test_labels: Any
-
-
-@dataclasses.dataclass
-class Run:
-    """What happened while training one way.
-
-    Attributes:
-        recipe: The way to train.
-        accuracy: Test accuracy after each epoch, a share from 0 to 1.
-        flushed: Share of gradients flushed to zero after each epoch, from 0 to 1.
-        scales: The loss scale that each step was taken with; empty without loss scaling.
-        skipped: Whether each step was skipped; empty without loss scaling.
-        final_scale: The loss scale after the last step, or None without loss scaling.
-        seconds: Time to build the model, to train it and to test it after each epoch.
-    """
-
-    recipe: Recipe
-    accuracy: list[float] = dataclasses.field(default_factory=list)
-    flushed: list[float] = dataclasses.field(default_factory=list)
-    scales: list[float] = dataclasses.field(default_factory=list)
-    skipped: list[bool] = dataclasses.field(default_factory=list)
-    final_scale: float | None = None
-    seconds: float = 0.0
-
-
-def load_digits(seed: int) -> Digits:
-    """Returns the 1,797 digits that come with scikit-learn, a fifth of them for testing.
-
-    Args:
-        seed: Which images are tested on.
-    """
-    from sklearn.datasets import load_digits as load
-    from sklearn.model_selection import train_test_split
-
-    data = load()
-    images = (data.images / 16).astype("float32")[..., None]
-    trained, tested, labels, test_labels = train_test_split(
-        images, data.target, test_size=TEST_IMAGES, random_state=seed, stratify=data.target
-    )
-    return Digits(trained, labels, tested, test_labels)
+from lossscale.demo.experiment import BATCH, HIDDEN_UNITS, LEARNING_RATE, OUTPUTS, Recipe, Run
+from lossscale.demo.images import Digits
+from lossscale.demo.probe import GradientProbe
+from lossscale.optimizer import LossScaleOptimizer
 
 
 def build_model(policy: str, seed: int) -> Any:
-    """Returns a small convolutional classifier, not compiled.
+    """Returns a small classifier, not compiled.
 
     The same seed gives the same weights, whatever the policy.
 
@@ -126,11 +31,9 @@ def build_model(policy: str, seed: int) -> Any:
     try:
         return keras.Sequential(
             [
-                keras.Input((8, 8, 1)),
-                layers.Conv2D(16, 3, activation="relu"),
-                layers.Conv2D(32, 3, activation="relu"),
+                keras.Input((8, 8)),
                 layers.Flatten(),
-                layers.Dense(64, activation="relu"),
+                layers.Dense(HIDDEN_UNITS, activation="relu"),
                 layers.Dense(10),
                 layers.Activation("softmax", dtype="float32"),
             ]
@@ -219,7 +122,7 @@ def train(
         metrics = model.evaluate(
             digits.test_images,
             digits.test_labels,
-            batch_size=TEST_IMAGES,
+            batch_size=len(digits.test_images),
             verbose=0,
             return_dict=True,
         )

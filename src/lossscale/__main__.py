@@ -1,0 +1,8 @@
+"""`python -m lossscale` is the command `lossscale`."""
+
+import sys
+
+from lossscale.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

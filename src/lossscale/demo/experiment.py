@@ -1,0 +1,80 @@
+"""What is compared: four ways to train, and what happened in each. Needs no framework."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from lossscale.rules import DynamicScale, FixedScale, ScaleRule
+
+OUTPUTS = 2**20
+"""How many outputs the loss is averaged over: the pixels of a 1024 x 1024 image. The gradient by a
+logit is then at most 1 / (BATCH * OUTPUTS) = 2**-26, and float16 flushes it to zero."""
+
+BATCH = 64
+"""Images per step. 64 * OUTPUTS outputs make one loss."""
+
+HIDDEN_UNITS = 32
+"""Few, and in a dense layer. Without fast kernels each float16 product takes some 10 ns: so it was
+measured with TensorFlow and oneDNN, where a convolution takes 40 times as long as in float32."""
+
+LEARNING_RATE = 0.05
+"""For a loss that is averaged over the images alone. The runs multiply it by the outputs."""
+
+
+class Recipe(NamedTuple):
+    """One of the ways to train.
+
+    Attributes:
+        name: What it is called in the table and in the picture.
+        policy: The Keras dtype policy of the model.
+        rule: The rule of the loss scale, or None for no loss scaling.
+    """
+
+    name: str
+    policy: str
+    rule: ScaleRule | None
+
+
+FIXED = FixedScale(OUTPUTS)
+"""The scale that undoes the division by the outputs, exactly."""
+
+DYNAMIC = DynamicScale(initial_scale=2.0**40, growth_interval=30)
+"""Too high to begin with, and an interval far below the usual 2000 steps: so a run of some hundred
+steps shows the scale being lowered, and raised until the gradients overflow."""
+
+RECIPES = (
+    Recipe("float32", "float32", None),
+    Recipe("float16, no scaling", "mixed_float16", None),
+    Recipe("float16, fixed", "mixed_float16", FIXED),
+    Recipe("float16, dynamic", "mixed_float16", DYNAMIC),
+)
+
+
+@dataclasses.dataclass
+class Run:
+    """What happened while training one way.
+
+    Attributes:
+        recipe: The way to train.
+        accuracy: Test accuracy after each epoch, a share from 0 to 1.
+        flushed: Share of gradients flushed to zero after each epoch, from 0 to 1.
+        scales: The loss scale that each step was taken with; empty without loss scaling.
+        skipped: Whether each step was skipped; empty without loss scaling.
+        final_scale: The loss scale after the last step, or None without loss scaling.
+        seconds: Time to build the model, to train it and to test it after each epoch.
+    """
+
+    recipe: Recipe
+    accuracy: list[float] = dataclasses.field(default_factory=list)
+    flushed: list[float] = dataclasses.field(default_factory=list)
+    scales: list[float] = dataclasses.field(default_factory=list)
+    skipped: list[bool] = dataclasses.field(default_factory=list)
+    final_scale: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def first_applied_scale(self) -> float:
+        """The scale of the first step that was not skipped; of the first step if all were."""
+        applied = (s for s, skip in zip(self.scales, self.skipped, strict=True) if not skip)
+        return next(applied, self.scales[0])

@@ -1,0 +1,79 @@
+"""What the demo says: its introduction and its table. Needs rich, and no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lossscale.demo.experiment import DYNAMIC, FIXED, OUTPUTS, Run
+from lossscale.diagnostics.powers import power_of_two
+from lossscale.rules import DynamicScale
+
+
+def introduce(console: Any, backend: str, epochs: int, seed: int) -> None:
+    """Says what is going to be trained, and how.
+
+    Args:
+        console: The rich Console to print on.
+        backend: What Keras computes with.
+        epochs: Epochs of each run.
+        seed: The seed of all runs.
+    """
+    console.print(
+        f"[bold]Handwritten digits, learned four ways[/bold] "
+        f"(Keras on {backend}, {epochs} epochs, seed {seed})\n"
+    )
+    console.print(
+        f"The loss is averaged over {power_of_two(OUTPUTS)} outputs, as many as an image of "
+        "1024 x 1024 pixels has. This is done on purpose: digits alone do not need it. A network "
+        "that predicts a label for every pixel does just this. The learning rate is raised by the "
+        "same factor, so in float32 nothing changes. But the gradients are now so small that "
+        "float16 has no number for them, and they become zero.\n"
+    )
+    console.print(
+        f"Fixed scale: {power_of_two(FIXED.scale)}, which undoes the averaging.\n"
+        f"Dynamic scale: starts at {power_of_two(DYNAMIC.initial_scale)}, too high on purpose. It "
+        f"is halved and the step skipped when a gradient overflows, and doubled after "
+        f"{DYNAMIC.growth_interval} finite steps in a row (the library's default is "
+        f"{DynamicScale().growth_interval}, too long to see anything here).\n"
+    )
+
+
+def print_table(console: Any, runs: Sequence[Run]) -> None:
+    """Prints what came out, one row per run.
+
+    Args:
+        console: The rich Console to print on.
+        runs: The runs, each of at least one epoch.
+    """
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("", no_wrap=True, vertical="middle")
+    for heading in (
+        "test\naccuracy",
+        "flushed\nto zero *",
+        "steps\nskipped",
+        "final\nscale",
+        "seconds\n**",
+    ):
+        table.add_column(heading, justify="right", vertical="bottom")
+    for run in runs:
+        scaled = run.final_scale is not None
+        table.add_row(
+            run.recipe.name,
+            f"{run.accuracy[-1]:.1%}",
+            f"{sum(run.flushed) / len(run.flushed):.2%}",
+            f"{sum(run.skipped)} of {len(run.skipped)}" if scaled else "-",
+            power_of_two(run.final_scale) if run.final_scale is not None else "-",
+            f"{run.seconds:.1f}",
+        )
+    console.print(table)
+    console.print(
+        "* Gradients of the weights that are not zero in float32, but zero when computed in the "
+        "run's own precision and with its scale, from the same weights and images. Mean of "
+        "one measurement after each epoch. Gradients shrink as the network learns; a fixed scale "
+        "does not follow them.\n"
+        "** Times vary from machine to machine. Few processors compute in float16 as fast as in "
+        "float32; on the others float16 only takes longer.\n"
+    )

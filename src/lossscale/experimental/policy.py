@@ -1,0 +1,90 @@
+"""The dtype policy of TensorFlow 2.1 to 2.3, which had a loss scale."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from lossscale.errors import ArgumentError
+from lossscale.experimental.loss_scale import LossScale, get
+
+
+class _ClassOfPlainPolicies(type):
+    """Lets `isinstance` know the policies that the class makes."""
+
+    _plain: type[Any]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls._plain)
+
+
+@functools.cache
+def policy_class(plain: type[Any]) -> type[Any]:
+    """Returns the older `Policy` of a Keras.
+
+    Args:
+        plain: The class of that Keras' own policies, which have no loss scale.
+    """
+
+    class Policy(metaclass=_ClassOfPlainPolicies):
+        """A dtype policy with the loss scale that `compile` wraps optimizers with.
+
+        Calling it makes a policy of Keras' own with one attribute more, `loss_scale`, so that
+        files name what every Keras knows.
+
+        Args:
+            name: `"mixed_float16"`, or another name of a policy.
+            loss_scale: A `LossScale`, a number, `"dynamic"`, or None for no loss scaling.
+                `"auto"` stands for `"dynamic"` with `"mixed_float16"`, and for None otherwise.
+
+        Raises:
+            ValueError: If the name is no policy's, or the loss scale cannot be used.
+
+        Source: `tf.keras.mixed_precision.experimental.Policy`, TensorFlow 2.1 to 2.3.
+        """
+
+        _plain = plain
+
+        def __new__(cls, name: str, loss_scale: Any = "auto") -> Any:
+            policy = plain(name)
+            policy.loss_scale = _loss_scale_of(policy, loss_scale)
+            return policy
+
+    return Policy
+
+
+def _loss_scale_of(policy: Any, loss_scale: Any) -> LossScale | None:
+    is_float16 = policy.name == "mixed_float16"
+    if isinstance(loss_scale, str) and loss_scale == "auto":
+        loss_scale = "dynamic" if is_float16 else None
+    if loss_scale is None:
+        return None
+    if not is_float16:
+        raise ArgumentError(
+            f"The policy {policy.name!r} cannot have a loss scale: compile() wraps optimizers "
+            f"under 'mixed_float16' only. Received: loss_scale={loss_scale!r}. Leave it out, and "
+            "wrap the optimizer in a LossScaleOptimizer where the model needs loss scaling."
+        )
+    return get(loss_scale)
+
+
+def older_policies(mixed_precision: Any) -> dict[str, Any]:
+    """Returns what the pages have beside the optimizer, by name.
+
+    Args:
+        mixed_precision: The `mixed_precision` module of a Keras.
+    """
+    policy = policy_class(mixed_precision.Policy)
+
+    def set_policy(given: Any) -> None:
+        mixed_precision.set_global_policy(policy(given) if isinstance(given, str) else given)
+
+    def get_layer_policy(layer: Any) -> Any:
+        return layer.dtype_policy
+
+    return {
+        "Policy": policy,
+        "global_policy": mixed_precision.global_policy,
+        "set_policy": set_policy,
+        "get_layer_policy": get_layer_policy,
+    }

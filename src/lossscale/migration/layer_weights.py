@@ -1,0 +1,274 @@
+"""Which array of a model file belongs to which variable of a model of Keras 3."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from lossscale.errors import OldFileError
+from lossscale.migration.building import ModelBuilder, Part
+from lossscale.migration.layers import plain_values
+from lossscale.migration.models import chunks
+
+# Where `.keras` files have the layers of a model; the second one is of 2.12.
+_MODEL_LAYERS = ("layers", "_layer_checkpoint_dependencies")
+
+
+class Weights:
+    """The variables of a model in the order of Keras 2.
+
+    Args:
+        builder: What made the model.
+        model: The model.
+    """
+
+    def __init__(self, builder: ModelBuilder, model: Any) -> None:
+        self.builder = builder
+        self.path = builder.path
+        self.model = model
+        self._values: list[tuple[Any, Any]] = []
+
+    def trainable(self) -> list[Any]:
+        """Returns the variables that are trained, as Keras 2 gave them to its optimizers."""
+        return self._split(self.model).trainable
+
+    def read_hdf5(self, group: Any) -> None:
+        """Finds a variable for every array of an HDF5 file.
+
+        Args:
+            group: The group `model_weights`.
+
+        Raises:
+            OldFileError: If a layer has other weights in the file.
+        """
+        for part in self.builder.parts[id(self.model)]:
+            if part.layer is None or part.name not in group:
+                continue
+            of_layer = group[part.name]
+            names = [
+                name.decode() if isinstance(name, bytes) else str(name)
+                for key in chunks(of_layer, "weight_names")
+                for name in of_layer.attrs[key]
+            ]
+            split = self._split(part.layer)
+            arrays = [of_layer[name][()] for name in names]
+            self._pair(part, [*split.trainable, *split.others], arrays)
+
+    def read_zip(self, stored: Any) -> None:
+        """Finds a variable for every array of a `.keras` file.
+
+        Args:
+            stored: What `model.weights.h5` holds.
+
+        Raises:
+            OldFileError: If a layer has other weights in the file.
+        """
+        for part, group, layer in self._places(self.model, stored, set()):
+            found = group.get("vars", {})
+            arrays = [found[name][()] for name in sorted(found, key=int)]
+            self._pair(part, _own(layer), arrays)
+
+    def assign(self) -> None:
+        """Sets all variables."""
+        for variable, value in self._values:
+            variable.assign(value)
+        for layer in self.model._flatten_layers():
+            # Normalization computes with what it makes of its variables.
+            if callable(getattr(layer, "finalize_state", None)):
+                layer.finalize_state()
+
+    def _pair(self, part: Part, variables: Sequence[Any], arrays: Sequence[Any]) -> None:
+        what = f"{self.path}: the layer {part.name!r}, a {part.kind},"
+        if len(arrays) != len(variables):
+            raise OldFileError(
+                f"{what} has {len(arrays)} arrays of weights in the file and {len(variables)} in "
+                "Keras 3. Make the model with Keras 3 and restore a checkpoint of it with "
+                "restore_checkpoint."
+            )
+        for variable, value in zip(variables, arrays, strict=True):
+            if tuple(variable.shape) != tuple(value.shape):
+                raise OldFileError(
+                    f"{what} has weights of the shape {tuple(value.shape)} in the file where "
+                    f"Keras 3 has {tuple(variable.shape)} for {variable.path!r}."
+                )
+            self._values.append((variable, value))
+
+    def _children(self, layer: Any) -> list[Any]:
+        if id(layer) in self.builder.parts:
+            return [part.layer for part in self.builder.parts[id(layer)] if part.layer is not None]
+        return [one for _, value in attributes(layer) for one in value]
+
+    def _split(self, layer: Any) -> _Split:
+        """Returns the variables of a layer as Keras 2 listed them in an HDF5 file."""
+        children = [self._split(child) for child in self._children(layer)]
+        own = _own(layer)
+        count = len(layer._trainable_variables)
+        trained, others = own[:count], own[count:]
+        below = [v for child in children for v in child.trainable]
+        below_others = [v for child in children for v in child.others]
+        if id(layer) in self.builder.parts:
+            # A model puts its own weights last.
+            trained, others = [*below, *trained], [*below_others, *others]
+            if not layer.trainable:
+                trained, others = [], [*trained, *others]
+        elif layer.trainable:
+            trained, others = [*trained, *below], [*others, *below_others]
+        else:
+            every = [v for child in children for v in (*child.trainable, *child.others)]
+            trained, others = [], [*trained, *others, *every]
+        return _Split(_once(trained), _once(others))
+
+    def _places(self, layer: Any, group: Any, seen: set[int]) -> Iterator[tuple[Part, Any, Any]]:
+        """Yields the layers below one, and the group in which a `.keras` file has each."""
+        seen.add(id(layer))
+        if id(layer) in self.builder.parts:
+            parts = [part for part in self.builder.parts[id(layer)] if part.layer is not None]
+            yield from self._in_list(parts, _first(group, *_MODEL_LAYERS), seen)
+            return
+        # In the order in which Keras 2 went through them.
+        for name, children in sorted(attributes(layer), reverse=True):
+            value = getattr(layer, name)
+            if isinstance(value, (list, tuple)):
+                parts = [Part(child.name, type(child).__name__, child) for child in children]
+                yield from self._in_list(parts, _first(group, name), seen)
+            elif id(value) not in seen:
+                below = _first(group, name)
+                yield Part(value.name, type(value).__name__, value), below, value
+                yield from self._places(value, below, seen)
+
+    def _in_list(
+        self, parts: Sequence[Part], group: Any, seen: set[int]
+    ) -> Iterator[tuple[Part, Any, Any]]:
+        # Layers of one class are numbered; 2.12 counts a layer with weights twice.
+        turns: dict[str, int] = {}
+        for part in parts:
+            if id(part.layer) in seen or not part.layer.weights:
+                continue
+            kind = snake_case(part.kind)
+            of_kind = [name for name in group if re.fullmatch(rf"{kind}(_\d+)?", name)]
+            of_kind = sorted(filter(lambda name: _holds_arrays(group[name]), of_kind), key=_number)
+            turns[kind] = turn = turns.get(kind, -1) + 1
+            below = group[of_kind[turn]] if turn < len(of_kind) else {}
+            yield part, below, part.layer
+            yield from self._places(part.layer, below, seen)
+
+
+@dataclasses.dataclass
+class _Split:
+    trainable: list[Any]
+    others: list[Any]
+
+
+def attributes(layer: Any) -> list[tuple[str, list[Any]]]:
+    """Returns the layers that a layer keeps, by attribute, in the order in which it made them."""
+    import keras
+
+    found, seen = [], {id(layer)}
+    for name, value in vars(layer).items():
+        several = list(value) if isinstance(value, (list, tuple)) else [value]
+        several = [one for one in several if isinstance(one, keras.layers.Layer)]
+        several = [one for one in several if id(one) not in seen]
+        if several and name != "_layers":
+            seen |= {id(one) for one in several}
+            found.append((name, several))
+    return found
+
+
+def snake_case(name: str) -> str:
+    """Returns the name of a class as `.keras` files have it.
+
+    Example:
+        >>> snake_case("MultiHeadAttention"), snake_case("Conv2DTranspose")
+        ('multi_head_attention', 'conv2d_transpose')
+    """
+    name = re.sub(r"\W+", "", name.rpartition(">")[2])
+    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def _first(group: Any, *names: str) -> Any:
+    return next((group[name] for name in names if name in group), {})
+
+
+def _holds_arrays(group: Any) -> bool:
+    return any(name == "vars" and len(group[name]) for name in group) or any(
+        _holds_arrays(group[name]) for name in group if name != "vars"
+    )
+
+
+def _number(name: str) -> int:
+    last = name.rpartition("_")[2]
+    return int(last) if last.isdecimal() else 0
+
+
+def _own(layer: Any) -> list[Any]:
+    return [*layer._trainable_variables, *layer._non_trainable_variables]
+
+
+def _once(variables: list[Any]) -> list[Any]:
+    seen: set[int] = set()
+    return [v for v in variables if not (id(v) in seen or seen.add(id(v)))]
+
+
+def load_old_model(path: str, custom_objects: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """Makes the model that a file of Keras 2 describes, with its weights.
+
+    Args:
+        path: An HDF5 file or a `.keras` file.
+        custom_objects: The caller's own classes and functions, by name.
+
+    Returns:
+        The model, not compiled, and its trained variables in the order of Keras 2.
+
+    Raises:
+        OldFileError: If Keras 3 cannot make the model.
+    """
+    builder = ModelBuilder(path, custom_objects)
+    if zipfile.is_zipfile(path):
+        return _load(builder, *_opened_zip(path))
+    return _load(builder, *_opened_hdf5(path))
+
+
+def _load(
+    builder: ModelBuilder, config: dict[str, Any], read: Callable[[Weights], None]
+) -> tuple[Any, list[Any]]:
+    model = builder.model(config)
+    if not model.built:
+        raise OldFileError(
+            f"{builder.path}: the file does not say the shape of the model's input, so it has no "
+            "weights. Make it with Keras 3 and compile it."
+        )
+    weights = Weights(builder, model)
+    read(weights)
+    weights.assign()
+    return model, weights.trainable()
+
+
+def _opened_hdf5(path: str) -> tuple[dict[str, Any], Callable[[Weights], None]]:
+    import h5py
+
+    def read(weights: Weights) -> None:
+        with h5py.File(path, "r") as file:
+            weights.read_hdf5(file["model_weights"])
+
+    with h5py.File(path, "r") as file:
+        return json.loads(file.attrs["model_config"]), read
+
+
+def _opened_zip(path: str) -> tuple[dict[str, Any], Callable[[Weights], None]]:
+    import io
+
+    import h5py
+
+    def read(weights: Weights) -> None:
+        with zipfile.ZipFile(path) as archive:
+            stored = io.BytesIO(archive.read("model.weights.h5"))
+        with h5py.File(stored, "r") as file:
+            weights.read_zip(file)
+
+    with zipfile.ZipFile(path) as archive:
+        return plain_values(json.loads(archive.read("config.json"))), read

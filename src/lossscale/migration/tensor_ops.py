@@ -1,0 +1,220 @@
+"""Operations of TensorFlow in functional models, which Keras 3 writes with its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lossscale.errors import OldFileError
+
+# The layers that Keras 2 made of operations on its tensors; what each calls stands in the file.
+OP_LAYERS = (
+    "AddLoss",
+    "AddMetric",
+    "ClassMethod",
+    "InstanceMethod",
+    "InstanceProperty",
+    "SlicingOpLambda",
+    "TFOpLambda",
+    "TensorFlowOpLayer",
+)
+
+_ELEMENTWISE_1 = (
+    "abs ceil cos cosh erf exp expm1 floor log log1p negative reciprocal rsqrt sigmoid sign sin "
+    "sinh softplus softsign sqrt square tan tanh"
+).split()
+_ELEMENTWISE_2 = (
+    "add divide equal floordiv greater greater_equal less less_equal logical_and logical_or "
+    "maximum minimum multiply not_equal pow subtract truediv"
+).split()
+_ACTIVATIONS = "elu gelu leaky_relu log_softmax relu relu6 selu silu swish".split()
+_REDUCTIONS = {
+    "reduce_all": "all",
+    "reduce_any": "any",
+    "reduce_logsumexp": "logsumexp",
+    "reduce_max": "max",
+    "reduce_mean": "mean",
+    "reduce_min": "min",
+    "reduce_prod": "prod",
+    "reduce_std": "std",
+    "reduce_sum": "sum",
+    "reduce_variance": "var",
+    "argmax": "argmax",
+    "argmin": "argmin",
+}
+_NAMES = {
+    "floordiv": "floor_divide",
+    "pow": "power",
+    "truediv": "true_divide",
+    "swish": "silu",
+}
+
+
+def tensor_op(described: dict[str, Any], inputs: Any, kwargs: dict[str, Any], what: str) -> Any:
+    """Returns what an operation of TensorFlow gives, made with those of Keras 3.
+
+    Args:
+        described: The layer that the operation is in the file.
+        inputs: Its first argument: tensors, numbers, and lists of them.
+        kwargs: The other arguments, by TensorFlow's names.
+        what: The file and the layer, for the message.
+
+    Raises:
+        OldFileError: If there is no such operation here.
+    """
+    symbol = str(described["config"].get("function", ""))
+    parts = symbol.split(".")
+    operation = _OPERATIONS.get(parts[-1]) if set(parts[:-1]) <= _MODULES else None
+    kwargs = {name: value for name, value in kwargs.items() if name != "name"}
+    if operation is None or (described["class_name"] not in ("TFOpLambda", "SlicingOpLambda")):
+        called = f"tf.{symbol}" if symbol else "an operation of TensorFlow"
+        raise OldFileError(
+            f"{what} is {called}, which cannot be said in Keras 3 here. Make the model with Keras "
+            "3 (keras.ops has the operations), and restore a checkpoint of it with "
+            "restore_checkpoint."
+        )
+    return operation(inputs, **kwargs)
+
+
+_MODULES = {"__operators__", "compat", "keras", "activations", "linalg", "math", "nn", "v1"}
+
+
+def _ops() -> Any:
+    import keras
+
+    return keras.ops
+
+
+def _tensor(value: Any, like: Any) -> Any:
+    # Lists of numbers were constants, of the other argument's type.
+    if isinstance(value, (list, tuple)):
+        return _ops().convert_to_tensor(value, dtype=getattr(like, "dtype", None))
+    return value
+
+
+def _one(name: str) -> Callable[..., Any]:
+    return lambda x: getattr(_ops(), _NAMES.get(name, name))(x)
+
+
+def _two(name: str) -> Callable[..., Any]:
+    def operation(x: Any, y: Any) -> Any:
+        return getattr(_ops(), _NAMES.get(name, name))(_tensor(x, y), _tensor(y, x))
+
+    return operation
+
+
+def _activation(name: str) -> Callable[..., Any]:
+    def operation(features: Any, alpha: float = 0.2, **rest: Any) -> Any:
+        if name == "leaky_relu":
+            return _ops().leaky_relu(features, negative_slope=alpha, **rest)
+        if name == "gelu":
+            return _ops().gelu(features, approximate=rest.get("approximate", False))
+        return getattr(_ops(), _NAMES.get(name, name))(features, **rest)
+
+    return operation
+
+
+def _reduction(name: str) -> Callable[..., Any]:
+    def operation(x: Any, axis: Any = None, keepdims: bool = False, **rest: Any) -> Any:
+        if "arg" in name:
+            # TensorFlow's own default is the first axis.
+            return _ops().cast(getattr(_ops(), name)(x, axis=axis or 0), "int64")
+        if keepdims is None:
+            keepdims = False
+        axis = tuple(axis) if isinstance(axis, list) else axis
+        return getattr(_ops(), name)(x, axis=axis, keepdims=keepdims, **rest)
+
+    return operation
+
+
+def _sliced(x: Any, slice_spec: Any) -> Any:
+    index = []
+    for one in slice_spec if isinstance(slice_spec, list) else [slice_spec]:
+        if isinstance(one, dict) and one.get("class_name") == "__ellipsis__":
+            index.append(...)
+        elif isinstance(one, dict):
+            index.append(slice(one["start"], one["stop"], one["step"]))
+        else:
+            index.append(one)
+    return x[tuple(index)]
+
+
+def _matmul(
+    a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False, **rest: Any
+) -> Any:
+    def turned(x: Any, turn: bool) -> Any:
+        return _ops().swapaxes(x, -1, -2) if turn else x
+
+    if any(rest.values()):
+        raise ValueError(f"arguments without a counterpart: {rest}")
+    return _ops().matmul(turned(_tensor(a, b), transpose_a), turned(_tensor(b, a), transpose_b))
+
+
+def _split(value: Any, num_or_size_splits: Any, axis: int = 0, num: Any = None) -> Any:
+    sizes = num_or_size_splits
+    if isinstance(sizes, list):
+        ends = [sum(sizes[: number + 1]) for number in range(len(sizes) - 1)]
+        return _ops().split(value, ends, axis=axis)
+    return _ops().split(value, sizes, axis=axis)
+
+
+def _transpose(a: Any, perm: Any = None, conjugate: bool = False) -> Any:
+    return _ops().transpose(a, axes=perm)
+
+
+def _clip(t: Any, clip_value_min: float, clip_value_max: float) -> Any:
+    return _ops().clip(t, clip_value_min, clip_value_max)
+
+
+def _softmax(logits: Any, axis: Any = -1) -> Any:
+    return _ops().softmax(logits, axis=-1 if axis is None else axis)
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    # 2.4 wrote {"class_name": "TypeSpec"...} or a name.
+    return _ops().cast(x, dtype if isinstance(dtype, str) else dtype["config"])
+
+
+def _where(condition: Any, x: Any, y: Any) -> Any:
+    return _ops().where(condition, x, y)
+
+
+def _pad(tensor: Any, paddings: Any, mode: str = "CONSTANT", constant_values: float = 0) -> Any:
+    if mode.upper() != "CONSTANT":
+        return _ops().pad(tensor, paddings, mode=mode.lower())
+    return _ops().pad(tensor, paddings, constant_values=constant_values)
+
+
+def _l2_normalize(x: Any, axis: Any = None, epsilon: float = 1e-12) -> Any:
+    squares = _ops().sum(_ops().square(x), axis=axis, keepdims=True)
+    return _ops().multiply(x, _ops().rsqrt(_ops().maximum(squares, epsilon)))
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    **{name: _one(name) for name in _ELEMENTWISE_1},
+    **{name: _two(name) for name in _ELEMENTWISE_2},
+    **{name: _activation(name) for name in _ACTIVATIONS},
+    **{name: _reduction(other) for name, other in _REDUCTIONS.items()},
+    "add_n": lambda inputs: sum(inputs[1:], inputs[0]),
+    "cast": _cast,
+    "clip_by_value": _clip,
+    "concat": lambda values, axis: _ops().concatenate(values, axis=axis),
+    "expand_dims": lambda input, axis: _ops().expand_dims(input, axis),
+    "getitem": _sliced,
+    "identity": lambda input: _ops().multiply(input, 1),
+    "l2_normalize": _l2_normalize,
+    "logical_not": lambda x: _ops().logical_not(x),
+    "matmul": _matmul,
+    "pad": _pad,
+    "repeat": lambda input, repeats, axis=None: _ops().repeat(input, repeats, axis=axis),
+    "reshape": lambda tensor, shape: _ops().reshape(tensor, tuple(shape)),
+    "softmax": _softmax,
+    "split": _split,
+    "squared_difference": lambda x, y: _ops().square(_ops().subtract(x, y)),
+    "squeeze": lambda input, axis=None: _ops().squeeze(input, axis),
+    "stack": lambda values, axis=0: _ops().stack(values, axis=axis),
+    "stop_gradient": lambda input: _ops().stop_gradient(input),
+    "tile": lambda input, multiples: _ops().tile(input, multiples),
+    "transpose": _transpose,
+    "where": _where,
+}

@@ -1,0 +1,186 @@
+"""Loading a model file into tf_keras, with the state of its optimizer.
+
+tf_keras makes the model. Its own loader also makes the optimizer, but loses the state of the new
+optimizers in HDF5 files, and every loss scale.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lossscale.errors import ArgumentError, LossScaleError, MissingPackageError, OldFileError
+from lossscale.migration.models import HDF5, ModelFile, saved_optimizer
+from lossscale.migration.restoring import Plan
+from lossscale.migration.saved import KERAS_3, OURS
+from lossscale.migration.targets import target_for
+
+# What they are depends on the outputs of the model.
+_KNOWN_TO_COMPILE = {"accuracy", "acc", "crossentropy", "ce"}
+
+
+def load_tf_keras_model(
+    file: ModelFile, custom_objects: Mapping[str, Any], given: Mapping[str, Any]
+) -> Any:
+    """Loads a model that TensorFlow or tf_keras saved with a loss scale optimizer.
+
+    Args:
+        file: What the file says about training.
+        custom_objects: Classes and functions that tf_keras does not know, by name.
+        given: What to use in place of the `loss`, `metrics` and `weighted_metrics` in the file.
+
+    Returns:
+        The compiled model.
+
+    Raises:
+        OldFileError: If tf_keras cannot make what the file describes, or the state in it is of
+            another optimizer.
+        MissingPackageError: If there is no tf_keras.
+    """
+    try:
+        import tf_keras
+    except ImportError as error:
+        raise MissingPackageError(
+            'framework="tf_keras" needs tf_keras: pip install "lossscale[tf_keras]"'
+        ) from error
+
+    if file.era == KERAS_3 or _keras_version(file.path).startswith("3."):
+        raise OldFileError(
+            f'{file.path}: Keras 3 wrote this file, and tf_keras cannot read it. Leave framework="'
+            'tf_keras" out.'
+        )
+    with tf_keras.saving.custom_object_scope(dict(custom_objects)):
+        model = _model(tf_keras, file)
+        optimizer = _optimizer(file, dict(custom_objects))
+        arguments = _compile_arguments(tf_keras, file, given, set(custom_objects))
+        model.compile(optimizer, **arguments)
+    _restore(file, optimizer, list(model.trainable_variables))
+    return model
+
+
+def _keras_version(path: str) -> str:
+    """Returns the version of Keras that wrote a file, "" if it does not say."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if "metadata.json" not in archive.namelist():
+                return ""
+            return str(json.loads(archive.read("metadata.json")).get("keras_version", ""))
+    import h5py
+
+    with h5py.File(path, "r") as file:
+        version = file.attrs.get("keras_version", "")
+    return version.decode() if isinstance(version, bytes) else str(version)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _model(tf_keras: Any, file: ModelFile) -> Any:
+    suffix = ".keras" if zipfile.is_zipfile(file.path) else ".h5"
+    try:
+        if Path(file.path).suffix == suffix:
+            return tf_keras.models.load_model(file.path, compile=False)
+        with tempfile.TemporaryDirectory() as folder:
+            # tf_keras goes by the name, and the file may have any.
+            named = shutil.copyfile(file.path, Path(folder, f"model{suffix}"))
+            return tf_keras.models.load_model(named, compile=False)
+    except LossScaleError:
+        raise
+    # tf_keras raises whatever the layer of the moment raises.
+    except Exception as error:
+        raise OldFileError(
+            f"{file.path}: tf_keras cannot make its model: {_first_line(error)}"
+        ) from error
+
+
+def _optimizer(file: ModelFile, own: dict[str, Any]) -> Any:
+    from lossscale.frameworks.tf_keras import TFKerasLossScaleOptimizer
+
+    described = file.optimizer or {}
+    written = described.get("registered_name") or described.get("class_name")
+    try:
+        # Of the two families, the optimizer inside decides.
+        cls = own.get(str(written), _registered(written) or TFKerasLossScaleOptimizer)
+        return cls.from_config(file.settings, own)
+    # tf_keras raises whatever the optimizer of the moment raises.
+    except Exception as error:
+        raise OldFileError(
+            f"{file.path}: its optimizer cannot be made: {_first_line(error)}"
+        ) from error
+
+
+def _registered(name: Any) -> Any:
+    """Returns the class of this library that a file names, the older optimizer among them."""
+    import tf_keras
+
+    found = tf_keras.saving.get_registered_object(str(name))
+    return found if str(name).startswith("lossscale") else None
+
+
+def _compile_arguments(
+    tf_keras: Any, file: ModelFile, given: Mapping[str, Any], own: set[str]
+) -> dict[str, Any]:
+    training = file.training or {}
+    arguments: dict[str, Any] = {}
+    for name, module in (
+        ("loss", tf_keras.losses),
+        ("metrics", tf_keras.metrics),
+        ("weighted_metrics", tf_keras.metrics),
+    ):
+        if name in given:
+            arguments[name] = given[name]
+            continue
+        try:
+            arguments[name] = _made(training.get(name), module, own)
+        # tf_keras raises whatever the class of the moment raises.
+        except Exception as error:
+            raise OldFileError(
+                f"{file.path}: tf_keras cannot make its {name}, {training.get(name)!r}: "
+                f"{_first_line(error)}. Pass {name}=... in its place."
+            ) from error
+    if training.get("loss_weights") is not None:
+        arguments["loss_weights"] = training["loss_weights"]
+    return arguments
+
+
+def _made(config: Any, module: Any, own: set[str]) -> Any:
+    """Makes the losses or metrics of one description, which may be nested by output."""
+    if isinstance(config, dict) and "class_name" in config:
+        # Releases before 2.13 wrote no module.
+        made = module.deserialize(config, use_legacy_format="module" not in config)
+        # Of a function only its name is made.
+        return _made(made, module, own) if isinstance(made, str) else made
+    if isinstance(config, dict):
+        return {name: _made(item, module, own) for name, item in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [_made(item, module, own) for item in config]
+    if isinstance(config, str) and config not in _KNOWN_TO_COMPILE:
+        # tf_keras would look for it at the first step, when no custom objects are known any more.
+        made = module.get(config)
+        return made if config in own else config
+    return config
+
+
+def _restore(file: ModelFile, optimizer: Any, trained: list[Any]) -> None:
+    if not file.arrays:
+        return
+    if file.era == OURS and file.form == HDF5:
+        # The optimizer's own variables, and behind those of a new one the loss scale.
+        optimizer._build(trained)
+        try:
+            optimizer.set_weights(file.arrays)
+        except ArgumentError as error:
+            raise OldFileError(f"{file.path}: {error}") from error
+        return
+    saved = saved_optimizer(file, len(trained))
+    plan = Plan(file.path, "optimizer", saved, target_for(optimizer, file.path))
+    plan.prepare(None, trained)
+    plan.carry_out()
+    if file.own:
+        optimizer._set_own_values(file.own)

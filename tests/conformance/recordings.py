@@ -1,0 +1,89 @@
+"""A run of each inner optimizer with and without loss scaling, taken once for all that read it.
+
+Compiling the two steps is what such a run costs, so several promises are read off the same one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+from conformance.shells import Shell
+from lossscale import DynamicScale
+
+VALUES = [np.array([1.0, -2.0, 3.0], np.float32), np.array([[0.5, 0.25]], np.float32)]
+GRADIENTS = [np.array([0.5, -1.0, 2.0], np.float32), np.array([[4.0, -0.125]], np.float32)]
+
+# What each step does to the gradients; a number that is not finite stands in the last place of one.
+_FACTORS = (np.nan, 1.0, 0.5, np.inf, -3.0, np.nan, -np.inf, 0.75, 1.25, 1.0)
+
+
+def spoiled(value: float, tensor: int = 0) -> list[Any]:
+    """Returns the gradients with one element replaced by `value`."""
+    gradients = [gradient.copy() for gradient in GRADIENTS]
+    gradients[tensor].flat[-1] = value
+    return gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What a harness holds after a step."""
+
+    parameters: list[Any]
+    state: list[Any]
+    scale: Any = None
+    counters: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step: with loss scaling before and after it, and without, where it is applied.
+
+    Attributes:
+        finite: Whether the gradients were finite.
+        before: With loss scaling, before the step.
+        scaled: With loss scaling, after the step.
+        plain: The bare optimizer after the same finite steps; it takes no other.
+    """
+
+    finite: bool
+    before: Snapshot
+    scaled: Snapshot
+    plain: Snapshot
+
+
+@functools.cache
+def recorded(shell: Shell, inner: str) -> tuple[Step, ...]:
+    """Returns the steps of a run, which begins with one that is skipped.
+
+    Args:
+        shell: The row of the table.
+        inner: Name of the optimizer to wrap.
+
+    Raises:
+        Skipped: The family of the shell has no such optimizer.
+    """
+    scaled = shell.make(VALUES, inner, DynamicScale(2.0**15, growth_interval=2))
+    plain = shell.make(VALUES, inner)
+    steps = []
+    for factor in _FACTORS:
+        finite = bool(np.isfinite(factor))
+        before = _snapshot(scaled)
+        if finite:
+            gradients = [gradient * np.float32(factor) for gradient in GRADIENTS]
+            plain.step(gradients)
+        else:
+            gradients = spoiled(factor, tensor=len(steps) % 2)
+        scaled.step(gradients)
+        bare = Snapshot(plain.parameters(), plain.inner_state())
+        steps.append(Step(finite, before, _snapshot(scaled), bare))
+    return tuple(steps)
+
+
+def _snapshot(harness: Any) -> Snapshot:
+    return Snapshot(
+        harness.parameters(), harness.inner_state(), harness.scale(), harness.counters()
+    )

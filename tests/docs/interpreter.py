@@ -1,0 +1,84 @@
+"""Runs programs one after another in one interpreter: a framework is imported once for all.
+
+Each line of the input is a program, as a JSON string; each line of the output says what became of
+it, as a JSON object with what it printed, what was logged, and its error, if any. A program finds
+the global settings of lossscale and Keras as the first one found them, and a `__main__` of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import linecache
+import os
+import re
+import sys
+import tempfile
+import traceback
+import types
+import warnings
+from collections.abc import Iterator
+
+import keras
+
+from lossscale import installation
+
+# What TensorFlow says of the machine when it first computes.
+_OF_THE_MACHINE = re.compile(
+    r"WARNING: All log messages before absl::InitializeLog"
+    r"|([IWE]\d{4}|\d{4}-\d\d-\d\d) .*(cuda|CUDA|GPU|oneDNN|cpu_feature|xla|XLA|MLIR)"
+)
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Collects the lines that are written to the standard error stream, also by libraries in C."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile("w+") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            lines += [line for line in file.read().splitlines() if not _OF_THE_MACHINE.match(line)]
+
+
+def outcome(source: str, number: int) -> dict[str, object]:
+    """Returns what a program prints, what was logged, and its traceback if it fails."""
+    printed, error = io.StringIO(), None
+    lines: list[str] = []
+    # AutoGraph reads the source of what it translates.
+    name = f"<program {number}>"
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+    policy = keras.config.dtype_policy()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(printed), logged() as lines:
+            # A page must not show a program that warns.
+            warnings.filterwarnings("error", module="lossscale")
+            exec(compile(source, name, "exec"), vars(sys.modules["__main__"]))
+    except Exception:
+        error = traceback.format_exc()
+    finally:
+        sys.modules["__main__"] = main
+        keras.config.set_dtype_policy(policy)
+        while installation._standing:
+            installation._standing[-1].undo()
+    return {"printed": printed.getvalue(), "logged": lines, "error": error}
+
+
+def main() -> None:
+    for number, line in enumerate(sys.stdin):
+        print(json.dumps(outcome(json.loads(line), number)), flush=True)
+    # Taking the frameworks down in order takes seconds and tests nothing.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""What `compile` makes of an unwrapped optimizer under `lossscale.install()`, on Keras 3."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.trainers import trainer
+
+import lossscale
+from lossscale import experimental
+
+OWN = keras.optimizers.LossScaleOptimizer
+X = np.linspace(-1, 1, 16, dtype="float32").reshape(8, 2)
+Y = X @ np.array([[1.0], [-2.0]], "float32")
+
+
+@pytest.fixture(autouse=True)
+def _mixed_float16_and_nothing_left_behind():
+    keras.utils.set_random_seed(0)
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    yield
+    keras.mixed_precision.set_global_policy("float32")
+    assert trainer.LossScaleOptimizer is OWN
+
+
+class OfItsTime(keras.Model):
+    """A model with the `train_step` that was copied from guide to guide."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, dtype="float32")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, batch):
+        x, y = batch
+        scaled = isinstance(self.optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((y - self(x, training=True)) ** 2)
+            target = self.optimizer.get_scaled_loss(loss) if scaled else loss
+        gradients = tape.gradient(target, self.trainable_variables)
+        if scaled:
+            gradients = self.optimizer.get_unscaled_gradients(gradients)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+def sequential():
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="float32")])
+
+
+def compiled(optimizer="sgd", **kwargs):
+    model = sequential()
+    model.compile(optimizer, "mse", **kwargs)
+    return model
+
+
+def is_ours(optimizer):
+    return isinstance(optimizer, lossscale.LossScaleOptimizer)
+
+
+@pytest.mark.parametrize(
+    ("given", "inner"),
+    [
+        ("adam", keras.optimizers.Adam),
+        (keras.optimizers.RMSprop(0.5), keras.optimizers.RMSprop),
+        ({"class_name": "SGD", "config": {"learning_rate": 0.5}}, keras.optimizers.SGD),
+    ],
+    ids=["name", "instance", "configuration"],
+)
+def test_compile_wraps_in_the_documented_class(given, inner):
+    with lossscale.install():
+        optimizer = compiled(given).optimizer
+        assert isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
+    assert is_ours(optimizer)
+    assert type(optimizer.inner_optimizer) is inner
+    assert optimizer.rule == lossscale.DynamicScale()
+
+
+@pytest.mark.parametrize("given", ["name", "configuration"])
+def test_an_optimizer_made_while_keras_compiles_has_all_its_variables(given):
+    expected = lossscale.LossScaleOptimizer(keras.optimizers.Adam())
+    config = keras.saving.serialize_keras_object(expected)
+    with lossscale.install():
+        optimizer = compiled("adam" if given == "name" else config).optimizer
+    names = [variable.name for variable in optimizer.variables]
+    assert names == [variable.name for variable in expected.variables]
+    assert any(variable is optimizer.iterations for variable in optimizer.variables)
+
+
+def test_compile_without_an_optimizer_does_too():
+    with lossscale.install():
+        model = sequential()
+        model.compile(loss="mse")
+    assert is_ours(model.optimizer)
+    assert isinstance(model.optimizer.inner_optimizer, keras.optimizers.RMSprop)
+
+
+def trained_by_hand(weights, batches, learning_rate):
+    """The weights of a linear model after gradient descent on the mean squared error."""
+    kernel, bias = (np.array(w, "float64") for w in weights)
+    for x, y in batches:
+        error = x @ kernel + bias - y
+        kernel = kernel - learning_rate * 2 * x.T @ error / len(x)
+        bias = bias - learning_rate * 2 * error.mean(0)
+    return kernel, bias
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_train_step_with_the_usual_guard_learns(run_eagerly):
+    with lossscale.install():
+        model = OfItsTime()
+        model.compile(keras.optimizers.SGD(0.25), run_eagerly=run_eagerly)
+        model(X)
+        expected = trained_by_hand(model.get_weights(), [(X[:4], Y[:4]), (X[4:], Y[4:])] * 4, 0.25)
+        model.fit(X, Y, batch_size=4, epochs=4, shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations) == 8
+    for got, wanted in zip(model.get_weights(), expected, strict=True):
+        # The model rounds its input to float16.
+        np.testing.assert_allclose(got, wanted, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: lossscale.LossScaleOptimizer(keras.optimizers.SGD()), id="ours"),
+        pytest.param(lambda: experimental.LossScaleOptimizer(keras.optimizers.SGD(), 8), id="old"),
+        pytest.param(lambda: OWN(keras.optimizers.SGD()), id="keras"),
+    ],
+)
+def test_compile_leaves_an_optimizer_with_loss_scaling_alone(make):
+    optimizer = make()
+    with lossscale.install():
+        assert compiled(optimizer).optimizer is optimizer
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_compile_wraps_under_mixed_float16_only(policy):
+    keras.mixed_precision.set_global_policy(policy)
+    optimizer = keras.optimizers.SGD()
+    with lossscale.install():
+        assert compiled(optimizer).optimizer is optimizer
+
+
+def test_compile_wraps_only_if_it_is_to():
+    optimizer = keras.optimizers.SGD()
+    with lossscale.install():
+        assert compiled(optimizer, auto_scale_loss=False).optimizer is optimizer
+
+
+def test_a_model_that_is_compiled_again_keeps_its_loss_scale():
+    optimizer = keras.optimizers.SGD()
+    with lossscale.install():
+        model = compiled(optimizer)
+        first = model.optimizer
+        model.compile(optimizer, "mae")
+        assert model.optimizer is first
+        model.fit(X, Y, verbose=0)
+    assert int(first.iterations) == 1
+
+
+def test_undone_compile_makes_what_keras_makes():
+    first, second = lossscale.install(), lossscale.install()
+    first.undo()
+    assert is_ours(compiled().optimizer)
+    second.undo()
+    assert type(compiled().optimizer) is OWN
+    with lossscale.install():
+        assert is_ours(compiled().optimizer)
+    assert type(compiled().optimizer) is OWN
+
+
+def test_models_go_on_after_it_is_undone_and_their_files_load_under_it(tmp_path):
+    path = tmp_path / "model.keras"
+    with lossscale.install():
+        model = compiled(keras.optimizers.SGD(0.25, momentum=0.5))
+        model.fit(X, Y, verbose=0)
+    model.fit(X, Y, verbose=0)
+    model.optimizer.dynamic_scale.assign(2.0**10)
+    model.save(path)
+    with lossscale.install():
+        loaded = keras.saving.load_model(path)
+    assert is_ours(loaded.optimizer)
+    for each in (model, loaded):
+        each.fit(X, Y, verbose=0)
+    assert float(loaded.optimizer.loss_scale) == 2.0**10
+    assert int(loaded.optimizer.iterations) == 3
+    for got, wanted in zip(loaded.variables, model.variables, strict=True):
+        np.testing.assert_array_equal(got.numpy(), wanted.numpy())
+    for got, wanted in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(got.numpy(), wanted.numpy())
+
+
+def test_a_clone_of_the_model_trains():
+    with lossscale.install():
+        clone = keras.models.clone_model(compiled())
+        clone.compile_from_config(compiled("adam").get_compile_config())
+        clone.fit(X, Y, verbose=0)
+    assert is_ours(clone.optimizer)
+
+
+def test_without_install_the_file_loads_into_keras_own_class_and_says_what_is_lost(tmp_path):
+    with lossscale.install():
+        model = compiled("adam")
+        model.fit(X, Y, verbose=0)
+        model.save(tmp_path / "model.keras")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is OWN
+    assert any("Skipping variable loading for optimizer" in str(w.message) for w in caught)
+
+
+# --- The policies of TensorFlow 2.1 to 2.3 --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "initial_scale", "dynamic"),
+    [
+        ([], 2.0**15, True),
+        (["dynamic"], 2.0**15, True),
+        ([128], 128.0, False),
+        ([experimental.DynamicLossScale(8, multiplier=4)], 8.0, True),
+    ],
+)
+def test_compile_takes_the_loss_scale_of_the_older_policy(arguments, initial_scale, dynamic):
+    with lossscale.install():
+        older = tf.keras.mixed_precision.experimental
+        policy = older.Policy("mixed_float16", *arguments)
+        older.set_policy(policy)
+        assert older.global_policy() is policy
+        assert (policy.compute_dtype, policy.variable_dtype) == ("float16", "float32")
+        optimizer = compiled().optimizer
+        assert isinstance(optimizer, older.LossScaleOptimizer)
+        assert optimizer.loss_scale is policy.loss_scale
+    assert optimizer.loss_scale() == initial_scale
+    assert optimizer.dynamic is dynamic
+
+
+def test_a_policy_set_by_its_name_has_a_loss_scale():
+    with lossscale.install():
+        older = tf.keras.mixed_precision.experimental
+        older.set_policy("mixed_float16")
+        assert isinstance(older.global_policy().loss_scale, experimental.DynamicLossScale)
+        assert isinstance(compiled().optimizer, older.LossScaleOptimizer)
+        older.set_policy("float32")
+        assert older.global_policy().loss_scale is None
+
+
+def test_a_policy_without_a_loss_scale_leaves_optimizers_alone():
+    optimizer = keras.optimizers.SGD()
+    with lossscale.install():
+        older = tf.keras.mixed_precision.experimental
+        older.set_policy(older.Policy("mixed_float16", loss_scale=None))
+        assert compiled(optimizer).optimizer is optimizer
+
+
+def test_the_older_policy_is_a_policy_of_keras(tmp_path):
+    with lossscale.install():
+        older = tf.keras.mixed_precision.experimental
+        policy = older.Policy("mixed_float16", loss_scale=128)
+        layer = keras.layers.Dense(1, dtype=policy)
+        assert older.get_layer_policy(layer) is policy
+        assert isinstance(policy, older.Policy)
+        assert isinstance(policy, keras.mixed_precision.Policy)
+        assert not isinstance("mixed_float16", older.Policy)
+        model = keras.Sequential([keras.Input((2,)), layer])
+        model.save(tmp_path / "model.keras")
+    # Without lossscale's names: the file says what every Keras knows.
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.layers[-1].dtype_policy == keras.mixed_precision.Policy("mixed_float16")
+
+
+@pytest.mark.parametrize("name", ["float32", "mixed_bfloat16"])
+def test_a_loss_scale_that_would_have_no_effect_is_an_error(name):
+    with lossscale.install():
+        older = tf.keras.mixed_precision.experimental
+        assert older.Policy(name).loss_scale is None
+        with pytest.raises(ValueError, match="'mixed_float16' only"):
+            older.Policy(name, loss_scale=128)
+
+
+@pytest.mark.parametrize("loss_scale", ["static", 0, True])
+def test_a_loss_scale_that_cannot_be_used_is_an_error(loss_scale):
+    with lossscale.install(), pytest.raises(ValueError, match="loss_scale"):
+        tf.keras.mixed_precision.experimental.Policy("mixed_float16", loss_scale)

@@ -1,0 +1,264 @@
+"""`lossscale.install()` on Keras 2: what `compile` makes, and who else looks for the names."""
+
+import operator
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from tf_keras.src import optimizers as optimizers_module
+from tf_keras.src.engine import training, training_v1
+from tf_keras.src.mixed_precision import loss_scale_optimizer as own
+
+import lossscale
+from lossscale import experimental
+
+X = np.linspace(-1, 1, 16, dtype="float32").reshape(8, 2)
+Y = X @ np.array([[1.0], [-2.0]], "float32")
+_PLACES = {
+    tf_keras.__internal__.optimizers: ["convert_to_legacy_optimizer"],
+    optimizers_module: ["convert_to_legacy_optimizer"],
+    tf_keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
+    tf.keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
+    tf.compat.v1.keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
+    tf.compat.v1.mixed_precision: ["LossScale", "FixedLossScale", "DynamicLossScale"],
+    training: ["lso"],
+    training_v1: ["loss_scale_optimizer"],
+}
+
+
+def what_is_there():
+    return [vars(place).get(name) for place, names in _PLACES.items() for name in names]
+
+
+@pytest.fixture(autouse=True)
+def _everything_as_before(mixed_float16):
+    lossscale.install().undo()
+    before = what_is_there()
+    yield
+    assert what_is_there() == before
+
+
+class OfItsTime(tf_keras.Model):
+    """A model with the `train_step` that was copied from guide to guide."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = tf_keras.layers.Dense(1, dtype="float32")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = self.compiled_loss(y, self(x, training=True))
+            assert isinstance(self.optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
+            scaled_loss = self.optimizer.get_scaled_loss(loss)
+        gradients = tape.gradient(scaled_loss, self.trainable_variables)
+        gradients = self.optimizer.get_unscaled_gradients(gradients)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {m.name: m.result() for m in self.metrics}
+
+
+def compiled(optimizer="sgd"):
+    model = tf_keras.Sequential([tf_keras.layers.Dense(1, dtype="float32")])
+    model.compile(optimizer, "mse")
+    return model
+
+
+def is_ours(optimizer):
+    return isinstance(optimizer, lossscale.LossScaleOptimizer)
+
+
+def test_tf_keras_is_tf_dot_keras_here():
+    assert tf.keras.optimizers.SGD is tf_keras.optimizers.SGD
+
+
+def test_compile_wraps_in_the_documented_class_until_undone():
+    before = what_is_there()
+    with lossscale.install():
+        assert not any(map(operator.is_, before, what_is_there()))
+        assert is_ours(compiled("adam").optimizer)
+    assert type(compiled("adam").optimizer) is own.LossScaleOptimizerV3
+
+
+def test_a_train_step_with_the_usual_guard_learns(optimizers):
+    with lossscale.install():
+        model = OfItsTime()
+        model.compile(optimizers.SGD(0.25), "mse")
+        losses = model.fit(X, Y, batch_size=4, epochs=8, verbose=0).history["loss"]
+    assert is_ours(model.optimizer)
+    assert losses[-1] < 0.1 * losses[0]
+    model.fit(X, Y, verbose=0)
+    assert int(model.optimizer.iterations) == 17
+
+
+def test_each_of_several_optimizers_is_wrapped(optimizers):
+    with lossscale.install():
+        made = compiled([optimizers.SGD(), optimizers.Adam()]).optimizer
+    assert all(map(is_ours, made))
+
+
+def test_an_optimizer_with_loss_scaling_is_left_alone(optimizers):
+    first, second = lossscale.LossScaleOptimizer(optimizers.SGD()), optimizers.SGD()
+    theirs = own.BaseLossScaleOptimizer(second)
+    with lossscale.install():
+        assert compiled(first).optimizer is first
+        assert compiled(theirs).optimizer is theirs
+
+
+def test_a_model_that_is_compiled_again_keeps_its_loss_scale(optimizers):
+    optimizer = optimizers.SGD()
+    with lossscale.install():
+        model = compiled(optimizer)
+        first = model.optimizer
+        model.compile(optimizer, "mae")
+        assert model.optimizer is first
+
+
+def test_compile_takes_the_loss_scale_of_the_older_policy(optimizers):
+    with lossscale.install():
+        for older in (
+            tf.keras.mixed_precision.experimental,
+            tf_keras.mixed_precision.experimental,
+            tf.compat.v1.keras.mixed_precision.experimental,
+        ):
+            older.set_policy(older.Policy("mixed_float16", loss_scale=128))
+            assert older.global_policy().compute_dtype == "float16"
+            optimizer = compiled(optimizers.SGD()).optimizer
+            assert isinstance(optimizer, experimental.LossScaleOptimizer)
+            assert optimizer.loss_scale() == 128.0
+
+
+@pytest.mark.filterwarnings("ignore:`Model.state_updates` will be removed")
+def test_compile_in_a_graph_of_tensorflow_1_wraps_too():
+    with lossscale.install(), tf.Graph().as_default():
+        inputs = tf_keras.Input((2,))
+        outputs = tf_keras.layers.Dense(1, dtype="float32")(inputs)
+        model = tf_keras.models.Model(inputs, outputs)
+        model.compile(tf_keras.optimizers.legacy.SGD(0.25), "mse")
+        assert isinstance(model, training_v1.Model)
+        assert is_ours(model.optimizer)
+        before = model.evaluate(X, Y, verbose=0)
+        model.fit(X, Y, batch_size=4, epochs=4, verbose=0)
+        assert model.evaluate(X, Y, verbose=0) < 0.5 * before
+
+
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+def test_a_file_restores_what_compile_made(tmp_path, optimizers):
+    with lossscale.install():
+        model = compiled(optimizers.SGD(0.25, momentum=0.5))
+        model.fit(X, Y, verbose=0)
+        model.save(tmp_path / "model.h5")
+        loaded = tf_keras.models.load_model(tmp_path / "model.h5")
+    for each in (model, loaded):
+        each.fit(X, Y, verbose=0)
+    assert is_ours(loaded.optimizer)
+    for got, wanted in zip(loaded.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+# --- Conversion to legacy optimizers --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "module"),
+    [
+        (lossscale.LossScaleOptimizer, lossscale),
+        (lambda inner: experimental.LossScaleOptimizer(inner, 8), experimental),
+        (lambda inner: lossscale.LossScaleOptimizer(inner, rule=lossscale.FixedScale(8)), None),
+    ],
+)
+def test_convert_to_legacy_optimizer_converts_what_is_inside(make, module):
+    schedule = tf_keras.optimizers.schedules.ExponentialDecay(0.25, 1, 0.5)
+    for rate, steps in ((0.25, [0.5, 0.25]), (schedule, [0.5, 0.375])):
+        optimizer = make(tf_keras.optimizers.SGD(rate, clipnorm=8.0))
+        with lossscale.install():
+            convert = tf_keras.__internal__.optimizers.convert_to_legacy_optimizer
+            assert convert is tf.keras.__internal__.optimizers.convert_to_legacy_optimizer
+            converted = convert(optimizer)
+        assert isinstance(converted, (module or lossscale).LossScaleOptimizer)
+        assert isinstance(converted.inner_optimizer, tf_keras.optimizers.legacy.SGD)
+        assert converted.rule == optimizer.rule
+        assert converted.clipnorm == 8.0
+        weight = tf.Variable(1.0)
+        for value in steps:
+            converted.minimize(lambda: weight**2, [weight])  # noqa: B023
+            assert weight.numpy() == value
+        assert int(optimizer.iterations) == 0
+
+
+def test_convert_to_legacy_optimizer_of_others_is_as_before():
+    with lossscale.install():
+        convert = tf_keras.__internal__.optimizers.convert_to_legacy_optimizer
+        converted = convert(tf_keras.optimizers.SGD(0.5))
+        assert type(converted) is tf_keras.optimizers.legacy.SGD
+        for refused in (converted, lossscale.LossScaleOptimizer(converted), None):
+            with pytest.raises(ValueError, match="should only be called"):
+                convert(refused)
+
+
+# --- Whoever else finds this library's LossScale classes under tf.compat.v1 -----------------------
+
+_GIVEN = {
+    "number": lambda names: 8,
+    "fixed": lambda names: names.FixedLossScale(8),
+    "dynamic": lambda names: names.DynamicLossScale(8),
+}
+
+
+@pytest.mark.parametrize("given", _GIVEN)
+def test_tensorflows_own_wrapper_takes_them(given):
+    with lossscale.install(), tf.Graph().as_default():
+        names = tf.compat.v1.mixed_precision
+        assert names.FixedLossScale is experimental.FixedLossScale
+        inner = tf.compat.v1.train.GradientDescentOptimizer(0.25)
+        optimizer = names.MixedPrecisionLossScaleOptimizer(inner, _GIVEN[given](names))
+        weight = tf.compat.v1.get_variable("weight", initializer=1.0)
+        step = optimizer.minimize(weight**2)
+        with tf.compat.v1.Session() as session:
+            session.run(tf.compat.v1.global_variables_initializer())
+            session.run(step)
+            assert session.run(weight) == 0.5
+            assert session.run(optimizer._loss_scale()) == 8.0
+
+
+def test_tensorflows_own_wrapper_says_that_it_cannot_take_another_one():
+    with lossscale.install():
+
+        class OfOnesOwn(tf.compat.v1.mixed_precision.DynamicLossScale):
+            pass
+
+        inner = tf.compat.v1.train.GradientDescentOptimizer(0.25)
+        with pytest.raises(NotImplementedError, match="cannot use a OfOnesOwn"):
+            tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer(inner, OfOnesOwn())
+
+
+@pytest.mark.parametrize("given", _GIVEN)
+def test_the_graph_rewrite_of_tf_keras_takes_them(given):
+    with lossscale.install():
+        tf_keras.mixed_precision.set_global_policy("float32")
+        names = tf.compat.v1.mixed_precision
+        inner = tf_keras.optimizers.legacy.SGD()
+        try:
+            made = names.enable_mixed_precision_graph_rewrite(inner, _GIVEN[given](names))
+        finally:
+            names.disable_mixed_precision_graph_rewrite()
+    assert made.initial_scale == 8.0
+    assert made.dynamic is (given == "dynamic")
+
+
+@pytest.mark.parametrize(
+    "loss_scale", [experimental.FixedLossScale(8), experimental.DynamicLossScale(8)]
+)
+def test_tf_keras_own_class_reads_configurations_of_tensorflow_2_3(loss_scale):
+    config = {
+        "optimizer": tf_keras.optimizers.serialize(tf_keras.optimizers.legacy.SGD()),
+        "loss_scale": {
+            "class_name": type(loss_scale).__name__,
+            "config": loss_scale.get_config(),
+        },
+    }
+    with lossscale.install():
+        assert own.LossScaleOptimizer.from_config(config).initial_scale == 8.0

@@ -1,0 +1,326 @@
+"""A SavedModel of Keras 2 restored into a model: every weight in its own layer, or an error."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import lossscale
+from lossscale.errors import OldFileError
+from lossscale.migration import migrate_file, restore_checkpoint
+from migration.support import FIXTURES
+
+ZOO = FIXTURES / "zoo" / "savedmodel" / "2.15.1"
+
+
+def equal_layers(module):
+    names = ("a", "b", "c", "out")
+    layers = module.layers
+    return module.Sequential([layers.Input((5,)), *(layers.Dense(5, name=n) for n in names)])
+
+
+def with_dropout(module):
+    layers = module.layers
+    return module.Sequential(
+        [
+            layers.Input((5,)),
+            layers.Dense(5, name="a"),
+            layers.Dropout(0.1, name="dr"),
+            layers.Dense(5, name="b"),
+            layers.Dense(1, name="out"),
+        ]
+    )
+
+
+def with_lstm(module):
+    layers = module.layers
+    stack = [layers.Input((5,)), layers.Reshape((5, 1)), layers.LSTM(3, name="b")]
+    return module.Sequential([*stack, layers.Dense(1, name="out")])
+
+
+def with_recurrent(module):
+    """Every recurrent layer, the wrappers, and what draws random numbers."""
+    layers = module.layers
+    return module.Sequential(
+        [
+            layers.Input((3, 2)),
+            layers.GaussianNoise(0.1),
+            layers.TimeDistributed(layers.Dense(2, name="inside"), name="each"),
+            layers.Bidirectional(layers.LSTM(2, return_sequences=True), name="both"),
+            layers.GRU(4, return_sequences=True, name="gru", dropout=0.1),
+            layers.SpatialDropout1D(0.1),
+            layers.LSTM(4, return_sequences=True, name="lstm", recurrent_dropout=0.1),
+            layers.SimpleRNN(4, return_sequences=True, name="simple"),
+            layers.RNN([layers.GRUCell(4), layers.LSTMCell(4)], name="cells"),
+            layers.BatchNormalization(name="norm"),
+            layers.Dense(4, name="out"),
+        ]
+    )
+
+
+def with_convolutions(module):
+    layers = module.layers
+    return module.Sequential(
+        [
+            layers.Input((6, 6, 2)),
+            layers.Normalization(name="statistics"),
+            layers.Conv2D(2, 2, name="conv"),
+            layers.BatchNormalization(name="norm"),
+            layers.SeparableConv2D(2, 2, name="separable"),
+            layers.BatchNormalization(name="frozen_norm"),
+            layers.DepthwiseConv2D(2, name="depthwise"),
+            layers.Conv2DTranspose(2, 2, name="transpose"),
+            layers.PReLU(name="slope"),
+            layers.LayerNormalization(name="layer_norm"),
+            layers.Dropout(0.1),
+            layers.Flatten(),
+            layers.Dense(2, name="out"),
+        ]
+    )
+
+
+def with_sharing(module):
+    """Two inputs, a shared layer, a model inside a model inside a model, and attention."""
+    layers = module.layers
+    deepest = module.Sequential(
+        [layers.Input((4,)), layers.Dense(4, name="na"), layers.Dense(4, name="nb")], name="deepest"
+    )
+    entry = layers.Input((4,))
+    hidden = layers.BatchNormalization(name="nc")(layers.Dense(4, name="nd")(entry))
+    nested = module.Model(entry, deepest(hidden), name="nested")
+    first, second = layers.Input((4,), name="first"), layers.Input((4,), name="second")
+    shared = layers.Dense(4, name="shared")
+    one, two = nested(shared(first)), layers.Dense(4, name="beside")(nested(shared(second)))
+    pair = layers.Reshape((2, 4))(layers.Concatenate()([one, two]))
+    attended = layers.MultiHeadAttention(2, 3, name="attention")(pair, pair)
+    embedded = layers.Embedding(3, 4, name="table")(layers.Lambda(lambda x: x[:, :2] > 0)(second))
+    flat = layers.Flatten()(layers.Add()([attended, embedded]))
+    return module.Model([first, second], layers.Dense(4, name="out")(flat))
+
+
+MODELS = {
+    "dense": (equal_layers, ["a"], (5,)),
+    "dropout": (with_dropout, ["b"], (5,)),
+    "recurrent": (with_recurrent, ["gru", "each", "norm"], (3, 2)),
+    "convolutions": (with_convolutions, ["conv", "frozen_norm", "slope"], (6, 6, 2)),
+    "shared": (with_sharing, ["shared", "nested", "table"], (4,), (4,)),
+}
+
+
+def filled(model, seed):
+    """The model with other random weights; squares of them where a variance may stand."""
+    random = np.random.default_rng(seed)
+    model.set_weights([random.uniform(0.1, 1.0, w.shape) for w in model.get_weights()])
+    return model
+
+
+def leaves(model):
+    """Name of each layer that has weights and no layer inside, to its weights."""
+    return {
+        layer.name: layer.get_weights()
+        for layer in model._flatten_layers()
+        # Cells have names that count on from model to model.
+        if layer.weights and not list(layer._flatten_layers(include_self=False))
+        if "cell" not in layer.name
+    }
+
+
+def assert_same(mine, theirs, shapes):
+    ours, expected = leaves(mine), leaves(theirs)
+    inputs = [np.random.default_rng(7).normal(size=(2, *s)).astype("float32") for s in shapes]
+    inputs = inputs if len(inputs) > 1 else inputs[0]
+    np.testing.assert_allclose(
+        keras.ops.convert_to_numpy(mine(inputs)), theirs(inputs).numpy(), rtol=1e-5, atol=1e-6
+    )
+    assert len(set(ours) & set(expected)) >= 3
+    for name in set(ours) & set(expected):
+        for a, b in zip(ours[name], expected[name], strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+# --- Files of TensorFlow 2.15 ---------------------------------------------------------------------
+
+WRITTEN = {"eq": equal_layers, "drop": with_dropout, "lstm": with_lstm}
+
+
+@pytest.mark.parametrize("frozen", [(), ("a", "b")], ids=["free", "frozen"])
+@pytest.mark.parametrize("module", [keras, tf_keras], ids=["keras", "tf_keras"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_real_saved_model(name, module, frozen):
+    model = WRITTEN[name](module)
+    for layer in model.layers:
+        layer.trainable = layer.name not in frozen
+    restored = restore_checkpoint(ZOO / name, root=model)
+    with np.load(ZOO / f"{name}.npz") as arrays:
+        expected = list(arrays.values())
+    found = [w for layer in model.layers for w in layer.get_weights()]
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert restored.variables == len(expected)
+
+
+# --- Every kind of layer, frozen or not -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["free", "frozen"])
+def then_frozen(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request, then_frozen, tmp_path_factory):
+    """A SavedModel that tf_keras wrote, and the model that it was written of."""
+    make, frozen, *shapes = MODELS[request.param]
+    model = filled(make(tf_keras), 1)
+    for name in frozen if then_frozen else []:
+        model.get_layer(name).trainable = False
+    folder = tmp_path_factory.mktemp("saved") / request.param
+    # Without the functions, which take most of the time; what is stored of the layers is the same.
+    tf_keras.models.save_model(model, folder, save_format="tf", save_traces=False)
+    return folder, model, make, frozen, shapes
+
+
+@pytest.mark.parametrize(
+    ("module", "now_frozen"),
+    [(keras, False), (keras, True), (tf_keras, True)],
+    ids=["keras now free", "keras now frozen", "tf_keras now frozen"],
+)
+def test_every_weight_lands_in_its_layer(saved, module, now_frozen):
+    folder, theirs, make, frozen, shapes = saved
+    mine = filled(make(module), 2)
+    for name in frozen if now_frozen else []:
+        mine.get_layer(name).trainable = False
+    restored = restore_checkpoint(folder, root=mine)
+    assert restored.variables == len(theirs.weights)
+    assert_same(mine, theirs, shapes)
+
+
+def compiled(module, optimizers, model, wrap):
+    model.compile(wrap(optimizers.Adam(0.05)), "mse", run_eagerly=True)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("module", "family", "through"),
+    [
+        (keras, "new", "directly"),
+        (keras, "legacy", "migrated"),
+        (tf_keras, "new", "migrated"),
+        (tf_keras, "legacy", "directly"),
+    ],
+    ids=["keras-new", "keras-legacy", "tf_keras-new", "tf_keras-legacy"],
+)
+def test_the_optimizer_of_a_frozen_model_goes_on(module, family, through, tmp_path):
+    optimizers = tf_keras.optimizers.legacy if family == "legacy" else tf_keras.optimizers
+    theirs, mine = (filled(with_dropout(m), n) for n, m in enumerate((tf_keras, module)))
+    for model in (theirs, mine):
+        model.get_layer("a").trainable = False
+        model.get_layer("dr").rate = 0.0
+    witness = tf_keras.mixed_precision.LossScaleOptimizer
+    compiled(
+        tf_keras, optimizers, theirs, lambda o: witness(o, initial_scale=8, dynamic_growth_steps=2)
+    )
+    x, y = np.ones((4, 5), "float32"), np.arange(4.0, dtype="float32")[:, None]
+    for _ in range(3):
+        theirs.train_on_batch(x, y)
+    path = tmp_path / "saved"
+    tf_keras.models.save_model(theirs, path, save_format="tf", save_traces=False)
+    if through == "migrated":
+        path = migrate_file(path, tmp_path / "state.h5")
+    own = optimizers if module is tf_keras else keras.optimizers
+    compiled(module, own, mine, lambda o: lossscale.LossScaleOptimizer(o, dynamic_growth_steps=2))
+    restored = restore_checkpoint(path, root=mine)
+    assert (restored.variables, restored.slots) == (6, 8)
+    assert float(mine.optimizer.loss_scale) == 16.0
+    for _ in range(2):
+        for model in (theirs, mine):
+            model.train_on_batch(x, y)
+    for a, b in zip(mine.layers[-1].get_weights(), theirs.layers[-1].get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4)
+    assert float(mine.optimizer.loss_scale) == float(theirs.optimizer.loss_scale) == 32.0
+
+
+# --- What does not fit is named, and nothing is changed -------------------------------------------
+
+
+def without_bias(layers):
+    return [layers.Dense(5, name="a", use_bias=False), *(layers.Dense(5) for _ in range(3))]
+
+
+MISFITS = {
+    "no bias": (
+        without_bias,
+        r"layer_with_weights-0/bias, 'a/bias', has no place in the layer 'a'",
+    ),
+    "another order": (
+        lambda layers: [layers.Dense(5, name=n) for n in ("b", "a", "c", "other")],
+        "the layer 'a' stands elsewhere in the file than in this model, which has 'b' in its place",
+    ),
+    "too few": (
+        lambda layers: [layers.Dense(5, name="a")],
+        "4 layers with weights, this one has 1",
+    ),
+    "too large": (
+        lambda layers: [layers.Dense(n) for n in (5, 7, 6, 5)],
+        r"root/layer_with_weights-1/kernel has the shape \(5, 5\) in the file and \(5, 7\) here",
+    ),
+    "more variables": (
+        lambda layers: [*(layers.Dense(5) for _ in range(3)), layers.LSTM(1)],
+        "holds no value for the variable|has no place in the layer",
+    ),
+}
+
+
+@pytest.mark.parametrize("module", [keras, tf_keras], ids=["keras", "tf_keras"])
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_does_not_fit_is_named(name, module):
+    stack, message = MISFITS[name]
+    layers = module.layers
+    stack = stack(layers)
+    if name == "more variables":
+        stack.insert(3, layers.Reshape((5, 1)))
+    model = filled(module.Sequential([layers.Input((5,)), *stack]), 1)
+    before = model.get_weights()
+    with pytest.raises(OldFileError, match=message):
+        restore_checkpoint(ZOO / "eq", root=model)
+    for a, b in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_names_decide_about_layers_in_another_order():
+    layers = keras.layers
+    inputs = layers.Input((5,))
+    c, out, a, b = (layers.Dense(5, name=n) for n in ("c", "out", "a", "b"))
+    model = keras.Model(inputs, c(out(a(b(inputs)))))
+    restore_checkpoint(ZOO / "eq", root=model)
+    with np.load(ZOO / "eq.npz") as arrays:
+        np.testing.assert_array_equal(a.kernel, arrays["arr_0"])
+        np.testing.assert_array_equal(out.kernel, arrays["arr_6"])
+
+
+def test_names_that_keras_made_go_by_their_order(tmp_path):
+    def stack(module, *names):
+        layers = module.layers
+        return module.Sequential([layers.Input((5,)), *(layers.Dense(5, name=n) for n in names)])
+
+    theirs = filled(stack(tf_keras, "dense_1", "dense_2"), 1)
+    tf_keras.models.save_model(theirs, tmp_path / "s", save_format="tf", save_traces=False)
+    mine = filled(stack(keras, "dense_2", "dense_3"), 2)
+    restore_checkpoint(tmp_path / "s", root=mine)
+    for a, b in zip(mine.get_weights(), theirs.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_an_export_of_keras_3_has_lists_alone(tmp_path):
+    model = filled(with_dropout(keras), 1)
+    model.get_layer("a").trainable = False
+    model.export(str(tmp_path / "export"), verbose=False)
+    mine = filled(with_dropout(keras), 2)
+    with pytest.raises(OldFileError, match="holds no value for the variable 'kernel'"):
+        restore_checkpoint(tmp_path / "export", root=mine)
+    # What tf.saved_model makes of the model itself names the layers.
+    tf.saved_model.save(model, str(tmp_path / "saved"))
+    restore_checkpoint(tmp_path / "saved", root=mine)
+    for a, b in zip(mine.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)

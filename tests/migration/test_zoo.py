@@ -1,0 +1,139 @@
+"""Model files and checkpoints of real releases load, and train on as they did there.
+
+A folder for each release holds `<model>_<kind>.h5`, `.keras` and `_ck.*`, written after three steps
+of Adam(0.05) in the release's own loss scale optimizer. `rec.npz` has what the model gave then
+(`p0`), and after two more steps on the same data (`p2`).
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from lossscale.migration import load_model, restore_checkpoint
+from migration import support
+from migration.support import FIXTURES
+
+ZOO = FIXTURES / "zoo"
+RELEASES = {"2.3.4": (26, 0), "2.12.1": (0, 7), "2.15.1": (28, 28)}
+HDF5 = sorted(ZOO.glob("*/*.h5"))
+ZIPPED = sorted(ZOO.glob("*/*.keras"))
+
+# A bias before BatchNormalization has no gradient but its rounding, which Adam scales up to whole
+# steps. Each build of TensorFlow rounds in its own way.
+WITHIN = {"conv_bn": 1e-2}
+
+
+@functools.cache
+def records(release):
+    return np.load(ZOO / release / "rec.npz")
+
+
+@functools.cache
+def data():
+    random = np.random.RandomState(3)
+    drawn = [random.randn(*shape) for shape in ((6, 5), (6, 8, 8, 3), (6, 7, 4))]
+    flat, image, sequence = (array.astype("float32") for array in drawn)
+    ids = random.randint(0, 9, (6, 7)).astype("int32")
+    wanted = random.randn(6, 1).astype("float32")
+    labels = random.randint(0, 3, (6,))
+    inputs = {array.shape[1:]: array for array in (flat, image, sequence, ids)}
+    return inputs, wanted, labels
+
+
+def batch(path, model):
+    inputs, wanted, labels = data()
+    x = inputs[tuple(model.inputs[0].shape[1:])]
+    if len(model.inputs) == 2:
+        # Ours were written with another second input than the others.
+        x = [x, x[::-1] if "2.12.1" in str(path) else 2 * x]
+    if len(model.outputs) == 2:
+        return x, [wanted, 2 * wanted]
+    if "scce" in path.name:
+        return x, labels
+    return x, (wanted > 0).astype("float32") if "bce" in path.name else wanted
+
+
+def assert_as_recorded(path, model, which, within):
+    outputs = model.predict_on_batch(batch(path, model)[0])
+    for turn, found in enumerate(outputs if isinstance(outputs, list) else [outputs]):
+        expected = records(path.parent.name)[f"{path.stem}/{which}/{turn}"]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=within)
+
+
+def merged_step(model, x, wanted):
+    """One step in which the gradients of an embedding's equal rows are added first."""
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x, training=True) - wanted) ** 2)
+        scaled = model.optimizer.scale_loss(loss)
+    gradients = tape.gradient(scaled, model.trainable_variables)
+    gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+    model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+
+def assert_goes_on(path, model):
+    assert_as_recorded(path, model, "p0", 1e-5)
+    x, wanted = batch(path, model)
+    for _ in range(2):
+        if "emb" in path.name:
+            merged_step(model, x, wanted)
+        else:
+            model.train_on_batch(x, wanted)
+    within = next((value for name, value in WITHIN.items() if name in path.name), 1e-4)
+    assert_as_recorded(path, model, "p2", within)
+    assert support.number(model.optimizer.iterations) == 5
+
+
+def test_every_file_is_here():
+    for release, counts in RELEASES.items():
+        files = [[path for path in kind if path.parent.name == release] for kind in (HDF5, ZIPPED)]
+        assert tuple(map(len, files)) == counts
+    assert len(sorted(ZOO.glob("*/*_ck.index"))) == len(HDF5)
+
+
+@pytest.mark.parametrize("path", HDF5, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_an_hdf5_file_and_its_checkpoint_go_on(path):
+    model = load_model(path)
+    model.run_eagerly = True
+    assert_goes_on(path, model)
+    # All of it is something else by now.
+    model.optimizer.learning_rate = 0.5
+    optimizer = model.optimizer
+    checkpoint = path.with_name(f"{path.stem}_ck")
+    restored = restore_checkpoint(checkpoint, model=model, optimizer=optimizer)
+    assert restored.variables == len(model.weights)
+    assert restored.slots == 2 * len(model.trainable_variables)
+    assert_goes_on(path, model)
+
+
+@pytest.mark.parametrize("path", ZIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_a_keras_file_goes_on(path):
+    model = load_model(path)
+    model.run_eagerly = True
+    assert_goes_on(path, model)
+
+
+@pytest.mark.parametrize("release", ["2.3.4", "2.15.1"])
+def test_equal_rows_of_an_embedding_are_squared_one_by_one_in_keras_3(release):
+    # As the documentation says; without loss scaling as well.
+    (path,) = ZOO.glob(f"{release}/f_emb_*.h5")
+    model = load_model(path)
+    plain = keras.models.clone_model(model)
+    plain.set_weights(model.get_weights())
+    inner = keras.optimizers.Adam(0.05)
+    inner.build(plain.trainable_variables)
+    for mine, theirs in zip(inner.variables, model.optimizer.inner_optimizer.variables, strict=True):
+        mine.assign(theirs)
+    plain.compile(inner, "mse")
+    x, wanted = batch(path, model)
+    for each in (model, plain):
+        each.run_eagerly = True
+        for _ in range(2):
+            each.train_on_batch(x, wanted)
+    found = model.predict_on_batch(x)
+    np.testing.assert_allclose(found, plain.predict_on_batch(x), atol=1e-6)
+    assert_as_recorded(path, model, "p2", 4e-2)
+    with pytest.raises(AssertionError):
+        assert_as_recorded(path, model, "p2", 1e-3)

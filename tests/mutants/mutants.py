@@ -1,0 +1,360 @@
+"""Wrong versions of the sources, and the tests that have to notice each.
+
+A mutant is one edit: a text that stands in a file exactly once, and what stands there instead.
+`make mutants` runs them (tests/mutants/run.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+# The backends of the process in which a mutant's tests run.
+TENSORFLOW, TF_KERAS, JAX, TORCH = "tensorflow", "tf_keras", "jax", "torch"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One wrong edit.
+
+    Attributes:
+        file: Path below src/lossscale.
+        old: Text that stands there once.
+        new: What replaces it.
+        tests: Arguments of pytest that select the tests which must fail.
+        backend: Which process runs them.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    backend: str = TENSORFLOW
+
+
+_RULE = "rules.py"
+_OPS = "frameworks/tensorflow_ops.py"
+_GATE = "frameworks/tensorflow_gate.py"
+_FINITE = "frameworks/finite/tensorflow.py"
+_FINITE_JAX = "frameworks/finite/jax.py"
+_STEP = "frameworks/keras/training.py"
+_ENGINE_JAX = "frameworks/keras/engines/jax.py"
+_ENGINE_TORCH = "frameworks/keras/engines/torch.py"
+_MARKS = "frameworks/convention.py"
+_VERBS = "frameworks/keras/verbs.py"
+_STEP_TF_KERAS = "frameworks/tf_keras/training.py"
+_SAVING = "frameworks/keras/persistence.py"
+
+PROMISES = "tests/conformance/test_promises.py"
+DOCUMENTS = "tests/documents/test_documented_members.py"
+FILES = "tests/frameworks/keras/test_persistence.py"
+TRAINING = "tests/frameworks/keras/test_training.py"
+REPLICAS = "tests/frameworks/keras/test_distribution.py"
+
+_RULES = ("tests/core/test_rules.py",)
+_EAGER = (PROMISES, "-k", "tensorflow-eager")
+_FUNCTION = (PROMISES, "-k", "tensorflow-function")
+_XLA = (PROMISES, "-k", "tensorflow-xla")
+_JAX_EAGER = (PROMISES, "-k", "jax-eager")
+_JAX_JIT = (PROMISES, "-k", "jax-jit")
+_TORCH = (PROMISES,)
+_TF_KERAS = (PROMISES, "-k", "tf_keras-new-function")
+_TF_KERAS_LEGACY = (PROMISES, "-k", "tf_keras-legacy-eager")
+
+
+def _fast(shell: str) -> tuple[str, ...]:
+    return ("tests/conformance/test_fast_path.py", "-k", f"{shell} and momentum")
+
+
+def _documented(words: str) -> tuple[str, ...]:
+    return (DOCUMENTS, "-k", words)
+
+
+RULES = [
+    Mutant(_RULE, "counted < self.growth_interval", "counted <= self.growth_interval", _EAGER),
+    Mutant(_RULE, "scale * self.backoff_factor\n", "scale / self.growth_factor\n", _EAGER),
+    Mutant(_RULE, "waiting | (grown > self.ceiling)", "waiting", _EAGER),
+    Mutant(_RULE, "waiting | (grown >", "waiting | (grown >=", _EAGER),
+    Mutant(
+        _RULE,
+        "xp.where(waiting, counted, 0), 0)",
+        "xp.where(waiting, counted, 0), counted)",
+        _EAGER,
+    ),
+    Mutant(_RULE, "xp.where(finite, kept, lowered)", "xp.where(finite, kept, scale)", _EAGER),
+    Mutant(_RULE, "xp.where(lowered > self.min_scale, lowered, self.min_scale)", "lowered", _EAGER),
+    Mutant(_RULE, "xp.where(lowered < self.ceiling, lowered, self.ceiling)", "lowered", _RULES),
+    Mutant(_RULE, "math.isfinite(scale) and scale > 0", "math.isfinite(scale)", _RULES),
+    Mutant(
+        _RULE, "min(max(scale, self.min_scale), self.ceiling)", "max(scale, self.min_scale)", _RULES
+    ),
+    Mutant(_RULE, "        return self.scale\n", "        return state.scale\n", _RULES),
+    Mutant(_RULE, "        return self.skip_nonfinite\n", "        return True\n", _EAGER),
+    Mutant(
+        "arguments.py",
+        'min(1.0, settings["initial_scale"])',
+        "1.0",
+        ("tests/backends/test_fit.py", "tests/core", "-k", "not hypothesis"),
+    ),
+]
+
+ARRAYS = [
+    Mutant(
+        _OPS, "else tf.cast(tensor, tf.float32)", "else tensor", _documented("float32_or_wider")
+    ),
+    Mutant(
+        _OPS,
+        "else gradient / factor",
+        "else gradient * tf.math.reciprocal(factor)",
+        _documented("divides_exactly"),
+    ),
+    Mutant(_OPS, "divided(gradient.values)", "gradient.values", _documented("indexed_slices")),
+    Mutant(
+        _OPS,
+        "exact_reciprocal)[0], scale < 1.0",
+        "exact_reciprocal)[0], False",
+        ("tests/backends/test_finite.py",),
+    ),
+    Mutant(
+        _OPS,
+        "tf.distribute.ReduceOp.SUM, overflowed) < 0.5",
+        "tf.distribute.ReduceOp.SUM, overflowed) < 1.5",
+        (REPLICAS, "-k", "overflow_on_one_replica"),
+    ),
+    Mutant(_OPS, "lambda: _done(move(tf.constant(False)))", "_done", _FUNCTION),
+    Mutant(
+        _OPS,
+        "_done(apply(gradients, scale), move(tf.constant(True)))",
+        "_done(apply(gradients, scale))",
+        _FUNCTION,
+    ),
+    Mutant(_OPS, "gated(gate(), finite)", "gated(gate(), tf.constant(True))", _XLA),
+    Mutant(_GATE, "variable.read_value() - delta", "variable.read_value() + delta", _XLA),
+    Mutant(_GATE, "write(tf.where(finite, value, old)", "write(value", _XLA),
+    Mutant(_GATE, '("assign", "assign_add", "assign_sub")', '("assign", "assign_add")', _XLA),
+    Mutant(_GATE, 'and not getattr(part, "use_ema", False)', "", _XLA),
+    Mutant(
+        _FINITE,
+        "_sums(alike), tf.logical_not(may_grow)",
+        "_sums(alike), True",
+        ("tests/backends/test_finite.py",),
+    ),
+    Mutant(
+        _FINITE,
+        "lambda: ask_again(each_finite, large)",
+        "lambda: tf.constant(False)",
+        _fast("function"),
+    ),
+    Mutant(_FINITE, "tf.reduce_all(finite[0] if", "tf.reduce_any(finite[0] if", _fast("function")),
+    Mutant(
+        _FINITE,
+        "tf.reduce_all(tf.stack(verdicts))",
+        "tf.reduce_any(tf.stack(verdicts))",
+        _fast("function"),
+    ),
+    Mutant(
+        _FINITE,
+        "looked, lambda: tf.constant(False)",
+        "looked, lambda: tf.constant(True)",
+        _fast("xla"),
+    ),
+    Mutant(
+        _FINITE_JAX,
+        "looked, lambda: jnp.asarray(False)",
+        "looked, lambda: jnp.asarray(True)",
+        _fast("jit"),
+        JAX,
+    ),
+    Mutant(
+        _FINITE_JAX, "for part in parts])).all()", "for part in parts])).any()", _fast("jit"), JAX
+    ),
+    Mutant(
+        _FINITE_JAX,
+        "jax.lax.cond(fits, lambda: jnp.asarray(True), in_turn)",
+        "fits",
+        _fast("jit"),
+        JAX,
+    ),
+    Mutant(_FINITE_JAX, "jnp.all(jnp.stack(verdicts))", "verdicts[0]", _fast("jit"), JAX),
+    Mutant(
+        "frameworks/finite/torch.py",
+        "fits if bool(fits) else _each_finite(parts)",
+        "fits",
+        ("tests/backends/test_finite.py",),
+        TORCH,
+    ),
+    Mutant(_ENGINE_JAX, "    loss = _widened(loss)", "    loss = jnp.asarray(loss)", _JAX_JIT, JAX),
+    Mutant(
+        _ENGINE_JAX,
+        "(*inner.variables, *trained, *variables)",
+        "(*inner.variables, *trained[1:], *variables[1:])",
+        _JAX_JIT,
+        JAX,
+    ),
+    Mutant(_ENGINE_JAX, "    elif bool(finite):\n", "    else:\n", _JAX_EAGER, JAX),
+    Mutant(_ENGINE_TORCH, "may_grow = not state.scale >= 1.0", "may_grow = False", _TORCH, TORCH),
+    Mutant(_ENGINE_TORCH, "gradient.clone()", "gradient", ("tests/backends/test_loops.py",), TORCH),
+    Mutant(
+        _ENGINE_TORCH,
+        "found + torch.logical_not(finite_check.all_finite(others)).to(found)",
+        "found",
+        _TORCH,
+        TORCH,
+    ),
+    Mutant(
+        _MARKS,
+        'return kind == "scaled"',
+        "return True",
+        _documented("tape_sequence or apply_gradients"),
+    ),
+    Mutant(
+        _MARKS,
+        "self._marks.pop(replica, None)",
+        "self._marks.get(replica)",
+        (TRAINING, "-k", "one_step_only or warning or warn_once"),
+    ),
+    Mutant(
+        _MARKS, "self._made_in_a_trace.add(kind)", "pass", (TRAINING, "-k", "wherever_they_run")
+    ),
+]
+
+STEPS = [
+    Mutant(_STEP, "if not self._rule.checks_gradients:", "if False:", _EAGER),
+    Mutant(_STEP, "self._last_step_skipped.assign(skipped)", "pass", _EAGER),
+    Mutant(
+        _STEP, "                self._steps_skipped.assign_add(1)", "                pass", _EAGER
+    ),
+    Mutant(
+        _STEP,
+        "self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))",
+        "pass",
+        _XLA,
+    ),
+    Mutant(_STEP, "        self._iterations.follow()\n", "", _EAGER),
+    Mutant(
+        _STEP,
+        'if getattr(variable, "overwrite_with_gradient", False)',
+        "if False",
+        (TRAINING, "-k", "overwritten"),
+    ),
+    Mutant(
+        _STEP,
+        "experimental_aggregate_gradients and not skip_gradients_aggregation",
+        "True",
+        (REPLICAS, "-k", "summed"),
+    ),
+    Mutant(
+        _VERBS,
+        "self._step(gradients, variables, scaled=True)",
+        "self._step(gradients, variables, scaled=False)",
+        _documented("minimize"),
+    ),
+    Mutant(
+        _VERBS,
+        "self._step(gradients, variables, scaled=False)",
+        "self._step(gradients, variables, scaled=True)",
+        _documented("get_updates"),
+    ),
+    Mutant(
+        _VERBS,
+        "        if callable(loss):\n            gradients, _",
+        "        if True:\n            gradients, _",
+        _documented("works_in_a_graph"),
+    ),
+    Mutant(
+        "frameworks/keras/engines/torch_state.py",
+        "            skipped.add_(1)",
+        "            pass",
+        _TORCH,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/keras/iterations.py",
+        "keras.ops.minimum(self._skipped, value)",
+        "self._skipped + 0",
+        (
+            "tests/frameworks/keras/test_keras_defects.py",
+            "tests/frameworks/keras/test_settings.py",
+            FILES,
+            "-k",
+            "iterations or counter or number_of_steps",
+        ),
+    ),
+    Mutant(
+        "frameworks/keras/iterations.py",
+        "self._applied.assign(value - skipped)",
+        "self._applied.assign(value)",
+        _documented("iterations"),
+    ),
+    Mutant(
+        "frameworks/keras/weights.py",
+        "targets = everything",
+        "targets = counted",
+        _documented("set_weights"),
+    ),
+    Mutant(_STEP_TF_KERAS, "if self._rule.checks_gradients else True", "", _TF_KERAS, TF_KERAS),
+    Mutant(
+        _STEP_TF_KERAS,
+        "done.append(self._steps_skipped.assign_add(count, read_value=False))",
+        "pass",
+        _TF_KERAS,
+        TF_KERAS,
+    ),
+    Mutant(_STEP_TF_KERAS, "if gradient is not None]", "]", _TF_KERAS, TF_KERAS),
+    Mutant(
+        _STEP_TF_KERAS,
+        "done.append(self._last_step_skipped.assign(skipped, read_value=False))",
+        "pass",
+        _TF_KERAS_LEGACY,
+        TF_KERAS,
+    ),
+]
+
+SAVED = [
+    Mutant(
+        _SAVING,
+        "self._restore_scale(own)",
+        "pass",
+        ("tests/backends/test_files.py", "-k", "keras_own_class"),
+    ),
+    Mutant(
+        _SAVING,
+        'hidden = {"inner_optimizer", "get_slot_names"}',
+        'hidden = {"get_slot_names"}',
+        ("tests/backends/test_files.py", "-k", "plain_optimizer"),
+    ),
+    Mutant(_SAVING, "            store[name] = value\n", "            pass\n", _EAGER),
+    Mutant(
+        _SAVING,
+        "            self.inner_optimizer.save_own_variables(store)",
+        "            pass",
+        _EAGER,
+    ),
+    Mutant(
+        _SAVING,
+        "inner_optimizer.load_own_variables(values)\n        self._iterations.follow()",
+        "inner_optimizer.load_own_variables(values)",
+        ("tests/backends/test_files.py", "-k", "plain_optimizer or own_class"),
+    ),
+    Mutant(
+        "frameworks/keras/state.py",
+        "self.write(self.rule.restored(state))",
+        "self.write(state)",
+        (FILES, "-k", "saved_scale"),
+    ),
+    Mutant(
+        "frameworks/tf_keras/state.py",
+        "valid = self.rule.restored(self._first._replace(**known))",
+        "valid = self._first._replace(**known)",
+        ("tests/frameworks/tf_keras/test_files.py",),
+        TF_KERAS,
+    ),
+    Mutant(
+        "frameworks/tf_keras/state.py",
+        "self._extras[name].assign(value, read_value=False)",
+        "tf.no_op()",
+        (PROMISES, "-k", "tf_keras-new-eager and loaded"),
+        TF_KERAS,
+    ),
+]
+
+ALL = [*RULES, *ARRAYS, *STEPS, *SAVED]

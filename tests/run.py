@@ -1,0 +1,137 @@
+"""Runs the tests of every backend: several processes at a time, the longest first.
+
+Keras fixes its backend when it is imported, so each backend needs processes of its own. One queue
+for all of them keeps every core busy to the end. Of a job that passes the last lines are shown, of
+one that fails everything; the status is 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import queue
+import subprocess
+import sys
+import threading
+import time
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+TENSORFLOW = {"KERAS_BACKEND": "tensorflow"}
+TF_KERAS = {**TENSORFLOW, "LOSSSCALE_TEST_KERAS": "tf_keras"}
+JAX = {"KERAS_BACKEND": "jax"}
+TORCH = {"KERAS_BACKEND": "torch"}
+
+# What the TensorFlow process runs in parts; one more job takes all that is in none of them.
+PARTS = (
+    "tests/conformance",
+    "tests/frameworks/keras",
+    "tests/cli",
+    "tests/backends",
+    "tests/documents",
+    "tests/migration",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A process of pytest.
+
+    Attributes:
+        name: For the reader.
+        environment: What selects the backend.
+        arguments: What pytest runs.
+    """
+
+    name: str
+    environment: dict[str, str]
+    arguments: tuple[str, ...]
+
+
+def _part(path: str) -> Job:
+    return Job(f"tensorflow {path}", TENSORFLOW, (path,))
+
+
+_REST = Job("tensorflow, all else", TENSORFLOW, ("tests", *(f"--ignore={path}" for path in PARTS)))
+_TF_KERAS_ROWS = Job("tf_keras tests/conformance", TF_KERAS, ("tests/conformance",))
+_TF_KERAS_OWN = Job("tf_keras tests/frameworks/tf_keras", TF_KERAS, ("tests/frameworks/tf_keras",))
+_JAX = Job("jax", JAX, ("tests/conformance", "tests/backends"))
+_TORCH = Job("torch", TORCH, ("tests/conformance", "tests/backends"))
+
+# By the time they take, longest first: what starts last is then short, and no core waits for long.
+ALL = (
+    _JAX,
+    _REST,
+    *(_part(path) for path in PARTS[:2]),
+    _TF_KERAS_ROWS,
+    *(_part(path) for path in PARTS[2:]),
+    _TF_KERAS_OWN,
+    _TORCH,
+)
+QUICK = (
+    Job("torch tests/conformance", TORCH, ("tests/conformance",)),
+    Job("tests/core", TENSORFLOW, ("tests/core",)),
+)
+
+
+def run(job: Job) -> tuple[int, str, float]:
+    """Returns a job's exit status, what it printed, and the seconds that it took."""
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--color=no", "-p", "no:cacheprovider", *job.arguments],
+        cwd=ROOT,
+        env={**os.environ, **job.environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, time.monotonic() - start
+
+
+def run_all(jobs: tuple[Job, ...], at_once: int) -> list[str]:
+    """Runs jobs and reports each as it ends; returns the names of those that failed."""
+    waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    for job in jobs:
+        waiting.put(job)
+    failed, reporting = [], threading.Lock()
+
+    def work() -> None:
+        while True:
+            try:
+                job = waiting.get_nowait()
+            except queue.Empty:
+                return
+            status, output, seconds = run(job)
+            with reporting:
+                if status:
+                    failed.append(job.name)
+                    print(f"--- {job.name}: FAILED\n{output}", flush=True)
+                last = output.strip().splitlines()[-1].strip("= ") if output.strip() else ""
+                print(f"{job.name} ({seconds:.0f} s): {last}", flush=True)
+
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(at_once)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="the core and one backend only")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: the cores)"
+    )
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    failed = run_all(QUICK if arguments.quick else ALL, max(arguments.jobs, 1))
+    print(f"{time.monotonic() - start:.0f} s in all; failed: {', '.join(failed) or 'none'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
