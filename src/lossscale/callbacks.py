@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,11 +13,6 @@ from lossscale.diagnostics.records import StepRecord
 from lossscale.diagnostics.tensorboard import check_installed
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.rules import DynamicScale
-
-_SHELLS = {
-    "keras": ("lossscale.frameworks.keras.monitor", "KerasLossScaleMonitor"),
-    "tf_keras": ("lossscale.frameworks.tf_keras.monitor", "TFKerasLossScaleMonitor"),
-}
 
 
 class Settings(NamedTuple):
@@ -92,7 +86,7 @@ class LossScaleMonitor:
             if cls is LossScaleMonitor:
                 # Before any framework is imported.
                 _checked(*args, **kwargs)
-            shell = _shell(framework)
+            shell = registry.monitor_for(framework)
             cls = shell if cls is LossScaleMonitor else registry.combined(cls, shell)
         return super().__new__(cls)
 
@@ -185,16 +179,3 @@ def _path(name: str, value: Any) -> str | None:
     if not path:
         raise ArgumentError(f"`{name}` must not be empty. Received: {name}={value!r}.")
     return path
-
-
-def _shell(framework: Any) -> type[Any]:
-    if framework is None:
-        framework = registry.default_shell()._framework
-    if framework not in _SHELLS:
-        raise ArgumentError(
-            f"`framework` must be one of {', '.join(map(repr, _SHELLS))} or None. "
-            f"Received: framework={framework!r}."
-        )
-    module, name = _SHELLS[framework]
-    shell: type[Any] = getattr(importlib.import_module(module), name)
-    return shell

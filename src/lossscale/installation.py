@@ -16,6 +16,7 @@ from lossscale import registry
 from lossscale.errors import MissingPackageError
 from lossscale.frameworks.common.checks import living_wrapper
 from lossscale.frameworks.documented_names import DocumentedNames
+from lossscale.older.configurations import OPTIMIZER_NAMES
 from lossscale.optimizer import LossScaleOptimizer
 
 
@@ -28,8 +29,22 @@ def register() -> None:
         >>> register()
     """
     experimental = importlib.import_module("lossscale.experimental")
-    for shell in registry.loaded_shells():
-        registry.combined(experimental.LossScaleOptimizer, shell)
+    for framework in registry.with_shells():
+        root = framework.loaded_root()
+        # Of a framework that is being imported, not all may be there yet.
+        saving = getattr(root, "saving", None)
+        if saving is None:
+            continue
+        # The classes themselves pick the shell, so that none is imported for this.
+        classes = (LossScaleOptimizer, experimental.LossScaleOptimizer)
+        for name, cls in zip(("lossscale", "lossscale.experimental"), classes, strict=True):
+            if saving.get_registered_object(f"{name}>LossScaleOptimizer") is None:
+                saving.register_keras_serializable(package=name, name="LossScaleOptimizer")(cls)
+        if framework.name == "keras":
+            known = saving.get_custom_objects()
+            for name in OPTIMIZER_NAMES:
+                # One that somebody else has registered stays theirs.
+                known.setdefault(name, LossScaleOptimizer)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -58,14 +73,12 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def _run(self, name: str, execute: Any, module: ModuleType) -> None:
         execute(module)
         self._awaited.discard(name)
-        # Where a shell is what imports its framework, it is not complete yet.
-        if not registry.shells_begun(name):
-            register()
+        register()
 
 
 def register_later() -> None:
     """Registers the optimizers with each framework that is imported from now on."""
-    roots = [root for root in registry.roots() if root not in sys.modules]
+    roots = [f.root for f in registry.with_shells() if f.root not in sys.modules]
     if roots:
         sys.meta_path.insert(0, _AfterImport(roots))
 
@@ -137,8 +150,9 @@ def install() -> Installation:
         # TensorFlow first: it imports the Keras that is `tf.keras`.
         _put_in_place(stack, tensorflow_names, names)
         register()
-        for package in registry.loaded_packages():
-            _put_in_place(stack, f"{package}.installing", names)
+        for framework in registry.with_shells():
+            if framework.loaded_root() is not None:
+                _put_in_place(stack, f"{framework.package}.installing", names)
         _taking_out.enter_context(stack.pop_all())
     installation = Installation()
     _standing.append(installation)

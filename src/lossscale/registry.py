@@ -1,55 +1,107 @@
-"""Which shell serves which optimizer.
+"""The one table of frameworks: which shell serves which optimizer, model, callback and tensor.
 
 A framework is looked for in `sys.modules` only: an optimizer of a framework that was never
-imported cannot exist, and importing lossscale must not import any.
+imported cannot exist, and importing lossscale must not import any. What serves a framework is named
+here by its module, and imported when something of that framework arrives.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from lossscale.errors import ArgumentTypeError
+from lossscale.errors import ArgumentError, ArgumentTypeError
 
 
-class _Row(NamedTuple):
+class Framework(NamedTuple):
+    """A row: a framework, and what serves it in a package of its own.
+
+    Attributes:
+        name: How arguments name it.
+        root: Its root module.
+        major_version: What its version must start with; "" for any.
+        package: Where the modules are that serve it.
+        shells: Base classes of its optimizers, and the shells that wrap them; the package has
+            these.
+        monitor: The callback that watches a run, in `package.monitor`. Models of the class
+            `root.Model` are measured by `package.diagnose`.
+        tensors: The packages that classes of its tensors come from; `package.exponents` counts
+            them.
+    """
+
+    name: str
     root: str
     major_version: str
-    base_class: str
-    shell_module: str
-    shell_class: str
+    package: str
+    shells: tuple[tuple[str, str], ...] = ()
+    monitor: str | None = None
+    tensors: tuple[str, ...] = ()
 
     def loaded_root(self) -> Any:
         """The framework's root module, None if it is not imported in this version."""
         root = sys.modules.get(self.root)
         version = str(getattr(root, "__version__", ""))
-        return root if version.startswith(f"{self.major_version}.") else None
+        return root if version.startswith(self.major_version) else None
+
+    def module(self, name: str) -> Any:
+        """Imports a module of the package."""
+        return importlib.import_module(f"{self.package}.{name}")
+
+    def serves(self, optimizer: Any) -> str | None:
+        """Returns the name of the shell for an optimizer, None if it is of another framework."""
+        root = self.loaded_root()
+        for base_class, shell in self.shells if root is not None else ():
+            if isinstance(optimizer, attrgetter(base_class)(root)):
+                return shell
+        return None
 
 
-_ROWS = (
-    _Row(
-        root="keras",
-        major_version="3",
-        base_class="optimizers.Optimizer",
-        shell_module="lossscale.frameworks.keras",
-        shell_class="KerasLossScaleOptimizer",
+_KERAS = Framework(
+    name="keras",
+    root="keras",
+    major_version="3.",
+    package="lossscale.frameworks.keras",
+    shells=(("optimizers.Optimizer", "KerasLossScaleOptimizer"),),
+    monitor="KerasLossScaleMonitor",
+)
+_TF_KERAS = Framework(
+    name="tf_keras",
+    root="tf_keras",
+    major_version="2.",
+    package="lossscale.frameworks.tf_keras",
+    shells=(
+        ("optimizers.Optimizer", "TFKerasLossScaleOptimizer"),
+        ("optimizers.legacy.Optimizer", "TFKerasLegacyLossScaleOptimizer"),
     ),
-    _Row(
-        root="tf_keras",
-        major_version="2",
-        base_class="optimizers.Optimizer",
-        shell_module="lossscale.frameworks.tf_keras",
-        shell_class="TFKerasLossScaleOptimizer",
+    monitor="TFKerasLossScaleMonitor",
+)
+_TABLE = (
+    _KERAS,
+    _TF_KERAS,
+    Framework(
+        name="tensorflow",
+        root="tensorflow",
+        major_version="2.",
+        package="lossscale.frameworks.tensorflow",
+        tensors=("tensorflow", "tf_keras"),
     ),
-    _Row(
-        root="tf_keras",
-        major_version="2",
-        base_class="optimizers.legacy.Optimizer",
-        shell_module="lossscale.frameworks.tf_keras",
-        shell_class="TFKerasLegacyLossScaleOptimizer",
+    Framework(
+        name="jax",
+        root="jax",
+        major_version="",
+        package="lossscale.frameworks.jax",
+        tensors=("jax", "jaxlib"),
+    ),
+    Framework(
+        name="torch",
+        root="torch",
+        major_version="",
+        package="lossscale.frameworks.torch",
+        tensors=("torch",),
     ),
 )
 
@@ -63,10 +115,10 @@ def shell_for(optimizer: Any) -> type[Any]:
     Raises:
         ArgumentTypeError: If it is no optimizer of a supported framework.
     """
-    for row in _ROWS:
-        root = row.loaded_root()
-        if root is not None and isinstance(optimizer, attrgetter(row.base_class)(root)):
-            return _load(row)
+    for framework in _TABLE:
+        shell = framework.serves(optimizer)
+        if shell is not None:
+            return _shell(framework, shell)
     raise ArgumentTypeError(_not_an_optimizer(optimizer))
 
 
@@ -80,57 +132,73 @@ def default_shell(config: Any = None) -> type[Any]:
         The shell of tf_keras where `tf.keras` is tf_keras, where it is the only one imported, or
         where the configuration is of one of its optimizers; otherwise that of Keras 3.
     """
-    keras, tf_keras = _ROWS[0], _ROWS[1]
     # TensorFlow imports Keras 3 by itself, unless this variable is set.
     legacy = os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true")
-    if tf_keras.loaded_root() is not None and (
-        legacy or keras.loaded_root() is None or _is_of_tf_keras(config)
-    ):
-        return _load(tf_keras)
-    return _load(keras)
+    older = _TF_KERAS.loaded_root() is not None and (
+        legacy or _KERAS.loaded_root() is None or _is_of_tf_keras(config)
+    )
+    framework = _TF_KERAS if older else _KERAS
+    return _shell(framework, framework.shells[0][1])
 
 
 def _is_of_tf_keras(config: Any) -> bool:
     described = config if isinstance(config, dict) else {}
     inner = described.get("inner_optimizer", described.get("optimizer"))
     if not isinstance(inner, dict):
-        return _is_tf_keras_optimizer(inner)
+        return _TF_KERAS.serves(inner) is not None
     settings = inner.get("config", {})
     # Each of these is written by every release of one family, and read by no optimizer of Keras 3.
     return "is_legacy_optimizer" in settings or "decay" in settings
 
 
-def _is_tf_keras_optimizer(optimizer: Any) -> bool:
-    return any(
-        isinstance(optimizer, attrgetter(row.base_class)(row.loaded_root()))
-        for row in _ROWS
-        if row.root == "tf_keras" and row.loaded_root() is not None
-    )
-
-
-def roots() -> list[str]:
-    """Returns the names of the frameworks' root modules."""
-    return list(dict.fromkeys(row.root for row in _ROWS))
-
-
-def shells_begun(root: str) -> bool:
-    """Whether a module of shells of this framework is imported or being imported."""
-    return any(row.root == root and row.shell_module in sys.modules for row in _ROWS)
-
-
-def loaded_shells() -> list[type[Any]]:
-    """Returns the shells of the frameworks that this process has imported."""
-    return [_load(row) for row in _ROWS if row.loaded_root() is not None]
-
-
-def loaded_packages() -> list[str]:
-    """Returns the names of the packages of shells for what this process has imported."""
-    return list(dict.fromkeys(row.shell_module for row in _ROWS if row.loaded_root() is not None))
-
-
-def _load(row: _Row) -> type[Any]:
-    shell: type[Any] = getattr(importlib.import_module(row.shell_module), row.shell_class)
+# Cached also because AutoGraph, in a function that is being traced, cannot translate an import.
+@functools.cache
+def _shell(framework: Framework, name: str) -> type[Any]:
+    shell: type[Any] = getattr(importlib.import_module(framework.package), name)
     return shell
+
+
+def with_shells() -> list[Framework]:
+    """Returns the frameworks that optimizers are wrapped for."""
+    return [framework for framework in _TABLE if framework.shells]
+
+
+def monitor_for(name: str | None) -> type[Any]:
+    """Returns the callback that watches runs of a framework.
+
+    Args:
+        name: Its name; None for that of `default_shell`.
+
+    Raises:
+        ArgumentError: If there is no such framework. It is a `ValueError`.
+    """
+    if name is None:
+        name = default_shell()._framework
+    known = {framework.name: framework for framework in _TABLE if framework.monitor}
+    if name not in known:
+        raise ArgumentError(
+            f"`framework` must be one of {', '.join(map(repr, known))} or None. "
+            f"Received: framework={name!r}."
+        )
+    found: type[Any] = getattr(known[name].module("monitor"), str(known[name].monitor))
+    return found
+
+
+def diagnose_for(model: Any) -> Any:
+    """Returns the module that measures a model; None if it is of no known framework."""
+    for framework in _TABLE:
+        root = framework.loaded_root()
+        if framework.monitor and root is not None and isinstance(model, root.Model):
+            return framework.module("diagnose")
+    return None
+
+
+def exponents_for(package: str) -> Any:
+    """Returns the module that counts tensors of a package; None if it has none."""
+    for framework in _TABLE:
+        if package in framework.tensors:
+            return framework.module("exponents")
+    return None
 
 
 def combined(cls: type[Any], shell: type[Any]) -> type[Any]:

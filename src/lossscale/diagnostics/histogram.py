@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import importlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from lossscale import registry
 from lossscale.checks import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -30,15 +30,6 @@ from lossscale.diagnostics.exponents import (
 )
 from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.errors import ArgumentError, ArgumentTypeError
-
-_TENSOR_MODULES = {
-    "jax": "lossscale.frameworks.jax.exponents",
-    "jaxlib": "lossscale.frameworks.jax.exponents",
-    "tensorflow": "lossscale.frameworks.tensorflow.exponents",
-    "tf_keras": "lossscale.frameworks.tensorflow.exponents",
-    "torch": "lossscale.frameworks.torch.exponents",
-}
-"""The package that a tensor's class comes from, to the module that counts its elements."""
 
 
 class ExponentBin(NamedTuple):
@@ -164,8 +155,8 @@ class GradientHistogram:
         package = type(values).__module__.partition(".")[0]
         if package == "keras":
             return cls.from_array(values.value)
-        if package in _TENSOR_MODULES:
-            counting: Any = importlib.import_module(_TENSOR_MODULES[package])
+        counting = registry.exponents_for(package)
+        if counting is not None:
             return cls.from_table(counting.on_host(counting.count_bins(values)))
         array = np.asarray(values)
         try:

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+from lossscale import registry
 from lossscale.checks import checked_count
+from lossscale.diagnostics.batches import batches_of
 from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.verdict import Thresholds
 from lossscale.errors import ArgumentTypeError
-
-_BATCHES = "lossscale.diagnostics.batches"
-
-
-class _Row(NamedTuple):
-    root: str
-    major_version: str
-    module: str
-
-
-_ROWS = (
-    _Row("keras", "3", "lossscale.frameworks.keras.diagnose"),
-    _Row("tf_keras", "2", "lossscale.frameworks.tf_keras.diagnose"),
-)
-"""For each framework, what measures its models; it is imported only if the framework is."""
 
 
 def diagnose(
@@ -86,19 +71,12 @@ def diagnose(
         "batches": checked_count("batches", batches),
         "batch_size": checked_count("batch_size", batch_size),
     }
-    module: Any = importlib.import_module(_module_for(model))
-    data = importlib.import_module(_BATCHES).batches_of(x, y, sample_weight, **sizes)
+    module = registry.diagnose_for(model)
+    if module is None:
+        raise ArgumentTypeError(
+            "The first argument must be a compiled model of Keras 3 or tf_keras. "
+            f"Received: {model!r} of type {type(model).__name__}."
+        )
+    data = batches_of(x, y, sample_weight, **sizes)
     report: GradientReport = module.measure(model, data, after_batch)
     return report.with_format(known, limits)
-
-
-def _module_for(model: Any) -> str:
-    for row in _ROWS:
-        root: Any = sys.modules.get(row.root)
-        version = str(getattr(root, "__version__", ""))
-        if version.startswith(f"{row.major_version}.") and isinstance(model, root.Model):
-            return row.module
-    raise ArgumentTypeError(
-        "The first argument must be a compiled model of Keras 3 or tf_keras. "
-        f"Received: {model!r} of type {type(model).__name__}."
-    )

@@ -13,6 +13,20 @@ from typing import Any
 
 from lossscale.errors import ArgumentError, LossScaleWarning
 
+OPTIMIZER_NAMES = (
+    "LossScaleOptimizer",
+    "LossScaleOptimizerV1",
+    "LossScaleOptimizerV3",
+    "lossscaleoptimizerv1",
+    "lossscaleoptimizerv3",
+)
+"""What TensorFlow's configurations call the loss scale optimizers.
+
+Keras' own class of the first name reads none of them, and goes on reading what Keras 3 wrote: there
+the module says which class is meant. Not the first one in lower case: `keras.optimizers.deserialize`
+would then find no class for that.
+"""
+
 # By the name in lower case: TensorFlow's own loader lower-cases names in the caller's dictionary.
 _OPTIMIZERS = {
     name.lower(): name

@@ -208,6 +208,3 @@ class KerasLossScaleOptimizer(
                 f"The optimizer {inner!r} in the configuration is not known. Pass its class in "
                 f"custom_objects={{{inner!r}: ...}}."
             ) from error
-
-
-older_names.register(KerasLossScaleOptimizer)
