@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.abc
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -15,7 +14,7 @@ from typing import Any
 from lossscale import registry
 from lossscale.errors import MissingPackageError
 from lossscale.frameworks.common.checks import living_wrapper
-from lossscale.frameworks.documented_names import DocumentedNames
+from lossscale.frameworks.common.documented_names import DocumentedNames
 from lossscale.older.configurations import OPTIMIZER_NAMES
 from lossscale.optimizer import LossScaleOptimizer
 
@@ -47,7 +46,7 @@ def register() -> None:
                 known.setdefault(name, LossScaleOptimizer)
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
+class _AfterImport:
     """Lets a framework be found as without this, and registers the optimizers once it is there."""
 
     def __init__(self, roots: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import pathlib
+import re
 
 import lossscale
 
@@ -55,6 +56,15 @@ def imports(module):
     `import_module` counts too.
     """
     return set(_imports_below(ast.parse(module.source), module, lazy=False))
+
+
+def frameworks_named(module):
+    """Returns the modules below `lossscale.frameworks` that stand in a string of their own."""
+    constants = (
+        node for node in ast.walk(ast.parse(module.source)) if isinstance(node, ast.Constant)
+    )
+    texts = [node.value for node in constants if isinstance(node.value, str)]
+    return [text for text in texts if re.fullmatch(r"lossscale\.frameworks[a-z_.]*", text)]
 
 
 def _imports_below(node, module, lazy):

@@ -7,35 +7,36 @@ import sys
 
 import pytest
 
-from core.source_tree import FRAMEWORKS, Module, imports, modules
+from core.source_tree import FRAMEWORKS, Module, frameworks_named, imports, modules
 
 HEAVY = {*FRAMEWORKS, "numpy", "matplotlib", "rich", "sklearn", "h5py", "ml_dtypes"}
-SHELLS = {
-    "keras": {"keras"},
-    "tf_keras": {"tf_keras", "tensorflow"},
-    "torch": {"torch"},
-    "optax": {"optax", "jax"},
+ROOMS = {
+    # What frameworks share imports none of them.
+    "common": (set(), set()),
+    "tensorflow": ({"common"}, {"tensorflow"}),
+    "jax": ({"common"}, {"jax"}),
+    "torch": ({"common"}, {"torch"}),
+    "shell": ({"common"}, set()),
+    # A backend's own framework is added below.
+    "keras": ({"shell", "tensorflow", "jax", "torch", "common"}, {"keras"}),
+    "tf_keras": ({"shell", "tensorflow", "common"}, {"tf_keras", "tensorflow"}),
 }
-"""For each shell, the frameworks that any module of it may import."""
+"""For each package below `frameworks`, the others and the frameworks that it may import."""
 
-KERAS_BACKENDS = {"tensorflow", "jax", "torch"}
-"""What only a module of `frameworks.keras` or `frameworks.histograms` with that name may import."""
+BACKENDS = {"tensorflow", "jax", "torch"}
+"""What only the module of `frameworks.keras.backends` with that name may import."""
 
-BY_FRAMEWORK = (
-    "lossscale.frameworks.histograms",
-    "lossscale.frameworks.finite",
-    "lossscale.frameworks.watches",
-)
-"""Packages with one module for each of these frameworks, without Keras."""
-
-CORE = {"errors", "rules"}
-MIDDLE = {*CORE, "arguments", "registry"}
-FRONT = {*MIDDLE, "optimizer"}
+CORE = {"errors", "checks", "rules", "registry"}
+MIDDLE = {*CORE, "arguments", "members"}
+FRONT = {*MIDDLE, "optimizer", "older"}
 MAY_IMPORT = {
     "errors": set(),
-    "rules": {"errors"},
-    "arguments": CORE,
-    "registry": {*CORE, "arguments"},
+    "checks": {"errors"},
+    "members": {"errors"},
+    "registry": {"errors"},
+    "older": {"errors"},
+    "rules": {"errors", "checks"},
+    "arguments": {"errors", "checks", "rules"},
     "optimizer": MIDDLE,
     "frameworks": {*FRONT, "diagnostics", "callbacks"},
     "experimental": {*FRONT, "frameworks"},
@@ -52,6 +53,9 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 """For each part of the library, the parts that it may import besides itself."""
+
+MAY_NAME_FRAMEWORKS = {"registry", "installation"}
+"""The parts that may name a module below `frameworks` in a string, to import it later."""
 
 MAY_USE_A_FRAMEWORK_INSIDE_A_FUNCTION = {
     "cli",
@@ -84,16 +88,17 @@ def violations(module):
     if module.part not in MAY_IMPORT:
         return [f"{module.name}: give `{module.part}` a place in MAY_IMPORT"]
     found = []
+    if module.part not in {*MAY_NAME_FRAMEWORKS, "frameworks"}:
+        found += [f"{module.name} names {name}" for name in frameworks_named(module)]
     for imported in imports(module):
         if imported.root == "lossscale":
             target = own_part(imported.name)
             if target not in {*MAY_IMPORT[module.part], module.part}:
                 found.append(f"{module.name} imports {imported.name}")
-            elif module.part == "frameworks" and shell_of(imported.name) not in {
-                None,
-                shell_of(module.name),
-            }:
-                found.append(f"{module.name} imports another shell, {imported.name}")
+            elif module.part == "frameworks" and target == "frameworks":
+                here, there = room_of(module.name), room_of(imported.name)
+                if there not in {None, here, *ROOMS.get(here, (set(), set()))[0]}:
+                    found.append(f"{module.name} imports from another room, {imported.name}")
         elif module.part == "frameworks":
             if imported.root in FRAMEWORKS - frameworks_for(module.name):
                 found.append(f"{module.name} imports {imported.root}")
@@ -112,23 +117,16 @@ def own_part(name):
     return part if part in {*MAY_IMPORT, *(module.part for module in modules())} else ""
 
 
-def shell_of(name):
-    """Which of the shells a dotted name below `lossscale.frameworks` belongs to, or None."""
-    part = (*name.split("."), "", "")[2].lstrip("_")
-    return part if part in SHELLS else None
+def room_of(name):
+    """Which package below `lossscale.frameworks` a dotted name belongs to; None for itself."""
+    return (*name.split("."), None, None)[2]
 
 
 def frameworks_for(name):
     """The frameworks that a module below `lossscale.frameworks` may import."""
-    shell = shell_of(name)
-    if name.startswith(BY_FRAMEWORK):
-        return {name.rpartition(".")[2]} & KERAS_BACKENDS
-    if shell is None:
-        # What several shells share must not bring the framework of one to another.
-        return {"tensorflow"} if name != "lossscale.frameworks" else set()
-    first_word = name.rpartition(".")[2].partition("_")[0]
-    backend = {first_word} & KERAS_BACKENDS if shell == "keras" else set()
-    return SHELLS[shell] | backend
+    room, last = room_of(name), name.rpartition(".")[2]
+    backend = {last.partition("_")[0]} & BACKENDS if ".keras.backends." in name else set()
+    return ROOMS.get(room, (set(), set()))[1] | backend
 
 
 @pytest.mark.parametrize("name", ["lossscale", "lossscale.rules"])
@@ -197,6 +195,39 @@ lossscale.callbacks.LossScaleMonitor, lossscale.diagnostics.diagnose
     assert imported & FRAMEWORKS == set()
 
 
+WITHOUT_KERAS = """
+import importlib, sys
+
+class NoKeras:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("keras", "tf_keras"):
+            raise ImportError(f"{name} is not to be had here")
+
+sys.meta_path.insert(0, NoKeras())
+for name in %r:
+    importlib.import_module(name)
+"""
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_array_code_is_imported_where_keras_cannot_be(framework):
+    room = f"lossscale.frameworks.{framework}"
+    names = [module.name for module in modules() if module.name.startswith(room)]
+    assert len(names) >= 5
+    subprocess.run([sys.executable, "-c", WITHOUT_KERAS % names], check=True)
+
+
+def test_importing_brings_no_shell_of_a_framework_that_is_loaded():
+    program = """
+import keras
+import lossscale
+assert not [name for name in sys.modules if name.startswith("lossscale.frameworks.keras")]
+assert keras.saving.get_registered_object("lossscale>LossScaleOptimizer") is not None
+"""
+    imported, _ = in_a_fresh_interpreter(program)
+    assert "keras" in imported
+
+
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
 def test_imports_point_one_way(module):
     assert violations(module) == []
@@ -227,20 +258,25 @@ def test_the_table_itself_points_one_way():
         ("optimizer", "from lossscale.frameworks import keras"),
         ("optimizer", "class A:\n    import jax"),
         ("frameworks.keras", "from lossscale.frameworks import tf_keras"),
-        ("frameworks.keras", "from lossscale.frameworks._tf_keras import shell"),
-        ("frameworks.keras", "from .torch import shell"),
-        ("frameworks.keras.shell", "def f():\n    from ..optax import shell"),
+        ("frameworks.keras.shell", "from ..tf_keras import shell"),
         ("frameworks.keras", "def f():\n    import tf_keras"),
         ("frameworks.tf_keras", "from keras import ops"),
+        ("frameworks.tf_keras", "from lossscale.frameworks.jax import arrays"),
         ("frameworks.keras.shell", "import tensorflow"),
         ("frameworks.keras.backends.jax", "import torch"),
-        ("frameworks.slots", "import keras"),
-        ("frameworks.names", "import lossscale"),
+        ("frameworks.shell.monitor", "import keras"),
+        ("frameworks.shell.monitor", "from lossscale.frameworks.keras import monitor"),
+        ("frameworks.common.sizes", "import tensorflow"),
+        ("frameworks.common.sizes", "from lossscale.frameworks.torch import arrays"),
+        ("frameworks.torch.arrays", "import keras"),
+        ("frameworks.torch.arrays", "import jax"),
+        ("frameworks.jax.arrays", "from lossscale.frameworks.keras import step"),
+        ("frameworks.unheard_of", "import keras"),
         ("frameworks.keras", "import lossscale.experimental"),
+        ("frameworks.keras", "import lossscale"),
         ("frameworks", "import tensorflow"),
-        ("frameworks.histograms", "import tensorflow"),
-        ("frameworks.histograms.jax", "import tensorflow"),
-        ("frameworks.histograms.keras", "import keras"),
+        ("diagnostics.measuring", "MODULE = 'lossscale.frameworks.keras.diagnose'"),
+        ("callbacks", "import importlib\nimportlib.import_module('lossscale.frameworks.keras')"),
         ("experimental.loss_scale", "import tensorflow"),
         ("experimental", "import lossscale.diagnostics"),
         ("experimental", "import lossscale"),
@@ -272,15 +308,16 @@ def test_an_import_that_points_the_wrong_way_is_found(name, source):
         ("rules", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("registry", "import importlib\nimportlib.import_module(name)"),
         ("optimizer", "from lossscale import registry"),
+        ("registry", "MODULE = 'lossscale.frameworks.keras.diagnose'"),
+        ("diagnostics.measuring", "def f():\n    'See `lossscale.frameworks.keras`.'"),
         ("frameworks.keras", "import keras\nfrom lossscale.rules import ScaleRule"),
         ("frameworks.keras.backends.tensorflow", "import keras, tensorflow"),
-        ("frameworks.keras.backends.torch", "import keras, torch"),
+        ("frameworks.keras.backends.torch_state", "import keras, torch"),
+        ("frameworks.keras.backends.jax", "from lossscale.frameworks.jax import arrays"),
+        ("frameworks.keras.shell", "from . import slots\nfrom ..shell import contract"),
         ("frameworks.tf_keras", "import tensorflow, tf_keras"),
-        ("frameworks.optax", "import jax, optax"),
-        ("frameworks.keras", "from lossscale.frameworks import _accumulation"),
-        ("frameworks.keras.shell", "from . import slots\nfrom .. import _accumulation"),
-        ("frameworks._accumulation", "import tensorflow as tf"),
-        ("frameworks.histograms.jax", "import jax\nimport lossscale.diagnostics.exponents"),
+        ("frameworks.tf_keras", "from lossscale.frameworks.tensorflow import step"),
+        ("frameworks.jax.exponents", "import jax\nimport lossscale.diagnostics.exponents"),
         ("experimental.loss_scale", "def f():\n    import tensorflow"),
         ("diagnostics.verdict", "import numpy\nfrom lossscale.rules import DynamicScale"),
         ("plots.histogram", "def f():\n    import matplotlib.pyplot\nimport lossscale.diagnostics"),

@@ -23,8 +23,8 @@ OPTIMIZER_NAMES = (
 """What TensorFlow's configurations call the loss scale optimizers.
 
 Keras' own class of the first name reads none of them, and goes on reading what Keras 3 wrote: there
-the module says which class is meant. Not the first one in lower case: `keras.optimizers.deserialize`
-would then find no class for that.
+the module says which class is meant. Not the first one in lower case: Keras' `deserialize` would
+then find no class for that.
 """
 
 # By the name in lower case: TensorFlow's own loader lower-cases names in the caller's dictionary.

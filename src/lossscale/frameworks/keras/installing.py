@@ -9,8 +9,8 @@ import keras
 # The trainer asks for the class by this name. The public one stays Keras' own.
 from keras.src.trainers import trainer
 
-from lossscale.frameworks.documented_names import DocumentedNames, Wrapping
-from lossscale.frameworks.replacing import replace
+from lossscale.frameworks.common.documented_names import DocumentedNames, Wrapping
+from lossscale.frameworks.common.replacing import replace
 
 
 def put_in_place(names: DocumentedNames) -> contextlib.ExitStack:

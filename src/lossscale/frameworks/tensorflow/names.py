@@ -14,8 +14,8 @@ import tensorflow as tf
 from tensorflow.python.training.experimental import loss_scale as tensorflows_own
 
 from lossscale.errors import UnsupportedError
-from lossscale.frameworks.documented_names import DocumentedNames, put_into_mixed_precision
-from lossscale.frameworks.replacing import replace, submodule
+from lossscale.frameworks.common.documented_names import DocumentedNames, put_into_mixed_precision
+from lossscale.frameworks.common.replacing import replace, submodule
 
 
 def put_in_place(names: DocumentedNames) -> contextlib.ExitStack:

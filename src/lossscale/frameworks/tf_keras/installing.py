@@ -14,12 +14,12 @@ from tf_keras.src import optimizers
 from tf_keras.src.engine import training, training_v1
 from tf_keras.src.mixed_precision import loss_scale_optimizer as own
 
-from lossscale.frameworks.documented_names import (
+from lossscale.frameworks.common.documented_names import (
     DocumentedNames,
     Wrapping,
     put_into_mixed_precision,
 )
-from lossscale.frameworks.replacing import replace
+from lossscale.frameworks.common.replacing import replace
 from lossscale.frameworks.tf_keras.new import TFKerasLossScaleOptimizer
 
 

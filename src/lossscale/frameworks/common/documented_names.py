@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lossscale.frameworks.replacing import replace, submodule
+from lossscale.frameworks.common.replacing import replace, submodule
 
 
 class DocumentedNames(NamedTuple):
