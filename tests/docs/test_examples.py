@@ -23,7 +23,8 @@ BLOCKS = [
 
 
 _OF_THE_MACHINE = re.compile(
-    r"WARNING: All log messages before absl::InitializeLog|[IWE]\d{4} .*(cuda|CUDA|oneDNN|cpu_feature)"
+    r"WARNING: All log messages before absl::InitializeLog"
+    r"|[IWE]\d{4} .*(cuda|CUDA|oneDNN|cpu_feature)"
 )
 
 

@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -30,6 +31,8 @@ _ENGINES = {
 }
 
 
+# Cached also because AutoGraph, in a function that is being traced, cannot translate an import.
+@functools.cache
 def load() -> Any:
     """Returns the engine of Keras' backend."""
     backend = keras.backend.backend()
