@@ -6,6 +6,7 @@ imported cannot exist, and importing lossscale must not import any.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -128,6 +129,8 @@ def loaded_packages() -> list[str]:
     return list(dict.fromkeys(row.shell_module for row in _ROWS if row.loaded_root() is not None))
 
 
+# Cached also because AutoGraph, in a function that is being traced, cannot translate an import.
+@functools.cache
 def _load(row: _Row) -> type[Any]:
     shell: type[Any] = getattr(importlib.import_module(row.shell_module), row.shell_class)
     return shell

@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -31,6 +32,8 @@ _ENGINES = {
 }
 
 
+# Cached also because AutoGraph, in a function that is being traced, cannot translate an import.
+@functools.cache
 def load() -> Any:
     """Returns the engine of Keras' backend."""
     backend = keras.backend.backend()
