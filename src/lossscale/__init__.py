@@ -25,11 +25,14 @@ __all__ = [
 __version__ = "0.1.0"
 
 # Imported when they are first asked for, because of what they import.
-_SUBMODULES = frozenset({"callbacks", "cli", "diagnostics", "frameworks", "migration", "plots"})
+_SUBMODULES = frozenset(
+    {"callbacks", "cli", "demo", "diagnostics", "frameworks", "migration", "plots"}
+)
 
 if TYPE_CHECKING:
     from lossscale import callbacks as callbacks
     from lossscale import cli as cli
+    from lossscale import demo as demo
     from lossscale import diagnostics as diagnostics
     from lossscale import frameworks as frameworks
     from lossscale import migration as migration
