@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.abc
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -32,7 +31,7 @@ def register() -> None:
         registry.combined(experimental.LossScaleOptimizer, shell)
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
+class _AfterImport:
     """Lets a framework be found as without this, and registers the optimizers once it is there."""
 
     def __init__(self, roots: Sequence[str]) -> None:

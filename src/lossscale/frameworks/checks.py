@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import weakref
@@ -126,6 +125,8 @@ def check_own_name(inner: Any, name: str, optimizers: Any) -> None:
             optimizers have. It is an `AttributeError`.
     """
     settings = {*_settings(inner.__class__), *getattr(inner, "_hyper", ())}
+    import difflib
+
     close = difflib.get_close_matches(name, settings, n=1, cutoff=_SIMILAR)
     others = {
         n for cls in vars(optimizers).values() if inspect.isclass(cls) for n in _settings(cls)
@@ -162,6 +163,8 @@ def _settings(cls: Any) -> frozenset[str]:
 def unknown_setting(wrapper: type[Any], inner: Any, name: str) -> UnknownSettingError:
     """Returns the error for a name that neither the wrapper nor the optimizer inside it has."""
     known = {n for n in (*dir(wrapper), *dir(inner)) if n[0] != "_"}
+    import difflib
+
     close = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return UnknownSettingError(
