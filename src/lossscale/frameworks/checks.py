@@ -128,9 +128,8 @@ def check_own_name(inner: Any, name: str, optimizers: Any) -> None:
     import difflib
 
     close = difflib.get_close_matches(name, settings, n=1, cutoff=_SIMILAR)
-    others = {
-        n for cls in vars(optimizers).values() if inspect.isclass(cls) for n in _settings(cls)
-    }
+    classes: list[Any] = [value for value in vars(optimizers).values() if inspect.isclass(value)]
+    others = set().union(*map(_settings, classes))
     # A list of what a setting was in each step is no misspelt setting.
     if name in others or (close and name != f"{close[0]}s"):
         hint = f" Did you mean {close[0]!r}?" if close else ""
