@@ -76,6 +76,8 @@ def _described(arguments: argparse.Namespace) -> Any:
     # These need what was just checked, and Keras reads its backend when it is imported.
     from lossscale import migration
 
+    # A crash of the library that reads it would be a crash of this command.
+    migration.check_file(arguments.old)
     description = migration.describe_file(arguments.old)
     if arguments.new is not None:
         migration.migrate_file(arguments.old, arguments.new, overwrite=arguments.force)
