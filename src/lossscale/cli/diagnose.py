@@ -151,16 +151,17 @@ def draw(report: Any, path: Path) -> None:
     from matplotlib.figure import Figure
 
     from lossscale.plots import plot_gradient_range, plot_layers
+    from lossscale.plots.layers import figure_height
 
-    # Each row of the lower panel needs its height, up to where a page ends.
-    rows = 4.0 + min(0.22 * len(report.ranges), 20.0)
+    rows = figure_height(report)
     # Not pyplot: a Figure of its own needs no window.
     figure = Figure(figsize=(10, 4.5 + rows), layout="constrained")
     above, below = figure.subplots(2, height_ratios=[4.5, rows])
     with usage_errors():
         plot_gradient_range(report, above)
         plot_layers(report, below)
-        above.set_title(f"Gradients of {report.model}: loss scaling {report.verdict}", pad=22)
+        # Above the names of the ranges, in however many lines they stand.
+        figure.suptitle(f"Gradients of {report.model}: loss scaling {report.verdict}")
         figure.savefig(path, dpi=120)
 
 
