@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.cli.backend import BACKENDS, choose_backend, silenced
+from lossscale.cli.console import new_console
 from lossscale.cli.errors import MissingExtraError, UsageError
 from lossscale.cli.files import check_picture, usage_errors
 from lossscale.cli.numbers import integer
@@ -356,11 +357,9 @@ def _waiting(text: str) -> Iterator[None]:
     if find_spec("rich") is None:
         yield
         return
-    from rich.console import Console
-
     # A stream of its own, because what frameworks write to standard error is dropped meanwhile.
     with (
         os.fdopen(os.dup(2), "w", encoding="utf-8") as stream,
-        Console(file=stream).status(text),
+        new_console(stream).status(text),
     ):
         yield
