@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.cli.backend import choose_backend, silenced
+from lossscale.cli.console import new_console
 from lossscale.cli.errors import MissingExtraError, UsageError
 from lossscale.errors import LossScaleError, LossScaleWarning
 
@@ -103,10 +104,9 @@ def _text(path: Path | None) -> str | None:
 
 
 def _print(description: Any, written: Path | None) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = new_console()
     console.print(f"{description.path}: {description.form}", markup=False, soft_wrap=True)
     for optimizer in description.optimizers:
         table = Table(show_header=False)
