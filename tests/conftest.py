@@ -38,4 +38,6 @@ def _tensorflow_logs():
     logger.addHandler(kept)
     yield kept.messages
     logger.removeHandler(kept)
-    assert not [m for m in kept.messages if "AutoGraph" in m and "lossscale." in m]
+    # Functions of the tests themselves may be written in ways that it does not know.
+    first_lines = [m.splitlines()[0] for m in kept.messages if "AutoGraph could not" in m]
+    assert not [line for line in first_lines if "<locals>" not in line]

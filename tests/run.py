@@ -109,8 +109,9 @@ def run_all(jobs: tuple[Job, ...], at_once: int) -> list[str]:
                 if status:
                     failed.append(job.name)
                     print(f"--- {job.name}: FAILED\n{output}", flush=True)
-                last = output.strip().splitlines()[-1].strip("= ") if output.strip() else ""
-                print(f"{job.name} ({seconds:.0f} s): {last}", flush=True)
+                closing = [line.strip("= ") for line in output.splitlines() if line[:1] == "="]
+                said = closing[-1] if closing else "pytest said nothing"
+                print(f"{job.name} ({seconds:.0f} s): {said}", flush=True)
 
     workers = [threading.Thread(target=work, daemon=True) for _ in range(at_once)]
     for worker in workers:

@@ -228,8 +228,8 @@ class OptimizerMembers:
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Applies gradients of the scaled loss, or skips the step; then moves the loss scale.
 
-        On PyTorch a gradient that is its variable's own `.grad` is unscaled in place, as
-        `torch.amp.GradScaler` does. Handed in once more, it is not divided again.
+        The gradients themselves stay as they are: on PyTorch a `.grad` can be added to, filled
+        again or handed in once more.
 
         Args:
             grads: Gradients of the loss that `scale_loss` returned; None where there is none.

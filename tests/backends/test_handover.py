@@ -89,7 +89,7 @@ def test_a_call_that_fails_uses_nothing_up():
     run.calls("scale")
     stranger = keras.Variable([0.0])
     pairs = [(run.of_scaled["a"], run.variables["a"]), (run.of_scaled["b"], stranger)]
-    with pytest.raises(ValueError, match="[Uu]nknown variable"):
+    with pytest.raises(ValueError, match=r"[Uu]nknown variable"):
         run.optimizer.apply_gradients(pairs)
     run.calls("apply:a apply:b")
     assert gone(run) == {"a": -1.0, "b": 0.25}

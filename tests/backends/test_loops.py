@@ -200,21 +200,20 @@ def test_a_step_waits_for_the_host_once_at_most(dynamic, monkeypatch):
 
 
 @on_torch
-def test_own_gradients_are_unscaled_in_place_and_once_only():
+def test_own_gradients_are_left_as_they_are_and_divided_each_time():
     optimizer = wrapped(keras.optimizers.SGD(0.25))
     weight = keras.Variable(1.0)
     optimizer.scale_loss(weight.value**2).backward()
     gradient = weight.value.grad
     for expected in (0.5, 0.0):
-        # The second time it is handed in as it stands, and unscaled already.
+        # The second time it is handed in as it stands.
         optimizer.apply([gradient], [weight])
         assert number(weight) == expected
-    assert number(gradient) == 2.0
-    # Something was added to it since, so it is not known to be unscaled any more.
-    gradient.fill_(2.0**11)
+    assert number(gradient) == 2.0**11
+    gradient.fill_(2.0**12)
     optimizer.apply([gradient], [weight])
-    assert number(gradient) == 2.0
-    assert number(weight) == -0.5
+    assert number(gradient) == 2.0**12
+    assert number(weight) == -1.0
 
 
 @on_torch

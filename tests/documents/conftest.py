@@ -31,13 +31,3 @@ def var():
 @pytest.fixture
 def loss_fn(var):
     return lambda: var**2
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_logged(_tensorflow_logs):
-    yield
-    # The tests themselves make a function in a loop.
-    own = [
-        m for m in _tensorflow_logs if "triggered tf.function retracing" in m and "<locals>" in m
-    ]
-    assert [m for m in _tensorflow_logs if m not in own] == []

@@ -1,8 +1,8 @@
 """Runs each mutant's tests against it: a test suite that protects the sources kills every one.
 
 The backends run one after the other, each in a process that imports its framework once; each
-mutant is a fork of it with a changed copy of the sources. Before that the tests of all mutants
-must pass on the sources as they are.
+mutant is a fork of it with a changed copy of the sources. Before that its tests must pass on the
+sources as they are.
 """
 
 from __future__ import annotations
@@ -87,11 +87,13 @@ def run_backend(backend: str, words: list[str]) -> int:
     survivors = 0
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        for tests in dict.fromkeys(mutant.tests for mutant in chosen):
-            if forked(ROOT / "src", tests, folder / "log") != PASSED:
-                print((folder / "log").read_text())
-                raise SystemExit(f"Without any mutant the tests {tests} must pass.")
+        passing = set()
         for number, mutant in enumerate(chosen):
+            if mutant.tests not in passing:
+                if forked(ROOT / "src", mutant.tests, folder / "log") != PASSED:
+                    print((folder / "log").read_text())
+                    raise SystemExit(f"Without any mutant the tests {mutant.tests} must pass.")
+                passing.add(mutant.tests)
             sources = folder / str(number)
             mutated(mutant, sources)
             start = time.monotonic()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.cli.backend import BACKENDS, check_installed, choose_backend, silenced
+from lossscale.cli.console import new_console
 from lossscale.cli.files import check_picture
 from lossscale.cli.numbers import integer, seed
 
@@ -86,12 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
     backend = choose_backend(arguments.backend)
     check_installed(backend, _PACKAGES)
     # These need what was just checked.
-    from rich.console import Console
-
     from lossscale.demo import picture, table
 
     started = time.perf_counter()
-    console = Console(highlight=False)
+    console = new_console()
     table.introduce(console, backend, arguments.epochs, arguments.seed)
     runs, gradients = _train_all(console, arguments.epochs, arguments.seed)
     table.print_table(console, runs)

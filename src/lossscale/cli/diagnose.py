@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.cli.backend import BACKENDS, choose_backend, silenced
+from lossscale.cli.console import new_console
 from lossscale.cli.errors import MissingExtraError, UsageError
 from lossscale.cli.files import check_picture, usage_errors
 from lossscale.cli.numbers import integer
@@ -151,16 +152,17 @@ def draw(report: Any, path: Path) -> None:
     from matplotlib.figure import Figure
 
     from lossscale.plots import plot_gradient_range, plot_layers
+    from lossscale.plots.layers import figure_height
 
-    # Each row of the lower panel needs its height, up to where a page ends.
-    rows = 4.0 + min(0.22 * len(report.ranges), 20.0)
+    rows = figure_height(report)
     # Not pyplot: a Figure of its own needs no window.
     figure = Figure(figsize=(10, 4.5 + rows), layout="constrained")
     above, below = figure.subplots(2, height_ratios=[4.5, rows])
     with usage_errors():
         plot_gradient_range(report, above)
         plot_layers(report, below)
-        above.set_title(f"Gradients of {report.model}: loss scaling {report.verdict}", pad=22)
+        # Above the names of the ranges, in however many lines they stand.
+        figure.suptitle(f"Gradients of {report.model}: loss scaling {report.verdict}")
         figure.savefig(path, dpi=120)
 
 
@@ -355,11 +357,9 @@ def _waiting(text: str) -> Iterator[None]:
     if find_spec("rich") is None:
         yield
         return
-    from rich.console import Console
-
     # A stream of its own, because what frameworks write to standard error is dropped meanwhile.
     with (
         os.fdopen(os.dup(2), "w", encoding="utf-8") as stream,
-        Console(file=stream).status(text),
+        new_console(stream).status(text),
     ):
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -40,14 +41,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0, or 1 if the command cannot go on, or 2 for an argument that cannot
-        be used. Either way one line on standard error says what to do.
+        be used. Either way one line on standard error says what to do. Also 1, without a word, if
+        nobody reads the output any more.
     """
     try:
-        arguments = build_parser().parse_args(argv)
-        status: int = arguments.run(arguments)
+        try:
+            arguments = build_parser().parse_args(argv)
+            status: int = arguments.run(arguments)
+        finally:
+            sys.stdout.flush()
     except CommandError as error:
         print(f"lossscale: {error}", file=sys.stderr)
         return error.exit_status
+    except BrokenPipeError:
+        # Whoever read the output has gone, as `head` does. Python flushes once more as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         return 130
     return status

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.cli.backend import choose_backend, silenced
+from lossscale.cli.console import new_console
 from lossscale.cli.errors import MissingExtraError, UsageError
 from lossscale.errors import LossScaleError, LossScaleWarning
 
@@ -76,6 +77,8 @@ def _described(arguments: argparse.Namespace) -> Any:
     # These need what was just checked, and Keras reads its backend when it is imported.
     from lossscale import migration
 
+    # A crash of the library that reads it would be a crash of this command.
+    migration.check_file(arguments.old)
     description = migration.describe_file(arguments.old)
     if arguments.new is not None:
         migration.migrate_file(arguments.old, arguments.new, overwrite=arguments.force)
@@ -101,10 +104,9 @@ def _text(path: Path | None) -> str | None:
 
 
 def _print(description: Any, written: Path | None) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = new_console()
     console.print(f"{description.path}: {description.form}", markup=False, soft_wrap=True)
     for optimizer in description.optimizers:
         table = Table(show_header=False)

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
+from lossscale.cli.console import new_console
+
 _SHOWN_AFTER = 1.0
 
 
@@ -29,11 +31,10 @@ def progress(
         # The bar is a convenience, and the work can be done without it.
         yield lambda done: None
         return
-    from rich.console import Console
     from rich.progress import Progress
 
     started = -math.inf if at_once else time.monotonic()
-    console = Console(stderr=True)
+    console = new_console(stderr=True)
     bar = Progress(console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task(description, total=total)
     shown = False

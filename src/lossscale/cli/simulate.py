@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lossscale.cli.console import new_console
 from lossscale.cli.errors import MissingExtraError, UsageError
 from lossscale.cli.files import check_picture, read_history, usage_errors
 from lossscale.cli.numbers import integer, probability, seed
@@ -230,15 +231,15 @@ def _draw(simulation: Any, path: Path) -> None:
 
 
 def _print(simulation: Any, summary: dict[str, Any], source: str) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = new_console()
     for line in (_shown(simulation.rule), source):
         console.print(line, markup=False, soft_wrap=True)
     law = summary["expected_drift"] is not None
     table = Table()
-    table.add_column("", no_wrap=True)
+    # All columns may be folded: what is narrow must not lose its numbers.
+    table.add_column("", overflow="fold")
     table.add_column("simulated", justify="right")
     if law:
         table.add_column("law *", justify="right")

@@ -49,7 +49,7 @@ def print_table(console: Any, runs: Sequence[Run]) -> None:
     from rich.table import Table
 
     table = Table()
-    table.add_column("", no_wrap=True, vertical="middle")
+    table.add_column("", overflow="fold", vertical="middle")
     for heading in (
         "test\naccuracy",
         "flushed\nto zero *",

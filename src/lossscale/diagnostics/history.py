@@ -354,6 +354,9 @@ class TrainingHistory:
                         history.truncated = True
                         break
                     raise ArgumentError(f"{name}, line {number}: {error}") from error
+                # Numbers that no float holds, and whatever else damage makes of a line.
+                except Exception as error:
+                    raise ArgumentError(f"{name}, line {number}: damaged: {error}") from error
                 size += len(line)
                 if number % _REPORTED_LINES == 0:
                     after_bytes(size)
@@ -472,5 +475,5 @@ def _parsed_header(line: bytes, name: str) -> HistoryHeader:
         ) from error
     try:
         return HistoryHeader.from_json(value)
-    except ArgumentError as error:
+    except Exception as error:
         raise ArgumentError(f"{name}, line 1: {error}") from error

@@ -1,6 +1,7 @@
 """Files and configurations of every release of TensorFlow, brought to this library."""
 
 from lossscale.migration.conversion import migrate_file
+from lossscale.migration.damage import check_file
 from lossscale.migration.description import FileDescription, OptimizerDescription, describe_file
 from lossscale.migration.loading import load_model
 from lossscale.migration.restoring import Restored, restore_checkpoint
@@ -9,6 +10,7 @@ __all__ = [
     "FileDescription",
     "OptimizerDescription",
     "Restored",
+    "check_file",
     "describe_file",
     "load_model",
     "migrate_file",

@@ -10,7 +10,8 @@ from typing import Any
 
 from lossscale.arguments import arguments_from_config, rule_from_arguments
 from lossscale.errors import LossScaleError, OldFileError
-from lossscale.migration.graph import Graph, holds_graph, is_hdf5, read_graph
+from lossscale.migration.damage import damage_named, is_hdf5
+from lossscale.migration.graph import Graph, holds_graph, read_graph
 from lossscale.migration.models import ModelFile, read_model_file, saved_optimizer
 from lossscale.migration.saved import (
     KERAS_3,
@@ -102,6 +103,11 @@ def describe_file(path: str | Path) -> FileDescription:
     Raises:
         OldFileError: If the file is missing, damaged or of another kind, or has no optimizer.
     """
+    with damage_named(path):
+        return _described(path)
+
+
+def _described(path: str | Path) -> FileDescription:
     if is_checkpoint(path):
         graph = read_graph(path)
         found = tuple(_of_checkpoint(graph, at, node) for at, node in find_optimizers(graph))

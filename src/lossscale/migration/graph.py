@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from lossscale.errors import OldFileError
+from lossscale.migration.damage import damage_named, is_hdf5
 
 _VALUE = "VARIABLE_VALUE"
 _GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
@@ -91,15 +92,6 @@ def read_graph(path: str | Path) -> Graph:
     return _read_checkpoint(find_prefix(path))
 
 
-def is_hdf5(path: str | Path) -> bool:
-    """Whether a file begins as an HDF5 file does."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(8) == b"\x89HDF\r\n\x1a\n"
-    except OSError:
-        return False
-
-
 def find_prefix(path: str | Path) -> str:
     """Returns the prefix of the checkpoint that a path means.
 
@@ -128,12 +120,9 @@ def find_prefix(path: str | Path) -> str:
 
 def _read_checkpoint(prefix: str) -> Graph:
     import tensorflow as tf
-    from google.protobuf.message import (  # type: ignore[import-untyped,unused-ignore]
-        DecodeError,
-    )
     from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
-    try:
+    with damage_named(prefix):
         reader = tf.train.load_checkpoint(prefix)
         keys = reader.get_variable_to_shape_map()
         if _GRAPH_KEY not in keys:
@@ -144,32 +133,37 @@ def _read_checkpoint(prefix: str) -> Graph:
         proto = TrackableObjectGraph.FromString(reader.get_tensor(_GRAPH_KEY))
         # All of them, and now: a file that is cut short is found before anything is changed.
         values = {key: reader.get_tensor(key) for key in keys if key != _GRAPH_KEY}
-    except OldFileError:
-        raise
-    except (tf.errors.OpError, DecodeError, LookupError, RuntimeError, ValueError) as error:
-        raise OldFileError(f"{prefix}: damaged or incomplete: {_first_line(error)}") from error
-    nodes = []
-    for saved in proto.nodes:
-        node = Node(children={child.local_name: child.node_id for child in saved.children})
-        for attribute in saved.attributes:
-            value: Any = values.get(attribute.checkpoint_key)
-            if value is None:
-                continue
-            if attribute.name == _VALUE:
-                node.name = attribute.full_name
-                node.value = value
-            elif np.shape(value) == () and np.asarray(value).dtype.kind in "biuf":
-                node.extras[attribute.name] = np.asarray(value).item()
-        node.slots = [
-            (slot.slot_name, slot.original_variable_node_id, slot.slot_variable_node_id)
-            for slot in saved.slot_variables
-        ]
-        nodes.append(node)
-    return Graph(prefix, nodes)
+        return _checked(Graph(prefix, [_node(saved, values) for saved in proto.nodes]))
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+def _node(saved: Any, values: dict[str, Any]) -> Node:
+    node = Node(children={child.local_name: child.node_id for child in saved.children})
+    for attribute in saved.attributes:
+        value: Any = values.get(attribute.checkpoint_key)
+        if value is None:
+            continue
+        if attribute.name == _VALUE:
+            node.name = attribute.full_name
+            node.value = value
+        elif np.shape(value) == () and np.asarray(value).dtype.kind in "biuf":
+            node.extras[attribute.name] = np.asarray(value).item()
+    node.slots = [
+        (slot.slot_name, slot.original_variable_node_id, slot.slot_variable_node_id)
+        for slot in saved.slot_variables
+    ]
+    return node
+
+
+def _checked(graph: Graph) -> Graph:
+    """Returns the graph, if every object that it names is one of its own."""
+    numbers = range(len(graph.nodes))
+    if not graph.nodes:
+        raise OldFileError(f"{graph.path}: damaged: holds no objects.")
+    for node in graph.nodes:
+        named = [*node.children.values(), *(at for _, *both in node.slots for at in both)]
+        if not all(isinstance(at, int) and at in numbers for at in named):
+            raise OldFileError(f"{graph.path}: damaged: names objects that it does not hold.")
+    return graph
 
 
 def write_hdf5(graph: Graph, path: str | Path) -> None:
@@ -203,11 +197,8 @@ def holds_graph(path: str | Path) -> bool:
     """Whether an HDF5 file is one that `write_hdf5` wrote."""
     import h5py
 
-    try:
-        with h5py.File(path, "r") as file:
-            return _DATASET in file
-    except OSError as error:
-        raise OldFileError(f"{path}: damaged or incomplete: {_first_line(error)}") from error
+    with damage_named(path), h5py.File(path, "r") as file:
+        return _DATASET in file
 
 
 def _read_hdf5(path: str) -> Graph:
@@ -218,19 +209,16 @@ def _read_hdf5(path: str) -> Graph:
             f"{path}: an HDF5 file, but none that `lossscale migrate` wrote of a checkpoint. Load "
             "a model with lossscale.migration.load_model."
         )
-    try:
-        with h5py.File(path, "r") as file:
-            described = json.loads(file[_DATASET][()])
-            nodes = [
-                Node(
-                    children=node["children"],
-                    name=node["name"],
-                    value=file[f"values/{number}"][()] if node["variable"] else None,
-                    slots=[(name, of, at) for name, of, at in node["slots"]],
-                    extras=node["extras"],
-                )
-                for number, node in enumerate(described)
-            ]
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
-        raise OldFileError(f"{path}: damaged or incomplete: {_first_line(error)}") from error
-    return Graph(path, nodes)
+    with damage_named(path), h5py.File(path, "r") as file:
+        described = json.loads(file[_DATASET][()])
+        nodes = [
+            Node(
+                children=dict(node["children"]),
+                name=str(node["name"]),
+                value=file[f"values/{number}"][()] if node["variable"] else None,
+                slots=[(name, of, at) for name, of, at in node["slots"]],
+                extras=dict(node["extras"]),
+            )
+            for number, node in enumerate(described)
+        ]
+        return _checked(Graph(path, nodes))

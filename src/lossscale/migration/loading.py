@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from lossscale.migration.layer_weights import load_old_model
 from lossscale.errors import ArgumentError, LossScaleError, OldFileError
+from lossscale.migration.damage import check_file, damage_named
 from lossscale.migration.models import ModelFile, read_model_file, saved_optimizer
 from lossscale.migration.restoring import Plan
 from lossscale.migration.saved import KERAS_3, OURS
@@ -28,6 +29,7 @@ def load_model(
     metrics: Any = _UNSET,
     weighted_metrics: Any = _UNSET,
     framework: Literal["keras", "tf_keras"] = "keras",
+    check_first: bool = False,
 ) -> Any:
     """Loads a model that any release of TensorFlow or Keras saved with a loss scale optimizer.
 
@@ -45,6 +47,10 @@ def load_model(
         weighted_metrics: Instead of the weighted metrics in the file.
         framework: "keras" for a model of Keras 3, "tf_keras" for one of tf_keras. What Keras 3
             wrote is for Keras 3 alone.
+        check_first: Whether to read the file with `check_file` first. A damaged HDF5 file can
+            crash the library that reads it, and this program with it; then it is an error. It
+            is False by default because it starts another interpreter, which takes about half a
+            second, and reads the file a second time.
 
     Returns:
         The compiled model.
@@ -57,13 +63,20 @@ def load_model(
         raise ArgumentError(
             f"`framework` must be 'keras' or 'tf_keras'. Received: framework={framework!r}."
         )
+    if check_first:
+        check_file(path)
     file = read_model_file(path)
-    check_has_scaling(file)
     own = dict(custom_objects or {})
     given = {"loss": loss, "metrics": metrics, "weighted_metrics": weighted_metrics}
-    if framework == "tf_keras":
-        changed = {name: value for name, value in given.items() if value is not _UNSET}
-        return load_tf_keras_model(file, own, changed)
+    with damage_named(path, "cannot be loaded"):
+        check_has_scaling(file)
+        if framework == "tf_keras":
+            changed = {name: value for name, value in given.items() if value is not _UNSET}
+            return load_tf_keras_model(file, own, changed)
+        return _load_keras_model(file, own, given)
+
+
+def _load_keras_model(file: ModelFile, own: dict[str, Any], given: dict[str, Any]) -> Any:
     import keras
 
     with keras.saving.custom_object_scope(own):

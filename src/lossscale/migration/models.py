@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lossscale.errors import LossScaleError, OldFileError
+from lossscale.errors import OldFileError
 from lossscale.older.slots import Place, places_of_names, places_of_numbers
-from lossscale.migration.graph import is_hdf5
+from lossscale.migration.damage import damage_named, is_hdf5
 from lossscale.migration.saved import (
     FIRST_KIND,
     KERAS_3,
@@ -85,31 +84,12 @@ def read_model_file(path: str | Path) -> ModelFile:
     if Path(text).stat().st_size == 0:
         raise OldFileError(f"{text}: the file is empty.")
     if is_hdf5(text):
-        with _damage_named(text):
+        with damage_named(text):
             return _read_hdf5(text)
     if zipfile.is_zipfile(text):
-        with _damage_named(text):
+        with damage_named(text):
             return _read_zip(text)
     raise OldFileError(f"{text}: neither an HDF5 file nor a .keras file, or it was cut short.")
-
-
-@contextlib.contextmanager
-def _damage_named(path: str) -> Iterator[None]:
-    try:
-        yield
-    except LossScaleError:
-        raise
-    except (
-        OSError,
-        KeyError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        zipfile.BadZipFile,
-    ) as error:
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise OldFileError(f"{path}: damaged or incomplete: {text}") from error
 
 
 def _json_attribute(file: Any, name: str) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.errors import ArgumentError, ArgumentTypeError, OldFileError
+from lossscale.migration.damage import damage_named
 from lossscale.migration.graph import read_graph
 from lossscale.migration.matching import Matches, is_any_optimizer, trainable_of
 from lossscale.migration.saved import SavedOptimizer, SavedSlot, read_optimizer
@@ -53,7 +54,7 @@ def restore_checkpoint(path: str | Path, **objects: Any) -> Restored:
 
     Args:
         path: The prefix of a checkpoint, its `.index` file, a folder with checkpoints (then the
-            latest), or a file that `lossscale migrate` wrote of a checkpoint.
+            latest), a SavedModel, or a file that `lossscale migrate` wrote of a checkpoint.
         **objects: A `lossscale.LossScaleOptimizer`, models, layers, variables, and lists and
             dictionaries of them. A model must have its weights. The slots of an optimizer are
             created if need be, for all trainable variables that are given.
@@ -82,7 +83,8 @@ def restore_checkpoint(path: str | Path, **objects: Any) -> Restored:
     plans: dict[int, Plan] = {}
     for name, node, optimizer in matches.optimizers:
         if id(optimizer) not in plans:
-            saved = read_optimizer(graph, node)
+            with damage_named(graph.path):
+                saved = read_optimizer(graph, node)
             plans[id(optimizer)] = Plan(graph.path, name, saved, target_for(optimizer, graph.path))
     trainable = _without_repeats(v for thing in objects.values() for v in trainable_of(thing))
     try:

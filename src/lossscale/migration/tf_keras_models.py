@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.errors import ArgumentError, LossScaleError, MissingPackageError, OldFileError
+from lossscale.migration.damage import first_line
 from lossscale.migration.models import HDF5, ModelFile, saved_optimizer
 from lossscale.migration.restoring import Plan
 from lossscale.migration.saved import KERAS_3, OURS
@@ -77,10 +78,6 @@ def _keras_version(path: str) -> str:
     return version.decode() if isinstance(version, bytes) else str(version)
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-
-
 def _model(tf_keras: Any, file: ModelFile) -> Any:
     suffix = ".keras" if zipfile.is_zipfile(file.path) else ".h5"
     try:
@@ -95,7 +92,7 @@ def _model(tf_keras: Any, file: ModelFile) -> Any:
     # tf_keras raises whatever the layer of the moment raises.
     except Exception as error:
         raise OldFileError(
-            f"{file.path}: tf_keras cannot make its model: {_first_line(error)}"
+            f"{file.path}: tf_keras cannot make its model: {first_line(error)}"
         ) from error
 
 
@@ -111,7 +108,7 @@ def _optimizer(file: ModelFile, own: dict[str, Any]) -> Any:
     # tf_keras raises whatever the optimizer of the moment raises.
     except Exception as error:
         raise OldFileError(
-            f"{file.path}: its optimizer cannot be made: {_first_line(error)}"
+            f"{file.path}: its optimizer cannot be made: {first_line(error)}"
         ) from error
 
 
@@ -142,7 +139,7 @@ def _compile_arguments(
         except Exception as error:
             raise OldFileError(
                 f"{file.path}: tf_keras cannot make its {name}, {training.get(name)!r}: "
-                f"{_first_line(error)}. Pass {name}=... in its place."
+                f"{first_line(error)}. Pass {name}=... in its place."
             ) from error
     if training.get("loss_weights") is not None:
         arguments["loss_weights"] = training["loss_weights"]

@@ -12,6 +12,7 @@ from lossscale.diagnostics.histogram import GradientHistogram
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.verdict import share
 from lossscale.errors import ArgumentError
+from lossscale.plots.labels import Range, legend_below, write_above
 from lossscale.plots.style import LINES, axes_or_new
 
 _FILLS = ((LINES[1]["color"], "///"), (LINES[2]["color"], "\\\\\\"), (LINES[3]["color"], "..."))
@@ -66,8 +67,8 @@ def plot_gradient_range(
     ax.set_xlabel("log$_2$ of the magnitude of a gradient")
     ax.set_ylabel("share of gradients [%]")
     ax.set_ylim(bottom=0)
-    # Below the axes: inside, it would hide a histogram, wherever the histograms are.
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3, frameon=False)
+    # Inside the axes it would hide a histogram, wherever the histograms are.
+    legend_below(ax, columns=3)
     return ax
 
 
@@ -118,23 +119,15 @@ def _draw_range(ax: Any, known: NumberFormat, histograms: Mapping[str, GradientH
     occurring = [bin.exponent for histogram in histograms.values() for bin in histogram.bins]
     left = min([flush - 8, *(exponent - 1 for exponent in occurring)])
     right = max([overflow + 4, *(exponent + 2 for exponent in occurring)])
-    bands = (
-        (left, flush, f"zero in {known.name}", "0.80"),
-        (flush, normal, "subnormal", "0.92"),
-        (normal, overflow, "normal", "1.00"),
-        (overflow, right, "overflow", "0.80"),
+    ranges = (
+        Range(left, flush, f"zero in {known.name}"),
+        Range(flush, normal, "subnormal"),
+        Range(normal, overflow, "normal"),
+        Range(overflow, right, "overflow"),
     )
-    for start, end, name, grey in bands:
+    for (start, end, _), grey in zip(ranges, ("0.80", "0.92", "1.00", "0.80"), strict=True):
         ax.axvspan(start, end, color=grey, zorder=0, linewidth=0)
-        ax.text(
-            (start + end) / 2,
-            1.01,
-            name,
-            transform=ax.get_xaxis_transform(),
-            horizontalalignment="center",
-            verticalalignment="bottom",
-            fontsize="small",
-        )
     for edge in (flush, normal, overflow):
         ax.axvline(edge, color="0.35", linewidth=0.8, zorder=1)
     ax.set_xlim(left, right)
+    write_above(ax, ranges)

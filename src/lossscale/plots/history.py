@@ -106,10 +106,18 @@ def _corners(steps: Sequence[int], scales: Sequence[float]) -> tuple[list[int], 
 def _draw_loss(history: TrainingHistory, ax: Any) -> None:
     known = [(record.step, record.loss) for record in history.records if record.loss is not None]
     finite = [loss for _, loss in known if math.isfinite(loss)]
-    look = {**LINES[2], "linestyle": "-", "marker": "None"}
+    look = {**LINES[2], "linestyle": "-", "markersize": 4}
     # A NaN interrupts the line; an infinity would stretch the axis.
     drawn = [loss if math.isfinite(loss) else math.nan for _, loss in known]
-    ax.plot([step for step, _ in known], drawn, linewidth=1.4, label="loss", **look)
+    around = [math.nan, *drawn, math.nan]
+    # A point without neighbours is no line, and needs a mark to be seen.
+    alone = [
+        index
+        for index in range(len(drawn))
+        if math.isnan(around[index]) and math.isnan(around[index + 2])
+    ]
+    steps = [step for step, _ in known]
+    ax.plot(steps, drawn, linewidth=1.4, label="loss", markevery=alone, **look)
     lost = [step for step, loss in known if not math.isfinite(loss)]
     if lost:
         ax.plot(

@@ -36,6 +36,8 @@ def plot_scales(
         ArgumentError: If `skipped` or `steps` differs from `scales` in length. It is a
             `ValueError`.
     """
+    from matplotlib.ticker import MaxNLocator
+
     for name, beside in (("skipped", skipped), ("steps", steps)):
         if beside is not None and len(beside) != len(scales):
             raise ArgumentError(
@@ -43,7 +45,8 @@ def plot_scales(
                 f"Received: lengths {len(scales)} and {len(beside)}."
             )
     ax = axes_or_new(ax)
-    look = {**line_style(style), "marker": "None"}
+    # A line of one point would not be seen.
+    look = {**line_style(style), **({} if len(scales) == 1 else {"marker": "None"})}
     steps = range(1, len(scales) + 1) if steps is None else steps
     ax.plot(steps, scales, label=label, drawstyle="steps-mid", linewidth=1.8, **look)
     marked = [index for index, skip in enumerate(skipped or ()) if skip]
@@ -60,6 +63,8 @@ def plot_scales(
             zorder=3,
         )
     ax.set_yscale("log", base=2)
+    # One step alone would otherwise be drawn on an axis of hundredths.
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     ax.set_xlabel("step")
     ax.set_ylabel("loss scale")
     ax.grid(alpha=0.3)

@@ -124,13 +124,12 @@ def check_own_name(inner: Any, name: str, optimizers: Any) -> None:
         UnknownSettingError: If it is the misspelt name of a setting, or a setting that only other
             optimizers have. It is an `AttributeError`.
     """
-    settings = {*_settings(type(inner)), *getattr(inner, "_hyper", ())}
+    settings = {*_settings(inner.__class__), *getattr(inner, "_hyper", ())}
     import difflib
 
     close = difflib.get_close_matches(name, settings, n=1, cutoff=_SIMILAR)
-    others = {
-        n for cls in vars(optimizers).values() if inspect.isclass(cls) for n in _settings(cls)
-    }
+    classes: list[Any] = [value for value in vars(optimizers).values() if inspect.isclass(value)]
+    others = set().union(*map(_settings, classes))
     # A list of what a setting was in each step is no misspelt setting.
     if name in others or (close and name != f"{close[0]}s"):
         hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -145,11 +144,10 @@ _SIMILAR = 0.81
 
 
 @functools.cache
-def _settings(cls: type[Any]) -> frozenset[str]:
+def _settings(cls: Any) -> frozenset[str]:
     """The names of an optimizer's settings: constructors' arguments, and what can be set."""
-    signatures = [
-        inspect.signature(base.__init__) for base in cls.__mro__ if "__init__" in vars(base)
-    ]
+    constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
+    signatures = [inspect.signature(constructor) for constructor in constructors]
     arguments = {
         name
         for signature in signatures

@@ -33,8 +33,9 @@ class LossScaleSupport:
         return keras.ops.convert_to_tensor(value, dtype="float32")
 
     @staticmethod
-    def _operation(done: Any) -> None:
+    def _operation(done: Any) -> Any:
         """What a caller has to run for something to be done: nothing."""
+        return None
 
     @staticmethod
     def _after(done: Any, value: Any) -> Any:

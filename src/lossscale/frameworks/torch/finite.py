@@ -1,7 +1,7 @@
 """Unscaling gradients and looking at them, with PyTorch: one pass over memory for both.
 
 The kernel is the one behind `torch.amp.GradScaler`. It works in place, so here it only gets
-tensors that nobody else reads: the variables' own `.grad` in the middle of a step, and copies.
+tensors that nobody else reads: copies.
 """
 
 from __future__ import annotations

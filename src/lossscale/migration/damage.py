@@ -1,0 +1,113 @@
+"""Damaged files: one error for whatever they make the libraries raise, and a look from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from lossscale.errors import LossScaleError, MissingPackageError, OldFileError, UnsupportedError
+from lossscale.migration import hdf5_reader
+
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+# What reading takes at most, with much to spare: processor time and time on the clock.
+_SECONDS, _BYTES_PER_SECOND = 10.0, 5e6
+_PATIENCE = 12.0
+
+_NO_END = "the HDF5 library does not come to an end with it."
+_OUT_OF_TIME = {getattr(signal, "SIGXCPU", None)}
+
+
+def is_hdf5(path: str | Path) -> bool:
+    """Whether a file begins as an HDF5 file does."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(8) == _SIGNATURE
+    except OSError:
+        return False
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of what an error says, or its class, for a message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+@contextlib.contextmanager
+def damage_named(path: str | Path, reason: str = "damaged or incomplete") -> Iterator[None]:
+    """Turns every exception that the contents of a file cause into one that names the file.
+
+    There is no list of them: of a damaged file, the libraries that read it raise anything.
+
+    Args:
+        path: The file that is read.
+        reason: What the message says of it.
+
+    Raises:
+        OldFileError: In place of any exception but those of this library, warnings that are
+            errors, and packages that are missing.
+    """
+    try:
+        yield
+    except (LossScaleError, ImportError, Warning):
+        raise
+    except Exception as error:
+        raise OldFileError(f"{path}: {reason}: {first_line(error)}") from error
+
+
+def check_file(path: str | Path) -> None:
+    """Reads an HDF5 or `.keras` file in a process of its own, to see whether it can be read.
+
+    A damaged HDF5 file can crash the library that reads it, or keep it busy for ever. This program
+    would end with it; a process that only reads the file does no harm. Other files are left alone.
+
+    Args:
+        path: The file. One that does not exist is left alone too.
+
+    Raises:
+        OldFileError: If it cannot be read. It is a `ValueError`.
+        MissingPackageError: If there is no h5py.
+        UnsupportedError: If there is no Python interpreter to start, as in a frozen program.
+
+    Example:
+        >>> import h5py, tempfile
+        >>> path = tempfile.mkdtemp() + "/model.h5"
+        >>> with h5py.File(path, "w") as file:
+        ...     file["weight"] = [1.0, 2.0]
+        >>> check_file(path)
+    """
+    if not Path(path).is_file() or not (is_hdf5(path) or zipfile.is_zipfile(path)):
+        return
+    if not sys.executable or getattr(sys, "frozen", False):
+        raise UnsupportedError(
+            "There is no Python interpreter to look at the file with. Load it without a look first."
+        )
+    seconds = _SECONDS + os.path.getsize(path) / _BYTES_PER_SECOND
+    try:
+        done = subprocess.run(
+            # Without the folder of the program in the path, whose modules would hide others.
+            [sys.executable, "-P", hdf5_reader.__file__, os.fspath(path), str(int(seconds))],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            timeout=_PATIENCE * seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise OldFileError(f"{path}: damaged: {_NO_END}") from None
+    if done.returncode == hdf5_reader.NOT_INSTALLED:
+        raise MissingPackageError('h5py not found: pip install "lossscale[tensorflow]"')
+    if -done.returncode in _OUT_OF_TIME:
+        raise OldFileError(f"{path}: damaged: {_NO_END}")
+    if done.returncode == hdf5_reader.DAMAGED:
+        raise OldFileError(f"{path}: damaged or incomplete: {done.stdout.strip()}")
+    if done.returncode != hdf5_reader.READ:
+        raise OldFileError(f"{path}: damaged: reading it crashes the HDF5 library.")

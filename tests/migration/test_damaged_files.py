@@ -1,0 +1,241 @@
+"""Whatever is done to a file, its readers end with one of this library's errors."""
+
+import os
+import pathlib
+import random
+import subprocess
+import sys
+
+import pytest
+
+from lossscale import DynamicScale
+from lossscale.cli.main import main
+from lossscale.diagnostics import HistoryHeader, StepRecord, TrainingHistory
+from lossscale.errors import ArgumentError, OldFileError, UnsupportedError
+from lossscale.migration import check_file, damage, describe_file, hdf5_reader, load_model
+from migration import mutants
+from migration.support import FIXTURES
+
+ZOO = FIXTURES / "zoo" / "2.15.1"
+ZIPPED, HDF5 = ZOO / "s_dense_new.keras", ZOO / "s_dense_new.h5"
+
+
+def outcome(read, error, path):
+    """Whether the file could be read; any other error than the one named ends the test."""
+    try:
+        read(path)
+    except error:
+        return False
+    return True
+
+
+# --- .keras files ---------------------------------------------------------------------------------
+
+
+def test_the_bytes_of_a_keras_file(tmp_path):
+    path, content = tmp_path / "damaged.keras", ZIPPED.read_bytes()
+    read = 0
+    # With number 1673 zipfile raises EOFError.
+    for seed in range(3000):
+        path.write_bytes(mutants.flipped(content, seed))
+        read += outcome(describe_file, OldFileError, path)
+    assert 0 < read < 300
+
+
+def with_config_changed(seed, target):
+    def change(content):
+        return mutants.changed_json(content, seed).encode()
+
+    mutants.changed_member(ZIPPED, "config.json", change, target)
+
+
+def test_the_description_in_a_keras_file(tmp_path):
+    path = tmp_path / "damaged.keras"
+    read = 0
+    for seed in range(400):
+        with_config_changed(seed, path)
+        read += outcome(describe_file, OldFileError, path)
+    assert 0 < read < 400
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("framework", ["keras", "tf_keras"])
+def test_a_model_of_a_damaged_description(framework, tmp_path):
+    path = tmp_path / "damaged.keras"
+    read = 0
+    for seed in range(60):
+        with_config_changed(seed, path)
+        read += outcome(lambda p: load_model(p, framework=framework), OldFileError, path)
+    assert 0 < read < 60
+
+
+# --- Histories ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def history(tmp_path_factory):
+    path = tmp_path_factory.mktemp("history") / "run.jsonl"
+    run = TrainingHistory(HistoryHeader.of(DynamicScale(), {"keras": "3"}))
+    for step in range(1, 9):
+        skipped = step % 3 == 0
+        run.append(
+            StepRecord(
+                step,
+                2.0**15 / step,
+                skipped,
+                next_scale=2.0**14,
+                loss=float("nan") if step == 4 else 0.5,
+                nonfinite=[("a/kernel", 3, 1)] if skipped else (),
+                steps_skipped=step // 3,
+                histograms={"a": {"bins": [1, 2]}},
+            )
+        )
+    run.write(path)
+    return path
+
+
+def summed_up(path):
+    run = TrainingHistory.read(path)
+    if run.records:
+        run.summary()
+
+
+def test_the_bytes_of_a_history(history, tmp_path):
+    path, content = tmp_path / "damaged.jsonl", history.read_bytes()
+    read = 0
+    for seed in range(2000):
+        path.write_bytes(mutants.flipped(content, seed))
+        read += outcome(summed_up, ArgumentError, path)
+    assert 0 < read < 200
+
+
+def test_the_values_in_a_history(history, tmp_path):
+    path, lines = tmp_path / "damaged.jsonl", history.read_text().splitlines(keepends=True)
+    read = 0
+    for seed in range(2000):
+        turn = random.Random(seed).randrange(len(lines))
+        changed = mutants.changed_json(lines[turn], seed) + "\n"
+        path.write_text("".join([*lines[:turn], changed, *lines[turn + 1 :]]))
+        read += outcome(summed_up, ArgumentError, path)
+    assert 0 < read < 1000
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_whatever_a_line_causes_is_named(turn, history, tmp_path, monkeypatch):
+    def refuse(line):
+        raise OverflowError("too large")
+
+    monkeypatch.setattr([HistoryHeader, StepRecord][turn], "from_json", staticmethod(refuse))
+    with pytest.raises(ArgumentError, match=rf"run.jsonl, line {turn + 1}: .*too large"):
+        TrainingHistory.read(history)
+
+
+# --- HDF5 files, which can end the process that reads them ----------------------------------------
+
+
+def read_in_a_child(path, folder, mutant_count):
+    """The outcome for each number; of those that ended the child, its exit status."""
+    outcomes, first = {}, 0
+    while first < mutant_count:
+        done = subprocess.run(
+            [sys.executable, mutants.__file__, path, folder, str(first), str(mutant_count)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        lines = done.stdout.splitlines()
+        for line in lines:
+            seed, _, what = line.partition(" ")
+            outcomes[int(seed)] = what or done.returncode
+        assert lines, done.stderr
+        first = int(lines[-1].partition(" ")[0]) + 1
+    return outcomes
+
+
+def test_the_bytes_of_an_hdf5_file(tmp_path, capsys, monkeypatch):
+    outcomes = read_in_a_child(HDF5, tmp_path, 800)
+    assert len(outcomes) == 800
+    ended = {seed: status for seed, status in outcomes.items() if isinstance(status, int)}
+    others = [what for what in outcomes.values() if not isinstance(what, int)]
+    assert set(others) == {"read", "refused"}
+    # Those that ended the child: crashes, and reading without an end. It takes a second each.
+    monkeypatch.setattr(damage, "_SECONDS", 1.0)
+    path = tmp_path / "damaged.h5"
+    for seed in list(ended)[:4]:
+        path.write_bytes(mutants.flipped(HDF5.read_bytes(), seed))
+        with pytest.raises(OldFileError, match=r"damaged\.h5: damaged"):
+            load_model(path, check_first=True)
+    if ended:
+        assert main(["migrate", str(path)]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert str(path) in err
+
+
+PROGRAMS = {
+    "crash": ("import os; os.abort()", "reading it crashes the HDF5 library"),
+    "no end": ("while True: pass", "the HDF5 library does not come to an end with it"),
+    "asleep": ("import time; time.sleep(60)", "the HDF5 library does not come to an end with it"),
+}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a limit of processor time")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_reading_can_end_with(name, tmp_path, monkeypatch, capsys):
+    body, message = PROGRAMS[name]
+    program = tmp_path / "program.py"
+    whole = pathlib.Path(hdf5_reader.__file__).read_text()
+    start = whole.index("    import h5py\n\n    if zipfile")
+    program.write_text(f"{whole[:start]}    {body}\n\n\n{whole[whole.index('def _limit') :]}")
+    monkeypatch.setattr(hdf5_reader, "__file__", str(program))
+    monkeypatch.setattr(damage, "_SECONDS", 1.0)
+    monkeypatch.setattr(damage, "_PATIENCE", 1.5)
+    with pytest.raises(OldFileError, match=message):
+        load_model(HDF5, check_first=True)
+    assert main(["migrate", str(HDF5)]) == 2
+    err = capsys.readouterr().err
+    assert (err.count("\n"), message in err) == (1, True)
+    # Without being asked to, load_model does not start another program.
+    load_model(HDF5, framework="tf_keras")
+
+
+def test_a_good_file_passes():
+    for path in (ZIPPED, HDF5, FIXTURES / "h5" / "2.0.4_exp.h5"):
+        check_file(path)
+
+
+def test_the_hdf5_file_in_a_keras_file_is_read_too(tmp_path):
+    path = tmp_path / "damaged.keras"
+
+    def change(content):
+        at = content.index(b"HEAP")
+        return content[:at] + b"JUNK" + content[at + 4 :]
+
+    mutants.changed_member(ZIPPED, "model.weights.h5", change, path)
+    with pytest.raises(OldFileError, match=r"damaged\.keras: damaged or incomplete: "):
+        check_file(path)
+
+
+def test_an_array_that_is_larger_than_its_file(tmp_path):
+    import h5py
+
+    path = tmp_path / "damaged.h5"
+    with h5py.File(path, "w") as file:
+        # The numbers are nowhere: HDF5 makes them when they are read.
+        file.create_dataset("weight", shape=(2**40,), dtype="float32")
+    with pytest.raises(OldFileError, match=r"weight is an array of 4398046511104 bytes"):
+        check_file(path)
+
+
+def test_other_files_are_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", None)
+    (tmp_path / "text").write_text("hello")
+    for path in (tmp_path / "text", tmp_path / "missing", tmp_path):
+        check_file(path)
+
+
+def test_where_there_is_no_interpreter(monkeypatch):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(UnsupportedError, match="no Python interpreter"):
+        check_file(HDF5)
