@@ -91,7 +91,7 @@ class ModelBuilder:
                 )
             other, settings = successor(kind, settings)
             cls: Any = getattr(keras.layers, other, None)
-            if not isinstance(cls, type):
+            if not callable(cls):
                 raise OldFileError(
                     f"{what} has no successor in Keras 3. Write a layer of Keras 3 that does the "
                     f"same, with its weights in the same order, and pass it as "
@@ -154,10 +154,9 @@ class ModelBuilder:
         model, parts = cls(**named), []
         for number, one in enumerate(layers):
             shape = one["config"].get("batch_input_shape") if number == 0 else None
-            if shape is not None and one["class_name"] != "InputLayer":
-                if not _is_container(one):
-                    first = f"{self._name(one)}_input"
-                    model.add(keras.Input(batch_shape=tuple(shape), name=layer_name(first)))
+            if shape is not None and one["class_name"] != "InputLayer" and not _is_container(one):
+                first = f"{self._name(one)}_input"
+                model.add(keras.Input(batch_shape=tuple(shape), name=layer_name(first)))
             if one["class_name"] == "InputLayer":
                 tensor = self._input(one["config"])
                 model.add(tensor)
@@ -301,7 +300,7 @@ class _Graph:
             try:
                 inputs = self._filled(calls[0], kwargs)
                 kwargs = {key: self._filled(value, None) for key, value in kwargs.items()}
-            except _NotYet:
+            except _NotYetError:
                 break
             described = self.described[name]
             kind = described["class_name"]
@@ -333,7 +332,7 @@ class _Graph:
             ):
                 turn = 0
             if turn >= len(self.results[value[0]]):
-                raise _NotYet
+                raise _NotYetError
             return self.results[value[0]][turn][value[2]]
         if isinstance(value, dict):
             return {key: self._filled(one, kwargs) for key, one in value.items()}
@@ -349,7 +348,7 @@ class _Graph:
         return known and type(call) is int
 
 
-class _NotYet(Exception):
+class _NotYetError(Exception):
     """A call needs the result of one that was not made yet."""
 
 

@@ -103,9 +103,11 @@ def _deserialized(config: Any, reader: Callable[[Any], Any], own: dict[str, Any]
             # `compile` looks for it later, when nobody says whose it is any more.
             return own[config]
         name = _RENAMED.get(config, config)
-        if name not in _OF_COMPILE:
-            reader(name)
-        return name
+        if name in _OF_COMPILE:
+            return name
+        known = reader(name)
+        # Under its old name, as far as Keras 3 finds it.
+        return known if reader is _metric and name != config else name
     return config
 
 
@@ -119,12 +121,22 @@ def _metric(config: Any) -> Any:
     import keras
 
     if isinstance(config, str):
-        return keras.metrics.get(config)
+        return _metric_function(config)
     if config["class_name"] == "MeanMetricWrapper" and isinstance(config["config"].get("fn"), str):
         settings = config["config"]
-        function = keras.metrics.get(_RENAMED.get(settings["fn"], settings["fn"]))
+        function = _metric_function(_RENAMED.get(settings["fn"], settings["fn"]))
         return keras.metrics.MeanMetricWrapper(function, name=settings.get("name"))
     found = keras.metrics.deserialize(config)
     if not callable(found):
         raise ValueError(f"no such metric: {config['class_name']!r}")
     return found
+
+
+def _metric_function(name: str) -> Any:
+    """Returns the function of a name; Keras 2 took every loss for a metric as well."""
+    import keras
+
+    try:
+        return keras.metrics.get(name)
+    except ValueError:
+        return keras.losses.get(name)
