@@ -180,6 +180,8 @@ def test_files_load_if_keras_is_imported_after_lossscale():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_every_submodule_is_an_attribute_after_importing_the_library_alone():
     below = {m.part for m in modules() if m.name.count(".") == 1} - {"__main__"}
     assert {"callbacks", "experimental", "migration", "plots"} <= below
