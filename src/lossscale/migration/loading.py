@@ -7,12 +7,12 @@ import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lossscale.migration.compiling import UNSET, compile_arguments
-from lossscale.migration.layer_weights import load_old_model
 from lossscale.errors import ArgumentError, LossScaleError, OldFileError
+from lossscale.migration.compiling import UNSET, compile_arguments
 from lossscale.migration.damage import check_file, damage_named
+from lossscale.migration.layer_weights import load_old_model
 from lossscale.migration.models import ModelFile, read_model_file, saved_optimizer
 from lossscale.migration.restoring import Plan
 from lossscale.migration.saved import KERAS_3, OURS
@@ -79,11 +79,7 @@ def _load_keras_model(file: ModelFile, own: dict[str, Any], given: dict[str, Any
     with keras.saving.custom_object_scope(own):
         optimizer = _optimizer(file, own)
         model, trained = _model(file, own)
-<<<<<<< HEAD
-        model.compile(optimizer, **_compile_arguments(file, model, given))
-=======
         model.compile(optimizer, **compile_arguments(file, model, given, own))
->>>>>>> files
     _restore(file, optimizer, model, trained)
     return model
 
