@@ -7,7 +7,7 @@ import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lossscale.errors import ArgumentError, LossScaleError, OldFileError
 from lossscale.migration.compiling import UNSET, compile_arguments
@@ -27,6 +27,8 @@ def load_model(
     loss: Any = UNSET,
     metrics: Any = UNSET,
     weighted_metrics: Any = UNSET,
+    framework: Literal["keras", "tf_keras"] = "keras",
+    check_first: bool = False,
 ) -> Any:
     """Loads a model that any release of TensorFlow or Keras saved with a loss scale optimizer.
 
