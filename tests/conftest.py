@@ -1,7 +1,9 @@
 """What has to be settled before any test module imports a framework."""
 
+import atexit
 import logging
 import os
+import tempfile
 
 import hypothesis
 import pytest
@@ -14,6 +16,14 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # oneDNN picks summation orders by CPU, so the same test would round differently elsewhere.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+# Many tests make the same model anew, whose step JAX would compile once more each time.
+if os.environ["KERAS_BACKEND"] == "jax" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # Not kept: what another run compiled must not be needed, nor hide anything.
+    _compiled = tempfile.TemporaryDirectory(prefix="lossscale-jax-", ignore_cleanup_errors=True)
+    atexit.register(_compiled.cleanup)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # An example on a busy machine takes as long as it takes.
 hypothesis.settings.register_profile("lossscale", deadline=None, print_blob=True)

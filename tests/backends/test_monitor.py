@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 
 import keras
 import numpy as np
@@ -316,6 +317,32 @@ def test_going_back_to_a_checkpoint_is_recorded_as_a_resumed_run(tmp_path):
 
 
 @pytest.mark.skipif(BACKEND == "torch", reason="PyTorch executes one step at a time")
+def test_a_disk_that_fills_up_does_not_end_training(tmp_path):
+    path = tmp_path / "run.jsonl"
+    monitor = LossScaleMonitor(path)
+
+    class FillsUp(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 2:
+                (writer,) = monitor._recorder._writers.values()
+                full = os.open("/dev/full", os.O_WRONLY)
+                os.dup2(full, writer._file.fileno())
+                os.close(full)
+
+    with pytest.warns(LossScaleWarning, match=r"run\.jsonl' cannot be written any more.*No space"):
+        fit(net(), rows(5), [monitor, FillsUp()])
+    assert monitor.last_record.step == 5
+    assert TrainingHistory.read(path).steps == [1, 2]
+
+
+def test_a_start_up_in_one_execution_gives_no_alarm(tmp_path):
+    # The first record is of the fourth step, whose scale has come down already.
+    rule = lossscale.DynamicScale(initial_scale=2.0**10, growth_interval=100)
+    monitor = LossScaleMonitor()
+    fit(net(rule=rule, steps_per_execution=4), rows(12, spoiled=(0, 1, 2, 4, 5, 6)), [monitor])
+    assert monitor.last_record.scale == 2.0**4
+
+
 def test_several_steps_per_execution(tmp_path):
     path = tmp_path / "run.jsonl"
     model = net(steps_per_execution=3)

@@ -93,6 +93,13 @@ def test_dynamic_counter_counts_the_finite_steps_since_the_scale_moved(form, ste
     assert optimizer.dynamic_counter.dtype == "int64"
 
 
+def test_a_first_scale_below_1_is_its_own_floor(form, var):
+    optimizer = form.dynamic(sgd(), 0.25)
+    _overflow(optimizer, var)
+    assert form.scale_of(optimizer) == 0.25
+    assert optimizer.steps_skipped == 1
+
+
 # --- The constructor's errors -------------------------------------------------------------------
 
 

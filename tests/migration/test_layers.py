@@ -9,7 +9,6 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale
-from lossscale.errors import OldFileError
 from lossscale.migration import load_model, restore_checkpoint
 from migration import support
 

@@ -124,7 +124,9 @@ def test_equal_rows_of_an_embedding_are_squared_one_by_one_in_keras_3(release):
     plain.set_weights(model.get_weights())
     inner = keras.optimizers.Adam(0.05)
     inner.build(plain.trainable_variables)
-    for mine, theirs in zip(inner.variables, model.optimizer.inner_optimizer.variables, strict=True):
+    for mine, theirs in zip(
+        inner.variables, model.optimizer.inner_optimizer.variables, strict=True
+    ):
         mine.assign(theirs)
     plain.compile(inner, "mse")
     x, wanted = batch(path, model)

@@ -93,7 +93,7 @@ RULES = [
         "arguments.py",
         'min(1.0, settings["initial_scale"])',
         "1.0",
-        ("tests/backends/test_fit.py", "tests/core", "-k", "not hypothesis"),
+        _documented("floor"),
     ),
 ]
 

@@ -14,6 +14,8 @@ from lossscale.migration.tensor_ops import OP_LAYERS, tensor_op
 _CONSTANT = "_CONSTANT_VALUE"
 _FUNCTIONAL = ("Functional", "Model")
 
+_WITH_VOCABULARY = ("IntegerLookup", "StringLookup", "TextVectorization")
+
 # Settings that are layers themselves.
 _INNER_LAYERS = ("layer", "backward_layer", "cell", "cells")
 
@@ -57,16 +59,22 @@ class ModelBuilder:
         if _is_container(described) and self._container_class(described, kind) is not None:
             return self._container(described, kind)
         raise OldFileError(
-            f"{self.path}: the model is a {kind}, a class of its own, and the file does not say "
-            f"what that does. If it is a functional model, pass custom_objects={{{kind!r}: ...}}. "
-            "If not, make it with Keras 3 and restore a checkpoint or its weights."
+            f"{self.path}: the model {self._name(described)!r} ({kind}) is of a class of its own. "
+            "A file says what such a model does only if it is functional: then pass "
+            f"custom_objects={{{kind!r}: keras.Model}} or a class like that one. If not, write it "
+            "for Keras 3 and restore a checkpoint of it with restore_checkpoint."
         )
 
     def layer(self, described: dict[str, Any]) -> Any:
         """Returns the layer or model that a configuration describes."""
         written, settings = described["class_name"], described["config"]
         kind = written.rpartition(">")[2]
-        what = f"{self.path}: the layer {self._name(described)!r}, a {kind},"
+        what = f"{self.path}: the layer {self._name(described)!r} ({kind})"
+        import keras
+
+        given = self.custom_objects.get(self._name(described))
+        if isinstance(given, keras.layers.Layer):
+            return given
         own = self._own_class(described)
         if _is_container(described) and self._container_class(described, kind) is not None:
             return self._container(described, kind)
@@ -75,11 +83,15 @@ class ModelBuilder:
                 return self._lambda(settings, what)
             if own is not None:
                 return own.from_config({**settings, **_own_dtype(kind, settings)})
-            import keras
-
+            if kind in _WITH_VOCABULARY and settings.get("vocabulary", "") is None:
+                raise OldFileError(
+                    f"{what} has its vocabulary outside of its configuration, where it cannot be "
+                    "read here. Make the layer with Keras 3 and its vocabulary, and pass it as "
+                    f"custom_objects={{{self._name(described)!r}: layer}}."
+                )
             other, settings = successor(kind, settings)
-            cls = getattr(keras.layers, other, None)
-            if not isinstance(cls, type):
+            cls: Any = getattr(keras.layers, other, None)
+            if not callable(cls):
                 raise OldFileError(
                     f"{what} has no successor in Keras 3. Write a layer of Keras 3 that does the "
                     f"same, with its weights in the same order, and pass it as "
@@ -106,8 +118,6 @@ class ModelBuilder:
                 f"{what} holds a function of Python, which cannot be read out of the file safely. "
                 f"Pass it as custom_objects={{{(names[1] or names[0])!r}: function}}."
             )
-        if isinstance(found, keras.layers.Layer):
-            return found
         shape = settings.get("output_shape")
         return keras.layers.Lambda(
             found,
@@ -144,10 +154,9 @@ class ModelBuilder:
         model, parts = cls(**named), []
         for number, one in enumerate(layers):
             shape = one["config"].get("batch_input_shape") if number == 0 else None
-            if shape is not None and one["class_name"] != "InputLayer":
-                if not _is_container(one):
-                    first = f"{self._name(one)}_input"
-                    model.add(keras.Input(batch_shape=tuple(shape), name=layer_name(first)))
+            if shape is not None and one["class_name"] != "InputLayer" and not _is_container(one):
+                first = f"{self._name(one)}_input"
+                model.add(keras.Input(batch_shape=tuple(shape), name=layer_name(first)))
             if one["class_name"] == "InputLayer":
                 tensor = self._input(one["config"])
                 model.add(tensor)
@@ -175,7 +184,9 @@ class ModelBuilder:
         outputs = graph.tensors(config["output_layers"])
         with self._named(f"{self.path}: the model {config.get('name')!r}"):
             model = cls(
-                inputs=_unpacked(inputs), outputs=_unpacked(outputs), name=layer_name(config["name"])
+                inputs=_unpacked(inputs),
+                outputs=_unpacked(outputs),
+                name=layer_name(config["name"]),
             )
         self.parts[id(model)] = graph.parts
         if config.get("trainable") is False:
@@ -192,7 +203,7 @@ class ModelBuilder:
                 "restore a checkpoint of it with restore_checkpoint."
             )
         with self._named(what):
-            shape = settings.get("batch_input_shape", settings.get("batch_shape"))
+            shape = settings.get("batch_input_shape") or settings["batch_shape"]
             return keras.Input(
                 batch_shape=tuple(shape),
                 dtype=settings.get("dtype"),
@@ -272,7 +283,7 @@ class _Graph:
                 self.parts.append(Part(name, kind, self.made[name]))
         waiting = [name for name, calls in self.calls.items() if calls]
         while waiting:
-            if not any([self._advance(name) for name in waiting]):
+            if not any(self._advance(name) for name in waiting):
                 raise OldFileError(
                     f"{self.builder.path}: damaged: the layers {waiting} need each other's outputs."
                 )
@@ -289,11 +300,11 @@ class _Graph:
             try:
                 inputs = self._filled(calls[0], kwargs)
                 kwargs = {key: self._filled(value, None) for key, value in kwargs.items()}
-            except _NotYet:
+            except _NotYetError:
                 break
             described = self.described[name]
             kind = described["class_name"]
-            what = f"{self.builder.path}: the layer {name!r}, a {kind},"
+            what = f"{self.builder.path}: the layer {name!r} ({kind})"
             with self.builder._named(what):
                 if kind in OP_LAYERS:
                     result = tensor_op(described, inputs, kwargs, what)
@@ -315,10 +326,13 @@ class _Graph:
             if value[0] == _CONSTANT:
                 return value[2]
             turn = value[1] - self.skipped.get(value[0], 0)
-            if value[0] in self.described and self.described[value[0]]["class_name"] == "InputLayer":
+            if (
+                value[0] in self.described
+                and self.described[value[0]]["class_name"] == "InputLayer"
+            ):
                 turn = 0
             if turn >= len(self.results[value[0]]):
-                raise _NotYet
+                raise _NotYetError
             return self.results[value[0]][turn][value[2]]
         if isinstance(value, dict):
             return {key: self._filled(one, kwargs) for key, one in value.items()}
@@ -334,7 +348,7 @@ class _Graph:
         return known and type(call) is int
 
 
-class _NotYet(Exception):
+class _NotYetError(Exception):
     """A call needs the result of one that was not made yet."""
 
 

@@ -82,7 +82,7 @@ class Weights:
                 layer.finalize_state()
 
     def _pair(self, part: Part, variables: Sequence[Any], arrays: Sequence[Any]) -> None:
-        what = f"{self.path}: the layer {part.name!r}, a {part.kind},"
+        what = f"{self.path}: the layer {part.name!r} ({part.kind})"
         if len(arrays) != len(variables):
             raise OldFileError(
                 f"{what} has {len(arrays)} arrays of weights in the file and {len(variables)} in "
@@ -210,8 +210,7 @@ def _own(layer: Any) -> list[Any]:
 
 
 def _once(variables: list[Any]) -> list[Any]:
-    seen: set[int] = set()
-    return [v for v in variables if not (id(v) in seen or seen.add(id(v)))]
+    return list({id(variable): variable for variable in variables}.values())
 
 
 def load_old_model(path: str, custom_objects: dict[str, Any]) -> tuple[Any, list[Any]]:

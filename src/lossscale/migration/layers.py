@@ -143,8 +143,8 @@ def known_settings(cls: type[Any], settings: dict[str, Any], what: str) -> dict[
         elif name not in _WITHOUT_EFFECT and value not in _IDLE.get(name, ()):
             raise OldFileError(
                 f"{what} has {name}={value!r}, and Keras 3's {cls.__name__} has no such setting. "
-                "Write a layer of Keras 3 that does the same, and pass it as "
-                f"custom_objects={{{cls.__name__!r}: YourLayer}}."
+                "Write a layer of Keras 3 that does the same, and pass it by its name: "
+                f"custom_objects={{{settings.get('name')!r}: YourLayer(...)}}."
             )
     return kept
 
@@ -154,7 +154,7 @@ def _arguments(cls: type[Any]) -> Iterator[str]:
     for base in cls.__mro__:
         if "__init__" not in base.__dict__:
             continue
-        arguments = inspect.signature(base.__init__).parameters.values()
+        arguments = inspect.signature(base.__dict__["__init__"]).parameters.values()
         yield from (p.name for p in arguments if p.kind is not p.VAR_KEYWORD)
         # Keras' own base class takes others only to refuse them.
         if base.__name__ == "Layer" or all(p.kind is not p.VAR_KEYWORD for p in arguments):

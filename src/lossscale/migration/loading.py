@@ -9,25 +9,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from lossscale.migration.layer_weights import load_old_model
 from lossscale.errors import ArgumentError, LossScaleError, OldFileError
+from lossscale.migration.compiling import UNSET, compile_arguments
 from lossscale.migration.damage import check_file, damage_named
+from lossscale.migration.layer_weights import load_old_model
 from lossscale.migration.models import ModelFile, read_model_file, saved_optimizer
 from lossscale.migration.restoring import Plan
 from lossscale.migration.saved import KERAS_3, OURS
 from lossscale.migration.targets import target_for
 from lossscale.migration.tf_keras_models import load_tf_keras_model
 
-_UNSET: Any = object()
-
 
 def load_model(
     path: str | Path,
     custom_objects: Mapping[str, Any] | None = None,
     *,
-    loss: Any = _UNSET,
-    metrics: Any = _UNSET,
-    weighted_metrics: Any = _UNSET,
+    loss: Any = UNSET,
+    metrics: Any = UNSET,
+    weighted_metrics: Any = UNSET,
     framework: Literal["keras", "tf_keras"] = "keras",
     check_first: bool = False,
 ) -> Any:
@@ -71,7 +70,7 @@ def load_model(
     with damage_named(path, "cannot be loaded"):
         check_has_scaling(file)
         if framework == "tf_keras":
-            changed = {name: value for name, value in given.items() if value is not _UNSET}
+            changed = {name: value for name, value in given.items() if value is not UNSET}
             return load_tf_keras_model(file, own, changed)
         return _load_keras_model(file, own, given)
 
@@ -82,7 +81,7 @@ def _load_keras_model(file: ModelFile, own: dict[str, Any], given: dict[str, Any
     with keras.saving.custom_object_scope(own):
         optimizer = _optimizer(file, own)
         model, trained = _model(file, own)
-        model.compile(optimizer, **_compile_arguments(file, model, given))
+        model.compile(optimizer, **compile_arguments(file, model, given, own))
     _restore(file, optimizer, model, trained)
     return model
 
@@ -155,61 +154,6 @@ def _named_for_keras(file: ModelFile, folder: Path) -> Path:
     copy = folder / f"model{suffix}"
     shutil.copyfile(file.path, copy)
     return copy
-
-
-def _compile_arguments(file: ModelFile, model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    import keras
-
-    training = file.training or {}
-    arguments: dict[str, Any] = {}
-    readers = {"loss": keras.losses.deserialize, "metrics": _metric, "weighted_metrics": _metric}
-    for name, reader in readers.items():
-        if given[name] is not _UNSET:
-            arguments[name] = given[name]
-            continue
-        try:
-            arguments[name] = _deserialized(training.get(name), reader)
-        # Keras raises whatever the class of the moment raises.
-        except Exception as error:
-            raise OldFileError(
-                f"{file.path}: Keras 3 cannot make its {name}, {training.get(name)!r}: {error}. "
-                f"Pass {name}=... in its place."
-            ) from error
-        nested = arguments[name]
-        if isinstance(nested, list) and len(nested) == 1 and isinstance(nested[0], list):
-            # TensorFlow wrote a list for each output.
-            arguments[name] = nested[0] if len(model.outputs) == 1 else nested
-    if training.get("loss_weights") is not None:
-        arguments["loss_weights"] = training["loss_weights"]
-    return arguments
-
-
-def _deserialized(config: Any, reader: Any) -> Any:
-    if isinstance(config, dict) and "class_name" in config:
-        config = {**config, "config": dict(config.get("config") or {})}
-        if config["config"].get("reduction") == "auto":
-            # Keras 3 has the same under this name alone.
-            config["config"]["reduction"] = "sum_over_batch_size"
-        if not config["class_name"].endswith("Wrapper"):
-            # Keras 2 wrote which function a class is made of; Keras 3 knows.
-            config["config"].pop("fn", None)
-        return reader(config)
-    if isinstance(config, dict):
-        return {name: _deserialized(item, reader) for name, item in config.items()}
-    if isinstance(config, (list, tuple)):
-        return [_deserialized(item, reader) for item in config]
-    # Names; `compile` knows them.
-    return config
-
-
-def _metric(config: dict[str, Any]) -> Any:
-    import keras
-
-    if config["class_name"] == "MeanMetricWrapper" and isinstance(config["config"].get("fn"), str):
-        settings = config["config"]
-        function = keras.metrics.get(settings["fn"])
-        return keras.metrics.MeanMetricWrapper(function, name=settings.get("name"))
-    return keras.metrics.deserialize(config)
 
 
 def _restore(file: ModelFile, optimizer: Any, model: Any, trained: list[Any]) -> None:

@@ -19,15 +19,61 @@ OP_LAYERS = (
     "TensorFlowOpLayer",
 )
 
-_ELEMENTWISE_1 = (
-    "abs ceil cos cosh erf exp expm1 floor log log1p negative reciprocal rsqrt sigmoid sign sin "
-    "sinh softplus softsign sqrt square tan tanh"
-).split()
-_ELEMENTWISE_2 = (
-    "add divide equal floordiv greater greater_equal less less_equal logical_and logical_or "
-    "maximum minimum multiply not_equal pow subtract truediv"
-).split()
-_ACTIVATIONS = "elu gelu leaky_relu log_softmax relu relu6 selu silu swish".split()
+_ELEMENTWISE_1 = [
+    "abs",
+    "ceil",
+    "cos",
+    "cosh",
+    "erf",
+    "exp",
+    "expm1",
+    "floor",
+    "log",
+    "log1p",
+    "negative",
+    "reciprocal",
+    "rsqrt",
+    "sigmoid",
+    "sign",
+    "sin",
+    "sinh",
+    "softplus",
+    "softsign",
+    "sqrt",
+    "square",
+    "tan",
+    "tanh",
+]
+_ELEMENTWISE_2 = [
+    "add",
+    "divide",
+    "equal",
+    "floordiv",
+    "greater",
+    "greater_equal",
+    "less",
+    "less_equal",
+    "logical_and",
+    "logical_or",
+    "maximum",
+    "minimum",
+    "multiply",
+    "not_equal",
+    "pow",
+    "subtract",
+    "truediv",
+]
+_ACTIVATIONS = [
+    "elu",
+    "gelu",
+    "leaky_relu",
+    "log_softmax",
+    "relu",
+    "relu6",
+    "selu",
+    "silu",
+    "swish",
+]
 _REDUCTIONS = {
     "reduce_all": "all",
     "reduce_any": "any",
@@ -67,9 +113,9 @@ def tensor_op(described: dict[str, Any], inputs: Any, kwargs: dict[str, Any], wh
     operation = _OPERATIONS.get(parts[-1]) if set(parts[:-1]) <= _MODULES else None
     kwargs = {name: value for name, value in kwargs.items() if name != "name"}
     if operation is None or (described["class_name"] not in ("TFOpLambda", "SlicingOpLambda")):
-        called = f"tf.{symbol}" if symbol else "an operation of TensorFlow"
+        called = f"tf.{symbol}" if symbol else "what only TensorFlow can do"
         raise OldFileError(
-            f"{what} is {called}, which cannot be said in Keras 3 here. Make the model with Keras "
+            f"{what} does {called}, which has no counterpart here. Make the model with Keras "
             "3 (keras.ops has the operations), and restore a checkpoint of it with "
             "restore_checkpoint."
         )
@@ -115,7 +161,7 @@ def _activation(name: str) -> Callable[..., Any]:
 
 
 def _reduction(name: str) -> Callable[..., Any]:
-    def operation(x: Any, axis: Any = None, keepdims: bool = False, **rest: Any) -> Any:
+    def operation(x: Any, axis: Any = None, keepdims: bool | None = False, **rest: Any) -> Any:
         if "arg" in name:
             # TensorFlow's own default is the first axis.
             return _ops().cast(getattr(_ops(), name)(x, axis=axis or 0), "int64")
@@ -128,7 +174,7 @@ def _reduction(name: str) -> Callable[..., Any]:
 
 
 def _sliced(x: Any, slice_spec: Any) -> Any:
-    index = []
+    index: list[Any] = []
     for one in slice_spec if isinstance(slice_spec, list) else [slice_spec]:
         if isinstance(one, dict) and one.get("class_name") == "__ellipsis__":
             index.append(...)

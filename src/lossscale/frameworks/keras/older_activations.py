@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 
-@keras.saving.register_keras_serializable(package="lossscale")
+@keras.saving.register_keras_serializable(package="lossscale")  # type: ignore[untyped-decorator]
 def hard_sigmoid(x: Any) -> Any:
     """Returns TensorFlow's hard sigmoid: 0.2 x + 0.5, between 0 and 1. Keras 3's is x / 6 + 0.5.
 
