@@ -32,14 +32,17 @@ class Mutant:
 
 
 _RULE = "rules.py"
-_OPS = "frameworks/tensorflow_ops.py"
-_GATE = "frameworks/tensorflow_gate.py"
-_FINITE = "frameworks/finite/tensorflow.py"
-_FINITE_JAX = "frameworks/finite/jax.py"
-_STEP = "frameworks/keras/training.py"
-_ENGINE_JAX = "frameworks/keras/engines/jax.py"
-_ENGINE_TORCH = "frameworks/keras/engines/torch.py"
-_MARKS = "frameworks/convention.py"
+_ARRAYS = "frameworks/tensorflow/arrays.py"
+_REPLICAS = "frameworks/tensorflow/replicas.py"
+_STEP_TENSORFLOW = "frameworks/tensorflow/step.py"
+_GATE = "frameworks/tensorflow/gate.py"
+_FINITE = "frameworks/tensorflow/finite.py"
+_FINITE_JAX = "frameworks/jax/finite.py"
+_STEP = "frameworks/keras/step.py"
+_LEDGER = "frameworks/keras/state.py"
+_BACKEND_JAX = "frameworks/keras/backends/jax.py"
+_BACKEND_TORCH = "frameworks/keras/backends/torch.py"
+_HANDOVER = "frameworks/common/handover.py"
 _VERBS = "frameworks/keras/verbs.py"
 _STEP_TF_KERAS = "frameworks/tf_keras/training.py"
 _SAVING = "frameworks/keras/persistence.py"
@@ -80,14 +83,21 @@ RULES = [
         "xp.where(waiting, counted, 0), counted)",
         _EAGER,
     ),
-    Mutant(_RULE, "xp.where(finite, kept, lowered)", "xp.where(finite, kept, scale)", _EAGER),
+    Mutant(
+        _RULE, "xp.where(seen.finite, kept, lowered)", "xp.where(seen.finite, kept, scale)", _EAGER
+    ),
     Mutant(_RULE, "xp.where(lowered > self.min_scale, lowered, self.min_scale)", "lowered", _EAGER),
     Mutant(_RULE, "xp.where(lowered < self.ceiling, lowered, self.ceiling)", "lowered", _RULES),
     Mutant(_RULE, "math.isfinite(scale) and scale > 0", "math.isfinite(scale)", _RULES),
     Mutant(
         _RULE, "min(max(scale, self.min_scale), self.ceiling)", "max(scale, self.min_scale)", _RULES
     ),
-    Mutant(_RULE, "        return self.scale\n", "        return state.scale\n", _RULES),
+    Mutant(
+        _RULE,
+        "override the number in the code.\n        return self.scale\n",
+        "override the number in the code.\n        return state.scale\n",
+        _RULES,
+    ),
     Mutant(_RULE, "        return self.skip_nonfinite\n", "        return True\n", _EAGER),
     Mutant(
         "arguments.py",
@@ -99,43 +109,48 @@ RULES = [
 
 ARRAYS = [
     Mutant(
-        _OPS, "else tf.cast(tensor, tf.float32)", "else tensor", _documented("float32_or_wider")
+        _ARRAYS, "else tf.cast(tensor, tf.float32)", "else tensor", _documented("float32_or_wider")
     ),
     Mutant(
-        _OPS,
+        _ARRAYS,
         "else gradient / factor",
         "else gradient * tf.math.reciprocal(factor)",
         _documented("divides_exactly"),
     ),
-    Mutant(_OPS, "divided(gradient.values)", "gradient.values", _documented("indexed_slices")),
+    Mutant(_ARRAYS, "divided(gradient.values)", "gradient.values", _documented("indexed_slices")),
     Mutant(
-        _OPS,
-        "exact_reciprocal)[0], scale < 1.0",
-        "exact_reciprocal)[0], False",
+        _FINITE,
+        "unscaled(parts, scale, powers_of_two)",
+        "parts",
         ("tests/backends/test_finite.py",),
     ),
     Mutant(
-        _OPS,
+        _REPLICAS,
         "tf.distribute.ReduceOp.SUM, overflowed) < 0.5",
         "tf.distribute.ReduceOp.SUM, overflowed) < 1.5",
         (REPLICAS, "-k", "overflow_on_one_replica"),
     ),
-    Mutant(_OPS, "lambda: _done(move(tf.constant(False)))", "_done", _FUNCTION),
     Mutant(
-        _OPS,
-        "_done(apply(gradients, scale), move(tf.constant(True)))",
+        _STEP_TENSORFLOW,
+        "lambda: _done(move(seen._replace(finite=tf.constant(False))))",
+        "_done",
+        _FUNCTION,
+    ),
+    Mutant(
+        _STEP_TENSORFLOW,
+        "_done(apply(gradients, scale), move(seen._replace(finite=tf.constant(True))))",
         "_done(apply(gradients, scale))",
         _FUNCTION,
     ),
-    Mutant(_OPS, "gated(gate(), finite)", "gated(gate(), tf.constant(True))", _XLA),
+    Mutant(_STEP_TENSORFLOW, "gated(gate(), finite)", "gated(gate(), tf.constant(True))", _XLA),
     Mutant(_GATE, "variable.read_value() - delta", "variable.read_value() + delta", _XLA),
     Mutant(_GATE, "write(tf.where(finite, value, old)", "write(value", _XLA),
     Mutant(_GATE, '("assign", "assign_add", "assign_sub")', '("assign", "assign_add")', _XLA),
     Mutant(_GATE, 'and not getattr(part, "use_ema", False)', "", _XLA),
     Mutant(
         _FINITE,
-        "_sums(alike), tf.logical_not(may_grow)",
-        "_sums(alike), True",
+        "tf.logical_and(fits, tf.logical_not(scale < 1.0))",
+        "fits",
         ("tests/backends/test_finite.py",),
     ),
     Mutant(
@@ -153,8 +168,8 @@ ARRAYS = [
     ),
     Mutant(
         _FINITE,
-        "looked, lambda: tf.constant(False)",
-        "looked, lambda: tf.constant(True)",
+        "each_finite([part])[0], lambda: tf.constant(False)",
+        "each_finite([part])[0], lambda: tf.constant(True)",
         _fast("xla"),
     ),
     Mutant(
@@ -176,60 +191,75 @@ ARRAYS = [
     ),
     Mutant(_FINITE_JAX, "jnp.all(jnp.stack(verdicts))", "verdicts[0]", _fast("jit"), JAX),
     Mutant(
-        "frameworks/finite/torch.py",
+        "frameworks/torch/finite.py",
         "fits if bool(fits) else _each_finite(parts)",
         "fits",
         ("tests/backends/test_finite.py",),
         TORCH,
     ),
-    Mutant(_ENGINE_JAX, "    loss = _widened(loss)", "    loss = jnp.asarray(loss)", _JAX_JIT, JAX),
     Mutant(
-        _ENGINE_JAX,
+        "frameworks/jax/arrays.py",
+        "    loss = widened(loss)",
+        "    loss = jnp.asarray(loss)",
+        _JAX_JIT,
+        JAX,
+    ),
+    Mutant(
+        _BACKEND_JAX,
         "(*inner.variables, *trained, *variables)",
         "(*inner.variables, *trained[1:], *variables[1:])",
         _JAX_JIT,
         JAX,
     ),
-    Mutant(_ENGINE_JAX, "    elif bool(finite):\n", "    else:\n", _JAX_EAGER, JAX),
-    Mutant(_ENGINE_TORCH, "may_grow = not state.scale >= 1.0", "may_grow = False", _TORCH, TORCH),
-    Mutant(_ENGINE_TORCH, "gradient.clone()", "gradient", ("tests/backends/test_loops.py",), TORCH),
+    Mutant(_BACKEND_JAX, "    elif bool(finite):\n", "    else:\n", _JAX_EAGER, JAX),
+    Mutant(_BACKEND_TORCH, "may_grow = not state.scale >= 1.0", "may_grow = False", _TORCH, TORCH),
     Mutant(
-        _ENGINE_TORCH,
-        "found + torch.logical_not(finite_check.all_finite(others)).to(found)",
+        _BACKEND_TORCH,
+        "copy = torch.empty_like(gradient)",
+        "copy = gradient",
+        ("tests/backends/test_loops.py",),
+        TORCH,
+    ),
+    Mutant(
+        _BACKEND_TORCH,
+        "found + torch.logical_not(all_finite(others)).to(found)",
         "found",
         _TORCH,
         TORCH,
     ),
     Mutant(
-        _MARKS,
-        'return kind == "scaled"',
-        "return True",
+        _HANDOVER,
+        "return self._are_scaled_by(mark, mark.counts(variables), place, conflict)",
+        "return False",
         _documented("tape_sequence or apply_gradients"),
     ),
     Mutant(
-        _MARKS,
-        "self._marks.pop(replica, None)",
-        "self._marks.get(replica)",
-        (TRAINING, "-k", "one_step_only or warning or warn_once"),
+        _HANDOVER,
+        "self.times[id(variable)] = variable, times + 1",
+        "self.times[id(variable)] = variable, times",
+        ("tests/backends/test_handover.py",),
     ),
     Mutant(
-        _MARKS, "self._made_in_a_trace.add(kind)", "pass", (TRAINING, "-k", "wherever_they_run")
+        _HANDOVER,
+        "return made_in is not None and made_in() is not place.graph",
+        "return False",
+        (TRAINING, "-k", "wherever_they_run"),
     ),
 ]
 
 STEPS = [
-    Mutant(_STEP, "if not self._rule.checks_gradients:", "if False:", _EAGER),
-    Mutant(_STEP, "self._last_step_skipped.assign(skipped)", "pass", _EAGER),
+    Mutant(_STEP, "if not self.rule.checks_gradients:", "if False:", _EAGER),
+    Mutant(_LEDGER, "self.last_step_skipped.assign(skipped)", "pass", _EAGER),
     Mutant(
-        _STEP, "                self._steps_skipped.assign_add(1)", "                pass", _EAGER
+        _LEDGER, "                self.steps_skipped.assign_add(1)", "                pass", _EAGER
     ),
     Mutant(
-        _STEP,
-        "self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))",
+        _LEDGER,
+        "self.steps_skipped.assign_add(ops.cast(skipped, self.steps_skipped.dtype))",
         "pass",
         _XLA,
     ),
-    Mutant(_STEP, "        self._iterations.follow()\n", "", _EAGER),
+    Mutant(_LEDGER, "        self.iterations.follow()\n", "", _EAGER),
     Mutant(
         _STEP,
         'if getattr(variable, "overwrite_with_gradient", False)',
@@ -237,21 +267,21 @@ STEPS = [
         (TRAINING, "-k", "overwritten"),
     ),
     Mutant(
-        _STEP,
+        "frameworks/keras/training.py",
         "experimental_aggregate_gradients and not skip_gradients_aggregation",
         "True",
         (REPLICAS, "-k", "summed"),
     ),
     Mutant(
         _VERBS,
-        "self._step(gradients, variables, scaled=True)",
-        "self._step(gradients, variables, scaled=False)",
+        "loss, var_list, self.get_scaled_loss, tape",
+        "loss, var_list, lambda loss: loss() if callable(loss) else loss, tape",
         _documented("minimize"),
     ),
     Mutant(
         _VERBS,
-        "self._step(gradients, variables, scaled=False)",
-        "self._step(gradients, variables, scaled=True)",
+        "return [self._apply_unscaled(place, gradients, variables, None)]",
+        "return [self._apply_unscaled(place, gradients[:0], variables[:0], None)]",
         _documented("get_updates"),
     ),
     Mutant(
@@ -261,7 +291,7 @@ STEPS = [
         _documented("works_in_a_graph"),
     ),
     Mutant(
-        "frameworks/keras/engines/torch_state.py",
+        "frameworks/keras/backends/torch_state.py",
         "            skipped.add_(1)",
         "            pass",
         _TORCH,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.errors import OldFileError
-from lossscale.older.slots import Place, places_of_names, places_of_numbers
 from lossscale.migration.damage import damage_named, is_hdf5
 from lossscale.migration.saved import (
     FIRST_KIND,
@@ -20,6 +19,7 @@ from lossscale.migration.saved import (
     SavedOptimizer,
     SavedSlot,
 )
+from lossscale.older.slots import Place, places_of_names, places_of_numbers
 
 HDF5 = "HDF5 model"
 _ZIP = ".keras model"

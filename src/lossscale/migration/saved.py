@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from lossscale.older.slots import split_label
 from lossscale.migration.graph import Graph, Node
+from lossscale.older.slots import split_label
 
 OLDEST = "TensorFlow 2.0 to 2.2"
 FIRST_KIND = "TensorFlow 2.3 to 2.15 or tf_keras, optimizers.legacy"

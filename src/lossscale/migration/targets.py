@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from lossscale.errors import LossScaleWarning, OldFileError, UnknownSlotError, UnsupportedError
+from lossscale.migration.saved import FIRST_KIND, NEW_KIND, OLDEST, SavedOptimizer, SavedSlot
 from lossscale.older.configurations import NADAM_DECAY, decayed
 from lossscale.older.slots import kind_of, nadam_product, names_for
-from lossscale.migration.saved import FIRST_KIND, NEW_KIND, OLDEST, SavedOptimizer, SavedSlot
 
 # With it TensorFlow's first Nadam raises its momentum as all later ones do.
 NEW_NADAM_DECAY = 1.0
