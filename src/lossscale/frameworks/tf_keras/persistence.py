@@ -14,6 +14,9 @@ import tf_keras
 from lossscale.errors import LossScaleWarning
 from lossscale.frameworks.part import Part
 
+# What begins the name of a variable that the inner optimizer does not list.
+UNLISTED = "inner."
+
 
 class Persistence(Part):
     """`__deepcopy__`, `__reduce__`, and values that wait for the variables they belong to."""
@@ -48,8 +51,8 @@ class Persistence(Part):
             for name, variable in self._named_variables().items()
             if name in given
         ]
-        # Before `build` there is no place for some.
-        self._later.update(given)
+        # Before `build` there is no place for what it makes.
+        self._later.update({n: value for n, value in given.items() if n.startswith(UNLISTED)})
         tf_keras.backend.batch_set_value(pairs)
         if self._state is not None and any(name in values for name in self._state.named):
             self._make_valid()
