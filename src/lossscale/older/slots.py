@@ -94,7 +94,8 @@ def nadam_product(beta_1: float, steps: int) -> float:
         >>> nadam_product(0.5, 0), nadam_product(0.5, 1)
         (1.0, 0.26)
     """
-    return math.prod(beta_1 * (1.0 - 0.5 * 0.96**step) for step in range(1, steps + 1))
+    factors = (beta_1 * (1.0 - 0.5 * 0.96**step) for step in range(1, steps + 1))
+    return math.prod(factors, start=1.0)
 
 
 def split_label(label: str) -> tuple[str, str]:

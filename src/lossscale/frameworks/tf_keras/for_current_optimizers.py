@@ -13,6 +13,7 @@ from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizer
 from lossscale.frameworks.tensorflow.gate import can_gate
 from lossscale.frameworks.tensorflow.xla import in_xla
 from lossscale.frameworks.tf_keras.files import KerasFiles
+from lossscale.frameworks.tf_keras.persistence import UNLISTED
 from lossscale.frameworks.tf_keras.shell import ByFamily, CommonShell, register_shell
 from lossscale.frameworks.tf_keras.weights import DocumentedWeights
 from lossscale.optimizer import LossScaleOptimizer
@@ -39,7 +40,7 @@ class TFKerasLossScaleOptimizer(
         inner, found = self._optimizer, {}
         listed = [*inner.variables, inner.iterations, *(self._trained[0] if self._trained else ())]
         seen = {id(variable) for variable in (*listed, inner._learning_rate)}
-        for name, variable in _variables_in(vars(inner), "inner"):
+        for name, variable in _variables_in(vars(inner), UNLISTED.removesuffix(".")):
             if id(variable) not in seen:
                 seen.add(id(variable))
                 found[name] = variable

@@ -15,6 +15,9 @@ from lossscale.errors import LossScaleWarning
 from lossscale.frameworks.tf_keras.parts import Parts
 from lossscale.frameworks.tf_keras.state import State
 
+# What begins the name of a variable that the inner optimizer does not list.
+UNLISTED = "inner."
+
 
 class Persistence(Parts):
     """`__deepcopy__`, `__reduce__`, and values that wait for the variables they belong to."""
@@ -49,8 +52,8 @@ class Persistence(Parts):
             for name, variable in self._named_variables().items()
             if name in given
         ]
-        # Before `build` there is no place for some.
-        self._later.update(given)
+        # Before `build` there is no place for what it makes.
+        self._later.update({n: value for n, value in given.items() if n.startswith(UNLISTED)})
         tf_keras.backend.batch_set_value(pairs)
         if self._state is not None and any(name in values for name in self._state.named):
             self._make_valid(self._state)
