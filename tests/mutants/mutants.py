@@ -241,7 +241,7 @@ ARRAYS = [
     ),
     Mutant(
         _HANDOVER,
-        "return made_in is not None and made_in() is not place.graph",
+        "return graph is None or graph is not place.graph",
         "return False",
         (TRAINING, "-k", "wherever_they_run"),
     ),
@@ -348,8 +348,8 @@ SAVED = [
     ),
     Mutant(
         _SAVING,
-        'hidden = {"inner_optimizer", "get_slot_names"}',
-        'hidden = {"get_slot_names"}',
+        'hidden = {"inner_optimizer", "_inner_parts", "get_slot_names"}',
+        'hidden = {"_inner_parts", "get_slot_names"}',
         ("tests/backends/test_files.py", "-k", "plain_optimizer"),
     ),
     Mutant(_SAVING, "            store[name] = value\n", "            pass\n", _EAGER),
