@@ -26,6 +26,11 @@ Each class also inherits from the built-in exception that TensorFlow documented 
 mistake, so code that already catches `TypeError` or `ValueError` goes on working.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 
 class LossScaleError(Exception):
     """Base class of the errors of lossscale."""
@@ -64,7 +69,22 @@ class UnknownSlotError(LossScaleError, KeyError):
 
 
 class UnknownSettingError(LossScaleError, AttributeError):
-    """Neither the loss scale optimizer nor the optimizer inside it has this setting."""
+    """Neither the loss scale optimizer nor the optimizer inside it has this setting.
+
+    Args:
+        message: The message; or a callable that makes it when it is shown, since most of these
+            errors are the answer to a `hasattr` and shown to nobody.
+    """
+
+    def __init__(self, message: str | Callable[[], str] = "") -> None:
+        super().__init__(message)
+        self._message = message
+
+    def __str__(self) -> str:
+        return self._message if isinstance(self._message, str) else self._message()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self),)
 
 
 class OldFileError(LossScaleError, ValueError):

@@ -1,4 +1,5 @@
 import builtins
+import pickle
 import re
 
 import pytest
@@ -77,3 +78,17 @@ def test_the_message_of_an_unknown_slot_is_a_sentence_without_quotes_around_it()
     message = "The optimizer has no slot 'momentum'.\nIts slots: 'm', 'v'."
     assert str(errors.UnknownSlotError(message)) == message
     assert str(errors.UnknownSlotError()) == ""
+
+
+def test_the_message_of_an_unknown_setting_is_made_when_it_is_shown():
+    made = []
+
+    def message():
+        made.append("once")
+        return "It has no setting 'momentun'."
+
+    error = errors.UnknownSettingError(message)
+    assert made == []
+    assert str(error) == "It has no setting 'momentun'."
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(errors.UnknownSettingError()) == ""
