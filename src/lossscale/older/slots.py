@@ -7,32 +7,34 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-# For each optimizer, groups of names of one and the same slot: of TensorFlow's first optimizers,
-# of its new ones, of Keras 3, and of the attribute that holds it.
-_MOMENTUM = {"momentum", "m", "momentums", "_momentums"}
-_VELOCITY = {"velocity", "v", "_velocities"}
-_LARGEST = {"velocity_hat", "vhat", "_velocity_hats"}
-_ACCUMULATOR = {"accumulator", "_accumulators"}
-SYNONYMS: dict[str, tuple[set[str], ...]] = {
+# For each optimizer, groups of names of one and the same slot: first that of TensorFlow's first
+# optimizers, which the documents use, then those of its new ones, of Keras 3, and of the attribute
+# that holds it.
+_FIRST = ("m", "momentum", "momentums", "_momentums")
+_SECOND = ("v", "velocity", "_velocities")
+_LARGEST = ("vhat", "velocity_hat", "_velocity_hats")
+_MOMENTUM = ("momentum", "m", "momentums", "_momentums")
+_ACCUMULATOR = ("accumulator", "_accumulators")
+SYNONYMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "SGD": (_MOMENTUM,),
     "Lion": (_MOMENTUM,),
-    "Adam": (_MOMENTUM, _VELOCITY, _LARGEST),
-    "AdamW": (_MOMENTUM, _VELOCITY, _LARGEST),
-    "Nadam": (_MOMENTUM, _VELOCITY),
-    "Adamax": ({"momentum", "m", "_m"}, {"norm", "u", "v", "_u"}),
+    "Adam": (_FIRST, _SECOND, _LARGEST),
+    "AdamW": (_FIRST, _SECOND, _LARGEST),
+    "Nadam": (_FIRST, _SECOND),
+    "Adamax": (("m", "momentum", "_m"), ("v", "u", "norm", "_u")),
     "RMSprop": (
-        {"velocity", "rms", "_velocities"},
-        {"momentum", "_momentums"},
-        {"average_gradient", "mg", "_average_gradients"},
+        ("rms", "velocity", "_velocities"),
+        ("momentum", "_momentums"),
+        ("mg", "average_gradient", "_average_gradients"),
     ),
     "Adagrad": (_ACCUMULATOR,),
     "Adadelta": (
-        {"accumulated_grad", "accum_grad", "_accumulated_grads"},
-        {"accumulated_delta_var", "accum_var", "_accumulated_delta_vars"},
+        ("accum_grad", "accumulated_grad", "_accumulated_grads"),
+        ("accum_var", "accumulated_delta_var", "_accumulated_delta_vars"),
     ),
-    "Ftrl": (_ACCUMULATOR, {"linear", "_linears"}),
+    "Ftrl": (_ACCUMULATOR, ("linear", "_linears")),
 }
-_AVERAGE = {"average", "_model_variables_moving_average"}
+_AVERAGE = ("average", "_model_variables_moving_average")
 
 # The order in which TensorFlow's new optimizers (and none of the first ones) create their state:
 # slots in one group are created for one variable after the other, groups one after the other.
@@ -78,9 +80,24 @@ def names_for(kind: str | None, names: Sequence[str]) -> list[str]:
     """
     found = list(names)
     for group in (*SYNONYMS.get(kind or "", ()), _AVERAGE):
-        if group & set(names):
-            found += sorted(group - set(found))
+        if set(group) & set(names):
+            found += sorted(set(group) - set(found))
     return found
+
+
+def documented_name(kind: str | None, names: Sequence[str]) -> str | None:
+    """Returns what the documents call a slot; None if they have no name for it.
+
+    Args:
+        kind: An optimizer's name, as `kind_of` returns it.
+        names: What the slot is called anywhere.
+
+    Example:
+        >>> documented_name("RMSprop", ["_velocities"])
+        'rms'
+    """
+    groups = SYNONYMS.get(kind or "", ())
+    return next((group[0] for group in groups if set(group) & set(names)), None)
 
 
 def nadam_product(beta_1: float, steps: int) -> float:

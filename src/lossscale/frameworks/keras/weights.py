@@ -10,16 +10,7 @@ import keras
 from lossscale.errors import ArgumentError, UnknownSlotError
 from lossscale.frameworks.keras.parts import Parts
 from lossscale.members import VariableList
-
-# What TensorFlow's optimizers called the slots that Keras 3 names otherwise.
-_OLDER_SLOT_NAMES: dict[str, dict[str, str]] = {
-    "Adadelta": {"accum_grad": "accumulated_grad", "accum_var": "accumulated_delta_var"},
-    "Adam": {"m": "momentum", "v": "velocity", "vhat": "velocity_hat"},
-    "AdamW": {"m": "momentum", "v": "velocity", "vhat": "velocity_hat"},
-    "Adamax": {"m": "momentum", "v": "norm"},
-    "Nadam": {"m": "momentum", "v": "velocity"},
-    "RMSprop": {"rms": "velocity", "mg": "average_gradient"},
-}
+from lossscale.older.slots import kind_of, names_for
 
 
 class DocumentedWeights(Parts):
@@ -110,8 +101,7 @@ class DocumentedWeights(Parts):
         return variable
 
     def _find_slot(self, var: Any, slot_name: str) -> Any:
-        kind = type(self.inner_optimizer).__name__
-        wanted = {slot_name, _OLDER_SLOT_NAMES.get(kind, {}).get(slot_name, slot_name)}
+        wanted = set(names_for(kind_of(self.inner_optimizer), [slot_name]))
         key = self._var_key(var)
         for names, slots in self._slots():
             if wanted & set(names) and key in slots:

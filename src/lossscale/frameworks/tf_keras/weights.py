@@ -12,15 +12,7 @@ import tf_keras
 from lossscale.errors import ArgumentError, UnknownSlotError
 from lossscale.frameworks.tf_keras.parts import Parts
 from lossscale.frameworks.tf_keras.persistence import values_of
-
-# What the optimizers of the documents call the slots, by class and attribute.
-_DOCUMENTED_NAMES: dict[str, dict[str, str]] = {
-    "Adadelta": {"_accumulated_grads": "accum_grad", "_accumulated_delta_vars": "accum_var"},
-    "Adamax": {"_u": "v"},
-    "Lion": {"momentums": "momentum"},
-    "RMSprop": {"_velocities": "rms", "_average_gradients": "mg"},
-    "SGD": {"momentums": "momentum"},
-}
+from lossscale.older.slots import documented_name, kind_of
 
 
 class DocumentedWeights(Parts):
@@ -136,7 +128,7 @@ class DocumentedWeights(Parts):
                 if isinstance(value, tf.Variable)
             }
             if slots and len(values) == len(keys):
-                yield _slot_names(type(inner).__name__, attribute, slots), slots
+                yield _slot_names(inner, attribute, slots), slots
         by_name: dict[str, dict[Any, Any]] = {}
         for (name, key), slot in self._added_slots.items():
             by_name.setdefault(name, {})[key] = slot
@@ -144,14 +136,15 @@ class DocumentedWeights(Parts):
             yield [name], slots
 
 
-def _slot_names(kind: str, attribute: str, slots: dict[Any, Any]) -> list[str]:
+def _slot_names(inner: Any, attribute: str, slots: dict[Any, Any]) -> list[str]:
     """The names of a kind of slot, the one that the documents use first."""
-    documented = _DOCUMENTED_NAMES.get(kind, {}).get(attribute)
     # tf_keras puts the slot's name before that of the reference variable.
     prefixes = {str(slot.name).partition("/")[0] for slot in slots.values()}
     plural = attribute.lstrip("_")
     singular = f"{plural[:-3]}y" if plural.endswith("ies") else plural.removesuffix("s")
-    names = [*([] if documented is None else [documented]), *sorted(prefixes), singular]
+    names = [*sorted(prefixes), singular]
+    documented = documented_name(kind_of(inner), [attribute])
+    names = [*([] if documented is None else [documented]), *names]
     return list(dict.fromkeys(names))
 
 
