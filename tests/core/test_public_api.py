@@ -40,6 +40,7 @@ PUBLIC = {
         "FileDescription",
         "OptimizerDescription",
         "Restored",
+        "check_file",
         "describe_file",
         "load_model",
         "migrate_file",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -46,13 +47,11 @@ def put_in_place(names: DocumentedNames) -> contextlib.ExitStack:
             replace(stack, trainer, name, types.SimpleNamespace(**{cls: wrapping}))
 
         convert = _with_ours(optimizers.convert_to_legacy_optimizer)
-        for module in (
-            optimizers,
-            tf_keras.__internal__.optimizers,
-            # What `tf.keras` is with TF_USE_LEGACY_KERAS=1.
-            tf_keras.api._v2.keras.__internal__.optimizers,
-        ):
-            replace(stack, module, "convert_to_legacy_optimizer", convert)
+        # The last one is what `tf.keras` is with TF_USE_LEGACY_KERAS=1, and only then is it there.
+        of_tensorflow = sys.modules.get("tf_keras.api._v2.keras.__internal__.optimizers")
+        for module in (optimizers, tf_keras.__internal__.optimizers, of_tensorflow):
+            if module is not None:
+                replace(stack, module, "convert_to_legacy_optimizer", convert)
         return stack.pop_all()
 
 
