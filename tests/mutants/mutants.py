@@ -59,6 +59,12 @@ _JAX_JIT = (PROMISES, "-k", "jax-jit")
 _TORCH = (PROMISES,)
 _TF_KERAS = (PROMISES, "-k", "tf_keras-new-function")
 _TF_KERAS_LEGACY = (PROMISES, "-k", "tf_keras-legacy-eager")
+_COUNTERS = (
+    "tests/frameworks/keras/test_keras_defects.py",
+    "tests/frameworks/keras/test_settings.py",
+    "-k",
+    "iterations or counter or number_of_steps",
+)
 
 
 def _fast(shell: str) -> tuple[str, ...]:
@@ -130,8 +136,13 @@ ARRAYS = [
     Mutant(_OPS, "gated(gate(), finite)", "gated(gate(), tf.constant(True))", _XLA),
     Mutant(_GATE, "variable.read_value() - delta", "variable.read_value() + delta", _XLA),
     Mutant(_GATE, "write(tf.where(finite, value, old)", "write(value", _XLA),
-    Mutant(_GATE, '("assign", "assign_add", "assign_sub")', '("assign", "assign_add")', _XLA),
-    Mutant(_GATE, 'and not getattr(part, "use_ema", False)', "", _XLA),
+    Mutant(
+        _GATE,
+        '"assign_add": assign_add, "assign_sub": assign_sub}',
+        '"assign_add": assign_add}',
+        _XLA,
+    ),
+    Mutant(_GATE, 'and not getattr(part, "use_ema", False)', "", (TRAINING, "-k", "xla_function")),
     Mutant(
         _FINITE,
         "_sums(alike), tf.logical_not(may_grow)",
@@ -219,9 +230,12 @@ ARRAYS = [
 
 STEPS = [
     Mutant(_STEP, "if not self._rule.checks_gradients:", "if False:", _EAGER),
-    Mutant(_STEP, "self._last_step_skipped.assign(skipped)", "pass", _EAGER),
+    Mutant(_STEP, "self._last_step_skipped.assign(skipped)", "pass", _FUNCTION),
     Mutant(
-        _STEP, "                self._steps_skipped.assign_add(1)", "                pass", _EAGER
+        _STEP,
+        "                self._steps_skipped.assign_add(1)",
+        "                pass",
+        _FUNCTION,
     ),
     Mutant(
         _STEP,
@@ -229,7 +243,7 @@ STEPS = [
         "pass",
         _XLA,
     ),
-    Mutant(_STEP, "        self._iterations.follow()\n", "", _EAGER),
+    Mutant(_STEP, "        self._iterations.follow()\n", "", _FUNCTION),
     Mutant(
         _STEP,
         'if getattr(variable, "overwrite_with_gradient", False)',
@@ -271,19 +285,13 @@ STEPS = [
         "frameworks/keras/iterations.py",
         "keras.ops.minimum(self._skipped, value)",
         "self._skipped + 0",
-        (
-            "tests/frameworks/keras/test_keras_defects.py",
-            "tests/frameworks/keras/test_settings.py",
-            FILES,
-            "-k",
-            "iterations or counter or number_of_steps",
-        ),
+        _COUNTERS,
     ),
     Mutant(
         "frameworks/keras/iterations.py",
         "self._applied.assign(value - skipped)",
         "self._applied.assign(value)",
-        _documented("iterations"),
+        _COUNTERS,
     ),
     Mutant(
         "frameworks/keras/weights.py",
