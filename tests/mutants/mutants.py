@@ -62,6 +62,12 @@ _JAX_JIT = (PROMISES, "-k", "jax-jit")
 _TORCH = (PROMISES,)
 _TF_KERAS = (PROMISES, "-k", "tf_keras-new-function")
 _TF_KERAS_LEGACY = (PROMISES, "-k", "tf_keras-legacy-eager")
+_COUNTERS = (
+    "tests/frameworks/keras/test_keras_defects.py",
+    "tests/frameworks/keras/test_settings.py",
+    "-k",
+    "iterations or counter or number_of_steps",
+)
 
 
 def _fast(shell: str) -> tuple[str, ...]:
@@ -145,8 +151,13 @@ ARRAYS = [
     Mutant(_STEP_TENSORFLOW, "gated(gate(), finite)", "gated(gate(), tf.constant(True))", _XLA),
     Mutant(_GATE, "variable.read_value() - delta", "variable.read_value() + delta", _XLA),
     Mutant(_GATE, "write(tf.where(finite, value, old)", "write(value", _XLA),
-    Mutant(_GATE, '("assign", "assign_add", "assign_sub")', '("assign", "assign_add")', _XLA),
-    Mutant(_GATE, 'and not getattr(part, "use_ema", False)', "", _XLA),
+    Mutant(
+        _GATE,
+        '"assign_add": assign_add, "assign_sub": assign_sub}',
+        '"assign_add": assign_add}',
+        _XLA,
+    ),
+    Mutant(_GATE, 'and not getattr(part, "use_ema", False)', "", (TRAINING, "-k", "xla_function")),
     Mutant(
         _FINITE,
         "tf.logical_and(fits, tf.logical_not(scale < 1.0))",
@@ -249,9 +260,12 @@ ARRAYS = [
 
 STEPS = [
     Mutant(_STEP, "if not self.rule.checks_gradients:", "if False:", _EAGER),
-    Mutant(_LEDGER, "self.last_step_skipped.assign(skipped)", "pass", _EAGER),
+    Mutant(_LEDGER, "self.last_step_skipped.assign(skipped)", "pass", _FUNCTION),
     Mutant(
-        _LEDGER, "                self.steps_skipped.assign_add(1)", "                pass", _EAGER
+        _LEDGER,
+        "                self.steps_skipped.assign_add(1)",
+        "                pass",
+        _FUNCTION,
     ),
     Mutant(
         _LEDGER,
@@ -259,7 +273,7 @@ STEPS = [
         "pass",
         _XLA,
     ),
-    Mutant(_LEDGER, "        self.iterations.follow()\n", "", _EAGER),
+    Mutant(_LEDGER, "        self.iterations.follow()\n", "", _FUNCTION),
     Mutant(
         _STEP,
         'if getattr(variable, "overwrite_with_gradient", False)',
@@ -301,19 +315,13 @@ STEPS = [
         "frameworks/keras/iterations.py",
         "keras.ops.minimum(self._skipped, value)",
         "self._skipped + 0",
-        (
-            "tests/frameworks/keras/test_keras_defects.py",
-            "tests/frameworks/keras/test_settings.py",
-            FILES,
-            "-k",
-            "iterations or counter or number_of_steps",
-        ),
+        _COUNTERS,
     ),
     Mutant(
         "frameworks/keras/iterations.py",
         "self._applied.assign(value - skipped)",
         "self._applied.assign(value)",
-        _documented("iterations"),
+        _COUNTERS,
     ),
     Mutant(
         "frameworks/keras/weights.py",

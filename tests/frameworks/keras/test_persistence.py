@@ -232,20 +232,23 @@ CONTINUE = """
     from frameworks.keras.support import status, values
     from frameworks.keras.test_persistence import batches_with_overflows, compiled, continued
 
-    folder, kind = sys.argv[1:]
+    folder = sys.argv[1]
     x, y = batches_with_overflows(20)
-    if kind == "keras":
-        model = keras.saving.load_model(f"{folder}/model.keras")
-    else:
-        model = compiled(continued())
-        if kind == "weights":
-            model.load_weights(f"{folder}/model.weights.h5")
+    for kind in sys.argv[2:]:
+        if kind == "keras":
+            model = keras.saving.load_model(f"{folder}/model.keras")
         else:
-            tf.train.Checkpoint(model=model, optimizer=model.optimizer).restore(f"{folder}/ckpt-1")
-    model.fit(x[80:], y[80:], batch_size=8, shuffle=False, verbose=0)
-    numbers = values([*model.trainable_variables, *model.optimizer.variables])
-    np.savez(f"{folder}/{kind}.npz", *numbers)
+            model = compiled(continued())
+            if kind == "weights":
+                model.load_weights(f"{folder}/model.weights.h5")
+            else:
+                checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+                checkpoint.restore(f"{folder}/ckpt-1")
+        model.fit(x[80:], y[80:], batch_size=8, shuffle=False, verbose=0)
+        numbers = values([*model.trainable_variables, *model.optimizer.variables])
+        np.savez(f"{folder}/{kind}.npz", *numbers)
 """
+KINDS = ["keras", "weights", "checkpoint"]
 
 
 def continued():
@@ -264,14 +267,27 @@ def half_trained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["keras", "weights", "checkpoint"])
-def test_ten_steps_and_ten_in_a_new_process_equal_twenty(half_trained, kind):
-    run_fresh(CONTINUE, str(half_trained), kind)
-    with np.load(half_trained / f"{kind}.npz") as file:
-        found = [file[f"arr_{i}"] for i in range(len(file.files))]
+@pytest.fixture(scope="module")
+def continued_in_a_new_process(half_trained):
+    run_fresh(CONTINUE, str(half_trained), *KINDS)
+    return half_trained
+
+
+@pytest.fixture(scope="module")
+def trained_at_once():
     model = compiled(continued())
     x, y = batches_with_overflows(20)
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ten_steps_and_ten_in_a_new_process_equal_twenty(
+    continued_in_a_new_process, trained_at_once, kind
+):
+    with np.load(continued_in_a_new_process / f"{kind}.npz") as file:
+        found = [file[f"arr_{i}"] for i in range(len(file.files))]
+    model = trained_at_once
     assert_same(found, values([*model.trainable_variables, *model.optimizer.variables]))
     assert status(model.optimizer) == {
         "scale": 2.0**16,
