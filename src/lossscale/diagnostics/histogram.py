@@ -517,7 +517,7 @@ class GradientHistogram:
 
         Example:
             >>> GradientHistogram.from_array([1.0, 0.0]).to_json()
-            '{"bins": [[0, 1, 0, 0]], "zeros": 1, "infs": 0, "nans": 0, "amax": 1.0}'
+            '{"bins": [[0, 1, 0]], "zeros": 1, "infs": 0, "nans": 0, "amax": 1.0}'
         """
         return json.dumps(self.to_dict())
 
