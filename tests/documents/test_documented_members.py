@@ -1140,7 +1140,7 @@ def test_an_unknown_setting_is_an_attribute_error_and_not_silently_kept(form):
     optimizer = form.dynamic(sgd())
     with pytest.raises(AttributeError, match="Did you mean 'learning_rate'"):
         _ = optimizer.learning_rte
-    with pytest.raises(AttributeError, match="has a setting 'beta_1'"):
+    with pytest.raises(AttributeError, match="has no setting 'beta_1'"):
         optimizer.beta_1 = 0.5
 
 

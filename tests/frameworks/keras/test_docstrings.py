@@ -21,6 +21,7 @@ MODULES = [
 ]
 WITH_EXAMPLES = {
     "lossscale.frameworks.keras.monitor",
+    "lossscale.frameworks.keras.older_activations",
     "lossscale.frameworks.keras.shell",
 }
 
