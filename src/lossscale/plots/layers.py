@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lossscale.diagnostics.checks import checked_count
+from lossscale.checks import checked_count
 from lossscale.diagnostics.formats import number_format
 from lossscale.diagnostics.histogram import GradientHistogram
 from lossscale.diagnostics.report import GradientReport, TensorKind
