@@ -21,7 +21,7 @@ from lossscale.frameworks.common.documented_names import (
     put_into_mixed_precision,
 )
 from lossscale.frameworks.common.replacing import replace
-from lossscale.frameworks.tf_keras.new import TFKerasLossScaleOptimizer
+from lossscale.frameworks.tf_keras.for_current_optimizers import TFKerasLossScaleOptimizer
 
 
 def put_in_place(names: DocumentedNames) -> contextlib.ExitStack:
