@@ -7,7 +7,6 @@ from typing import Any
 
 from lossscale import registry
 from lossscale.checks import checked_count
-from lossscale.diagnostics.batches import batches_of
 from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.verdict import Thresholds
@@ -65,6 +64,9 @@ def diagnose(
         lossscale.errors.ArgumentTypeError: The first argument must be a compiled model of Keras 3
         or tf_keras. Received: 'model' of type str.
     """
+    # Not at the top: it needs NumPy, which the callbacks do without until they are used.
+    from lossscale.diagnostics.batches import batches_of
+
     known = number_format(format)
     limits = thresholds or Thresholds()
     sizes = {
