@@ -32,7 +32,7 @@ def load() -> Any:
             f"Keras runs on the backend {backend!r}; gradients can be diagnosed on "
             f"{', '.join(_BACKENDS)}. Set KERAS_BACKEND before importing Keras."
         )
-    return importlib.import_module(f"{__name__}.{backend}")
+    return importlib.import_module(f"{__package__}.{backend}_counting")
 
 
 def wide_value(variable: Any) -> Any:
