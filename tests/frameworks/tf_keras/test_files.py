@@ -11,6 +11,8 @@ import tf_keras
 
 import lossscale
 from frameworks.tf_keras.support import (
+    INF,
+    NAN,
     assert_same,
     data,
     small_model,
@@ -185,6 +187,23 @@ def test_an_hdf5_file_keeps_the_legacy_optimizers_state(tmp_path):
     assert type(loaded.optimizer) is type(model.optimizer)
     assert_same(loaded.optimizer.get_weights(), model.optimizer.get_weights())
     assert float(loaded.optimizer.loss_scale) == 8.0
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"), [(1024.0, 64.0), (0.5, 1.0), (0.0, 8.0), (INF, 8.0), (NAN, 8.0)]
+)
+def test_a_saved_scale_outside_the_limits_of_the_code_is_brought_inside_with_a_warning(
+    saved, expected
+):
+    optimizer = wrapped(
+        momentum(tf_keras.optimizers), rule=lossscale.DynamicScale(8.0, max_scale=64.0)
+    )
+    store = {}
+    optimizer.loss_scale_state.save_own_variables(store)
+    (name,) = [name for name, value in store.items() if value == 8.0]
+    with pytest.warns(lossscale.LossScaleWarning, match="outside the range"):
+        optimizer.loss_scale_state.load_own_variables({**store, name: np.float32(saved)})
+    assert status(optimizer)["scale"] == expected
 
 
 def test_a_saved_model_loads_and_its_checkpoint_has_everything(optimizers, tmp_path):
