@@ -14,7 +14,9 @@ from migration.support import FIXTURES
 
 ZOO = FIXTURES / "zoo"
 HDF5 = sorted(ZOO.glob("2.*/*.h5"))
-ZIPPED = sorted(ZOO.glob("2.*/*.keras"))
+ZIPPED = sorted(ZOO.glob("2.15.1/*.keras"))
+OF_2_12 = sorted(ZOO.glob("2.12.1/*.keras"))
+assert (len(HDF5), len(ZIPPED), len(OF_2_12)) == (54, 28, 7)
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +35,29 @@ def data():
 
 @pytest.fixture(scope="module")
 def recorded():
-    return {release: dict(np.load(ZOO / release / "rec.npz")) for release in ("2.3.4", "2.15.1")}
+    return {
+        release: dict(np.load(path))
+        for path in ZOO.glob("2.*/rec.npz")
+        for release in [path.parent.name]
+    }
 
 
 def file_id(path):
     return f"{path.parent.name}-{path.stem.rpartition('_')[0]}{path.suffix}"
 
 
-def prepared(model, name, data):
+def prepared(model, path, data):
     """What the model was fed with then: inputs and targets."""
+    name = path.stem
     # Compiling takes most of the time, and each model is used once.
     model.run_eagerly = True
     by_shape, target, labels = data
     inputs = [by_shape[tuple(tensor.shape[1:])] for tensor in model.inputs]
-    # The second input, and the second target, were twice the first.
-    inputs = [inputs[0], 2 * inputs[1]] if len(inputs) > 1 else inputs[0]
+    # The second input was twice the first, or with 2.12.1 the first backwards; the second target
+    # twice the first.
+    backwards = path.parent.name == "2.12.1"
+    second = inputs[0][::-1] if backwards else 2 * inputs[0]
+    inputs = [inputs[0], second] if len(inputs) > 1 else inputs[0]
     targets = {"s_scce": labels, "s_bce_": (target > 0).astype("float32")}.get(name[:6], target)
     return inputs, [targets, 2 * targets] if len(model.outputs) > 1 else targets
 
@@ -60,13 +70,13 @@ def assert_outputs(model, inputs, expected, name, tolerance):
         )
 
 
-@pytest.mark.parametrize("path", HDF5, ids=file_id)
+@pytest.mark.parametrize("path", [*HDF5, *OF_2_12], ids=file_id)
 def test_it_goes_on_as_then(path, data, recorded):
     model = load_model(path, framework="tf_keras")
     assert isinstance(model, tf_keras.Model)
     assert isinstance(model.optimizer, lossscale.LossScaleOptimizer)
     assert int(model.optimizer.iterations) == 3
-    inputs, targets = prepared(model, path.stem, data)
+    inputs, targets = prepared(model, path, data)
     expected = recorded[path.parent.name]
     assert_outputs(model, inputs, expected, f"{path.stem}/p0", 1e-5)
     for _ in range(2):

@@ -144,15 +144,15 @@ class Weights:
         self, parts: Sequence[Part], group: Any, seen: set[int]
     ) -> Iterator[tuple[Part, Any, Any]]:
         # Layers of one class are numbered; 2.12 counts a layer with weights twice.
-        turns: dict[str, int] = {}
+        places: dict[str, int] = {}
         for part in parts:
             if id(part.layer) in seen or not part.layer.weights:
                 continue
             kind = snake_case(part.kind)
             of_kind = [name for name in group if re.fullmatch(rf"{kind}(_\d+)?", name)]
-            of_kind = sorted(filter(lambda name: _holds_arrays(group[name]), of_kind), key=_number)
-            turns[kind] = turn = turns.get(kind, -1) + 1
-            below = group[of_kind[turn]] if turn < len(of_kind) else {}
+            of_kind = sorted(filter(lambda name: holds_arrays(group[name]), of_kind), key=turn)
+            places[kind] = place = places.get(kind, -1) + 1
+            below = group[of_kind[place]] if place < len(of_kind) else {}
             yield part, below, part.layer
             yield from self._places(part.layer, below, seen)
 
@@ -194,13 +194,15 @@ def _first(group: Any, *names: str) -> Any:
     return next((group[name] for name in names if name in group), {})
 
 
-def _holds_arrays(group: Any) -> bool:
+def holds_arrays(group: Any) -> bool:
+    """Whether there are arrays in a group of a `.keras` file."""
     return any(name == "vars" and len(group[name]) for name in group) or any(
-        _holds_arrays(group[name]) for name in group if name != "vars"
+        holds_arrays(group[name]) for name in group if name != "vars"
     )
 
 
-def _number(name: str) -> int:
+def turn(name: str) -> int:
+    """Returns the number that the name of a layer's group ends in, 0 if in none."""
     last = name.rpartition("_")[2]
     return int(last) if last.isdecimal() else 0
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from lossscale.errors import ArgumentError, LossScaleError, MissingPackageError, OldFileError
 from lossscale.migration.damage import first_line
+from lossscale.migration.keras_2_12 import rewrite
 from lossscale.migration.models import HDF5, ModelFile, saved_optimizer
 from lossscale.migration.restoring import Plan
 from lossscale.migration.saved import KERAS_3, OURS
@@ -80,12 +81,14 @@ def _keras_version(path: str) -> str:
 
 def _model(tf_keras: Any, file: ModelFile) -> Any:
     suffix = ".keras" if zipfile.is_zipfile(file.path) else ".h5"
+    of_2_12 = suffix == ".keras" and _keras_version(file.path).startswith("2.12.")
     try:
-        if Path(file.path).suffix == suffix:
+        if Path(file.path).suffix == suffix and not of_2_12:
             return tf_keras.models.load_model(file.path, compile=False)
         with tempfile.TemporaryDirectory() as folder:
             # tf_keras goes by the name, and the file may have any.
-            named = shutil.copyfile(file.path, Path(folder, f"model{suffix}"))
+            named = Path(folder, f"model{suffix}")
+            (rewrite if of_2_12 else shutil.copyfile)(file.path, named)
             return tf_keras.models.load_model(named, compile=False)
     except LossScaleError:
         raise
