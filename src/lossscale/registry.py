@@ -49,7 +49,7 @@ class Framework(NamedTuple):
 
     def module(self, name: str) -> Any:
         """Imports a module of the package."""
-        return importlib.import_module(f"{self.package}.{name}")
+        return _module(f"{self.package}.{name}")
 
     def serves(self, optimizer: Any) -> str | None:
         """Returns the name of the shell for an optimizer, None if it is of another framework."""
@@ -151,11 +151,15 @@ def _is_of_tf_keras(config: Any) -> bool:
     return "is_legacy_optimizer" in settings or "decay" in settings
 
 
+def _shell(framework: Framework, name: str) -> type[Any]:
+    shell: type[Any] = getattr(_module(framework.package), name)
+    return shell
+
+
 # Cached also because AutoGraph, in a function that is being traced, cannot translate an import.
 @functools.cache
-def _shell(framework: Framework, name: str) -> type[Any]:
-    shell: type[Any] = getattr(importlib.import_module(framework.package), name)
-    return shell
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
 
 
 def with_shells() -> list[Framework]:
