@@ -45,3 +45,18 @@ def test_a_scale_that_a_compiled_function_would_keep_is_still_an_error():
     step = jax.jit(lambda gradient: optimizer.apply([gradient], [variable]))
     with pytest.raises(lossscale.errors.UnsupportedError, match="must come in as an argument"):
         step(jnp.ones(2**14))
+
+
+@pytest.mark.parametrize("form", ["callable", "array"])
+@pytest.mark.parametrize("verb", ["minimize", "get_gradients", "get_updates"])
+def test_a_loss_of_variables_is_refused_with_what_to_do(verb, form):
+    variable = keras.Variable(np.ones(2, "float32"))
+    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0)
+    optimizer.build([variable])
+    loss = {"callable": lambda: jnp.sum(variable.value), "array": jnp.ones(())}[form]
+    variables = {"var_list" if verb == "minimize" else "params": [variable]}
+    state = [np.asarray(v.value) for v in optimizer.variables]
+    with pytest.raises(lossscale.errors.UnsupportedError, match=r"gradients .*are taken with jax"):
+        getattr(optimizer, verb)(loss=loss, **variables)
+    for before, after in zip(state, optimizer.variables, strict=True):
+        np.testing.assert_array_equal(before, after.value)
