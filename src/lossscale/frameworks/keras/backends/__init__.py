@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     _TORCH: Backend = torch
 
 
+# Cached also because AutoGraph, in a function that is being traced, cannot translate an import.
+@functools.cache
 def load() -> Backend:
     """Returns the module of Keras' backend."""
     name = keras.backend.backend()
