@@ -34,8 +34,8 @@ def register() -> None:
         saving = getattr(root, "saving", None)
         if saving is None:
             continue
-        # The classes themselves pick the shell, so that none is imported for this.
-        classes = (LossScaleOptimizer, experimental.LossScaleOptimizer)
+        plain = _reader(LossScaleOptimizer, framework)
+        classes = (plain, _reader(experimental.LossScaleOptimizer, framework))
         for name, cls in zip(("lossscale", "lossscale.experimental"), classes, strict=True):
             if saving.get_registered_object(f"{name}>LossScaleOptimizer") is None:
                 saving.register_keras_serializable(package=name, name="LossScaleOptimizer")(cls)
@@ -43,7 +43,22 @@ def register() -> None:
             known = saving.get_custom_objects()
             for name in OPTIMIZER_NAMES:
                 # One that somebody else has registered stays theirs.
-                known.setdefault(name, LossScaleOptimizer)
+                known.setdefault(name, plain)
+
+
+@functools.cache
+def _reader(cls: type[LossScaleOptimizer], framework: registry.Framework) -> type[Any]:
+    """Returns a class to register for `cls`: what it reads is wrapped by the framework's shell.
+
+    Its shell is imported when something is read.
+    """
+
+    def from_config(
+        config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> LossScaleOptimizer:
+        return cls._from_config(registry.first_shell(framework), config, custom_objects)
+
+    return type(cls.__name__, (cls,), {"from_config": staticmethod(from_config)})
 
 
 class _AfterImport:

@@ -108,7 +108,14 @@ class LossScaleOptimizer(OptimizerMembers):
             >>> lossscale.LossScaleOptimizer.from_config(optimizer.get_config()).initial_scale
             8.0
         """
-        shell: Any = cls if cls._framework else registry.default_shell(config)
+        shell = cls if cls._framework else registry.default_shell(config)
+        return cls._from_config(shell, config, custom_objects)
+
+    @classmethod
+    def _from_config(
+        cls, shell: Any, config: dict[str, Any], custom_objects: dict[str, Any] | None
+    ) -> LossScaleOptimizer:
+        """Creates an optimizer with the inner optimizer that this shell makes."""
         rules = shell._with_class_named(config.get("rule"), custom_objects)
         inner, arguments = arguments_from_config(config, rules)
         return cls(shell._inner_from_config(inner, custom_objects), **arguments)

@@ -137,7 +137,11 @@ def default_shell(config: Any = None) -> type[Any]:
     older = _TF_KERAS.loaded_root() is not None and (
         legacy or _KERAS.loaded_root() is None or _is_of_tf_keras(config)
     )
-    framework = _TF_KERAS if older else _KERAS
+    return first_shell(_TF_KERAS if older else _KERAS)
+
+
+def first_shell(framework: Framework) -> type[Any]:
+    """Returns the shell that reads configurations of a framework."""
     return _shell(framework, framework.shells[0][1])
 
 

@@ -337,7 +337,7 @@ STEPS = [
         _TF_KERAS,
         TF_KERAS,
     ),
-    Mutant(_STEP_TF_KERAS, "else [self._state.update(finite)]", "else []", _TF_KERAS, TF_KERAS),
+    Mutant(_STEP_TF_KERAS, "else [self._state.update(seen)]", "else []", _TF_KERAS, TF_KERAS),
     Mutant(
         _STEP_TF_KERAS,
         "done.append(self._last_step_skipped.assign(skipped, read_value=False))",
@@ -381,8 +381,8 @@ SAVED = [
     ),
     Mutant(
         "frameworks/tf_keras/persistence.py",
-        "self._rule.restored(self._state._first._replace(**read))",
-        "self._state._first._replace(**read)",
+        "self._rule.restored(state._first._replace(**read))",
+        "state._first._replace(**read)",
         ("tests/frameworks/tf_keras/test_files.py", "-k", "outside_the_limits"),
         TF_KERAS,
     ),

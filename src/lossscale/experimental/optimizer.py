@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from lossscale import optimizer, registry
+from lossscale import optimizer
 from lossscale.arguments import arguments_from_config, rule_from_arguments
 from lossscale.errors import UnsupportedError
 from lossscale.experimental.loss_scale import (
@@ -102,16 +102,9 @@ class LossScaleOptimizer(_Base):
         return {**name, "optimizer": config["inner_optimizer"], "loss_scale": described}
 
     @classmethod
-    def from_config(
-        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    def _from_config(
+        cls, shell: Any, config: dict[str, Any], custom_objects: dict[str, Any] | None
     ) -> Any:
-        """Creates an optimizer from its configuration, with no saved state.
-
-        Args:
-            config: A dictionary from `get_config`; it is not changed.
-            custom_objects: Classes that the configuration names, by class name.
-        """
-        shell: Any = cls if cls._framework else registry.default_shell(config)
         if "loss_scale" in config:
             inner, name = config.get("optimizer"), config.get("name")
             described = config["loss_scale"]
