@@ -65,6 +65,12 @@ _COUNTERS = (
     "-k",
     "iterations or counter or number_of_steps",
 )
+_HANDOVER = (
+    "tests/frameworks/keras/test_handover.py",
+    TRAINING,
+    "-k",
+    "handover or wherever or alternate or warn",
+)
 
 
 def _fast(shell: str) -> tuple[str, ...]:
@@ -203,7 +209,13 @@ ARRAYS = [
     ),
     Mutant(_ENGINE_JAX, "    elif bool(finite):\n", "    else:\n", _JAX_EAGER, JAX),
     Mutant(_ENGINE_TORCH, "may_grow = not state.scale >= 1.0", "may_grow = False", _TORCH, TORCH),
-    Mutant(_ENGINE_TORCH, "gradient.clone()", "gradient", ("tests/backends/test_loops.py",), TORCH),
+    Mutant(
+        _ENGINE_TORCH,
+        "torch._foreach_copy_(copies, list(gradients))\n    return copies",
+        "return list(gradients)",
+        ("tests/backends/test_loops.py",),
+        TORCH,
+    ),
     Mutant(
         _ENGINE_TORCH,
         "found + torch.logical_not(finite_check.all_finite(others)).to(found)",
@@ -213,18 +225,17 @@ ARRAYS = [
     ),
     Mutant(
         _MARKS,
-        'return kind == "scaled"',
-        "return True",
-        _documented("tape_sequence or apply_gradients"),
+        "self._marks[replica] = _Mark(losses, place)",
+        "self._marks[replica] = _Mark(1, place)",
+        _HANDOVER,
     ),
+    Mutant(_MARKS, "mark.unscaled = max(mark.unscaled - len(variables), 0)", "pass", _HANDOVER),
+    Mutant(_MARKS, "mark.at_home.add(kind)", "pass", _HANDOVER),
     Mutant(
         _MARKS,
-        "self._marks.pop(replica, None)",
-        "self._marks.get(replica)",
-        (TRAINING, "-k", "one_step_only or warning or warn_once"),
-    ),
-    Mutant(
-        _MARKS, "self._made_in_a_trace.add(kind)", "pass", (TRAINING, "-k", "wherever_they_run")
+        "self._traced.setdefault(id(variable), (variable, set()))[1].add(what)",
+        "pass",
+        _HANDOVER,
     ),
 ]
 
@@ -258,15 +269,15 @@ STEPS = [
     ),
     Mutant(
         _VERBS,
-        "self._step(gradients, variables, scaled=True)",
-        "self._step(gradients, variables, scaled=False)",
+        "given if kept is None else unscaled",
+        "given",
         _documented("minimize"),
     ),
     Mutant(
         _VERBS,
-        "self._step(gradients, variables, scaled=False)",
-        "self._step(gradients, variables, scaled=True)",
-        _documented("get_updates"),
+        "self._convention.note_all_unscaled(place)",
+        "pass",
+        ("tests/frameworks/keras/test_subclasses.py", "tests/frameworks/keras/test_handover.py"),
     ),
     Mutant(
         _VERBS,
@@ -326,8 +337,8 @@ SAVED = [
     ),
     Mutant(
         _SAVING,
-        'hidden = {"inner_optimizer", "get_slot_names"}',
-        'hidden = {"get_slot_names"}',
+        '"inner_optimizer", "_inner_parts", "get_slot_names"}',
+        '"_inner_parts", "get_slot_names"}',
         ("tests/backends/test_files.py", "-k", "plain_optimizer"),
     ),
     Mutant(_SAVING, "            store[name] = value\n", "            pass\n", _EAGER),
