@@ -26,12 +26,12 @@ TORCH = {"KERAS_BACKEND": "torch"}
 
 # What the TensorFlow process runs in parts; one more job takes all that is in none of them.
 PARTS = (
-    "tests/conformance",
     "tests/frameworks/keras",
-    "tests/cli",
     "tests/backends",
-    "tests/documents",
+    "tests/conformance",
     "tests/migration",
+    "tests/documents",
+    "tests/cli",
 )
 
 
@@ -62,9 +62,10 @@ _TORCH = Job("torch", TORCH, ("tests/conformance", "tests/backends"))
 
 # By the time they take, longest first: what starts last is then short, and no core waits for long.
 ALL = (
+    _part(PARTS[0]),
     _JAX,
     _REST,
-    *(_part(path) for path in PARTS[:2]),
+    _part(PARTS[1]),
     _TF_KERAS_ROWS,
     *(_part(path) for path in PARTS[2:]),
     _TF_KERAS_OWN,
