@@ -111,14 +111,20 @@ def run_backend(backend: str, words: list[str]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", help="only the mutants of this one, in this very process")
+    parser.add_argument(
+        "--backend", choices=sorted({m.backend for m in ALL}), help="only the mutants of this one"
+    )
+    # What this program calls itself with, once the environment is that of the backend.
+    parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help="only mutants of files whose path has all these")
     arguments = parser.parse_args()
-    if arguments.backend:
+    if arguments.in_this_process:
         return 1 if run_backend(arguments.backend, arguments.words) else 0
     status = 0
-    for backend in dict.fromkeys(mutant.backend for mutant in ALL):
-        command = [sys.executable, __file__, "--backend", backend, *arguments.words]
+    backends = dict.fromkeys(mutant.backend for mutant in ALL)
+    for backend in [arguments.backend] if arguments.backend else backends:
+        command = [sys.executable, __file__, "--in-this-process", "--backend", backend]
+        command += arguments.words
         status |= subprocess.run(command, env=environment(backend), check=False).returncode
     return status
 
