@@ -81,13 +81,6 @@ class State:
         after = self.rule.update(before, seen, xp=_NAMESPACE)
         return None if after is before else self.write(after)
 
-    def restore(self, values: Mapping[str, Any]) -> ScaleState:
-        """Sets the state from numbers of a file, made valid for the rule; returns it."""
-        known = {field: value for field, value in values.items() if field in self.variables}
-        valid = self.rule.restored(self._first._replace(**known))
-        self.write(valid)
-        return valid
-
 
 class LossScaleNode(tf.__internal__.tracking.Trackable):
     """The child `loss_scale` of an optimizer in a checkpoint.
