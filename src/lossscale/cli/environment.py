@@ -42,8 +42,8 @@ class Shell(NamedTuple):
 
 SHELLS = (
     Shell("Keras 3 on TensorFlow", ("keras", "tensorflow"), "tensorflow"),
-    Shell("Keras 3 on JAX", ("keras", "jax"), "jax"),
-    Shell("Keras 3 on PyTorch", ("keras", "torch"), "torch"),
+    Shell("Keras 3 on JAX", ("keras", "jax"), "keras,jax"),
+    Shell("Keras 3 on PyTorch", ("keras", "torch"), "keras,torch"),
     Shell("Keras 2 (tf_keras)", ("tf_keras", "tensorflow"), "tf_keras"),
 )
 
