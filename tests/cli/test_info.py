@@ -59,7 +59,9 @@ def test_a_machine_with_nothing(monkeypatch, capsys):
     installed(monkeypatch)
     report = found(capsys)
     assert [shell["available"] for shell in report["shells"]] == [False] * 4
-    assert report["shells"][1]["reason"] == ('keras is not installed: pip install "lossscale[keras,jax]"')
+    assert report["shells"][1]["reason"] == (
+        'keras is not installed: pip install "lossscale[keras,jax]"'
+    )
     assert main(["info"]) == 0
     out = capsys.readouterr().out
     assert "tensorflow  -" in out
