@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from lossscale import registry
@@ -29,6 +28,7 @@ from lossscale.diagnostics.exponents import (
     table_of,
 )
 from lossscale.diagnostics.formats import NumberFormat, number_format
+from lossscale.diagnostics.json_forms import Conversion, JsonForm
 from lossscale.errors import ArgumentError, ArgumentTypeError
 
 
@@ -519,7 +519,7 @@ class GradientHistogram:
             >>> GradientHistogram.from_array([1.0, 0.0]).to_json()
             '{"bins": [[0, 1, 0]], "zeros": 1, "infs": 0, "nans": 0, "amax": 1.0}'
         """
-        return json.dumps(self.to_dict())
+        return _FORM.text(self)
 
     @classmethod
     def from_json(cls, text: str) -> GradientHistogram:
@@ -533,15 +533,11 @@ class GradientHistogram:
             >>> GradientHistogram.from_json(histogram.to_json()) == histogram
             True
         """
-        try:
-            read = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ArgumentError(f"Not the JSON of a histogram: {error}.") from None
-        return cls.from_dict(read)
+        return _FORM.from_text(text)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what `to_json` writes, as a dictionary of lists and numbers."""
-        return {**dataclasses.asdict(self), "bins": [list(bin) for bin in self.bins]}
+        return _FORM.write(self)
 
     @classmethod
     def from_dict(cls, read: Any) -> GradientHistogram:
@@ -550,16 +546,7 @@ class GradientHistogram:
         Raises:
             ArgumentError: If it does not describe one. It is a `ValueError`.
         """
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(read, Mapping) or set(read) != names:
-            raise ArgumentError(
-                f"The JSON of a histogram must be an object with the keys {sorted(names)}. "
-                f"Received: {sorted(read) if isinstance(read, Mapping) else read!r}."
-            )
-        try:
-            return cls(**{**read, "bins": tuple(ExponentBin(*bin) for bin in read["bins"])})
-        except TypeError as error:
-            raise ArgumentError(f"Not the JSON of a histogram: {error}.") from None
+        return _FORM.read(read)
 
     def _share_below(
         self, edge: float, *, tie: bool, of: Callable[[ExponentBin, int], float]
@@ -589,6 +576,19 @@ class GradientHistogram:
             key=lambda number: math.fsum(masses[:number]) / whole,
         )
         return self.bins[number].exponent
+
+
+_FORM = JsonForm(
+    cls=GradientHistogram,
+    what="a histogram",
+    subject="the JSON of a histogram",
+    conversions={
+        "bins": Conversion(
+            lambda bins: [list(bin) for bin in bins],
+            lambda bins: tuple(ExponentBin(*bin) for bin in bins),
+        )
+    },
+)
 
 
 def middle_scale(lowest: float, highest: float) -> float | None:

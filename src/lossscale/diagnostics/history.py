@@ -16,15 +16,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import json
 import os
 import platform
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from types import TracebackType
-from typing import Any, Literal, NoReturn, TextIO
+from typing import Any, Literal, TextIO
 
+from lossscale.diagnostics.json_forms import Conversion, FormatVersion, JsonForm, json_text, parsed
 from lossscale.diagnostics.records import SkipReason, StepRecord
 from lossscale.diagnostics.skips import SkipCounter, at_lowest, check_order, lowest_scale
 from lossscale.errors import ArgumentError
@@ -85,12 +85,7 @@ class HistoryHeader:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the header as a dictionary of strict JSON."""
-        return {
-            "lossscale_history": FORMAT_VERSION,
-            "rule": dict(self.rule),
-            "versions": dict(self.versions),
-            "started": self.started,
-        }
+        return _FORM.write(self)
 
     @classmethod
     def from_json(cls, line: Any) -> HistoryHeader:
@@ -99,31 +94,7 @@ class HistoryHeader:
         Raises:
             ArgumentError: If it is no such dictionary; the message says what is wrong with it.
         """
-        version = line.get("lossscale_history") if isinstance(line, dict) else None
-        if version is None:
-            raise ArgumentError(
-                'a history starts with a JSON object that has "lossscale_history"; this does not'
-            )
-        if version != FORMAT_VERSION:
-            raise ArgumentError(
-                f"this is a history of format {version!r}, and only format {FORMAT_VERSION} can "
-                "be read: a newer lossscale may read it"
-            )
-        header = {name: value for name, value in line.items() if name != "lossscale_history"}
-        rule, versions = header.get("rule"), header.get("versions")
-        if not (
-            set(header) == {field.name for field in dataclasses.fields(cls)}
-            and isinstance(rule, dict)
-            and isinstance(rule.get("class_name"), str)
-            and isinstance(rule.get("config"), dict)
-            and isinstance(versions, dict)
-            and isinstance(header["started"], str)
-        ):
-            raise ArgumentError(
-                "the first line must have `rule` with `class_name` and `config`, `versions` and "
-                f"`started`. Received: {line!r}"
-            )
-        found = cls(**header)
+        found = _FORM.read(line)
         try:
             found.scale_rule()
         except (TypeError, ValueError) as error:
@@ -131,11 +102,43 @@ class HistoryHeader:
         return found
 
 
+def _read_rule(found: Any) -> dict[str, Any]:
+    if not (
+        isinstance(found, dict)
+        and isinstance(found.get("class_name"), str)
+        and isinstance(found.get("config"), dict)
+    ):
+        raise TypeError(f"`rule` must be an object with `class_name` and `config`, not {found!r}")
+    return found
+
+
+def _read_versions(found: Any) -> dict[str, str]:
+    if not isinstance(found, dict):
+        raise TypeError(f"`versions` must be an object, not {found!r}")
+    return found
+
+
+def _read_started(found: Any) -> str:
+    if not isinstance(found, str):
+        raise TypeError(f"`started` must be a text, not {found!r}")
+    return found
+
+
+_FORM = JsonForm(
+    cls=HistoryHeader,
+    what="a history",
+    subject="the first line",
+    conversions={
+        "rule": Conversion(dict, _read_rule),
+        "versions": Conversion(dict, _read_versions),
+        "started": Conversion(str, _read_started),
+    },
+    version=FormatVersion("lossscale_history", FORMAT_VERSION, begins="a history starts with"),
+)
+
+
 def _line(value: dict[str, Any]) -> str:
-    try:
-        return json.dumps(value, allow_nan=False, separators=(",", ":")) + "\n"
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"This cannot be written as strict JSON: {error}.") from error
+    return json_text(value, separators=(",", ":")) + "\n"
 
 
 class HistoryWriter:
@@ -247,7 +250,7 @@ def _whole_lines(path: str | os.PathLike[str]) -> tuple[int, bool]:
     if line.endswith(b"\n"):
         return end, False
     try:
-        _parsed(line)
+        parsed(line)
     except ValueError:
         return end - len(line), False
     return end, True
@@ -339,7 +342,7 @@ class TrainingHistory:
             resumed, size = False, len(first)
             for number, line in enumerate(file, start=2):
                 try:
-                    value = _parsed(line)
+                    value = parsed(line)
                     if isinstance(value, dict) and "lossscale_history" in value:
                         history.header, resumed = HistoryHeader.from_json(value), True
                         continue
@@ -456,19 +459,9 @@ class TrainingHistory:
         }
 
 
-def _parsed(line: bytes) -> Any:
-    def refuse(constant: str) -> NoReturn:
-        raise ArgumentError(f"{constant} is no JSON")
-
-    try:
-        return json.loads(line.decode("utf-8"), parse_constant=refuse)
-    except RecursionError as error:
-        raise ArgumentError("the brackets are nested too deep") from error
-
-
 def _parsed_header(line: bytes, name: str) -> HistoryHeader:
     try:
-        value = _parsed(line)
+        value = parsed(line)
     except ValueError as error:
         raise ArgumentError(
             f"{name}: this is no history of a training run: its first line is no JSON ({error})."

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
 from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.diagnostics.histogram import GradientHistogram, middle_scale
+from lossscale.diagnostics.json_forms import Conversion, FormatVersion, JsonForm, json_text
 from lossscale.diagnostics.powers import power_of_two
 from lossscale.diagnostics.verdict import Judgement, Thresholds, Verdict, judge, share
-from lossscale.errors import ArgumentError
-
-_JSON_VERSION = 1
 
 
 class TensorKind(enum.StrEnum):
@@ -393,23 +390,24 @@ class GradientReport:
         What follows from the measurement, such as the verdict and its reason, is written too, for
         other programs, and not read.
         """
-        return json.dumps(self.to_dict(), allow_nan=False)
+        return json_text(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what `to_json` writes, as a dictionary of lists, texts and numbers."""
         lowest, highest = self.suitable_scales
         verdicts = {tensor.name: tensor.verdict for tensor in self.tensors}
         return {
-            "lossscale_report": _JSON_VERSION,
+            "lossscale_report": _FORMAT.number,
             "verdict": str(self.verdict),
             "reason": self.reason,
             "recommended_scale": self.recommended_scale,
             "suitable_scales": [lowest, highest] if 0 < lowest <= highest < math.inf else None,
             "worst": self.worst.name if self.worst else None,
-            **{name: getattr(self, name) for name in _PLAIN_FIELDS},
-            "blind": list(self.blind),
-            "thresholds": dataclasses.asdict(self.thresholds),
-            "ranges": [_range_to_dict(tensor, verdicts[tensor.name]) for tensor in self.ranges],
+            **_FORM.write(self),
+            "ranges": [
+                {**_RANGE_FORM.write(tensor), "verdict": str(verdicts[tensor.name])}
+                for tensor in self.ranges
+            ],
         }
 
     @classmethod
@@ -424,28 +422,36 @@ class GradientReport:
             >>> GradientReport.from_json(report.to_json()) == report
             True
         """
-        try:
-            read = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ArgumentError(f"Not the JSON of a report: {error}.") from None
-        if not isinstance(read, Mapping) or read.get("lossscale_report") != _JSON_VERSION:
-            raise ArgumentError(
-                f'The JSON of a report must have "lossscale_report": {_JSON_VERSION}. '
-                f"Received: {text[:60]!r}."
-            )
-        try:
-            return cls(
-                **{name: read[name] for name in _PLAIN_FIELDS},
-                blind=tuple(read["blind"]),
-                thresholds=Thresholds(**read["thresholds"]),
-                ranges=tuple(_range_from_dict(found) for found in read["ranges"]),
-            )
-        except (KeyError, TypeError) as error:
-            raise ArgumentError(f"Not the JSON of a report: {error!r}.") from None
+        return _FORM.from_text(text)
 
 
+_FORMAT = FormatVersion("lossscale_report", 1, begins="the JSON of a report is")
 _RANGE_FIELDS = dataclasses.fields(TensorRange)
-_PLAIN_FIELDS = ("model", "framework", "policy", "measured_in", "batches", "samples", "format")
+_RANGE_FORM = JsonForm(
+    cls=TensorRange,
+    what="a gradient of a report",
+    subject="each of `ranges`",
+    conversions={
+        "kind": Conversion(str, TensorKind),
+        "histogram": Conversion(GradientHistogram.to_dict, GradientHistogram.from_dict),
+    },
+    ignores=True,
+)
+_FORM = JsonForm(
+    cls=GradientReport,
+    what="a report",
+    subject="the JSON of a report",
+    conversions={
+        "ranges": Conversion(
+            lambda ranges: [_RANGE_FORM.write(tensor) for tensor in ranges],
+            lambda ranges: tuple(_RANGE_FORM.read(tensor) for tensor in ranges),
+        ),
+        "blind": Conversion(list, tuple),
+        "thresholds": Conversion(dataclasses.asdict, lambda found: Thresholds(**found)),
+    },
+    version=_FORMAT,
+    ignores=True,
+)
 _RECOMMENDED = Verdict.RECOMMENDED.severity
 
 
@@ -460,25 +466,6 @@ def _badness(tensor: JudgedTensor) -> tuple[float, ...]:
 
 def _merged(tensors: Iterable[TensorRange], kinds: set[TensorKind]) -> GradientHistogram:
     return GradientHistogram.merge(t.histogram for t in tensors if t.kind in kinds)
-
-
-def _range_to_dict(tensor: TensorRange, verdict: Verdict) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "layer": tensor.layer,
-        "kind": str(tensor.kind),
-        "verdict": str(verdict),
-        "histogram": tensor.histogram.to_dict(),
-    }
-
-
-def _range_from_dict(found: Mapping[str, Any]) -> TensorRange:
-    return TensorRange(
-        name=found["name"],
-        layer=found["layer"],
-        kind=TensorKind(found["kind"]),
-        histogram=GradientHistogram.from_dict(found["histogram"]),
-    )
 
 
 def _counted(number: int, one: str, several: str) -> str:
