@@ -8,7 +8,8 @@ from typing import Any
 from lossscale.checks import checked_count
 from lossscale.diagnostics.formats import number_format
 from lossscale.diagnostics.histogram import GradientHistogram
-from lossscale.diagnostics.report import GradientReport, TensorKind
+from lossscale.diagnostics.report import GradientReport
+from lossscale.diagnostics.tensor_ranges import TensorKind
 from lossscale.errors import ArgumentError
 from lossscale.plots.labels import Range, legend_below, shortened, write_above
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from lossscale.callbacks import LossScaleMonitor, Settings
 from lossscale.diagnostics.alarms import Alarms, float16_without_scaling
-from lossscale.diagnostics.history import HistoryHeader
+from lossscale.diagnostics.history_header import HistoryHeader
 from lossscale.diagnostics.recorder import RunRecorder
 from lossscale.diagnostics.records import StepRecord
 from lossscale.diagnostics.skips import skip_reason
