@@ -5,8 +5,17 @@ from lossscale.diagnostics.alarms import AlarmKind as AlarmKind
 from lossscale.diagnostics.alarms import Alarms as Alarms
 from lossscale.diagnostics.alarms import float16_without_scaling as float16_without_scaling
 from lossscale.diagnostics.bins import ExponentBin as ExponentBin
+from lossscale.diagnostics.deviation import Deviation as Deviation
+from lossscale.diagnostics.deviation import deviation as deviation
 from lossscale.diagnostics.drift import critical_probability as critical_probability
 from lossscale.diagnostics.drift import expected_drift as expected_drift
+from lossscale.diagnostics.fidelity import Fidelity as Fidelity
+from lossscale.diagnostics.fidelity import JudgedVariable as JudgedVariable
+from lossscale.diagnostics.fidelity import LayerFidelity as LayerFidelity
+from lossscale.diagnostics.fidelity import VariableFidelity as VariableFidelity
+from lossscale.diagnostics.fidelity_meter import FidelityMeter as FidelityMeter
+from lossscale.diagnostics.fidelity_meter import Gradients as Gradients
+from lossscale.diagnostics.fidelity_meter import fidelity_at as fidelity_at
 from lossscale.diagnostics.flushing import share_flushed as share_flushed
 from lossscale.diagnostics.flushing import share_zeroed as share_zeroed
 from lossscale.diagnostics.formats import BFLOAT16 as BFLOAT16

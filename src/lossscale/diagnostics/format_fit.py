@@ -50,6 +50,7 @@ class FormatFit:
             ArgumentError: If the format is not known or the scale no positive number.
 
         Example:
+            >>> from lossscale.diagnostics import GradientHistogram
             >>> GradientHistogram.from_array([0.0, 2.0**-26, 1.0]).flushed_count("float16")
             0.5
         """
@@ -74,6 +75,7 @@ class FormatFit:
             ArgumentError: If the format is not known or the scale no positive number.
 
         Example:
+            >>> from lossscale.diagnostics import GradientHistogram
             >>> GradientHistogram.from_array([2.0**-26, 3 * 2.0**-26]).flushed_mass("float16")
             0.25
         """
@@ -95,6 +97,7 @@ class FormatFit:
             ArgumentError: If the format is not known or the scale no positive number.
 
         Example:
+            >>> from lossscale.diagnostics import GradientHistogram
             >>> GradientHistogram.from_array([2.0**-20, 3 * 2.0**-20]).subnormal_mass("float16")
             1.0
         """
@@ -120,6 +123,7 @@ class FormatFit:
             ArgumentError: If the format is not known or the scale no positive number.
 
         Example:
+            >>> from lossscale.diagnostics import GradientHistogram
             >>> GradientHistogram.from_array([1.0, 65519.0, 65536.0]).overflow_count("float16")
             1
         """
@@ -145,6 +149,7 @@ class FormatFit:
             ArgumentError: If the format is not known or the scale no positive number.
 
         Example:
+            >>> from lossscale.diagnostics import GradientHistogram
             >>> GradientHistogram.from_array([-8.0]).headroom_bits("float8_e4m3fn", scale=29.0)
             1.0
         """
@@ -170,6 +175,7 @@ class FormatFit:
             ArgumentError: If the format is not known or the share not from 0 up to below 1.
 
         Example:
+            >>> from lossscale.diagnostics import GradientHistogram
             >>> GradientHistogram.from_array([1.5 * 2.0**-30, 2.0**-29]).min_scale("float16")
             32.0
         """
@@ -201,6 +207,7 @@ class FormatFit:
             ArgumentError: If the format is not known, the margin negative or `summands` below 1.
 
         Example:
+            >>> from lossscale.diagnostics import GradientHistogram
             >>> GradientHistogram.from_array([1.0]).max_scale("float16", margin=0) == 2.0**15
             True
             >>> GradientHistogram.from_array([1.0]).max_scale("float16", summands=8) == 2.0**10
@@ -249,6 +256,7 @@ class FormatFit:
             ArgumentError: If an argument cannot be used.
 
         Example:
+            >>> from lossscale.diagnostics import GradientHistogram
             >>> histogram = GradientHistogram.from_array([1e-9, 1e-7, 1e-5])
             >>> histogram.min_scale("float16"), histogram.max_scale("float16") == 2.0**30
             (0.5, True)
@@ -276,6 +284,7 @@ class FormatFit:
             ArgumentError: If the share is not from 0 up to below 1.
 
         Example:
+            >>> from lossscale.diagnostics import GradientHistogram
             >>> GradientHistogram.from_array([1e-30, 0.25, 8.0]).range_bits()
             5.0
         """
@@ -321,6 +330,7 @@ def middle_scale(lowest: float, highest: float) -> float | None:
         highest: The largest.
 
     Example:
+        >>> from lossscale.diagnostics import GradientHistogram
         >>> middle_scale(1.0, 2.0**5), middle_scale(2.0, 2.0), middle_scale(2.0, 1.0)
         (4.0, 2.0, None)
     """
