@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.packages import PACKAGES, is_installed, lacking_for_keras, not_installed
 
 
 class Framework(NamedTuple):
@@ -163,7 +164,21 @@ def _shell(framework: Framework, name: str) -> type[Any]:
 # Cached also because AutoGraph, in a function that is being traced, cannot translate an import.
 @functools.cache
 def _module(name: str) -> Any:
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name in PACKAGES:
+            raise not_installed(_lacking(name, error.name)) from error
+        raise
+
+
+def _lacking(module: str, found: str) -> list[str]:
+    """What to install where a module lacks a package; others are named that it lacks as well."""
+    if found == "keras":
+        return lacking_for_keras()
+    if module.startswith(_TF_KERAS.package):
+        return [name for name in ("tf_keras", "tensorflow") if not is_installed(name)]
+    return [found]
 
 
 def with_shells() -> list[Framework]:

@@ -24,6 +24,7 @@ from lossscale.diagnostics.exponents import (
 from lossscale.diagnostics.format_fit import FormatFit
 from lossscale.diagnostics.json_forms import Conversion, JsonForm
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.packages import require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +109,7 @@ class GradientHistogram(FormatFit):
             >>> histogram.size, histogram.zeros, histogram.infs, histogram.amax
             (5, 1, 1, 8.0)
         """
+        require("numpy")
         import numpy as np
 
         package = type(values).__module__.partition(".")[0]
@@ -140,6 +142,7 @@ class GradientHistogram(FormatFit):
             >>> GradientHistogram.from_table(table_of(np.float32([4.0, 6.0]))).mass
             10.0
         """
+        require("numpy")
         import numpy as np
 
         counts = np.asarray(table.counts).tolist()
