@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 
 # Imported when they are first asked for, because of what they import.
 _SUBMODULES = frozenset(
-    {"callbacks", "cli", "demo", "diagnostics", "frameworks", "migration", "plots"}
+    {"callbacks", "cli", "demo", "diagnostics", "frameworks", "migration", "plots", "torch"}
 )
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lossscale import frameworks as frameworks
     from lossscale import migration as migration
     from lossscale import plots as plots
+    from lossscale import torch as torch
 else:
 
     def __getattr__(name: str) -> Any:
