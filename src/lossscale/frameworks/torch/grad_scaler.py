@@ -14,12 +14,12 @@ from lossscale.checks import checked_truth
 from lossscale.errors import CallOrderError, LossScaleWarning, ScalerArgumentError
 from lossscale.frameworks.torch import scaler_steps
 from lossscale.frameworks.torch.finite import all_finite
+from lossscale.frameworks.torch.gradients import gradients_of, look_and_multiply_
 from lossscale.frameworks.torch.outputs import first_tensor, held, scaled_nest
 from lossscale.frameworks.torch.ranks import agreed, groups_of
 from lossscale.frameworks.torch.scaler_arguments import DEFAULTS, new_scale_of, rule_of_a_scaler
 from lossscale.frameworks.torch.scaler_scale import shown
 from lossscale.frameworks.torch.scaler_skips import SkipsOfScaler
-from lossscale.frameworks.torch.unscaling import multiply_, parts_of, unscale_
 from lossscale.rules import ScaleRule
 
 _READY, _UNSCALED, _STEPPED = OptState.READY, OptState.UNSCALED, OptState.STEPPED
@@ -182,13 +182,14 @@ class GradScaler(SkipsOfScaler):
     ) -> dict[Any, Any]:
         parameters = scaler_steps.flat(optimizer.param_groups)
         with torch.no_grad():
-            parts = parts_of(parameters, allow_float16=allow_fp16)
+            given = gradients_of(parameters, False, allow_float16=allow_fp16)
             if not self._rule.checks_gradients:
-                multiply_(parts, inv_scale)
+                for group in given.groups:
+                    torch._foreach_mul_(group, inv_scale.to(group[0].device))
                 return {}
             on_host = inv_scale.device.type == "cpu"
             above_one = inv_scale.item() > 1 if on_host else self.get_scale() < 1
-            by_device = unscale_(parts, found_inf, inv_scale, look_again=above_one)
+            by_device = _unscale_(given.groups, found_inf, inv_scale, look_again=above_one)
             groups = groups_of(scaler_steps.spread(parameters), self._process_group)
             return self._agreed(found_inf, by_device, groups) if groups else by_device
 
@@ -356,3 +357,21 @@ class GradScaler(SkipsOfScaler):
         memo[id(self._process_group)] = self._process_group
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return made
+
+
+def _unscale_(groups: Any, found: Any, inverse: Any, *, look_again: bool) -> dict[Any, Any]:
+    """Multiplies groups of tensors in place; returns what was found, by device.
+
+    PyTorch's kernel looks at a number before it multiplies it. A factor above 1 can make it
+    infinite, so then it looks again.
+    """
+    by_device: dict[Any, Any] = {}
+    for group in groups:
+        device = group[0].device
+        if device not in by_device:
+            by_device[device] = found if device == found.device else found.to(device)
+        factor = inverse.to(device)
+        look_and_multiply_(group, by_device[device], factor)
+        if look_again:
+            look_and_multiply_(group, by_device[device], torch.ones_like(factor))
+    return by_device

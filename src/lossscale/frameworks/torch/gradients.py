@@ -45,12 +45,15 @@ class Gradients:
         return self.groups[0][0].device if self.groups else torch.device("cpu")
 
 
-def gradients_of(parameters: Sequence[Any], one_device: bool) -> Gradients:
+def gradients_of(
+    parameters: Sequence[Any], one_device: bool, *, allow_float16: bool = False
+) -> Gradients:
     """Returns the gradients of parameters, ready to be changed in place.
 
     Args:
         parameters: The parameters, with a `.grad` each, which may be None.
         one_device: Whether all of them are known to be on one device.
+        allow_float16: Whether some may be in float16: to be looked at, and not divided.
 
     Raises:
         GradientsError: If one is in float16, where dividing it would flush it to zero. It is a
@@ -67,21 +70,28 @@ def gradients_of(parameters: Sequence[Any], one_device: bool) -> Gradients:
         same = same and set(map(_layout, given)) == _DENSE
         if same and (one_device or len(set(map(_device, given))) == 1):
             return Gradients(given, [given])
-    return Gradients(given, _grouped(_numbers(parameters)))
+    return Gradients(given, _grouped(_numbers(parameters, allow_float16)))
 
 
-def _numbers(parameters: Sequence[Any]) -> list[Any]:
+def _numbers(parameters: Sequence[Any], allow_float16: bool) -> list[Any]:
     """The dense real tensors that gradients are stored in."""
+    narrow = () if allow_float16 else (torch.float16, torch.complex32)
     for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.dtype in (torch.float16, torch.complex32):
+        if parameter.grad is not None and parameter.grad.dtype in narrow:
             _check_can_be_widened(parameter)
     found = []
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
             continue
-        if gradient.dtype in (torch.float16, torch.complex32):
+        if gradient.dtype in narrow:
             parameter.grad = gradient = gradient.to(parameter.dtype)
+        if gradient.layout == torch.sparse_coo and (
+            gradient.dtype == torch.float16 or _shares_elements(gradient._values())
+        ):
+            # The sum of values with one index can overflow in float16 where no value does. And
+            # values that are one element of memory cannot be divided one after the other.
+            parameter.grad = gradient = gradient.coalesce()
         values = ranks.local(gradient.detach())
         if values.layout != torch.strided:
             values = values._values() if values.layout == torch.sparse_coo else values.values()
@@ -94,6 +104,13 @@ def _numbers(parameters: Sequence[Any]) -> list[Any]:
         if values.is_floating_point() and values.numel():
             found.append(values)
     return found
+
+
+def _shares_elements(values: Any) -> bool:
+    """Whether an element of memory is several elements of a tensor."""
+    return any(
+        step == 0 and size > 1 for size, step in zip(values.shape, values.stride(), strict=True)
+    )
 
 
 def _check_can_be_widened(parameter: Any) -> None:
@@ -139,10 +156,10 @@ def unscale_(gradients: Gradients, factors: Any, powers_of_two: bool) -> Any:
         if found is None or here.found is not found:
             here.found.zero_()
         if powers_of_two:
-            _look_and_multiply_(group, here.found, here.reciprocal)
+            look_and_multiply_(group, here.found, here.reciprocal)
         else:
             torch._foreach_div_(group, here.scale)
-            _look_and_multiply_(group, here.found, torch.ones_like(here.scale))
+            look_and_multiply_(group, here.found, torch.ones_like(here.scale))
         if found is None:
             found = here.found
         elif here.found is not found:
@@ -176,7 +193,14 @@ def multiply_(gradients: Gradients, factors: Any, powers_of_two: bool) -> None:
             torch._foreach_div_(group, here.scale)
 
 
-def _look_and_multiply_(group: list[Any], found: Any, factor: Any) -> None:
+def look_and_multiply_(group: list[Any], found: Any, factor: Any) -> None:
+    """Multiplies tensors of one group in place, and sets `found` to 1 if a number was not finite.
+
+    Args:
+        group: The tensors.
+        found: float32 tensor of no dimensions on their device.
+        factor: The same.
+    """
     if group[0].device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
         _check_and_unscale_(group, found, factor)
         return
