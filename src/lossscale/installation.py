@@ -28,7 +28,7 @@ def register() -> None:
         >>> register()
     """
     experimental = importlib.import_module("lossscale.experimental")
-    for framework in registry.with_shells():
+    for framework in registry.kerases():
         root = framework.loaded_root()
         # Of a framework that is being imported, not all may be there yet.
         saving = getattr(root, "saving", None)
@@ -92,7 +92,7 @@ class _AfterImport:
 
 def register_later() -> None:
     """Registers the optimizers with each framework that is imported from now on."""
-    roots = [f.root for f in registry.with_shells() if f.root not in sys.modules]
+    roots = [f.root for f in registry.kerases() if f.root not in sys.modules]
     if roots:
         sys.meta_path.insert(0, _AfterImport(roots))
 
@@ -165,7 +165,7 @@ def install() -> Installation:
         # TensorFlow first: it imports the Keras that is `tf.keras`.
         _put_in_place(stack, tensorflow_names, names)
         register()
-        for framework in registry.with_shells():
+        for framework in registry.kerases():
             if framework.loaded_root() is not None:
                 _put_in_place(stack, f"{framework.package}.installing", names)
         _taking_out.enter_context(stack.pop_all())

@@ -48,6 +48,8 @@ MAY_IMPORT = {
     # `lossscale` itself.
     "": {*FRONT, "installation"},
     "callbacks": {*MIDDLE, "diagnostics"},
+    # The public fronts of frameworks.
+    "torch": {"errors", "frameworks"},
     "diagnostics": CORE,
     "plots": {*CORE, "diagnostics"},
     "demo": {*FRONT, "diagnostics", "plots"},
