@@ -1,0 +1,45 @@
+"""Loss scaling for JAX as an Optax transformation, without Keras.
+
+```python
+tx = lossscale.optax.loss_scaled(optax.adamw(1e-3))
+opt_state = tx.init(params)
+
+@jax.jit
+def step(params, opt_state, batch):
+    loss, grads = lossscale.optax.value_and_grad(loss_fn)(opt_state, params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+```
+"""
+
+from lossscale.errors import MissingPackageError
+
+try:
+    import optax as _optax
+except ImportError as error:
+    raise MissingPackageError(
+        "lossscale.optax needs JAX and Optax. Install them with: pip install 'lossscale[optax]'. "
+        f"What failed: {error}."
+    ) from error
+
+from lossscale.frameworks.jax.loops import (
+    all_finite,
+    loss_scale,
+    scale_loss,
+    unscale,
+    value_and_grad,
+)
+from lossscale.frameworks.jax.scale_state import LossScaleState
+from lossscale.frameworks.jax.transformation import loss_scaled
+
+del _optax
+
+__all__ = [
+    "LossScaleState",
+    "all_finite",
+    "loss_scale",
+    "loss_scaled",
+    "scale_loss",
+    "unscale",
+    "value_and_grad",
+]
