@@ -22,6 +22,13 @@ except ImportError as error:
         f"What failed: {error}."
     ) from error
 
+from lossscale.frameworks.jax.conversions import (
+    from_flax,
+    from_jmp,
+    to_flax,
+    to_jmp,
+)
+from lossscale.frameworks.jax.keras_values import from_keras, to_keras
 from lossscale.frameworks.jax.loops import (
     all_finite,
     loss_scale,
@@ -37,9 +44,15 @@ del _optax
 __all__ = [
     "LossScaleState",
     "all_finite",
+    "from_flax",
+    "from_jmp",
+    "from_keras",
     "loss_scale",
     "loss_scaled",
     "scale_loss",
+    "to_flax",
+    "to_jmp",
+    "to_keras",
     "unscale",
     "value_and_grad",
 ]

@@ -323,7 +323,7 @@ def test_a_disk_that_fills_up_does_not_end_training(tmp_path):
     class FillsUp(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if batch == 2:
-                (writer,) = monitor._recorder._writers.values()
+                (writer,) = monitor._watch.recorder._writers.values()
                 full = os.open("/dev/full", os.O_WRONLY)
                 os.dup2(full, writer._file.fileno())
                 os.close(full)

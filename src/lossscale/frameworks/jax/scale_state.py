@@ -40,13 +40,17 @@ class LossScaleState(NamedTuple):
 
 def first_state(rule: ScaleRule, inner_state: Any) -> LossScaleState:
     """Returns the state before the first step."""
-    first = rule.init()
+    return state_of(rule, rule.init(), inner_state)
+
+
+def state_of(rule: ScaleRule, scale_state: ScaleState, inner_state: Any) -> LossScaleState:
+    """Returns the state for a rule's state of Python numbers, with nothing skipped yet."""
     return LossScaleState(
         # Each is made anew: one buffer in two places cannot be donated.
-        loss_scale=jnp.asarray(rule.loss_scale(first), jnp.float32),
+        loss_scale=jnp.asarray(rule.loss_scale(scale_state), jnp.float32),
         rule_state={
             name: jnp.asarray(value, _dtype(value))
-            for name, value in _without_loss_scale(rule, first).items()
+            for name, value in _without_loss_scale(rule, scale_state).items()
         },
         skipped_steps=jnp.asarray(0, jnp.int32),
         consecutive_skips=jnp.asarray(0, jnp.int32),
@@ -71,6 +75,13 @@ def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
     )
 
 
+def scale_state_of(rule: ScaleRule, state: LossScaleState) -> ScaleState:
+    """Returns the rule's state, of what is in the state of loss scaling."""
+    fields = dict(state.rule_state)
+    scale = fields.pop(_OWN_SCALE, state.loss_scale)
+    return rule.init()._replace(scale=scale, **fields)
+
+
 def moved(rule: ScaleRule, state: LossScaleState, seen: Seen) -> LossScaleState:
     """Returns what `scalars_of` returned, after a step.
 
@@ -79,10 +90,7 @@ def moved(rule: ScaleRule, state: LossScaleState, seen: Seen) -> LossScaleState:
         state: Before the step.
         seen: What the rule sees of it; `finite` is a boolean scalar array.
     """
-    first = rule.init()
-    fields = dict(state.rule_state)
-    scale = fields.pop(_OWN_SCALE, state.loss_scale)
-    before = first._replace(scale=scale, **fields)
+    before = scale_state_of(rule, state)
     after = rule.update(before, seen, xp=jnp)
     finite = seen.finite
     return LossScaleState(

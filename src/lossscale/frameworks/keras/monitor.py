@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import keras
 
 from lossscale.callbacks import LossScaleMonitor
+from lossscale.frameworks.common.watching import Status
 from lossscale.frameworks.keras.weights import numpy_of
-from lossscale.frameworks.shell.monitor import MonitorBody, Status, check_model
+from lossscale.frameworks.shell.monitor import MonitorBody, check_model
 
 
 class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callback):

@@ -9,7 +9,8 @@ import tf_keras
 
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.errors import UnsupportedError
-from lossscale.frameworks.shell.monitor import MonitorBody, Status, check_model
+from lossscale.frameworks.common.watching import Status
+from lossscale.frameworks.shell.monitor import MonitorBody, check_model
 
 
 class TFKerasLossScaleMonitor(MonitorBody, LossScaleMonitor, tf_keras.callbacks.Callback):
