@@ -6,7 +6,7 @@ DEMO := .venv-demo
 TEST := .venv-test
 JOBS ?= 2
 
-.PHONY: demo test test-quick mutants lint types tests table bench format clean
+.PHONY: demo test test-quick mutants lint types tests table bench calibration format clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/lossscale demo
@@ -47,6 +47,10 @@ bench: $(TEST)/installed
 	$(TEST)/bin/python -m benchmarks
 	$(TEST)/bin/python -m benchmarks.pages build/bench/results.json README.md docs/benchmarks.md
 	$(TEST)/bin/python -m benchmarks.monitoring --output build/bench/monitoring.json --page docs/monitoring.md
+
+# Is the verdict of a diagnosis right? Trainings beside it, and their table in the page about it.
+calibration: $(TEST)/installed
+	$(TEST)/bin/python -m benchmarks.calibration --page docs/do_i_need_loss_scaling.md
 
 format: $(TEST)/installed
 	$(TEST)/bin/ruff check --fix .
