@@ -247,6 +247,13 @@ def not_an_optimizer(optimizer: Any) -> str:
         return f"{message} Use keras.optimizers.get({optimizer!r}) to make one from its name."
     if isinstance(optimizer, type):
         return f"{message} That is a class; call it: {optimizer.__name__}()."
+    optax = sys.modules.get("optax")
+    if optax is not None and isinstance(optimizer, optax.GradientTransformation):
+        return (
+            f"The first argument must be an optimizer that is an object. Received: a "
+            f"{type(optimizer).__name__} of Optax, which is a pair of functions. Wrap it with "
+            "lossscale.optax.loss_scaled(optax.adamw(1e-3)), unless it already has loss scaling."
+        )
     keras = sys.modules.get("keras")
     version = str(getattr(keras, "__version__", ""))
     if type(optimizer).__module__.startswith("keras.") and version.startswith("2."):
