@@ -117,7 +117,7 @@ def test_what_no_target_has_given_a_class_is_refused(start):
 
 def test_the_state_of_another_rule_is_refused(start):
     params, opt_state = start
-    with pytest.raises(ArgumentError, match="of another rule.*no 'good_steps'"):
+    with pytest.raises(ArgumentError, match=r"of another rule.*no 'good_steps'"):
         TX.update(params, opt_state._replace(rule_state={}), params)
 
 
