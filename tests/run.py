@@ -34,6 +34,9 @@ PARTS = (
     "tests/cli",
 )
 
+# These import no Keras, which a test in each shows.
+WITHOUT_KERAS = ("tests/frameworks/jax",)
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -54,10 +57,15 @@ def _part(path: str) -> Job:
     return Job(f"tensorflow {path}", TENSORFLOW, (path,))
 
 
-_REST = Job("tensorflow, all else", TENSORFLOW, ("tests", *(f"--ignore={path}" for path in PARTS)))
+_REST = Job(
+    "tensorflow, all else",
+    TENSORFLOW,
+    ("tests", *(f"--ignore={path}" for path in (*PARTS, *WITHOUT_KERAS))),
+)
 _TF_KERAS_ROWS = Job("tf_keras tests/conformance", TF_KERAS, ("tests/conformance",))
 _TF_KERAS_OWN = Job("tf_keras tests/frameworks/tf_keras", TF_KERAS, ("tests/frameworks/tf_keras",))
 _JAX = Job("jax", JAX, ("tests/conformance", "tests/backends"))
+_OPTAX = Job("optax", JAX, ("tests/frameworks/jax",))
 _TORCH = Job("torch", TORCH, ("tests/conformance", "tests/backends"))
 
 # By the time they take, longest first: what starts last is then short, and no core waits for long.
@@ -69,6 +77,7 @@ ALL = (
     _TF_KERAS_ROWS,
     *(_part(path) for path in PARTS[2:]),
     _TF_KERAS_OWN,
+    _OPTAX,
     _TORCH,
 )
 QUICK = (

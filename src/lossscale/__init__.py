@@ -28,7 +28,17 @@ __version__ = "0.1.0"
 
 # Imported when they are first asked for, because of what they import.
 _SUBMODULES = frozenset(
-    {"callbacks", "cli", "demo", "diagnostics", "frameworks", "migration", "optax", "plots"}
+    (
+        "callbacks",
+        "cli",
+        "demo",
+        "diagnostics",
+        "frameworks",
+        "migration",
+        "optax",
+        "plots",
+        "torch",
+    )
 )
 
 if TYPE_CHECKING:
@@ -40,6 +50,7 @@ if TYPE_CHECKING:
     from lossscale import migration as migration
     from lossscale import optax as optax
     from lossscale import plots as plots
+    from lossscale import torch as torch
 else:
 
     def __getattr__(name: str) -> Any:

@@ -4,6 +4,8 @@
 Exception
 └── LossScaleError
     ├── ArgumentError(ValueError)          a value that cannot be used
+    │   └── ScalerArgumentError(AssertionError)
+    │                                      the same, of a gradient scaler of PyTorch
     ├── ArgumentTypeError(TypeError)       a value of the wrong type
     ├── AlreadyWrappedError(TypeError, ValueError)
     │                                      loss scaling would be applied twice
@@ -12,6 +14,10 @@ Exception
     ├── UnknownSlotError(KeyError)         no such slot, or no such variable
     ├── UnknownSettingError(AttributeError)
     │                                      no such hyperparameter
+    ├── CallOrderError(RuntimeError, AssertionError)
+    │                                      a call that has no place at this point of a step
+    ├── StateDictError(RuntimeError, KeyError)
+    │                                      a state dictionary that is empty or not of this kind
     ├── OldFileError(ValueError)           a file that cannot be read, or lacks what is needed
     ├── TrainingHaltedError(RuntimeError)  a run that cannot recover by itself was ended
     ├── RecordingError(OSError)            a file that a run is recorded in cannot be written
@@ -23,7 +29,8 @@ UserWarning
 ```
 
 Each class also inherits from the built-in exception that TensorFlow documented for the same
-mistake, so code that already catches `TypeError` or `ValueError` goes on working.
+mistake, or that PyTorch raises, so code that already catches `TypeError` or `ValueError` goes on
+working.
 """
 
 from __future__ import annotations
@@ -42,6 +49,10 @@ class LossScaleError(Exception):
 
 class ArgumentError(LossScaleError, ValueError):
     """An argument has a value that cannot be used."""
+
+
+class ScalerArgumentError(ArgumentError, AssertionError):
+    """An argument of a gradient scaler has a value that cannot be used."""
 
 
 class ArgumentTypeError(LossScaleError, TypeError):
@@ -85,6 +96,17 @@ class UnknownSettingError(LossScaleError, AttributeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self),)
+
+
+class CallOrderError(LossScaleError, RuntimeError, AssertionError):
+    """A method of a gradient scaler was called at a point of the step where it has no place."""
+
+
+class StateDictError(LossScaleError, RuntimeError, KeyError):
+    """A state dictionary is empty, or not one of a gradient scaler."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
 
 
 class OldFileError(LossScaleError, ValueError):

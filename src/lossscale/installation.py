@@ -12,11 +12,11 @@ from types import ModuleType
 from typing import Any
 
 from lossscale import registry
-from lossscale.errors import MissingPackageError
 from lossscale.frameworks.common.checks import living_wrapper
 from lossscale.frameworks.common.documented_names import DocumentedNames
 from lossscale.older.configurations import OPTIMIZER_NAMES
 from lossscale.optimizer import LossScaleOptimizer
+from lossscale.packages import not_installed
 
 
 def register() -> None:
@@ -28,7 +28,7 @@ def register() -> None:
         >>> register()
     """
     experimental = importlib.import_module("lossscale.experimental")
-    for framework in registry.with_shells():
+    for framework in registry.kerases():
         root = framework.loaded_root()
         # Of a framework that is being imported, not all may be there yet.
         saving = getattr(root, "saving", None)
@@ -92,7 +92,7 @@ class _AfterImport:
 
 def register_later() -> None:
     """Registers the optimizers with each framework that is imported from now on."""
-    roots = [f.root for f in registry.with_shells() if f.root not in sys.modules]
+    roots = [f.root for f in registry.kerases() if f.root not in sys.modules]
     if roots:
         sys.meta_path.insert(0, _AfterImport(roots))
 
@@ -154,17 +154,18 @@ def install() -> Installation:
     except ModuleNotFoundError as error:
         if error.name != "tensorflow":
             raise
-        raise MissingPackageError(
-            "lossscale.install() puts names into TensorFlow, and TensorFlow is not installed. "
-            "Install it with pip install tensorflow. On JAX or PyTorch without TensorFlow, use "
-            "lossscale.LossScaleOptimizer by its own name."
+        raise not_installed(
+            ["tensorflow"],
+            purpose="lossscale.install() puts names into TensorFlow, so it",
+            hint="On JAX or PyTorch without TensorFlow, use lossscale.LossScaleOptimizer by its "
+            "own name.",
         ) from None
     names = _documented_names()
     with contextlib.ExitStack() as stack:
         # TensorFlow first: it imports the Keras that is `tf.keras`.
         _put_in_place(stack, tensorflow_names, names)
         register()
-        for framework in registry.with_shells():
+        for framework in registry.kerases():
             if framework.loaded_root() is not None:
                 _put_in_place(stack, f"{framework.package}.installing", names)
         _taking_out.enter_context(stack.pop_all())

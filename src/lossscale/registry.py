@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.packages import PACKAGES, is_installed, lacking_for_keras, not_installed
 
 
 class Framework(NamedTuple):
@@ -26,7 +27,7 @@ class Framework(NamedTuple):
         major_version: What its version must start with; "" for any.
         package: Where the modules are that serve it.
         shells: Base classes of its optimizers, and the shells that wrap them; the package has
-            these.
+            these, or a module of it that is named before a dot.
         monitor: The callback that watches a run, in `package.monitor`. Models of the class
             `root.Model` are measured by `package.diagnose`.
         tensors: The packages that classes of its tensors come from; `package.exponents` counts
@@ -101,6 +102,7 @@ _TABLE = (
         root="torch",
         major_version="",
         package="lossscale.frameworks.torch",
+        shells=(("optim.Optimizer", "optimizer.TorchLossScaleOptimizer"),),
         tensors=("torch",),
     ),
 )
@@ -119,7 +121,7 @@ def shell_for(optimizer: Any) -> type[Any]:
         shell = framework.serves(optimizer)
         if shell is not None:
             return _shell(framework, shell)
-    raise ArgumentTypeError(_not_an_optimizer(optimizer))
+    raise ArgumentTypeError(not_an_optimizer(optimizer))
 
 
 def default_shell(config: Any = None) -> type[Any]:
@@ -156,19 +158,34 @@ def _is_of_tf_keras(config: Any) -> bool:
 
 
 def _shell(framework: Framework, name: str) -> type[Any]:
-    shell: type[Any] = getattr(_module(framework.package), name)
+    module, _, shell_name = f"{framework.package}.{name}".rpartition(".")
+    shell: type[Any] = getattr(_module(module), shell_name)
     return shell
 
 
 # Cached also because AutoGraph, in a function that is being traced, cannot translate an import.
 @functools.cache
 def _module(name: str) -> Any:
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name in PACKAGES:
+            raise not_installed(_lacking(name, error.name)) from error
+        raise
 
 
-def with_shells() -> list[Framework]:
-    """Returns the frameworks that optimizers are wrapped for."""
-    return [framework for framework in _TABLE if framework.shells]
+def _lacking(module: str, found: str) -> list[str]:
+    """What to install where a module lacks a package; others are named that it lacks as well."""
+    if found == "keras":
+        return lacking_for_keras()
+    if module.startswith(_TF_KERAS.package):
+        return [name for name in ("tf_keras", "tensorflow") if not is_installed(name)]
+    return [found]
+
+
+def kerases() -> tuple[Framework, ...]:
+    """Returns the frameworks whose files name optimizers, and that have the documented names."""
+    return _KERAS, _TF_KERAS
 
 
 def monitor_for(name: str | None) -> type[Any]:
@@ -219,15 +236,24 @@ def combined(cls: type[Any], shell: type[Any]) -> type[Any]:
     return _COMBINED[cls, shell]
 
 
-def _not_an_optimizer(optimizer: Any) -> str:
+def not_an_optimizer(optimizer: Any) -> str:
+    """Returns what is wrong with something that cannot be wrapped."""
     message = (
         "The first argument must be an optimizer to wrap, an instance such as "
-        f"keras.optimizers.Adam(). Received: {optimizer!r} of type {type(optimizer).__name__}."
+        "keras.optimizers.Adam() or torch.optim.Adam(model.parameters()). "
+        f"Received: {optimizer!r} of type {type(optimizer).__name__}."
     )
     if isinstance(optimizer, str):
         return f"{message} Use keras.optimizers.get({optimizer!r}) to make one from its name."
     if isinstance(optimizer, type):
         return f"{message} That is a class; call it: {optimizer.__name__}()."
+    optax = sys.modules.get("optax")
+    if optax is not None and isinstance(optimizer, optax.GradientTransformation):
+        return (
+            f"The first argument must be an optimizer that is an object. Received: a "
+            f"{type(optimizer).__name__} of Optax, which is a pair of functions. Wrap it with "
+            "lossscale.optax.loss_scaled(optax.adamw(1e-3)), unless it already has loss scaling."
+        )
     keras = sys.modules.get("keras")
     version = str(getattr(keras, "__version__", ""))
     if type(optimizer).__module__.startswith("keras.") and version.startswith("2."):

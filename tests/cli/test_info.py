@@ -209,9 +209,8 @@ def test_progress_is_not_shown_where_there_is_no_terminal(capsys):
 
 
 def test_progress_works_without_rich(monkeypatch, capsys):
-    import lossscale.cli.progress as module
 
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "rich", None)
     with progress("Working", 3, at_once=True) as show:
         show(2)
     assert capsys.readouterr() == ("", "")

@@ -26,14 +26,15 @@ ROOMS = {
 BACKENDS = {"tensorflow", "jax", "torch"}
 """What only the module of `frameworks.keras.backends` with that name may import."""
 
-CORE = {"errors", "checks", "rules", "registry"}
+CORE = {"errors", "checks", "packages", "rules", "registry"}
 MIDDLE = {*CORE, "arguments", "members"}
 FRONT = {*MIDDLE, "optimizer", "older"}
 MAY_IMPORT = {
     "errors": set(),
     "checks": {"errors"},
     "members": {"errors"},
-    "registry": {"errors"},
+    "packages": {"errors"},
+    "registry": {"errors", "packages"},
     "older": {"errors"},
     "rules": {"errors", "checks"},
     "arguments": {"errors", "checks", "rules"},
@@ -47,6 +48,8 @@ MAY_IMPORT = {
     # `lossscale` itself.
     "": {*FRONT, "installation"},
     "callbacks": {*MIDDLE, "diagnostics"},
+    # The public fronts of frameworks.
+    "torch": {"errors", "frameworks"},
     "diagnostics": CORE,
     "plots": {*CORE, "diagnostics"},
     "demo": {*FRONT, "diagnostics", "plots"},

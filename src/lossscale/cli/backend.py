@@ -6,9 +6,8 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 
-from lossscale.cli.errors import MissingExtraError, UsageError
+from lossscale.cli.errors import UsageError
 
 BACKENDS = ("tensorflow", "jax", "torch")
 
@@ -40,27 +39,6 @@ def choose_backend(requested: str | None) -> str:
         # TensorFlow's notes on the processor would be drawn over the progress bars.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     return backend
-
-
-def check_installed(backend: str, packages: dict[str, str]) -> None:
-    """Raises unless everything that the demo imports is there.
-
-    Args:
-        backend: One of `BACKENDS`.
-        packages: Name of a module to the name of the package it comes in.
-
-    Raises:
-        MissingExtraError: If something is missing. The message names the command to install it.
-    """
-    missing = [package for module, package in packages.items() if find_spec(module) is None]
-    extras = ["demo"] if missing else []
-    if find_spec(backend) is None:
-        missing.append(backend)
-        extras.append(backend)
-    if missing:
-        raise MissingExtraError(
-            f'{", ".join(missing)} not found: pip install "lossscale[{",".join(extras)}]"'
-        )
 
 
 @contextlib.contextmanager

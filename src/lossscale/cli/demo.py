@@ -8,18 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lossscale.cli.backend import BACKENDS, check_installed, choose_backend, silenced
+from lossscale.cli.backend import BACKENDS, choose_backend, silenced
 from lossscale.cli.console import new_console
 from lossscale.cli.files import check_picture
 from lossscale.cli.numbers import integer, seed
-
-_PACKAGES = {
-    "keras": "keras",
-    "matplotlib": "matplotlib",
-    "numpy": "numpy",
-    "rich": "rich",
-    "sklearn": "scikit-learn",
-}
+from lossscale.packages import require
 
 _ENVIRONMENT = {
     # The arrays are small: on a busy machine two threads wait for each other most of the time.
@@ -81,11 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status, 0.
 
     Raises:
-        CommandError: If an argument cannot be used or a package is missing.
+        CommandError: If an argument cannot be used.
+        MissingPackageError: If a package is missing.
     """
     check_picture("--output", arguments.output)
     backend = choose_backend(arguments.backend)
-    check_installed(backend, _PACKAGES)
+    require("keras", "matplotlib", "numpy", "rich", "sklearn", backend)
     # These need what was just checked.
     from lossscale.demo import picture, table
 

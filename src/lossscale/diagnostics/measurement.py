@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from lossscale.diagnostics.batches import Batch
 from lossscale.diagnostics.histogram import GradientHistogram
-from lossscale.diagnostics.report import GradientReport, TensorKind, TensorRange
+from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.tapping import OUTPUT, Taps
+from lossscale.diagnostics.tensor_ranges import TensorKind, TensorRange
 
 NARROW = ("float16", "bfloat16")
 """The dtypes in which gradients without scaling cannot show what they lost."""

@@ -11,6 +11,7 @@ from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.verdict import Thresholds
 from lossscale.errors import ArgumentTypeError
+from lossscale.packages import require
 
 
 def diagnose(
@@ -64,6 +65,7 @@ def diagnose(
         lossscale.errors.ArgumentTypeError: The first argument must be a compiled model of Keras 3
         or tf_keras. Received: 'model' of type str.
     """
+    require("numpy")
     # Not at the top: it needs NumPy, which the callbacks do without until they are used.
     from lossscale.diagnostics.batches import batches_of
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lossscale.callbacks import Settings
 from lossscale.diagnostics.alarms import Alarms
-from lossscale.diagnostics.history import HistoryHeader
+from lossscale.diagnostics.history_header import HistoryHeader
 from lossscale.diagnostics.recorder import RunRecorder
 from lossscale.diagnostics.records import StepRecord
 from lossscale.diagnostics.skips import skip_reason

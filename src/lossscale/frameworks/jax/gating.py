@@ -11,6 +11,7 @@ To know where a leaf is made, the transformation is traced once, and what was tr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,13 @@ import jax
 import jax.numpy as jnp
 
 from lossscale.frameworks.jax import jaxprs
-from lossscale.frameworks.jax.judging import each_finite, is_gradient, is_traced, varying
+from lossscale.frameworks.jax.judging import (
+    each_finite,
+    is_gradient,
+    is_laid_out,
+    is_traced,
+    varying,
+)
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 """Takes gradients, state and parameters; returns updates and the new state."""
@@ -141,8 +148,8 @@ def _chosen_after(finite: Any, news: Sequence[Any], olds: Sequence[Any]) -> list
 
 
 def _may_branch(finite: Any, traced: Traced) -> bool:
-    # The two sides of a branch must agree on what differs between devices, and zeros do not.
-    return not any(varying(leaf) for leaf in [finite, *traced.inputs])
+    # The two sides of a branch must agree on how devices hold what they return.
+    return not any(varying(leaf) or is_laid_out(leaf) for leaf in [finite, *traced.inputs])
 
 
 def _branch(finite: Any, traced: Traced, old: list[Any]) -> list[Any]:
@@ -179,15 +186,32 @@ def _run_at_once(
         if not looks_itself or bool(jax.device_get(finite)):
             return finite, updates, _in_dtypes_of(state, new_state)
     else:
-        traced = trace(update, gradients, state, params)
-        shapes = traced.jaxpr.out_avals
-        updates, _ = traced.rebuild([jnp.zeros(s.shape, s.dtype) for s in shapes])
-    skipped = jax.tree.map(lambda u: skipped_like(u) if is_array(u) else u, updates)
-    return finite, skipped, state
+        updates = gradients
+    traced = trace(update, gradients, state, params)
+    shapes = traced.jaxpr.out_avals
+    nothing = _no_updates(shapes[: traced.updates], jax.tree.leaves(updates))
+    updates, _ = traced.rebuild([*nothing, *shapes[traced.updates :]])
+    return finite, updates, state
+
+
+def _no_updates(shapes: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    """Updates of these types that change nothing, held by the devices that hold the leaves."""
+    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    if [array.shape for array in arrays] != [shape.shape for shape in shapes]:
+        arrays = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+    nothing: list[Any] = _skipped_jit(tuple(shape.dtype for shape in shapes), arrays)
+    return nothing
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _skipped_jit(dtypes: tuple[Any, ...], arrays: list[Any]) -> list[Any]:
+    return [skipped_like(array.astype(dtype)) for dtype, array in zip(dtypes, arrays, strict=True)]
 
 
 def _in_dtypes_of(old_state: Any, new_state: Any) -> Any:
     def same(old: Any, new: Any) -> Any:
-        return _strong(jnp.asarray(new, old.dtype)) if is_array(new) else new
+        # A user may have put a Python number into the state.
+        dtype = getattr(old, "dtype", None)
+        return _strong(jnp.asarray(new, dtype)) if is_array(new) else new
 
     return jax.tree.map(same, old_state, new_state)

@@ -45,8 +45,8 @@ def each_finite(leaves: Sequence[Any], scale: Any = None, powers_of_two: bool = 
     parts = [widened(part) for leaf in leaves if is_gradient(leaf) for part in real_parts(leaf)]
     if scale is not None:
         parts = unscaled(parts, scale, powers_of_two)
-    apart = [part for part in parts if _is_laid_out(part)]
-    small, large = small_and_large([p for p in parts if not _is_laid_out(p)], lambda p: p.size)
+    apart = [part for part in parts if is_laid_out(part)]
+    small, large = small_and_large([p for p in parts if not is_laid_out(p)], lambda p: p.size)
     joined = [jnp.concatenate([part.ravel() for part in group]) for group in small]
     sums = [jnp.sum(part - part).astype(jnp.float32) for part in [*joined, *large, *apart]]
     # In a list that is added up, so that parts of different devices need no common layout.
@@ -108,12 +108,20 @@ def seen_by_all(looked: Seen, axis_names: tuple[str, ...]) -> Seen:
 
 def varying(array: Any) -> frozenset[str]:
     """The axes of the `shard_map` around along which an array differs, as far as JAX knows."""
-    kind = jax.typeof(array) if hasattr(jax, "typeof") else None
-    return frozenset(getattr(kind, "vma", frozenset()))
+    kind = _type_of(array)
+    # JAX 0.10 keeps it in one of these, earlier ones in the other.
+    found = getattr(getattr(kind, "mat", None), "varying", None) or getattr(kind, "vma", None)
+    return frozenset(found or ())
 
 
-def _is_laid_out(array: Any) -> bool:
-    """Whether an array is divided among devices, so that joining it with others would move it."""
-    sharding = getattr(array, "sharding", None)
-    spec = getattr(sharding, "spec", ())
+def is_laid_out(array: Any) -> bool:
+    """Whether the type of an array says how it is divided among devices.
+
+    Such an array cannot be joined with others, unless they are all brought to one place.
+    """
+    spec = getattr(getattr(_type_of(array), "sharding", None), "spec", None)
     return any(axis is not None for axis in spec or ())
+
+
+def _type_of(array: Any) -> Any:
+    return jax.typeof(array) if hasattr(jax, "typeof") else None

@@ -176,8 +176,20 @@ def _counted(count: Any) -> Any:
     return jnp.where(count < most, count + jnp.asarray(1, count.dtype), most)
 
 
-def strong(leaf: Any) -> Any:
-    """An array as it is, but not of a weak type, which the next step would lose."""
-    if getattr(leaf, "weak_type", False):
-        return jax.lax.convert_element_type(leaf, leaf.dtype)
-    return leaf
+def of_its_own(inner_state: Any, params: Any) -> Any:
+    """Returns the first state of a transformation, fit to be donated and to go through steps.
+
+    An array that occurs twice, or in the parameters too, cannot be donated; L-BFGS and COCOB of
+    Optax have such. And a weak type would be lost in the first step, which is then compiled twice.
+    """
+    known = {id(leaf) for leaf in jax.tree.leaves(params)}
+
+    def own(leaf: Any) -> Any:
+        if id(leaf) in known and isinstance(leaf, jax.Array):
+            leaf = jnp.copy(leaf)
+        known.add(id(leaf))
+        if getattr(leaf, "weak_type", False):
+            leaf = jax.lax.convert_element_type(leaf, leaf.dtype)
+        return leaf
+
+    return jax.tree.map(own, inner_state)

@@ -98,7 +98,7 @@ class _LossScaled:
         inner_state = self._inner.init(jax.tree.map(_widened, params))
         if states_below(inner_state):
             raise AlreadyWrappedError(_TWICE)
-        return scale_state.first_state(self._rule, jax.tree.map(scale_state.strong, inner_state))
+        return scale_state.first_state(self._rule, scale_state.of_its_own(inner_state, params))
 
     def update(
         self, updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any
@@ -203,13 +203,16 @@ def _checked_inner(inner: Any) -> Any:
         ArgumentTypeError: If it is no transformation.
     """
     init, update = getattr(inner, "init", None), getattr(inner, "update", None)
-    if isinstance(inner, type) or not (callable(init) and callable(update)):
+    # A rule has functions of these names too.
+    no_pair = isinstance(inner, (type, ScaleRule)) or not (callable(init) and callable(update))
+    if no_pair or update is None:
         raise ArgumentTypeError(_not_a_transformation(inner))
     if isinstance(getattr(update, "__self__", None), _LossScaled):
         raise AlreadyWrappedError(_TWICE)
-    # Optax goes by the class, and drops what MultiSteps would take.
-    kinds = [parameter.kind for parameter in inspect.signature(update).parameters.values()]
-    if inspect.Parameter.VAR_KEYWORD in kinds:
+    # Optax goes by the class alone, and would drop what MultiSteps takes.
+    kinds = {parameter.kind for parameter in inspect.signature(update).parameters.values()}
+    takes_more = isinstance(inner, optax.GradientTransformationExtraArgs)
+    if takes_more or inspect.Parameter.VAR_KEYWORD in kinds:
         return optax.GradientTransformationExtraArgs(init, update)
     return optax.with_extra_args_support(optax.GradientTransformation(init, update))
 

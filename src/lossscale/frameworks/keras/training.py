@@ -11,6 +11,7 @@ import keras
 from keras.src.utils.tracking import no_automatic_dependency_tracking
 
 from lossscale.errors import ArgumentError, GradientsError
+from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.common.checks import check_some_gradient, checked_pairs, with_gradient
 from lossscale.frameworks.keras.parts import Parts
 from lossscale.frameworks.keras.state import Ledger
@@ -65,10 +66,12 @@ class TrainingStep(Parts):
             with self._backend.outside_traces():
                 self._notes.build(trained, names, dtypes)
 
+    @as_written
     def scale_loss(self, loss: Any) -> Any:
         self._handover.note_scale_loss(self._backend.current_place())
         return self._scaled(loss)
 
+    @as_written
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],
@@ -86,6 +89,7 @@ class TrainingStep(Parts):
         self._handover.note_applied(place, moved)
         return self.iterations
 
+    @as_written
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         grads = list(grads)
         if not grads:

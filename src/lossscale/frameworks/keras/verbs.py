@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lossscale.errors import ArgumentTypeError, GradientsError
+from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.keras.parts import Parts
 from lossscale.frameworks.keras.step import of_the_loss
 
@@ -46,10 +47,12 @@ class DocumentedVerbs(Parts):
         named: dict[str, Any] = {} if name is None else {"name": name}
         return self.apply_gradients(list(zip(gradients, variables, strict=True)), **named)
 
+    @as_written
     def get_scaled_loss(self, loss: Any) -> Any:
         self._handover.note_get_scaled_loss()
         return self._scaled(loss)
 
+    @as_written
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         try:
             gradients = list(grads)

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.tensorflow.gate import gated
 from lossscale.rules import Seen
 
@@ -99,6 +100,7 @@ def apply_or_skip(
     ):
         return grouped(_apply_if(finite, lambda: apply(gradients, scale)), move(seen))
 
+    @as_written
     def in_cross_replica(strategy: Any, seen: Seen, gradients: Sequence[Any], scale: Any) -> Any:
         # All replicas see the same by now.
         seen = tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], seen)

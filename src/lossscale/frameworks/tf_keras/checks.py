@@ -10,6 +10,7 @@ import tensorflow as tf
 from tf_keras.src.mixed_precision.loss_scale_optimizer import BaseLossScaleOptimizer
 
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
+from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.common.checks import check_not_wrapped, flat_list
 
 
@@ -62,6 +63,7 @@ def is_variable(value: Any) -> bool:
     return isinstance(value, tf.Variable)
 
 
+@as_written
 def flat_variables(variables: Any) -> list[Any]:
     """Returns a list of variables from one variable or a nest of them.
 

@@ -11,6 +11,7 @@ import tf_keras
 from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizerV3
 
 from lossscale.frameworks.tensorflow.gate import can_gate
+from lossscale.frameworks.tensorflow.translated import translated
 from lossscale.frameworks.tensorflow.xla import in_xla
 from lossscale.frameworks.tf_keras.files import KerasFiles
 from lossscale.frameworks.tf_keras.persistence import UNLISTED
@@ -60,7 +61,9 @@ class TFKerasLossScaleOptimizer(
     def _aggregated(self, pairs: list[Any]) -> Any:
         inner = self._optimizer
         # Gradients over DTensor are whole already.
-        return pairs if inner._run_with_dtensor or inner._mesh else inner.aggregate_gradients(pairs)
+        if inner._run_with_dtensor or inner._mesh:
+            return pairs
+        return translated(inner.aggregate_gradients)(pairs)
 
     def _apply_inner(self, pairs: list[Any], name: str | None) -> Any:
         inner = self._optimizer
@@ -69,7 +72,8 @@ class TFKerasLossScaleOptimizer(
             # no file has it. A traced function keeps what it was when it was traced.
             inner._u_product_counter = int(inner.iterations) + 1
         with _without_own_function(inner) if in_xla() else contextlib.nullcontext():
-            return inner.apply_gradients(pairs, name=name, skip_gradients_aggregation=True)
+            apply = translated(inner.apply_gradients)
+            return apply(pairs, name=name, skip_gradients_aggregation=True)
 
     def _can_gate(self, gradients: Sequence[Any]) -> bool:
         return can_gate(self._optimizer, gradients)

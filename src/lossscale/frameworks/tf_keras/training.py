@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.common.checks import checked_pairs, with_gradient
 from lossscale.frameworks.common.notes import DecidedStep
 from lossscale.frameworks.tensorflow import arrays, magnitudes, replicas, step
@@ -26,6 +27,7 @@ class TrainingStep(Parts):
     # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
     _notes: ClassVar[Any] = None
 
+    @as_written
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale.errors import ArgumentTypeError, GradientsError
+from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.common.checks import scaled_value
 from lossscale.frameworks.tensorflow import arrays, replicas, step
 from lossscale.frameworks.tensorflow.tape import check_symbolic, recorded
@@ -65,10 +66,12 @@ class DocumentedVerbs(Parts):
         pairs = self._inner_gradients(recording.loss, variables, recording.tape)
         return list(self.get_unscaled_gradients([gradient for gradient, _ in pairs])), variables
 
+    @as_written
     def get_scaled_loss(self, loss: Any) -> Any:
         self._handover.note_get_scaled_loss()
         return self._scaled(loss)
 
+    @as_written
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         try:
             gradients = list(grads)

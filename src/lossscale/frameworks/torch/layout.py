@@ -1,0 +1,41 @@
+"""What is known of a list of parameters, until it is another list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lossscale.frameworks.torch import ranks
+
+
+class Layout:
+    """Where the parameters of an optimizer are, and who has to agree on a step of theirs.
+
+    Args:
+        groups: The parameter groups.
+        process_group: As `ranks.groups_of` takes it.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], process_group: Any) -> None:
+        self._lists = [group["params"] for group in groups]
+        self._lengths = [len(parameters) for parameters in self._lists]
+        parameters = [p for listed in self._lists for p in listed]
+        self.devices = list(dict.fromkeys(p.device for p in parameters))
+        """Where they were when this was made."""
+        self.one_device = len(self.devices) == 1
+        self.ranks = ranks.groups_of(parameters, process_group)
+        """The process groups that have to agree."""
+        self.started: set[int] = set()
+        """The ids of parameters that the optimizer has all of its state for."""
+
+    def parameters(self, groups: list[dict[str, Any]]) -> list[Any] | None:
+        """Returns the parameters of the groups; None if this is not their layout any more."""
+        lists = [group["params"] for group in groups]
+        if len(lists) != len(self._lists):
+            return None
+        for now, then, length in zip(lists, self._lists, self._lengths, strict=True):
+            if now is not then or len(now) != length:
+                return None
+        parameters: list[Any] = lists[0] if len(lists) == 1 else [p for ps in lists for p in ps]
+        # `model.to` moves parameters where they are, all at once.
+        moved = parameters and parameters[0].device != self.devices[0]
+        return None if moved else parameters

@@ -1,0 +1,103 @@
+"""The arguments of a gradient scaler, checked before anything is made or changed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lossscale.checks import SMALLEST_SCALE, checked_number
+from lossscale.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ScalerArgumentError,
+    UnsupportedError,
+)
+from lossscale.rules import DynamicScale, FixedScale, Needs, ScaleRule
+
+DEFAULTS = DynamicScale(initial_scale=2.0**16, min_scale=SMALLEST_SCALE)
+"""What PyTorch's scaler starts with, and the lowest scale that is safe."""
+
+
+@contextlib.contextmanager
+def as_of_a_scaler() -> Iterator[None]:
+    """Turns an `ArgumentError` into one that is an `AssertionError` too, as PyTorch raises."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise ScalerArgumentError(str(error)) from None
+
+
+def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
+    """Returns the rule that the arguments describe.
+
+    Args:
+        rule: A rule, or None.
+        numbers: By the names of `DynamicScale`; None for its limits stands for the widest.
+
+    Raises:
+        ScalerArgumentError: If a number cannot be used, or is given beside a rule.
+        ArgumentTypeError: If `rule` is no rule.
+        UnsupportedError: If the rule has to see more than whether gradients are finite.
+    """
+    if rule is None:
+        if numbers["min_scale"] is None:
+            numbers["min_scale"] = DEFAULTS.min_scale
+        with as_of_a_scaler():
+            return DynamicScale(**numbers)
+    if not isinstance(rule, ScaleRule):
+        raise ArgumentTypeError(
+            "`rule` must be a scaling rule, such as lossscale.DynamicScale(growth_interval=500) "
+            f"or lossscale.FixedScale(128). Received: rule={rule!r} of type {type(rule).__name__}."
+        )
+    usual = {**DEFAULTS.get_config(), "min_scale": None}
+    given = {name: value for name, value in numbers.items() if value != usual[name]}
+    if given:
+        raise ScalerArgumentError(
+            "`rule` already says how the scale moves; leave out what else does. Received: "
+            f"rule={rule!r}, and {', '.join(f'{name}={value!r}' for name, value in given.items())}."
+        )
+    if rule.needs != Needs():
+        raise UnsupportedError(
+            "A GradScaler sees only whether gradients are finite, and this rule has to see more: "
+            f"{rule!r}. lossscale.torch.LossScaleOptimizer takes such rules."
+        )
+    return rule
+
+
+def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
+    """Returns the number that `update(new_scale)` sets.
+
+    Args:
+        new_scale: A number, or a tensor with one element that needs no gradient; dimensionless.
+        rule: The rule, whose range it must lie in.
+
+    Raises:
+        ScalerArgumentError: If it is none of these. It is a `ValueError` and an `AssertionError`.
+    """
+    if isinstance(new_scale, torch.Tensor):
+        if new_scale.numel() != 1 or new_scale.requires_grad or new_scale.is_complex():
+            raise ScalerArgumentError(
+                "`new_scale` must be a number, or a tensor with one element and without "
+                f"requires_grad. Received: new_scale={new_scale!r}."
+            )
+        new_scale = new_scale.item()
+    with as_of_a_scaler():
+        number = checked_number("new_scale", new_scale)
+    if isinstance(rule, FixedScale):
+        raise ScalerArgumentError(
+            f"The scale of this scaler is fixed at {rule.scale:g} by its rule, and update() cannot "
+            f"set it. Received: new_scale={new_scale!r}."
+        )
+    restored = rule.restored(rule.init()._replace(scale=number))
+    if float(rule.loss_scale(restored)) != number:
+        limits = ""
+        if isinstance(rule, DynamicScale):
+            limits = f", from {rule.min_scale:g} to {rule.ceiling:g}"
+        raise ScalerArgumentError(
+            f"`new_scale` must lie in the range of the scaler's rule{limits}. "
+            f"Received: new_scale={new_scale!r}."
+        )
+    return number

@@ -1,0 +1,135 @@
+"""What a gradient scaler has to know about the optimizer that it steps."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lossscale.diagnostics.records import NonfiniteTensor
+from lossscale.errors import ArgumentTypeError, CallOrderError
+from lossscale.frameworks.torch.arrays import real_parts
+from lossscale.frameworks.torch.ranks import local
+
+
+def refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses a closure, given by name or by place.
+
+    Raises:
+        CallOrderError: It is a `RuntimeError`.
+    """
+    if any(map(callable, args)) or kwargs.get("closure") is not None:
+        raise CallOrderError(
+            "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "
+            "lossscale.torch.LossScaleOptimizer takes closures, also those of LBFGS."
+        )
+
+
+def is_dummy_step(optimizer: Any) -> bool:
+    """Whether nothing can come of a step but the state of the optimizer.
+
+    `torch.distributed.checkpoint` makes the state so, before it loads into it: with zeros for
+    gradients and a learning rate of 0, on an optimizer that has no state.
+    """
+    groups = optimizer.param_groups
+    return not optimizer.state and all("lr" in group and group["lr"] == 0 for group in groups)
+
+
+def takes_the_scaler(optimizer: Any) -> bool:
+    """Whether `step` has an argument `grad_scaler`, and does what a scaler does by itself."""
+    return "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+def takes_attributes(optimizer: Any) -> bool:
+    """Whether an optimizer that unscales by itself has to be handed `grad_scale` and `found_inf`.
+
+    Those of PyTorch do without; but somebody may have set a `grad_scale` of their own, and
+    float16 gradients can only be unscaled on the way into the update.
+    """
+    ours = (torch.optim.Adam.step, torch.optim.SGD.step, torch.optim.Adagrad.step)
+    return type(optimizer).step not in ours or getattr(optimizer, "grad_scale", None) is not None
+
+
+def has_float16_gradients(optimizer: Any) -> bool:
+    """Whether a gradient is float16."""
+    return any(
+        p.grad is not None and p.grad.dtype == torch.float16
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
+
+
+@contextlib.contextmanager
+def handed_over(optimizer: Any, scale: Any) -> Iterator[None]:
+    """Sets the attributes `grad_scale` and `found_inf` for a step, and takes them away after it.
+
+    Args:
+        optimizer: One that divides its gradients by `grad_scale`.
+        scale: float32 scalar tensor, what the gradients still have to be divided by.
+    """
+    own = getattr(optimizer, "grad_scale", None)
+    optimizer.grad_scale = scale if own is None else scale * own
+    # The host has decided already; some require a tensor.
+    optimizer.found_inf = torch.zeros_like(scale)
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+
+
+def named(parameters: Any) -> dict[Any, str]:
+    """Parameters with their names.
+
+    Args:
+        parameters: A module, or an iterable of (name, parameter) pairs.
+
+    Raises:
+        ArgumentTypeError: If it is neither. It is a `TypeError`.
+    """
+    pairs = parameters
+    if isinstance(parameters, torch.nn.Module):
+        pairs = parameters.named_parameters()
+    try:
+        found = {parameter: name for name, parameter in pairs}
+    except (TypeError, ValueError):
+        found = {parameters: ""}
+    if not all(isinstance(p, torch.Tensor) and isinstance(n, str) for p, n in found.items()):
+        raise ArgumentTypeError(
+            "Parameters are named by a module, or by (name, parameter) pairs as "
+            f"model.named_parameters() gives them. Received: {parameters!r} of type "
+            f"{type(parameters).__name__}."
+        )
+    return found
+
+
+def nonfinite_of(optimizer: Any, names: Mapping[Any, str]) -> tuple[NonfiniteTensor, ...]:
+    """The gradients of an optimizer with an infinity or a NaN in the part that is here.
+
+    Args:
+        optimizer: The optimizer.
+        names: The names of parameters; others are numbered, group by group.
+    """
+    found = []
+    for index, group in enumerate(optimizer.param_groups):
+        for number, parameter in enumerate(group["params"]):
+            parts = real_parts(local(parameter.grad))
+            counts = [int(test(p).sum()) for p in parts for test in (torch.isinf, torch.isnan)]
+            if any(counts):
+                name = names.get(parameter, f"param_groups[{index}]['params'][{number}]")
+                found.append(NonfiniteTensor(name, *counts))
+    return tuple(found)
+
+
+def flat(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """The parameters of an optimizer's groups, in order."""
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def spread(parameters: list[Any]) -> list[Any]:
+    """The tensors that processes may hold parts of: parameters, and after them their gradients."""
+    if all(type(parameter) is torch.nn.Parameter for parameter in parameters):
+        return []
+    return [*parameters, *(parameter.grad for parameter in parameters)]

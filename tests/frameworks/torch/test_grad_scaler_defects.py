@@ -1,0 +1,441 @@
+"""Each defect of PyTorch's scaler: what it does where that is cheap to show, and what ours does."""
+
+import collections
+
+import pytest
+import torch
+
+from frameworks.torch.scaling import (
+    MAKERS,
+    OPTIMIZERS,
+    numbers,
+    one_step,
+    parameters,
+    scale_and_tracker,
+)
+from lossscale.errors import ArgumentError, CallOrderError
+from lossscale.frameworks.torch.grad_scaler import GradScaler
+
+both = pytest.mark.parametrize(
+    ("make", "mended"), [(make, name == "lossscale") for name, make in MAKERS.items()], ids=MAKERS
+)
+
+
+def is_finite(weights):
+    return all(bool(p.isfinite().all()) for p in weights)
+
+
+@both
+@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
+def test_d1_no_number_of_overflows_destroys_the_parameters(make, mended, name):
+    weights = parameters(1)
+    optimizer = OPTIMIZERS[name](weights)
+    scaler = make("cpu")
+    scaler.scale(torch.ones(()))
+    for _ in range(170):
+        weights[0].grad = torch.full((3,), torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+    one_step(scaler, optimizer, weights)
+    assert is_finite(weights) == mended
+    if mended:
+        assert scaler.get_scale() == 2.0**-126
+        assert numbers(weights) != [[1.0] * 3]
+
+
+@both
+def test_d1_the_scale_stops_where_its_reciprocal_is_a_normal_number(make, mended):
+    weights = parameters(1)
+    optimizer = OPTIMIZERS["sgd"](weights)
+    scaler = make("cpu", init_scale=2.0**125, growth_interval=1)
+    for _ in range(3):
+        one_step(scaler, optimizer, weights, 0.0)
+    assert scaler.get_scale() == (2.0**126 if mended else 2.0**127)
+
+
+@both
+@pytest.mark.parametrize("unscale", [False, True])
+def test_d2_an_overflow_on_the_first_step_of_fused_sgd(make, mended, unscale):
+    right = []
+    for _ in range(4):
+        weights = [torch.nn.Parameter(torch.ones(4096))]
+        optimizer = OPTIMIZERS["sgd-fused"](weights)
+        scaler = make("cpu", init_scale=8.0)
+        scaler.scale((weights[0] * torch.inf).sum()).backward()
+        # Memory that was in use before: what is not written to is not zero.
+        used = [torch.full((4096,), torch.nan) for _ in range(8)]
+        if unscale:
+            scaler.unscale_(optimizer)
+        del used
+        scaler.step(optimizer)
+        scaler.update()
+        one_step(scaler, optimizer, weights)
+        right.append(torch.equal(weights[0].detach(), torch.full((4096,), 0.5)))
+    assert all(right) == mended
+
+
+@both
+def test_d3_overflows_on_two_devices_are_one_overflow(make, mended):
+    """Two devices are two entries; that of a second one is put there by hand."""
+    weights = parameters(1)
+    optimizer = OPTIMIZERS["adamw-fused"](weights)
+    scaler = make("cpu", init_scale=8.0)
+    one_step(scaler, optimizer, weights)
+    before, steps = numbers(weights), int(optimizer.state[weights[0]]["step"])
+    scaler.scale((weights[0] * torch.inf).sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler._found_inf_per_device(optimizer)[torch.device("meta")] = torch.ones(())
+    scaler.step(optimizer)
+    scaler.update()
+    assert (numbers(weights) == before) == mended
+    assert (int(optimizer.state[weights[0]]["step"]) == steps) == mended
+    assert scaler.get_scale() == 4
+
+
+# D4 and D5 need several processes: test_processes.py.
+
+
+@both
+@pytest.mark.parametrize("how", ["set", "load", "write"])
+def test_d6_a_shorter_interval_takes_effect(make, mended, how):
+    weights = parameters(1)
+    optimizer = OPTIMIZERS["sgd"](weights)
+    scaler = make("cpu", init_scale=8.0, growth_interval=100)
+    for _ in range(5):
+        one_step(scaler, optimizer, weights, 0.0)
+    if how == "set":
+        scaler.set_growth_interval(3)
+    elif how == "load":
+        scaler.load_state_dict({**scaler.state_dict(), "growth_interval": 3})
+    else:
+        scaler._growth_interval = 3
+    for _ in range(4):
+        one_step(scaler, optimizer, weights, 0.0)
+    # The next step, and three after it.
+    assert scaler.get_scale() == (32.0 if mended else 8.0)
+
+
+ARGUMENTS = [
+    {"backoff_factor": 0.0},
+    {"backoff_factor": -0.5},
+    {"growth_interval": 0},
+    {"growth_interval": -1},
+    {"init_scale": 0.0},
+    {"init_scale": -1.0},
+    {"init_scale": float("nan")},
+    {"init_scale": float("inf")},
+    {"growth_factor": float("inf")},
+    {"growth_factor": float("nan")},
+]
+
+
+@both
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+def test_d7_useless_numbers_are_refused(make, mended, arguments):
+    if not mended:
+        make("cpu", **arguments)
+        return
+    named = next(iter(arguments)).replace("init_scale", "initial_scale")
+    with pytest.raises(ArgumentError, match=rf"`{named}` must .*Received") as caught:
+        make("cpu", **arguments)
+    assert isinstance(caught.value, AssertionError)
+
+
+@pytest.mark.parametrize("arguments", [{"growth_factor": 1.0}, {"backoff_factor": 1.0}], ids=str)
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_d7_what_torch_refuses_is_refused_with_its_type(make, arguments):
+    with pytest.raises(AssertionError, match="factor"):
+        make("cpu", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("growth_factor", 1.0),
+        ("growth_factor", "2"),
+        ("backoff_factor", 1.5),
+        ("backoff_factor", 0.0),
+        ("growth_interval", 0),
+        ("growth_interval", 2.5),
+    ],
+)
+def test_d7_a_useless_number_that_is_set_changes_nothing(name, value):
+    scaler = GradScaler("cpu")
+    before = scaler.state_dict()
+    with pytest.raises(ArgumentError, match=name):
+        getattr(scaler, f"set_{name}")(value)
+    with pytest.raises(ArgumentError, match=name):
+        setattr(scaler, f"_{name}", value)
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("new", [4, 4.0, torch.tensor(4.0), torch.tensor([4]), True])
+def test_d7_update_takes_every_number(new):
+    scaler = GradScaler("cpu")
+    if new is True:
+        with pytest.raises(ArgumentError, match="must be a number"):
+            scaler.update(new)
+        return
+    scaler.update(new)
+    assert scaler.get_scale() == 4
+    assert scaler.scale(torch.ones(())) == 4
+    scaler.update(2)
+    assert scaler._scale == 2
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.scale(torch.ones(()))
+    with pytest.raises(AttributeError):
+        theirs.update(4)
+
+
+@pytest.mark.parametrize("new", [0, -1.0, float("nan"), float("inf"), 2.0**127, "4", [4.0]])
+def test_d7_update_with_a_useless_number_changes_nothing(new):
+    scaler = GradScaler("cpu")
+    with pytest.raises(ArgumentError, match="new_scale"):
+        scaler.update(new)
+    with pytest.raises(AssertionError):
+        scaler.update(torch.ones(2))
+    assert scale_and_tracker(scaler) == (65536.0, 0)
+
+
+@both
+def test_d7_named_tuples_and_dictionaries(make, mended):
+    pair = collections.namedtuple("Pair", "a b")(torch.ones(()), torch.ones(()))
+    scaler = make("cpu", init_scale=2.0)
+    if mended:
+        assert scaler.scale(pair).b == 2
+        assert scaler.scale({"loss": torch.ones(())}) == {"loss": 2}
+    else:
+        with pytest.raises(TypeError):
+            scaler.scale(pair)
+        assert isinstance(scaler.scale({"loss": torch.ones(())}), map)
+
+
+@both
+def test_d7_getters_of_a_disabled_scaler(make, mended):
+    scaler = make("cpu", enabled=False)
+    for name in ("growth_factor", "backoff_factor", "growth_interval"):
+        if mended:
+            assert getattr(scaler, f"get_{name}")() == getattr(scaler.rule, name)
+        else:
+            with pytest.raises(AttributeError):
+                getattr(scaler, f"get_{name}")()
+
+
+@both
+@pytest.mark.parametrize("optimizer", ["LBFGS", "SGD"])
+def test_d7_d24_a_closure_by_place_is_refused(make, mended, optimizer):
+    weights = parameters(1)
+    inner = getattr(torch.optim, optimizer)(weights, lr=0.1)
+    scaler = make("cpu", init_scale=8.0)
+    seen = []
+
+    def closure():
+        inner.zero_grad()
+        loss = scaler.scale((weights[0] ** 2).sum())
+        loss.backward()
+        seen.append(float(loss.detach()))
+        return loss
+
+    closure()
+    if mended:
+        before = numbers(weights)
+        for arguments in ({"closure": closure}, {}):
+            with pytest.raises(RuntimeError, match="takes no closure"):
+                scaler.step(inner, *(() if arguments else (closure,)), **arguments)
+        assert numbers(weights) == before
+        # As Accelerate and torch.distributed.checkpoint call it.
+        scaler.step(inner, None) if optimizer == "SGD" else None
+    else:
+        # It trains on losses that are 8 times too large.
+        scaler.step(inner, closure)
+        assert seen[1] == 24.0
+
+
+@both
+@pytest.mark.parametrize("name", ["adam", "adam-fused", "sgd-fused", "adagrad-fused"])
+def test_d8_a_skipped_step_does_not_call_the_optimizer(make, mended, name):
+    weights = parameters(1)
+    optimizer = OPTIMIZERS[name](weights)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    scaler = make("cpu")
+    for slope in (torch.inf, 1.0, torch.inf):
+        one_step(scaler, optimizer, weights, slope)
+    if mended or name == "adam":
+        assert len(calls) == 1
+    else:
+        assert len(calls) == 3
+
+
+@both
+@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
+def test_d20_a_scale_below_one_lets_no_infinity_through(make, mended, name):
+    weights = [torch.nn.Parameter(torch.tensor([1.0]))]
+    optimizer = OPTIMIZERS[name](weights)
+    scaler = make("cpu", init_scale=2.0**-20)
+    scaler.scale(weights[0].sum()).backward()
+    weights[0].grad = torch.tensor([3e38])
+    scaler.step(optimizer)
+    scaler.update()
+    if name == "sgd":
+        assert is_finite(weights) == mended
+    if mended:
+        assert numbers(weights) == [[1.0]]
+        assert scaler.get_scale() == 2.0**-21
+
+
+@both
+def test_d21_a_grad_scale_of_none(make, mended):
+    weights = parameters(1)
+    optimizer = OPTIMIZERS["adamw-fused"](weights)
+    optimizer.grad_scale = None
+    scaler = make("cpu")
+    if mended:
+        one_step(scaler, optimizer, weights)
+        assert numbers(weights)[0][0] == pytest.approx(0.9, abs=0.01)
+    else:
+        with pytest.raises(TypeError):
+            one_step(scaler, optimizer, weights)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("name", ["sgd-fused", "adamw-fused"])
+def test_a_grad_scale_of_the_user_divides_too_and_is_used_up(make, name):
+    weights, same = parameters(1), parameters(1)
+    optimizer, plain = OPTIMIZERS[name](weights), OPTIMIZERS[name](same)
+    scaler = make("cpu", init_scale=8.0)
+    for _ in range(2):
+        optimizer.grad_scale = torch.tensor(4.0)
+        one_step(scaler, optimizer, weights)
+        assert not hasattr(optimizer, "grad_scale")
+        same[0].grad = torch.full((3,), 0.25)
+        plain.step()
+    assert numbers(weights) == numbers(same)
+
+
+class Forward(torch.nn.Module):
+    """Scales inside of what is compiled."""
+
+    def __init__(self, scaler):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 1)
+        self.scaler = scaler
+
+    def forward(self, x):
+        return self.scaler.scale(self.linear(x).sum())
+
+
+@both
+def test_d23_scale_in_a_full_graph(make, mended):
+    torch._dynamo.reset()
+    model = Forward(make("cpu", init_scale=8.0))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    if not mended:
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            compiled(torch.ones(1, 2))
+        return
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    counted = torch._dynamo.utils.counters
+    counted.clear()
+    # The first call makes the scale, and is the only one that does.
+    compiled(torch.ones(1, 2))
+    compiled(torch.ones(1, 2))
+    scales = []
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = compiled(torch.ones(1, 2))
+            scales.append(float(loss.detach() / model.linear(torch.ones(1, 2)).sum().detach()))
+            loss.backward()
+            if step < 7:
+                model.linear.bias.grad.fill_(torch.inf)
+            model.scaler.step(optimizer)
+            model.scaler.update()
+    assert scales == pytest.approx([2.0 ** (3 - step) for step in range(8)])
+    assert model.scaler.steps_skipped == 7
+    assert not counted["graph_break"]
+
+
+@both
+def test_d25_a_step_that_fails_leaves_nothing_on_the_optimizer(make, mended):
+    class Failing(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None):
+            assert isinstance(self.grad_scale, torch.Tensor)
+            assert isinstance(self.found_inf, torch.Tensor)
+            raise OSError
+
+    weights = parameters(1)
+    optimizer = Failing(weights)
+    optimizer._step_supports_amp_scaling = True
+    scaler = make("cpu")
+    scaler.scale(weights[0].sum()).backward()
+    with pytest.raises(OSError):
+        scaler.step(optimizer)
+    assert hasattr(optimizer, "grad_scale") != mended
+    assert hasattr(optimizer, "found_inf") != mended
+
+
+@both
+def test_no_gradients_are_neither_a_good_nor_a_bad_step(make, mended):
+    weights = parameters(1)
+    scaler = make("cpu", init_scale=8.0, growth_interval=1)
+    scaler.scale(torch.ones(()))
+    for name in ("sgd", "adamw-fused"):
+        optimizer = OPTIMIZERS[name](weights)
+        if mended:
+            scaler.step(optimizer)
+            scaler.update()
+            assert not scaler.last_step_skipped
+        elif name == "sgd":
+            with pytest.raises(AssertionError):
+                scaler.step(optimizer)
+            del scaler._per_optimizer_states[id(optimizer)]
+        else:
+            scaler.step(optimizer)
+            with pytest.raises(AssertionError):
+                scaler.update()
+    assert scale_and_tracker(scaler) == (8.0, 0)
+
+
+@both
+def test_a_step_that_only_makes_state_moves_nothing(make, mended):
+    """What torch.distributed.checkpoint does through a wrapper such as Accelerate's."""
+    weights = parameters(1)
+    optimizer = OPTIMIZERS["adam"](weights)
+    scaler = make("cpu", init_scale=8.0, growth_interval=2)
+    weights[0].grad = torch.zeros(3)
+    (group,) = optimizer.param_groups
+    group["lr"] = 0.0
+    if not mended:
+        with pytest.raises(AssertionError):
+            scaler.step(optimizer, None)
+        scaler._lazy_init_scale_growth_tracker("cpu")
+    scaler.step(optimizer, None)
+    scaler.update()
+    assert len(optimizer.state) == 1
+    assert numbers(weights) == [[1.0] * 3]
+    assert scale_and_tracker(scaler) == (8.0, 0 if mended else 1)
+
+
+def test_a_warm_up_from_zero_is_a_step():
+    weights = parameters(1)
+    optimizer = OPTIMIZERS["adam"](weights)
+    optimizer.param_groups[0]["lr"] = 0.0
+    scaler = GradScaler("cpu")
+    one_step(scaler, optimizer, weights)
+    assert scale_and_tracker(scaler) == (65536.0, 1)
+
+
+def test_an_error_before_anything_was_scaled_leaves_no_trace():
+    weights = parameters(1)
+    optimizer = OPTIMIZERS["sgd"](weights)
+    weights[0].grad = torch.ones(3)
+    scaler = GradScaler("cpu")
+    for call in (scaler.step, scaler.unscale_):
+        with pytest.raises(CallOrderError, match="before anything was scaled"):
+            call(optimizer)
+    assert numbers(weights) == [[1.0] * 3]
+    one_step(scaler, optimizer, weights)
+    assert numbers(weights) == [[0.5] * 3]

@@ -1,0 +1,96 @@
+"""Which processes have to agree; the processes themselves are in test_processes.py."""
+
+import itertools
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lossscale.errors import ArgumentTypeError
+from lossscale.frameworks.torch.ranks import agreed, groups_of, local
+
+PLACEMENTS = {"R": Replicate(), "S": Shard(0), "P": Partial()}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """Process 1 of 4 in a mesh of 2 x 2; nothing that is sent arrives anywhere."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    finally:
+        distributed.destroy_process_group()
+
+
+def spread(mesh, placements):
+    return DTensor.from_local(torch.ones(2), mesh, [PLACEMENTS[p] for p in placements])
+
+
+@pytest.mark.parametrize(
+    ("layouts", "dimensions"),
+    [
+        (["RR"], ""),
+        (["RS"], "b"),
+        (["SR"], "a"),
+        (["SS"], "ab"),
+        (["RP"], "b"),
+        *(([*order], "ab") for order in itertools.permutations(["RR", "RS", "SR"])),
+        *(([*order], "b") for order in itertools.permutations(["RR", "RS", "RS"])),
+    ],
+)
+def test_one_group_for_each_dimension_that_a_tensor_is_spread_over(mesh, layouts, dimensions):
+    tensors = [spread(mesh, placements) for placements in layouts]
+    groups = groups_of([torch.ones(1), None, *tensors])
+    assert sorted(groups, key=id) == sorted(map(mesh.get_group, dimensions), key=id)
+
+
+def test_the_order_follows_the_parameters(mesh):
+    a, b = mesh.get_group("a"), mesh.get_group("b")
+    assert groups_of([spread(mesh, "RS"), spread(mesh, "SR")]) == (b, a)
+    assert groups_of([spread(mesh, "SR"), spread(mesh, "RS")]) == (a, b)
+
+
+def test_a_mesh_with_one_process_along_a_dimension_sends_nothing_along_it(mesh):
+    thin = init_device_mesh("cpu", (4, 1))
+    assert groups_of([spread(thin, "SS")]) == (thin.get_group(0),)
+    assert groups_of([spread(thin, "RS")]) == ()
+
+
+def test_a_given_group_is_used_and_nothing_derived(mesh):
+    a, world = mesh.get_group("a"), distributed.group.WORLD
+    parameters = [spread(mesh, "RS")]
+    assert groups_of(parameters, a) == (a,)
+    assert groups_of(parameters, [world, a]) == (world, a)
+    assert groups_of(parameters, []) == ()
+
+
+def test_a_process_that_is_not_in_the_group_has_nothing_to_send(mesh):
+    assert groups_of([], distributed.GroupMember.NON_GROUP_MEMBER) == ()
+
+
+@pytest.mark.parametrize("wrong", ["world", 1, True, [None]])
+def test_something_else_than_a_group_is_refused(wrong):
+    with pytest.raises(ArgumentTypeError, match=r"ProcessGroup.*None derives.*Received"):
+        groups_of([], wrong)
+
+
+def test_a_mesh_is_refused_with_what_to_pass_instead(mesh):
+    with pytest.raises(ArgumentTypeError, match=r"mesh\.get_group"):
+        groups_of([], mesh)
+
+
+def test_what_is_local(mesh):
+    plain = torch.ones(3)
+    assert local(plain) is plain
+    assert local(None) is None
+    for placements in itertools.product(PLACEMENTS, repeat=2):
+        part = local(spread(mesh, placements))
+        assert type(part) is torch.Tensor
+        assert part.tolist() == [1, 1]
+
+
+def test_without_a_group_the_number_is_the_one_found():
+    found = torch.tensor(1.0)
+    assert agreed(found, ()) is found
