@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.rules import FixedScale, ScaleRule, ScaleState, Seen
 
 _MOST = 2**31 - 1
@@ -60,8 +61,22 @@ def state_of(rule: ScaleRule, scale_state: ScaleState, inner_state: Any) -> Loss
 
 
 def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
-    """Returns a state without the one inside, in its dtypes whatever a user has put into it."""
+    """Returns a state without the one inside, in its dtypes whatever a user has put into it.
+
+    Raises:
+        ArgumentTypeError: If it is no such state. It is a `TypeError`.
+        ArgumentError: If it is that of another rule. It is a `ValueError`.
+    """
+    if not isinstance(state, LossScaleState):
+        raise ArgumentTypeError(_no_state(state))
     first = _without_loss_scale(rule, rule.init())
+    if missing := sorted(first.keys() - state.rule_state.keys()):
+        raise ArgumentError(
+            f"The state is that of another rule: `rule_state` has no {missing[0]!r}, which "
+            f"{type(rule).__name__} has. Received: rule_state with {sorted(state.rule_state)}. "
+            "Put the state inside into a new one: tx.init(params)._replace(inner_state="
+            "state.inner_state)."
+        )
     return LossScaleState(
         loss_scale=jnp.asarray(state.loss_scale, jnp.float32),
         rule_state={
@@ -72,6 +87,22 @@ def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
         consecutive_skips=jnp.asarray(state.consecutive_skips, jnp.int32),
         last_step_finite=jnp.asarray(state.last_step_finite, jnp.bool_),
         inner_state=(),
+    )
+
+
+def _no_state(state: Any) -> str:
+    if isinstance(state, dict):
+        advice = (
+            "A file restores to it with a target of the same form: jax.eval_shape(tx.init, params)."
+        )
+    else:
+        advice = (
+            "The state of an optimizer without loss scaling goes in as "
+            "tx.init(params)._replace(inner_state=state)."
+        )
+    return (
+        "The state must be what `init` or `update` of loss_scaled returned. "
+        f"Received: a {type(state).__name__}. {advice}"
     )
 
 
