@@ -1,13 +1,10 @@
 """Models and data that every backend of Keras can use."""
 
-import os
-import subprocess
-import sys
-
 import keras
 import numpy as np
 
 import lossscale
+from fresh import Program
 
 BACKEND = keras.backend.backend()
 
@@ -59,13 +56,7 @@ def status(optimizer):
 
 def run(source, backend, *arguments, **environment):
     """Runs a program in a process of its own, on a backend; returns what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", source, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "KERAS_BACKEND": backend, **environment},
-    )
+    given = {"KERAS_BACKEND": backend, **environment}
+    done = Program(source, *arguments, environment=given).finished()
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
