@@ -89,11 +89,14 @@ def named(parameters: Any) -> dict[Any, str]:
     pairs = parameters
     if isinstance(parameters, torch.nn.Module):
         pairs = parameters.named_parameters()
+    found: dict[Any, str] | None
     try:
         found = {parameter: name for name, parameter in pairs}
     except (TypeError, ValueError):
-        found = {parameters: ""}
-    if not all(isinstance(p, torch.Tensor) and isinstance(n, str) for p, n in found.items()):
+        found = None
+    if found is None or not all(
+        isinstance(p, torch.Tensor) and isinstance(n, str) for p, n in found.items()
+    ):
         raise ArgumentTypeError(
             "Parameters are named by a module, or by (name, parameter) pairs as "
             f"model.named_parameters() gives them. Received: {parameters!r} of type "
