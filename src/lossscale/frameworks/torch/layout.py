@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from lossscale.frameworks.torch import ranks
 
 
@@ -22,6 +24,8 @@ class Layout:
         self.devices = list(dict.fromkeys(p.device for p in parameters))
         """Where they were when this was made."""
         self.one_device = len(self.devices) == 1
+        self.is_plain = all(type(p) is torch.nn.Parameter for p in parameters)
+        """Whether none of them is more than a tensor of this process."""
         self.ranks = ranks.groups_of(parameters, process_group)
         """The process groups that have to agree."""
         self.started: set[int] = set()
