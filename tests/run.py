@@ -33,9 +33,8 @@ PARTS = (
     "tests/documents",
     "tests/cli",
 )
-
-# These import no Keras, which a test in each shows.
-WITHOUT_KERAS = ("tests/frameworks/jax",)
+# These run in processes that never import Keras, which a test in each shows.
+WITHOUT_KERAS = ("tests/frameworks/jax", "tests/frameworks/torch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +64,8 @@ _REST = Job(
 _TF_KERAS_ROWS = Job("tf_keras tests/conformance", TF_KERAS, ("tests/conformance",))
 _TF_KERAS_OWN = Job("tf_keras tests/frameworks/tf_keras", TF_KERAS, ("tests/frameworks/tf_keras",))
 _JAX = Job("jax", JAX, ("tests/conformance", "tests/backends"))
-_OPTAX = Job("optax", JAX, ("tests/frameworks/jax",))
+_JAX_ALONE = Job("jax without Keras", JAX, WITHOUT_KERAS[:1])
+_TORCH_ALONE = Job("torch without Keras", TORCH, WITHOUT_KERAS[1:])
 _TORCH = Job("torch", TORCH, ("tests/conformance", "tests/backends"))
 
 # By the time they take, longest first: what starts last is then short, and no core waits for long.
@@ -77,8 +77,9 @@ ALL = (
     _TF_KERAS_ROWS,
     *(_part(path) for path in PARTS[2:]),
     _TF_KERAS_OWN,
-    _OPTAX,
+    _JAX_ALONE,
     _TORCH,
+    _TORCH_ALONE,
 )
 QUICK = (
     Job("torch tests/conformance", TORCH, ("tests/conformance",)),

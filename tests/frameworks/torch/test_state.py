@@ -45,7 +45,7 @@ def test_the_numbers_are_in_the_first_group_and_are_plain(decide):
 
 
 def test_a_plain_optimizer_loads_it_and_it_loads_a_plain_one():
-    given, optimizer = trained()
+    _, optimizer = trained()
     plain = torch.optim.Adam(parameters(*SHAPES), fused=True)
     plain.load_state_dict(optimizer.state_dict())
     assert bits(plain.state_dict()["state"]) == bits(optimizer.state_dict()["state"])
@@ -60,7 +60,7 @@ def test_a_plain_optimizer_loads_it_and_it_loads_a_plain_one():
 
 
 def test_what_does_not_fit_changes_nothing():
-    given, optimizer = trained()
+    _, optimizer = trained()
     before = bits(optimizer.state_dict())
     saved = copy.deepcopy(optimizer.state_dict())
     for change, words in (

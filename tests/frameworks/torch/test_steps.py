@@ -182,7 +182,7 @@ def test_hooks_run_once_and_only_on_applied_steps(kind):
 
 
 def test_hooks_of_the_state_dictionary_run_once():
-    given, optimizer = made()
+    _, optimizer = made()
     called = []
     optimizer.register_state_dict_post_hook(lambda *_: called.append("save"))
     optimizer.register_load_state_dict_pre_hook(lambda *_: called.append("load"))
@@ -365,7 +365,7 @@ def test_losses_of_any_kind_are_scaled_in_float32_or_wider():
 
 
 def test_settings_are_read_and_written_through():
-    given, optimizer = made()
+    _, optimizer = made()
     assert optimizer.lr == optimizer.learning_rate == 0.5
     optimizer.learning_rate = 0.25
     optimizer.momentum = 0.5
