@@ -19,8 +19,8 @@ from lossscale.diagnostics.batches import Batch
 from lossscale.diagnostics.measurement import NARROW, Measurement, paths_of
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
-from lossscale.errors import ArgumentError
 from lossscale.frameworks.keras.backends import counting
+from lossscale.frameworks.shell.measuring import check_ready, computing_in_float32, without_a_loss
 
 
 def _graph_of(layer: Any) -> Any:
@@ -51,7 +51,7 @@ def measure(
     Raises:
         ArgumentError: If the model is not compiled, has no loss, or has no variables.
     """
-    _check_ready(model)
+    check_ready(model, is_compiled=model.compiled, input_name="a keras.Input")
     variables = list(model.trainable_variables)
     trained = {id(variable) for variable in variables}
     fixed = [variable for variable in model.variables if id(variable) not in trained]
@@ -85,19 +85,6 @@ def measure(
     return measured.report(model, framework, narrow, keras.config.floatx(), paths, taps)
 
 
-def _check_ready(model: Any) -> None:
-    if not model.compiled:
-        raise ArgumentError(
-            f"The model {model.name!r} is not compiled, so its loss is not known. "
-            "Call model.compile(optimizer, loss) first."
-        )
-    if not model.built or not model.trainable_variables:
-        raise ArgumentError(
-            f"The model {model.name!r} has no trainable variables"
-            + ("." if model.built else " yet. Call it on a batch, or give it a keras.Input, first.")
-        )
-
-
 def _needs_targets(model: Any) -> bool:
     loss = model._compile_loss
     own = type(model).compute_loss is not keras.Model.compute_loss
@@ -107,21 +94,15 @@ def _needs_targets(model: Any) -> bool:
 def _check_loss(model: Any) -> None:
     overridden = type(model).compute_loss is not keras.Model.compute_loss
     if model._compile_loss is None and not overridden and not model.losses:
-        raise ArgumentError(
-            f"The model {model.name!r} was compiled without a loss. "
-            "Call model.compile(optimizer, loss) with one."
-        )
+        raise without_a_loss(model)
 
 
-@contextlib.contextmanager
-def _computing_in_float32(model: Any) -> Iterator[None]:
-    """Within it no layer computes in a 16-bit format, unless it is quantized or says so itself."""
-    with contextlib.ExitStack() as stack:
-        for layer in model._flatten_layers():
-            if layer.compute_dtype in NARROW and layer.quantization_mode is None:
-                policy = keras.DTypePolicy("float32")
-                stack.enter_context(replaced(layer, "_dtype_policy", policy))
-        yield
+def _computing_in_float32(model: Any) -> contextlib.AbstractContextManager[None]:
+    return computing_in_float32(
+        model._flatten_layers(),
+        lambda layer: layer.quantization_mode is not None,
+        {"_dtype_policy": keras.DTypePolicy("float32")},
+    )
 
 
 @contextlib.contextmanager

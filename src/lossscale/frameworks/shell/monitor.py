@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import threading
 import warnings
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any, ClassVar
 
-from lossscale.callbacks import LossScaleMonitor, Settings
+from lossscale.callbacks import Settings
 from lossscale.diagnostics.alarms import float16_without_scaling
 from lossscale.diagnostics.records import StepRecord
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
@@ -20,9 +21,14 @@ from lossscale.optimizer import LossScaleOptimizer
 class MonitorBody:
     """The methods that `fit` calls. What differs between frameworks is in the subclasses."""
 
-    # Set by Keras' callback, and by the class for its framework.
+    # Set by Keras' callback.
     model: Any
+
+    # Of the class for a framework: its name, the module `keras` or `tf_keras`, and what makes of
+    # a variable what Python can make a number of.
     _framework: ClassVar[str | None]
+    _library: ClassVar[Any]
+    _array_of: Callable[[Any], Any]
 
     _settings: Settings
     _optimizer: Any = None
@@ -34,13 +40,6 @@ class MonitorBody:
 
     # What a framework has to say.
 
-    def _library(self) -> str:
-        """The name of the package that the model must be of."""
-        raise NotImplementedError
-
-    def _computes_in_float16(self, model: Any) -> bool:
-        raise NotImplementedError
-
     def _scales_by_itself(self, optimizer: Any) -> bool:
         """Whether it is one of the framework's own ways of loss scaling."""
         raise NotImplementedError
@@ -49,13 +48,24 @@ class MonitorBody:
         """Lets the training step note what is needed."""
         raise NotImplementedError
 
-    def _status(self) -> Status:
+    def _steps(self, optimizer: Any) -> Any:
+        """The variable that counts every step, skipped ones included."""
         raise NotImplementedError
+
+    def _trained(self, model: Any) -> Any:
+        """The model itself, of one that may be wrapped."""
+        return model
 
     def _sync(self) -> None:
         """Brings the optimizer's variables up to date in the middle of an epoch."""
 
     # What `fit` calls.
+
+    def set_model(self, model: Any) -> None:
+        """Takes the model that is trained."""
+        if model is not None and not isinstance(self._trained(model), self._library.Model):
+            raise ArgumentError(_other_framework(self._framework))
+        super().set_model(model)  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Checks the model, opens the files, and has the training step compiled."""
@@ -156,6 +166,9 @@ class MonitorBody:
                 "lossscale.LossScaleOptimizer(optimizer), or leave the monitor out."
             )
 
+    def _computes_in_float16(self, model: Any) -> bool:
+        return any(layer.compute_dtype == "float16" for layer in model._flatten_layers())
+
     def _watch_of(self, optimizer: Any) -> Watch:
         settings: Settings = self._settings
         earlier: Watch | None = self._watch
@@ -222,6 +235,15 @@ class MonitorBody:
 
     # --- One sample ---------------------------------------------------------------------------
 
+    def _status(self) -> Status:
+        optimizer, array_of = self._optimizer, self._array_of
+        return Status(
+            int(array_of(self._steps(optimizer))),
+            float(array_of(optimizer._current_scale())),
+            int(array_of(optimizer._steps_skipped)),
+            bool(array_of(optimizer._last_step_skipped)),
+        )
+
     def _sample(self, loss: float | None) -> None:
         before, status = self._before, self._status()
         self._before = self._shown = status
@@ -241,16 +263,6 @@ class MonitorBody:
     @staticmethod
     def _register(combined: type[Any], written: type[Any]) -> None:
         """Nothing to do: callbacks are in no file."""
-
-
-def check_model(model: Any, base: type[Any], monitor: LossScaleMonitor) -> None:
-    """Checks that a model is of the framework of its monitor.
-
-    Raises:
-        ArgumentError: If it is not; the message says what to do. It is a `ValueError`.
-    """
-    if model is not None and not isinstance(model, base):
-        raise ArgumentError(_other_framework(monitor._framework))
 
 
 def _other_framework(framework: str | None) -> str:

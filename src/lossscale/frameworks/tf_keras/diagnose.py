@@ -19,7 +19,7 @@ from lossscale.diagnostics.batches import Batch
 from lossscale.diagnostics.measurement import NARROW, Measurement, paths_of
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
-from lossscale.errors import ArgumentError
+from lossscale.frameworks.shell.measuring import check_ready, computing_in_float32, without_a_loss
 from lossscale.frameworks.tensorflow.counting import counter
 
 
@@ -49,7 +49,8 @@ def measure(
     Raises:
         ArgumentError: If the model is not compiled, has no loss, or has no variables.
     """
-    _check_ready(model)
+    is_compiled = bool(getattr(model, "compiled_loss", None))
+    check_ready(model, is_compiled=is_compiled, input_name="an Input")
     variables = list(model.trainable_variables)
     paths = paths_of([variable.name.removesuffix(":0") for variable in variables])
     taps = Taps(model, _LIBRARY)
@@ -63,10 +64,7 @@ def measure(
             with naming_targets(y, y_pred):
                 loss = model.compute_loss(x, y, y_pred, sample_weight)
         if loss is None:
-            raise ArgumentError(
-                f"The model {model.name!r} was compiled without a loss. "
-                "Call model.compile(optimizer, loss) with one."
-            )
+            raise without_a_loss(model)
         return loss
 
     measured = Measurement(after_batch)
@@ -82,19 +80,6 @@ def measure(
                 stack.enter_context(_loss_of_its_own(model, batch))
             measured.add(batch, count(tuple(batch)))
     return measured.report(model, "tf_keras", narrow, tf_keras.backend.floatx(), paths, taps)
-
-
-def _check_ready(model: Any) -> None:
-    if not getattr(model, "compiled_loss", None):
-        raise ArgumentError(
-            f"The model {model.name!r} is not compiled, so its loss is not known. "
-            "Call model.compile(optimizer, loss) first."
-        )
-    if not model.built or not model.trainable_variables:
-        raise ArgumentError(
-            f"The model {model.name!r} has no trainable variables"
-            + ("." if model.built else " yet. Call it on a batch, or give it an Input, first.")
-        )
 
 
 def _needs_targets(model: Any) -> bool:
@@ -125,17 +110,16 @@ def _put_back(model: Any, layers: Sequence[Any]) -> Iterator[None]:
             generator._seed = seed
 
 
-@contextlib.contextmanager
-def _computing_in_float32(layers: Sequence[Any]) -> Iterator[None]:
-    """Within it no layer computes in a 16-bit format, unless it is kept or says so itself."""
-    with contextlib.ExitStack() as stack:
-        for layer in layers:
-            # A variable that is float16 itself would not fit to the others.
-            if layer.compute_dtype in NARROW and layer.variable_dtype not in NARROW:
-                policy = tf_keras.mixed_precision.Policy("float32")
-                stack.enter_context(replaced(layer, "_dtype_policy", policy))
-                stack.enter_context(replaced(layer, "_compute_dtype_object", tf.float32))
-        yield
+def _computing_in_float32(layers: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    return computing_in_float32(
+        layers,
+        # A variable that is float16 itself would not fit to the others.
+        lambda layer: layer.variable_dtype in NARROW,
+        {
+            "_dtype_policy": tf_keras.mixed_precision.Policy("float32"),
+            "_compute_dtype_object": tf.float32,
+        },
+    )
 
 
 @contextlib.contextmanager

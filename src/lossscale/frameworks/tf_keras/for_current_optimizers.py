@@ -101,10 +101,6 @@ class TFKerasLossScaleOptimizer(
         """Adds a state variable for a variable to the inner optimizer, and returns it."""
         return self._optimizer.add_variable_from_reference(*args, **kwargs)
 
-    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """Excludes variables from the inner optimizer's weight decay; call it before `build`."""
-        self._optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
-
 
 def _variables_in(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yields the variables in nested containers, by their places."""

@@ -12,9 +12,10 @@ import tf_keras
 from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizerMetaclass
 
 from lossscale import registry
-from lossscale.arguments import config_from_rule, rule_from_arguments
+from lossscale.arguments import rule_from_arguments
 from lossscale.frameworks.common.checks import remember_wrapper
 from lossscale.frameworks.common.handover import GradientHandover
+from lossscale.frameworks.shell.reading import SharedReading
 from lossscale.frameworks.tensorflow import replicas
 from lossscale.frameworks.tf_keras.checks import check_inner, check_names
 from lossscale.frameworks.tf_keras.iterations import StepCounter
@@ -73,6 +74,7 @@ class CommonShell(
     DocumentedVerbs,
     Persistence,
     LossScaleSupport,
+    SharedReading,
     LossScaleOptimizer,
     Parts,
 ):
@@ -80,7 +82,6 @@ class CommonShell(
 
     _framework: ClassVar[str | None] = "tf_keras"
     _inner_base: ClassVar[type[Any]]
-    _backend = replicas
 
     # None where a loss scale of the older API moves by its user's own code.
     _state: Any
@@ -146,10 +147,6 @@ class CommonShell(
         """Counts a variable of a LossScale object as one of this optimizer's."""
         self._loose_variables[variable.name.removesuffix(":0")] = variable
 
-    def __repr__(self) -> str:
-        inner = type(self._optimizer).__name__
-        return f"<LossScaleOptimizer {self.name!r} around {inner}, {self._rule}>"
-
     # --- What can be read ---------------------------------------------------------------------
 
     @property
@@ -167,14 +164,6 @@ class CommonShell(
     @property
     def dynamic_counter(self) -> Any:
         return None if self._state is None else self._state.variables.get("good_steps")
-
-    @property
-    def steps_skipped(self) -> Any:
-        return tf.convert_to_tensor(self._steps_skipped)
-
-    @property
-    def last_step_skipped(self) -> Any:
-        return tf.convert_to_tensor(self._last_step_skipped)
 
     @property
     def iterations(self) -> StepCounter:
@@ -208,12 +197,9 @@ class CommonShell(
     # --- Configuration ------------------------------------------------------------------------
 
     def get_config(self) -> dict[str, Any]:
-        described = config_from_rule(self._rule)
-        if "rule" in described:
-            described["rule"]["class_name"] = self._registered_name(type(self._rule))
         return {
             **({} if self._given_name is None else {"name": self._given_name}),
             "inner_optimizer": tf_keras.optimizers.serialize(self._optimizer),
             "dynamic": self.dynamic,
-            **described,
+            **self._described_rule(),
         }
