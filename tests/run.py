@@ -33,6 +33,8 @@ PARTS = (
     "tests/documents",
     "tests/cli",
 )
+# What runs in a process that never imports Keras; the tests there see to it.
+NATIVE = ("tests/frameworks/torch",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +56,15 @@ def _part(path: str) -> Job:
     return Job(f"tensorflow {path}", TENSORFLOW, (path,))
 
 
-_REST = Job("tensorflow, all else", TENSORFLOW, ("tests", *(f"--ignore={path}" for path in PARTS)))
+_REST = Job(
+    "tensorflow, all else",
+    TENSORFLOW,
+    ("tests", *(f"--ignore={path}" for path in (*PARTS, *NATIVE))),
+)
 _TF_KERAS_ROWS = Job("tf_keras tests/conformance", TF_KERAS, ("tests/conformance",))
 _TF_KERAS_OWN = Job("tf_keras tests/frameworks/tf_keras", TF_KERAS, ("tests/frameworks/tf_keras",))
 _JAX = Job("jax", JAX, ("tests/conformance", "tests/backends"))
+_TORCH_NATIVE = Job("torch without Keras", TORCH, NATIVE)
 _TORCH = Job("torch", TORCH, ("tests/conformance", "tests/backends"))
 
 # By the time they take, longest first: what starts last is then short, and no core waits for long.
@@ -70,6 +77,7 @@ ALL = (
     *(_part(path) for path in PARTS[2:]),
     _TF_KERAS_OWN,
     _TORCH,
+    _TORCH_NATIVE,
 )
 QUICK = (
     Job("torch tests/conformance", TORCH, ("tests/conformance",)),
