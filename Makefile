@@ -6,7 +6,7 @@ DEMO := .venv-demo
 TEST := .venv-test
 JOBS ?= 2
 
-.PHONY: demo test test-quick mutants lint types tests table bench calibration format clean
+.PHONY: demo test test-quick mutants peers peers-torch peers-jax lint types tests table bench calibration format clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/lossscale demo
@@ -30,6 +30,10 @@ test-quick: $(TEST)/installed
 # Do the tests notice? Wrong versions of the sources, each against the tests that must fail.
 mutants: $(TEST)/installed
 	$(TEST)/bin/python tests/mutants/run.py
+
+# The tests of jmp and Optax that are about what we do too, with ours in the place of theirs.
+peers-jax: $(TEST)/installed
+	$(TEST)/bin/python tests/peers/jax_libraries.py
 
 # The table of the README and docs/what_runs_where.md, from the outcomes of the conformance suite.
 RESULTS := $(CURDIR)/build/conformance.json
