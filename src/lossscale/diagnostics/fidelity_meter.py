@@ -64,8 +64,9 @@ class Gradients(Protocol):
 class FidelityMeter:
     """Compares gradients in float16 with their reference, on one batch after another.
 
-    In memory are two copies of the gradients of a model, on the host. On the first batch gradients
-    are computed at most `MOST_RUNS_OF_SEARCH` times, on each other at most `RUNS_OF_A_BATCH` times.
+    In memory are three copies of the gradients of a model at most, on the host. On the first batch
+    gradients are computed at most `MOST_RUNS_OF_SEARCH` times, on each other at most
+    `RUNS_OF_A_BATCH` times.
 
     Args:
         gradients: What the framework provides.
@@ -119,7 +120,7 @@ class FidelityMeter:
         if self._batches == 1:
             self._search(batch, predicted)
             return
-        at = self._new_probe(batch)
+        at = self._new_probe(batch, self._run(batch, self._reference_scale, True))
         for scale in self._scales:
             self._keep(scale, at(scale))
         while self._good is not None and _not_finite(at(self._good)):
@@ -180,9 +181,10 @@ class FidelityMeter:
         self._runs += 1
         return self._gradients(batch, scale, reference=reference)
 
-    def _new_probe(self, batch: Any) -> Callable[[float], dict[str, Deviation]]:
+    def _new_probe(
+        self, batch: Any, reference: Mapping[str, Any]
+    ) -> Callable[[float], dict[str, Deviation]]:
         """Returns what compares the gradients of a batch at a scale with the reference."""
-        reference = self._run(batch, self._reference_scale, True)
         known: dict[float, dict[str, Deviation]] = {}
 
         def at(scale: float) -> dict[str, Deviation]:
@@ -206,13 +208,17 @@ class FidelityMeter:
     # --- The first batch ----------------------------------------------------------------------
 
     def _search(self, batch: Any, predicted: float | None) -> None:
-        at = self._new_probe(batch)
+        first = self._run(batch, 1.0, True)
+        narrow = self._reference_is_narrow(batch, first)
+        if self._missing:
+            return
+        at = self._new_probe(batch, first)
         power = _FIRST_POWER if predicted is None else _power(predicted)
         highest = _highest(lambda power: not _not_finite(at(2.0**power)), power)
-        if highest is not None and self._reference_is_narrow(batch):
+        if highest is not None and narrow:
             # Its own casts lose in float32 what they lose in float16, but not at a high scale.
             self._reference_scale = 2.0**highest
-            at = self._new_probe(batch)
+            at = self._new_probe(batch, self._run(batch, self._reference_scale, True))
         self._keep(1.0, at(1.0))
         if highest is not None:
             self._highest = 2.0**highest
@@ -253,12 +259,28 @@ class FidelityMeter:
         room = 2.0 ** math.ceil(self._limits.room)
         return middle_scale(lowest, max(lowest, highest / room)) or lowest
 
-    def _reference_is_narrow(self, batch: Any) -> bool:
+    def _reference_is_narrow(self, batch: Any, first: Mapping[str, Any]) -> bool:
         """Whether the reference changes with the loss scale, which float32 does not."""
-        plain, scaled = (self._run(batch, scale, True) for scale in (1.0, _SHIFT))
-        found = self._compared(scaled, plain, 1.0, _SHIFT).values()
+        if any(each.reference_nonfinite for each in self._compared(first, {}, 1, 1).values()):
+            return False
+        scaled = self._run(batch, _SHIFT, True)
+        if not self._differ(scaled, first):
+            return False
+        again = self._run(batch, 1.0, True)
+        if self._differ(again, first, 1.0):
+            self._missing = (
+                "Two runs of the model on the same batch gave different gradients, so float16 "
+                "cannot be told from chance. It draws random numbers of its own: give its layers "
+                "a keras.random.SeedGenerator, or ask without them."
+            )
+        return True
+
+    def _differ(
+        self, found: Mapping[str, Any], first: Mapping[str, Any], scale: float = _SHIFT
+    ) -> bool:
+        both = self._compared(found, first, 1.0, scale).values()
         return any(
-            each.nonfinite or each.reference_nonfinite or each.error > _SAME for each in found
+            each.nonfinite or each.reference_nonfinite or each.error > _SAME for each in both
         )
 
 

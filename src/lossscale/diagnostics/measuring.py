@@ -24,6 +24,7 @@ def diagnose(
     batch_size: int = 32,
     format: str | NumberFormat = "float16",
     thresholds: Thresholds | None = None,
+    quick: bool = False,
     after_batch: Callable[[int], None] = lambda number: None,
 ) -> GradientReport:
     """Measures the gradients of a compiled model on a few batches, and judges them.
@@ -82,5 +83,7 @@ def diagnose(
             f"Received: {model!r} of type {type(model).__name__}."
         )
     data = batches_of(x, y, sample_weight, **sizes)
-    report: GradientReport = module.measure(model, data, after_batch)
+    report: GradientReport = module.measure(
+        model, data, after_batch, thresholds=limits, quick=quick or known.name != "float16"
+    )
     return report.with_format(known, limits)

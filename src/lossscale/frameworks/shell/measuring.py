@@ -10,6 +10,8 @@ from lossscale.diagnostics.measurement import NARROW
 from lossscale.diagnostics.tapping import replaced
 from lossscale.errors import ArgumentError
 
+_WIDER = ("float32", "float64", "bfloat16")
+
 
 def check_ready(model: Any, *, is_compiled: bool, input_name: str) -> None:
     """Checks that the gradients of a model can be measured.
@@ -58,4 +60,30 @@ def computing_in_float32(
             if layer.compute_dtype in NARROW and not is_kept(layer):
                 for name, value in attributes.items():
                     stack.enter_context(replaced(layer, name, value))
+        yield
+
+
+@contextlib.contextmanager
+def computing_in_float16(
+    layers: Iterable[Any],
+    is_kept: Callable[[Any], bool],
+    attributes: Callable[[Any], Mapping[str, Any]],
+) -> Iterator[None]:
+    """Within it a model computes as it is trained in float16.
+
+    If one of its layers is in float16 already, that is the way it is; otherwise all of them are
+    as `mixed_float16` would make them.
+
+    Args:
+        layers: All layers of a model.
+        is_kept: Whether a layer has to compute as it does.
+        attributes: What makes a layer compute in float16, by attribute.
+    """
+    found = list(layers)
+    with contextlib.ExitStack() as stack:
+        if not any(layer.compute_dtype == "float16" for layer in found):
+            for layer in found:
+                if layer.compute_dtype in _WIDER and not is_kept(layer):
+                    for name, value in attributes(layer).items():
+                        stack.enter_context(replaced(layer, name, value))
         yield
