@@ -235,16 +235,23 @@ class Judging:
     def _judge_and_clip(
         self, given: Gradients, scaled: bool, layout: Layout, scales: HostScales
     ) -> Verdict:
+        assert self._clip_norm is not None
         scale = scales.scale if scaled else 1.0
         checks = self._rule.checks_gradients
         if self._rule.needs == Needs():
             norm = clipping.norm_of(given, layout.ranks)
-            number = norm.item() / scale
+            total = norm.item()
+            number = total / scale
             # A norm may overflow though no element does, and unscaling may overflow some.
             if math.isfinite(number) and number <= _LARGEST:
-                factor = clipping.coefficient(norm.cpu() / scale, self._clip_norm)
-                seen = Seen(True) if checks else None
-                return Verdict(True, seen, divisor=self._clip_and_divide(given, factor, scale))
+                # On the host from here on: a device is not waited for a second time.
+                norm = torch.tensor(total, dtype=norm.dtype) / scale
+                factor = clipping.coefficient(norm, self._clip_norm)
+                divides = self._can_be_handed_a_divisor(given) and (
+                    scale * max(number / self._clip_norm, 1.0) < _LARGEST / 2
+                )
+                divisor = self._clip_and_divide(given, factor, scale, divides)
+                return Verdict(True, Seen(True) if checks else None, divisor=divisor)
         if checks:
             verdict = self._look(given, scaled, layout)
         else:
@@ -254,14 +261,13 @@ class Judging:
             self._clip(given, layout)
         return verdict
 
-    def _clip_and_divide(self, given: Gradients, factor: Any, scale: float) -> Any:
+    def _clip_and_divide(self, given: Gradients, factor: Any, scale: float, divides: bool) -> Any:
         """Multiplies gradients by a number that clips, and divides them by the scale.
 
         Returns what a fused optimizer has to divide by instead, or None.
         """
-        divisor = (scale / factor).to(torch.float32)
-        if divisor.isfinite() and self._can_be_handed_a_divisor(given):
-            return divisor.to(given.device)
+        if divides:
+            return (scale / factor).to(given.device, torch.float32)
         for group in given.groups:
             if self._rule.powers_of_two:
                 torch._foreach_mul_(group, (factor / scale).to(group[0].device))
