@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import lossscale
 import lossscale.optax
@@ -22,6 +23,7 @@ from lossscale.errors import (
     LossScaleWarning,
     RecordingError,
     TrainingHaltedError,
+    UnsupportedError,
 )
 
 RULE = lossscale.DynamicScale(initial_scale=8, growth_interval=4)
@@ -232,6 +234,27 @@ def test_eager_steps_note_the_same():
         _, opt_state = update(grads, tx.init(grads), grads)
         notes.append(bits((opt_state.noted_steps, opt_state.notes)))
     assert notes[0] == notes[1]
+
+
+def on_four_devices(tx, spec, opt_state, grads):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    states = jax.tree.map(lambda leaf: spec if leaf.ndim and leaf.shape[0] == 8 else P(), opt_state)
+    update = jax.shard_map(
+        lambda grads, state: tx.update(grads, state)[1],
+        mesh=mesh,
+        in_specs=(spec, states),
+        out_specs=states,
+    )
+    return jax.jit(update)(grads, opt_state)
+
+
+def test_devices_that_share_their_gradients_note_them():
+    tx = lossscale.optax.noted(lossscale.optax.loss_scaled(optax.sgd(0.1), axis_name="d"))
+    grads = {"w": jnp.ones(8).at[3].set(jnp.inf)}
+    found = on_four_devices(tx, P(), tx.init(grads), grads)
+    np.testing.assert_array_equal(found.notes.nonfinite, [[1, 0]])
+    with pytest.raises(UnsupportedError, match="use jit over sharded arrays"):
+        on_four_devices(tx, P("d"), tx.init(grads), grads)
 
 
 def test_the_state_keeps_its_form_and_finds_its_names():

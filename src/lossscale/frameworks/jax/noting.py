@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from lossscale.checks import checked_count
-from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
+from lossscale.errors import (
+    AlreadyWrappedError,
+    ArgumentError,
+    ArgumentTypeError,
+    UnsupportedError,
+)
 from lossscale.frameworks.common.notes import Plan
 from lossscale.frameworks.jax import judging, notes
 from lossscale.frameworks.jax.arrays import unscaled
@@ -41,7 +46,7 @@ def noted(tx: Any, *, histograms_every: int | None = None) -> Any:
     is part of the state and stays on the device; nothing waits for it. What is counted is counted
     only on those steps. What the optimizer does is the same.
 
-    Not inside a `shard_map`; with `pmap` each replica notes its own gradients.
+    With `pmap` each replica notes its own gradients.
 
     Args:
         tx: What `loss_scaled` returned.
@@ -56,6 +61,8 @@ def noted(tx: Any, *, histograms_every: int | None = None) -> Any:
         ArgumentTypeError: If `tx` is not what `loss_scaled` returned. It is a `TypeError`.
         AlreadyWrappedError: If it notes already. It is a `TypeError`.
         ArgumentError: If `histograms_every` is no integer of at least 1. It is a `ValueError`.
+        UnsupportedError: In `update`, if it is in a `shard_map` whose devices have gradients of
+            their own. It is a `NotImplementedError`.
 
     Example:
         >>> tx = lossscale.optax.noted(lossscale.optax.loss_scaled(optax.sgd(0.5)))
@@ -118,10 +125,15 @@ class _Noted:
                 f"The state has notes of {rows} gradients, and there are {len(plan.names)} now. "
                 "Make it with the parameters that are trained: tx.init(params)."
             )
+        found = dict(_named_leaves(updates))
+        if any(map(judging.varying, found.values())):
+            raise UnsupportedError(
+                "noted() keeps what all devices have together, and in this shard_map each has "
+                "gradients of its own. Leave noted() out, or use jit over sharded arrays."
+            )
         before = state.loss_scaled
         new_updates, after = self._tx.update(updates, before, params, **extra_args)
         number = jnp.asarray(state.noted_steps, jnp.int32) + 1
-        found = dict(_named_leaves(updates))
 
         def gradients() -> list[Any]:
             by_row = [found.get(name) for name in plan.names]
