@@ -217,6 +217,7 @@ class Suite:
 
 
 _WIDE = "unscaled gradients, and so the updates, are float32 where gradients are narrower"
+_LBFGS = "without loss scaling it does not pass either"
 _INSIDE = "looks at the state of the transformation, which is the `inner_state` of ours"
 
 SUITES = (
@@ -263,6 +264,10 @@ SUITES = (
         "optax._src.sharding_test",
         ("ShardingTest",),
         wrapping_in("optax", "adam", "sgd", "adamw", "rmsprop", "adafactor", "lamb", "lbfgs"),
+        (
+            Otherwise("test_state_sharding_type_init_match_update_lbfgs", _LBFGS),
+            Otherwise("test_state_sharding_type_preserved_with_jit_lbfgs", _LBFGS),
+        ),
         imported_with_ours=True,
     ),
     Suite(
