@@ -25,7 +25,7 @@ from lossscale.diagnostics.verdict import Thresholds
 from lossscale.frameworks.keras.backends import counting
 from lossscale.frameworks.keras.draws import drawn_in_float32
 from lossscale.frameworks.keras.weights import numpy_of
-from lossscale.frameworks.shell.diagnosis import ModelGradients, measured
+from lossscale.frameworks.shell.diagnosis import ModelGradients, looking_inside, measured
 from lossscale.frameworks.shell.measuring import (
     check_ready,
     computing_in_float16,
@@ -131,20 +131,11 @@ def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGr
         with drawn_in_float32(), _computing_in_float32(model):
             return wide(batch, scale)  # type: ignore[no-any-return]
 
-    def reference(batch: Any, scale: float) -> list[Derived]:
-        try:
-            return in_float32(batch, scale)
-        except Exception:
-            # A layer may be called in a loop or a branch, from which no tensor gets out.
-            if taps is None or not taps.leave_inside():
-                raise
-            return in_float32(batch, scale)
-
     def in_float16(batch: Any, scale: float) -> list[Derived]:
         with drawn_in_float32(), _computing_in_float16(model):
             return narrow(batch, scale)  # type: ignore[no-any-return]
 
-    return ModelGradients(reference, in_float16, names, backend.on_host)
+    return ModelGradients(looking_inside(in_float32, taps), in_float16, names, backend.on_host)
 
 
 def _scale_in_use(optimizer: Any) -> float | None:

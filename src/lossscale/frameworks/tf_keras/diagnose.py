@@ -22,7 +22,7 @@ from lossscale.diagnostics.measurement import NARROW, Derived, paths_of
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
 from lossscale.diagnostics.verdict import Thresholds
-from lossscale.frameworks.shell.diagnosis import ModelGradients, measured
+from lossscale.frameworks.shell.diagnosis import ModelGradients, looking_inside, measured
 from lossscale.frameworks.shell.measuring import (
     check_ready,
     computing_in_float16,
@@ -149,20 +149,11 @@ def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGr
         with run(), _computing_in_float32(layers):
             return wide(batch, scale)
 
-    def reference(batch: Any, scale: float) -> list[Derived]:
-        try:
-            return in_float32(batch, scale)
-        except Exception:
-            # A layer may be called in a loop or a branch, from which no tensor gets out.
-            if taps is None or not taps.leave_inside():
-                raise
-            return in_float32(batch, scale)
-
     def in_float16(batch: Any, scale: float) -> list[Derived]:
         with run(), _computing_in_float16(layers):
             return narrow(batch, scale)
 
-    return ModelGradients(reference, in_float16, names, counting.on_host)
+    return ModelGradients(looking_inside(in_float32, taps), in_float16, names, counting.on_host)
 
 
 def _scale_in_use(optimizer: Any) -> float | None:
