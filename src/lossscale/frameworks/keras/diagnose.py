@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
-from keras.src.models.functional import Functional
 
 from lossscale.diagnostics.batch_checks import check_batch, inputs_of, naming_targets
 from lossscale.diagnostics.batches import Batch
@@ -38,7 +37,7 @@ from lossscale.optimizer import LossScaleOptimizer
 def _graph_of(layer: Any) -> Any:
     if isinstance(layer, keras.Sequential):
         layer = layer._functional
-    return layer if isinstance(layer, Functional) else None
+    return layer if isinstance(layer, keras.Function) else None
 
 
 _LIBRARY = Library(
