@@ -6,7 +6,7 @@ DEMO := .venv-demo
 TEST := .venv-test
 JOBS ?= 2
 
-.PHONY: demo test test-quick mutants lint types tests table bench format clean
+.PHONY: demo test test-quick mutants versions peers peers-torch peers-jax lint types tests table bench calibration format clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/lossscale demo
@@ -31,6 +31,14 @@ test-quick: $(TEST)/installed
 mutants: $(TEST)/installed
 	$(TEST)/bin/python tests/mutants/run.py
 
+# The tests of jmp and Optax that are about what we do too, with ours in the place of theirs.
+peers-jax: $(TEST)/installed
+	$(TEST)/bin/python tests/peers/jax_libraries.py
+
+# The promises on the oldest releases that the extras admit, in environments in a temporary folder.
+versions:
+	$(PYTHON) tests/versions.py $(SETS)
+
 # The table of the README and docs/what_runs_where.md, from the outcomes of the conformance suite.
 RESULTS := $(CURDIR)/build/conformance.json
 CONFORMANCE := LOSSSCALE_RESULTS=$(RESULTS) $(TEST)/bin/python -m pytest -p conformance.results --numprocesses $(JOBS) tests/conformance
@@ -47,6 +55,10 @@ bench: $(TEST)/installed
 	$(TEST)/bin/python -m benchmarks
 	$(TEST)/bin/python -m benchmarks.pages build/bench/results.json README.md docs/benchmarks.md
 	$(TEST)/bin/python -m benchmarks.monitoring --output build/bench/monitoring.json --page docs/monitoring.md
+
+# Is the verdict of a diagnosis right? Trainings beside it, and their table in the page about it.
+calibration: $(TEST)/installed
+	$(TEST)/bin/python -m benchmarks.calibration --page docs/do_i_need_loss_scaling.md
 
 format: $(TEST)/installed
 	$(TEST)/bin/ruff check --fix .

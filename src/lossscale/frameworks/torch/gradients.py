@@ -15,9 +15,8 @@ import torch
 
 from lossscale.errors import GradientsError
 from lossscale.frameworks.torch import ranks
+from lossscale.frameworks.torch.private_names import check_and_unscale_
 from lossscale.frameworks.torch.scales import Factors
-
-_check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 _layout, _dtype, _device = attrgetter("layout"), attrgetter("dtype"), attrgetter("device")
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -234,7 +233,7 @@ def look_and_multiply_(group: list[Any], found: Any, factor: Any) -> None:
         factor: The same.
     """
     if group[0].device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
-        _check_and_unscale_(group, found, factor)
+        check_and_unscale_(group, found, factor)
         return
     # The largest magnitude of finite numbers is finite, in any format.
     largest = torch.stack(torch._foreach_norm(group, float("inf")))
