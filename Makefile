@@ -6,7 +6,7 @@ DEMO := .venv-demo
 TEST := .venv-test
 JOBS ?= 2
 
-.PHONY: demo test test-quick mutants lint types tests table bench format clean
+.PHONY: demo test test-quick mutants peers lint types tests table bench format clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/lossscale demo
@@ -30,6 +30,11 @@ test-quick: $(TEST)/installed
 # Do the tests notice? Wrong versions of the sources, each against the tests that must fail.
 mutants: $(TEST)/installed
 	$(TEST)/bin/python tests/mutants/run.py
+
+# The suites of Accelerate and Lightning with our GradScaler in the places of PyTorch's. That of
+# Lightning needs a checkout of its repository: make peers LIGHTNING=...
+peers: $(TEST)/installed
+	$(TEST)/bin/python tests/peers/run.py build/peers --lightning "$(LIGHTNING)"
 
 # The table of the README and docs/what_runs_where.md, from the outcomes of the conformance suite.
 RESULTS := $(CURDIR)/build/conformance.json
