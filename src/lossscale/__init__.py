@@ -28,7 +28,17 @@ __version__ = "0.1.0"
 
 # Imported when they are first asked for, because of what they import.
 _SUBMODULES = frozenset(
-    {"callbacks", "cli", "demo", "diagnostics", "frameworks", "migration", "plots", "torch"}
+    (
+        "callbacks",
+        "cli",
+        "demo",
+        "diagnostics",
+        "frameworks",
+        "migration",
+        "optax",
+        "plots",
+        "torch",
+    )
 )
 
 if TYPE_CHECKING:
@@ -38,6 +48,7 @@ if TYPE_CHECKING:
     from lossscale import diagnostics as diagnostics
     from lossscale import frameworks as frameworks
     from lossscale import migration as migration
+    from lossscale import optax as optax
     from lossscale import plots as plots
     from lossscale import torch as torch
 else:

@@ -79,13 +79,11 @@ class LossScaleMonitor:
 
     _framework: ClassVar[str | None] = None
 
-    _last: StepRecord | None = None
-
     def __new__(cls, *args: Any, framework: str | None = None, **kwargs: Any) -> Any:
         if cls._framework is None:
             if cls is LossScaleMonitor:
                 # Before any framework is imported.
-                _checked(*args, **kwargs)
+                checked_settings(*args, **kwargs)
             shell = registry.monitor_for(framework)
             cls = shell if cls is LossScaleMonitor else registry.combined(cls, shell)
         return super().__new__(cls)
@@ -104,7 +102,7 @@ class LossScaleMonitor:
         framework: str | None = None,
     ) -> None:
         super().__init__()
-        self._settings = _checked(
+        self._settings = checked_settings(
             path,
             every=every,
             tensorboard=tensorboard,
@@ -120,8 +118,12 @@ class LossScaleMonitor:
         """The last record of this monitor, or None."""
         return self._last
 
+    @property
+    def _last(self) -> StepRecord | None:
+        return None
 
-def _checked(
+
+def checked_settings(
     path: Any = None,
     *,
     every: Any = 1,
@@ -132,6 +134,7 @@ def _checked(
     append: Any = False,
     on_write_error: Any = "warn",
 ) -> Settings:
+    """Checks the arguments that every monitor takes."""
     settings = Settings(
         path=_path("path", path),
         every=checked_count("every", every),

@@ -12,11 +12,11 @@ from types import ModuleType
 from typing import Any
 
 from lossscale import registry
-from lossscale.errors import MissingPackageError
 from lossscale.frameworks.common.checks import living_wrapper
 from lossscale.frameworks.common.documented_names import DocumentedNames
 from lossscale.older.configurations import OPTIMIZER_NAMES
 from lossscale.optimizer import LossScaleOptimizer
+from lossscale.packages import not_installed
 
 
 def register() -> None:
@@ -154,10 +154,11 @@ def install() -> Installation:
     except ModuleNotFoundError as error:
         if error.name != "tensorflow":
             raise
-        raise MissingPackageError(
-            "lossscale.install() puts names into TensorFlow, and TensorFlow is not installed. "
-            "Install it with pip install tensorflow. On JAX or PyTorch without TensorFlow, use "
-            "lossscale.LossScaleOptimizer by its own name."
+        raise not_installed(
+            ["tensorflow"],
+            purpose="lossscale.install() puts names into TensorFlow, so it",
+            hint="On JAX or PyTorch without TensorFlow, use lossscale.LossScaleOptimizer by its "
+            "own name.",
         ) from None
     names = _documented_names()
     with contextlib.ExitStack() as stack:

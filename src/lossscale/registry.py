@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.packages import PACKAGES, is_installed, lacking_for_keras, not_installed
 
 
 class Framework(NamedTuple):
@@ -165,7 +166,21 @@ def _shell(framework: Framework, name: str) -> type[Any]:
 # Cached also because AutoGraph, in a function that is being traced, cannot translate an import.
 @functools.cache
 def _module(name: str) -> Any:
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name in PACKAGES:
+            raise not_installed(_lacking(name, error.name)) from error
+        raise
+
+
+def _lacking(module: str, found: str) -> list[str]:
+    """What to install where a module lacks a package; others are named that it lacks as well."""
+    if found == "keras":
+        return lacking_for_keras()
+    if module.startswith(_TF_KERAS.package):
+        return [name for name in ("tf_keras", "tensorflow") if not is_installed(name)]
+    return [found]
 
 
 def kerases() -> tuple[Framework, ...]:
@@ -232,6 +247,13 @@ def not_an_optimizer(optimizer: Any) -> str:
         return f"{message} Use keras.optimizers.get({optimizer!r}) to make one from its name."
     if isinstance(optimizer, type):
         return f"{message} That is a class; call it: {optimizer.__name__}()."
+    optax = sys.modules.get("optax")
+    if optax is not None and isinstance(optimizer, optax.GradientTransformation):
+        return (
+            f"The first argument must be an optimizer that is an object. Received: a "
+            f"{type(optimizer).__name__} of Optax, which is a pair of functions. Wrap it with "
+            "lossscale.optax.loss_scaled(optax.adamw(1e-3)), unless it already has loss scaling."
+        )
     keras = sys.modules.get("keras")
     version = str(getattr(keras, "__version__", ""))
     if type(optimizer).__module__.startswith("keras.") and version.startswith("2."):

@@ -65,7 +65,8 @@ def net(optimizer=None, rule=None, **compile_arguments):
     model = keras.Model([x, extra], total, name="net")
     rule = rule or lossscale.DynamicScale(initial_scale=2.0**10, growth_interval=3)
     inner = optimizer or keras.optimizers.Adam(0.01)
-    model.compile(lossscale.LossScaleOptimizer(inner, rule=rule), "mse", **compile_arguments)
+    given = {"jit_compile": BACKEND == "jax", **compile_arguments}
+    model.compile(lossscale.LossScaleOptimizer(inner, rule=rule), "mse", **given)
     return model
 
 
@@ -323,7 +324,7 @@ def test_a_disk_that_fills_up_does_not_end_training(tmp_path):
     class FillsUp(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if batch == 2:
-                (writer,) = monitor._recorder._writers.values()
+                (writer,) = monitor._watch.recorder._writers.values()
                 full = os.open("/dev/full", os.O_WRONLY)
                 os.dup2(full, writer._file.fileno())
                 os.close(full)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from lossscale.cli import backend, demo
+from lossscale.cli import demo
 from lossscale.cli.main import main
 
 EPOCHS = 4
@@ -123,7 +123,7 @@ def test_it_speaks_before_it_imports_a_framework(monkeypatch, capsys, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "_train_all", train_all)
-    monkeypatch.setattr(backend, "find_spec", lambda module: object())
+    monkeypatch.setattr("lossscale.packages.is_installed", lambda module: True)
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     for name in ("keras", "tensorflow", "jax", "torch", "sklearn"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -11,7 +11,6 @@ import sys
 
 import pytest
 
-from lossscale.cli import migrate
 from lossscale.cli.main import main
 
 pytest.importorskip("tensorflow")
@@ -279,7 +278,7 @@ def test_force_without_a_new_file(capsys):
 
 
 def test_a_missing_package_gives_the_command(monkeypatch, capsys):
-    monkeypatch.setattr(migrate, "find_spec", lambda name: None if name == "rich" else object())
+    monkeypatch.setitem(sys.modules, "rich", None)
     assert main(["migrate", str(MODELS[0])]) == 1
     assert 'rich not found: pip install "lossscale[demo]"' in capsys.readouterr().err
 

@@ -9,7 +9,6 @@ import matplotlib.image
 import pytest
 
 from lossscale import DynamicScale
-from lossscale.cli import plot
 from lossscale.cli.main import main
 from lossscale.diagnostics import HistoryHeader, StepRecord, TrainingHistory
 
@@ -129,7 +128,7 @@ def test_what_cannot_be_used(arguments, message, capsys):
 
 
 def test_missing_packages_give_the_command(folder, monkeypatch, capsys):
-    monkeypatch.setattr(plot, "find_spec", lambda name: None if name == "matplotlib" else object())
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["plot", "run.jsonl", "-o", "run.png"]) == 1
     assert 'matplotlib not found: pip install "lossscale[plots]"' in capsys.readouterr().err
 

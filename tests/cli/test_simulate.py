@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from core.oracle import trace
 from lossscale import DynamicScale, FixedScale
-from lossscale.cli import simulate
 from lossscale.cli.errors import UsageError
 from lossscale.cli.main import main
 from lossscale.cli.rule_text import rule_from_text
@@ -221,13 +221,12 @@ def test_a_rule_as_text_is_refused_with_a_usage_error():
     ],
 )
 def test_missing_packages_give_the_command(absent, arguments, command, monkeypatch, capsys):
-    monkeypatch.setattr(simulate, "find_spec", lambda name: None if name == absent else object())
+    monkeypatch.setitem(sys.modules, absent, None)
     assert main(["simulate", *P, *arguments]) == 1
     assert command in capsys.readouterr().err
 
 
 def test_json_needs_neither_rich_nor_matplotlib(monkeypatch, capsys):
-    monkeypatch.setattr(
-        simulate, "find_spec", lambda name: None if name in ("rich", "matplotlib") else object()
-    )
+    for absent in ("rich", "matplotlib"):
+        monkeypatch.setitem(sys.modules, absent, None)
     assert simulated([*P, "--steps", "10"], capsys)["steps"] == 10

@@ -231,9 +231,11 @@ def test_json_has_what_other_programs_ask_for():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lossscale_report": 2}, "must have"),
+        ({"lossscale_report": 2}, "a report of format 2, and only format 1"),
         ({"ranges": [{"name": "a"}]}, "'layer'"),
         ({"ranges": None}, "not iterable"),
+        ({"ranges": [3]}, "each of `ranges` must be a JSON object"),
+        ({"ranges": [{**REPORT.to_dict()["ranges"][0], "kind": "odd"}]}, "odd"),
         ({"thresholds": {"margin": -1}}, "margin"),
         ({"thresholds": {"unheard": 1}}, "unheard"),
         ({"format": "float99"}, "float99"),

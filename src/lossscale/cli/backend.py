@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
-from importlib.util import find_spec
+from collections.abc import Iterable, Iterator
 
-from lossscale.cli.errors import MissingExtraError, UsageError
+from lossscale.cli.errors import UsageError
 
 BACKENDS = ("tensorflow", "jax", "torch")
 
 
-def choose_backend(requested: str | None) -> str:
+def choose_backend(requested: str | None, others: Iterable[str] = ()) -> str:
     """Returns the backend to use, and has Keras use it.
 
     Args:
         requested: One of `BACKENDS`, or None: then the one Keras was imported with, or the one
             that the environment variable KERAS_BACKEND names, or tensorflow.
+        others: What else the caller takes, for the message.
 
     Raises:
         UsageError: If there is no such backend, or Keras is imported with another one.
@@ -29,7 +29,8 @@ def choose_backend(requested: str | None) -> str:
     if backend is None:
         backend = in_use or os.environ.get("KERAS_BACKEND") or "tensorflow"
     if backend not in BACKENDS:
-        raise UsageError(f"the backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+        known = ", ".join((*BACKENDS, *others))
+        raise UsageError(f"the backend must be one of {known}, not {backend!r}")
     if in_use not in (None, backend):
         raise UsageError(
             f"Keras is already imported with the backend {in_use}; "
@@ -40,27 +41,6 @@ def choose_backend(requested: str | None) -> str:
         # TensorFlow's notes on the processor would be drawn over the progress bars.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     return backend
-
-
-def check_installed(backend: str, packages: dict[str, str]) -> None:
-    """Raises unless everything that the demo imports is there.
-
-    Args:
-        backend: One of `BACKENDS`.
-        packages: Name of a module to the name of the package it comes in.
-
-    Raises:
-        MissingExtraError: If something is missing. The message names the command to install it.
-    """
-    missing = [package for module, package in packages.items() if find_spec(module) is None]
-    extras = ["demo"] if missing else []
-    if find_spec(backend) is None:
-        missing.append(backend)
-        extras.append(backend)
-    if missing:
-        raise MissingExtraError(
-            f'{", ".join(missing)} not found: pip install "lossscale[{",".join(extras)}]"'
-        )
 
 
 @contextlib.contextmanager

@@ -10,17 +10,17 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lossscale.cli.backend import BACKENDS, choose_backend, silenced
 from lossscale.cli.console import new_console
-from lossscale.cli.errors import MissingExtraError, UsageError
+from lossscale.cli.errors import UsageError
 from lossscale.cli.files import check_picture, usage_errors
 from lossscale.cli.numbers import integer
 from lossscale.cli.progress import progress
 from lossscale.diagnostics.formats import FORMATS
+from lossscale.packages import is_installed, require
 
 _BATCHES, _BATCH_SIZE, _ROWS = 4, 32, 20
 _MOST = 2**31 - 1
@@ -99,15 +99,14 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status, 0.
 
     Raises:
-        CommandError: If an argument or a file cannot be used, or a package is missing.
+        CommandError: If an argument or a file cannot be used.
+        MissingPackageError: If a package is missing.
     """
     if arguments.plot is not None:
         check_picture("--plot", arguments.plot)
-    _check_installed(arguments)
+    pictures = () if arguments.plot is None else ("matplotlib",)
+    require("keras", choose_backend(arguments.backend), "numpy", *pictures)
     _check_model_file(arguments.model)
-    backend = choose_backend(arguments.backend)
-    if find_spec(backend) is None:
-        raise MissingExtraError(f'{backend} not found: pip install "lossscale[{backend}]"')
     arrays = _read_arrays(arguments.data)
     with _waiting("Loading the model"), silenced():
         model = _load_model(arguments.model)
@@ -183,18 +182,6 @@ def _check_model_file(path: Path) -> None:
     ):
         if missing:
             raise UsageError(f"{path}: the model was saved without {what}; {_COMPILE_FIRST}")
-
-
-def _check_installed(arguments: argparse.Namespace) -> None:
-    needed = {"keras": "tensorflow", "numpy": "plots"}
-    if arguments.plot is not None:
-        needed["matplotlib"] = "plots"
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
-        extras = ",".join(dict.fromkeys(needed[name] for name in missing))
-        raise MissingExtraError(
-            f'{", ".join(missing)} not found: pip install "lossscale[{extras}]"'
-        )
 
 
 def _read_arrays(path: Path) -> dict[str, Any]:
@@ -354,7 +341,7 @@ def _line(error: Exception) -> str:
 @contextlib.contextmanager
 def _waiting(text: str) -> Iterator[None]:
     """Shows on standard error, if it is a terminal, that something takes its time."""
-    if find_spec("rich") is None:
+    if not is_installed("rich"):
         yield
         return
     # A stream of its own, because what frameworks write to standard error is dropped meanwhile.

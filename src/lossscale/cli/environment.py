@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from lossscale.packages import install_command
+
 PACKAGES = (
     "numpy",
     "ml_dtypes",
@@ -19,6 +21,7 @@ PACKAGES = (
     "keras",
     "tf_keras",
     "jax",
+    "optax",
     "torch",
     "matplotlib",
     "rich",
@@ -32,19 +35,21 @@ class Shell(NamedTuple):
     Attributes:
         name: What it is called.
         packages: The packages it needs.
-        extra: The extra of lossscale that installs them.
+        extras: The extras of lossscale that install them.
     """
 
     name: str
     packages: tuple[str, ...]
-    extra: str
+    extras: tuple[str, ...]
 
 
 SHELLS = (
-    Shell("Keras 3 on TensorFlow", ("keras", "tensorflow"), "tensorflow"),
-    Shell("Keras 3 on JAX", ("keras", "jax"), "keras,jax"),
-    Shell("Keras 3 on PyTorch", ("keras", "torch"), "keras,torch"),
-    Shell("Keras 2 (tf_keras)", ("tf_keras", "tensorflow"), "tf_keras"),
+    Shell("Keras 3 on TensorFlow", ("keras", "tensorflow"), ("tensorflow",)),
+    Shell("Keras 3 on JAX", ("keras", "jax"), ("keras", "jax")),
+    Shell("Keras 3 on PyTorch", ("keras", "torch"), ("keras", "torch")),
+    Shell("Keras 2 (tf_keras)", ("tf_keras", "tensorflow"), ("tf_keras",)),
+    Shell("PyTorch, without Keras", ("torch",), ("torch",)),
+    Shell("JAX with Optax", ("optax", "jax"), ("optax",)),
 )
 
 
@@ -84,7 +89,7 @@ def why_not(shell: Shell, versions: dict[str, str | None]) -> str | None:
         shell: The framework.
         versions: What `installed_versions` returns.
     """
-    command = f'pip install "lossscale[{shell.extra}]"'
+    command = install_command(shell.extras)
     lowest = _lowest_versions()
     for package in shell.packages:
         version = versions[package]

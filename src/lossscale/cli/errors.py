@@ -11,7 +11,3 @@ class UsageError(CommandError):
     """An argument cannot be used."""
 
     exit_status = 2
-
-
-class MissingExtraError(CommandError):
-    """A package that the command needs is not installed."""

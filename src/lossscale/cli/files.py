@@ -10,7 +10,7 @@ from typing import Any
 
 from lossscale.cli.errors import UsageError
 from lossscale.cli.progress import progress
-from lossscale.errors import LossScaleError
+from lossscale.errors import LossScaleError, MissingPackageError
 
 PICTURE_FORMATS = (".png", ".pdf", ".svg")
 
@@ -42,6 +42,8 @@ def usage_errors() -> Iterator[None]:
     """Turns what is wrong with a file or an argument into one line and exit status 2."""
     try:
         yield
+    except MissingPackageError:
+        raise
     except LossScaleError as error:
         raise UsageError(" ".join(str(error).split())) from error
     except OSError as error:

@@ -11,6 +11,7 @@ from typing import NoReturn
 from lossscale import __version__
 from lossscale.cli import demo, diagnose, info, migrate, plot, simulate
 from lossscale.cli.errors import CommandError, UsageError
+from lossscale.errors import MissingPackageError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         print(f"lossscale: {error}", file=sys.stderr)
         return error.exit_status
+    except MissingPackageError as error:
+        print(f"lossscale: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         # Whoever read the output has gone, as `head` does. Python flushes once more as it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

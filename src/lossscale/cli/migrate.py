@@ -6,14 +6,15 @@ import argparse
 import json
 import sys
 import warnings
-from importlib.util import find_spec
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lossscale.cli.backend import choose_backend, silenced
 from lossscale.cli.console import new_console
-from lossscale.cli.errors import MissingExtraError, UsageError
-from lossscale.errors import LossScaleError, LossScaleWarning
+from lossscale.cli.errors import UsageError
+from lossscale.errors import LossScaleError, LossScaleWarning, MissingPackageError
+from lossscale.packages import require
 
 
 def add_parser(verbs: Any) -> None:
@@ -49,18 +50,20 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status, 0.
 
     Raises:
-        CommandError: If the file cannot be read or written, or a package is missing.
+        CommandError: If the file cannot be read or written.
+        MissingPackageError: If a package is missing.
     """
     if arguments.force and arguments.new is None:
         raise UsageError("--force says that NEW may be overwritten, and there is no NEW")
-    _check_installed(arguments)
-    if find_spec("keras") is not None:
-        choose_backend(None)
+    require(*_needed(arguments))
+    choose_backend(None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             with silenced():
                 description = _described(arguments)
+        except MissingPackageError:
+            raise
         except LossScaleError as error:
             raise UsageError(" ".join(str(error).split())) from error
     for warning in caught:
@@ -85,18 +88,14 @@ def _described(arguments: argparse.Namespace) -> Any:
     return description
 
 
-def _check_installed(arguments: argparse.Namespace) -> None:
-    needed = {"numpy": "tensorflow", "h5py": "tensorflow", "keras": "tensorflow"}
+def _needed(arguments: argparse.Namespace) -> Iterator[str]:
+    yield from ("numpy", "h5py")
     if not arguments.json:
-        needed["rich"] = "demo"
+        yield "rich"
     if Path(f"{arguments.old}".removesuffix(".index") + ".index").is_file():
-        needed["tensorflow"] = "tensorflow"
-    missing = [module for module in needed if find_spec(module) is None]
-    if missing:
-        extras = ",".join(dict.fromkeys(needed[module] for module in missing))
-        raise MissingExtraError(
-            f'{", ".join(missing)} not found: pip install "lossscale[{extras}]"'
-        )
+        yield "tensorflow"
+    if arguments.new is not None:
+        yield from ("keras", choose_backend(None))
 
 
 def _text(path: Path | None) -> str | None:

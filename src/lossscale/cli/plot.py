@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lossscale.cli.errors import MissingExtraError
 from lossscale.cli.files import check_picture, read_history, usage_errors
 from lossscale.diagnostics.powers import power_of_two
+from lossscale.packages import require
 
 
 def add_parser(verbs: Any) -> None:
@@ -49,12 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status, 0.
 
     Raises:
-        CommandError: If a file cannot be read or written, or a package is missing.
+        CommandError: If a file cannot be read or written.
+        MissingPackageError: If a package is missing.
     """
     check_picture("--output", arguments.output)
-    missing = [name for name in ("numpy", "matplotlib") if find_spec(name) is None]
-    if missing:
-        raise MissingExtraError(f'{", ".join(missing)} not found: pip install "lossscale[plots]"')
+    require("numpy", "matplotlib")
     history = read_history(arguments.history)
     draw(history, arguments.output)
     summary = {**history.summary(), "picture": str(arguments.output)}

@@ -6,9 +6,9 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 
 from lossscale.cli.console import new_console
+from lossscale.packages import is_installed
 
 _SHOWN_AFTER = 1.0
 
@@ -27,7 +27,7 @@ def progress(
     Yields:
         What to call with how much is done so far.
     """
-    if find_spec("rich") is None:
+    if not is_installed("rich"):
         # The bar is a convenience, and the work can be done without it.
         yield lambda done: None
         return

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lossscale.cli.console import new_console
-from lossscale.cli.errors import MissingExtraError, UsageError
+from lossscale.cli.errors import UsageError
 from lossscale.cli.files import check_picture, read_history, usage_errors
 from lossscale.cli.numbers import integer, probability, seed
 from lossscale.cli.progress import progress
@@ -23,6 +22,7 @@ from lossscale.diagnostics.simulation import (
     simulate_gradients,
     simulate_random,
 )
+from lossscale.packages import require
 from lossscale.rules import FixedScale
 
 _STEPS, _RUNS, _SEED = 100_000, 16, 0
@@ -100,13 +100,16 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status, 0.
 
     Raises:
-        CommandError: If an argument or a file cannot be used, or a package is missing.
+        CommandError: If an argument or a file cannot be used.
+        MissingPackageError: If a package is missing.
     """
     rule = rule_from_text(arguments.rule)
     if arguments.plot is not None:
         check_picture("--plot", arguments.plot)
     _check_belongs(arguments)
-    _check_installed(arguments)
+    drawing = () if arguments.plot is None else ("matplotlib",)
+    printing = () if arguments.json else ("rich",)
+    require("numpy", *drawing, *printing)
     random = arguments.trace is None
     simulation, source = (_at_random if random else _from_trace)(rule, arguments)
     summary = {**simulation.summary(), "picture": None}
@@ -127,20 +130,6 @@ def _check_belongs(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) is not None:
             needed = "--overflow-probability" if trace else "--trace"
             raise UsageError(f"--{name} has a meaning only with {needed}")
-
-
-def _check_installed(arguments: argparse.Namespace) -> None:
-    needed = {"numpy": "plots"}
-    if arguments.plot is not None:
-        needed["matplotlib"] = "plots"
-    if not arguments.json:
-        needed["rich"] = "demo"
-    missing = [name for name in needed if find_spec(name) is None]
-    if missing:
-        extras = ",".join(dict.fromkeys(needed[name] for name in missing))
-        raise MissingExtraError(
-            f'{", ".join(missing)} not found: pip install "lossscale[{extras}]"'
-        )
 
 
 def _at_random(rule: Any, arguments: argparse.Namespace) -> tuple[Any, str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.errors import ArgumentError
+from lossscale.packages import require
 
 
 def share_flushed(values: Any, scale: float = 1.0, format: str | NumberFormat = "float16") -> float:
@@ -35,6 +36,7 @@ def share_flushed(values: Any, scale: float = 1.0, format: str | NumberFormat = 
         >>> share_flushed([0.0, 2.0**-25, 2.0**-24, 1.0], scale=2)
         0.0
     """
+    require("numpy")
     import numpy as np
 
     edge = number_format(format).flush_edge
@@ -70,6 +72,7 @@ def share_zeroed(reference: Any, values: Any) -> float:
         >>> share_zeroed([0.0, 1e-9, 0.5, 0.25], [0.0, 0.0, 0.5, 0.25])
         0.3333333333333333
     """
+    require("numpy")
     import numpy as np
 
     expected, found = np.asarray(reference), np.asarray(values)

@@ -14,243 +14,19 @@ later steps, which the run has taken anew.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
-import json
 import os
-import platform
-from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
-from importlib import metadata
-from types import TracebackType
-from typing import Any, Literal, NoReturn, TextIO
+from collections.abc import Callable
+from typing import Any
 
+from lossscale.diagnostics.history_header import HistoryHeader, parsed_header
+from lossscale.diagnostics.history_writer import HistoryWriter
+from lossscale.diagnostics.json_forms import parsed
 from lossscale.diagnostics.records import SkipReason, StepRecord
 from lossscale.diagnostics.skips import SkipCounter, at_lowest, check_order, lowest_scale
 from lossscale.errors import ArgumentError
-from lossscale.rules import RULES, ScaleRule
-
-FORMAT_VERSION = 1
-"""What the key "lossscale_history" of the first line says."""
 
 _REPORTED_LINES = 1000
-
-
-@dataclasses.dataclass(frozen=True)
-class HistoryHeader:
-    """What is known about a run as a whole.
-
-    Attributes:
-        rule: The rule of the loss scale: its class name and its configuration, JSON-ready.
-        versions: Name of a package to its version.
-        started: When the run started, in ISO 8601 with a time zone.
-
-    Example:
-        >>> from lossscale import DynamicScale
-        >>> header = HistoryHeader.of(DynamicScale(initial_scale=8), {"keras": "3.15.1"})
-        >>> header.rule["class_name"], header.versions["keras"]
-        ('DynamicScale', '3.15.1')
-        >>> header.scale_rule() == DynamicScale(initial_scale=8)
-        True
-    """
-
-    rule: Mapping[str, Any]
-    versions: Mapping[str, str]
-    started: str
-
-    @classmethod
-    def of(cls, rule: ScaleRule, versions: Mapping[str, str] | None = None) -> HistoryHeader:
-        """Returns the header of a run that starts now.
-
-        Args:
-            rule: The rule of its loss scale.
-            versions: Versions of the packages in use. Those of Python and lossscale are added.
-        """
-        return cls(
-            rule={"class_name": type(rule).__name__, "config": rule.get_config()},
-            versions={
-                "python": platform.python_version(),
-                "lossscale": metadata.version("lossscale"),
-                **(versions or {}),
-            },
-            started=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
-
-    def scale_rule(self) -> ScaleRule | None:
-        """Returns the rule, or None if it is not one of this library."""
-        if self.rule["class_name"] not in RULES:
-            return None
-        rule: ScaleRule = RULES[self.rule["class_name"]](**self.rule["config"])
-        return rule
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the header as a dictionary of strict JSON."""
-        return {
-            "lossscale_history": FORMAT_VERSION,
-            "rule": dict(self.rule),
-            "versions": dict(self.versions),
-            "started": self.started,
-        }
-
-    @classmethod
-    def from_json(cls, line: Any) -> HistoryHeader:
-        """Returns the header that `to_json` has described.
-
-        Raises:
-            ArgumentError: If it is no such dictionary; the message says what is wrong with it.
-        """
-        version = line.get("lossscale_history") if isinstance(line, dict) else None
-        if version is None:
-            raise ArgumentError(
-                'a history starts with a JSON object that has "lossscale_history"; this does not'
-            )
-        if version != FORMAT_VERSION:
-            raise ArgumentError(
-                f"this is a history of format {version!r}, and only format {FORMAT_VERSION} can "
-                "be read: a newer lossscale may read it"
-            )
-        header = {name: value for name, value in line.items() if name != "lossscale_history"}
-        rule, versions = header.get("rule"), header.get("versions")
-        if not (
-            set(header) == {field.name for field in dataclasses.fields(cls)}
-            and isinstance(rule, dict)
-            and isinstance(rule.get("class_name"), str)
-            and isinstance(rule.get("config"), dict)
-            and isinstance(versions, dict)
-            and isinstance(header["started"], str)
-        ):
-            raise ArgumentError(
-                "the first line must have `rule` with `class_name` and `config`, `versions` and "
-                f"`started`. Received: {line!r}"
-            )
-        found = cls(**header)
-        try:
-            found.scale_rule()
-        except (TypeError, ValueError) as error:
-            raise ArgumentError(f"the rule of the first line cannot be made: {error}") from error
-        return found
-
-
-def _line(value: dict[str, Any]) -> str:
-    try:
-        return json.dumps(value, allow_nan=False, separators=(",", ":")) + "\n"
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"This cannot be written as strict JSON: {error}.") from error
-
-
-class HistoryWriter:
-    """Writes a history line by line, so that a run that is killed leaves what it knew.
-
-    Each line is handed to the operating system at once, and nothing is kept in memory. Closed by
-    `close`, or at the end of a `with` block.
-
-    Args:
-        path: The file. Its folder must exist.
-        header: What is known about the run.
-        append: Whether to go on with a file that exists, for a run that was resumed. A last line
-            that was cut off is removed from it. False makes a new file, and leaves one that
-            exists alone.
-
-    Raises:
-        ArgumentError: If the file exists and `append` is False, or if it is no history. Nothing
-            is written then. It is a `ValueError`.
-        OSError: If the file cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> from lossscale import DynamicScale
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> path = folder.name + "/run.jsonl"
-        >>> with HistoryWriter(path, HistoryHeader.of(DynamicScale())) as writer:
-        ...     writer.append(StepRecord(1, 32768.0, skipped=True, next_scale=16384.0))
-        ...     writer.append(StepRecord(2, 16384.0, skipped=False, loss=0.5))
-        >>> TrainingHistory.read(path).skip_rate
-        0.5
-        >>> folder.cleanup()
-    """
-
-    def __init__(
-        self, path: str | os.PathLike[str], header: HistoryHeader, *, append: bool = False
-    ) -> None:
-        line = _line(header.to_json())
-        self._last: StepRecord | None = None
-        if append and os.path.exists(path) and os.path.getsize(path):
-            whole, unended = _whole_lines(path)
-            self._file: TextIO = open(path, "r+", encoding="ascii", newline="\n")  # noqa: SIM115
-            self._file.truncate(whole)
-            self._file.seek(whole)
-            line = "\n" * unended + line
-        else:
-            try:
-                mode: Literal["w", "x"] = "w" if append else "x"
-                self._file = open(path, mode, encoding="ascii", newline="\n")  # noqa: SIM115
-            except FileExistsError:
-                raise ArgumentError(
-                    f"{os.fspath(path)!r} exists. Give another name, remove it, or pass "
-                    "append=True to go on with it, as a run that was resumed does."
-                ) from None
-        try:
-            self._write(line)
-        except OSError:
-            self.discard()
-            raise
-
-    def _write(self, line: str) -> None:
-        self._file.write(line)
-        self._file.flush()
-
-    def append(self, record: StepRecord) -> None:
-        """Writes one more record.
-
-        Args:
-            record: A record of a later step than the one before.
-
-        Raises:
-            ArgumentError: If its step is not a later one, or `histograms` is no JSON; nothing is
-                written then. It is a `ValueError`.
-        """
-        if self._last is not None:
-            check_order(self._last, record)
-        line = _line(record.to_json())
-        self._last = record
-        self._write(line)
-
-    def close(self) -> None:
-        """Closes the file. Closing it again does nothing."""
-        self._file.close()
-
-    def discard(self) -> None:
-        """Closes a file that cannot be written, and drops what could not be written to it."""
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-    def __enter__(self) -> HistoryWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def _whole_lines(path: str | os.PathLike[str]) -> tuple[int, bool]:
-    """Returns how many bytes of a history are whole lines, and if only a line end is missing."""
-    with open(path, "rb") as file:
-        line = file.readline()
-        _parsed_header(line, os.fspath(path))
-        for line in file:  # noqa: B007
-            pass
-        end = file.tell()
-    if line.endswith(b"\n"):
-        return end, False
-    try:
-        _parsed(line)
-    except ValueError:
-        return end - len(line), False
-    return end, True
 
 
 @dataclasses.dataclass
@@ -335,11 +111,11 @@ class TrainingHistory:
             first = file.readline()
             if not first.strip():
                 raise ArgumentError(f"{name}: the file is empty, so it is no history.")
-            history = cls(_parsed_header(first, name))
+            history = cls(parsed_header(first, name))
             resumed, size = False, len(first)
             for number, line in enumerate(file, start=2):
                 try:
-                    value = _parsed(line)
+                    value = parsed(line)
                     if isinstance(value, dict) and "lossscale_history" in value:
                         history.header, resumed = HistoryHeader.from_json(value), True
                         continue
@@ -454,26 +230,3 @@ class TrainingHistory:
             ),
             "truncated": self.truncated,
         }
-
-
-def _parsed(line: bytes) -> Any:
-    def refuse(constant: str) -> NoReturn:
-        raise ArgumentError(f"{constant} is no JSON")
-
-    try:
-        return json.loads(line.decode("utf-8"), parse_constant=refuse)
-    except RecursionError as error:
-        raise ArgumentError("the brackets are nested too deep") from error
-
-
-def _parsed_header(line: bytes, name: str) -> HistoryHeader:
-    try:
-        value = _parsed(line)
-    except ValueError as error:
-        raise ArgumentError(
-            f"{name}: this is no history of a training run: its first line is no JSON ({error})."
-        ) from error
-    try:
-        return HistoryHeader.from_json(value)
-    except Exception as error:
-        raise ArgumentError(f"{name}, line 1: {error}") from error

@@ -11,6 +11,7 @@ from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.verdict import Thresholds
 from lossscale.errors import ArgumentTypeError
+from lossscale.packages import require
 
 
 def diagnose(
@@ -23,6 +24,7 @@ def diagnose(
     batch_size: int = 32,
     format: str | NumberFormat = "float16",
     thresholds: Thresholds | None = None,
+    quick: bool = False,
     after_batch: Callable[[int], None] = lambda number: None,
 ) -> GradientReport:
     """Measures the gradients of a compiled model on a few batches, and judges them.
@@ -64,6 +66,7 @@ def diagnose(
         lossscale.errors.ArgumentTypeError: The first argument must be a compiled model of Keras 3
         or tf_keras. Received: 'model' of type str.
     """
+    require("numpy")
     # Not at the top: it needs NumPy, which the callbacks do without until they are used.
     from lossscale.diagnostics.batches import batches_of
 
@@ -80,5 +83,7 @@ def diagnose(
             f"Received: {model!r} of type {type(model).__name__}."
         )
     data = batches_of(x, y, sample_weight, **sizes)
-    report: GradientReport = module.measure(model, data, after_batch)
+    report: GradientReport = module.measure(
+        model, data, after_batch, thresholds=limits, quick=quick or known.name != "float16"
+    )
     return report.with_format(known, limits)

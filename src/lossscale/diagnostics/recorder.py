@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from lossscale.diagnostics.alarms import Alarms
-from lossscale.diagnostics.history import HistoryHeader, HistoryWriter
+from lossscale.diagnostics.history_header import HistoryHeader
+from lossscale.diagnostics.history_writer import HistoryWriter
 from lossscale.diagnostics.records import StepRecord
 from lossscale.diagnostics.tensorboard import TensorBoardWriter
 from lossscale.errors import LossScaleWarning, RecordingError, TrainingHaltedError

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from lossscale.checks import checked_above_zero, checked_count, checked_number, checked_truth
+from lossscale.diagnostics.json_forms import Conversion, JsonForm
 from lossscale.errors import ArgumentError
 
 
@@ -125,20 +126,7 @@ class StepRecord:
 
         Strict JSON has no infinities and no NaN, so a loss may be "inf", "-inf" or "nan".
         """
-        line: dict[str, Any] = {"step": self.step, "scale": self.scale, "skipped": self.skipped}
-        if self.next_scale is not None:
-            line["next_scale"] = self.next_scale
-        if self.loss is not None:
-            line["loss"] = self.loss if math.isfinite(self.loss) else str(self.loss)
-        if self.reason is not None:
-            line["reason"] = str(self.reason)
-        if self.nonfinite:
-            line["nonfinite"] = [tensor._asdict() for tensor in self.nonfinite]
-        if self.steps_skipped is not None:
-            line["steps_skipped"] = self.steps_skipped
-        if self.histograms:
-            line["histograms"] = {name: dict(value) for name, value in self.histograms.items()}
-        return line
+        return _FORM.write(self)
 
     @classmethod
     def from_json(cls, line: Any) -> StepRecord:
@@ -147,36 +135,44 @@ class StepRecord:
         Raises:
             ArgumentError: If it is no such dictionary; the message says what is wrong with it.
         """
-        if not isinstance(line, dict):
-            raise ArgumentError(f"a step must be a JSON object, not {line!r}")
-        known = {field.name for field in dataclasses.fields(cls)}
-        missing = [name for name in ("step", "scale", "skipped") if name not in line]
-        if missing or not set(line) <= known:
-            raise ArgumentError(
-                f"a step must have `step`, `scale` and `skipped`, and may have "
-                f"{', '.join(f'`{name}`' for name in _OPTIONAL)}. Received the keys {list(line)}"
-            )
-        described = dict(line)
-        if isinstance(line.get("loss"), str):
-            if line["loss"] not in _NOT_FINITE:
-                raise ArgumentError(
-                    f"`loss` must be a number, 'inf', '-inf' or 'nan', not {line['loss']!r}"
-                )
-            described["loss"] = float(line["loss"])
-        try:
-            described["nonfinite"] = [
-                NonfiniteTensor(**tensor) for tensor in line.get("nonfinite", ())
-            ]
-        except TypeError:
-            raise ArgumentError(
-                "`nonfinite` must be a list of objects with `name`, `infs` and `nans`, not "
-                f"{line['nonfinite']!r}"
-            ) from None
-        return cls(**described)
+        return _FORM.read(line)
 
 
-_OPTIONAL = tuple(field.name for field in dataclasses.fields(StepRecord))[3:]
+def _read_loss(found: Any) -> Any:
+    if not isinstance(found, str):
+        return found
+    if found not in _NOT_FINITE:
+        raise ArgumentError(f"`loss` must be a number, 'inf', '-inf' or 'nan', not {found!r}")
+    return float(found)
+
+
+def _read_nonfinite(found: Any) -> list[NonfiniteTensor]:
+    try:
+        return [NonfiniteTensor(**tensor) for tensor in found]
+    except TypeError:
+        raise ArgumentError(
+            f"`nonfinite` must be a list of objects with `name`, `infs` and `nans`, not {found!r}"
+        ) from None
+
+
 _NOT_FINITE = ("inf", "-inf", "nan")
+_FORM = JsonForm(
+    cls=StepRecord,
+    what="a step",
+    subject="a step",
+    conversions={
+        "loss": Conversion(lambda loss: loss if math.isfinite(loss) else str(loss), _read_loss),
+        "reason": Conversion(str, lambda found: found),
+        "nonfinite": Conversion(
+            lambda tensors: [tensor._asdict() for tensor in tensors], _read_nonfinite
+        ),
+        "histograms": Conversion(
+            lambda found: {name: dict(value) for name, value in found.items()},
+            lambda found: found,
+        ),
+    },
+    leaves_out=True,
+)
 
 
 def _reason(reason: Any, skipped: bool) -> SkipReason | None:

@@ -1,104 +1,27 @@
-"""What was found about the gradients of a model: tensor by tensor, layer by layer, as a whole."""
+"""What was found about the gradients of a model: tensor by tensor, and as a whole."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from lossscale.diagnostics import report_text
+from lossscale.diagnostics.fidelity import Fidelity, JudgedVariable, LayerFidelity
+from lossscale.diagnostics.format_fit import middle_scale
 from lossscale.diagnostics.formats import NumberFormat, number_format
-from lossscale.diagnostics.histogram import GradientHistogram, middle_scale
+from lossscale.diagnostics.histogram import GradientHistogram
+from lossscale.diagnostics.json_forms import Conversion, FormatVersion, JsonForm, json_text
 from lossscale.diagnostics.powers import power_of_two
-from lossscale.diagnostics.verdict import Judgement, Thresholds, Verdict, judge, share
-from lossscale.errors import ArgumentError
-
-_JSON_VERSION = 1
-
-
-class TensorKind(enum.StrEnum):
-    """What a gradient is taken with respect to."""
-
-    OUTPUT = "output"
-    """What the model returns; or what goes into its last activation function, such as logits."""
-
-    ACTIVATION = "activation"
-    """What a layer inside the model returns."""
-
-    VARIABLE = "variable"
-    """A trainable variable."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorRange:
-    """The gradient of the loss with respect to one tensor, over all batches.
-
-    Attributes:
-        name: The path of the variable; "output:" or "activation:" and the path of the layer.
-        layer: The path of the layer it belongs to.
-        kind: What the tensor is.
-        histogram: The elements of the gradient without scaling, of all batches together.
-    """
-
-    name: str
-    layer: str
-    kind: TensorKind
-    histogram: GradientHistogram
-
-
-@dataclasses.dataclass(frozen=True)
-class JudgedTensor(TensorRange):
-    """A tensor, and what its gradient needs in a number format.
-
-    Attributes:
-        format: The name of the format.
-        verdict: The verdict on this gradient alone.
-        reason: Why, in a sentence.
-        weight: The verdict that it contributes to the one on the model. A gradient inside the model
-            contributes RECOMMENDED at most: whether its loss does harm shows in the variables. One
-            that is zero, or negligible beside its layer's others, contributes UNKNOWN.
-    """
-
-    format: str
-    verdict: Verdict
-    reason: str
-    weight: Verdict
-
-    @property
-    def flushed_mass(self) -> float:
-        """The share of its sum of |x| that becomes zero without scaling, from 0 to 1."""
-        return self.histogram.flushed_mass(self.format)
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerRange:
-    """The gradients that belong to one layer.
-
-    Attributes:
-        name: The path of the layer.
-        tensors: Its output and its variables, the worst first.
-    """
-
-    name: str
-    tensors: tuple[JudgedTensor, ...]
-
-    @property
-    def histogram(self) -> GradientHistogram:
-        """The gradients of its variables together."""
-        return _merged(self.tensors, {TensorKind.VARIABLE})
-
-    @property
-    def worst(self) -> JudgedTensor:
-        """The tensor that decides its verdict."""
-        return self.tensors[0]
-
-    @property
-    def verdict(self) -> Verdict:
-        """What it contributes to the verdict on the model."""
-        return self.worst.weight
+from lossscale.diagnostics.tensor_ranges import (
+    JudgedTensor,
+    LayerRange,
+    TensorKind,
+    TensorRange,
+    merged,
+)
+from lossscale.diagnostics.verdict import Judgement, Thresholds, Verdict, judge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +40,9 @@ class GradientReport:
             was flushed cannot be seen. If there is one, the verdict is UNKNOWN.
         format: The name of the number format that the verdict is about.
         thresholds: Where the verdicts begin.
+        fidelity: What float16 made of the gradients, on which the verdict rests; None if it was not
+            measured. Then the verdict is a prediction from `ranges`.
+        untapped: Layers that what happens inside of has no row in `ranges`.
     """
 
     model: str
@@ -129,6 +55,8 @@ class GradientReport:
     blind: tuple[str, ...] = ()
     format: str = "float16"
     thresholds: Thresholds = dataclasses.field(default_factory=Thresholds)
+    fidelity: Fidelity | None = None
+    untapped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         number_format(self.format)
@@ -193,7 +121,7 @@ class GradientReport:
     @property
     def total(self) -> GradientHistogram:
         """The gradients of all variables together."""
-        return _merged(self.ranges, {TensorKind.VARIABLE})
+        return merged(self.ranges, {TensorKind.VARIABLE})
 
     @property
     def worst(self) -> JudgedTensor | None:
@@ -202,7 +130,7 @@ class GradientReport:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the model needs loss scaling."""
+        """Whether the model needs loss scaling: as measured in float16, else as predicted."""
         return self._judgement.verdict
 
     @property
@@ -210,12 +138,46 @@ class GradientReport:
         """Why, in a sentence or two."""
         return self._judgement.reason
 
+    @property
+    def measured_variables(self) -> tuple[JudgedVariable, ...]:
+        """What float16 made of the gradient of each variable, the worst first.
+
+        Empty if it was not measured, or `format` is another one.
+        """
+        fidelity = self._measured
+        return () if fidelity is None else fidelity.judged(self.thresholds)
+
+    @property
+    def measured_layers(self) -> tuple[LayerFidelity, ...]:
+        """The same, layer by layer."""
+        fidelity = self._measured
+        return () if fidelity is None else fidelity.layers(self.thresholds)
+
+    @property
+    def _measured(self) -> Fidelity | None:
+        return self.fidelity if self.format == "float16" else None
+
+    @cached_property
+    def _judgement(self) -> Judgement:
+        fidelity = self._measured
+        return self.prediction if fidelity is None else fidelity.judge(self.thresholds)
+
     @cached_property
     def suitable_scales(self) -> tuple[float, float]:
         """The smallest and the largest power of two that suit every gradient that has a say.
 
-        If the first is above the second, no scale does. (0.0, inf) if all gradients are zero.
+        If the first is above the second, no scale does. (0.0, inf) if all gradients are zero. They
+        are those that were measured, with room above them; else they follow from `ranges`.
         """
+        measured = self._measured
+        if measured is not None and measured.lowest and measured.highest:
+            room = 2.0 ** math.ceil(self.thresholds.room)
+            return measured.lowest, max(measured.lowest, measured.highest / room)
+        return self.predicted_scales
+
+    @cached_property
+    def predicted_scales(self) -> tuple[float, float]:
+        """The suitable scales as they follow from `ranges`."""
         pairs = [
             (tensor, *self.thresholds.scales(tensor.histogram, self.format))
             for tensor in self.tensors
@@ -241,16 +203,21 @@ class GradientReport:
         """
         if self.verdict in (Verdict.UNKNOWN, Verdict.INSUFFICIENT):
             return None
-        return 1.0 if self.verdict is Verdict.NOT_NEEDED else middle_scale(*self.suitable_scales)
+        if self.verdict is Verdict.NOT_NEEDED:
+            return 1.0
+        if self._measured is not None:
+            return self._measured.good
+        return middle_scale(*self.suitable_scales)
 
     @cached_property
-    def _judgement(self) -> Judgement:
+    def prediction(self) -> Judgement:
+        """The verdict that follows from `ranges`: from what rounding would take away."""
         if self.blind:
             return Judgement(
                 Verdict.UNKNOWN,
-                f"The gradient of {_listed(self.blind)} is computed in float16 or bfloat16 "
-                "whatever the dtype policy says, and such a gradient cannot show what it lost. "
-                "Leave the casts in the model to its policy and ask again.",
+                f"The gradient of {report_text.listed(self.blind)} is computed in float16 or "
+                "bfloat16 whatever the dtype policy says, and such a gradient cannot show what it "
+                "lost. Leave the casts in the model to its policy and ask again.",
             )
         for tensor in self.tensors:
             if tensor.histogram.infs or tensor.histogram.nans:
@@ -269,7 +236,7 @@ class GradientReport:
                 f"The gradients fit into {self.format} as they are. {which} that of "
                 f"{decisive.name}: {decisive.reason}",
             )
-        lowest, highest = self.suitable_scales
+        lowest, highest = self.predicted_scales
         reason = f"The gradient of {decisive.name}: {decisive.reason}"
         if lowest <= highest:
             return Judgement(decisive.weight, reason)
@@ -293,14 +260,7 @@ class GradientReport:
             Every gradient is zero.
             ...
         """
-        lines = [f"Loss scaling for {self.model} in {self.format}: {self.verdict}.", self.reason]
-        lines += self.advice
-        shown = self.tensors if rows is None else self.tensors[:rows]
-        if shown:
-            lines += ["", *_table(self.columns, [self.cells(tensor) for tensor in shown])]
-        if len(shown) < len(self.tensors):
-            lines.append(f"... and {len(self.tensors) - len(shown)} more that lose less")
-        return "\n".join([*lines, "", *self.footnotes])
+        return "\n".join(report_text.lines_of(self, rows))
 
     def __str__(self) -> str:
         return self.to_text()
@@ -308,27 +268,12 @@ class GradientReport:
     @property
     def advice(self) -> list[str]:
         """What to do, as sentences."""
-        scale = self.recommended_scale
-        if scale is None or self.verdict is Verdict.NOT_NEEDED:
-            return []
-        lowest, highest = self.suitable_scales
-        advice = [
-            f"Train with a dynamic scale, or with a fixed one: FixedScale({power_of_two(scale)}). "
-            f"Any power of two from {power_of_two(lowest)} to {power_of_two(highest)} serves."
-        ]
-        if scale < 1:
-            advice.append(
-                "A dynamic scale must be let go so low: DynamicScale(initial_scale="
-                f"{power_of_two(scale)}, min_scale={power_of_two(scale / 2**10)})."
-            )
-        return advice
+        return report_text.advice(self)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The headings of `cells`."""
-        scale = self.recommended_scale
-        at_scale = () if scale in (None, 1.0) else (f"lost at {power_of_two(scale)}",)
-        return ("gradient of", "elements", "largest", "lost unscaled", *at_scale, "verdict")
+        return report_text.columns(self)
 
     def cells(self, tensor: JudgedTensor) -> tuple[str, ...]:
         """Returns the row of a table: what is to be known about one gradient, as texts.
@@ -336,56 +281,12 @@ class GradientReport:
         Args:
             tensor: One of `tensors`.
         """
-        histogram, scale = tensor.histogram, self.recommended_scale
-        at_scale: tuple[str, ...] = ()
-        if scale not in (None, 1.0):
-            at_scale = (share(histogram.flushed_mass(self.format, scale)),)
-        largest = f"2**{math.log2(histogram.amax):.1f}" if histogram.bins else "0"
-        if histogram.infs or histogram.nans:
-            largest = "not finite"
-        verdict = str(tensor.verdict)
-        if tensor.weight is not tensor.verdict:
-            verdict = "negligible" if tensor.weight is Verdict.UNKNOWN else f"{verdict} (*)"
-        return (
-            tensor.name,
-            f"{histogram.size // max(self.batches, 1):,}",
-            largest,
-            share(tensor.flushed_mass),
-            *at_scale,
-            verdict,
-        )
+        return report_text.cells(self, tensor)
 
     @property
     def footnotes(self) -> list[str]:
         """How it was measured, as sentences."""
-        notes = [
-            "Lost is the share of the sum of |x| that rounding to "
-            f"{self.format} turns into zero. Elements are those of one batch."
-        ]
-        shown = {self.cells(tensor)[-1].removesuffix(" (*)") for tensor in self.tensors}
-        if any(self.cells(tensor)[-1].endswith("(*)") for tensor in self.tensors):
-            notes.append("(*) inside the model, where it counts as a recommendation at most.")
-        if "negligible" in shown:
-            notes.append(
-                "Negligible: so small beside the gradients of the same layer that it may be made "
-                "of rounding errors, as that of a bias in front of a normalization is."
-            )
-        how = (
-            f"Measured in {self.measured_in} on {_counted(self.batches, 'batch', 'batches')} "
-            f"({_counted(self.samples, 'sample', 'samples')}), with {self.framework}."
-        )
-        if self.policy != self.measured_in:
-            how += (
-                f" The model's dtype policy is {self.policy}, in which a gradient without scaling "
-                "cannot show what it lost."
-            )
-        notes.append(how)
-        if self.format == "float8_e4m3fn":
-            notes.append(
-                "float8_e4m3fn has no infinity, and often overflow is cut off at its largest "
-                "number. A dynamic scale that waits for infinities then grows without end."
-            )
-        return notes
+        return report_text.footnotes(self)
 
     def to_json(self) -> str:
         """Returns the report as JSON; `from_json` gives back an equal one.
@@ -393,23 +294,28 @@ class GradientReport:
         What follows from the measurement, such as the verdict and its reason, is written too, for
         other programs, and not read.
         """
-        return json.dumps(self.to_dict(), allow_nan=False)
+        return json_text(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what `to_json` writes, as a dictionary of lists, texts and numbers."""
         lowest, highest = self.suitable_scales
         verdicts = {tensor.name: tensor.verdict for tensor in self.tensors}
         return {
-            "lossscale_report": _JSON_VERSION,
+            "lossscale_report": _FORMAT.number,
             "verdict": str(self.verdict),
             "reason": self.reason,
             "recommended_scale": self.recommended_scale,
             "suitable_scales": [lowest, highest] if 0 < lowest <= highest < math.inf else None,
             "worst": self.worst.name if self.worst else None,
-            **{name: getattr(self, name) for name in _PLAIN_FIELDS},
-            "blind": list(self.blind),
-            "thresholds": dataclasses.asdict(self.thresholds),
-            "ranges": [_range_to_dict(tensor, verdicts[tensor.name]) for tensor in self.ranges],
+            "prediction": {
+                "verdict": str(self.prediction.verdict),
+                "reason": self.prediction.reason,
+            },
+            **_FORM.write(self),
+            "ranges": [
+                {**_RANGE_FORM.write(tensor), "verdict": str(verdicts[tensor.name])}
+                for tensor in self.ranges
+            ],
         }
 
     @classmethod
@@ -424,28 +330,42 @@ class GradientReport:
             >>> GradientReport.from_json(report.to_json()) == report
             True
         """
-        try:
-            read = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ArgumentError(f"Not the JSON of a report: {error}.") from None
-        if not isinstance(read, Mapping) or read.get("lossscale_report") != _JSON_VERSION:
-            raise ArgumentError(
-                f'The JSON of a report must have "lossscale_report": {_JSON_VERSION}. '
-                f"Received: {text[:60]!r}."
-            )
-        try:
-            return cls(
-                **{name: read[name] for name in _PLAIN_FIELDS},
-                blind=tuple(read["blind"]),
-                thresholds=Thresholds(**read["thresholds"]),
-                ranges=tuple(_range_from_dict(found) for found in read["ranges"]),
-            )
-        except (KeyError, TypeError) as error:
-            raise ArgumentError(f"Not the JSON of a report: {error!r}.") from None
+        return _FORM.from_text(text)
 
 
+_FORMAT = FormatVersion("lossscale_report", 1, begins="the JSON of a report is")
 _RANGE_FIELDS = dataclasses.fields(TensorRange)
-_PLAIN_FIELDS = ("model", "framework", "policy", "measured_in", "batches", "samples", "format")
+_RANGE_FORM = JsonForm(
+    cls=TensorRange,
+    what="a gradient of a report",
+    subject="each of `ranges`",
+    conversions={
+        "kind": Conversion(str, TensorKind),
+        "histogram": Conversion(GradientHistogram.to_dict, GradientHistogram.from_dict),
+    },
+    ignores=True,
+)
+_FORM = JsonForm(
+    cls=GradientReport,
+    what="a report",
+    subject="the JSON of a report",
+    conversions={
+        "ranges": Conversion(
+            lambda ranges: [_RANGE_FORM.write(tensor) for tensor in ranges],
+            lambda ranges: tuple(_RANGE_FORM.read(tensor) for tensor in ranges),
+        ),
+        "blind": Conversion(list, tuple),
+        "thresholds": Conversion(dataclasses.asdict, lambda found: Thresholds(**found)),
+        "fidelity": Conversion(
+            lambda found: None if found is None else found.to_dict(),
+            lambda found: None if found is None else Fidelity.from_dict(found),
+        ),
+        "untapped": Conversion(list, tuple),
+    },
+    newer=frozenset({"fidelity", "untapped"}),
+    version=_FORMAT,
+    ignores=True,
+)
 _RECOMMENDED = Verdict.RECOMMENDED.severity
 
 
@@ -456,50 +376,3 @@ def _badness(tensor: JudgedTensor) -> tuple[float, ...]:
     outside = tensor.kind is not TensorKind.ACTIVATION
     headroom = tensor.histogram.headroom_bits(tensor.format)
     return tensor.weight.severity, at_loss, outside, tensor.flushed_mass, -headroom
-
-
-def _merged(tensors: Iterable[TensorRange], kinds: set[TensorKind]) -> GradientHistogram:
-    return GradientHistogram.merge(t.histogram for t in tensors if t.kind in kinds)
-
-
-def _range_to_dict(tensor: TensorRange, verdict: Verdict) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "layer": tensor.layer,
-        "kind": str(tensor.kind),
-        "verdict": str(verdict),
-        "histogram": tensor.histogram.to_dict(),
-    }
-
-
-def _range_from_dict(found: Mapping[str, Any]) -> TensorRange:
-    return TensorRange(
-        name=found["name"],
-        layer=found["layer"],
-        kind=TensorKind(found["kind"]),
-        histogram=GradientHistogram.from_dict(found["histogram"]),
-    )
-
-
-def _counted(number: int, one: str, several: str) -> str:
-    return f"{number} {one if number == 1 else several}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
-    last = len(headings) - 1
-
-    def line(cells: Sequence[str]) -> str:
-        # Names and verdicts are words, in between are numbers.
-        aligned = [
-            cell.ljust(width) if column in (0, last) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return "  ".join(aligned).rstrip()
-
-    return [line(headings), *(line(row) for row in rows)]

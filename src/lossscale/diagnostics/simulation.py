@@ -17,6 +17,7 @@ from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.diagnostics.moving import first_state, next_state
 from lossscale.diagnostics.skips import lowest_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.packages import require
 from lossscale.rules import DynamicScale, ScaleRule, Seen
 
 LARGEST_SIMULATION = 10**8
@@ -172,6 +173,7 @@ def simulate(
         >>> simulate(rule, [False, False, True]).scales.tolist()
         [[8.0, 8.0, 16.0]]
     """
+    require("numpy")
     import numpy as np
 
     given = _trace("overflows", overflows, "booleans")
@@ -214,6 +216,7 @@ def simulate_gradients(
         >>> simulation.scales.tolist()
         [[32768.0, 16384.0, 8192.0, 4096.0, 4096.0]]
     """
+    require("numpy")
     import numpy as np
 
     known = number_format(format)
@@ -265,6 +268,7 @@ def simulate_random(
         >>> f"{simulation.critical_probability:.2g}"
         '0.0069'
     """
+    require("numpy")
     import numpy as np
 
     probability = checked_probability(probability)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.util
 import os
 from typing import Any
 
 from lossscale.diagnostics.histogram import GradientHistogram
 from lossscale.diagnostics.records import StepRecord
-from lossscale.errors import MissingPackageError
+from lossscale.packages import require
 
 _FLUSH_SECONDS = 5
 
@@ -22,11 +21,7 @@ def check_installed() -> None:
         MissingPackageError: If it is not; the message says how to install it. It is an
             `ImportError`.
     """
-    if importlib.util.find_spec("tensorboardX") is None:
-        raise MissingPackageError(
-            "Writing for TensorBoard needs tensorboardX, which is not installed: "
-            'pip install "lossscale[tensorboard]"'
-        )
+    require("tensorboardX", purpose="Writing for TensorBoard")
 
 
 class TensorBoardWriter:

@@ -56,6 +56,14 @@ class Thresholds:
         negligible: A variable whose largest gradient is below this share of the largest gradient
             of its layer has no say in the verdict on the model. The gradient of a bias in front of
             a batch normalization, for instance, is zero but for rounding errors.
+        lost: The share of a gradient's sum of |x| that is lost without scaling and not at a good
+            scale, as measured in float16, from which loss scaling is recommended.
+        required_lost: The share from which it is required.
+        error: How much larger the relative error of a gradient is without scaling than at a good
+            scale, from which loss scaling is recommended. It also has to be larger than the error
+            that remains.
+        required_error: The same, from which it is required.
+        noise: A gradient with this relative error at every scale is rounding noise.
 
     Example:
         >>> Thresholds(margin=3.0).flushed_mass
@@ -67,6 +75,11 @@ class Thresholds:
     margin: float = 2.0
     summands: int = 1
     negligible: float = 2.0**-16
+    lost: float = 1e-3
+    required_lost: float = 0.05
+    error: float = 0.02
+    required_error: float = 0.2
+    noise: float = 0.5
 
     def __post_init__(self) -> None:
         least = checked_number("flushed_mass", self.flushed_mass)
@@ -86,6 +99,18 @@ class Thresholds:
             raise ArgumentError(
                 "`negligible` must be a share from 0 to below 1. "
                 f"Received: negligible={self.negligible!r}."
+            )
+        for name in ("lost", "error"):
+            low = checked_number(name, getattr(self, name))
+            high = checked_number(f"required_{name}", getattr(self, f"required_{name}"))
+            if not 0 < low <= high < 1:
+                raise ArgumentError(
+                    f"They must satisfy 0 < {name} <= required_{name} < 1. Received: "
+                    f"{name}={low}, required_{name}={high}."
+                )
+        if not 0 < checked_number("noise", self.noise) <= 1:
+            raise ArgumentError(
+                f"`noise` must be above 0 and at most 1. Received: noise={self.noise!r}."
             )
 
     @property

@@ -11,8 +11,9 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lossscale.errors import LossScaleError, MissingPackageError, OldFileError, UnsupportedError
+from lossscale.errors import LossScaleError, OldFileError, UnsupportedError
 from lossscale.migration import hdf5_reader
+from lossscale.packages import not_installed
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
@@ -104,7 +105,7 @@ def check_file(path: str | Path) -> None:
     except subprocess.TimeoutExpired:
         raise OldFileError(f"{path}: damaged: {_NO_END}") from None
     if done.returncode == hdf5_reader.NOT_INSTALLED:
-        raise MissingPackageError('h5py not found: pip install "lossscale[tensorflow]"')
+        raise not_installed(["h5py"])
     if -done.returncode in _OUT_OF_TIME:
         raise OldFileError(f"{path}: damaged: {_NO_END}")
     if done.returncode == hdf5_reader.DAMAGED:

@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lossscale.errors import ArgumentError, LossScaleError, MissingPackageError, OldFileError
+from lossscale.errors import ArgumentError, LossScaleError, OldFileError
 from lossscale.migration.damage import first_line
 from lossscale.migration.keras_2_12 import rewrite
 from lossscale.migration.models import HDF5, ModelFile, saved_optimizer
 from lossscale.migration.restoring import Plan
 from lossscale.migration.saved import KERAS_3, OURS
 from lossscale.migration.targets import target_for
+from lossscale.packages import require
 
 # What they are depends on the outputs of the model.
 _KNOWN_TO_COMPILE = {"accuracy", "acc", "crossentropy", "ce"}
@@ -44,12 +45,8 @@ def load_tf_keras_model(
             another optimizer.
         MissingPackageError: If there is no tf_keras.
     """
-    try:
-        import tf_keras
-    except ImportError as error:
-        raise MissingPackageError(
-            'framework="tf_keras" needs tf_keras: pip install "lossscale[tf_keras]"'
-        ) from error
+    require("tf_keras", "tensorflow", purpose='framework="tf_keras"')
+    import tf_keras
 
     if file.era == KERAS_3 or _keras_version(file.path).startswith("3."):
         raise OldFileError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lossscale.packages import require
 from lossscale.plots.style import axes_or_new, line_style
 
 
@@ -18,6 +19,7 @@ def plot_accuracy(curves: Mapping[str, Sequence[float]], ax: Any | None = None) 
     Returns:
         The Axes.
     """
+    require("matplotlib")
     from matplotlib.ticker import MaxNLocator
 
     ax = axes_or_new(ax)

@@ -8,6 +8,7 @@ from typing import Any
 
 from lossscale.diagnostics.history import TrainingHistory
 from lossscale.diagnostics.records import SkipReason
+from lossscale.packages import require
 from lossscale.plots.scales import plot_scales
 from lossscale.plots.style import LINES
 
@@ -49,6 +50,7 @@ def plot_history(
     """
     has_loss = any(loss is not None for loss in history.losses)
     if ax is None:
+        require("matplotlib")
         from matplotlib import pyplot
 
         _, panels = pyplot.subplots(

@@ -8,8 +8,10 @@ from typing import Any
 from lossscale.checks import checked_count
 from lossscale.diagnostics.formats import number_format
 from lossscale.diagnostics.histogram import GradientHistogram
-from lossscale.diagnostics.report import GradientReport, TensorKind
+from lossscale.diagnostics.report import GradientReport
+from lossscale.diagnostics.tensor_ranges import TensorKind
 from lossscale.errors import ArgumentError
+from lossscale.packages import require
 from lossscale.plots.labels import Range, legend_below, shortened, write_above
 
 MOST_ROWS = 40
@@ -55,6 +57,7 @@ def plot_layers(report: GradientReport, ax: Any | None = None, *, rows: int = MO
         ArgumentError: If the report has no such gradient, or `rows` is no number of rows. It is a
             `ValueError`.
     """
+    require("matplotlib")
     from matplotlib.colors import PowerNorm
 
     shown = _rows(report, checked_count("rows", rows))

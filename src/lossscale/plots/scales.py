@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lossscale.errors import ArgumentError
+from lossscale.packages import require
 from lossscale.plots.style import axes_or_new, line_style
 
 
@@ -36,6 +37,7 @@ def plot_scales(
         ArgumentError: If `skipped` or `steps` differs from `scales` in length. It is a
             `ValueError`.
     """
+    require("matplotlib")
     from matplotlib.ticker import MaxNLocator
 
     for name, beside in (("skipped", skipped), ("steps", steps)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lossscale.packages import require
+
 # Okabe and Ito's colours, which stay apart for colour-blind readers. Their greys differ less
 # than the dashes and markers do, so every line has all three.
 LINES: tuple[dict[str, Any], ...] = (
@@ -24,6 +26,7 @@ def axes_or_new(ax: Any | None) -> Any:
     """Returns `ax`, or the Axes of a new pyplot figure if it is None."""
     if ax is not None:
         return ax
+    require("matplotlib")
     from matplotlib import pyplot
 
     return pyplot.subplots(layout="constrained")[1]

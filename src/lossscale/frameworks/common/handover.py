@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lossscale.errors import LossScaleWarning
+from lossscale.frameworks.common.autograph import as_written
 
 _NOTHING_SCALED = (
     "apply_gradients() was called, and the loss was never scaled. The gradients are applied as "
@@ -170,6 +171,7 @@ class GradientHandover:
         """`get_scaled_loss` was called."""
         self._loss_was_scaled_by_hand = True
 
+    @as_written
     def note_unscaled(self, place: Place, count: float) -> None:
         """`get_unscaled_gradients` was called: what it returned is not scaled any more.
 
@@ -203,6 +205,7 @@ class GradientHandover:
                 said
             )
 
+    @as_written
     def note_all_unscaled(self, place: Place) -> None:
         """Whatever is applied next is not scaled, whoever unscaled it."""
         self.note_unscaled(place, math.inf)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
+from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.common.notes import DecidedStep
 from lossscale.rules import ScaleRule
 
@@ -118,6 +119,7 @@ class Step(NamedTuple):
         )
 
 
+@as_written
 def of_the_loss(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Returns the gradients that the loss scale multiplied, None for others.
 

@@ -5,60 +5,40 @@ from __future__ import annotations
 import math
 import threading
 import warnings
+from collections.abc import Callable
 from importlib import metadata
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from lossscale.callbacks import LossScaleMonitor, Settings
-from lossscale.diagnostics.alarms import Alarms, float16_without_scaling
-from lossscale.diagnostics.history import HistoryHeader
-from lossscale.diagnostics.recorder import RunRecorder
+from lossscale.callbacks import Settings
+from lossscale.diagnostics.alarms import float16_without_scaling
 from lossscale.diagnostics.records import StepRecord
-from lossscale.diagnostics.skips import skip_reason
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
-from lossscale.frameworks.common.notes import Noted, Skip, StepNotes
+from lossscale.frameworks.common.notes import StepNotes
+from lossscale.frameworks.common.watching import Status, Watch
 from lossscale.optimizer import LossScaleOptimizer
-
-
-class Status(NamedTuple):
-    """What an optimizer says between two steps, as Python numbers.
-
-    Attributes:
-        step: How many steps were run, skipped ones included.
-        scale: The loss scale of the next step.
-        steps_skipped: How many steps were skipped.
-        last_step_skipped: Whether the last one was.
-    """
-
-    step: int
-    scale: float
-    steps_skipped: int
-    last_step_skipped: bool
 
 
 class MonitorBody:
     """The methods that `fit` calls. What differs between frameworks is in the subclasses."""
 
-    # Set by Keras' callback, and by the class for its framework.
+    # Set by Keras' callback.
     model: Any
+
+    # Of the class for a framework: its name, the module `keras` or `tf_keras`, and what makes of
+    # a variable what Python can make a number of.
     _framework: ClassVar[str | None]
+    _library: ClassVar[Any]
+    _array_of: Callable[[Any], Any]
 
     _settings: Settings
     _optimizer: Any = None
-    # A `RunRecorder`, and the optimizer it is for.
-    _recorder: Any = None
-    _recorded: Any = None
-    _last: StepRecord | None
+    # Of the optimizer beside it.
+    _watch: Any = None
+    _watched: Any = None
     # The `Status` of the last sample.
     _before: Any = None
 
     # What a framework has to say.
-
-    def _library(self) -> str:
-        """The name of the package that the model must be of."""
-        raise NotImplementedError
-
-    def _computes_in_float16(self, model: Any) -> bool:
-        raise NotImplementedError
 
     def _scales_by_itself(self, optimizer: Any) -> bool:
         """Whether it is one of the framework's own ways of loss scaling."""
@@ -68,13 +48,24 @@ class MonitorBody:
         """Lets the training step note what is needed."""
         raise NotImplementedError
 
-    def _status(self) -> Status:
+    def _steps(self, optimizer: Any) -> Any:
+        """The variable that counts every step, skipped ones included."""
         raise NotImplementedError
+
+    def _trained(self, model: Any) -> Any:
+        """The model itself, of one that may be wrapped."""
+        return model
 
     def _sync(self) -> None:
         """Brings the optimizer's variables up to date in the middle of an epoch."""
 
     # What `fit` calls.
+
+    def set_model(self, model: Any) -> None:
+        """Takes the model that is trained."""
+        if model is not None and not isinstance(self._trained(model), self._library.Model):
+            raise ArgumentError(_other_framework(self._framework))
+        super().set_model(model)  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Checks the model, opens the files, and has the training step compiled."""
@@ -85,8 +76,9 @@ class MonitorBody:
             alarm = float16_without_scaling(f"the model {model.name!r}")
             warnings.warn(alarm.message, LossScaleWarning, stacklevel=2)
             return
-        self._choose_recorder(model.optimizer)
-        self._recorder.open()
+        self._watch = self._watch_of(model.optimizer)
+        self._watched = model.optimizer
+        self._watch.recorder.open()
         self._instrument(model)
         self._optimizer = model.optimizer
         self._thread = threading.get_ident()
@@ -133,7 +125,7 @@ class MonitorBody:
         self._sync()
         self._shown = self._status()
         self._show(logs)
-        self._recorder.flush()
+        self._watch.recorder.flush()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Records the last step, if it was not sampled, and closes the files."""
@@ -143,7 +135,7 @@ class MonitorBody:
             self._sync()
             if self._status().step > self._before.step:
                 self._sample(None)
-        self._recorder.close()
+        self._watch.recorder.close()
         self._optimizer = None
 
     # --- Before training ----------------------------------------------------------------------
@@ -174,28 +166,27 @@ class MonitorBody:
                 "lossscale.LossScaleOptimizer(optimizer), or leave the monitor out."
             )
 
-    def _choose_recorder(self, optimizer: Any) -> None:
-        if self._recorder is not None and self._recorded is optimizer:
-            return
-        settings, rule = self._settings, optimizer.rule
-        if self._recorder is not None and settings.path and not settings.append:
+    def _computes_in_float16(self, model: Any) -> bool:
+        return any(layer.compute_dtype == "float16" for layer in model._flatten_layers())
+
+    def _watch_of(self, optimizer: Any) -> Watch:
+        settings: Settings = self._settings
+        earlier: Watch | None = self._watch
+        if earlier is not None and self._watched is optimizer:
+            return earlier
+        if earlier is not None and settings.path and not settings.append:
             raise ArgumentError(
                 f"This LossScaleMonitor has recorded another optimizer in {settings.path!r}. Make "
                 "a new one with another `path`, or pass append=True for a run that goes on."
             )
-        self._recorder = RunRecorder(
-            HistoryHeader.of(rule, self._versions()),
-            lambda: Alarms(
-                rule,
-                on_floor=settings.on_floor,
-                max_consecutive_skips=settings.max_consecutive_skips,
-            ),
-            path=settings.path,
-            tensorboard=settings.tensorboard,
-            append=settings.append,
-            on_write_error=settings.on_write_error,
-        )
-        self._recorded = optimizer
+        watch = Watch(optimizer.rule, settings, self._versions())
+        watch.last = self._last
+        return watch
+
+    @property
+    def _last(self) -> StepRecord | None:
+        last: StepRecord | None = None if self._watch is None else self._watch.last
+        return last
 
     def _versions(self) -> dict[str, str]:
         return {name: metadata.version(name) for name in self._packages()}
@@ -244,6 +235,15 @@ class MonitorBody:
 
     # --- One sample ---------------------------------------------------------------------------
 
+    def _status(self) -> Status:
+        optimizer, array_of = self._optimizer, self._array_of
+        return Status(
+            int(array_of(self._steps(optimizer))),
+            float(array_of(optimizer._current_scale())),
+            int(array_of(optimizer._steps_skipped)),
+            bool(array_of(optimizer._last_step_skipped)),
+        )
+
     def _sample(self, loss: float | None) -> None:
         before, status = self._before, self._status()
         self._before = self._shown = status
@@ -253,45 +253,7 @@ class MonitorBody:
             # No step was taken, as with variables that are all frozen.
             return
         noted = self._notes.read(min(before.step, status.step - 1), status.step)
-        if noted.skip is not None and before.step < noted.skip.step < status.step:
-            self._record_missed_skip(noted.skip, before, status)
-        self._record_last_step(noted, status, loss)
-
-    def _record_missed_skip(self, skip: Skip, before: Status, status: Status) -> None:
-        """Records the last skipped step, which came between two samples."""
-        if status.last_step_skipped or status.steps_skipped <= before.steps_skipped:
-            return
-        self._add(
-            StepRecord(
-                skip.step,
-                skip.scale,
-                skipped=True,
-                reason=skip_reason(self._optimizer.rule, skip.scale, None),
-                nonfinite=skip.nonfinite,
-                steps_skipped=status.steps_skipped,
-            )
-        )
-
-    def _record_last_step(self, noted: Noted, status: Status, loss: float | None) -> None:
-        skipped, skip = status.last_step_skipped, noted.skip
-        histograms = noted.histograms if self._settings.histograms else None
-        self._add(
-            StepRecord(
-                status.step,
-                noted.scale,
-                skipped=skipped,
-                next_scale=status.scale,
-                loss=loss,
-                reason=skip_reason(self._optimizer.rule, noted.scale, loss) if skipped else None,
-                nonfinite=skip.nonfinite if skip is not None and skip.step == status.step else (),
-                steps_skipped=status.steps_skipped,
-                histograms={name: found.to_dict() for name, found in (histograms or {}).items()},
-            )
-        )
-
-    def _add(self, record: StepRecord) -> None:
-        self._last = record
-        self._recorder.add(record)
+        self._watch.sample(before, status, noted, loss)
 
     def _show(self, logs: Any) -> None:
         if logs is not None:
@@ -301,16 +263,6 @@ class MonitorBody:
     @staticmethod
     def _register(combined: type[Any], written: type[Any]) -> None:
         """Nothing to do: callbacks are in no file."""
-
-
-def check_model(model: Any, base: type[Any], monitor: LossScaleMonitor) -> None:
-    """Checks that a model is of the framework of its monitor.
-
-    Raises:
-        ArgumentError: If it is not; the message says what to do. It is a `ValueError`.
-    """
-    if model is not None and not isinstance(model, base):
-        raise ArgumentError(_other_framework(monitor._framework))
 
 
 def _other_framework(framework: str | None) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale.errors import ArgumentError, GradientsError
+from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.common.handover import Place
 
 _SUPPORTED_STRATEGIES = (
@@ -50,6 +51,7 @@ def check_strategy() -> None:
     )
 
 
+@as_written
 def current_place() -> Place:
     """The graph being traced, None in eager mode, and the replica; all of them outside of one."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

@@ -12,7 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.tensorflow.gate import gated
+from lossscale.frameworks.tensorflow.private_names import strategy_supports_no_merge_call
 from lossscale.rules import Seen
 
 
@@ -93,12 +95,10 @@ def apply_or_skip(
             lambda: _done(move(seen._replace(finite=tf.constant(False)))),
         )
         return grouped(done)
-    if (
-        not tf.distribute.has_strategy()
-        or tf.__internal__.distribute.strategy_supports_no_merge_call()
-    ):
+    if not tf.distribute.has_strategy() or strategy_supports_no_merge_call():
         return grouped(_apply_if(finite, lambda: apply(gradients, scale)), move(seen))
 
+    @as_written
     def in_cross_replica(strategy: Any, seen: Seen, gradients: Sequence[Any], scale: Any) -> Any:
         # All replicas see the same by now.
         seen = tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], seen)

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from lossscale.errors import GradientsError
+from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.common.checks import scaled_value
+from lossscale.frameworks.tensorflow.translated import translated
 
 
 class Recording(NamedTuple):
@@ -26,6 +28,7 @@ class Recording(NamedTuple):
     variables: Any
 
 
+@as_written
 def recorded(
     loss: Any, variables: Any, scale: Callable[[Any], Any], *, tape: Any = None, watch: Any = ()
 ) -> Recording:
@@ -49,9 +52,9 @@ def recorded(
     with tape if tape is not None else tf.GradientTape() as recording:
         if callable(loss):
             recording.watch(watch)
-        scaled_loss = scaled_value(loss, scale)
+        scaled_loss = scaled_value(translated(loss) if callable(loss) else loss, translated(scale))
     if callable(variables):
-        variables = variables()
+        variables = translated(variables)()
     if variables is None:
         variables = [v for v in recording.watched_variables() if v.trainable]
     return Recording(recording, scaled_loss, variables)

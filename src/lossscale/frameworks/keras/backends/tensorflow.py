@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from lossscale.frameworks.common import host_rule
+from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.common.checks import flat_list
 from lossscale.frameworks.common.notes import NotesOfVariables, StepNotes
 from lossscale.frameworks.keras.backends.common import aggregation_name
@@ -33,6 +34,7 @@ from lossscale.frameworks.tensorflow.step import (
     outside_traces,
 )
 from lossscale.frameworks.tensorflow.tape import check_symbolic, recorded
+from lossscale.frameworks.tensorflow.translated import translated
 from lossscale.rules import Seen
 
 __all__ = [
@@ -124,9 +126,9 @@ def run_step(step: Step, inner: Any, ledger: Ledger, notes: StepNotes | None) ->
 def _apply_inner(inner: Any, gradients: list[Any], variables: list[Any]) -> None:
     # Keras' trainer calls `apply_gradients`, so that is what people override.
     if type(inner).apply_gradients is keras.optimizers.Optimizer.apply_gradients:
-        inner.apply(gradients, variables)
+        translated(inner.apply)(gradients, variables)
     else:
-        inner.apply_gradients(list(zip(gradients, variables, strict=True)))
+        translated(inner.apply_gradients)(list(zip(gradients, variables, strict=True)))
 
 
 def _host_can_move(step: Step, ledger: Ledger) -> bool:
@@ -187,6 +189,7 @@ def new_notes(histograms_every: int | None, new_variable: Callable[..., Any]) ->
     return Notes(histograms_every)
 
 
+@as_written
 def differentiate(
     loss: Any,
     variables: Any,
@@ -227,6 +230,7 @@ def symbolic_gradients(loss: Any, variables: Sequence[Any]) -> list[Any]:
     return gradients
 
 
+@as_written
 def flat_variables(variables: Any) -> list[Any]:
     """Returns a list of variables from one variable or a nest of them."""
     return flat_list(variables, tf.nest.flatten, is_variable)

@@ -1,0 +1,195 @@
+"""The state of loss scaling in an Optax state: what it holds, and how a step moves it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
+from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.rules import FixedScale, ScaleRule, ScaleState, Seen
+
+_MOST = 2**31 - 1
+"""Where a counter stops."""
+
+_OWN_SCALE = "rule_scale"
+"""The field `scale` of a state whose rule multiplies the loss by another number."""
+
+
+class LossScaleState(NamedTuple):
+    """The state of `loss_scaled`: arrays, each a buffer of its own.
+
+    Attributes:
+        loss_scale: float32 scalar, dimensionless; multiplies the loss of the next step.
+        rule_state: The other fields of the rule's state by name, scalars; of a `DynamicScale`
+            `good_steps`, int32, in steps.
+        skipped_steps: int32 scalar; how many steps were skipped.
+        consecutive_skips: int32 scalar; how many of them since the last applied one.
+        last_step_finite: Boolean scalar; whether the last step was applied. True before the first.
+        inner_state: The state of the transformation inside.
+    """
+
+    loss_scale: Any
+    rule_state: dict[str, Any]
+    skipped_steps: Any
+    consecutive_skips: Any
+    last_step_finite: Any
+    inner_state: Any
+
+
+def first_state(rule: ScaleRule, inner_state: Any) -> LossScaleState:
+    """Returns the state before the first step."""
+    return state_of(rule, rule.init(), inner_state)
+
+
+def state_of(rule: ScaleRule, scale_state: ScaleState, inner_state: Any) -> LossScaleState:
+    """Returns the state for a rule's state of Python numbers, with nothing skipped yet."""
+    return LossScaleState(
+        # Each is made anew: one buffer in two places cannot be donated.
+        loss_scale=jnp.asarray(rule.loss_scale(scale_state), jnp.float32),
+        rule_state={
+            name: jnp.asarray(value, _dtype(value))
+            for name, value in _without_loss_scale(rule, scale_state).items()
+        },
+        skipped_steps=jnp.asarray(0, jnp.int32),
+        consecutive_skips=jnp.asarray(0, jnp.int32),
+        last_step_finite=jnp.asarray(True),
+        inner_state=inner_state,
+    )
+
+
+def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
+    """Returns a state without the one inside, in its dtypes whatever a user has put into it.
+
+    Raises:
+        ArgumentTypeError: If it is no such state. It is a `TypeError`.
+        ArgumentError: If it is that of another rule. It is a `ValueError`.
+    """
+    if not isinstance(state, LossScaleState):
+        raise ArgumentTypeError(_no_state(state))
+    first = _without_loss_scale(rule, rule.init())
+    if missing := sorted(first.keys() - state.rule_state.keys()):
+        raise ArgumentError(
+            f"The state is that of another rule: `rule_state` has no {missing[0]!r}, which "
+            f"{type(rule).__name__} has. Received: rule_state with {sorted(state.rule_state)}. "
+            "Put the state inside into a new one: tx.init(params)._replace(inner_state="
+            "state.inner_state)."
+        )
+    return LossScaleState(
+        loss_scale=jnp.asarray(state.loss_scale, jnp.float32),
+        rule_state={
+            name: jnp.asarray(state.rule_state[name], _dtype(value))
+            for name, value in first.items()
+        },
+        skipped_steps=jnp.asarray(state.skipped_steps, jnp.int32),
+        consecutive_skips=jnp.asarray(state.consecutive_skips, jnp.int32),
+        last_step_finite=jnp.asarray(state.last_step_finite, jnp.bool_),
+        inner_state=(),
+    )
+
+
+def _no_state(state: Any) -> str:
+    if isinstance(state, dict):
+        advice = (
+            "A file restores to it with a target of the same form: jax.eval_shape(tx.init, params)."
+        )
+    else:
+        advice = (
+            "The state of an optimizer without loss scaling goes in as "
+            "tx.init(params)._replace(inner_state=state)."
+        )
+    return (
+        "The state must be what `init` or `update` of loss_scaled returned. "
+        f"Received: a {type(state).__name__}. {advice}"
+    )
+
+
+def scale_state_of(rule: ScaleRule, state: LossScaleState) -> ScaleState:
+    """Returns the rule's state, of what is in the state of loss scaling."""
+    fields = dict(state.rule_state)
+    scale = fields.pop(_OWN_SCALE, state.loss_scale)
+    return rule.init()._replace(scale=scale, **fields)
+
+
+def moved(rule: ScaleRule, state: LossScaleState, seen: Seen) -> LossScaleState:
+    """Returns what `scalars_of` returned, after a step.
+
+    Args:
+        rule: The rule that moves the scale.
+        state: Before the step.
+        seen: What the rule sees of it; `finite` is a boolean scalar array.
+    """
+    before = scale_state_of(rule, state)
+    after = rule.update(before, seen, xp=jnp)
+    finite = seen.finite
+    return LossScaleState(
+        loss_scale=jnp.asarray(rule.loss_scale(after), jnp.float32),
+        rule_state={
+            name: jnp.asarray(value, state.rule_state[name].dtype)
+            for name, value in _without_loss_scale(rule, after).items()
+        },
+        skipped_steps=jnp.where(finite, state.skipped_steps, _counted(state.skipped_steps)),
+        consecutive_skips=jnp.where(
+            finite, jnp.zeros_like(state.consecutive_skips), _counted(state.consecutive_skips)
+        ),
+        last_step_finite=finite,
+        inner_state=(),
+    )
+
+
+def is_usable(rule: ScaleRule, scale: Any) -> Any:
+    """Whether gradients can be divided by a scale: a boolean scalar array.
+
+    A user or a file may have put any number there. Such a step is skipped, and the rule brings
+    the scale back.
+    """
+    lowest = max(rule.lowest_scale or 0.0, SMALLEST_SCALE)
+    return (scale >= jnp.float32(lowest)) & (scale <= jnp.float32(LARGEST_SCALE))
+
+
+def may_be_below_one(rule: ScaleRule) -> bool:
+    """Whether unscaling can make a finite gradient infinite."""
+    return rule.lowest_scale is None or rule.lowest_scale < 1.0
+
+
+def _without_loss_scale(rule: ScaleRule, state: ScaleState) -> dict[str, Any]:
+    fields = state._asdict()
+    scale = fields.pop("scale")
+    # A fixed scale's number comes from the code alone.
+    if type(rule).loss_scale not in (ScaleRule.loss_scale, FixedScale.loss_scale):
+        # `scale` itself is a name that Optax has: ReduceLROnPlateauState.
+        fields[_OWN_SCALE] = scale
+    return fields
+
+
+def _dtype(value: Any) -> Any:
+    for kind, dtype in ((bool, jnp.bool_), (int, jnp.int32)):
+        if isinstance(value, kind):
+            return dtype
+    return jnp.float32
+
+
+def _counted(count: Any) -> Any:
+    most = jnp.asarray(_MOST, count.dtype)
+    return jnp.where(count < most, count + jnp.asarray(1, count.dtype), most)
+
+
+def of_its_own(inner_state: Any, params: Any) -> Any:
+    """Returns the first state of a transformation, fit to be donated and to go through steps.
+
+    An array that occurs twice, or in the parameters too, cannot be donated; L-BFGS and COCOB of
+    Optax have such. And a weak type would be lost in the first step, which is then compiled twice.
+    """
+    known = {id(leaf) for leaf in jax.tree.leaves(params)}
+
+    def own(leaf: Any) -> Any:
+        if id(leaf) in known and isinstance(leaf, jax.Array):
+            leaf = jnp.copy(leaf)
+        known.add(id(leaf))
+        if getattr(leaf, "weak_type", False):
+            leaf = jax.lax.convert_element_type(leaf, leaf.dtype)
+        return leaf
+
+    return jax.tree.map(own, inner_state)

@@ -1,0 +1,63 @@
+"""Loss scaling for JAX as an Optax transformation, without Keras.
+
+```python
+tx = lossscale.optax.loss_scaled(optax.adamw(1e-3))
+opt_state = tx.init(params)
+
+@jax.jit
+def step(params, opt_state, batch):
+    loss, grads = lossscale.optax.value_and_grad(loss_fn)(opt_state, params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+```
+"""
+
+from lossscale.errors import MissingPackageError
+
+try:
+    import optax as _optax
+except ImportError as error:
+    raise MissingPackageError(
+        "lossscale.optax needs JAX and Optax. Install them with: pip install 'lossscale[optax]'. "
+        f"What failed: {error}."
+    ) from error
+
+from lossscale.frameworks.jax.conversions import (
+    from_flax,
+    from_jmp,
+    to_flax,
+    to_jmp,
+)
+from lossscale.frameworks.jax.keras_values import from_keras, to_keras
+from lossscale.frameworks.jax.loops import (
+    all_finite,
+    loss_scale,
+    scale_loss,
+    unscale,
+    value_and_grad,
+)
+from lossscale.frameworks.jax.monitor import Monitor
+from lossscale.frameworks.jax.noting import NotedState, noted
+from lossscale.frameworks.jax.scale_state import LossScaleState
+from lossscale.frameworks.jax.transformation import loss_scaled
+
+del _optax
+
+__all__ = [
+    "LossScaleState",
+    "Monitor",
+    "NotedState",
+    "all_finite",
+    "from_flax",
+    "from_jmp",
+    "from_keras",
+    "loss_scale",
+    "loss_scaled",
+    "noted",
+    "scale_loss",
+    "to_flax",
+    "to_jmp",
+    "to_keras",
+    "unscale",
+    "value_and_grad",
+]

@@ -1,0 +1,188 @@
+"""What is not installed is named, with a command that installs it: every command, every package."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from lossscale.cli.main import main
+from lossscale.diagnostics import HistoryHeader, HistoryWriter, StepRecord
+from lossscale.packages import INCLUDED, PACKAGES, install_command
+from lossscale.rules import DynamicScale
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def installed_by(extra):
+    """The distributions that an extra of this project names, and what these need themselves."""
+    found = set()
+    for requirement in EXTRAS[extra]:
+        name, others = re.match(r"([\w-]+)(?:\[([\w,]+)\])?", requirement).groups()
+        if name == "lossscale":
+            found = found.union(*(installed_by(other) for other in others.split(",")))
+        else:
+            found |= {name, *direct_requirements(name)}
+    return found
+
+
+def direct_requirements(name):
+    lines = metadata.requires(name) or ()
+    return {re.match(r"[\w.-]+", line)[0] for line in lines if "extra ==" not in line}
+
+
+def extras_in(message):
+    """The extras of the command at the end of a message."""
+    return re.search(r'pip install "lossscale\[([\w,]+)\]"', message)[1].split(",")
+
+
+@pytest.mark.parametrize("module", PACKAGES)
+def test_the_extra_of_a_package_installs_it(module):
+    distribution, extra = PACKAGES[module]
+    assert distribution in installed_by(extra)
+
+
+def test_an_extra_includes_what_it_is_said_to():
+    for extra, others in INCLUDED.items():
+        for other in others:
+            assert {re.match(r"[\w-]+", line)[0] for line in EXTRAS[other]} <= installed_by(extra)
+
+
+def test_a_command_names_nothing_twice():
+    assert install_command(["plots", "demo", "keras"]) == 'pip install "lossscale[demo]"'
+    assert install_command(["torch", "torch"]) == 'pip install "lossscale[torch]"'
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    # It may be imported with another backend.
+    monkeypatch.delitem(sys.modules, "keras", raising=False)
+    with HistoryWriter("run.jsonl", HistoryHeader.of(DynamicScale())) as writer:
+        writer.append(StepRecord(1, 8.0, skipped=False))
+    Path("old.index").touch()
+    return tmp_path
+
+
+RANDOM = ["simulate", "--overflow-probability", "0.1", "--steps", "9"]
+NEEDS = {
+    "demo": (["demo"], {"keras", "tensorflow", "matplotlib", "numpy", "rich", "sklearn"}),
+    "demo on jax": (
+        ["demo", "--backend", "jax"],
+        {"keras", "jax", "matplotlib", "numpy", "rich", "sklearn"},
+    ),
+    "diagnose": (["diagnose", "m.keras", "--data", "x.npz"], {"keras", "tensorflow", "numpy"}),
+    "diagnose on torch": (
+        ["diagnose", "m.keras", "--data", "x.npz", "--backend", "torch", "--plot", "a.png"],
+        {"keras", "torch", "numpy", "matplotlib"},
+    ),
+    "plot": (["plot", "run.jsonl", "-o", "a.png"], {"numpy", "matplotlib"}),
+    "simulate": (RANDOM, {"numpy", "rich"}),
+    "simulate and draw": ([*RANDOM, "--plot", "a.png"], {"numpy", "rich", "matplotlib"}),
+    "simulate as JSON": ([*RANDOM, "--json"], {"numpy"}),
+    "migrate": (["migrate", "m.h5"], {"numpy", "h5py", "rich"}),
+    "migrate a checkpoint": (["migrate", "old"], {"numpy", "h5py", "rich", "tensorflow"}),
+    "migrate into a file": (
+        ["migrate", "m.h5", "new.keras", "--json"],
+        {"numpy", "h5py", "keras", "tensorflow"},
+    ),
+    "info": (["info"], set()),
+}
+
+
+@pytest.mark.parametrize("command", NEEDS)
+def test_each_command_names_each_package_that_it_needs(command, folder, monkeypatch, capsys):
+    arguments, needed = NEEDS[command]
+    for absent in sorted(needed):
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, absent, None)
+            assert main(arguments) == 1
+        out, err = capsys.readouterr()
+        distribution = PACKAGES[absent].distribution
+        assert err.startswith(f"lossscale: {distribution} not found: "), (absent, err)
+        assert (out, err.count("\n")) == ("", 1)
+        assert any(distribution in installed_by(extra) for extra in extras_in(err))
+
+
+@pytest.mark.parametrize("command", [name for name in NEEDS if name.startswith(("sim", "plot"))])
+def test_a_command_runs_without_what_it_does_not_need(command, folder, monkeypatch, capsys):
+    arguments, needed = NEEDS[command]
+    for absent in set(PACKAGES) - needed - {"ml_dtypes"}:
+        monkeypatch.setitem(sys.modules, absent, None)
+    assert main(arguments) == 0
+
+
+BARE = """
+import sys
+class Bare:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in %r:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Bare())
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name in %r else found(name)
+import lossscale
+from lossscale import diagnostics, plots
+from lossscale.callbacks import LossScaleMonitor
+from lossscale.rules import DynamicScale
+config = {"inner_optimizer": {"class_name": "SGD", "config": {}}}
+rule = DynamicScale()
+for ask in (
+    lambda: lossscale.install(),
+    lambda: lossscale.LossScaleOptimizer.from_config(config),
+    lambda: LossScaleMonitor(),
+    lambda: LossScaleMonitor(framework="tf_keras"),
+    lambda: LossScaleMonitor(tensorboard="board"),
+    lambda: diagnostics.GradientHistogram.from_array([1.0]),
+    lambda: diagnostics.share_flushed([1.0]),
+    lambda: diagnostics.share_zeroed([1.0], [1.0]),
+    lambda: diagnostics.simulate(rule, [True]),
+    lambda: diagnostics.simulate_random(rule, 0.1, steps=3),
+    lambda: diagnostics.simulate_gradients(rule, [1.0]),
+    lambda: diagnostics.diagnose(None, [1.0]),
+    lambda: plots.plot_scales({"a": [1.0]}),
+    lambda: plots.plot_accuracy({"a": [1.0]}),
+    lambda: plots.plot_history(
+        diagnostics.TrainingHistory(diagnostics.HistoryHeader.of(rule), [
+            diagnostics.StepRecord(1, 8.0, False)])),
+    lambda: plots.plot_gradient_range(diagnostics.GradientReport("m", "k", "", "", 1, 1, ())),
+    lambda: plots.plot_layers(diagnostics.GradientReport("m", "k", "", "", 1, 1, ())),
+):
+    try:
+        ask()
+        print("nothing was missing")
+    except Exception as error:
+        print(type(error).__name__, "|", error)
+"""
+
+
+def test_the_library_alone_names_what_each_of_its_parts_needs():
+    names = set(PACKAGES)
+    done = subprocess.run(
+        # Without frameworks nothing can be imported in this process, where they are loaded.
+        [sys.executable, "-c", BARE % (names, names)],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(" | ")[0] for line in lines] == ["MissingPackageError"] * 17, done.stdout
+    assert [extras_in(line) for line in lines] == [
+        ["tensorflow"],
+        ["tensorflow"],
+        ["tensorflow"],
+        ["tf_keras"],
+        ["tensorboard"],
+        *[["plots"]] * 12,
+    ]

@@ -1,0 +1,290 @@
+"""Loss scales of jmp, Flax and Keras go over and back: the scales that follow are the same."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale as FlaxScale
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lossscale.optax
+from lossscale import DynamicScale, FixedScale
+from lossscale.errors import (
+    AlreadyWrappedError,
+    ArgumentError,
+    ArgumentTypeError,
+    LossScaleWarning,
+    MissingPackageError,
+)
+
+INNER = optax.sgd(0.5)
+PARAMS = jnp.ones(2)
+STATE = INNER.init(PARAMS)
+
+powers = st.builds(lambda exponent: 2.0**exponent, st.integers(-8, 24))
+steps = st.lists(st.booleans(), min_size=8, max_size=16)
+
+
+def ours(rule, opt_state, verdicts):
+    """The scales and counters that our optimizer goes through."""
+    tx, found = lossscale.optax.loss_scaled(INNER, rule=rule), []
+    with jax.disable_jit():
+        for finite in verdicts:
+            _, opt_state = tx.update(jnp.float32(1.0 if finite else np.inf), opt_state, PARAMS)
+            found.append((float(opt_state.loss_scale), int(opt_state.rule_state["good_steps"])))
+    return found, opt_state
+
+
+def theirs_jmp(scale, verdicts):
+    found = []
+    for finite in verdicts:
+        scale = scale.adjust(jnp.asarray(finite))
+        found.append((float(scale.loss_scale), int(scale.counter)))
+    return found, scale
+
+
+def theirs_flax(scale, verdicts):
+    found = []
+    with jax.disable_jit():
+        for finite in verdicts:
+            factor = jnp.float32(1.0 if finite else np.inf)
+            grad = scale.value_and_grad(lambda weight, factor=factor: weight * factor)
+            scale = grad(jnp.float32(1.0)).dynamic_scale
+            found.append((float(scale.scale), int(scale.fin_steps)))
+    return found, scale
+
+
+@st.composite
+def jmp_scales(draw, factors=(2, 4, 2.0)):
+    period = draw(st.integers(1, 4))
+    lowest, first = sorted(draw(st.tuples(powers, powers)))
+    return jmp.DynamicLossScale(
+        jnp.float32(first),
+        jnp.int32(draw(st.integers(0, period - 1))),
+        period,
+        draw(st.sampled_from(factors)),
+        jnp.float32(lowest),
+    )
+
+
+@st.composite
+def flax_scales(draw):
+    interval = draw(st.integers(0, 3))
+    return FlaxScale(
+        growth_factor=draw(st.sampled_from([2.0, 4.0, 1.5])),
+        backoff_factor=draw(st.sampled_from([0.5, 0.25, 0.8])),
+        growth_interval=interval,
+        fin_steps=draw(st.integers(0, interval)),
+        scale=draw(powers),
+        minimum_scale=draw(st.sampled_from([None, 2.0**-8, float(np.finfo(np.float32).tiny)])),
+    )
+
+
+# The scales that follow.
+
+
+@settings(max_examples=20)
+@given(jmp_scales(), steps)
+def test_a_run_of_jmp_goes_on_with_the_same_scales(scale, verdicts):
+    rule, opt_state = lossscale.optax.from_jmp(scale, STATE)
+    assert ours(rule, opt_state, verdicts)[0] == theirs_jmp(scale, verdicts)[0]
+
+
+@settings(max_examples=10)
+@given(jmp_scales(factors=(3, 10, 1.5)), steps)
+def test_other_factors_of_jmp_differ_by_the_rounding_of_a_division(scale, verdicts):
+    rule, opt_state = lossscale.optax.from_jmp(scale, STATE)
+    found, expected = ours(rule, opt_state, verdicts)[0], theirs_jmp(scale, verdicts)[0]
+    assert [count for _, count in found] == [count for _, count in expected]
+    np.testing.assert_allclose([s for s, _ in found], [s for s, _ in expected], rtol=2.0**-19)
+
+
+@settings(max_examples=10)
+@given(flax_scales(), steps)
+def test_a_run_of_flax_goes_on_with_the_same_scales(scale, verdicts):
+    rule, opt_state = lossscale.optax.from_flax(scale, STATE)
+    assert ours(rule, opt_state, verdicts)[0] == theirs_flax(scale, verdicts)[0]
+
+
+@settings(max_examples=10)
+@given(jmp_scales(), steps)
+def test_a_run_goes_on_with_jmp(scale, verdicts):
+    rule, opt_state = lossscale.optax.from_jmp(scale, STATE)
+    before, after = verdicts[:5], verdicts[5:]
+    _, opt_state = ours(rule, opt_state, before)
+    expected = theirs_jmp(theirs_jmp(scale, before)[1], after)[0]
+    assert theirs_jmp(lossscale.optax.to_jmp(rule, opt_state), after)[0] == expected
+
+
+@settings(max_examples=10)
+@given(flax_scales(), steps)
+def test_a_run_goes_on_with_flax(scale, verdicts):
+    rule, opt_state = lossscale.optax.from_flax(scale, STATE)
+    before, after = verdicts[:5], verdicts[5:]
+    _, opt_state = ours(rule, opt_state, before)
+    expected = theirs_flax(theirs_flax(scale, before)[1], after)[0]
+    assert theirs_flax(lossscale.optax.to_flax(rule, opt_state), after)[0] == expected
+
+
+# What goes over.
+
+
+def test_every_setting_of_jmp_goes_over_and_back():
+    scale = jmp.DynamicLossScale(jnp.float32(64), jnp.int32(3), 7, 4, jnp.float32(0.25))
+    rule, opt_state = lossscale.optax.from_jmp(scale, STATE)
+    assert rule == DynamicScale(64, 7, 4, 0.25, min_scale=0.25)
+    back = lossscale.optax.to_jmp(rule, opt_state)
+    assert dataclasses.astuple(back) == dataclasses.astuple(scale)
+    assert type(back.factor) is int
+    assert (back.loss_scale.dtype, back.counter.dtype) == (jnp.float32, jnp.int32)
+
+
+def test_every_setting_of_flax_goes_over_and_back():
+    scale = FlaxScale(4.0, 0.25, 6, 3, 64.0, 0.5)
+    rule, opt_state = lossscale.optax.from_flax(scale, STATE)
+    assert rule == DynamicScale(64, 7, 4, 0.25, min_scale=0.5)
+    assert lossscale.optax.to_flax(rule, opt_state) == scale
+
+
+@pytest.mark.parametrize("scale", [jmp.StaticLossScale(128), jmp.NoOpLossScale()])
+def test_fixed_scales_of_jmp(scale):
+    rule, opt_state = lossscale.optax.from_jmp(scale, STATE)
+    assert rule == FixedScale(scale.loss_scale)
+    assert float(opt_state.loss_scale) == scale.loss_scale
+    back = lossscale.optax.to_jmp(rule, opt_state)
+    assert isinstance(back, jmp.StaticLossScale)
+    assert back.loss_scale == scale.loss_scale
+
+
+def test_the_lowest_scale_can_be_given_since_jmp_loses_it():
+    scale = jmp.DynamicLossScale(jnp.float32(64), min_loss_scale=jnp.float32(2.0**-6))
+    through_a_tree = jax.tree.map(jnp.asarray, scale)
+    assert lossscale.optax.from_jmp(scale, STATE)[0].min_scale == 2.0**-6
+    assert lossscale.optax.from_jmp(through_a_tree, STATE)[0].min_scale == 1
+    rule, _ = lossscale.optax.from_jmp(through_a_tree, STATE, min_scale=2.0**-6)
+    assert rule.min_scale == 2.0**-6
+
+
+def test_no_lowest_scale_is_the_lowest_that_there_is():
+    scale = jmp.DynamicLossScale(jnp.float32(64), min_loss_scale=jnp.float32(0))
+    assert lossscale.optax.from_jmp(scale, STATE)[0].min_scale == 2.0**-126
+
+
+def test_a_float16_scale_of_jmp_stays_below_its_largest_number():
+    # Each of the two in float16: jmp cannot choose between two dtypes.
+    scale = jmp.DynamicLossScale(
+        jnp.float16(2**14), jnp.int32(0), 1, 2, min_loss_scale=jnp.float16(1)
+    )
+    rule, opt_state = lossscale.optax.from_jmp(scale, STATE)
+    verdicts = [True, True, False, True]
+    assert ours(rule, opt_state, verdicts)[0] == theirs_jmp(scale, verdicts)[0]
+
+
+def test_the_state_inside_goes_on():
+    inner = optax.adam(0.1)
+    _, moments = inner.update(PARAMS, inner.init(PARAMS), PARAMS)
+    for scale, convert in (
+        (jmp.DynamicLossScale(jnp.float32(64)), lossscale.optax.from_jmp),
+        (FlaxScale(), lossscale.optax.from_flax),
+    ):
+        rule, opt_state = convert(scale, moments)
+        tx = lossscale.optax.loss_scaled(inner, rule=rule)
+        assert opt_state.inner_state is moments
+        jax.tree.map(
+            lambda new, old: (new.shape, new.dtype) == (old.shape, old.dtype) or 1 / 0,
+            tx.init(PARAMS),
+            opt_state,
+        )
+        # Each a buffer of its own, which a step may take.
+        jax.jit(tx.update, donate_argnums=1)(PARAMS, jax.tree.map(jnp.copy, opt_state), PARAMS)
+
+
+def test_the_values_of_keras_go_over_and_back():
+    rule = DynamicScale(growth_interval=9)
+    values = {
+        "dynamic_scale": np.float32(64),
+        "step_counter": jnp.int32(3),
+        "steps_skipped": 5,
+        "last_step_skipped": True,
+        "iteration": 12,
+        "learning_rate": 0.1,
+    }
+    opt_state = lossscale.optax.from_keras(rule, values, STATE)
+    assert (float(opt_state.loss_scale), int(opt_state.skipped_steps)) == (64, 5)
+    assert not opt_state.last_step_finite
+    assert int(opt_state.consecutive_skips) == 1
+    back = lossscale.optax.to_keras(rule, opt_state)
+    assert back == {name: values[name] for name in list(values)[:4]}
+    like = lossscale.optax.loss_scaled(INNER, rule=rule).init(PARAMS)
+    jax.tree.map(lambda a, b: np.testing.assert_equal(a.dtype, b.dtype), like, opt_state)
+
+
+# What cannot go over.
+
+
+def test_a_replicated_scale_is_refused():
+    scale = jmp.DynamicLossScale(jnp.float32([64, 64]), jnp.int32([0, 0]))
+    with pytest.raises(ArgumentError, match=r"`loss_scale`.*shape \(2,\).*take one replica"):
+        lossscale.optax.from_jmp(scale, STATE)
+    with pytest.raises(ArgumentError, match=r"`scale`.*take one replica"):
+        lossscale.optax.from_flax(FlaxScale(scale=jnp.float32([64, 64])), STATE)
+
+
+def test_another_object_is_refused():
+    with pytest.raises(ArgumentTypeError, match=r"jmp\.DynamicLossScale.*Received: a float"):
+        lossscale.optax.from_jmp(64.0, STATE)
+    with pytest.raises(ArgumentTypeError, match=r"Received: a DynamicLossScale"):
+        lossscale.optax.from_flax(jmp.DynamicLossScale(jnp.float32(64)), STATE)
+    with pytest.raises(ArgumentTypeError, match=r"jmp\.DynamicLossScale.*a DynamicScale"):
+        lossscale.optax.from_jmp(FlaxScale(), STATE)
+    with pytest.raises(ArgumentTypeError, match=r"optimizer\.variables"):
+        lossscale.optax.from_keras(DynamicScale(), [64.0], STATE)
+    with pytest.raises(ArgumentError, match="'dynamic_scale'"):
+        lossscale.optax.from_keras(DynamicScale(), {"current_loss_scale": 64.0}, STATE)
+
+
+def test_a_state_that_has_a_loss_scale_already_is_refused():
+    wrapped = lossscale.optax.loss_scaled(INNER).init(PARAMS)
+    with pytest.raises(AlreadyWrappedError, match="Pass its `inner_state`"):
+        lossscale.optax.from_flax(FlaxScale(), wrapped)
+
+
+@pytest.mark.parametrize("number", [0.0, np.inf, np.nan, 2.0**127])
+def test_a_scale_that_no_rule_can_have_is_brought_back_with_a_warning(number):
+    scale = jmp.DynamicLossScale(jnp.float32(number))
+    with pytest.warns(LossScaleWarning, match="Training goes on with"):
+        rule, opt_state = lossscale.optax.from_jmp(scale, STATE)
+    expected = 2.0**126 if number == 2.0**127 else 2.0**15
+    assert (rule.initial_scale, float(opt_state.loss_scale)) == (expected, expected)
+    with pytest.warns(LossScaleWarning, match="Training goes on with"):
+        lossscale.optax.from_keras(DynamicScale(), {"dynamic_scale": number}, STATE)
+
+
+def test_rules_that_the_others_do_not_have_are_refused():
+    def state_for(rule):
+        return lossscale.optax.loss_scaled(INNER, rule=rule).init(PARAMS)
+
+    capped = DynamicScale(max_scale=2.0**20)
+    for convert in (lossscale.optax.to_jmp, lossscale.optax.to_flax):
+        with pytest.raises(ArgumentError, match="no highest scale"):
+            convert(capped, state_for(capped))
+    uneven = DynamicScale(growth_factor=2, backoff_factor=0.25)
+    with pytest.raises(ArgumentError, match="by the factor that it is raised by"):
+        lossscale.optax.to_jmp(uneven, state_for(uneven))
+    with pytest.raises(ArgumentError, match="Flax has no rule like this"):
+        lossscale.optax.to_flax(FixedScale(8), state_for(FixedScale(8)))
+    with pytest.raises(ArgumentTypeError, match="with loss scaling"):
+        lossscale.optax.to_jmp(DynamicScale(), STATE)
+
+
+def test_a_library_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "jmp", None)
+    rule = DynamicScale()
+    state = lossscale.optax.loss_scaled(INNER, rule=rule).init(PARAMS)
+    with pytest.raises(MissingPackageError, match="pip install jmp"):
+        lossscale.optax.to_jmp(rule, state)

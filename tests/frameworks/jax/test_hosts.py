@@ -1,0 +1,154 @@
+"""The programs of examples/jax, one for each host library, and the mistakes that hosts invite."""
+
+import contextlib
+import io
+import pathlib
+import runpy
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import lossscale.optax
+from lossscale.errors import ArgumentError, ArgumentTypeError
+
+EXAMPLES = sorted((pathlib.Path(__file__).parents[3] / "examples/jax").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_a_program_of_every_host_takes_the_four_steps(path):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(path))
+    assert printed.getvalue().splitlines()[-1] == "8 4 4 8 - steps skipped: 1"
+
+
+def test_there_is_a_program_for_every_host():
+    assert [path.stem for path in EXAMPLES] == [
+        "equinox_model",
+        "flax_linen",
+        "flax_nnx",
+        "haiku_model",
+        "plain",
+    ]
+
+
+def wrapped(inner=None):
+    return lossscale.optax.loss_scaled(inner or optax.adam(0.1), initial_scale=8)
+
+
+def linear(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+def train_state(tx):
+    net = nn.Dense(1)
+    params = net.init(jax.random.key(0), jnp.ones((2, 4)))["params"]
+    return TrainState.create(apply_fn=net.apply, params=params, tx=tx)
+
+
+def loss_of(state, x):
+    return lambda params: jnp.mean(state.apply_fn({"params": params}, x) ** 2)
+
+
+class Normalized(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.norm(self.dense(x))
+
+
+# Each host, where its optimizer's state can be handed over as a whole.
+
+
+def test_a_train_state_can_be_given_in_the_place_of_its_opt_state():
+    state, x = train_state(wrapped()), jnp.ones((2, 4))
+    loss, grads = lossscale.optax.value_and_grad(loss_of(state, x))(state, state.params)
+    same_loss, same = lossscale.optax.value_and_grad(loss_of(state, x))(
+        state.opt_state, state.params
+    )
+    assert float(loss) == float(same_loss)
+    jax.tree.map(np.testing.assert_array_equal, grads, same)
+    assert float(lossscale.optax.loss_scale(state)) == 8
+
+
+def test_an_nnx_optimizer_can_be_given_in_the_place_of_its_opt_state():
+    optimizer = nnx.Optimizer(Normalized(), wrapped(), wrt=nnx.Param)
+    assert float(lossscale.optax.loss_scale(optimizer)) == 8
+
+
+# The mistakes.
+
+
+@pytest.mark.parametrize(
+    ("wrap", "culprit"),
+    [
+        (lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx), "optax.chain"),
+        (lambda tx: optax.apply_if_finite(tx, 3), "ApplyIfFinite"),
+        (lambda tx: optax.MultiSteps(tx, 2), "MultiSteps"),
+    ],
+)
+def test_a_train_state_with_the_wrappers_in_the_wrong_order_is_refused(wrap, culprit):
+    state = train_state(wrap(wrapped()))
+    with pytest.raises(ArgumentError, match=f"{culprit}.*Put loss_scaled outside"):
+        lossscale.optax.value_and_grad(loss_of(state, jnp.ones((2, 4))))(state, state.params)
+
+
+def test_an_nnx_optimizer_with_the_wrappers_in_the_wrong_order_is_refused():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), wrapped())
+    model = Normalized()
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    step = lossscale.optax.value_and_grad(lambda m: jnp.sum(m(jnp.ones((2, 4)))))
+    with pytest.raises(ArgumentError, match=r"optax\.chain.*Put loss_scaled outside"):
+        step(optimizer.opt_state, model)
+
+
+def test_a_host_without_loss_scaling_is_told_how_to_get_it():
+    state = train_state(optax.adam(0.1))
+    with pytest.raises(ArgumentTypeError, match=r"tx = lossscale\.optax\.loss_scaled\(inner\)"):
+        lossscale.optax.value_and_grad(loss_of(state, jnp.ones((2, 4))))(state, state.params)
+
+
+@pytest.mark.parametrize("first", ["tx", "params"])
+def test_what_is_no_state_is_named(first):
+    tx, params = wrapped(), {"w": jnp.ones(4)}
+    given = {"tx": tx, "params": params}[first]
+    named = {"tx": "which is the optimizer and not its state", "params": "Received: a dict"}[first]
+    with pytest.raises(ArgumentTypeError, match=named):
+        lossscale.optax.value_and_grad(linear)(given, params, jnp.ones((2, 4)))
+
+
+@pytest.mark.parametrize(
+    ("grad", "moved"), [(jax.value_and_grad, False), (nnx.value_and_grad, True)]
+)
+def test_only_the_derivative_of_nnx_keeps_what_a_module_changes_in_itself(grad, moved):
+    model = Normalized()
+    optimizer = nnx.Optimizer(model, wrapped(), wrt=nnx.Param)
+    before = np.array(model.norm.mean.get_value())
+    step = lossscale.optax.value_and_grad(lambda m: jnp.sum(m(jnp.ones((2, 4)))), grad=grad)
+    step(optimizer, model)
+    assert np.any(model.norm.mean.get_value() != before) == moved
+
+
+def test_jax_itself_says_that_an_equinox_model_needs_another_derivative():
+    model = eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0))
+    opt_state = wrapped().init(eqx.filter(model, eqx.is_inexact_array))
+    step = lossscale.optax.value_and_grad(lambda m: jnp.sum(m(jnp.ones(4))))
+    with pytest.raises(TypeError, match="not a valid JAX type"):
+        step(opt_state, model)
+
+
+def test_gradients_that_were_not_scaled_give_updates_that_are_too_small():
+    # Nothing tells them from scaled ones: the page says so.
+    tx, params = wrapped(optax.sgd(1.0)), {"w": jnp.ones(4)}
+    grads = jax.grad(linear)(params, jnp.ones((2, 4)))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_array_equal(updates["w"], -grads["w"] / 8)

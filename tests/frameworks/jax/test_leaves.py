@@ -1,0 +1,222 @@
+"""What gradients may be made of, and what a state keeps through every step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lossscale
+from frameworks.jax import inner_transformations as inner
+from frameworks.jax.support import bits, signature
+from lossscale import DynamicScale, FixedScale
+from lossscale.optax import all_finite, loss_scaled, unscale
+
+
+def small(tx=None, **settings):
+    return loss_scaled(optax.sgd(0.5) if tx is None else tx, **{"initial_scale": 8, **settings})
+
+
+def both_ways(tx):
+    """The update as it is, and compiled."""
+    return tx.update, jax.jit(tx.update)
+
+
+def test_none_passes():
+    params = {"a": jnp.ones(2), "b": None}
+    tx = small(optax.adam(0.1))
+    for update in both_ways(tx):
+        updates, state = update({"a": jnp.ones(2), "b": None}, tx.init(params), params)
+        assert updates["b"] is None
+        assert int(state.rule_state["good_steps"]) == 1
+
+
+@pytest.mark.parametrize("empty", [{}, None, (), {"a": None}, {"a": np.zeros((0, 3), np.float32)}])
+def test_a_step_without_a_gradient_never_grows_the_scale(empty):
+    tx = small(dynamic_growth_steps=1)
+    for update in both_ways(tx):
+        before = tx.init(empty)
+        _, after = update(empty, before, empty)
+        assert bits(after) == bits(before)
+
+
+def test_integers_and_what_is_masked_are_left_alone():
+    params = {"w": jnp.ones(3), "steps": jnp.int32(7)}
+    tx = small(optax.masked(optax.sgd(0.5), {"w": True, "steps": False}))
+
+    def loss(params):
+        return params["w"].sum() * params["steps"]
+
+    state = tx.init(params)
+    _, gradients = lossscale.optax.value_and_grad(loss, allow_int=True)(state, params)
+    assert gradients["steps"].dtype == jax.dtypes.float0
+    assert unscale(state, gradients)["w"].tolist() == [7.0] * 3
+    assert all_finite(gradients)
+    updates, state = tx.update(gradients, state, params)
+    assert updates["w"].tolist() == [-3.5] * 3
+    assert updates["steps"] is gradients["steps"]
+    # Inside a compiled function the gradients are made there.
+    updates = jax.jit(
+        lambda state, params: tx.update(
+            lossscale.optax.value_and_grad(loss, allow_int=True)(state, params)[1], state, params
+        )[0]["w"]
+    )(state, params)
+    assert updates.tolist() == [-3.5] * 3
+    bad = {**gradients, "w": jnp.full(3, jnp.nan)}
+    updates, state = tx.update(bad, state, params)
+    assert np.signbit(updates["w"]).all()
+    assert updates["steps"].dtype == jax.dtypes.float0
+
+
+@pytest.mark.parametrize("bad", [np.nan, 1j * np.inf, complex(0, np.nan), -np.inf])
+def test_both_parts_of_complex_gradients_are_looked_at(bad):
+    params = jnp.array([1 + 2j, complex(-0.0, -0.0)], jnp.complex64)
+    tx = small(optax.adam(0.1))
+    for update in both_ways(tx):
+        state = tx.init(params)
+        updates, after = update(jnp.array([1, bad], jnp.complex64), state, params)
+        assert bits(optax.apply_updates(params, updates)) == bits(params)
+        assert bits(after.inner_state) == bits(state.inner_state)
+        assert float(after.loss_scale) == 4.0
+        updates, after = update(params * 4, after, params)
+        assert after.last_step_finite
+        assert jnp.isfinite(updates).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["momentum", "adamw_clip", "lamb", "MultiSteps"])
+def test_narrow_parameters_keep_every_type(name, dtype):
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), inner.params())
+    tx = small(inner.INNER[name]())
+    state, first = tx.init(params), signature(tx.init(params))
+    update = jax.jit(tx.update)
+    for factor in (8, np.nan, 4):
+        gradients = jax.tree.map(lambda g: (g * factor).astype(dtype), inner.gradients())  # noqa: B023
+        updates, state = update(gradients, state, params)
+        assert signature(state) == first
+        applied = optax.apply_updates(params, updates)
+        assert jax.tree.leaves(applied)[0].dtype == dtype
+        if np.isnan(factor):
+            assert bits(applied) == bits(params)
+        params = applied
+    moments = [m for m in jax.tree.leaves(state.inner_state) if jnp.issubdtype(m.dtype, np.inexact)]
+    assert {m.dtype.name for m in moments} == {"float32"}
+    assert update._cache_size() == 1
+
+
+def test_small_float16_gradients_survive_a_large_scale():
+    tx = loss_scaled(optax.sgd(1.0), rule=FixedScale(2.0**30))
+    for update in both_ways(tx):
+        updates, _ = update(jnp.full(3, 1.5, jnp.float16), tx.init(jnp.zeros(3)))
+        assert updates.dtype == jnp.float32
+        assert updates.tolist() == [-1.5 * 2.0**-30] * 3
+
+
+def test_with_64_bits_the_state_stays_and_gradients_are_divided_in_64():
+    with jax.enable_x64(True):
+        params = {"w": jnp.ones(3, jnp.float64), "v": jnp.ones(2, jnp.float32)}
+        tx = small(optax.adam(0.1))
+        state = tx.init(params)
+        first = signature(state)
+        scalars = [leaf.dtype.name for leaf in jax.tree.leaves(state._replace(inner_state=()))]
+        assert scalars == ["float32", "int32", "int32", "int32", "bool"]
+        tiny = {"w": jnp.full(3, 8 * 1e-200, jnp.float64), "v": jnp.ones(2, jnp.float32)}
+        assert unscale(state, tiny)["w"].tolist() == [1e-200] * 3
+        for update in both_ways(tx):
+            updates, after = update(tiny, state, params)
+            assert updates["w"].dtype == jnp.float64
+            assert signature(after) == first
+            # Infinite in float32, and in range here.
+            huge = {"w": jnp.full(3, 1e200), "v": jnp.ones(2, jnp.float32)}
+            assert update(huge, state, params)[1].last_step_finite
+            _, after = update({**huge, "w": huge["w"] * jnp.inf}, state, params)
+            assert signature(after) == first
+            assert not after.last_step_finite
+
+
+def test_strict_promotion_is_kept():
+    tx = small(optax.sgd(0.1, momentum=0.9))
+    rule = DynamicScale(8.0, growth_interval=2, growth_factor=3.0, min_scale=0.5)
+    other = loss_scaled(optax.sgd(0.1), rule=rule)
+    params = {"w": jnp.ones(3), "h": jnp.ones(2, jnp.float16)}
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        for wrapped in (tx, other):
+            for update in both_ways(wrapped):
+                state = wrapped.init(params)
+                _, state = update(params, state, params)
+                _, state = update(jax.tree.map(lambda p: p * np.inf, params), state, params)
+                assert int(state.skipped_steps) == 1
+        scaled = lossscale.optax.scale_loss(state, jnp.float16(1.0))
+        assert scaled.dtype == jnp.float32
+
+
+def test_counters_stop_where_an_integer_ends():
+    tx, most = small(), 2**31 - 1
+    for update in both_ways(tx):
+        state = tx.init(jnp.ones(2))
+        full = state._replace(
+            skipped_steps=jnp.int32(most - 1), consecutive_skips=jnp.int32(most - 1)
+        )
+        for _ in range(3):
+            _, full = update(jnp.full(2, jnp.nan), full)
+            assert (int(full.skipped_steps), int(full.consecutive_skips)) == (most, most)
+        _, full = update(jnp.ones(2), full)
+        assert (int(full.skipped_steps), int(full.consecutive_skips)) == (most, 0)
+
+
+def test_a_scale_that_no_rule_gave_is_mended_before_anything_is_applied():
+    tx = loss_scaled(optax.sgd(0.5), rule=DynamicScale(8.0, min_scale=2.0))
+    params = jnp.ones(2)
+    for bad in (0.0, np.inf, np.nan, -8.0, 1.0):
+        for update in both_ways(tx):
+            state = optax.tree.set(tx.init(params), loss_scale=bad)
+            updates, state = update(jnp.ones(2), state, params)
+            assert bits(optax.apply_updates(params, updates)) == bits(params)
+            assert 2.0 <= float(state.loss_scale) <= 2.0**126
+
+
+def test_a_fixed_scale_comes_from_the_code():
+    old = loss_scaled(optax.sgd(0.5), rule=FixedScale(8.0)).init(jnp.ones(2))
+    new = loss_scaled(optax.sgd(0.5), rule=FixedScale(16.0))
+    # Divided by the number that multiplied this loss, the next one has that of the code.
+    updates, state = new.update(jnp.full(2, 8.0), old)
+    assert updates.tolist() == [-0.5, -0.5]
+    assert float(state.loss_scale) == 16.0
+
+
+def test_a_fixed_scale_looks_only_if_it_is_asked_to():
+    for update in both_ways(loss_scaled(optax.sgd(0.5), rule=FixedScale(8.0))):
+        state = loss_scaled(optax.sgd(0.5), rule=FixedScale(8.0)).init(jnp.ones(2))
+        updates, state = update(jnp.full(2, jnp.inf), state)
+        assert updates.tolist() == [-np.inf] * 2
+        assert int(state.skipped_steps) == 0
+    tx = loss_scaled(optax.sgd(0.5), rule=FixedScale(8.0, skip_nonfinite=True))
+    _, state = tx.update(jnp.full(2, jnp.inf), tx.init(jnp.ones(2)))
+    assert (float(state.loss_scale), int(state.skipped_steps)) == (8.0, 1)
+
+
+def test_a_gradient_that_unscaling_makes_infinite_is_skipped():
+    tx = loss_scaled(optax.sgd(0.5), rule=DynamicScale(2.0**-8, min_scale=2.0**-10))
+    for update in both_ways(tx):
+        updates, state = update(jnp.full(2, 1e37), tx.init(jnp.ones(2)))
+        assert np.signbit(updates).all()
+        assert float(state.loss_scale) == 2.0**-9
+
+
+def test_finite_gradients_whose_sum_is_infinite_are_finite():
+    tx = small()
+    for size in (3, 2**15):
+        huge = jnp.full(size, 3e38, jnp.float32)
+        assert all_finite(huge)
+        for update in both_ways(tx):
+            assert update(huge, tx.init(huge))[1].last_step_finite
+
+
+def test_a_leaf_of_every_size_is_looked_at():
+    sizes = [1, 7, 2**14 - 1, 2**14, 2**16]
+    tree = [jnp.ones(size, dtype) for size in sizes for dtype in (jnp.float32, jnp.float16)]
+    check = jax.jit(all_finite)
+    assert check(tree)
+    for index, leaf in enumerate(tree):
+        for value, place in ((jnp.inf, 0), (jnp.nan, -1), (-jnp.inf, leaf.size // 2)):
+            assert not check([*tree[:index], leaf.at[place].set(value), *tree[index + 1 :]])

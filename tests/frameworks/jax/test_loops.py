@@ -1,0 +1,356 @@
+"""Programs of users: training loops, and what JAX can do with a step."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+import lossscale
+from frameworks.jax import inner_transformations as inner
+from frameworks.jax.support import bits, scaled, signature
+from lossscale import Needs, ScaleState
+from lossscale.optax import (
+    all_finite,
+    loss_scale,
+    loss_scaled,
+    scale_loss,
+    unscale,
+    value_and_grad,
+)
+
+BATCH = (jnp.float16([[1.0, 2.0], [3.0, -1.0]]), jnp.float16([1.0, 0.5]))
+BATCHES = (BATCH, (BATCH[0] * jnp.float16(jnp.inf), BATCH[1]), BATCH, BATCH)
+TRACE = [8.0, 4.0, 4.0, 8.0]
+
+
+def loss_fn(params, batch):
+    inputs, targets = batch
+    outputs = inputs @ params["w"].astype(jnp.float16)
+    return jnp.mean((outputs - targets).astype(jnp.float32) ** 2)
+
+
+def optimizer(inner_optimizer=None):
+    wrapped = optax.adam(0.1) if inner_optimizer is None else inner_optimizer
+    return loss_scaled(wrapped, initial_scale=8, dynamic_growth_steps=2)
+
+
+def first_params():
+    return {"w": jnp.float32([1.0, -1.0])}
+
+
+def step(tx, params, opt_state, batch):
+    loss, gradients = value_and_grad(loss_fn)(opt_state, params, batch)
+    updates, opt_state = tx.update(gradients, opt_state, params, value=loss)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+def trained(run, tx):
+    params, opt_state, scales = first_params(), tx.init(first_params()), []
+    for batch in BATCHES:
+        params, opt_state, _ = run(tx, params, opt_state, batch)
+        scales.append(float(loss_scale(opt_state)))
+    return params, opt_state, scales
+
+
+def test_the_program_of_the_page_trains():
+    compiled = jax.jit(step, static_argnums=0, donate_argnums=(1, 2))
+    params, opt_state, scales = trained(compiled, optimizer())
+    assert scales == TRACE
+    assert compiled._cache_size() == 1
+    assert (int(opt_state.skipped_steps), int(opt_state.consecutive_skips)) == (1, 0)
+    eager, _, scales = trained(step, optimizer())
+    assert scales == TRACE
+    np.testing.assert_allclose(eager["w"], params["w"], rtol=1e-5)
+
+
+def test_a_scan_and_a_loop_move_the_scale_alike():
+    tx = optimizer()
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *BATCHES)
+
+    def body(carry, batch):
+        params, opt_state, loss = step(tx, *carry, batch)
+        return (params, opt_state), (loss_scale(opt_state), loss)
+
+    carry = (first_params(), tx.init(first_params()))
+    (params, _), (scales, _) = jax.jit(lambda c: jax.lax.scan(body, c, stacked))(carry)
+    assert scales.tolist() == TRACE
+    looped, _, _ = trained(step, tx)
+    np.testing.assert_allclose(params["w"], looped["w"], rtol=1e-5)
+
+
+def test_members_of_a_population_have_scales_of_their_own():
+    tx = optimizer()
+    params = jax.tree.map(lambda p: jnp.stack([p] * 3), first_params())
+    opt_state = jax.vmap(tx.init)(params)
+    gradients = {"w": jnp.float32([[8.0, 8.0], [jnp.nan, 1.0], [8.0, -8.0]])}
+    before = bits(opt_state.inner_state[0].mu["w"][1])
+    updates, opt_state = jax.jit(jax.vmap(tx.update))(gradients, opt_state, params)
+    assert opt_state.loss_scale.tolist() == [8.0, 4.0, 8.0]
+    assert opt_state.skipped_steps.tolist() == [0, 1, 0]
+    assert bits(opt_state.inner_state[0].mu["w"][1]) == before
+    assert np.signbit(updates["w"][1]).all()
+
+
+def test_the_loss_is_the_loss_though_the_scaled_one_overflows():
+    tx = loss_scaled(optax.sgd(0.1), initial_scale=2.0**120)
+    opt_state = tx.init(first_params())
+    value, _ = value_and_grad(lambda p: p["w"].sum() + 2.0**20)(opt_state, first_params())
+    assert float(value) == 2.0**20
+    assert scale_loss(opt_state, jnp.float16(1.0)).dtype == jnp.float32
+
+
+def test_value_and_grad_takes_what_jax_takes():
+    opt_state = optimizer().init(first_params())
+
+    def loss(a, b, *, offset):
+        return (a * b).sum() + offset, {"offset": offset}
+
+    a, b = jnp.float32([1.0, 2.0]), jnp.float32([3.0, 4.0])
+    differentiated = value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (value, aux), (by_a, by_b) = jax.jit(differentiated)(opt_state, a, b, offset=1.0)
+    assert (float(value), float(aux["offset"])) == (12.0, 1.0)
+    assert by_a.tolist() == [24.0, 32.0]
+    assert by_b.tolist() == [8.0, 16.0]
+
+
+def test_a_loop_by_hand():
+    tx, params = optimizer(optax.sgd(0.5)), first_params()
+    opt_state = tx.init(params)
+    gradients = jax.grad(lambda p: scale_loss(opt_state, (p["w"] ** 2).sum()))(params)
+    assert gradients["w"].tolist() == [16.0, -16.0]
+    assert unscale(opt_state, gradients)["w"].tolist() == [2.0, -2.0]
+    assert bool(all_finite(gradients))
+    assert float(optax.tree.norm(unscale(opt_state, gradients))) == pytest.approx(8**0.5)
+    updates, opt_state = tx.update(gradients, opt_state, params)
+    assert updates["w"].tolist() == [-1.0, 1.0]
+
+
+def test_nothing_is_compiled_twice_and_nothing_drifts():
+    tx = optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)))
+    assert signature(jax.jit(tx.init)(inner.params())) == signature(tx.init(inner.params()))
+    expected = signature(jax.eval_shape(tx.init, inner.params()))
+    assert signature(tx.init(inner.params())) == expected
+
+
+def test_the_state_of_a_parameter_is_known_as_such():
+    tx = optimizer()
+    state = tx.init(inner.params())
+    marked = optax.tree_map_params(
+        tx,
+        lambda leaf, spec: spec,
+        state,
+        {"w": "spec of w", "b": "spec of b"},
+        transform_non_params=lambda leaf: "no parameter",
+    )
+    assert marked.inner_state[0].mu == {"w": "spec of w", "b": "spec of b"}
+    assert set(jax.tree.leaves(marked._replace(inner_state=()))) == {"no parameter"}
+
+
+def test_transfer_guard_leaks_and_nan_checks():
+    tx = optimizer(inner.INNER["adamw_clip"]())
+    update = jax.jit(tx.update)
+    params = inner.params()
+    state, gradients = tx.init(params), inner.gradients()
+    bad = jax.tree.map(lambda g: g * jnp.nan, gradients)
+    update(gradients, state, params)
+    bare = optimizer(optax.identity())
+    before = bare.init(params)
+    with jax.transfer_guard("disallow"):
+        _, state = update(bad, state, params)
+        # Few of Optax' own eager steps are let pass.
+        for given in (gradients, bad):
+            bare.update(given, before, params)
+    with jax.checking_leaks():
+        _, state = jax.jit(tx.update)(bad, state, params)
+        _, state = tx.update(gradients, state, params)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        for run in (update, tx.update):
+            _, state = run(bad, state, params)
+            _, state = run(gradients, state, params)
+    with jax.disable_jit():
+        _, state = tx.update(bad, state, params)
+        _, state = tx.update(gradients, state, params)
+    assert int(state.skipped_steps) == 5
+
+
+def test_an_eager_step_takes_at_most_five_times_as_long_as_a_bare_one():
+    # Counted in compilations, which is what makes Optax' own wrapper slow there.
+    tx, params = optimizer(), inner.params()
+    state = tx.init(params)
+    gradients = inner.gradients()
+    bad = jax.tree.map(lambda g: g * jnp.nan, gradients)
+    for given in (gradients, bad):
+        _, state = tx.update(given, state, params)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    for given in (gradients, bad):
+        _, state = tx.update(given, state, params)
+    assert compiled == []
+    # The listener does see what is compiled.
+    jax.jit(lambda x: x * 3 + 1)(jnp.ones(3))
+    assert compiled
+
+
+def test_a_transformation_with_gradients_of_its_own_is_looked_at_too():
+    normalized = optax.chain(contrib.normalize(), optax.sgd(0.05))
+    tx = optimizer(contrib.sam(optax.adam(0.1), normalized, sync_period=2, opaque_mode=True))
+    params = inner.params()
+    state = tx.init(params)
+    before = bits((params, state.inner_state))
+
+    def overflows(params, number):
+        return jax.tree.map(lambda p: p * jnp.inf, params)
+
+    def fine(params, number):
+        return params
+
+    for run in (
+        tx.update,
+        lambda *a, grad_fn: jax.jit(lambda *b: tx.update(*b, grad_fn=grad_fn))(*a),
+    ):
+        updates, after = run(inner.gradients(), state, params, grad_fn=overflows)
+        assert bits((optax.apply_updates(params, updates), after.inner_state)) == before
+        assert float(after.loss_scale) == 4.0
+        assert int(after.skipped_steps) == 1
+        updates, after = run(inner.gradients(), state, params, grad_fn=fine)
+        assert after.last_step_finite
+        assert jnp.abs(updates["w"]).max() > 0
+
+
+def test_a_line_search_gets_unscaled_values():
+    tx = optimizer(optax.lbfgs())
+    params = first_params()
+
+    def value_fn(params):
+        return loss_fn(params, BATCH)
+
+    @jax.jit
+    def run(params, state):
+        loss, gradients = value_and_grad(value_fn)(state, params)
+        updates, state = tx.update(
+            gradients,
+            state,
+            params,
+            value=loss,
+            grad=unscale(state, gradients),
+            value_fn=value_fn,
+        )
+        return optax.apply_updates(params, updates), state, loss
+
+    state, losses = tx.init(params), []
+    for _ in range(8):
+        params, state, loss = run(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < 1e-3 < losses[0]
+
+
+def test_extra_arguments_arrive_also_where_optax_would_drop_them():
+    seen = []
+
+    def update(updates, state, params=None, **extra_args):
+        seen.append(extra_args)
+        return updates, state
+
+    note = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    steps = optax.MultiSteps(note, 2)
+    for wrapped in (note, steps, steps.gradient_transformation(), optax.chain(note)):
+        tx, seen[:] = optimizer(wrapped), []
+        jax.jit(tx.update)(
+            inner.gradients(), tx.init(inner.params()), inner.params(), value=jnp.float32(3.0)
+        )
+        assert seen
+        assert all(set(args) == {"value"} for args in seen)
+
+
+class FewLarge(lossscale.ScaleRule):
+    """Halves where a magnitude is above 8, or where most are at or above 16 once scaled."""
+
+    @property
+    def needs(self):
+        return Needs(largest=True, counts_from=(16.0,))
+
+    def __hash__(self):
+        return 1
+
+    def __eq__(self, other):
+        return isinstance(other, FewLarge)
+
+    def init(self):
+        return ScaleState(8.0, 0)
+
+    def update(self, state, seen, *, xp):
+        (many,) = seen.counts
+        large = (seen.largest > 8.0) | (many > seen.elements * 0.5)
+        return ScaleState(xp.where(large, state.scale * 0.5, state.scale), state.good_steps + 1)
+
+
+def test_a_rule_sees_what_it_needs():
+    tx = loss_scaled(optax.sgd(0.1), rule=FewLarge())
+    for update in (tx.update, jax.jit(tx.update)):
+        for gradients, scale in (
+            ([1.0, 2.0, -4.0], 8.0),
+            ([1.0, 2.0, -65.0], 4.0),
+            ([1.0, 16.0, -16.0], 4.0),
+            ([1.0, 2.0, jnp.nan], 4.0),
+        ):
+            _, state = update(jnp.float32(gradients), tx.init(jnp.ones(3)))
+            assert float(state.loss_scale) == scale
+
+
+class Doubled(lossscale.DynamicScale):
+    """Multiplies the loss by twice its scale."""
+
+    def loss_scale(self, state):
+        return state.scale * 2.0
+
+
+def test_a_rule_may_multiply_the_loss_by_another_number():
+    tx = loss_scaled(optax.sgd(1.0), rule=Doubled(8.0, growth_interval=2))
+    for update in (tx.update, jax.jit(tx.update)):
+        state, found = tx.init(jnp.ones(2)), []
+        for factor in (1.0, jnp.nan, 1.0, 1.0):
+            updates, state = update(jnp.full(2, state.loss_scale * factor), state)
+            found.append(float(state.loss_scale))
+        assert found == [16.0, 8.0, 8.0, 16.0]
+        assert updates.tolist() == [-1.0, -1.0]
+
+
+def test_a_step_can_be_differentiated():
+    def after(rate, gradients):
+        tx = loss_scaled(optax.sgd(rate, momentum=0.9), initial_scale=8)
+        params = jnp.ones(3)
+        updates, state = tx.update(gradients * 8, tx.init(params), params)
+        updates, _ = tx.update(gradients * 8, state, params)
+        return updates.sum()
+
+    gradients = jnp.float32([1.0, 2.0, 3.0])
+    for run in (jax.grad(after, argnums=(0, 1)), jax.jit(jax.grad(after, argnums=(0, 1)))):
+        by_rate, by_gradients = run(0.5, gradients)
+        assert float(by_rate) == pytest.approx(-6.0 * 1.9)
+        np.testing.assert_allclose(by_gradients, -0.5 * 1.9 * np.ones(3), rtol=1e-6)
+
+
+def test_checkpointing_changes_no_bit():
+    tx = optimizer()
+    opt_state = tx.init(first_params())
+    plain = value_and_grad(loss_fn)(opt_state, first_params(), BATCH)
+    saved = value_and_grad(jax.checkpoint(loss_fn))(opt_state, first_params(), BATCH)
+    assert bits(plain) == bits(saved)
+
+
+def test_nothing_is_kept_of_a_step():
+    tx = optimizer()
+    gradients = scaled(inner.gradients(), 8)
+    _, state = tx.update(gradients, tx.init(inner.params()), inner.params())
+    gc.collect()
+    before = len(jax.live_arrays())
+    for _ in range(3):
+        _, state = tx.update(gradients, state, inner.params())
+    gc.collect()
+    assert len(jax.live_arrays()) <= before

@@ -1,0 +1,156 @@
+"""What is saved of a run comes back byte for byte, and the run goes on as if nothing had been."""
+
+import pickle
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import lossscale
+import lossscale.optax
+from lossscale.errors import ArgumentError, ArgumentTypeError
+
+RULE = lossscale.DynamicScale(initial_scale=8, growth_interval=2)
+INNER = optax.adamw(optax.linear_schedule(0.1, 0.0, 10))
+TX = lossscale.optax.loss_scaled(INNER, rule=RULE)
+
+
+def loss_fn(params, x):
+    half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+    return jnp.mean((x.astype(jnp.float16) @ half["w"] + half["b"]).astype(jnp.float32) ** 2)
+
+
+@jax.jit
+def step(params, opt_state, x):
+    _, grads = lossscale.optax.value_and_grad(loss_fn)(opt_state, params, x)
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def batches(first, last):
+    """One in three of them overflows."""
+    for number in range(first, last):
+        x = jax.random.normal(jax.random.key(number), (2, 4))
+        yield x * 2.0**13 if number % 3 == 1 else x
+
+
+def trained(params, opt_state, first, last):
+    for x in batches(first, last):
+        params, opt_state = step(params, opt_state, x)
+    return params, opt_state
+
+
+@pytest.fixture(scope="module")
+def start():
+    params = {"w": jnp.full((4, 2), 0.5), "b": jnp.zeros(2)}
+    return params, TX.init(params)
+
+
+@pytest.fixture(scope="module")
+def midway(start):
+    return trained(*start, 0, 4)
+
+
+def assert_same_bytes(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+def through_orbax(run, folder, target):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "run", run)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "run", target)
+
+
+def through_flax(run, folder, target):
+    path = folder / "run.msgpack"
+    path.write_bytes(flax.serialization.to_bytes(run))
+    return flax.serialization.from_bytes(target, path.read_bytes())
+
+
+def through_pickle(run, folder, target):
+    return pickle.loads(pickle.dumps(run))
+
+
+@pytest.mark.parametrize("through", [through_orbax, through_flax, through_pickle])
+def test_a_run_goes_on_byte_for_byte(start, midway, through, tmp_path):
+    assert int(midway[1].skipped_steps) == 1
+    target = jax.eval_shape(lambda: start)
+    restored = through(midway, tmp_path, start if through is through_flax else target)
+    assert isinstance(restored[1], lossscale.optax.LossScaleState)
+    assert_same_bytes(restored, midway)
+    assert_same_bytes(trained(*restored, 4, 9), trained(*midway, 4, 9))
+
+
+def test_a_checkpoint_of_the_optimizer_alone_goes_in(start, tmp_path):
+    params, opt_state = start
+    bare_state = INNER.init(params)
+    _, bare_state = INNER.update(params, bare_state, params)
+    target = jax.eval_shape(INNER.init, params)
+    restored = through_orbax(bare_state, tmp_path, target)
+    opt_state = TX.init(params)._replace(inner_state=restored)
+    assert_same_bytes(opt_state.inner_state, bare_state)
+    params, opt_state = trained(params, opt_state, 0, 2)
+    assert int(optax.tree.get(opt_state.inner_state[0], "count")) == 2
+    assert int(opt_state.skipped_steps) == 1
+
+
+def test_a_checkpoint_of_the_optimizer_alone_by_itself_is_refused(start):
+    params, _ = start
+    with pytest.raises(ArgumentTypeError, match=r"_replace\(inner_state=.*\)"):
+        TX.update(params, INNER.init(params), params)
+
+
+def test_what_no_target_has_given_a_class_is_refused(start):
+    params, opt_state = start
+    with pytest.raises(ArgumentTypeError, match=r"jax\.eval_shape\(tx\.init, params\)"):
+        TX.update(params, opt_state._asdict(), params)
+
+
+def test_the_state_of_another_rule_is_refused(start):
+    params, opt_state = start
+    with pytest.raises(ArgumentError, match=r"of another rule.*no 'good_steps'"):
+        TX.update(params, opt_state._replace(rule_state={}), params)
+
+
+def test_a_checkpoint_of_the_optimizer_alone_comes_out(midway):
+    params, opt_state = midway
+    _, after = INNER.update(params, opt_state.inner_state, params)
+    assert jax.tree.structure(after) == jax.tree.structure(opt_state.inner_state)
+
+
+def test_an_nnx_run_goes_on_byte_for_byte(tmp_path):
+    @nnx.jit
+    def step(model, optimizer, x):
+        value_and_grad = lossscale.optax.value_and_grad(
+            lambda m: jnp.mean(m(x).astype(jnp.float32) ** 2), grad=nnx.value_and_grad
+        )
+        _, grads = value_and_grad(optimizer, model)
+        optimizer.update(model, grads)
+
+    def fresh():
+        model = nnx.Linear(4, 2, dtype=jnp.float16, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+    model, optimizer = fresh()
+    for x in batches(0, 4):
+        step(model, optimizer, x)
+    saved = nnx.to_pure_dict(nnx.state((model, optimizer)))
+    other, other_optimizer = fresh()
+    target = nnx.state((other, other_optimizer))
+    pure = jax.eval_shape(lambda: nnx.to_pure_dict(target))
+    nnx.replace_by_pure_dict(target, through_orbax(saved, tmp_path, pure))
+    nnx.update((other, other_optimizer), target)
+    for x in batches(4, 7):
+        step(model, optimizer, x)
+        step(other, other_optimizer, x)
+    assert_same_bytes(nnx.state((other, other_optimizer)), nnx.state((model, optimizer)))
+    assert int(other_optimizer.opt_state.skipped_steps.get_value()) == 2

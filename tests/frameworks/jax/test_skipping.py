@@ -1,0 +1,81 @@
+"""A skipped step leaves parameters and inner state as they are, whatever is inside."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lossscale.optax
+from frameworks.jax import inner_transformations as inner
+from frameworks.jax.inner_transformations import INNER
+from frameworks.jax.support import bits, scaled, signature, spoiled
+
+SCALE = 2.0**15
+
+
+def step_of(tx, name):
+    """A compiled step whose arguments are donated, and the list that each trace adds to."""
+    traces = []
+
+    def step(params, opt_state, gradients, loss):
+        traces.append(name)
+        updates, opt_state = tx.update(gradients, opt_state, params, **inner.extra_args(name, loss))
+        return optax.apply_updates(params, updates), opt_state, updates
+
+    return jax.jit(step, donate_argnums=(0, 1)), traces
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_skipped_step_changes_no_bit_and_the_others_are_those_of_the_bare_optimizer(name):
+    tx = lossscale.optax.loss_scaled(INNER[name](), initial_scale=SCALE)
+    step, traces = step_of(tx, name)
+    # With a scale of 1 nothing is scaled; the same step, so that XLA rounds it in the same way.
+    params, opt_state = inner.params(), tx.init(inner.params())
+    # A key that was given is in both states, and would be donated twice.
+    plain, plain_state = inner.params(), jax.tree.map(jnp.copy, opt_state)
+    plain_state = plain_state._replace(loss_scale=jnp.float32(1.0))
+    kind, skips = signature(opt_state), 0
+    # Signs that change, and enough steps for what happens at every second one.
+    for number, factor in enumerate((1.0, np.nan, -0.5, np.inf, 0.25, -np.inf, 2.0, -1.0)):
+        gradients, loss = inner.gradients(), np.float32(1.0 + number)
+        if np.isfinite(factor):
+            plain, plain_state, _ = step(plain, plain_state, scaled(gradients, factor), loss)
+            gradients = scaled(gradients, factor * float(opt_state.loss_scale))
+            params, opt_state, _ = step(params, opt_state, gradients, loss)
+            assert bits(params) == bits(plain)
+            assert bits(opt_state.inner_state) == bits(plain_state.inner_state)
+            assert opt_state.last_step_finite
+            assert int(opt_state.consecutive_skips) == 0
+        else:
+            before, skips = (bits(params), bits(opt_state.inner_state)), skips + 1
+            bad = spoiled(gradients, factor, leaf=number % 2)
+            params, opt_state, updates = step(params, opt_state, bad, loss)
+            assert (bits(params), bits(opt_state.inner_state)) == before
+            assert all(np.signbit(leaf).all() for leaf in jax.tree.leaves(updates))
+            assert not opt_state.last_step_finite
+            assert int(opt_state.skipped_steps) == skips
+            assert float(opt_state.loss_scale) == SCALE / 2**skips
+        assert signature(opt_state) == kind
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_an_eager_step_is_skipped_and_applied_too(name):
+    tx = lossscale.optax.loss_scaled(INNER[name](), initial_scale=8)
+    bare = optax.with_extra_args_support(INNER[name]())
+    if isinstance(bare, optax.MultiSteps):
+        bare = optax.GradientTransformationExtraArgs(bare.init, bare.update)
+    params, opt_state = inner.params(), tx.init(inner.params())
+    args = inner.extra_args(name, np.float32(1.0))
+    bad = spoiled(inner.gradients(), np.nan)
+    updates, after = tx.update(bad, opt_state, params, **args)
+    assert bits(optax.apply_updates(params, updates)) == bits(params)
+    assert bits(after.inner_state) == bits(opt_state.inner_state)
+    assert signature(after) == signature(opt_state)
+    with jax.disable_jit():
+        updates, after = tx.update(scaled(inner.gradients(), 4), after, params, **args)
+        expected, state = bare.update(inner.gradients(), bare.init(params), params, **args)
+    assert bits(updates) == bits(expected)
+    assert bits(after.inner_state) == bits(state)
+    assert int(after.skipped_steps) == 1

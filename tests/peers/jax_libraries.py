@@ -1,0 +1,348 @@
+"""Runs the tests of jmp and Optax that are about what we do too, with ours in its place.
+
+They come with the installed packages, so these are the tests of the versions that are installed.
+What ours does otherwise on purpose is listed with the reason, and must really be otherwise.
+
+    python tests/peers/jax_libraries.py [PART OF A NAME ...]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import sys
+import time
+import unittest
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+# Before JAX looks: the tests of shardings want eight devices.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import lossscale
+import lossscale.optax
+
+SCALE = 8.0
+RULE = lossscale.FixedScale(SCALE, skip_nonfinite=True)
+
+
+def around(inner: Any) -> Any:
+    """Loss scaling around a transformation, for a caller that knows nothing of it."""
+    tx = lossscale.optax.loss_scaled(inner, rule=RULE)
+
+    def scaled(gradient: Any) -> Any:
+        inexact = jnp.issubdtype(jnp.result_type(gradient), jnp.inexact)
+        return gradient * SCALE if inexact else gradient
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        return tx.update(jax.tree.map(scaled, updates), state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def wrapping(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """A factory of transformations, with loss scaling around each."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(factory(*args, **kwargs))
+
+    # Optax reads the signatures of factories.
+    return _as(factory, wrapped)
+
+
+def _as(factory: Any, function: Any) -> Any:
+    function.__wrapped__ = factory
+    return function
+
+
+# --- jmp ----------------------------------------------------------------------------------------
+
+
+def _adjusted(self: Any, grads_finite: Any) -> Any:
+    inner = optax.sgd(1.0)
+    rule, state = lossscale.optax.from_jmp(self, inner.init(jnp.ones(())))
+    gradient = jnp.where(grads_finite, jnp.float32(1.0), jnp.inf)
+    # Every call has a rule of its own, which would be compiled.
+    with jax.disable_jit():
+        _, state = lossscale.optax.loss_scaled(inner, rule=rule).update(gradient, state)
+    return lossscale.optax.to_jmp(rule, state)
+
+
+def _through_state(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def method(self: Any, tree: Any) -> Any:
+        _, state = lossscale.optax.from_jmp(self, ())
+        return function(state, tree)
+
+    return method
+
+
+def _scaled_tree(state: Any, tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: lossscale.optax.scale_loss(state, leaf), tree)
+
+
+@contextlib.contextmanager
+def our_jmp() -> Iterator[None]:
+    module = importlib.import_module("jmp._src.loss_scale")
+    with contextlib.ExitStack() as stack:
+        replaced = {"scale": _scaled_tree, "unscale": lossscale.optax.unscale}
+        for name, function in replaced.items():
+            stack.enter_context(
+                mock.patch.object(module.DynamicLossScale, name, _through_state(function))
+            )
+        stack.enter_context(mock.patch.object(module.DynamicLossScale, "adjust", _adjusted))
+        stack.enter_context(mock.patch.object(module, "all_finite", lossscale.optax.all_finite))
+        yield
+
+
+# --- optax.apply_if_finite ----------------------------------------------------------------------
+
+
+class CountedState(NamedTuple):
+    """Ours, with the names of `ApplyIfFiniteState`."""
+
+    notfinite_count: Any
+    last_finite: Any
+    total_notfinite: Any
+    ours: Any
+
+
+def our_apply_if_finite(inner: Any, max_consecutive_errors: int) -> Any:
+    """Ours in the place of `apply_if_finite`, giving in after so many skips as that does."""
+    inner = optax.with_extra_args_support(inner)
+    tx = lossscale.optax.loss_scaled(inner, rule=lossscale.FixedScale(1.0, skip_nonfinite=True))
+
+    def named(state: Any) -> CountedState:
+        return CountedState(
+            state.consecutive_skips, state.last_step_finite, state.skipped_steps, state
+        )
+
+    def update(updates: Any, state: CountedState, params: Any = None, **extra_args: Any) -> Any:
+        given_in, _ = inner.update(updates, state.ours.inner_state, params, **extra_args)
+        ours, after = tx.update(updates, state.ours, params, **extra_args)
+        too_many = after.consecutive_skips > max_consecutive_errors
+        result = jax.tree.map(lambda a, b: jnp.where(too_many, a, b), given_in, ours)
+        return result, named(after)
+
+    return optax.GradientTransformationExtraArgs(lambda params: named(tx.init(params)), update)
+
+
+@contextlib.contextmanager
+def our_conditionality() -> Iterator[None]:
+    module = importlib.import_module("optax.transforms._conditionality")
+    with mock.patch.object(module, "apply_if_finite", our_apply_if_finite):
+        yield
+
+
+# --- Optax' optimizers and wrappers, inside of ours ---------------------------------------------
+
+
+@contextlib.contextmanager
+def our_aliases() -> Iterator[None]:
+    """Every optimizer that the tests of optimizers make."""
+    tests = importlib.import_module("optax._src.alias_test")
+    get = tests._get_opt
+
+    def got(self: Any, opt_name: str) -> Any:
+        return wrapping(get(self, opt_name))
+
+    with mock.patch.object(tests, "_get_opt", got):
+        yield
+
+
+def wrapping_in(module_name: str, *names: str) -> Callable[[], Any]:
+    """Puts ours around what some functions of a module make."""
+
+    @contextlib.contextmanager
+    def patched() -> Iterator[None]:
+        module = importlib.import_module(module_name)
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                stack.enter_context(
+                    mock.patch.object(module, name, wrapping(getattr(module, name)))
+                )
+            yield
+
+    return patched
+
+
+# --- The suites ---------------------------------------------------------------------------------
+
+
+class Otherwise(NamedTuple):
+    """Tests that ours does not pass.
+
+    Attributes:
+        name: Of the method, without the number of its parameters.
+        why: What ours does otherwise.
+        numbers: Which of the numbers, where it is not all of them.
+    """
+
+    name: str
+    why: str
+    numbers: Callable[[int], bool] = lambda number: True
+
+    def covers(self, method: str) -> bool:
+        number = method.removeprefix(self.name)
+        if number == method or not (number.isdigit() or number[:1] in ("", "_")):
+            return False
+        return self.numbers(int(number)) if number.isdigit() else True
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """Tests of another package.
+
+    Attributes:
+        name: For the reader.
+        module: Where they are.
+        cases: The names of their classes.
+        ours: Puts ours in the place of theirs.
+        otherwise: Tests that ours does not pass, and why it does not.
+        imported_with_ours: Whether the module makes what it tests while it is imported.
+    """
+
+    name: str
+    module: str
+    cases: tuple[str, ...]
+    ours: Callable[[], Any]
+    otherwise: tuple[Otherwise, ...] = ()
+    imported_with_ours: bool = False
+
+
+_WIDE = "unscaled gradients, and so the updates, are float32 where gradients are narrower"
+_LBFGS = "without loss scaling it does not pass either"
+_INSIDE = "looks at the state of the transformation, which is the `inner_state` of ours"
+
+SUITES = (
+    Suite("jmp", "jmp._src.loss_scale_test", ("LossScaleTest",), our_jmp),
+    Suite(
+        "optax apply_if_finite",
+        "optax.transforms._conditionality_test",
+        ("ConditionalityTest",),
+        our_conditionality,
+    ),
+    Suite(
+        "optax optimizers",
+        "optax._src.alias_test",
+        ("AliasTest",),
+        our_aliases,
+        (
+            # Each with bfloat16, then float32.
+            Otherwise("test_preserve_dtype", _WIDE, lambda number: number % 2 == 0),
+            # Each with float16, bfloat16, and four wider ones.
+            Otherwise(
+                "test_state_shape_dtype_shard_stability", _WIDE, lambda number: number % 6 < 2
+            ),
+        ),
+    ),
+    Suite(
+        "optax masked",
+        "optax.transforms._masking_test",
+        ("MaskedTest",),
+        wrapping_in("optax.transforms._masking", "masked"),
+        (
+            Otherwise("test_masked_state_structure", _INSIDE),
+            Otherwise("test_tree_map_params", _INSIDE),
+            Otherwise("test_nested_mask", "a mask in a mask would be loss scaling twice"),
+        ),
+    ),
+    Suite(
+        "optax chain, partition",
+        "optax.transforms._combining_test",
+        ("CombiningTest", "ExtraArgsTest", "PartitionTest"),
+        wrapping_in("optax.transforms._combining", "chain", "partition"),
+    ),
+    Suite(
+        "optax shardings",
+        "optax._src.sharding_test",
+        ("ShardingTest",),
+        wrapping_in("optax", "adam", "sgd", "adamw", "rmsprop", "adafactor", "lamb", "lbfgs"),
+        (
+            Otherwise("test_state_sharding_type_init_match_update_lbfgs", _LBFGS),
+            Otherwise("test_state_sharding_type_preserved_with_jit_lbfgs", _LBFGS),
+        ),
+        imported_with_ours=True,
+    ),
+    Suite(
+        "optax float64",
+        "optax._src.float64_test",
+        ("Float64Test",),
+        wrapping_in("optax._src.alias", "adagrad", "adam", "adamw", "lamb", "rmsprop", "sgd"),
+        imported_with_ours=True,
+    ),
+)
+
+
+def tests_of(suite: Suite, parts: list[str]) -> unittest.TestSuite:
+    module = importlib.import_module(suite.module)
+    loader, found = unittest.TestLoader(), unittest.TestSuite()
+    for case in suite.cases:
+        for test in loader.loadTestsFromTestCase(getattr(module, case)):
+            if not parts or any(part in f"{suite.name} {test.id()}" for part in parts):
+                found.addTest(test)
+    return found
+
+
+def meant(suite: Suite, name: str) -> bool:
+    """Whether ours is not to pass a test."""
+    return any(otherwise.covers(name.rpartition(".")[2]) for otherwise in suite.otherwise)
+
+
+class Outcome(unittest.TestResult):
+    """Notes what passed, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passed: list[str] = []
+
+    def addSuccess(self, test: Any) -> None:  # noqa: N802
+        self.passed.append(test.id())
+
+
+def run(suite: Suite, parts: list[str]) -> bool:
+    """Runs a suite and reports; returns whether all is as it should be."""
+    start = time.process_time()
+    outcome = Outcome()
+    with contextlib.ExitStack() as stack:
+        # Some compare versions as texts, and take 0.10 to be older than 0.7.
+        stack.enter_context(mock.patch.object(jax, "__version__", "0.9.0"))
+        if suite.imported_with_ours:
+            with suite.ours():
+                tests = tests_of(suite, parts)
+        else:
+            tests = tests_of(suite, parts)
+            stack.enter_context(suite.ours())
+        tests.run(outcome)
+    if not outcome.testsRun:
+        return True
+    failed = {test.id().partition(" ")[0]: text for test, text in outcome.failures + outcome.errors}
+    alike = [name for name in outcome.passed if meant(suite, name) and name not in failed]
+    wrong = {name: text for name, text in failed.items() if not meant(suite, name)}
+    for name, text in wrong.items():
+        print(f"--- {name}: FAILED\n{text}")
+    for name in alike:
+        print(f"--- {name}: is listed as otherwise, and passes")
+    print(
+        f"{suite.name}: {outcome.testsRun - len(failed) - len(outcome.skipped)} passed, "
+        f"{len(outcome.skipped)} skipped by themselves, {len(failed) - len(wrong)} otherwise on "
+        f"purpose, {len(wrong)} failed ({time.process_time() - start:.0f} s)",
+        flush=True,
+    )
+    return not wrong and not alike
+
+
+def main() -> int:
+    parts = sys.argv[1:]
+    results = [run(suite, parts) for suite in SUITES]
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
