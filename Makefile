@@ -31,6 +31,14 @@ test-quick: $(TEST)/installed
 mutants: $(TEST)/installed
 	$(TEST)/bin/python tests/mutants/run.py
 
+# The suites of other libraries with ours in the place of theirs.
+peers: peers-torch peers-jax
+
+# Those of Accelerate and Lightning; that of Lightning needs a checkout of its repository:
+# make peers LIGHTNING=...
+peers-torch: $(TEST)/installed
+	$(TEST)/bin/python tests/peers/torch_libraries.py build/peers --lightning "$(LIGHTNING)"
+
 # The tests of jmp and Optax that are about what we do too, with ours in the place of theirs.
 peers-jax: $(TEST)/installed
 	$(TEST)/bin/python tests/peers/jax_libraries.py
