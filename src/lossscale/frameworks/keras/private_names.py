@@ -15,6 +15,9 @@ no_automatic_dependency_tracking: Any = private_name(
     "no_automatic_dependency_tracking",
     "keep the variables that are trained out of the optimizer's own, as Keras' `build` does",
 )
+random_functions: Any = private_name(
+    "keras.src.backend", "random", "let layers draw the same numbers in float16 and in float32"
+)
 in_stateless_scope: Any = private_name(
     "keras.src.backend.common.stateless_scope",
     "in_stateless_scope",

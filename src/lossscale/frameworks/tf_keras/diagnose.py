@@ -14,7 +14,6 @@ from typing import Any
 
 import tensorflow as tf
 import tf_keras
-from tf_keras.src.mixed_precision import autocast_variable
 
 from lossscale.diagnostics.batch_checks import check_batch, inputs_of, naming_targets
 from lossscale.diagnostics.batches import Batch
@@ -31,6 +30,10 @@ from lossscale.frameworks.shell.measuring import (
 )
 from lossscale.frameworks.tensorflow import counting
 from lossscale.frameworks.tf_keras.draws import same_draws
+from lossscale.frameworks.tf_keras.private_names import (
+    AutoCastVariable,
+    create_autocast_variable,
+)
 from lossscale.optimizer import LossScaleOptimizer
 
 _CAST_BY_THEMSELVES = (
@@ -233,9 +236,9 @@ def _cast_when_read(layer: Any) -> dict[str, Any]:
 def _autocast(value: Any) -> Any:
     if not isinstance(value, tf.Variable) or not value.dtype.is_floating:
         return value
-    if isinstance(value, autocast_variable.AutoCastVariable):
+    if isinstance(value, AutoCastVariable):
         return value
-    return autocast_variable.create_autocast_variable(value)
+    return create_autocast_variable(value)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,19 @@ LegacyLossScaleOptimizer: Any = private_name(
 LossScaleOptimizerMetaclass: Any = private_name(
     _LOSS_SCALING, "LossScaleOptimizerMetaclass", "pick the class by the optimizer to wrap"
 )
+RandomGenerator: Any = private_name(
+    "tf_keras.src.backend", "RandomGenerator", "let layers draw the same numbers in each run"
+)
+AutoCastVariable: Any = private_name(
+    "tf_keras.src.mixed_precision.autocast_variable",
+    "AutoCastVariable",
+    "see whether a layer reads a variable in another dtype",
+)
+create_autocast_variable: Any = private_name(
+    "tf_keras.src.mixed_precision.autocast_variable",
+    "create_autocast_variable",
+    "let a layer read a variable as it would in float16",
+)
 track_variable: Any = private_name(
     "tf_keras.src.backend",
     "track_variable",
