@@ -5,7 +5,6 @@ import itertools
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 
 from lossscale.rules import Needs, ScaleRule
 

@@ -407,4 +407,95 @@ SAVED = [
     ),
 ]
 
-ALL = [*RULES, *ARRAYS, *STEPS, *SAVED]
+_HOST = (PROMISES, "-k", "torch-native-host")
+_DEVICE = (PROMISES, "-k", "torch-native-device")
+_OWN_STEPS = "tests/frameworks/torch/test_steps.py"
+
+TORCH_ITSELF = [
+    Mutant(
+        "frameworks/torch/judging.py",
+        "return _BAD if factors.found.item() else _GOOD",
+        "return _GOOD",
+        _HOST,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/step.py",
+        "returned = self.inner_optimizer.step() if quickly.applied else None",
+        "returned = self.inner_optimizer.step()",
+        _HOST,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/judging.py",
+        "may_grow = scales.scale < 1.0",
+        "may_grow = False",
+        _HOST,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/judging.py",
+        "        return layout.started >= stepped\n",
+        "        return True\n",
+        (_OWN_STEPS, "-k", "garbage or joins_late"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/handing.py",
+        "inner.found_inf = found",
+        "pass",
+        _DEVICE,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/handing.py",
+        "inner.__dict__.pop(name, None)",
+        "inner.__dict__.setdefault(name, None)",
+        (_OWN_STEPS, "-k", "raises"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/closures.py",
+        "            scales.move(Seen(False))\n",
+        "            pass\n",
+        ("tests/frameworks/torch/test_closures.py",),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/clipping.py",
+        "max=1.0",
+        "max=2.0",
+        ("tests/frameworks/torch/test_clipping.py",),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/saving.py",
+        "        self._restore_numbers(checked)\n",
+        "",
+        _HOST,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/guard.py",
+        "now[0] > before[0] and now[1] == before[1]",
+        "False",
+        ("tests/frameworks/torch/test_guard.py",),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/scales.py",
+        "        if scale != self.scale:\n            self._show(scale)\n",
+        "",
+        _HOST,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/step.py",
+        "if any(as_they_were) and not all(as_they_were):",
+        "if False:",
+        (_OWN_STEPS, "-k", "gradients_of_some"),
+        TORCH,
+    ),
+]
+
+ALL = [*RULES, *ARRAYS, *STEPS, *SAVED, *TORCH_ITSELF]
