@@ -117,6 +117,21 @@ def test_value_and_grad_takes_what_jax_takes():
     assert by_b.tolist() == [8.0, 16.0]
 
 
+def test_what_is_no_loss_is_named():
+    opt_state = optimizer().init(first_params())
+    for returned, has_aux, message in (
+        ((1.0, 2.0), False, "has_aux=True"),
+        ({"loss": 1.0}, False, "Received: a dict"),
+        (None, False, "Received: a NoneType"),
+        (jnp.float32(1.0), True, "a pair"),
+    ):
+        differentiated = value_and_grad(lambda p: returned, has_aux=has_aux)  # noqa: B023
+        with pytest.raises(TypeError, match=message):
+            differentiated(opt_state, first_params())
+    with pytest.raises(TypeError, match="Received: a dict"):
+        value_and_grad(loss_fn)(first_params(), opt_state, BATCH)
+
+
 def test_a_loop_by_hand():
     tx, params = optimizer(optax.sgd(0.5)), first_params()
     opt_state = tx.init(params)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lossscale.errors import ArgumentTypeError
 from lossscale.frameworks.jax import arrays, judging
 from lossscale.frameworks.jax.finding import state_in
 
@@ -136,7 +137,8 @@ def value_and_grad(
         ((loss, aux), gradients).
 
     Raises:
-        ArgumentTypeError, ArgumentError: When it is called, as for `loss_scale`.
+        ArgumentTypeError, ArgumentError: When it is called, as for `loss_scale`; and if `fun`
+            returns no loss.
 
     Example:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8)
@@ -157,7 +159,7 @@ def value_and_grad(
 
         def scaled(*args: Any, **kwargs: Any) -> Any:
             result = fun(*args, **kwargs)
-            loss = result[0] if has_aux else result
+            loss = _checked_loss(result, has_aux)
             # The loss itself is returned: scaled and divided again, it could be infinite.
             return arrays.scaled(loss, scale), result
 
@@ -166,3 +168,23 @@ def value_and_grad(
         return result, gradients
 
     return value_and_scaled_grad
+
+
+def _checked_loss(result: Any, has_aux: bool) -> Any:
+    """Returns the loss in what a function returned.
+
+    Raises:
+        ArgumentTypeError: If it returned something else. It is a `TypeError`.
+    """
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise ArgumentTypeError(
+            "With `has_aux=True` the function must return a pair (loss, aux). "
+            f"Received: a {type(result).__name__}."
+        )
+    loss = result[0] if has_aux else result
+    if loss is None or isinstance(loss, (tuple, list, dict)):
+        raise ArgumentTypeError(
+            f"The function must return the loss, a scalar array. Received: a {type(loss).__name__}."
+            " If it returns (loss, aux), pass has_aux=True."
+        )
+    return loss
