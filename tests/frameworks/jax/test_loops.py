@@ -318,15 +318,16 @@ def test_a_rule_sees_what_it_needs():
             assert float(state.loss_scale) == scale
 
 
-class Doubled(lossscale.DynamicScale):
-    """Multiplies the loss by twice its scale."""
+class Halved(lossscale.DynamicScale):
+    """Multiplies the loss by half its scale, which at the floor is below the lowest one."""
 
     def loss_scale(self, state):
-        return state.scale * 2.0
+        return state.scale * 0.5
 
 
 def test_a_rule_may_multiply_the_loss_by_another_number():
-    tx = loss_scaled(optax.sgd(1.0), rule=Doubled(8.0, growth_interval=2))
+    rule = Halved(32.0, growth_interval=2, min_scale=16.0)
+    tx = loss_scaled(optax.sgd(1.0), rule=rule)
     for update in (tx.update, jax.jit(tx.update)):
         state, found = tx.init(jnp.ones(2)), []
         for factor in (1.0, jnp.nan, 1.0, 1.0):
