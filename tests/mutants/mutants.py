@@ -498,4 +498,67 @@ TORCH_ITSELF = [
     ),
 ]
 
-ALL = [*RULES, *ARRAYS, *STEPS, *SAVED, *TORCH_ITSELF]
+
+_GATING = "frameworks/jax/gating.py"
+_JUDGING = "frameworks/jax/judging.py"
+
+OPTAX = [
+    Mutant(
+        _GATING,
+        "complex(-0.0, -0.0) if jnp.issubdtype(update.dtype, jnp.complexfloating) else -0.0",
+        "0.0",
+        ("tests/frameworks/jax/test_skipping.py", "-k", "momentum"),
+        JAX,
+    ),
+    Mutant(
+        _GATING,
+        "finite = finite & each_finite(outputs[: traced.updates])",
+        "pass",
+        ("tests/frameworks/jax/test_loops.py", "-k", "of_its_own"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/jaxprs.py",
+        "wanted.setdefault(variable, number)",
+        "wanted[variable] = number",
+        ("tests/frameworks/jax/test_jaxprs.py", "-k", "kept_old"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/jaxprs.py",
+        "        if called is not None:\n            below",
+        "        if False:\n            below",
+        ("tests/frameworks/jax/test_memory.py",),
+        JAX,
+    ),
+    Mutant(
+        _JUDGING,
+        "jax.lax.pmin(finite.astype(jnp.int32), axis_names) > 0",
+        "finite",
+        ("tests/frameworks/jax/test_devices.py", "-k", "anywhere"),
+        JAX,
+    ),
+    Mutant(
+        _JUDGING,
+        "apart = varying(finite) - varying(scale)",
+        "apart = varying(scale) - varying(finite)",
+        ("tests/frameworks/jax/test_devices.py", "-k", "would_part"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/scale_state.py",
+        "if id(leaf) in known and isinstance(leaf, jax.Array):",
+        "if False:",
+        ("tests/frameworks/jax/test_skipping.py", "-k", "lbfgs"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/transformation.py",
+        "if judging.has_elements(gradients):",
+        "if True:",
+        ("tests/frameworks/jax/test_leaves.py", "-k", "without_a_gradient"),
+        JAX,
+    ),
+]
+
+ALL = [*RULES, *ARRAYS, *STEPS, *SAVED, *TORCH_ITSELF, *OPTAX]
