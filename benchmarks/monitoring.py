@@ -26,6 +26,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "every step": {"every": 1},
     "every 100 steps": {"every": 100},
     "every 100 steps, with histograms": {"every": 100, "histograms": True},
+    "every 100 steps, with fidelity": {"every": 100, "fidelity_every": 100},
 }
 STEPS, BATCH, WIDTH = 300, 64, 256
 
@@ -66,6 +67,8 @@ class Epoch:
         self._y = random.integers(0, 10, steps * BATCH)
         self._callbacks: list[Any] = []
         if settings is not None:
+            if "fidelity_every" in settings:
+                settings = {**settings, "fidelity_data": (self._x[:BATCH], self._y[:BATCH])}
             self._callbacks = [LossScaleMonitor(history, append=True, **settings)]
 
     def prepare(self) -> None:

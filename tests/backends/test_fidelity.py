@@ -1,5 +1,7 @@
 """What float16 does to the gradients of models of Keras 3, on every backend."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 import fidelity_cases as cases
 import fidelity_claims as claims
 from backends.support import BACKEND
+from lossscale.callbacks import LossScaleMonitor
 from lossscale.diagnostics import Verdict, diagnose
 
 LIBRARY = cases.library_of_keras()
@@ -127,3 +130,13 @@ def test_every_policy_gets_the_same_verdict(policy):
     # bfloat16 was not asked for.
     bfloat16 = diagnose(cases.compiled(LIBRARY, model, 2.0**-24), x, y, format="bfloat16")
     assert bfloat16.fidelity is None
+
+
+def test_a_monitor_measures_fidelity(tmp_path):
+    monitor = functools.partial(LossScaleMonitor, framework="keras")
+    claims.a_monitor_measures_fidelity(LIBRARY, monitor, tmp_path)
+
+
+def test_a_monitor_says_what_it_cannot_measure():
+    monitor = functools.partial(LossScaleMonitor, framework="keras")
+    claims.a_monitor_says_what_it_cannot_measure(LIBRARY, monitor)
