@@ -41,6 +41,9 @@ class MonitorBody:
     _watched: Any = None
     # The `Status` of the last sample.
     _before: Any = None
+    # What measures fidelity, and the variables that it does so for.
+    _probe: Probe | None = None
+    _probed: Any = None
 
     # What a framework has to say.
 
@@ -85,6 +88,10 @@ class MonitorBody:
             warnings.warn(alarm.message, LossScaleWarning, stacklevel=2)
             return
         self._watch = self._watch_of(model.optimizer)
+        trained = [id(variable) for variable in model.trainable_variables]
+        if self._watched is not model.optimizer or self._probed != trained:
+            # It is compiled, which is not to happen in each `fit`.
+            self._probe, self._probed = None, trained
         self._watched = model.optimizer
         self._watch.recorder.open()
         self._instrument(model)
@@ -92,7 +99,6 @@ class MonitorBody:
         self._thread = threading.get_ident()
         self._before = None
         self._mean_is_finite: bool | None = True
-        self._probe: Probe | None = None
         self._measures_fidelity = self._settings.fidelity_every is not None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
