@@ -28,6 +28,7 @@ from lossscale.frameworks.keras.draws import drawn_in_float32
 from lossscale.frameworks.keras.weights import numpy_of
 from lossscale.frameworks.shell.diagnosis import ModelGradients, looking_inside, measured
 from lossscale.frameworks.shell.measuring import (
+    caveats_of,
     check_ready,
     computing_in_float16,
     computing_in_float32,
@@ -94,7 +95,8 @@ def measure(
         )
     framework = f"Keras on {keras.backend.backend()}"
     report = measurement.report(model, framework, narrow, keras.config.floatx(), paths, taps)
-    return dataclasses.replace(report, fidelity=fidelity)
+    caveats = caveats_of(model, keras.Model)
+    return dataclasses.replace(report, fidelity=fidelity, caveats=caveats)
 
 
 def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGradients:

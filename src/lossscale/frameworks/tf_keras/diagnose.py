@@ -25,6 +25,7 @@ from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
 from lossscale.diagnostics.verdict import Thresholds
 from lossscale.frameworks.shell.diagnosis import ModelGradients, looking_inside, measured
 from lossscale.frameworks.shell.measuring import (
+    caveats_of,
     check_ready,
     computing_in_float16,
     computing_in_float32,
@@ -109,7 +110,8 @@ def measure(
         )
     floatx = tf_keras.backend.floatx()
     report = measurement.report(model, "tf_keras", narrow, floatx, paths, taps)
-    return dataclasses.replace(report, fidelity=fidelity)
+    caveats = caveats_of(model, tf_keras.Model)
+    return dataclasses.replace(report, fidelity=fidelity, caveats=caveats)
 
 
 def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGradients:
