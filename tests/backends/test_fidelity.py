@@ -135,3 +135,16 @@ def test_a_monitor_measures_fidelity(tmp_path):
 def test_a_monitor_says_what_it_cannot_measure():
     monitor = functools.partial(LossScaleMonitor, framework="keras")
     claims.a_monitor_says_what_it_cannot_measure(LIBRARY, monitor)
+
+
+def test_a_train_step_of_ones_own_is_said():
+    class OwnStep(keras.Sequential):
+        def train_step(self, *arguments):
+            raise AssertionError("It is not run.")
+
+    model = OwnStep([keras.Input((3,)), keras.layers.Dense(1)])
+    report = diagnose(cases.compiled(LIBRARY, model), *cases.some_inputs())
+    assert report.verdict is Verdict.NOT_NEEDED
+    (said,) = report.caveats
+    assert said.startswith("OwnStep has a train_step of its own, which was not run")
+    assert said in str(report)
