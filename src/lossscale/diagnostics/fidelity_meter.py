@@ -120,7 +120,12 @@ class FidelityMeter:
         if self._batches == 1:
             self._search(batch, predicted)
             return
-        at = self._new_probe(batch, self._run(batch, self._reference_scale, True))
+        reference = self._run(batch, self._reference_scale, True)
+        while self._reference_scale > 1 and self._has_nonfinite(reference):
+            # It computes in 16 bits, and this batch is larger than those before it.
+            self._reference_scale /= 2
+            reference = self._run(batch, self._reference_scale, True)
+        at = self._new_probe(batch, reference)
         for scale in self._scales:
             self._keep(scale, at(scale))
         while self._good is not None and _not_finite(at(self._good)):
@@ -261,7 +266,7 @@ class FidelityMeter:
 
     def _reference_is_narrow(self, batch: Any, first: Mapping[str, Any]) -> bool:
         """Whether the reference changes with the loss scale, which float32 does not."""
-        if any(each.reference_nonfinite for each in self._compared(first, {}, 1, 1).values()):
+        if self._has_nonfinite(first):
             return False
         scaled = self._run(batch, _SHIFT, True)
         if not self._differ(scaled, first):
@@ -270,10 +275,14 @@ class FidelityMeter:
         if self._differ(again, first, 1.0):
             self._missing = (
                 "Two runs of the model on the same batch gave different gradients, so float16 "
-                "cannot be told from chance. It draws random numbers of its own: give its layers "
-                "a keras.random.SeedGenerator, or ask without them."
+                "cannot be told from chance. It draws random numbers that cannot be drawn again: "
+                "take them from the seeded generators of the framework, or ask without them."
             )
         return True
+
+    def _has_nonfinite(self, reference: Mapping[str, Any]) -> bool:
+        found = self._compared(reference, {}, 1, 1).values()
+        return any(each.reference_nonfinite for each in found)
 
     def _differ(
         self, found: Mapping[str, Any], first: Mapping[str, Any], scale: float = _SHIFT
