@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import lossscale
 from frameworks.torch.modules import LOSES, MODELS, batches_of, loss_fn, model_of
@@ -237,6 +238,18 @@ def test_a_compiled_model_has_the_names_of_the_one_inside():
     assert {"0.weight", "activation:0", "output:Sequential"} <= names
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_within_the_model_change_nothing(reentrant):
+    model, batches = model_of("batch norm"), batches_of("batch norm", 1)
+
+    def loss(model, batch):
+        inside = checkpoint(model[:3], batch.requires_grad_(), use_reentrant=reentrant)
+        return (model[3:](inside).float() ** 2).mean() * LOSES
+
+    expected = diagnose(model, lambda m, b: loss_fn(m, b), batches).fidelity.variables
+    assert diagnose(model, loss, batches).fidelity.variables == expected
+
+
 # --- Mistakes -----------------------------------------------------------------------------------
 
 LINEAR = torch.nn.Linear(6, 1)
@@ -298,13 +311,3 @@ def test_other_mistakes_have_one_sentence():
         diagnose(LINEAR, on_a_gpu, [elsewhere])
     with pytest.raises(ArgumentError, match="weight is on the device meta"):
         diagnose(torch.nn.Linear(6, 1, device="meta"), loss_fn, one)
-    block = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 1))
-
-    def checkpointed(model, batch):
-        inside = torch.utils.checkpoint.checkpoint(
-            model[0], batch.requires_grad_(), use_reentrant=True
-        )
-        return model[1](inside).mean()
-
-    with pytest.raises(ArgumentError, match="Use use_reentrant=False"):
-        diagnose(block, checkpointed, one)

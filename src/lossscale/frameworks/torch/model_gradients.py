@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.diagnostics.measurement import NARROW, Derived
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -59,8 +60,9 @@ class Subject:
             check_loss(loss)
             # In autocast's own way the backward pass is outside of it.
             with torch.autocast(precision.device, enabled=False):
-                found = _derived(scaled(loss.reshape(()), scale), self.parameters)
-        return found, tapped
+                total = scaled(loss.reshape(()), scale)
+                found = torch.autograd.grad(total, self.parameters, allow_unused=True)
+        return list(found), tapped
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -68,6 +70,7 @@ class Subject:
             same_random_numbers(self.devices),
             torch.enable_grad(),
             _not_compiled(),
+            _nothing_recomputed(),
         ):
             if not self.model.training:
                 self.model.train()
@@ -215,16 +218,20 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _derived(loss: Any, parameters: Sequence[Any]) -> list[Any]:
+@contextlib.contextmanager
+def _nothing_recomputed() -> Iterator[None]:
+    """Within it `checkpoint(use_reentrant=True)` keeps what it would compute again.
+
+    It derives by `backward()` what is in it, behind the back of `torch.autograd.grad`. The
+    gradients are the same.
+    """
+    cls: Any = CheckpointFunction
+    cls.apply = staticmethod(lambda function, preserve, *args: function(*args))
     try:
-        return list(torch.autograd.grad(loss, parameters, allow_unused=True))
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error) and "Checkpointing" not in str(error):
-            raise
-        raise ArgumentError(
-            "The model uses torch.utils.checkpoint with use_reentrant=True, which is for "
-            "backward() only, and diagnose() leaves `.grad` alone. Use use_reentrant=False."
-        ) from error
+        yield
+    finally:
+        # It is inherited.
+        del cls.apply
 
 
 def _widened(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
