@@ -6,7 +6,7 @@ DEMO := .venv-demo
 TEST := .venv-test
 JOBS ?= 2
 
-.PHONY: demo test test-quick mutants lint types tests table bench calibration format clean
+.PHONY: demo test test-quick mutants versions peers peers-torch peers-jax lint types tests table bench calibration format clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/lossscale demo
@@ -30,6 +30,22 @@ test-quick: $(TEST)/installed
 # Do the tests notice? Wrong versions of the sources, each against the tests that must fail.
 mutants: $(TEST)/installed
 	$(TEST)/bin/python tests/mutants/run.py
+
+# The suites of other libraries with ours in the place of theirs.
+peers: peers-torch peers-jax
+
+# Those of Accelerate and Lightning; that of Lightning needs a checkout of its repository:
+# make peers LIGHTNING=...
+peers-torch: $(TEST)/installed
+	$(TEST)/bin/python tests/peers/torch_libraries.py build/peers --lightning "$(LIGHTNING)"
+
+# The tests of jmp and Optax that are about what we do too, with ours in the place of theirs.
+peers-jax: $(TEST)/installed
+	$(TEST)/bin/python tests/peers/jax_libraries.py
+
+# The promises on the oldest releases that the extras admit, in environments in a temporary folder.
+versions:
+	$(PYTHON) tests/versions.py $(SETS)
 
 # The table of the README and docs/what_runs_where.md, from the outcomes of the conformance suite.
 RESULTS := $(CURDIR)/build/conformance.json

@@ -36,6 +36,8 @@ from lossscale.frameworks.jax.loops import (
     unscale,
     value_and_grad,
 )
+from lossscale.frameworks.jax.monitor import Monitor
+from lossscale.frameworks.jax.noting import NotedState, noted
 from lossscale.frameworks.jax.scale_state import LossScaleState
 from lossscale.frameworks.jax.transformation import loss_scaled
 
@@ -43,12 +45,15 @@ del _optax
 
 __all__ = [
     "LossScaleState",
+    "Monitor",
+    "NotedState",
     "all_finite",
     "from_flax",
     "from_jmp",
     "from_keras",
     "loss_scale",
     "loss_scaled",
+    "noted",
     "scale_loss",
     "to_flax",
     "to_jmp",

@@ -1,10 +1,10 @@
 """What a rule asks to see of the gradients: the same numbers on every shell, and NumPy's."""
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 
 from lossscale.rules import Needs, ScaleRule
 
@@ -47,10 +47,10 @@ class Noting(ScaleRule):
         return {}
 
 
-@pytest.mark.parametrize("spoil", [None, np.inf, -np.inf, np.nan], ids=str)
-def test_a_rule_sees_what_numpy_sees(shell, spoil):
+def test_a_rule_sees_what_numpy_sees(shell):
     harness = shell.make(VALUES, "sgd", Noting())
-    for factor in (1.0, 0.25):
+    # One after the other on one optimizer, which is compiled once.
+    for spoil, factor in itertools.product((None, np.inf, -np.inf, np.nan, None), (1.0, 0.25)):
         given = gradients(factor, spoil)
         scale = float(harness.scale())
         harness.step(given)

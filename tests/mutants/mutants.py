@@ -345,6 +345,18 @@ STEPS = [
         _TF_KERAS_LEGACY,
         TF_KERAS,
     ),
+    Mutant(
+        "frameworks/common/autograph.py",
+        "function.autograph_info__ = {}  # type: ignore[attr-defined]",
+        "pass",
+        ("tests/frameworks/keras/test_autograph.py",),
+    ),
+    Mutant(
+        "frameworks/tensorflow/translated.py",
+        "if tf.executing_eagerly():",
+        "if True:",
+        ("tests/frameworks/keras/test_autograph.py",),
+    ),
 ]
 
 SAVED = [

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import unittest
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -175,6 +175,26 @@ def wrapping_in(module_name: str, *names: str) -> Callable[[], Any]:
 # --- The suites ---------------------------------------------------------------------------------
 
 
+class Otherwise(NamedTuple):
+    """Tests that ours does not pass.
+
+    Attributes:
+        name: Of the method, without the number of its parameters.
+        why: What ours does otherwise.
+        numbers: Which of the numbers, where it is not all of them.
+    """
+
+    name: str
+    why: str
+    numbers: Callable[[int], bool] = lambda number: True
+
+    def covers(self, method: str) -> bool:
+        number = method.removeprefix(self.name)
+        if number == method or not (number.isdigit() or number[:1] in ("", "_")):
+            return False
+        return self.numbers(int(number)) if number.isdigit() else True
+
+
 @dataclasses.dataclass(frozen=True)
 class Suite:
     """Tests of another package.
@@ -184,7 +204,7 @@ class Suite:
         module: Where they are.
         cases: The names of their classes.
         ours: Puts ours in the place of theirs.
-        otherwise: What ours does otherwise, by the beginning or the end of the names of tests.
+        otherwise: Tests that ours does not pass, and why it does not.
         imported_with_ours: Whether the module makes what it tests while it is imported.
     """
 
@@ -192,9 +212,13 @@ class Suite:
     module: str
     cases: tuple[str, ...]
     ours: Callable[[], Any]
-    otherwise: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    otherwise: tuple[Otherwise, ...] = ()
     imported_with_ours: bool = False
 
+
+_WIDE = "unscaled gradients, and so the updates, are float32 where gradients are narrower"
+_LBFGS = "without loss scaling it does not pass either"
+_INSIDE = "looks at the state of the transformation, which is the `inner_state` of ours"
 
 SUITES = (
     Suite("jmp", "jmp._src.loss_scale_test", ("LossScaleTest",), our_jmp),
@@ -204,24 +228,46 @@ SUITES = (
         ("ConditionalityTest",),
         our_conditionality,
     ),
-    Suite("optax optimizers", "optax._src.alias_test", ("AliasTest",), our_aliases),
+    Suite(
+        "optax optimizers",
+        "optax._src.alias_test",
+        ("AliasTest",),
+        our_aliases,
+        (
+            # Each with bfloat16, then float32.
+            Otherwise("test_preserve_dtype", _WIDE, lambda number: number % 2 == 0),
+            # Each with float16, bfloat16, and four wider ones.
+            Otherwise(
+                "test_state_shape_dtype_shard_stability", _WIDE, lambda number: number % 6 < 2
+            ),
+        ),
+    ),
     Suite(
         "optax masked",
         "optax.transforms._masking_test",
         ("MaskedTest",),
         wrapping_in("optax.transforms._masking", "masked"),
+        (
+            Otherwise("test_masked_state_structure", _INSIDE),
+            Otherwise("test_tree_map_params", _INSIDE),
+            Otherwise("test_nested_mask", "a mask in a mask would be loss scaling twice"),
+        ),
     ),
     Suite(
         "optax chain, partition",
         "optax.transforms._combining_test",
-        ("ChainTest", "ExtraArgsTest", "PartitionTest"),
+        ("CombiningTest", "ExtraArgsTest", "PartitionTest"),
         wrapping_in("optax.transforms._combining", "chain", "partition"),
     ),
     Suite(
         "optax shardings",
         "optax._src.sharding_test",
         ("ShardingTest",),
-        wrapping_in("optax", "adam", "sgd", "adamw", "rmsprop", "adafactor", "lamb", "lion"),
+        wrapping_in("optax", "adam", "sgd", "adamw", "rmsprop", "adafactor", "lamb", "lbfgs"),
+        (
+            Otherwise("test_state_sharding_type_init_match_update_lbfgs", _LBFGS),
+            Otherwise("test_state_sharding_type_preserved_with_jit_lbfgs", _LBFGS),
+        ),
         imported_with_ours=True,
     ),
     Suite(
@@ -244,10 +290,9 @@ def tests_of(suite: Suite, parts: list[str]) -> unittest.TestSuite:
     return found
 
 
-def reason_for(suite: Suite, name: str) -> str | None:
-    method = name.rpartition(".")[2]
-    reasons = [why for part, why in suite.otherwise.items() if part in method]
-    return reasons[0] if reasons else None
+def meant(suite: Suite, name: str) -> bool:
+    """Whether ours is not to pass a test."""
+    return any(otherwise.covers(name.rpartition(".")[2]) for otherwise in suite.otherwise)
 
 
 class Outcome(unittest.TestResult):
@@ -260,15 +305,14 @@ class Outcome(unittest.TestResult):
     def addSuccess(self, test: Any) -> None:  # noqa: N802
         self.passed.append(test.id())
 
-    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:  # noqa: N802
-        super().addSubTest(test, subtest, err)
-
 
 def run(suite: Suite, parts: list[str]) -> bool:
     """Runs a suite and reports; returns whether all is as it should be."""
     start = time.process_time()
     outcome = Outcome()
     with contextlib.ExitStack() as stack:
+        # Some compare versions as texts, and take 0.10 to be older than 0.7.
+        stack.enter_context(mock.patch.object(jax, "__version__", "0.9.0"))
         if suite.imported_with_ours:
             with suite.ours():
                 tests = tests_of(suite, parts)
@@ -279,17 +323,16 @@ def run(suite: Suite, parts: list[str]) -> bool:
     if not outcome.testsRun:
         return True
     failed = {test.id().partition(" ")[0]: text for test, text in outcome.failures + outcome.errors}
-    meant = {name for name in failed if reason_for(suite, name)}
-    alike = [name for name in outcome.passed if reason_for(suite, name) and name not in failed]
-    wrong = {name: text for name, text in failed.items() if name not in meant}
+    alike = [name for name in outcome.passed if meant(suite, name) and name not in failed]
+    wrong = {name: text for name, text in failed.items() if not meant(suite, name)}
     for name, text in wrong.items():
         print(f"--- {name}: FAILED\n{text}")
     for name in alike:
         print(f"--- {name}: is listed as otherwise, and passes")
     print(
         f"{suite.name}: {outcome.testsRun - len(failed) - len(outcome.skipped)} passed, "
-        f"{len(outcome.skipped)} skipped by themselves, {len(meant)} otherwise on purpose, "
-        f"{len(wrong)} failed ({time.process_time() - start:.0f} s)",
+        f"{len(outcome.skipped)} skipped by themselves, {len(failed) - len(wrong)} otherwise on "
+        f"purpose, {len(wrong)} failed ({time.process_time() - start:.0f} s)",
         flush=True,
     )
     return not wrong and not alike

@@ -21,14 +21,17 @@ _LOWEST_POWER, _HIGHEST_POWER = -24, 48
 _FIRST_POWER = 15
 """Where the search begins if no prediction says better: at the first scale of a dynamic rule."""
 
-_SHIFT = 2.0**12
-"""By this the reference is scaled once, to see whether it is free of narrow formats."""
-
 _SAME = 1e-3
 """Up to this relative error two references are the same but for the order of sums."""
 
 _FAR = 10
 """So far below a highest scale below 1 the lowest one is looked for, in powers of two."""
+
+_CHANCE = (
+    "Two runs of the model on the same batch gave different gradients, so float16 cannot be told "
+    "from chance. It draws random numbers of its own: let it draw them from a seeded generator of "
+    "its framework, or ask without them."
+)
 
 MOST_RUNS_OF_SEARCH = 32
 """How many times gradients are computed on the first batch, at most."""
@@ -214,16 +217,18 @@ class FidelityMeter:
 
     def _search(self, batch: Any, predicted: float | None) -> None:
         first = self._run(batch, 1.0, True)
-        narrow = self._reference_is_narrow(batch, first)
-        if self._missing:
-            return
         at = self._new_probe(batch, first)
         power = _FIRST_POWER if predicted is None else _power(predicted)
         highest = _highest(lambda power: not _not_finite(at(2.0**power)), power)
-        if highest is not None and narrow:
-            # Its own casts lose in float32 what they lose in float16, but not at a high scale.
-            self._reference_scale = 2.0**highest
-            at = self._new_probe(batch, self._run(batch, self._reference_scale, True))
+        if highest is not None:
+            scaled = self._run(batch, 2.0**highest, True)
+            if self._differ(scaled, first, 2.0**highest):
+                if self._differ(self._run(batch, 1.0, True), first, 1.0):
+                    self._missing = _CHANCE
+                    return
+                # Its own casts lose in float32 what they lose in float16, but not at a high scale.
+                self._reference_scale = 2.0**highest
+                at = self._new_probe(batch, scaled)
         self._keep(1.0, at(1.0))
         if highest is not None:
             self._highest = 2.0**highest
@@ -264,32 +269,15 @@ class FidelityMeter:
         room = 2.0 ** math.ceil(self._limits.room)
         return middle_scale(lowest, max(lowest, highest / room)) or lowest
 
-    def _reference_is_narrow(self, batch: Any, first: Mapping[str, Any]) -> bool:
-        """Whether the reference changes with the loss scale, which float32 does not."""
-        if self._has_nonfinite(first):
-            return False
-        scaled = self._run(batch, _SHIFT, True)
-        if not self._differ(scaled, first):
-            return False
-        again = self._run(batch, 1.0, True)
-        if self._differ(again, first, 1.0):
-            self._missing = (
-                "Two runs of the model on the same batch gave different gradients, so float16 "
-                "cannot be told from chance. It draws random numbers that cannot be drawn again: "
-                "take them from the seeded generators of the framework, or ask without them."
-            )
-        return True
-
     def _has_nonfinite(self, reference: Mapping[str, Any]) -> bool:
-        found = self._compared(reference, {}, 1, 1).values()
+        found = self._compared(reference, {}, 1.0, 1.0).values()
         return any(each.reference_nonfinite for each in found)
 
-    def _differ(
-        self, found: Mapping[str, Any], first: Mapping[str, Any], scale: float = _SHIFT
-    ) -> bool:
+    def _differ(self, found: Mapping[str, Any], first: Mapping[str, Any], scale: float) -> bool:
+        """Whether a reference changes with the loss scale, which float32 does not."""
         both = self._compared(found, first, 1.0, scale).values()
         return any(
-            each.nonfinite or each.reference_nonfinite or each.error > _SAME for each in both
+            each.nonfinite or (each.error > _SAME and not each.reference_nonfinite) for each in both
         )
 
 

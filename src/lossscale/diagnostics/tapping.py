@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from lossscale.diagnostics.measurement import Derived
 
 OUTPUT, ACTIVATION = "output:", "activation:"
 """What the names of tensors begin with."""
@@ -55,7 +58,7 @@ class Taps:
         self._model_name = model.name
         self._library = library
         self._wrappers: list[tuple[Any, str, Callable[[Any, Tap], Any]]] = []
-        self._inside: dict[int, str] = {}
+        self._inside: dict[int, tuple[str, str]] = {}
         self._output_names: list[str | None] = []
         graph = library.graph_of(model)
         if graph is None:
@@ -102,8 +105,9 @@ class Taps:
             for each in inner:
                 known = any(each is tapped for tapped, _, _ in self._wrappers)
                 if each.trainable_variables and not known:
-                    self._inside[id(each)] = self._path(owner)
                     self._tap_inside(each)
+                    name = ACTIVATION + self._path(each)
+                    self._inside[id(each)] = name, self._path(owner)
                     self._tap_own_layers(each)
 
     def leave_inside(self) -> bool:
@@ -112,10 +116,18 @@ class Taps:
         Returns:
             Whether there were any.
         """
-        self.untapped = tuple(dict.fromkeys(self._inside.values()))
+        self.untapped = tuple(dict.fromkeys(owner for _, owner in self._inside.values()))
         left = [wrapper for wrapper in self._wrappers if id(wrapper[0]) not in self._inside]
         found, self._wrappers, self._inside = bool(self._inside), left, {}
         return found
+
+    def without_lost(self, derived: list[Derived]) -> list[Derived]:
+        """Leaves out the tensors inside that no gradient arrived at, as in compiled loops."""
+        lost = {each.key for each in derived if each.gradient is None}
+        owners = [owner for name, owner in self._inside.values() if name in lost]
+        self.untapped = tuple(dict.fromkeys([*self.untapped, *owners]))
+        inside = {name for name, _ in self._inside.values()}
+        return [each for each in derived if each.key not in lost & inside]
 
     def _tap_last_layer(self, layer: Any) -> None:
         activation = getattr(layer, "activation", None)

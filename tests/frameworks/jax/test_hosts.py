@@ -127,6 +127,23 @@ def test_what_is_no_state_is_named(first):
 
 
 @pytest.mark.parametrize(
+    ("loss_fn", "has_aux", "message"),
+    [
+        (lambda w: (w.sum(), w), False, "a tuple of 2. If it returns more.*pass has_aux=True"),
+        (lambda w: None, False, "must return the loss, a scalar. Received: None"),
+        (lambda w: w**2, False, r"must be a scalar.*\(4,\).*Take its mean"),
+        (lambda w: w.sum(), True, r"must return \(loss, aux\)"),
+        (lambda w: (w, w), True, r"must be a scalar.*\(4,\)"),
+    ],
+)
+def test_a_function_that_returns_no_loss_is_named(loss_fn, has_aux, message):
+    opt_state = wrapped().init(jnp.ones(4))
+    step = lossscale.optax.value_and_grad(loss_fn, has_aux=has_aux)
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
+        step(opt_state, jnp.ones(4))
+
+
+@pytest.mark.parametrize(
     ("grad", "moved"), [(jax.value_and_grad, False), (nnx.value_and_grad, True)]
 )
 def test_only_the_derivative_of_nnx_keeps_what_a_module_changes_in_itself(grad, moved):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,10 +11,36 @@ from lossscale.diagnostics.fidelity import Fidelity
 from lossscale.diagnostics.fidelity_meter import FidelityMeter
 from lossscale.diagnostics.histogram import GradientHistogram
 from lossscale.diagnostics.measurement import Counted, Derived, GivenBatch, Measurement, counted
+from lossscale.diagnostics.tapping import Taps
 from lossscale.diagnostics.verdict import Thresholds
+
+_AROUND = ("Exception encountered", "in user code", "File ", "Arguments received", "Call arguments")
 
 Derive = Callable[[Any, float], list[Derived]]
 """Given a batch and a loss scale, returns the gradients of the scaled loss."""
+
+
+def looking_inside(derive: Derive, taps: Taps | None) -> Derive:
+    """Returns what derives by the tensors inside of layers too, as far as they can be got at.
+
+    Args:
+        derive: Derives by what is tapped.
+        taps: Where the model is tapped; None where it is not.
+    """
+    if taps is None:
+        return derive
+
+    def derived(batch: Any, scale: float) -> list[Derived]:
+        try:
+            found = derive(batch, scale)
+        except Exception:
+            # A layer may be called in a loop or a branch, from which no tensor gets out.
+            if not taps.leave_inside():
+                raise
+            found = derive(batch, scale)
+        return taps.without_lost(found)
+
+    return derived
 
 
 class ModelGradients:
@@ -111,8 +138,11 @@ def _predicted(found: Iterable[Counted]) -> float | None:
 
 
 def _line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # What AutoGraph says begins with where it was.
-    place = -1 if lines and lines[0].startswith("in user code") else 0
-    said = (lines or [type(error).__name__])[place][:200]
+    """The line of an error that says what is wrong, and not where."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # What AutoGraph and Keras put around an error of a layer.
+    inner = [line for line in lines if re.match(r"\w*(Error|Exception): ", line)]
+    plain = [line for line in lines if not line.startswith(_AROUND)]
+    said = (inner[-1:] or plain[:1] or [type(error).__name__])[0][:200]
     return said if said.endswith(".") else f"{said}."

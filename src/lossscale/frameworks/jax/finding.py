@@ -12,8 +12,9 @@ from lossscale.frameworks.jax.scale_state import LossScaleState
 _TRANSPARENT = {
     "InjectHyperparamsState": "inner_state",
     "InjectStatefulHyperparamsState": "inner_state",
+    "NotedState": "loss_scaled",
 }
-"""States of Optax around which nothing changes: class names, and the field with the inner one."""
+"""States around which nothing changes: class names, and the field with the inner one."""
 
 
 def states_below(tree: Any) -> list[tuple[tuple[Any, ...], LossScaleState]]:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.frameworks.jax import arrays, judging
 from lossscale.frameworks.jax.finding import state_in
 
@@ -136,7 +137,8 @@ def value_and_grad(
         ((loss, aux), gradients).
 
     Raises:
-        ArgumentTypeError, ArgumentError: When it is called, as for `loss_scale`.
+        ArgumentTypeError, ArgumentError: When it is called, as for `loss_scale`; or if `fun`
+            returns no scalar.
 
     Example:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8)
@@ -157,7 +159,7 @@ def value_and_grad(
 
         def scaled(*args: Any, **kwargs: Any) -> Any:
             result = fun(*args, **kwargs)
-            loss = result[0] if has_aux else result
+            loss = _loss_in(result, has_aux)
             # The loss itself is returned: scaled and divided again, it could be infinite.
             return arrays.scaled(loss, scale), result
 
@@ -166,3 +168,30 @@ def value_and_grad(
         return result, gradients
 
     return value_and_scaled_grad
+
+
+def _loss_in(result: Any, has_aux: bool) -> Any:
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise ArgumentTypeError(
+            "With has_aux=True the function that is differentiated must return (loss, aux). "
+            f"Received: {_described(result)}."
+        )
+    loss = result[0] if has_aux else result
+    if isinstance(loss, (tuple, list, dict)) or loss is None:
+        advice = "" if has_aux else " If it returns more than the loss, pass has_aux=True."
+        raise ArgumentTypeError(
+            "The function that is differentiated must return the loss, a scalar. "
+            f"Received: {_described(loss)}.{advice}"
+        )
+    if jnp.ndim(loss):
+        raise ArgumentError(
+            "The loss must be a scalar. Received: an array of shape "
+            f"{jnp.shape(loss)}. Take its mean, in float32."
+        )
+    return loss
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -23,7 +23,7 @@ class NoteState(NamedTuple):
     """What the steps so far have noted: arrays, each a buffer of its own.
 
     Attributes:
-        scale: float32 scalar; the loss scale that the last step was taken with.
+        last_scale: float32 scalar; the loss scale that the last step was taken with.
         skip_step: int32 scalar; the number of the last skipped step.
         skip_scale: float32 scalar; the loss scale it was taken with.
         nonfinite: uint32 of shape (variables, 2); its infinities and NaN.
@@ -31,7 +31,7 @@ class NoteState(NamedTuple):
         tables: For each layout the tables of its rows, stacked.
     """
 
-    scale: Any
+    last_scale: Any
     skip_step: Any
     skip_scale: Any
     nonfinite: Any
@@ -46,7 +46,7 @@ def init(plan: Plan) -> NoteState:
         empty = _empty_table(layout)
         tables.append(ExponentTable(*(np.zeros((len(rows), *p.shape), p.dtype) for p in empty)))
     return NoteState(
-        scale=np.zeros((), np.float32),
+        last_scale=np.zeros((), np.float32),
         skip_step=np.zeros((), np.int32),
         skip_scale=np.zeros((), np.float32),
         nonfinite=np.zeros((len(plan.names), 2), np.uint32),
@@ -75,7 +75,7 @@ def update(
         scale: The loss scale of the step, float32 scalar array.
         number: The number of the step, counted from 1; integer scalar array.
     """
-    state = state._replace(scale=jnp.asarray(scale, jnp.float32))
+    state = state._replace(last_scale=jnp.asarray(scale, jnp.float32))
     if finite is not True:
         state = _replaced_if(
             jnp.logical_not(finite),
@@ -109,7 +109,7 @@ def read(plan: Plan, state: NoteState, after: int, until: int) -> Noted:
     if after < int(state.table_step) <= until:
         on_its_way = [ExponentTable(*map(np.asarray, table)) for table in state.tables]
         histograms = plan.histograms(dict(zip(plan.tables, on_its_way, strict=True)), on_host)
-    return Noted(float(state.scale), skip, histograms)
+    return Noted(float(state.last_scale), skip, histograms)
 
 
 class Notes(NotesOfVariables):

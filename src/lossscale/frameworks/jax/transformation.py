@@ -80,16 +80,16 @@ def loss_scaled(
     Training", ICLR 2018, https://arxiv.org/abs/1710.03740, section 3.2.
     """
     chosen_rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
-    wrapped = _LossScaled(_checked_inner(inner), chosen_rule, _axis_names(axis_name))
+    wrapped = LossScaled(_checked_inner(inner), chosen_rule, _axis_names(axis_name))
     return optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
 
 
-class _LossScaled:
+class LossScaled:
     """The two functions of a transformation with loss scaling."""
 
     def __init__(self, inner: Any, rule: ScaleRule, axis_names: tuple[str, ...]) -> None:
         self._inner = inner
-        self._rule = rule
+        self.rule = rule
         self._axis_names = axis_names
 
     def init(self, params: Any) -> LossScaleState:
@@ -98,7 +98,7 @@ class _LossScaled:
         inner_state = self._inner.init(jax.tree.map(_widened, params))
         if states_below(inner_state):
             raise AlreadyWrappedError(_TWICE)
-        return scale_state.first_state(self._rule, scale_state.of_its_own(inner_state, params))
+        return scale_state.first_state(self.rule, scale_state.of_its_own(inner_state, params))
 
     def update(
         self, updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any
@@ -113,11 +113,11 @@ class _LossScaled:
         """
         leaves, structure = jax.tree.flatten(updates)
         gradients = [leaf for leaf in leaves if judging.is_gradient(leaf)]
-        before = scale_state.scalars_of(self._rule, state)
+        before = scale_state.scalars_of(self.rule, state)
         # Where nothing is compiled, this is one call for the host instead of many.
         traced = judging.is_traced([*gradients, *jax.tree.leaves(before)])
         finite, divided = (_judge if traced else _judge_jit)(
-            self._rule, self._axis_names, gradients, before.loss_scale
+            self.rule, self._axis_names, gradients, before.loss_scale
         )
         given = iter(divided)
         unscaled_tree = jax.tree.unflatten(
@@ -143,7 +143,7 @@ class _LossScaled:
         if judging.has_elements(gradients):
             traced = traced or judging.is_traced([finite])
             after = (_move if traced else _move_jit)(
-                self._rule, self._axis_names, before, finite, gradients
+                self.rule, self._axis_names, before, finite, gradients
             )
         return new_updates, after._replace(inner_state=inner_state)
 
@@ -207,7 +207,7 @@ def _checked_inner(inner: Any) -> Any:
     no_pair = isinstance(inner, (type, ScaleRule)) or not (callable(init) and callable(update))
     if no_pair or update is None:
         raise ArgumentTypeError(_not_a_transformation(inner))
-    if isinstance(getattr(update, "__self__", None), _LossScaled):
+    if isinstance(getattr(update, "__self__", None), LossScaled):
         raise AlreadyWrappedError(_TWICE)
     # Optax goes by the class alone, and would drop what MultiSteps takes.
     kinds = {parameter.kind for parameter in inspect.signature(update).parameters.values()}

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
-from keras.src.models.functional import Functional
 
 from lossscale.diagnostics.batch_checks import check_batch, inputs_of, naming_targets
 from lossscale.diagnostics.batches import Batch
@@ -22,7 +21,7 @@ from lossscale.diagnostics.measurement import NARROW, Derived, paths_of
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
 from lossscale.diagnostics.verdict import Thresholds
-from lossscale.frameworks.common.diagnosis import ModelGradients, measured
+from lossscale.frameworks.common.diagnosis import ModelGradients, looking_inside, measured
 from lossscale.frameworks.keras.backends import counting
 from lossscale.frameworks.keras.draws import drawn_in_float32
 from lossscale.frameworks.keras.weights import numpy_of
@@ -38,7 +37,7 @@ from lossscale.optimizer import LossScaleOptimizer
 def _graph_of(layer: Any) -> Any:
     if isinstance(layer, keras.Sequential):
         layer = layer._functional
-    return layer if isinstance(layer, Functional) else None
+    return layer if isinstance(layer, keras.Function) else None
 
 
 _LIBRARY = Library(
@@ -131,20 +130,11 @@ def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGr
         with drawn_in_float32(), _computing_in_float32(model):
             return wide(batch, scale)  # type: ignore[no-any-return]
 
-    def reference(batch: Any, scale: float) -> list[Derived]:
-        try:
-            return in_float32(batch, scale)
-        except Exception:
-            # A layer may be called in a loop or a branch, from which no tensor gets out.
-            if taps is None or not taps.leave_inside():
-                raise
-            return in_float32(batch, scale)
-
     def in_float16(batch: Any, scale: float) -> list[Derived]:
         with drawn_in_float32(), _computing_in_float16(model):
             return narrow(batch, scale)  # type: ignore[no-any-return]
 
-    return ModelGradients(reference, in_float16, names, backend.on_host)
+    return ModelGradients(looking_inside(in_float32, taps), in_float16, names, backend.on_host)
 
 
 def _scale_in_use(optimizer: Any) -> float | None:

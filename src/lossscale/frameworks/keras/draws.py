@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src import backend
 
 from lossscale.diagnostics.measurement import NARROW
 from lossscale.diagnostics.tapping import replaced
+from lossscale.frameworks.keras.private_names import random_functions
 
 _SAMPLERS = ("normal", "uniform", "truncated_normal", "gamma", "beta", "binomial")
 
@@ -23,7 +23,7 @@ _SAMPLERS = ("normal", "uniform", "truncated_normal", "gamma", "beta", "binomial
 @contextlib.contextmanager
 def drawn_in_float32() -> Iterator[None]:
     """Within it all random numbers of Keras are drawn in float32, and cast."""
-    module = backend.random
+    module = random_functions
     with contextlib.ExitStack() as stack:
         for name in _SAMPLERS:
             stack.enter_context(replaced(module, name, _sampler(getattr(module, name))))

@@ -30,6 +30,7 @@ class Parts(SharedParts):
     # What was loaded before the variables exist that it belongs to.
     _waiting: dict[str, Any] | None
     _variables: list[Any]
+    _tracker: Any
     _trainable_variables: list[Any]
     _notes: ClassVar[NotesOfVariables | None] = None
 

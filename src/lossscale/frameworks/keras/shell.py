@@ -7,9 +7,6 @@ from typing import Any, ClassVar
 import keras
 from keras import ops
 
-# Keras keeps attribute tracking private; its own optimizers make one of these.
-from keras.src.utils.tracking import Tracker
-
 from lossscale.arguments import rule_from_arguments
 from lossscale.errors import ArgumentError
 from lossscale.frameworks.common.checks import remember_wrapper
@@ -71,7 +68,7 @@ class KerasLossScaleOptimizer(
         # saves no checkpoint of a list that something was taken out of.
         del self._learning_rate, self._iterations
         self._variables: Any = []
-        self._tracker = Tracker(
+        self._tracker = type(self._tracker)(
             {"variables": (lambda value: isinstance(value, keras.Variable), self._variables)}
         )
         self._backend = backend

@@ -7,14 +7,12 @@ from typing import Any
 
 import keras
 
-# Keras keeps attribute tracking private; its own optimizers decorate `build` with this.
-from keras.src.utils.tracking import no_automatic_dependency_tracking
-
 from lossscale.errors import ArgumentError, GradientsError
 from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.common.checks import check_some_gradient, with_gradient
 from lossscale.frameworks.common.notes import NotesOfVariables
 from lossscale.frameworks.keras.parts import Parts
+from lossscale.frameworks.keras.private_names import no_automatic_dependency_tracking
 from lossscale.frameworks.keras.state import Ledger
 from lossscale.frameworks.keras.step import Step
 from lossscale.frameworks.shell.training import SharedTraining

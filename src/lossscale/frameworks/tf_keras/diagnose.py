@@ -14,7 +14,6 @@ from typing import Any
 
 import tensorflow as tf
 import tf_keras
-from tf_keras.src.mixed_precision import autocast_variable
 
 from lossscale.diagnostics.batch_checks import check_batch, inputs_of, naming_targets
 from lossscale.diagnostics.batches import Batch
@@ -22,7 +21,7 @@ from lossscale.diagnostics.measurement import NARROW, Derived, paths_of
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
 from lossscale.diagnostics.verdict import Thresholds
-from lossscale.frameworks.common.diagnosis import ModelGradients, measured
+from lossscale.frameworks.common.diagnosis import ModelGradients, looking_inside, measured
 from lossscale.frameworks.shell.measuring import (
     check_ready,
     computing_in_float16,
@@ -31,6 +30,10 @@ from lossscale.frameworks.shell.measuring import (
 )
 from lossscale.frameworks.tensorflow import counting
 from lossscale.frameworks.tf_keras.draws import same_draws
+from lossscale.frameworks.tf_keras.private_names import (
+    AutoCastVariable,
+    create_autocast_variable,
+)
 from lossscale.optimizer import LossScaleOptimizer
 
 _CAST_BY_THEMSELVES = (
@@ -149,20 +152,11 @@ def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGr
         with run(), _computing_in_float32(layers):
             return wide(batch, scale)
 
-    def reference(batch: Any, scale: float) -> list[Derived]:
-        try:
-            return in_float32(batch, scale)
-        except Exception:
-            # A layer may be called in a loop or a branch, from which no tensor gets out.
-            if taps is None or not taps.leave_inside():
-                raise
-            return in_float32(batch, scale)
-
     def in_float16(batch: Any, scale: float) -> list[Derived]:
         with run(), _computing_in_float16(layers):
             return narrow(batch, scale)
 
-    return ModelGradients(reference, in_float16, names, counting.on_host)
+    return ModelGradients(looking_inside(in_float32, taps), in_float16, names, counting.on_host)
 
 
 def _scale_in_use(optimizer: Any) -> float | None:
@@ -242,9 +236,9 @@ def _cast_when_read(layer: Any) -> dict[str, Any]:
 def _autocast(value: Any) -> Any:
     if not isinstance(value, tf.Variable) or not value.dtype.is_floating:
         return value
-    if isinstance(value, autocast_variable.AutoCastVariable):
+    if isinstance(value, AutoCastVariable):
         return value
-    return autocast_variable.create_autocast_variable(value)
+    return create_autocast_variable(value)
 
 
 @contextlib.contextmanager

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import tf_keras
-from tf_keras.src import backend
 
 from lossscale.frameworks.tensorflow.draws import Draws, repeatable_draws
+from lossscale.frameworks.tf_keras.private_names import RandomGenerator
 
 
 @contextlib.contextmanager
 def same_draws() -> Iterator[None]:
     """Within it functions that are traced draw numbers that are the same in every run."""
-    generator = backend.RandomGenerator
+    generator = RandomGenerator
     with repeatable_draws() as draws:
         stand_ins = {
             "random_normal": _sampler(draws, "normal"),

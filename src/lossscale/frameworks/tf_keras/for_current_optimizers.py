@@ -8,13 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 import tf_keras
-from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizerV3
 
 from lossscale.frameworks.tensorflow.gate import can_gate
 from lossscale.frameworks.tensorflow.translated import translated
 from lossscale.frameworks.tensorflow.xla import in_xla
 from lossscale.frameworks.tf_keras.files import KerasFiles
 from lossscale.frameworks.tf_keras.persistence import UNLISTED
+from lossscale.frameworks.tf_keras.private_names import LossScaleOptimizerV3
 from lossscale.frameworks.tf_keras.shell import ByFamily, CommonShell, register_shell
 from lossscale.frameworks.tf_keras.weights import DocumentedWeights
 from lossscale.optimizer import LossScaleOptimizer

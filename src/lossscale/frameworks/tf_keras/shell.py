@@ -8,21 +8,20 @@ from typing import Any, ClassVar
 import tensorflow as tf
 import tf_keras
 
-# tf_keras picks one of its two classes by the optimizer to wrap, in this metaclass.
-from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizerMetaclass
-
 from lossscale import registry
 from lossscale.arguments import rule_from_arguments
 from lossscale.frameworks.common.checks import remember_wrapper
 from lossscale.frameworks.common.handover import GradientHandover
 from lossscale.frameworks.shell.reading import SharedReading
 from lossscale.frameworks.tensorflow import replicas
+from lossscale.frameworks.tensorflow.private_names import DelegatingTrackableMixin
 from lossscale.frameworks.tf_keras.checks import check_inner, check_names
 from lossscale.frameworks.tf_keras.iterations import StepCounter
 from lossscale.frameworks.tf_keras.loss_scales import LossScaleSupport
 from lossscale.frameworks.tf_keras.older_checkpoints import OlderBaseOptimizer
 from lossscale.frameworks.tf_keras.parts import Parts
 from lossscale.frameworks.tf_keras.persistence import Persistence
+from lossscale.frameworks.tf_keras.private_names import LossScaleOptimizerMetaclass
 from lossscale.frameworks.tf_keras.settings import InnerSettings
 from lossscale.frameworks.tf_keras.state import LossScaleNode, State, new_variable
 from lossscale.frameworks.tf_keras.training import TrainingStep
@@ -105,7 +104,7 @@ class CommonShell(
         replicas.check_strategy()
         # The constructors of tf_keras are not called: they would make a second counter and hide
         # the inner optimizer's settings. In a checkpoint both optimizers are one node.
-        tf.__internal__.tracking.DelegatingTrackableMixin.__init__(self, inner_optimizer)
+        DelegatingTrackableMixin.__init__(self, inner_optimizer)
         self._optimizer = inner_optimizer
         self._given_name = name
         self._rule = rule

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
-import tf_keras
 
 from lossscale.arguments import is_dynamic
 from lossscale.frameworks.common import host_rule
 from lossscale.frameworks.shell.state import StateBody, kind_of_number
 from lossscale.frameworks.tensorflow import step
+from lossscale.frameworks.tensorflow.private_names import Trackable
 from lossscale.frameworks.tensorflow.step import grouped
+from lossscale.frameworks.tf_keras.private_names import track_variable
 from lossscale.rules import ScaleRule, ScaleState, Seen
 
 # The names that every release of TensorFlow wrote into checkpoints.
@@ -80,7 +81,7 @@ class State(StateBody):
         return None if after is before else self.write(after)
 
 
-class LossScaleNode(tf.__internal__.tracking.Trackable):
+class LossScaleNode(Trackable):
     """The child `loss_scale` of an optimizer in a checkpoint.
 
     Args:
@@ -139,5 +140,5 @@ def new_variable(name: str, dtype: Any, value: Any) -> Any:
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
         )
     # In graphs of TensorFlow 1, Keras initializes the variables it knows.
-    tf_keras.src.backend.track_variable(variable)
+    track_variable(variable)
     return variable

@@ -178,7 +178,7 @@ class Saving:
         return copied
 
 
-_OWN = frozenset({"_marks", "_scales", "_rule", "name"})
+_OWN = frozenset({"_marks", "_scales", "_rule", "_is_ordinary", "name"})
 """What is declared in a class, and set here."""
 
 _OF_OTHERS = frozenset({"_layout", "_strategy", "_on_before_step", "_on_after_step"})

@@ -1,0 +1,280 @@
+"""The same scales on one device and on many, and no device that goes its own way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from frameworks.jax.support import bits
+from lossscale import Needs, ScaleRule, ScaleState
+from lossscale.errors import ArgumentError, GradientsError
+from lossscale.optax import loss_scaled, value_and_grad
+
+AUTO = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+EXPLICIT = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+TWO_AXES = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+# Large enough that a branch around MultiSteps is a real one.
+SHAPES = {"w": (4, 2048), "b": (8,)}
+SCALES = [8.0, 4.0, 4.0, 8.0]
+
+
+def first_params():
+    return {name: jnp.ones(shape) / 8 for name, shape in SHAPES.items()}
+
+
+def batches():
+    """Inputs of four steps; in the second one, one element of one device's part overflows."""
+    made = [np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4) + i / 8 for i in range(4)]
+    made[1] = made[1].copy()
+    made[1][5, 2] = np.inf
+    return made
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch @ params["w"]) ** 2) + jnp.sum(params["b"] ** 2)
+
+
+def optimizer(axis_name=None, inner=None):
+    wrapped = optax.adamw(1e-2) if inner is None else inner
+    return loss_scaled(wrapped, initial_scale=8, dynamic_growth_steps=2, axis_name=axis_name)
+
+
+def step(tx, params, opt_state, batch, reduced_over=None):
+    loss, gradients = value_and_grad(loss_fn)(opt_state, params, batch)
+    if reduced_over is not None:
+        gradients = jax.lax.pmean(gradients, reduced_over)
+    updates, opt_state = tx.update(gradients, opt_state, params, value=loss)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def run(compiled, params, opt_state, place=lambda batch: batch):
+    """Runs the four steps; returns the parameters and all scales on all devices."""
+    scales = []
+    for batch in batches():
+        params, opt_state = compiled(params, opt_state, place(batch))
+        scales.append(on_every_device(opt_state.loss_scale))
+    return jax.tree.map(np.asarray, params), scales, opt_state
+
+
+def on_every_device(array):
+    """The value of a scalar, which must be the same on all devices."""
+    held = {float(value) for shard in array.addressable_shards for value in np.ravel(shard.data)}
+    (value,) = held
+    return value
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    tx = optimizer()
+    params, scales, _ = run(
+        jax.jit(lambda *a: step(tx, *a)), first_params(), tx.init(first_params())
+    )
+    assert scales == SCALES
+    return params
+
+
+def check(found, expected):
+    params, scales, opt_state = found
+    assert scales == SCALES
+    assert on_every_device(opt_state.skipped_steps) == 1
+    for name in SHAPES:
+        np.testing.assert_allclose(params[name].reshape(expected[name].shape), expected[name],
+                                   rtol=1e-4)  # fmt: skip
+
+
+LAYOUTS = {
+    "replicated": ({"w": P(), "b": P()}, P("data")),
+    "sharded": ({"w": P(None, "data"), "b": P("data")}, P()),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_jit_with_sharded_arrays(mesh, layout, on_one_device):
+    specs, batch_spec = LAYOUTS[layout]
+    tx = optimizer()
+    with jax.set_mesh(mesh):
+        params = jax.tree.map(
+            lambda p, spec: jax.device_put(p, NamedSharding(mesh, spec)), first_params(), specs
+        )
+        opt_state = tx.init(params)
+        assert opt_state.inner_state[0].mu["w"].sharding == params["w"].sharding
+        compiled = jax.jit(lambda *a: step(tx, *a), donate_argnums=(0, 1))
+        place = NamedSharding(mesh, batch_spec)
+        found = run(compiled, params, opt_state, lambda batch: jax.device_put(batch, place))
+    check(found, on_one_device)
+    # An eager step on arrays that several devices hold.
+    with jax.set_mesh(mesh):
+        bad = jax.tree.map(lambda p: p * jnp.nan, params_on(mesh, specs))
+        updates, after = tx.update(bad, tx.init(bad), params_on(mesh, specs))
+        assert float(after.loss_scale) == 4.0
+        assert updates["w"].sharding.is_equivalent_to(NamedSharding(mesh, specs["w"]), 2)
+
+
+def params_on(mesh, specs):
+    return jax.tree.map(
+        lambda p, spec: jax.device_put(p, NamedSharding(mesh, spec)), first_params(), specs
+    )
+
+
+def shard_mapped(tx, layout, reduced_over, check_vma):
+    specs, batch_spec = LAYOUTS[layout]
+    opt_state = tx.init(first_params())
+    state_specs = optax.tree_map_params(
+        tx, lambda leaf, spec: spec, opt_state, specs, transform_non_params=lambda leaf: P()
+    )
+    compiled = jax.jit(
+        jax.shard_map(
+            lambda *a: step(tx, *a, reduced_over),
+            mesh=AUTO,
+            in_specs=(specs, state_specs, batch_spec),
+            out_specs=(specs, state_specs),
+            check_vma=check_vma,
+        )
+    )
+    return run(compiled, first_params(), opt_state)
+
+
+@pytest.mark.parametrize("axis_name", [None, "data"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_with_replicated_parameters(check_vma, axis_name, on_one_device):
+    # With the check on, JAX has summed the gradients of what is replicated already.
+    reduced_over = None if check_vma else "data"
+    found = shard_mapped(optimizer(axis_name), "replicated", reduced_over, check_vma)
+    assert found[1] == SCALES
+    if reduced_over:
+        check(found, on_one_device)
+
+
+INNERS = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "MultiSteps": lambda: optax.MultiSteps(optax.adamw(1e-2), 1),
+}
+
+
+@pytest.mark.parametrize("name", INNERS)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_with_sharded_parameters(check_vma, name):
+    tx = optimizer("data", INNERS[name]())
+    _, scales, opt_state = shard_mapped(tx, "sharded", None, check_vma)
+    assert scales == SCALES
+    assert on_every_device(opt_state.skipped_steps) == 1
+
+
+def test_devices_that_would_part_are_an_error():
+    with pytest.raises(GradientsError, match=r"mesh axis 'data'.*pmean.*axis_name='data'"):
+        shard_mapped(optimizer(), "sharded", None, check_vma=True)
+
+
+def test_members_of_a_population_on_devices_of_their_own_may_part():
+    tx = optimizer()
+    params = {"w": jnp.ones((4, 3))}
+    opt_state = jax.vmap(tx.init)(params)
+    gradients = {"w": jnp.ones((4, 3)).at[2, 1].set(jnp.inf)}
+    update = jax.vmap(lambda *a: tx.update(*a))
+    _, after = jax.jit(jax.shard_map(update, mesh=AUTO, in_specs=P("data"), out_specs=P("data")))(
+        gradients, opt_state, params
+    )
+    assert after.loss_scale.tolist() == [8.0, 8.0, 4.0, 8.0]
+
+
+@pytest.mark.parametrize("names", ["data", ("data", "model")])
+def test_an_overflow_anywhere_on_the_axes_skips_everywhere(names):
+    tx = optimizer(names, optax.sgd(0.1))
+    gradients = jnp.ones((4, 4)).at[3, 1].set(jnp.nan)
+    spec = P(("data", "model"))
+
+    def update(gradients, opt_state):
+        updates, opt_state = tx.update(gradients, opt_state)
+        return updates, opt_state.loss_scale[None]
+
+    call = jax.shard_map(
+        update, mesh=TWO_AXES, in_specs=(spec, P()), out_specs=(spec, spec), check_vma=False
+    )
+    _, scales = jax.jit(call)(gradients, tx.init(gradients))
+    # Along one axis only, the two devices that share the last place of the other one skip.
+    assert scales.tolist() == ([4.0] * 4 if names != "data" else [8.0, 4.0, 8.0, 4.0])
+
+
+@pytest.mark.parametrize("axis_name", [None, "data"])
+def test_pmap(axis_name, on_one_device):
+    tx = optimizer(axis_name)
+    compiled = jax.pmap(lambda *a: step(tx, *a, "data"), axis_name="data")
+    copies = jax.tree.map(
+        lambda a: jnp.broadcast_to(a, (4, *a.shape)), (first_params(), tx.init(first_params()))
+    )
+    params, scales, opt_state = run(compiled, *copies, lambda batch: batch.reshape(4, 2, 4))
+    check((jax.tree.map(lambda p: p[0], params), scales, opt_state), on_one_device)
+
+
+def test_an_axis_that_is_not_there_is_named():
+    tx = optimizer("batch")
+    params = first_params()
+    for update in (tx.update, jax.jit(tx.update)):
+        with pytest.raises(ArgumentError, match=r"axis_name=\('batch',\).*leave it out"):
+            update(params, tx.init(params), params)
+
+
+class Halving(ScaleRule):
+    """Halves if a magnitude is above 1.5, or if fewer than all are at or above 4 once scaled."""
+
+    @property
+    def needs(self):
+        return Needs(largest=True, counts_from=(4.0,))
+
+    def init(self):
+        return ScaleState(8.0, 0)
+
+    def update(self, state, seen, *, xp):
+        low = (seen.largest > 1.5) | (seen.counts[0] < seen.elements)
+        return ScaleState(xp.where(low, state.scale * 0.5, state.scale), state.good_steps)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_a_rule_sees_is_of_all_devices(check_vma):
+    tx = loss_scaled(optax.sgd(0.1), rule=Halving(), axis_name="data")
+    for change, scale in (((2, 1.0), 8.0), ((2, 2.0), 4.0), ((3, 0.25), 4.0)):
+        gradients = jnp.full((4, 2), 8.0).at[change[0], 0].set(8.0 * change[1])
+        call = jax.shard_map(
+            lambda g, s: tx.update(g, s)[1].loss_scale,
+            mesh=AUTO,
+            in_specs=(P("data"), P()),
+            out_specs=P(),
+            check_vma=check_vma,
+        )
+        assert float(jax.jit(call)(gradients, tx.init(gradients))) == scale
+
+
+def test_a_branch_and_a_choice_come_to_the_same():
+    params = first_params()
+    steps = optax.MultiSteps(optax.adam(1e-2), 2)
+    tx = optimizer(inner=steps)
+    gradients = jax.tree.map(lambda p: p * 8, params)
+    bad = {**gradients, "b": gradients["b"].at[0].set(jnp.nan)}
+    assert "cond" in str(jax.make_jaxpr(tx.update)(gradients, tx.init(params), params))
+    compiled, population = jax.jit(tx.update), jax.jit(jax.vmap(tx.update))
+
+    def one(tree):
+        return jax.tree.map(lambda leaf: leaf[None], tree)
+
+    state = tx.init(params)
+    several = one(state)
+    for given in (gradients, bad, gradients, bad):
+        updates, after = compiled(given, state, params)
+        _, several = population(one(given), several, one(params))
+        if given is bad:
+            assert bits(after.inner_state) == bits(state.inner_state)
+            assert bits(optax.apply_updates(params, updates)) == bits(params)
+        state = after
+    assert bits(jax.tree.map(lambda leaf: leaf[0], several.inner_state.mini_step)) == bits(
+        state.inner_state.mini_step
+    )
+    np.testing.assert_allclose(
+        several.inner_state.inner_opt_state[0].mu["w"][0],
+        state.inner_state.inner_opt_state[0].mu["w"],
+        rtol=1e-5,
+    )
