@@ -99,6 +99,7 @@ class Fidelity:
         batches: On how many batches it was measured.
         runs: How many times gradients were computed for it, in float32 and in float16.
         missing: Why nothing could be measured; empty if it was.
+        setting: How float16 was computed in, if not by the dtype policy of each layer.
     """
 
     variables: tuple[VariableFidelity, ...] = ()
@@ -111,6 +112,7 @@ class Fidelity:
     batches: int = 0
     runs: int = 0
     missing: str = ""
+    setting: str = ""
 
     def judged(self, thresholds: Thresholds | None = None) -> tuple[JudgedVariable, ...]:
         """Returns the variables with their verdicts, the worst first.

@@ -29,8 +29,8 @@ _FAR = 10
 
 _CHANCE = (
     "Two runs of the model on the same batch gave different gradients, so float16 cannot be told "
-    "from chance. It draws random numbers of its own: let its layers draw them from Keras, with a "
-    "seed generator, or ask without them."
+    "from chance. It draws random numbers of its own: let it draw them from a seeded generator of "
+    "its framework, or ask without them."
 )
 
 MOST_RUNS_OF_SEARCH = 32
@@ -123,7 +123,12 @@ class FidelityMeter:
         if self._batches == 1:
             self._search(batch, predicted)
             return
-        at = self._new_probe(batch, self._run(batch, self._reference_scale, True))
+        reference = self._run(batch, self._reference_scale, True)
+        while self._reference_scale > 1 and self._has_nonfinite(reference):
+            # It computes in 16 bits, and this batch is larger than those before it.
+            self._reference_scale /= 2
+            reference = self._run(batch, self._reference_scale, True)
+        at = self._new_probe(batch, reference)
         for scale in self._scales:
             self._keep(scale, at(scale))
         while self._good is not None and _not_finite(at(self._good)):
@@ -263,6 +268,10 @@ class FidelityMeter:
         """The middle of the scales that serve, with room for gradients that grow."""
         room = 2.0 ** math.ceil(self._limits.room)
         return middle_scale(lowest, max(lowest, highest / room)) or lowest
+
+    def _has_nonfinite(self, reference: Mapping[str, Any]) -> bool:
+        found = self._compared(reference, {}, 1.0, 1.0).values()
+        return any(each.reference_nonfinite for each in found)
 
     def _differ(self, found: Mapping[str, Any], first: Mapping[str, Any], scale: float) -> bool:
         """Whether a reference changes with the loss scale, which float32 does not."""

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from lossscale.diagnostics.batches import Batch
 from lossscale.diagnostics.exponents import ZEROS, layout_of
 from lossscale.diagnostics.histogram import GradientHistogram
 from lossscale.diagnostics.report import GradientReport
-from lossscale.diagnostics.tapping import OUTPUT, Taps
+from lossscale.diagnostics.tapping import OUTPUT
 from lossscale.diagnostics.tensor_ranges import TensorKind, TensorRange
 
 NARROW = ("float16", "bfloat16")
 """The dtypes in which gradients without scaling cannot show what they lost."""
+
+
+class GivenBatch(Protocol):
+    """A batch: iterated over, it gives what the gradients are computed from."""
+
+    @property
+    def samples(self) -> int:
+        """How many samples it has."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class TappedNames(Protocol):
+    """What is known of the tensors inside a model.
+
+    Attributes:
+        layer_names: The name of each tensor to that of its layer.
+        untapped: The layers that what happens inside of is not known of.
+    """
+
+    layer_names: dict[str, str]
+    untapped: tuple[str, ...]
 
 
 class Derived(NamedTuple):
@@ -74,7 +95,7 @@ class Measurement:
         self._counted: list[Counted] = []
         self._batches = self._samples = 0
 
-    def add(self, batch: Batch, counted: Iterable[Counted]) -> None:
+    def add(self, batch: GivenBatch, counted: Iterable[Counted]) -> None:
         """Adds what was counted on a batch."""
         self._counted += counted
         self._batches += 1
@@ -88,7 +109,7 @@ class Measurement:
         policies: Iterable[str],
         floatx: str,
         paths: Sequence[tuple[str, str]],
-        taps: Taps,
+        taps: TappedNames,
     ) -> GradientReport:
         """Returns the report.
 
@@ -114,7 +135,7 @@ class Measurement:
 
 
 def ranges(
-    counted: Sequence[Counted], paths: Sequence[tuple[str, str]], taps: Taps
+    counted: Sequence[Counted], paths: Sequence[tuple[str, str]], taps: TappedNames
 ) -> tuple[TensorRange, ...]:
     """Returns the range of each tensor over all batches.
 

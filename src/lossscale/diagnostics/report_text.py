@@ -193,13 +193,15 @@ def _how(report: GradientReport) -> Iterator[str]:
     if fidelity is None or fidelity.missing:
         return
     what = f"float16: gradients were computed {fidelity.runs} times in all"
-    if "float16" not in report.policy.replace("bfloat16", ""):
+    if fidelity.setting:
+        what += f", {fidelity.setting}"
+    elif "float16" not in report.policy.replace("bfloat16", ""):
         what += ", with each layer under mixed_float16"
     yield f"{what}."
     if fidelity.reference_scale != 1:
         yield (
-            "A layer computes in 16 bits whatever its dtype policy. So the reference was taken at "
-            f"a loss scale of {power_of_two(fidelity.reference_scale)}, where it loses nothing."
+            "A layer computes in 16 bits whatever it is told to. So the reference was taken at a "
+            f"loss scale of {power_of_two(fidelity.reference_scale)}, where it loses nothing."
         )
 
 

@@ -22,10 +22,10 @@ from lossscale.diagnostics.measurement import NARROW, Derived, paths_of
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
 from lossscale.diagnostics.verdict import Thresholds
+from lossscale.frameworks.common.diagnosis import ModelGradients, looking_inside, measured
 from lossscale.frameworks.keras.backends import counting
 from lossscale.frameworks.keras.draws import drawn_in_float32
 from lossscale.frameworks.keras.weights import numpy_of
-from lossscale.frameworks.shell.diagnosis import ModelGradients, looking_inside, measured
 from lossscale.frameworks.shell.measuring import (
     caveats_of,
     check_ready,

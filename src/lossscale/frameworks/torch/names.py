@@ -1,8 +1,9 @@
 """What `lossscale.torch` offers."""
 
 from lossscale.frameworks.torch.amp_names import install
+from lossscale.frameworks.torch.diagnose import diagnose
 from lossscale.frameworks.torch.grad_scaler import GradScaler
 from lossscale.frameworks.torch.guard import guard
 from lossscale.frameworks.torch.optimizer import TorchLossScaleOptimizer as LossScaleOptimizer
 
-__all__ = ["GradScaler", "LossScaleOptimizer", "guard", "install"]
+__all__ = ["GradScaler", "LossScaleOptimizer", "diagnose", "guard", "install"]

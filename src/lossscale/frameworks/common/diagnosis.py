@@ -1,4 +1,4 @@
-"""What the diagnoses of both generations of Keras do: the runs of a batch, and what they make."""
+"""What every diagnosis does: the runs of a batch, and what is made of them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from lossscale.diagnostics.batches import Batch
 from lossscale.diagnostics.fidelity import Fidelity
 from lossscale.diagnostics.fidelity_meter import FidelityMeter
 from lossscale.diagnostics.histogram import GradientHistogram
-from lossscale.diagnostics.measurement import Counted, Derived, Measurement, counted
+from lossscale.diagnostics.measurement import Counted, Derived, GivenBatch, Measurement, counted
 from lossscale.diagnostics.tapping import Taps
 from lossscale.diagnostics.verdict import Thresholds
 from lossscale.frameworks.shell.probing import said_by
@@ -86,8 +85,8 @@ class ModelGradients:
 
 def measured(
     gradients: ModelGradients,
-    batches: Iterable[Batch],
-    prepare: Callable[[Batch], None],
+    batches: Iterable[GivenBatch],
+    prepare: Callable[[Any], None],
     count: Callable[[Any], Any],
     paths: Sequence[tuple[str, str]],
     *,

@@ -1,0 +1,156 @@
+"""Small models of many kinds, each with a loss on a batch that float16 loses something of."""
+
+import torch
+from torch import nn
+
+LOSES = 2.0**-17
+"""What a loss is multiplied by, as a mean over so many more outputs would."""
+
+
+class Cubed(torch.autograd.Function):
+    """A function with a derivative of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, slope):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * slope
+
+
+class WithCubed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return Cubed.apply(self.inner(x))
+
+
+class Casting(nn.Module):
+    """Computes in float16 whatever it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6) / 2)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return (x.half() @ self.weight.half()).to(x.dtype)
+
+
+class OwnAutocast(nn.Module):
+    """Switches automatic casting on by itself, and off for a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.first(x)
+            with torch.autocast("cpu", enabled=False):
+                return self.second(x.to(self.second.weight.dtype))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.inner = kind(6, 5, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x)[0][:, -1]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.MultiheadAttention(6, 2, dropout=0.3, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x, x, x, need_weights=False)[0]
+
+
+class Tied(nn.Module):
+    """One table for what goes in and what comes out."""
+
+    def __init__(self, *, sparse=False):
+        super().__init__()
+        self.table = nn.Embedding(9, 6, sparse=sparse)
+        self.out = nn.Linear(6, 9, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, tokens):
+        return self.out(self.table(tokens))
+
+
+class Losses(nn.Module):
+    """A loss for each of two heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 3), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.first(x), self.second(x)
+
+
+def _frozen():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+def _embedded(**settings):
+    return nn.Sequential(nn.Embedding(9, 6, **settings), nn.Linear(6, 4))
+
+
+MODELS = {
+    "linear": lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
+    "convolution": lambda: nn.Sequential(nn.Conv1d(4, 3, 3), nn.GELU(), nn.Conv1d(3, 2, 1)),
+    "embedding": _embedded,
+    "sparse embedding": lambda: _embedded(sparse=True),
+    "embedding that writes": lambda: _embedded(max_norm=0.5),
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "gru": lambda: Recurrent(nn.GRU),
+    "layer norm": lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 2)),
+    "batch norm": lambda: nn.Sequential(
+        nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.Dropout(0.4), nn.Flatten(), nn.Linear(24, 2)
+    ),
+    "attention": Attention,
+    "shared": Tied,
+    "frozen": _frozen,
+    "own function": WithCubed,
+    "casts by itself": Casting,
+    "own autocast": OwnAutocast,
+    "several losses": Losses,
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4)),
+}
+
+
+def model_of(kind):
+    torch.manual_seed(1)
+    return MODELS[kind]()
+
+
+def batches_of(kind, count=2):
+    """Batches for a model, each alike but for the numbers in it."""
+    made = torch.Generator().manual_seed(2)
+    if "embedding" in kind or kind == "shared":
+        # Tokens that recur.
+        return [torch.randint(0, 5, (3, 4), generator=made) for _ in range(count)]
+    return [torch.randn(3, 4, 6, generator=made) for _ in range(count)]
+
+
+def loss_fn(model, batch):
+    """Small enough that float16 loses a part of the gradients, and not all of them."""
+    found = model(batch)
+    outputs = found if isinstance(found, tuple) else [found]
+    return sum((_widened(each) ** 2).mean() for each in outputs) * LOSES
+
+
+def _widened(tensor):
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
