@@ -29,3 +29,8 @@ def test_the_examples_print_what_they_show(name):
 def test_the_examples_are_found():
     with_examples = {name.rpartition(".")[2] for name, tried in TRIED.items() if tried}
     assert with_examples >= {"amp_names", "grad_scaler", "guard", "optimizer", "ranks"}
+
+
+def test_there_are_examples_of_all_that_is_public():
+    for name in lossscale.torch.__all__:
+        assert ">>>" in (getattr(lossscale.torch, name).__doc__ or ""), name
