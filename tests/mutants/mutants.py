@@ -566,4 +566,46 @@ OPTAX = [
     ),
 ]
 
-ALL = [*RULES, *ARRAYS, *STEPS, *SAVED, *TORCH_ITSELF, *OPTAX]
+_SCALER = "frameworks/torch/grad_scaler.py"
+_DEFECTS = "tests/frameworks/torch/test_grad_scaler_defects.py"
+
+SCALER = [
+    Mutant(_SCALER, "if look_again:", "if False:", (_DEFECTS, "-k", "d20"), TORCH),
+    Mutant(
+        _SCALER,
+        "not self._scaled_since_update and scaler_steps.is_dummy_step(optimizer)",
+        "False",
+        (_DEFECTS, "-k", "only_makes_state"),
+        TORCH,
+    ),
+    Mutant(
+        _SCALER,
+        "return {} if found.item() < 0 else {found.device: found}",
+        "return {}",
+        ("tests/frameworks/torch/test_processes.py", "-k", "given_group"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/scaler_steps.py",
+        "del optimizer.grad_scale, optimizer.found_inf",
+        "pass",
+        (_DEFECTS, "-k", "d25"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/scaler_scale.py",
+        "and left[1] == scale._version",
+        "",
+        ("tests/frameworks/torch/test_grad_scaler.py", "-k", "others_write"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/ranks.py",
+        "if not placement.is_replicate() and mesh.size(dimension) > 1",
+        "if placement.is_shard() and mesh.size(dimension) > 1",
+        ("tests/frameworks/torch/test_ranks.py",),
+        TORCH,
+    ),
+]
+
+ALL = [*RULES, *ARRAYS, *STEPS, *SAVED, *TORCH_ITSELF, *OPTAX, *SCALER]
