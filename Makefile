@@ -6,7 +6,7 @@ DEMO := .venv-demo
 TEST := .venv-test
 JOBS ?= 2
 
-.PHONY: demo test test-quick mutants peers-jax lint types tests table bench format clean
+.PHONY: demo test test-quick mutants versions peers peers-torch peers-jax lint types tests table bench calibration format clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/lossscale demo
@@ -31,9 +31,21 @@ test-quick: $(TEST)/installed
 mutants: $(TEST)/installed
 	$(TEST)/bin/python tests/mutants/run.py
 
+# The suites of other libraries with ours in the place of theirs.
+peers: peers-torch peers-jax
+
+# Those of Accelerate and Lightning; that of Lightning needs a checkout of its repository:
+# make peers LIGHTNING=...
+peers-torch: $(TEST)/installed
+	$(TEST)/bin/python tests/peers/torch_libraries.py build/peers --lightning "$(LIGHTNING)"
+
 # The tests of jmp and Optax that are about what we do too, with ours in the place of theirs.
 peers-jax: $(TEST)/installed
 	$(TEST)/bin/python tests/peers/jax_libraries.py
+
+# The promises on the oldest releases that the extras admit, in environments in a temporary folder.
+versions:
+	$(PYTHON) tests/versions.py $(SETS)
 
 # The table of the README and docs/what_runs_where.md, from the outcomes of the conformance suite.
 RESULTS := $(CURDIR)/build/conformance.json
@@ -50,7 +62,13 @@ table: $(TEST)/installed
 bench: $(TEST)/installed
 	$(TEST)/bin/python -m benchmarks
 	$(TEST)/bin/python -m benchmarks.pages build/bench/results.json README.md docs/benchmarks.md
+	$(TEST)/bin/python -m benchmarks.optax --output build/bench/optax.json --page docs/jax_speed.md
 	$(TEST)/bin/python -m benchmarks.monitoring --output build/bench/monitoring.json --page docs/monitoring.md
+	$(TEST)/bin/python -m benchmarks.torch_native --output build/bench/torch_native.json --page docs/pytorch.md
+
+# Is the verdict of a diagnosis right? Trainings beside it, and their table in the page about it.
+calibration: $(TEST)/installed
+	$(TEST)/bin/python -m benchmarks.calibration --page docs/do_i_need_loss_scaling.md
 
 format: $(TEST)/installed
 	$(TEST)/bin/ruff check --fix .

@@ -14,6 +14,7 @@ import pathlib
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -25,17 +26,16 @@ JAX = {"KERAS_BACKEND": "jax"}
 TORCH = {"KERAS_BACKEND": "torch"}
 
 # What the TensorFlow process runs in parts; one more job takes all that is in none of them.
+# Each process imports its framework anew, which takes as long as many tests.
 PARTS = (
-    "tests/frameworks/keras",
-    "tests/backends",
-    "tests/conformance",
-    "tests/migration",
-    "tests/documents",
-    "tests/cli",
+    ("tests/frameworks/keras",),
+    ("tests/conformance", "tests/backends"),
+    ("tests/migration",),
+    ("tests/documents",),
+    ("tests/cli",),
 )
-
-# These import no Keras, which a test in each shows.
-WITHOUT_KERAS = ("tests/frameworks/jax",)
+# These run in processes that never import Keras, which a test in each shows.
+WITHOUT_KERAS = ("tests/frameworks/jax", "tests/frameworks/torch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,32 +53,35 @@ class Job:
     arguments: tuple[str, ...]
 
 
-def _part(path: str) -> Job:
-    return Job(f"tensorflow {path}", TENSORFLOW, (path,))
+def _part(paths: tuple[str, ...]) -> Job:
+    return Job(f"tensorflow {' '.join(paths)}", TENSORFLOW, paths)
 
 
+_IN_PARTS = [*(path for part in PARTS for path in part), *WITHOUT_KERAS]
 _REST = Job(
-    "tensorflow, all else",
-    TENSORFLOW,
-    ("tests", *(f"--ignore={path}" for path in (*PARTS, *WITHOUT_KERAS))),
+    "tensorflow, all else", TENSORFLOW, ("tests", *(f"--ignore={path}" for path in _IN_PARTS))
 )
 _TF_KERAS_ROWS = Job("tf_keras tests/conformance", TF_KERAS, ("tests/conformance",))
 _TF_KERAS_OWN = Job("tf_keras tests/frameworks/tf_keras", TF_KERAS, ("tests/frameworks/tf_keras",))
 _JAX = Job("jax", JAX, ("tests/conformance", "tests/backends"))
-_OPTAX = Job("optax", JAX, ("tests/frameworks/jax",))
+_JAX_ALONE = Job("jax without Keras", JAX, WITHOUT_KERAS[:1])
+_TORCH_ALONE = Job("torch without Keras", TORCH, WITHOUT_KERAS[1:])
 _TORCH = Job("torch", TORCH, ("tests/conformance", "tests/backends"))
 
 # By the time they take, longest first: what starts last is then short, and no core waits for long.
 ALL = (
-    _part(PARTS[0]),
-    _JAX,
     _REST,
+    _part(PARTS[0]),
+    _part(PARTS[2]),
     _part(PARTS[1]),
-    _TF_KERAS_ROWS,
-    *(_part(path) for path in PARTS[2:]),
+    _JAX,
     _TF_KERAS_OWN,
-    _OPTAX,
+    _JAX_ALONE,
+    _part(PARTS[3]),
+    _TF_KERAS_ROWS,
     _TORCH,
+    _part(PARTS[4]),
+    _TORCH_ALONE,
 )
 QUICK = (
     Job("torch tests/conformance", TORCH, ("tests/conformance",)),
@@ -86,13 +89,18 @@ QUICK = (
 )
 
 
-def run(job: Job) -> tuple[int, str, float]:
-    """Returns a job's exit status, what it printed, and the seconds that it took."""
+def run(job: Job, shared: str) -> tuple[int, str, float]:
+    """Returns a job's exit status, what it printed, and the seconds that it took.
+
+    Args:
+        job: What is run.
+        shared: A folder for what one job makes and others read.
+    """
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--color=no", "-p", "no:cacheprovider", *job.arguments],
         cwd=ROOT,
-        env={**os.environ, **job.environment},
+        env={**os.environ, "LOSSSCALE_TEST_SHARED": shared, **job.environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -101,7 +109,7 @@ def run(job: Job) -> tuple[int, str, float]:
     return done.returncode, done.stdout, time.monotonic() - start
 
 
-def run_all(jobs: tuple[Job, ...], at_once: int) -> list[str]:
+def run_all(jobs: tuple[Job, ...], at_once: int, shared: str) -> list[str]:
     """Runs jobs and reports each as it ends; returns the names of those that failed."""
     waiting: queue.SimpleQueue[Job] = queue.SimpleQueue()
     for job in jobs:
@@ -114,7 +122,7 @@ def run_all(jobs: tuple[Job, ...], at_once: int) -> list[str]:
                 job = waiting.get_nowait()
             except queue.Empty:
                 return
-            status, output, seconds = run(job)
+            status, output, seconds = run(job, shared)
             with reporting:
                 if status:
                     failed.append(job.name)
@@ -139,7 +147,8 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     start = time.monotonic()
-    failed = run_all(QUICK if arguments.quick else ALL, max(arguments.jobs, 1))
+    with tempfile.TemporaryDirectory(prefix="lossscale-tests-") as shared:
+        failed = run_all(QUICK if arguments.quick else ALL, max(arguments.jobs, 1), shared)
     print(f"{time.monotonic() - start:.0f} s in all; failed: {', '.join(failed) or 'none'}")
     return 1 if failed else 0
 

@@ -1,10 +1,9 @@
 """Two worker processes on this machine that train together."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
+
+from fresh import Program
 
 
 def free_ports(count):
@@ -17,7 +16,7 @@ def free_ports(count):
     return ports
 
 
-def on_two_workers(source, *arguments, **environment):
+def on_two_workers(source, *arguments, module="keras", **environment):
     """Runs a program in two worker processes.
 
     Returns:
@@ -27,24 +26,13 @@ def on_two_workers(source, *arguments, **environment):
     workers = []
     for index in range(2):
         cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-        workers.append(
-            subprocess.Popen(
-                [sys.executable, "-c", source, *arguments],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, **environment, "TF_CONFIG": json.dumps(cluster)},
-            )
-        )
+        given = {**environment, "TF_CONFIG": json.dumps(cluster)}
+        workers.append(Program(source, *arguments, environment=given, module=module))
     lines = []
-    try:
-        for worker in workers:
-            output, errors = worker.communicate(timeout=120)
-            failed = worker.returncode != 0
-            lines.append(None if failed else output.strip().splitlines()[-1])
-            if failed:
-                print(errors[-3000:])
-    finally:
-        for worker in workers:
-            worker.kill()
+    for worker in workers:
+        done = worker.finished(timeout=120)
+        failed = done.returncode != 0
+        lines.append(None if failed else done.stdout.strip().splitlines()[-1])
+        if failed:
+            print(done.stderr[-3000:])
     return lines

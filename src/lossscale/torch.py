@@ -1,7 +1,8 @@
 """Loss scaling for PyTorch itself, without Keras.
 
 `LossScaleOptimizer` wraps an optimizer of PyTorch; `guard` lets a learning rate schedule follow the
-steps that were applied.
+steps that were applied. `GradScaler` is a drop-in for `torch.amp.GradScaler`, and `install` puts it
+in the places of that one.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from lossscale.errors import MissingPackageError
 
-__all__ = ["LossScaleOptimizer", "guard"]
+__all__ = ["GradScaler", "LossScaleOptimizer", "guard", "install"]
 
 if TYPE_CHECKING:
+    from lossscale.frameworks.torch.names import GradScaler as GradScaler
     from lossscale.frameworks.torch.names import LossScaleOptimizer as LossScaleOptimizer
     from lossscale.frameworks.torch.names import guard as guard
+    from lossscale.frameworks.torch.names import install as install
 else:
     # To import this module is not to import PyTorch; to take a name out of it is.
     def __getattr__(name: str) -> Any:

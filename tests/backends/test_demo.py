@@ -7,7 +7,7 @@ from backends.support import BACKEND
 
 def test_the_demo_runs_on_this_backend(tmp_path):
     picture = tmp_path / "demo.png"
-    arguments = ["demo", "--backend", BACKEND, "--epochs", "2", "--output", str(picture)]
+    arguments = ["demo", "--backend", BACKEND, "--epochs", "1", "--output", str(picture)]
     environment = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
     done = subprocess.run(
         [sys.executable, "-m", "lossscale.cli.main", *arguments],

@@ -133,7 +133,7 @@ def test_gradients_of_a_linear_model_are_those_of_the_formula():
     model = keras.Sequential([keras.Input((3,)), layers.Dense(1, name="linear")], name="net")
     model.compile("sgd", "mse")
     kernel = keras.ops.convert_to_numpy(model.trainable_variables[0].value)
-    report = diagnose(model, x, y, batch_size=8)
+    report = diagnose(model, x, y, batch_size=8, quick=True)
     error = x @ kernel - y
     assert report.samples == 8
     expected = {
@@ -164,7 +164,7 @@ def test_behind_a_softmax_the_gradient_is_that_of_the_logits(ending):
     ending = [layer.__class__.from_config(layer.get_config()) for layer in ending]
     model = keras.Sequential([keras.Input((6,)), *ending])
     model.compile("sgd", "sparse_categorical_crossentropy")
-    report = diagnose(model, x, y, batch_size=8)
+    report = diagnose(model, x, y, batch_size=8, quick=True)
     expected = (model.predict(x, verbose=0) - np.eye(4)[y]) / 8
     (output,) = (found for found in report.tensors if found.kind is TensorKind.OUTPUT)
     assert output.name == "output:end"
@@ -181,7 +181,7 @@ def test_dividing_the_loss_shifts_every_histogram(power):
     for outputs in (1, 2**power):
         model = training.build_model("float32", seed=0)
         model.compile("sgd", training.averaged_loss(outputs))
-        reports.append(diagnose(model, data.images, data.labels, batches=1))
+        reports.append(diagnose(model, data.images, data.labels, batches=1, quick=True))
     whole, divided = reports
     for found, same in zip(whole.ranges, divided.ranges, strict=True):
         # Constants that keep a logarithm from 0 are not divided with the loss.
@@ -197,7 +197,7 @@ def test_a_16_bit_model_is_measured_in_float32(policy):
     reports = {}
     for name, model in models.items():
         model.compile("sgd", training.averaged_loss(experiment.OUTPUTS))
-        reports[name] = diagnose(model, data.images, data.labels, batches=2)
+        reports[name] = diagnose(model, data.images, data.labels, batches=2, quick=True)
     assert reports[policy].measured_in == "float32"
     assert reports[policy].policy == policy
     assert f"dtype policy is {policy}" in str(reports[policy])
@@ -217,7 +217,9 @@ def test_the_plain_digits_do_not_need_scaling():
     assert report.verdict is Verdict.NOT_NEEDED
     assert report.recommended_scale == 1.0
     assert report.suitable_scales[0] <= 1 <= report.suitable_scales[1]
-    assert "fit into float16 as they are" in report.reason
+    assert report.reason.startswith("In float16 no gradient gets better by scaling")
+    assert report.prediction.verdict is Verdict.NOT_NEEDED
+    assert "fit into float16 as they are" in report.prediction.reason
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +259,7 @@ def test_the_recommended_scale_trains_the_averaged_digits(needy):
     assert accuracy["recommended"] > accuracy["float32"] - 0.02
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="it is about gradients, not about a backend")
 def test_gradients_outgrow_the_margin_while_the_network_learns():
     # The reason to recommend the middle of the suitable scales, and not one end.
     data = images.load_digits(0)
@@ -278,9 +281,11 @@ def test_gradients_outgrow_the_margin_while_the_network_learns():
     )
     scales = []
     for epochs in (1, 7):
-        scales.append(diagnose(model, data.images, data.labels, batch_size=64, batches=22))
+        scales.append(
+            diagnose(model, data.images, data.labels, batch_size=64, batches=22, quick=True)
+        )
         model.fit(data.images, data.labels, batch_size=64, epochs=epochs, verbose=0)
-    scales.append(diagnose(model, data.images, data.labels, batch_size=64, batches=22))
+    scales.append(diagnose(model, data.images, data.labels, batch_size=64, batches=22, quick=True))
     (low_at_first, high_at_first), (_, high_soon), (low_at_last, _) = (
         report.suitable_scales for report in scales
     )
@@ -350,7 +355,7 @@ def test_a_model_in_a_model():
     inner = keras.Sequential([keras.Input((6,)), layers.Dense(5, name="in"), layers.ReLU()])
     inputs = keras.Input((6,))
     outer = keras.Model(inputs, inner(layers.Dense(6, name="out")(inputs)))
-    report = diagnose(compiled(outer), some_data()[0], np.zeros((24, 5), np.float32))
+    report = diagnose(compiled(outer), some_data()[0], np.zeros((24, 5), np.float32), quick=True)
     kinds = [found.kind for found in report.tensors]
     assert kinds.count(TensorKind.OUTPUT) == 1
     assert any(found.name.endswith("out") for found in report.tensors)
@@ -364,13 +369,13 @@ class Subclassed(keras.Model):
         self.noise = layers.GaussianNoise(0.1)
 
     def call(self, x, training=None):
-        self.add_loss(keras.ops.sum(x) * 0.0)
+        self.add_loss(keras.ops.sum(keras.ops.cast(x, "float32")) * 0.0)
         return self.noise(self.dense(x), training=training)
 
 
 class OwnLoss(Subclassed):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return keras.ops.mean(y_pred**2) / 2.0**30
+        return keras.ops.mean(keras.ops.cast(y_pred, "float32") ** 2) / 2.0**30
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
@@ -406,12 +411,10 @@ def test_an_embedding_counts_the_rows_that_are_used():
             layers.Dense(1, name="end"),
         ]
     )
-    report = diagnose(compiled(model), tokens, np.ones((16, 1)), batch_size=16)
+    report = diagnose(compiled(model), tokens, np.ones((16, 1)), batch_size=16, quick=True)
     names = [found.name for found in report.tensors]
     embedding = next(name for name in names if name.endswith("embeddings"))
-    # On TensorFlow the gradient has a row for each token, elsewhere one for each row.
-    rows = 16 * 5 if BACKEND == "tensorflow" else 10
-    assert values_of(report, embedding).size == rows * 3
+    assert values_of(report, embedding).size == 10 * 3
     assert any(name.endswith("recurrent_kernel") for name in names)
     assert any(name.startswith("activation:") and name.endswith("lstm") for name in names)
 
@@ -432,13 +435,19 @@ def test_attention_and_normalization_have_no_false_alarm():
         noise = next(found for found in report.tensors if found.name.endswith(name))
         assert noise.weight is Verdict.UNKNOWN
         assert report.cells(noise)[-1] == "negligible"
-    assert report.verdict is Verdict.NOT_NEEDED
+    assert report.prediction.verdict is Verdict.NOT_NEEDED
+    if BACKEND == "jax":
+        # On a processor JAX has no attention in float16.
+        assert report.verdict in (Verdict.NOT_NEEDED, Verdict.UNKNOWN)
+        assert report.verdict is Verdict.NOT_NEEDED or "F16" in report.reason
+    else:
+        assert report.verdict is Verdict.NOT_NEEDED
 
 
 def test_sample_weights_weigh():
     x, y = some_data()
     reports = [
-        diagnose(classifier(), x, y, sample_weight=np.full(24, weight))
+        diagnose(classifier(), x, y, sample_weight=np.full(24, weight), quick=True)
         for weight in (1.0, 2.0**-20)
     ]
     plain, light = (values_of(report, "output:last") for report in reports)
@@ -449,7 +458,7 @@ def test_a_frozen_layer_has_no_row():
     x, y = some_data()
     model = classifier()
     model.get_layer("first").trainable = False
-    names = [found.name for found in diagnose(model, x, y).tensors]
+    names = [found.name for found in diagnose(model, x, y, quick=True).tensors]
     assert not any("first" in name for name in names)
     assert any("last" in name for name in names)
 
@@ -481,10 +490,10 @@ class HardCast(layers.Layer):
         return keras.ops.cast(self.dense(x), "float16")
 
 
-def test_a_layer_that_insists_on_float16_makes_the_verdict_unknown():
+def test_a_layer_that_insists_on_float16_makes_the_prediction_unknown():
     x, _ = some_data()
     model = keras.Sequential([keras.Input((6,)), HardCast(), layers.Dense(1)])
-    report = diagnose(compiled(model), x, x[:, :1])
+    report = diagnose(compiled(model), x, x[:, :1], quick=True)
     assert report.verdict is Verdict.UNKNOWN
     assert report.recommended_scale is None
     assert "cast" in report.reason
@@ -496,7 +505,9 @@ def test_gradients_that_are_not_finite_make_the_verdict_unknown():
     x[3, 0] = np.inf
     report = diagnose(classifier(), x, y)
     assert report.verdict is Verdict.UNKNOWN
-    assert "infinite or NaN before any scaling" in report.reason
+    assert "infinite or NaN in float32, before any scaling" in report.reason
+    predicted = diagnose(classifier(), x, y, quick=True)
+    assert "infinite or NaN before any scaling" in predicted.reason
 
 
 def test_the_same_rows_are_picked_every_time_and_each_once():
@@ -518,14 +529,16 @@ def test_the_same_rows_are_picked_every_time_and_each_once():
         return keras.ops.mean((prediction - y) ** 2)
 
     model.compile("sgd", loss)
-    first, again = (diagnose(model, x, x, batch_size=5, after_batch=seen.append) for _ in range(2))
+    first, again = (
+        diagnose(model, x, x, batch_size=5, after_batch=seen.append, quick=True) for _ in range(2)
+    )
     assert [found.histogram.mass for found in first.ranges] == pytest.approx(
         [found.histogram.mass for found in again.ranges], rel=1e-5
     )
     assert seen == [1, 2, 3, 4] * 2
     assert (first.batches, first.samples) == (4, 20)
-    assert diagnose(model, x, x, batch_size=6, batches=9).samples == 18
-    assert diagnose(model, x, x, batch_size=64, batches=9).samples == 20
+    assert diagnose(model, x, x, batch_size=6, batches=9, quick=True).samples == 18
+    assert diagnose(model, x, x, batch_size=64, batches=9, quick=True).samples == 20
 
 
 def batches_from(kind, x, y):
@@ -552,9 +565,9 @@ def batches_from(kind, x, y):
 @pytest.mark.parametrize("kind", ["generator", "PyDataset", "tf.data", "DataLoader"])
 def test_batches_can_come_from_an_iterable(kind):
     x, y = some_data()
-    report = diagnose(classifier(), batches_from(kind, x, y), batches=2)
+    report = diagnose(classifier(), batches_from(kind, x, y), batches=2, quick=True)
     assert (report.batches, report.samples) == (2, 16)
-    listed = diagnose(classifier(), iter([(x[:8], y[:8]), (x[8:16], y[8:16])]))
+    listed = diagnose(classifier(), iter([(x[:8], y[:8]), (x[8:16], y[8:16])]), quick=True)
     for found, expected in zip(report.ranges, listed.ranges, strict=True):
         assert found.name == expected.name
         assert found.histogram.mass == pytest.approx(expected.histogram.mass, rel=1e-5)

@@ -119,13 +119,12 @@ print(json.dumps({
 
 
 @on_jax
-def test_an_overflow_on_one_of_two_devices_skips_the_step_on_both(request):
+def test_an_overflow_on_one_of_two_devices_skips_the_step_on_both():
     import json
 
     printed = run(
         TWO_DEVICES,
         "jax",
-        PYTHONPATH=str(request.config.rootpath / "tests"),
         XLA_FLAGS="--xla_force_host_platform_device_count=2",
     )
     assert json.loads(printed.strip().splitlines()[-1]) == {

@@ -65,7 +65,8 @@ def net(optimizer=None, rule=None, **compile_arguments):
     model = keras.Model([x, extra], total, name="net")
     rule = rule or lossscale.DynamicScale(initial_scale=2.0**10, growth_interval=3)
     inner = optimizer or keras.optimizers.Adam(0.01)
-    model.compile(lossscale.LossScaleOptimizer(inner, rule=rule), "mse", **compile_arguments)
+    given = {"jit_compile": BACKEND == "jax", **compile_arguments}
+    model.compile(lossscale.LossScaleOptimizer(inner, rule=rule), "mse", **given)
     return model
 
 

@@ -1,13 +1,8 @@
 """A process that dies during `fit` and starts again with `BackupAndRestore`."""
 
 import json
-import os
-import subprocess
-import sys
 
-import pytest
-
-from backends.support import BACKEND
+from fresh import Program
 
 PROGRAM = """
 import json, os, sys
@@ -34,24 +29,12 @@ print(json.dumps([status(optimizer), weights]))
 """
 
 
-@pytest.fixture
-def train(request):
-    def run(folder, dies_in_epoch):
-        tests = str(request.config.rootpath / "tests")
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(folder), str(dies_in_epoch)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-            env={**os.environ, "KERAS_BACKEND": BACKEND, "PYTHONPATH": tests},
-        )
-        return done.returncode, done.stdout.strip().splitlines()[-1:], done.stderr
-
-    return run
+def train(folder, dies_in_epoch):
+    done = Program(PROGRAM, folder, dies_in_epoch).finished()
+    return done.returncode, done.stdout.strip().splitlines()[-1:], done.stderr
 
 
-def test_the_scale_goes_on_from_where_it_was(train, tmp_path):
+def test_the_scale_goes_on_from_where_it_was(tmp_path):
     never = 99
     code, whole, errors = train(tmp_path / "whole", never)
     assert code == 0, errors[-2000:]

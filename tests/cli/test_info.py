@@ -42,7 +42,7 @@ def test_nothing_heavy_is_imported():
         "import sys\n"
         "from lossscale.cli.main import main\n"
         "main(['info'])\n"
-        "heavy = {'numpy', 'tensorflow', 'keras', 'tf_keras', 'jax', 'torch', 'matplotlib'}\n"
+        "heavy = {'numpy', 'tensorflow', 'keras', 'tf_keras', 'jax', 'torch', 'optax'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -58,7 +58,7 @@ def installed(monkeypatch, **versions):
 def test_a_machine_with_nothing(monkeypatch, capsys):
     installed(monkeypatch)
     report = found(capsys)
-    assert [shell["available"] for shell in report["shells"]] == [False] * 4
+    assert [shell["available"] for shell in report["shells"]] == [False] * len(NAMES)
     assert report["shells"][1]["reason"] == (
         'keras is not installed: pip install "lossscale[keras,jax]"'
     )
@@ -73,13 +73,15 @@ def test_a_machine_with_nothing(monkeypatch, capsys):
     [
         ({"keras": "3.15.1", "jax": "0.10.2"}, ["Keras 3 on JAX"]),
         ({"keras": "3.9.0", "tensorflow": "2.18.0", "tf_keras": "2.18.0"}, [NAMES[0], NAMES[3]]),
-        ({"keras": "3.9.0", "torch": "2.13.0+cpu"}, ["Keras 3 on PyTorch"]),
-        ({"keras": "unknown", "torch": "unknown"}, ["Keras 3 on PyTorch"]),
+        ({"keras": "3.9.0", "torch": "2.13.0+cpu"}, ["Keras 3 on PyTorch", NAMES[4]]),
+        ({"keras": "unknown", "torch": "unknown"}, ["Keras 3 on PyTorch", NAMES[4]]),
         ({"keras": "3.10.0rc1", "jax": "0.4.30.dev20240101"}, ["Keras 3 on JAX"]),
         ({"keras": "3.8.0", "tensorflow": "2.21.0"}, []),
         ({"keras": "2.15.0", "tensorflow": "2.21.0"}, []),
         ({"keras": "4.0.0", "jax": "0.10.2"}, []),
-        ({"jax": "0.10.2", "torch": "2.13.0"}, []),
+        ({"jax": "0.10.2", "torch": "2.13.0"}, ["PyTorch, without Keras"]),
+        ({"jax": "0.10.2", "optax": "0.2.8"}, ["JAX with Optax"]),
+        ({"torch": "2.0.0", "optax": "0.2.8"}, []),
     ],
 )
 def test_which_frameworks_are_available(monkeypatch, versions, available, capsys):
@@ -185,15 +187,18 @@ def test_a_broken_package_is_one_line(tmp_path, monkeypatch, line, error):
 
 
 def test_check_takes_a_step_and_a_failure_is_exit_status_1(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("torch")
-    installed(monkeypatch, keras="3.15.1", torch="2.13.0")
-    (shell,) = (s for s in found(capsys, "--check")["shells"] if s["available"])
-    assert (shell["error"], bool(shell["devices"])) == (None, True)
-    (tmp_path / "keras.py").write_text("raise ImportError('it is broken')\n")
+    installed(monkeypatch, jax="0.10.2", optax="0.2.8", torch="2.13.0")
+    checked = [s for s in found(capsys, "--check")["shells"] if s["available"]]
+    assert [(s["error"], bool(s["devices"])) for s in checked] == [(None, True)] * 2
+    # One with Keras.
+    assert check_shell(SHELL)["error"] is None
+    for name in ("keras", "optax"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('it is broken')\n")
+    installed(monkeypatch, keras="3.15.1", jax="0.10.2", optax="0.2.8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert main(["info", "--check"]) == 1
     out, err = capsys.readouterr()
-    assert "no, it failed: ImportError: it is broken" in out
+    assert out.count("no, it failed: ImportError: it is broken") == 2
     assert "Traceback" not in out + err
 
 

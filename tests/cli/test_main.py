@@ -39,7 +39,10 @@ def nothing_runs(monkeypatch, tmp_path):
         (["demo", "--seed", str(2**32)], "--seed"),
         (["demo", "--output", "demo.txt"], "must end in .png, .pdf, .svg. Received: 'demo.txt'"),
         (["demo", "--output", "nowhere/demo.png"], "a folder that does not exist: 'nowhere'"),
-        (["demo", "--backend", "numpy"], "one of tensorflow, jax, torch, not 'numpy'"),
+        (
+            ["demo", "--backend", "numpy"],
+            "torch, torch-native, optax, not 'numpy'",
+        ),
         (["demo", "--backend", ""], "one of tensorflow, jax, torch"),
     ],
 )

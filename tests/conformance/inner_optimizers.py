@@ -20,7 +20,15 @@ INNER = {
     ),
 }
 
+_NO_HOOKS = "hooks of a fused optimizer run on every step where the device decides"
 MISSING = {
+    "torch": {"accumulation": "PyTorch accumulates gradients in the loop"},
+    "torch-device": {
+        "accumulation": "PyTorch accumulates gradients in the loop",
+        "clipvalue": "there is no fused RMSprop",
+        "ema": _NO_HOOKS,
+        "schedule": _NO_HOOKS,
+    },
     "tf_keras-new": {"accumulation": "tf_keras accumulates no gradients"},
     "tf_keras-legacy": {
         "accumulation": "tf_keras accumulates no gradients",

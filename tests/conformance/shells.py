@@ -7,6 +7,7 @@ one process for each. A new shell is a new row, and a harness if it is driven in
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from conformance.inner_optimizers import INNER, MISSING
+from conformance.torch_native import TorchNative, TorchNativeDevice
 
 BACKEND = os.environ["KERAS_BACKEND"]
 KERAS = os.environ.get("LOSSSCALE_TEST_KERAS", "keras")
@@ -119,6 +121,10 @@ class KerasHarness:
             bool(self._numpy(optimizer.last_step_skipped)),
             int(self._numpy(optimizer.iterations)),
         )
+
+    def rule_state(self) -> Any:
+        """What the rule remembers."""
+        return self.optimizer._state.read()
 
     def save(self, path: Any) -> None:
         """Saves parameters and optimizer into a file."""
@@ -415,6 +421,17 @@ class Shell:
     keras: str = "keras"
     family: str = "keras"
 
+    @property
+    def is_native(self) -> bool:
+        """Whether it is of a framework itself, which says nothing of gradients that are missing."""
+        return self.family.startswith("torch")
+
+    def missing_gradient(self) -> Any:
+        """What a step does that has a gradient for some variables only: a context manager."""
+        if self.is_native:
+            return contextlib.nullcontext()
+        return pytest.warns(UserWarning, match="Gradients do not exist")
+
     def make(self, values: Sequence[Any], inner: str, rule: Any = None) -> Any:
         """Returns an optimizer around new variables, ready to step."""
         if inner in MISSING.get(self.family, {}):
@@ -439,6 +456,8 @@ TABLE = (
     Shell("keras-jax-eager", "jax", KerasHarness, compiles=False),
     Shell("keras-jax-jit", "jax", JaxJit, compiles=True),
     Shell("keras-torch-eager", "torch", KerasHarness, compiles=False),
+    Shell("torch-native-host", "torch", TorchNative, compiles=False, family="torch"),
+    Shell("torch-native-device", "torch", TorchNativeDevice, compiles=False, family="torch-device"),
     *(
         Shell(
             f"{family}-{name}",

@@ -1,5 +1,6 @@
 """The promises that every shell keeps, case by case (docs/design.md lists them)."""
 
+import contextlib
 import importlib
 import itertools
 
@@ -229,7 +230,7 @@ def test_one_trace_serves_all_steps(shell):
 def test_variables_without_a_gradient_are_left_alone(shell):
     harness = shell.make(VALUES, "sgd", DynamicScale(8.0, growth_interval=2))
     before = harness.parameters()
-    with pytest.warns(UserWarning, match="Gradients do not exist"):
+    with shell.missing_gradient():
         harness.step([GRADIENTS[0], None])
     after = harness.parameters()
     np.testing.assert_array_equal(after[0], before[0] - np.float32(0.5) * GRADIENTS[0])
@@ -237,10 +238,12 @@ def test_variables_without_a_gradient_are_left_alone(shell):
     assert harness.counters() == (1, 0, False, 1)
 
 
-def test_no_gradients_at_all_are_an_error_that_changes_nothing(shell):
+def test_no_gradients_at_all_change_nothing(shell):
     harness = shell.make(VALUES, "sgd", DynamicScale(8.0, growth_interval=1))
     before = harness.parameters()
-    with pytest.raises(ValueError, match="No gradients"):
+    # PyTorch's optimizers take such a step, and so must a process that has none of the gradients.
+    error = pytest.raises(ValueError, match="No gradients")
+    with contextlib.nullcontext() if shell.is_native else error:
         harness.step([None, None])
     same_bits(harness.parameters(), before)
     assert harness.scale() == 8.0

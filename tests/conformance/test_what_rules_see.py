@@ -1,10 +1,10 @@
 """What a rule asks to see of the gradients: the same numbers on every shell, and NumPy's."""
 
 import dataclasses
+import itertools
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 
 from lossscale.rules import Needs, ScaleRule
 
@@ -47,14 +47,14 @@ class Noting(ScaleRule):
         return {}
 
 
-@pytest.mark.parametrize("spoil", [None, np.inf, -np.inf, np.nan], ids=str)
-def test_a_rule_sees_what_numpy_sees(shell, spoil):
+def test_a_rule_sees_what_numpy_sees(shell):
     harness = shell.make(VALUES, "sgd", Noting())
-    for factor in (1.0, 0.25):
+    # One after the other on one optimizer, which is compiled once.
+    for spoil, factor in itertools.product((None, np.inf, -np.inf, np.nan, None), (1.0, 0.25)):
         given = gradients(factor, spoil)
         scale = float(harness.scale())
         harness.step(given)
-        seen = harness.optimizer._state.read()
+        seen = harness.rule_state()
         flat = np.abs(np.concatenate([gradient.ravel() for gradient in given]))
         finite = np.isfinite(flat).all()
         assert float(seen.largest) == (flat.max() if finite else np.inf)
@@ -136,7 +136,7 @@ def test_a_rule_can_follow_the_largest_gradient(shell):
 
 def test_without_a_gradient_a_variable_is_not_counted(shell):
     harness = shell.make(VALUES, "sgd", Noting())
-    with pytest.warns(UserWarning, match="Gradients do not exist"):
+    with shell.missing_gradient():
         harness.step([GRADIENTS[0], None])
-    seen = harness.optimizer._state.read()
+    seen = harness.rule_state()
     assert (float(seen.largest), float(seen.elements)) == (2.0, 3.0)

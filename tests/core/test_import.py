@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "migration": {*FRONT, "frameworks"},
     "installation": {*FRONT, "frameworks", "experimental", "migration"},
     # A public front of a framework, which imports it.
-    "optax": {"errors", "frameworks"},
+    "optax": {"packages", "frameworks"},
     # `lossscale` itself.
     "": {*FRONT, "installation"},
     "callbacks": {*MIDDLE, "diagnostics"},

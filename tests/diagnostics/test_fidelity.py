@@ -118,7 +118,7 @@ def test_between_required_and_not_needed_it_is_recommended():
     assert one.lost == pytest.approx(0.01, rel=0.02)
     verdict, reason = found.judge()
     assert verdict is Verdict.RECOMMENDED
-    assert reason.startswith("The gradient of a/w: Without scaling 1")
+    assert reason.startswith("The gradient of a/w: without scaling 1")
     loose = Thresholds(lost=0.05, required_lost=0.5)
     assert found.judge(loose).verdict is Verdict.NOT_NEEDED
     assert found.judge(Thresholds(required_lost=0.009)).verdict is Verdict.REQUIRED

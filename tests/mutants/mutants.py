@@ -345,6 +345,18 @@ STEPS = [
         _TF_KERAS_LEGACY,
         TF_KERAS,
     ),
+    Mutant(
+        "frameworks/common/autograph.py",
+        "function.autograph_info__ = {}  # type: ignore[attr-defined]",
+        "pass",
+        ("tests/frameworks/keras/test_autograph.py",),
+    ),
+    Mutant(
+        "frameworks/tensorflow/translated.py",
+        "if tf.executing_eagerly():",
+        "if True:",
+        ("tests/frameworks/keras/test_autograph.py",),
+    ),
 ]
 
 SAVED = [
@@ -395,10 +407,164 @@ SAVED = [
     ),
 ]
 
+_HOST = (PROMISES, "-k", "torch-native-host")
+_DEVICE = (PROMISES, "-k", "torch-native-device")
+_OWN_STEPS = "tests/frameworks/torch/test_steps.py"
+
+TORCH_ITSELF = [
+    Mutant(
+        "frameworks/torch/judging.py",
+        "return _BAD if factors.found.item() else _GOOD",
+        "return _GOOD",
+        _HOST,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/step.py",
+        "returned = self.inner_optimizer.step() if quickly.applied else None",
+        "returned = self.inner_optimizer.step()",
+        _HOST,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/judging.py",
+        "may_grow = scales.scale < 1.0",
+        "may_grow = False",
+        _HOST,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/judging.py",
+        "        return layout.started >= stepped\n",
+        "        return True\n",
+        (_OWN_STEPS, "-k", "garbage or joins_late"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/handing.py",
+        "inner.found_inf = found",
+        "pass",
+        _DEVICE,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/handing.py",
+        "inner.__dict__.pop(name, None)",
+        "inner.__dict__.setdefault(name, None)",
+        (_OWN_STEPS, "-k", "raises"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/closures.py",
+        "            scales.move(Seen(False))\n",
+        "            pass\n",
+        ("tests/frameworks/torch/test_closures.py",),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/clipping.py",
+        "max=1.0",
+        "max=2.0",
+        ("tests/frameworks/torch/test_clipping.py",),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/saving.py",
+        "        self._restore_numbers(checked)\n",
+        "",
+        _HOST,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/guard.py",
+        "now[0] > before[0] and now[1] == before[1]",
+        "False",
+        ("tests/frameworks/torch/test_guard.py",),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/scales.py",
+        "        if scale != self.scale:\n            self._show(scale)\n",
+        "",
+        _HOST,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/step.py",
+        "if any(as_they_were) and not all(as_they_were):",
+        "if False:",
+        (_OWN_STEPS, "-k", "gradients_of_some"),
+        TORCH,
+    ),
+]
+
+
+_GATING = "frameworks/jax/gating.py"
+_JUDGING = "frameworks/jax/judging.py"
+
+OPTAX = [
+    Mutant(
+        _GATING,
+        "complex(-0.0, -0.0) if jnp.issubdtype(update.dtype, jnp.complexfloating) else -0.0",
+        "0.0",
+        ("tests/frameworks/jax/test_skipping.py", "-k", "momentum"),
+        JAX,
+    ),
+    Mutant(
+        _GATING,
+        "finite = finite & each_finite(outputs[: traced.updates])",
+        "pass",
+        ("tests/frameworks/jax/test_loops.py", "-k", "of_its_own"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/jaxprs.py",
+        "wanted.setdefault(variable, number)",
+        "wanted[variable] = number",
+        ("tests/frameworks/jax/test_jaxprs.py", "-k", "kept_old"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/jaxprs.py",
+        "        if called is not None:\n            below",
+        "        if False:\n            below",
+        ("tests/frameworks/jax/test_memory.py",),
+        JAX,
+    ),
+    Mutant(
+        _JUDGING,
+        "jax.lax.pmin(finite.astype(jnp.int32), axis_names) > 0",
+        "finite",
+        ("tests/frameworks/jax/test_devices.py", "-k", "anywhere"),
+        JAX,
+    ),
+    Mutant(
+        _JUDGING,
+        "apart = varying(finite) - varying(scale)",
+        "apart = varying(scale) - varying(finite)",
+        ("tests/frameworks/jax/test_devices.py", "-k", "would_part"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/scale_state.py",
+        "if id(leaf) in known and isinstance(leaf, jax.Array):",
+        "if False:",
+        ("tests/frameworks/jax/test_skipping.py", "-k", "lbfgs"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/transformation.py",
+        "if judging.has_elements(gradients):",
+        "if True:",
+        ("tests/frameworks/jax/test_leaves.py", "-k", "without_a_gradient"),
+        JAX,
+    ),
+]
+
 _CONVERSIONS = ("tests/frameworks/jax/test_conversions.py", "-k")
 _WATCHED = ("tests/frameworks/jax/test_monitor.py", "-k")
 
-OPTAX = [
+AROUND_OPTAX = [
     Mutant(
         "frameworks/jax/conversions.py",
         "dynamic_scale.growth_interval)) + 1,",
@@ -436,4 +602,4 @@ OPTAX = [
     ),
 ]
 
-ALL = [*RULES, *ARRAYS, *STEPS, *SAVED, *OPTAX]
+ALL = [*RULES, *ARRAYS, *STEPS, *SAVED, *TORCH_ITSELF, *OPTAX, *AROUND_OPTAX]

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lossscale.cli.errors import UsageError
 
 BACKENDS = ("tensorflow", "jax", "torch")
 
 
-def choose_backend(requested: str | None) -> str:
+def choose_backend(requested: str | None, others: Iterable[str] = ()) -> str:
     """Returns the backend to use, and has Keras use it.
 
     Args:
         requested: One of `BACKENDS`, or None: then the one Keras was imported with, or the one
             that the environment variable KERAS_BACKEND names, or tensorflow.
+        others: What else the caller takes, for the message.
 
     Raises:
         UsageError: If there is no such backend, or Keras is imported with another one.
@@ -28,7 +29,8 @@ def choose_backend(requested: str | None) -> str:
     if backend is None:
         backend = in_use or os.environ.get("KERAS_BACKEND") or "tensorflow"
     if backend not in BACKENDS:
-        raise UsageError(f"the backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+        known = ", ".join((*BACKENDS, *others))
+        raise UsageError(f"the backend must be one of {known}, not {backend!r}")
     if in_use not in (None, backend):
         raise UsageError(
             f"Keras is already imported with the backend {in_use}; "

@@ -14,6 +14,12 @@ from lossscale.cli.files import check_picture
 from lossscale.cli.numbers import integer, seed
 from lossscale.packages import require
 
+NATIVE = {
+    "torch-native": (("torch",), "PyTorch, without Keras"),
+    "optax": (("jax", "optax"), "Optax on JAX, without Keras"),
+}
+"""What trains without Keras: the packages that it needs beside the others, and its name."""
+
 _ENVIRONMENT = {
     # The arrays are small: on a busy machine two threads wait for each other most of the time.
     "TF_NUM_INTRAOP_THREADS": "1",
@@ -30,15 +36,15 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser(
         "demo",
         help="train handwritten digits in float16, without loss scaling and with it",
-        description="Trains a small Keras classifier on the handwritten digits of scikit-learn "
+        description="Trains a small classifier on the handwritten digits of scikit-learn "
         "four ways: in float32, and in float16 without loss scaling, with a fixed scale and with "
         "a dynamic one. Prints a table and writes a picture. Nothing is downloaded.",
     )
     parser.add_argument(
         "--backend",
-        metavar="|".join(BACKENDS),
+        metavar="|".join((*BACKENDS, *NATIVE)),
         help="what Keras computes with (default: the environment variable KERAS_BACKEND, or "
-        "tensorflow)",
+        "tensorflow); torch-native and optax train without Keras",
     )
     parser.add_argument(
         "--epochs", type=_epochs, default=15, help="epochs of each run (default: 15)"
@@ -78,15 +84,20 @@ def run(arguments: argparse.Namespace) -> int:
         MissingPackageError: If a package is missing.
     """
     check_picture("--output", arguments.output)
-    backend = choose_backend(arguments.backend)
-    require("keras", "matplotlib", "numpy", "rich", "sklearn", backend)
+    if arguments.backend in NATIVE:
+        backend = arguments.backend
+        packages, framework = NATIVE[backend]
+    else:
+        backend = choose_backend(arguments.backend, NATIVE)
+        packages, framework = ("keras", backend), f"Keras on {backend}"
+    require("matplotlib", "numpy", "rich", "sklearn", *packages)
     # These need what was just checked.
     from lossscale.demo import picture, table
 
     started = time.perf_counter()
     console = new_console()
-    table.introduce(console, backend, arguments.epochs, arguments.seed)
-    runs, gradients = _train_all(console, arguments.epochs, arguments.seed)
+    table.introduce(console, framework, arguments.epochs, arguments.seed)
+    runs, gradients = _train_all(console, framework, backend, arguments.epochs, arguments.seed)
     table.print_table(console, runs)
     picture.draw(runs, gradients, arguments.output)
     console.print(f"Picture: {arguments.output}", soft_wrap=True, markup=False)
@@ -94,7 +105,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _train_all(console: Any, epochs: int, seed: int) -> tuple[list[Any], Any]:
+def _training_on(backend: str) -> Any:
+    from lossscale.demo import optax_training, torch_training, training
+
+    return {"torch-native": torch_training, "optax": optax_training}.get(backend, training)
+
+
+def _train_all(
+    console: Any, framework: str, backend: str, epochs: int, seed: int
+) -> tuple[list[Any], Any]:
     """Trains four ways; the runs, and the gradients at the first weights in float32."""
     from lossscale.demo import progress
     from lossscale.demo.experiment import RECIPES
@@ -103,16 +122,16 @@ def _train_all(console: Any, epochs: int, seed: int) -> tuple[list[Any], Any]:
         os.environ.setdefault(name, value)
     # Keras reads its backend when it is imported, and imports TensorFlow late, whatever the
     # backend, if it is installed.
-    with progress.waiting(console, "Importing Keras"), silenced():
-        from lossscale.demo import images, training
+    with progress.waiting(console, f"Importing {framework.split()[0].strip(',')}"), silenced():
+        from lossscale.demo import images
 
+        module = _training_on(backend)
         data = images.load_digits(seed)
-        probe = training.make_probe(data, seed)
-        weights = training.build_model("float32", seed).get_weights()
-        gradients = probe.gradients("float32", weights)
+        probe = module.make_probe(data, seed)
+        gradients = probe.gradients("float32", module.first_weights(seed))
     with progress.training(console, RECIPES, epochs) as show:
         runs = [
-            training.train(recipe, data, epochs=epochs, seed=seed, probe=probe, after_epoch=show)
+            module.train(recipe, data, epochs=epochs, seed=seed, probe=probe, after_epoch=show)
             for recipe in RECIPES
         ]
     return runs, gradients

@@ -21,6 +21,7 @@ PACKAGES = (
     "keras",
     "tf_keras",
     "jax",
+    "optax",
     "torch",
     "matplotlib",
     "rich",
@@ -47,6 +48,8 @@ SHELLS = (
     Shell("Keras 3 on JAX", ("keras", "jax"), ("keras", "jax")),
     Shell("Keras 3 on PyTorch", ("keras", "torch"), ("keras", "torch")),
     Shell("Keras 2 (tf_keras)", ("tf_keras", "tensorflow"), ("tf_keras",)),
+    Shell("PyTorch, without Keras", ("torch",), ("torch",)),
+    Shell("JAX with Optax", ("optax", "jax"), ("optax",)),
 )
 
 

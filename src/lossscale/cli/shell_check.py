@@ -27,6 +27,22 @@ weight = tensorflow.Variable(1.0)
 optimizer.apply_gradients([(tensorflow.constant(1.0), weight)])
 applied = float(weight)
 """
+_TORCH = """
+import torch, lossscale
+weight = torch.nn.Parameter(torch.tensor(1.0))
+optimizer = lossscale.LossScaleOptimizer(torch.optim.SGD([weight], 0.5))
+optimizer.scale_loss(weight).backward()
+optimizer.step()
+applied = float(weight)
+"""
+_OPTAX = """
+import optax, lossscale.optax
+tx = lossscale.optax.loss_scaled(optax.sgd(0.5))
+state = tx.init(1.0)
+_, gradient = lossscale.optax.value_and_grad(lambda weight: weight)(state, 1.0)
+applied = 1.0 + float(tx.update(gradient, state, 1.0)[0])
+"""
+_PROGRAMS = {"keras": _KERAS, "tf_keras": _TF_KERAS, "torch": _TORCH, "optax": _OPTAX}
 _DEVICES = {
     "tensorflow": """
 import tensorflow
@@ -59,8 +75,8 @@ def check_shell(shell: Shell) -> dict[str, Any]:
         `error`, None or what the process said last; `devices`, what the framework computes on;
         `seconds`, how long it took, imports included.
     """
-    library, backend = shell.packages
-    program = (_KERAS if library == "keras" else _TF_KERAS) + _DEVICES[backend] + _LAST
+    library, backend = shell.packages[0], shell.packages[-1]
+    program = _PROGRAMS[library] + _DEVICES[backend] + _LAST
     environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
     started = time.perf_counter()
     try:

@@ -21,13 +21,15 @@ measured with TensorFlow and oneDNN, where a convolution takes 40 times as long 
 LEARNING_RATE = 0.05
 """For a loss that is averaged over the images alone. The runs multiply it by the outputs."""
 
+MOMENTUM = 0.9
+
 
 class Recipe(NamedTuple):
     """One of the ways to train.
 
     Attributes:
         name: What it is called in the table and in the picture.
-        policy: The Keras dtype policy of the model.
+        policy: The Keras dtype policy of the model, or what computes the same without Keras.
         rule: The rule of the loss scale, or None for no loss scaling.
     """
 

@@ -10,18 +10,18 @@ from lossscale.diagnostics.powers import power_of_two
 from lossscale.rules import DynamicScale
 
 
-def introduce(console: Any, backend: str, epochs: int, seed: int) -> None:
+def introduce(console: Any, framework: str, epochs: int, seed: int) -> None:
     """Says what is going to be trained, and how.
 
     Args:
         console: The rich Console to print on.
-        backend: What Keras computes with.
+        framework: What trains, such as "Keras on jax".
         epochs: Epochs of each run.
         seed: The seed of all runs.
     """
     console.print(
         f"[bold]Handwritten digits, learned four ways[/bold] "
-        f"(Keras on {backend}, {epochs} epochs, seed {seed})\n"
+        f"({framework}, {epochs} epochs, seed {seed})\n"
     )
     console.print(
         f"The loss is averaged over {power_of_two(OUTPUTS)} outputs, as many as an image of "

@@ -6,7 +6,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lossscale.demo.experiment import BATCH, HIDDEN_UNITS, LEARNING_RATE, OUTPUTS, Recipe, Run
+from lossscale.demo.epochs import Probe, learn
+from lossscale.demo.experiment import (
+    BATCH,
+    HIDDEN_UNITS,
+    LEARNING_RATE,
+    MOMENTUM,
+    OUTPUTS,
+    Recipe,
+    Run,
+)
 from lossscale.demo.images import Digits
 from lossscale.demo.probe import GradientProbe
 from lossscale.optimizer import LossScaleOptimizer
@@ -56,6 +65,11 @@ def averaged_loss(outputs: int) -> Callable[[Any, Any], Any]:
     return loss
 
 
+def first_weights(seed: int) -> Any:
+    """Returns the weights that every run of a seed starts from, as the probe takes them."""
+    return build_model("float32", seed).get_weights()
+
+
 def make_probe(digits: Digits, seed: int, outputs: int = OUTPUTS) -> GradientProbe:
     """Returns what measures gradients: on the first images, for any weights and scale."""
     return GradientProbe(
@@ -73,7 +87,7 @@ def train(
     epochs: int,
     seed: int,
     outputs: int = OUTPUTS,
-    probe: GradientProbe | None = None,
+    probe: Probe | None = None,
     after_epoch: Callable[[Run], None] = lambda run: None,
 ) -> Run:
     """Trains one way.
@@ -92,50 +106,54 @@ def train(
     Returns:
         What happened.
     """
-    import keras
-    import numpy as np
-
-    run = Run(recipe)
     started = time.perf_counter()
-    model = build_model(recipe.policy, seed)
-    optimizer: Any = keras.optimizers.SGD(LEARNING_RATE * outputs, momentum=0.9)
-    if recipe.rule is not None:
-        optimizer = LossScaleOptimizer(optimizer, rule=recipe.rule)
-    model.compile(
-        optimizer,
-        averaged_loss(outputs),
-        metrics=["accuracy"],
-        # Else Keras adds loss scaling of its own where the run is to have none.
-        auto_scale_loss=recipe.rule is not None,
+    learner = _KerasLearner(recipe, seed, outputs)
+    return learn(
+        learner,
+        recipe,
+        digits,
+        epochs=epochs,
+        seed=seed,
+        started=started,
+        probe=probe,
+        after_epoch=after_epoch,
     )
-    shuffler = np.random.default_rng(seed)
-    whole_batches = len(digits.images) // BATCH * BATCH
-    scale = None if recipe.rule is None else float(recipe.rule.init().scale)
-    for _ in range(epochs):
-        order = shuffler.permutation(len(digits.images))[:whole_batches]
-        for batch in order.reshape(-1, BATCH):
-            model.train_on_batch(digits.images[batch], digits.labels[batch])
-            if scale is not None:
-                run.scales.append(scale)
-                run.skipped.append(bool(_to_number(optimizer.last_step_skipped)))
-                scale = _to_number(optimizer.loss_scale)
-        metrics = model.evaluate(
-            digits.test_images,
-            digits.test_labels,
-            batch_size=len(digits.test_images),
-            verbose=0,
-            return_dict=True,
+
+
+class _KerasLearner:
+    def __init__(self, recipe: Recipe, seed: int, outputs: int) -> None:
+        import keras
+
+        optimizer: Any = keras.optimizers.SGD(LEARNING_RATE * outputs, momentum=MOMENTUM)
+        if recipe.rule is not None:
+            optimizer = LossScaleOptimizer(optimizer, rule=recipe.rule)
+        self._optimizer = optimizer
+        self._model = build_model(recipe.policy, seed)
+        self._model.compile(
+            optimizer,
+            averaged_loss(outputs),
+            metrics=["accuracy"],
+            # Else Keras adds loss scaling of its own where the run is to have none.
+            auto_scale_loss=recipe.rule is not None,
         )
-        run.accuracy.append(float(metrics["accuracy"]))
-        run.seconds += time.perf_counter() - started
-        if probe is not None:
-            run.flushed.append(
-                probe.share_flushed(recipe.policy, model.get_weights(), scale or 1.0)
-            )
-        run.final_scale = scale
-        after_epoch(run)
-        started = time.perf_counter()
-    return run
+
+    def step(self, images: Any, labels: Any) -> None:
+        self._model.train_on_batch(images, labels)
+
+    def skipped(self) -> bool:
+        return bool(_to_number(self._optimizer.last_step_skipped))
+
+    def scale(self) -> float:
+        return _to_number(self._optimizer.loss_scale)
+
+    def accuracy(self, images: Any, labels: Any) -> float:
+        metrics = self._model.evaluate(
+            images, labels, batch_size=len(images), verbose=0, return_dict=True
+        )
+        return float(metrics["accuracy"])
+
+    def weights(self) -> Any:
+        return self._model.get_weights()
 
 
 def _to_number(scalar: Any) -> float:

@@ -226,7 +226,11 @@ class _Judge:
     def _judge(self, variable: VariableFidelity, negligible: float) -> tuple[Verdict, str, bool]:
         one, limits, good = variable.at[1.0], self._limits, self._fidelity.good
         if one.reference_nonfinite:
-            return Verdict.UNKNOWN, "The reference itself is not finite.", True
+            why = (
+                f"{one.reference_nonfinite:,} of {one.elements:,} elements are infinite or NaN in "
+                "float32, before any scaling."
+            )
+            return Verdict.UNKNOWN, why, True
         if not one.mass and not one.nonfinite:
             return Verdict.UNKNOWN, "It is zero.", False
         if one.largest < negligible:
@@ -248,16 +252,17 @@ class _Judge:
             return Verdict.INSUFFICIENT, kept, True
         noise = min(one.error, best.error)
         if noise >= limits.noise:
-            why = f"float16's rounding alone makes it wrong by {_percent(noise)} at any scale."
+            why = (
+                f"float16's rounding alone is a relative error of {_percent(noise)}, at any scale."
+            )
             return Verdict.UNKNOWN, why, False
         lost, error = one.lost - min(one.lost, best.lost), one.error - noise
-        before, after = _described(one), _described(best)
+        beside = f"{at_good} {share(best.lost)} and {_percent(best.error)}."
+        why = f"without scaling {_described(one)}, {beside}"
         if lost <= limits.lost and error <= max(limits.error, noise):
-            beside = f"{before}; {at_good} {after}."
-            return Verdict.NOT_NEEDED, f"It is right without scaling: {beside}", True
+            return Verdict.NOT_NEEDED, why, True
         required = lost >= limits.required_lost or error >= max(limits.required_error, noise)
-        verdict = Verdict.REQUIRED if required else Verdict.RECOMMENDED
-        return verdict, f"Without scaling {before}; {at_good} {after}.", True
+        return (Verdict.REQUIRED if required else Verdict.RECOMMENDED), why, True
 
     def _still_lost(self, variable: VariableFidelity) -> str:
         """What the highest single scale costs a variable; empty if next to nothing."""
@@ -290,19 +295,24 @@ class _Judge:
             first = unknown[0]
             return Judgement(
                 Verdict.UNKNOWN,
-                f"The gradient of {first.name}: {first.reason} float16 overflows on the way "
-                "forward, or the data are at fault; no loss scale mends that.",
+                f"The gradient of {first.name}: {first.reason} "
+                + (
+                    "The model or its data are at fault, which no loss scale mends."
+                    if first.unscaled.reference_nonfinite
+                    else "float16 overflows on the way forward, which no loss scale mends: keep "
+                    "the layer in which it does in float32."
+                ),
             )
         worst = found[0]
-        where = f"the gradient of {worst.name}"
+        where = f"that of {worst.name}"
         if worst.verdict is Verdict.NOT_NEEDED:
             return Judgement(
                 Verdict.NOT_NEEDED,
-                f"In float16 no gradient gets better by scaling. The worst is {where}: "
+                f"In float16 no gradient gets better by scaling; of {where}, the worst, "
                 f"{worst.reason}",
             )
         if worst.verdict is not Verdict.INSUFFICIENT:
-            return Judgement(worst.verdict, f"{where[0].upper()}{where[1:]}: {worst.reason}")
+            return Judgement(worst.verdict, f"The gradient of {worst.name}: {worst.reason}")
         costs = [each.name for each in found if each.verdict is Verdict.INSUFFICIENT]
         above = ", ".join(fidelity.too_large[:3])
         return Judgement(
@@ -323,8 +333,10 @@ def _shares(found: Deviation) -> dict[str, float]:
 
 
 def _described(found: Deviation) -> str:
-    lost = f"{share(found.lost)} of its sum of |x| becomes zero"
-    return f"{lost} and it is wrong by {_percent(found.error)}"
+    return (
+        f"{share(found.lost)} of the sum of |x| is lost to zero and the relative error is "
+        f"{_percent(found.error)}"
+    )
 
 
 def _percent(error: float) -> str:

@@ -21,14 +21,17 @@ _LOWEST_POWER, _HIGHEST_POWER = -24, 48
 _FIRST_POWER = 15
 """Where the search begins if no prediction says better: at the first scale of a dynamic rule."""
 
-_SHIFT = 2.0**12
-"""By this the reference is scaled once, to see whether it is free of narrow formats."""
-
 _SAME = 1e-3
 """Up to this relative error two references are the same but for the order of sums."""
 
 _FAR = 10
 """So far below a highest scale below 1 the lowest one is looked for, in powers of two."""
+
+_CHANCE = (
+    "Two runs of the model on the same batch gave different gradients, so float16 cannot be told "
+    "from chance. It draws random numbers of its own: let its layers draw them from Keras, with a "
+    "seed generator, or ask without them."
+)
 
 MOST_RUNS_OF_SEARCH = 32
 """How many times gradients are computed on the first batch, at most."""
@@ -64,8 +67,9 @@ class Gradients(Protocol):
 class FidelityMeter:
     """Compares gradients in float16 with their reference, on one batch after another.
 
-    In memory are two copies of the gradients of a model, on the host. On the first batch gradients
-    are computed at most `MOST_RUNS_OF_SEARCH` times, on each other at most `RUNS_OF_A_BATCH` times.
+    In memory are three copies of the gradients of a model at most, on the host. On the first batch
+    gradients are computed at most `MOST_RUNS_OF_SEARCH` times, on each other at most
+    `RUNS_OF_A_BATCH` times.
 
     Args:
         gradients: What the framework provides.
@@ -119,7 +123,7 @@ class FidelityMeter:
         if self._batches == 1:
             self._search(batch, predicted)
             return
-        at = self._new_probe(batch)
+        at = self._new_probe(batch, self._run(batch, self._reference_scale, True))
         for scale in self._scales:
             self._keep(scale, at(scale))
         while self._good is not None and _not_finite(at(self._good)):
@@ -180,9 +184,10 @@ class FidelityMeter:
         self._runs += 1
         return self._gradients(batch, scale, reference=reference)
 
-    def _new_probe(self, batch: Any) -> Callable[[float], dict[str, Deviation]]:
+    def _new_probe(
+        self, batch: Any, reference: Mapping[str, Any]
+    ) -> Callable[[float], dict[str, Deviation]]:
         """Returns what compares the gradients of a batch at a scale with the reference."""
-        reference = self._run(batch, self._reference_scale, True)
         known: dict[float, dict[str, Deviation]] = {}
 
         def at(scale: float) -> dict[str, Deviation]:
@@ -206,13 +211,19 @@ class FidelityMeter:
     # --- The first batch ----------------------------------------------------------------------
 
     def _search(self, batch: Any, predicted: float | None) -> None:
-        at = self._new_probe(batch)
+        first = self._run(batch, 1.0, True)
+        at = self._new_probe(batch, first)
         power = _FIRST_POWER if predicted is None else _power(predicted)
         highest = _highest(lambda power: not _not_finite(at(2.0**power)), power)
-        if highest is not None and self._reference_is_narrow(batch):
-            # Its own casts lose in float32 what they lose in float16, but not at a high scale.
-            self._reference_scale = 2.0**highest
-            at = self._new_probe(batch)
+        if highest is not None:
+            scaled = self._run(batch, 2.0**highest, True)
+            if self._differ(scaled, first, 2.0**highest):
+                if self._differ(self._run(batch, 1.0, True), first, 1.0):
+                    self._missing = _CHANCE
+                    return
+                # Its own casts lose in float32 what they lose in float16, but not at a high scale.
+                self._reference_scale = 2.0**highest
+                at = self._new_probe(batch, scaled)
         self._keep(1.0, at(1.0))
         if highest is not None:
             self._highest = 2.0**highest
@@ -253,12 +264,11 @@ class FidelityMeter:
         room = 2.0 ** math.ceil(self._limits.room)
         return middle_scale(lowest, max(lowest, highest / room)) or lowest
 
-    def _reference_is_narrow(self, batch: Any) -> bool:
-        """Whether the reference changes with the loss scale, which float32 does not."""
-        plain, scaled = (self._run(batch, scale, True) for scale in (1.0, _SHIFT))
-        found = self._compared(scaled, plain, 1.0, _SHIFT).values()
+    def _differ(self, found: Mapping[str, Any], first: Mapping[str, Any], scale: float) -> bool:
+        """Whether a reference changes with the loss scale, which float32 does not."""
+        both = self._compared(found, first, 1.0, scale).values()
         return any(
-            each.nonfinite or each.reference_nonfinite or each.error > _SAME for each in found
+            each.nonfinite or (each.error > _SAME and not each.reference_nonfinite) for each in both
         )
 
 

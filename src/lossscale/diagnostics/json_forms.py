@@ -50,6 +50,7 @@ class JsonForm(Generic[T]):
         leaves_out: Whether a field that has its default is not written, and may be missing.
         version: The first key, if there is one.
         ignores: Whether other keys are passed over. Otherwise they are an error.
+        newer: Fields with a default that objects of older releases lack.
     """
 
     cls: type[T]
@@ -59,6 +60,7 @@ class JsonForm(Generic[T]):
     leaves_out: bool = False
     version: FormatVersion | None = None
     ignores: bool = False
+    newer: frozenset[str] = frozenset()
 
     def write(self, value: T) -> dict[str, Any]:
         """Returns the object that describes an instance."""
@@ -123,7 +125,7 @@ class JsonForm(Generic[T]):
         return dataclasses.fields(self.cls)  # type: ignore[arg-type]
 
     def _may_be_missing(self, field: dataclasses.Field[Any]) -> bool:
-        return self.leaves_out and _has_default(field)
+        return (self.leaves_out or field.name in self.newer) and _has_default(field)
 
     @property
     def _keys(self) -> str:

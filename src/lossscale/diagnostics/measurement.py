@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lossscale.diagnostics.batches import Batch
+from lossscale.diagnostics.exponents import ZEROS, layout_of
 from lossscale.diagnostics.histogram import GradientHistogram
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.tapping import OUTPUT, Taps
@@ -13,6 +14,22 @@ from lossscale.diagnostics.tensor_ranges import TensorKind, TensorRange
 
 NARROW = ("float16", "bfloat16")
 """The dtypes in which gradients without scaling cannot show what they lost."""
+
+
+class Derived(NamedTuple):
+    """One gradient on one batch, where the framework computed it.
+
+    Attributes:
+        key: The number of the variable, or the name that a tensor was tapped with.
+        dtype: The name of the dtype of what it is a gradient by.
+        gradient: The gradient in the framework's array; None if the loss does not depend on it.
+        left_out: How many zeros it lacks: the elements of rows that no sample has used.
+    """
+
+    key: int | str
+    dtype: str
+    gradient: Any
+    left_out: Any
 
 
 class Counted(NamedTuple):
@@ -27,6 +44,22 @@ class Counted(NamedTuple):
     key: int | str
     dtype: str
     table: Any
+
+
+def counted(derived: Iterable[Derived], count: Callable[[Any], Any]) -> list[Counted]:
+    """Returns what is counted of gradients.
+
+    Args:
+        derived: The gradients.
+        count: Returns the table of exponents of a gradient, on the host.
+    """
+    found = []
+    for key, dtype, gradient, left_out in derived:
+        table = None if gradient is None else count(gradient)
+        if table is not None and int(left_out):
+            table.counts[layout_of(len(table.counts)).exponents + ZEROS, 0] += int(left_out)
+        found.append(Counted(key, dtype, table))
+    return found
 
 
 class Measurement:
@@ -76,6 +109,7 @@ class Measurement:
             samples=self._samples,
             ranges=ranges(self._counted, paths, taps),
             blind=blind(self._counted, paths),
+            untapped=taps.untapped,
         )
 
 

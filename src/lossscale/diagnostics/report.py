@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from lossscale.diagnostics import report_text
+from lossscale.diagnostics.fidelity import Fidelity, JudgedVariable, LayerFidelity
 from lossscale.diagnostics.format_fit import middle_scale
 from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.diagnostics.histogram import GradientHistogram
@@ -40,6 +40,10 @@ class GradientReport:
             was flushed cannot be seen. If there is one, the verdict is UNKNOWN.
         format: The name of the number format that the verdict is about.
         thresholds: Where the verdicts begin.
+        fidelity: What float16 made of the gradients, on which the verdict rests; None if it was not
+            measured. Then the verdict is a prediction from `ranges`.
+        untapped: Layers that what happens inside of has no row in `ranges`.
+        caveats: What was not measured as it is trained, as sentences.
     """
 
     model: str
@@ -52,6 +56,9 @@ class GradientReport:
     blind: tuple[str, ...] = ()
     format: str = "float16"
     thresholds: Thresholds = dataclasses.field(default_factory=Thresholds)
+    fidelity: Fidelity | None = None
+    untapped: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         number_format(self.format)
@@ -125,7 +132,7 @@ class GradientReport:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the model needs loss scaling."""
+        """Whether the model needs loss scaling: as measured in float16, else as predicted."""
         return self._judgement.verdict
 
     @property
@@ -133,12 +140,46 @@ class GradientReport:
         """Why, in a sentence or two."""
         return self._judgement.reason
 
+    @property
+    def measured_variables(self) -> tuple[JudgedVariable, ...]:
+        """What float16 made of the gradient of each variable, the worst first.
+
+        Empty if it was not measured, or `format` is another one.
+        """
+        fidelity = self._measured
+        return () if fidelity is None else fidelity.judged(self.thresholds)
+
+    @property
+    def measured_layers(self) -> tuple[LayerFidelity, ...]:
+        """The same, layer by layer."""
+        fidelity = self._measured
+        return () if fidelity is None else fidelity.layers(self.thresholds)
+
+    @property
+    def _measured(self) -> Fidelity | None:
+        return self.fidelity if self.format == "float16" else None
+
+    @cached_property
+    def _judgement(self) -> Judgement:
+        fidelity = self._measured
+        return self.prediction if fidelity is None else fidelity.judge(self.thresholds)
+
     @cached_property
     def suitable_scales(self) -> tuple[float, float]:
         """The smallest and the largest power of two that suit every gradient that has a say.
 
-        If the first is above the second, no scale does. (0.0, inf) if all gradients are zero.
+        If the first is above the second, no scale does. (0.0, inf) if all gradients are zero. They
+        are those that were measured, with room above them; else they follow from `ranges`.
         """
+        measured = self._measured
+        if measured is not None and measured.lowest and measured.highest:
+            room = 2.0 ** math.ceil(self.thresholds.room)
+            return measured.lowest, max(measured.lowest, measured.highest / room)
+        return self.predicted_scales
+
+    @cached_property
+    def predicted_scales(self) -> tuple[float, float]:
+        """The suitable scales as they follow from `ranges`."""
         pairs = [
             (tensor, *self.thresholds.scales(tensor.histogram, self.format))
             for tensor in self.tensors
@@ -164,16 +205,21 @@ class GradientReport:
         """
         if self.verdict in (Verdict.UNKNOWN, Verdict.INSUFFICIENT):
             return None
-        return 1.0 if self.verdict is Verdict.NOT_NEEDED else middle_scale(*self.suitable_scales)
+        if self.verdict is Verdict.NOT_NEEDED:
+            return 1.0
+        if self._measured is not None:
+            return self._measured.good
+        return middle_scale(*self.suitable_scales)
 
     @cached_property
-    def _judgement(self) -> Judgement:
+    def prediction(self) -> Judgement:
+        """The verdict that follows from `ranges`: from what rounding would take away."""
         if self.blind:
             return Judgement(
                 Verdict.UNKNOWN,
-                f"The gradient of {_listed(self.blind)} is computed in float16 or bfloat16 "
-                "whatever the dtype policy says, and such a gradient cannot show what it lost. "
-                "Leave the casts in the model to its policy and ask again.",
+                f"The gradient of {report_text.listed(self.blind)} is computed in float16 or "
+                "bfloat16 whatever the dtype policy says, and such a gradient cannot show what it "
+                "lost. Leave the casts in the model to its policy and ask again.",
             )
         for tensor in self.tensors:
             if tensor.histogram.infs or tensor.histogram.nans:
@@ -192,7 +238,7 @@ class GradientReport:
                 f"The gradients fit into {self.format} as they are. {which} that of "
                 f"{decisive.name}: {decisive.reason}",
             )
-        lowest, highest = self.suitable_scales
+        lowest, highest = self.predicted_scales
         reason = f"The gradient of {decisive.name}: {decisive.reason}"
         if lowest <= highest:
             return Judgement(decisive.weight, reason)
@@ -216,7 +262,7 @@ class GradientReport:
             Every gradient is zero.
             ...
         """
-        return report_text.text(self, rows)
+        return "\n".join(report_text.lines_of(self, rows))
 
     def __str__(self) -> str:
         return self.to_text()
@@ -263,6 +309,10 @@ class GradientReport:
             "recommended_scale": self.recommended_scale,
             "suitable_scales": [lowest, highest] if 0 < lowest <= highest < math.inf else None,
             "worst": self.worst.name if self.worst else None,
+            "prediction": {
+                "verdict": str(self.prediction.verdict),
+                "reason": self.prediction.reason,
+            },
             **_FORM.write(self),
             "ranges": [
                 {**_RANGE_FORM.write(tensor), "verdict": str(verdicts[tensor.name])}
@@ -308,7 +358,14 @@ _FORM = JsonForm(
         ),
         "blind": Conversion(list, tuple),
         "thresholds": Conversion(dataclasses.asdict, lambda found: Thresholds(**found)),
+        "fidelity": Conversion(
+            lambda found: None if found is None else found.to_dict(),
+            lambda found: None if found is None else Fidelity.from_dict(found),
+        ),
+        "untapped": Conversion(list, tuple),
+        "caveats": Conversion(list, tuple),
     },
+    newer=frozenset({"fidelity", "untapped", "caveats"}),
     version=_FORMAT,
     ignores=True,
 )
@@ -322,8 +379,3 @@ def _badness(tensor: JudgedTensor) -> tuple[float, ...]:
     outside = tensor.kind is not TensorKind.ACTIVATION
     headroom = tensor.histogram.headroom_bits(tensor.format)
     return tensor.weight.severity, at_loss, outside, tensor.flushed_mass, -headroom
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from lossscale.diagnostics.measurement import Derived
 
 OUTPUT, ACTIVATION = "output:", "activation:"
 """What the names of tensors begin with."""
+
+_LIBRARIES = ("keras", "tf_keras")
 
 Tap = Callable[[str, Any], Any]
 """Given the name of a tensor and the tensor, returns what the computation must go on with."""
@@ -40,19 +45,24 @@ class Taps:
     """Where to tap a model.
 
     Args:
-        model: The model, with its variables. Of one that is no graph of layers, only what it
-            returns can be tapped: what happens inside its `call` is not known.
+        model: The model, with its variables.
         library: The Keras it is of.
+
+    Attributes:
+        untapped: The layers, or the model, that what happens inside of is not known of.
     """
 
     def __init__(self, model: Any, library: Library) -> None:
         self.layer_names: dict[str, str] = {}
+        self.untapped: tuple[str, ...] = ()
         self._model_name = model.name
         self._library = library
         self._wrappers: list[tuple[Any, str, Callable[[Any, Tap], Any]]] = []
+        self._inside: dict[int, tuple[str, str]] = {}
         self._output_names: list[str | None] = []
         graph = library.graph_of(model)
         if graph is None:
+            self._tap_own_layers(model)
             return
         sources = [self._source(tensor) for tensor in library.flatten(graph.outputs)]
         for source in {id(source): source for source in sources}.values():
@@ -64,6 +74,7 @@ class Taps:
         for layer in self._weighted_layers(graph):
             if not any(layer is source for source in sources):
                 self._tap_inside(layer)
+            self._tap_own_layers(layer)
 
     def _source(self, tensor: Any) -> Any:
         """The innermost layer that returns a symbolic tensor."""
@@ -80,6 +91,43 @@ class Taps:
                 yield from self._weighted_layers(inner)
             elif layer.trainable_variables:
                 yield layer
+
+    def _tap_own_layers(self, owner: Any) -> None:
+        """Taps the layers that a layer calls by itself, if it was not written by Keras.
+
+        Those of Keras may call theirs in compiled loops, from which no tensor gets out.
+        """
+        if type(owner).__module__.partition(".")[0] in _LIBRARIES:
+            return
+        for layer in owner._flatten_layers(include_self=False, recursive=False):
+            graph = self._library.graph_of(layer)
+            inner = [layer] if graph is None else list(self._weighted_layers(graph))
+            for each in inner:
+                known = any(each is tapped for tapped, _, _ in self._wrappers)
+                if each.trainable_variables and not known:
+                    self._tap_inside(each)
+                    name = ACTIVATION + self._path(each)
+                    self._inside[id(each)] = name, self._path(owner)
+                    self._tap_own_layers(each)
+
+    def leave_inside(self) -> bool:
+        """Taps the layers no longer that other layers call by themselves.
+
+        Returns:
+            Whether there were any.
+        """
+        self.untapped = tuple(dict.fromkeys(owner for _, owner in self._inside.values()))
+        left = [wrapper for wrapper in self._wrappers if id(wrapper[0]) not in self._inside]
+        found, self._wrappers, self._inside = bool(self._inside), left, {}
+        return found
+
+    def without_lost(self, derived: list[Derived]) -> list[Derived]:
+        """Leaves out the tensors inside that no gradient arrived at, as in compiled loops."""
+        lost = {each.key for each in derived if each.gradient is None}
+        owners = [owner for name, owner in self._inside.values() if name in lost]
+        self.untapped = tuple(dict.fromkeys([*self.untapped, *owners]))
+        inside = {name for name, _ in self._inside.values()}
+        return [each for each in derived if each.key not in lost & inside]
 
     def _tap_last_layer(self, layer: Any) -> None:
         activation = getattr(layer, "activation", None)
@@ -110,9 +158,13 @@ class Taps:
 
         self._wrappers.append((layer, "call", wrapper))
 
-    def _named(self, kind: str, layer: Any) -> str:
+    @staticmethod
+    def _path(layer: Any) -> str:
         # Layers of tf_keras, and operations that are no layers, have no path.
-        path = str(getattr(layer, "path", None) or layer.name)
+        return str(getattr(layer, "path", None) or layer.name)
+
+    def _named(self, kind: str, layer: Any) -> str:
+        path = self._path(layer)
         # Keras calls an output by the name of its layer.
         name = kind + (layer.name if kind == OUTPUT else path)
         self.layer_names[name] = path

@@ -32,7 +32,8 @@ def net(optimizer=None, **arguments):
     model = keras.Sequential(layers, name="net")
     rule = DynamicScale(initial_scale=2.0**8, growth_interval=3)
     inner = optimizer or keras.optimizers.SGD(0.0)
-    model.compile(LossScaleOptimizer(inner, rule=rule), "mse", **arguments)
+    given = {"jit_compile": False, **arguments}
+    model.compile(LossScaleOptimizer(inner, rule=rule), "mse", **given)
     return model
 
 

@@ -29,6 +29,7 @@ from frameworks.keras.support import (
     variables,
     wrapped,
 )
+from fresh import Program
 from lossscale import DynamicScale, FixedScale, LossScaleWarning
 
 RULE = DynamicScale(initial_scale=2.0**10, growth_interval=4)
@@ -49,14 +50,19 @@ INNERS = {
 }
 
 
+def maker(name):
+    return lambda: wrapped(INNERS[name](), rule=RULE)
+
+
 @pytest.fixture(params=INNERS)
 def make(request):
-    return lambda: wrapped(INNERS[request.param](), rule=RULE)
+    return maker(request.param)
 
 
 def compiled(optimizer):
+    """A model that steps eagerly: what is compiled has nothing to do with what is saved."""
     model = small_model()
-    model.compile(optimizer, "mse", jit_compile=False)
+    model.compile(optimizer, "mse", run_eagerly=True)
     return model
 
 
@@ -223,30 +229,32 @@ def test_the_state_of_a_set_of_weights_goes_through_get_and_set(name):
 
 
 CONTINUE = """
-    import sys
+import sys
+import warnings
 
-    import keras
-    import numpy as np
-    import tensorflow as tf
+import keras
+import numpy as np
+import tensorflow as tf
 
-    from frameworks.keras.support import status, values
-    from frameworks.keras.test_persistence import batches_with_overflows, compiled, continued
+from frameworks.keras.support import status, values
+from frameworks.keras.test_persistence import batches_with_overflows, compiled, continued
 
-    folder = sys.argv[1]
-    x, y = batches_with_overflows(20)
-    for kind in sys.argv[2:]:
-        if kind == "keras":
-            model = keras.saving.load_model(f"{folder}/model.keras")
+warnings.simplefilter("error", UserWarning)
+folder = sys.argv[1]
+x, y = batches_with_overflows(20)
+for kind in sys.argv[2:]:
+    if kind == "keras":
+        model = keras.saving.load_model(f"{folder}/model.keras")
+    else:
+        model = compiled(continued())
+        if kind == "weights":
+            model.load_weights(f"{folder}/model.weights.h5")
         else:
-            model = compiled(continued())
-            if kind == "weights":
-                model.load_weights(f"{folder}/model.weights.h5")
-            else:
-                checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-                checkpoint.restore(f"{folder}/ckpt-1")
-        model.fit(x[80:], y[80:], batch_size=8, shuffle=False, verbose=0)
-        numbers = values([*model.trainable_variables, *model.optimizer.variables])
-        np.savez(f"{folder}/{kind}.npz", *numbers)
+            checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+            checkpoint.restore(f"{folder}/ckpt-1")
+    model.fit(x[80:], y[80:], batch_size=8, shuffle=False, verbose=0)
+    numbers = values([*model.trainable_variables, *model.optimizer.variables])
+    np.savez(f"{folder}/{kind}.npz", *numbers)
 """
 KINDS = ["keras", "weights", "checkpoint"]
 
@@ -269,7 +277,8 @@ def half_trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def continued_in_a_new_process(half_trained):
-    run_fresh(CONTINUE, str(half_trained), *KINDS)
+    done = Program(CONTINUE, half_trained, *KINDS).finished()
+    assert done.returncode == 0, done.stderr[-4000:]
     return half_trained
 
 

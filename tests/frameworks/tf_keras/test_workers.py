@@ -50,7 +50,7 @@ NEVER = 99
 
 @pytest.mark.parametrize("family", ["new", "legacy"])
 def test_a_killed_worker_that_starts_again_goes_on_from_where_the_scale_was(family, tmp_path):
-    environment = {"TF_USE_LEGACY_KERAS": "1"}
+    environment = {"TF_USE_LEGACY_KERAS": "1", "module": "tf_keras"}
     whole = on_two_workers(FIT, str(tmp_path / "whole"), str(NEVER), family, **environment)
     assert whole[0] == whole[1] is not None
     _, *state = json.loads(whole[0])

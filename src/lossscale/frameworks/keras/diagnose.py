@@ -1,32 +1,46 @@
 """Measures the gradients of a compiled Keras 3 model, and leaves the model as it was.
 
 Everything runs in a `keras.StatelessScope`, which takes what would be assigned to any variable:
-statistics of normalizations, states of random seeds, metrics. The layers compute in float32
-meanwhile, whatever their dtype policy, because a gradient in float16 cannot show what it lost.
+statistics of normalizations, states of random seeds, metrics. For the reference the layers compute
+in float32, whatever their dtype policy, because a gradient in float16 cannot show what it lost; for
+what float16 makes of it they compute in float16. Their policies are put back after each run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
-from keras.src.models.functional import Functional
 
 from lossscale.diagnostics.batch_checks import check_batch, inputs_of, naming_targets
 from lossscale.diagnostics.batches import Batch
-from lossscale.diagnostics.measurement import NARROW, Measurement, paths_of
+from lossscale.diagnostics.fidelity_meter import fidelity_at
+from lossscale.diagnostics.measurement import NARROW, Derived, paths_of
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
-from lossscale.errors import ArgumentError
+from lossscale.diagnostics.verdict import Thresholds
 from lossscale.frameworks.keras.backends import counting
+from lossscale.frameworks.keras.draws import drawn_in_float32
+from lossscale.frameworks.keras.weights import numpy_of
+from lossscale.frameworks.shell.diagnosis import ModelGradients, looking_inside, measured
+from lossscale.frameworks.shell.measuring import (
+    caveats_of,
+    check_ready,
+    computing_in_float16,
+    computing_in_float32,
+    without_a_loss,
+)
+from lossscale.frameworks.shell.probing import Probe, described
+from lossscale.optimizer import LossScaleOptimizer
 
 
 def _graph_of(layer: Any) -> Any:
     if isinstance(layer, keras.Sequential):
         layer = layer._functional
-    return layer if isinstance(layer, Functional) else None
+    return layer if isinstance(layer, keras.Function) else None
 
 
 _LIBRARY = Library(
@@ -39,7 +53,12 @@ _LIBRARY = Library(
 
 
 def measure(
-    model: Any, batches: Iterable[Batch], after_batch: Callable[[int], None]
+    model: Any,
+    batches: Iterable[Batch],
+    after_batch: Callable[[int], None],
+    *,
+    thresholds: Thresholds,
+    quick: bool,
 ) -> GradientReport:
     """Returns the report on the gradients of a model.
 
@@ -47,17 +66,49 @@ def measure(
         model: A compiled `keras.Model` that has its variables.
         batches: What to measure on; at least one.
         after_batch: Called after every batch with the number of batches so far.
+        thresholds: Where the verdicts begin.
+        quick: Whether to compute in float32 only, and predict.
 
     Raises:
         ArgumentError: If the model is not compiled, has no loss, or has no variables.
     """
-    _check_ready(model)
+    check_ready(model, is_compiled=model.compiled, input_name="a keras.Input")
+    variables = list(model.trainable_variables)
+    paths = paths_of([variable.path for variable in variables])
+    inputs, needs_targets = inputs_of(model), _needs_targets(model)
+    taps = Taps(model, _LIBRARY)
+    backend = counting.load()
+    narrow = {x.dtype_policy.name for x in model._flatten_layers() if x.compute_dtype in NARROW}
+    with backend.random_state_kept(), _loss_of_its_own(model):
+        gradients = gradients_of(model, taps, [name for name, _ in paths])
+        measurement, fidelity = measured(
+            gradients,
+            batches,
+            lambda batch: check_batch(batch, inputs, needs_targets=needs_targets),
+            backend.count,
+            paths,
+            in_use=_scale_in_use(model.optimizer),
+            after_batch=after_batch,
+            thresholds=thresholds,
+            quick=quick,
+        )
+    framework = f"Keras on {keras.backend.backend()}"
+    report = measurement.report(model, framework, narrow, keras.config.floatx(), paths, taps)
+    caveats = caveats_of(model, keras.Model)
+    return dataclasses.replace(report, fidelity=fidelity, caveats=caveats)
+
+
+def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGradients:
+    """Returns the gradients of a model in float32 and in float16.
+
+    Args:
+        model: A compiled model that has its variables.
+        taps: Where to tap it, or None.
+        names: The names of its trainable variables.
+    """
     variables = list(model.trainable_variables)
     trained = {id(variable) for variable in variables}
     fixed = [variable for variable in model.variables if id(variable) not in trained]
-    paths = paths_of([variable.path for variable in variables])
-    taps = Taps(model, _LIBRARY)
-    inputs, needs_targets = inputs_of(model), _needs_targets(model)
 
     def loss_of(values: Sequence[tuple[Any, Any]], batch: Any, tap: Tap) -> Any:
         scope = keras.StatelessScope(collect_losses=True, initialize_variables=False)
@@ -65,37 +116,62 @@ def measure(
             # Not through the constructor, which would narrow the value to the variable's dtype.
             scope.add_update((variable, value))
         x, y, sample_weight = keras.tree.map_structure(_to_tensor, tuple(batch))
-        with taps.installed(tap), scope:
+        with contextlib.nullcontext() if taps is None else taps.installed(tap), scope:
             training = {"training": True} if model._call_has_training_arg else {}
-            y_pred = taps.on_outputs(model(x, **training), tap)
+            y_pred = model(x, **training)
+            if taps is not None:
+                y_pred = taps.on_outputs(y_pred, tap)
             _check_loss(model)
             with naming_targets(y, y_pred):
                 loss = model._compute_loss(x, y, y_pred, sample_weight, training=True)
         return keras.ops.cast(loss, keras.config.floatx())
 
-    measured = Measurement(after_batch)
-    narrow = {x.dtype_policy.name for x in model._flatten_layers() if x.compute_dtype in NARROW}
     backend = counting.load()
-    with backend.random_state_kept(), _computing_in_float32(model), _loss_of_its_own(model):
-        count = backend.counter(loss_of, variables, fixed)
-        for batch in batches:
-            check_batch(batch, inputs, needs_targets=needs_targets)
-            measured.add(batch, count(batch))
-    framework = f"Keras on {keras.backend.backend()}"
-    return measured.report(model, framework, narrow, keras.config.floatx(), paths, taps)
+    wide = backend.differentiator(loss_of, variables, fixed, wide=True, tapped=taps is not None)
+    narrow = backend.differentiator(loss_of, variables, fixed, wide=False, tapped=False)
+
+    def in_float32(batch: Any, scale: float) -> list[Derived]:
+        with drawn_in_float32(), _computing_in_float32(model):
+            return wide(batch, scale)  # type: ignore[no-any-return]
+
+    def in_float16(batch: Any, scale: float) -> list[Derived]:
+        with drawn_in_float32(), _computing_in_float16(model):
+            return narrow(batch, scale)  # type: ignore[no-any-return]
+
+    return ModelGradients(looking_inside(in_float32, taps), in_float16, names, backend.on_host)
 
 
-def _check_ready(model: Any) -> None:
-    if not model.compiled:
-        raise ArgumentError(
-            f"The model {model.name!r} is not compiled, so its loss is not known. "
-            "Call model.compile(optimizer, loss) first."
-        )
-    if not model.built or not model.trainable_variables:
-        raise ArgumentError(
-            f"The model {model.name!r} has no trainable variables"
-            + ("." if model.built else " yet. Call it on a batch, or give it a keras.Input, first.")
-        )
+def new_probe(model: Any, batch: Batch) -> Probe:
+    """Returns what measures fidelity on a batch, given a loss scale, while a model trains.
+
+    Args:
+        model: The compiled model.
+        batch: The batch.
+
+    Raises:
+        ArgumentError: If the model has no loss, or the batch does not fit it.
+    """
+    check_ready(model, is_compiled=model.compiled, input_name="a keras.Input")
+    check_batch(batch, inputs_of(model), needs_targets=_needs_targets(model))
+    layers = dict(paths_of([variable.path for variable in model.trainable_variables]))
+    gradients = gradients_of(model, None, list(layers))
+
+    def probe(scale: float) -> dict[str, dict[str, float]]:
+        with counting.load().random_state_kept(), _loss_of_its_own(model):
+            return described(fidelity_at(gradients, tuple(batch), scale, layers), layers)
+
+    return probe
+
+
+def _scale_in_use(optimizer: Any) -> float | None:
+    if isinstance(optimizer, LossScaleOptimizer):
+        return float(keras.ops.convert_to_numpy(optimizer._current_scale()))
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        dynamic = getattr(optimizer, "dynamic_scale", None)
+        scale = optimizer.initial_scale if dynamic is None else numpy_of(dynamic)
+        return float(scale)
+    factor = getattr(optimizer, "loss_scale_factor", None)
+    return None if factor is None else float(factor)
 
 
 def _needs_targets(model: Any) -> bool:
@@ -107,21 +183,25 @@ def _needs_targets(model: Any) -> bool:
 def _check_loss(model: Any) -> None:
     overridden = type(model).compute_loss is not keras.Model.compute_loss
     if model._compile_loss is None and not overridden and not model.losses:
-        raise ArgumentError(
-            f"The model {model.name!r} was compiled without a loss. "
-            "Call model.compile(optimizer, loss) with one."
-        )
+        raise without_a_loss(model)
 
 
-@contextlib.contextmanager
-def _computing_in_float32(model: Any) -> Iterator[None]:
-    """Within it no layer computes in a 16-bit format, unless it is quantized or says so itself."""
-    with contextlib.ExitStack() as stack:
-        for layer in model._flatten_layers():
-            if layer.compute_dtype in NARROW and layer.quantization_mode is None:
-                policy = keras.DTypePolicy("float32")
-                stack.enter_context(replaced(layer, "_dtype_policy", policy))
-        yield
+def _computing_in_float32(model: Any) -> contextlib.AbstractContextManager[None]:
+    return computing_in_float32(
+        model._flatten_layers(), _is_quantized, {"_dtype_policy": keras.DTypePolicy("float32")}
+    )
+
+
+def _computing_in_float16(model: Any) -> contextlib.AbstractContextManager[None]:
+    return computing_in_float16(
+        model._flatten_layers(),
+        _is_quantized,
+        lambda layer: {"_dtype_policy": keras.DTypePolicy("mixed_float16")},
+    )
+
+
+def _is_quantized(layer: Any) -> bool:
+    return layer.quantization_mode is not None
 
 
 @contextlib.contextmanager

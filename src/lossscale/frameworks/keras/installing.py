@@ -6,11 +6,9 @@ import contextlib
 
 import keras
 
-# The trainer asks for the class by this name. The public one stays Keras' own.
-from keras.src.trainers import trainer
-
 from lossscale.frameworks.common.documented_names import DocumentedNames, Wrapping
 from lossscale.frameworks.common.replacing import replace
+from lossscale.frameworks.keras import private_names
 
 
 def put_in_place(names: DocumentedNames) -> contextlib.ExitStack:
@@ -19,6 +17,8 @@ def put_in_place(names: DocumentedNames) -> contextlib.ExitStack:
     Returns:
         A stack that puts back what was there before when it is closed.
     """
+    # It asks for the class by its name there. The public one stays Keras' own.
+    trainer = private_names.trainer()
     with contextlib.ExitStack() as stack:
         wrapping = Wrapping(
             trainer.LossScaleOptimizer,

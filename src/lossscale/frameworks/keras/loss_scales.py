@@ -8,10 +8,12 @@ import keras
 
 from lossscale.frameworks.keras import backends
 from lossscale.frameworks.keras.state import State
+from lossscale.frameworks.shell.contract import ArrayCode
+from lossscale.frameworks.shell.loss_scales import SharedSupport
 from lossscale.rules import ScaleRule
 
 
-class LossScaleSupport:
+class LossScaleSupport(SharedSupport):
     """Makes variables, constants and finite checks without an optimizer."""
 
     @staticmethod
@@ -32,21 +34,6 @@ class LossScaleSupport:
     def _constant(value: float) -> Any:
         return keras.ops.convert_to_tensor(value, dtype="float32")
 
-    @staticmethod
-    def _operation(done: Any) -> Any:
-        """What a caller has to run for something to be done: nothing."""
-        return None
-
-    @staticmethod
-    def _after(done: Any, value: Any) -> Any:
-        """Returns a value that is there once something was done."""
-        return value
-
-    @staticmethod
-    def _flat_gradients(gradients: Any) -> list[Any]:
-        flat: list[Any] = backends.load().flat_gradients(gradients)
-        return flat
-
-    @staticmethod
-    def _all_finite(gradients: list[Any]) -> Any:
-        return backends.load().all_finite(gradients)
+    @classmethod
+    def _array_code(cls) -> ArrayCode:
+        return backends.load()

@@ -8,20 +8,20 @@ from typing import Any, ClassVar
 import keras
 
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.frameworks.common.watching import Status
 from lossscale.frameworks.keras.weights import numpy_of
-from lossscale.frameworks.shell.monitor import MonitorBody, check_model
+from lossscale.frameworks.shell.monitor import MonitorBody
 
 
 class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callback):
     __doc__ = LossScaleMonitor.__doc__
 
     _framework: ClassVar[str | None] = "keras"
+    _library = keras
+    _array_of = staticmethod(numpy_of)
 
-    def set_model(self, model: Any) -> None:
-        """Takes the model that is trained."""
-        check_model(getattr(model, "module", model), keras.Model, self)
-        super().set_model(model)
+    def _trained(self, model: Any) -> Any:
+        # PyTorch's DistributedDataParallel has the model inside.
+        return getattr(model, "module", model)
 
     def _instrument(self, model: Any) -> None:
         optimizer, every = model.optimizer, self._histograms_every()
@@ -33,22 +33,19 @@ class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callb
         model.train_function = None
         model.make_train_function()
 
-    def _status(self) -> Status:
-        optimizer = self._optimizer
-        return Status(
-            int(numpy_of(optimizer._iterations)),
-            float(keras.ops.convert_to_numpy(optimizer._current_scale())),
-            int(numpy_of(optimizer._steps_skipped)),
-            bool(numpy_of(optimizer._last_step_skipped)),
-        )
+    def _steps(self, optimizer: Any) -> Any:
+        return optimizer._iterations
+
+    def _new_probe(self, model: Any, batch: Any) -> Any:
+        # With what it imports, which a monitor that measures nothing does without.
+        from lossscale.frameworks.keras import diagnose
+
+        return diagnose.new_probe(self._trained(model), batch)
 
     def _sync(self) -> None:
         # On JAX the variables are out of date within an epoch.
         if hasattr(self._model, "jax_state_sync"):
             self._model.jax_state_sync()
-
-    def _computes_in_float16(self, model: Any) -> bool:
-        return any(layer.compute_dtype == "float16" for layer in model._flatten_layers())
 
     def _scales_by_itself(self, optimizer: Any) -> bool:
         own = keras.optimizers.LossScaleOptimizer

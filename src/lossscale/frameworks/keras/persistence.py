@@ -7,66 +7,34 @@ and the loss scale beside them. So weights go from a plain Adam into a wrapped o
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import keras
 import numpy as np
-from keras.src.saving.keras_saveable import KerasSaveable
 
 from lossscale.errors import LossScaleWarning
 from lossscale.frameworks.keras import older_files
 from lossscale.frameworks.keras.parts import Parts
 from lossscale.frameworks.keras.weights import numpy_of
+from lossscale.frameworks.shell.copies import Copies
+from lossscale.frameworks.shell.files import SavedBesideInner, StoreOfValues, arrays_in
 
 # Keras' own LossScaleOptimizer writes these before the inner optimizer's variables. The first
 # two have no effect there.
 _KERAS_OWN_VARIABLES = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
 
 
-class LossScaleStore(KerasSaveable):
-    """The place in a Keras file where the loss scale and the counters stand, by name.
-
-    Args:
-        read: Returns the values to write, by name.
-        write: Takes the values that were read, by name.
-    """
-
-    def __init__(
-        self, read: Callable[[], dict[str, Any]], write: Callable[[dict[str, Any]], None]
-    ) -> None:
-        # Callables and not the optimizer: Keras walks into every attribute that can be saved.
-        self._read = read
-        self._write = write
-
-    def _obj_type(self) -> str:
-        return "Optimizer"
-
-    def save_own_variables(self, store: Any) -> None:
-        """Writes the values into a place of a Keras file."""
-        for name, value in self._read().items():
-            store[name] = value
-
-    def load_own_variables(self, store: Any) -> None:
-        """Reads them; a file of an optimizer without loss scaling has none."""
-        values = _arrays(store)
-        if values:
-            self._write(values)
+class LossScaleStore(StoreOfValues, keras.losses.Loss):
+    """The place in a Keras file where the loss scale and the counters stand, by name."""
 
 
-class Persistence(Parts):
+class Persistence(Copies, SavedBesideInner, Parts):
     """`save_own_variables`, `load_own_variables`, `__deepcopy__`, `__reduce__`."""
 
+    _hidden = SavedBesideInner._hidden | {"_inner_parts"}
     _waiting: dict[str, Any] | None
-
-    def __dir__(self) -> list[str]:
-        # Keras saves every object that dir() names and that can be saved. The inner optimizer's
-        # variables are written by this class; named here, they would stand in the file twice,
-        # and a file of a plain optimizer would be missing the second copy. TensorFlow asks dir()
-        # for get_slot_names, and writes no checkpoint if slots are attributes as well.
-        hidden = {"inner_optimizer", "_inner_parts", "get_slot_names"}
-        return [name for name in super().__dir__() if name not in hidden]
 
     def save_own_variables(self, store: Any) -> None:
         """Writes the inner optimizer's variables as an optimizer without loss scaling does."""
@@ -84,7 +52,7 @@ class Persistence(Parts):
                 without loss scaling, or by Keras' own LossScaleOptimizer. Before `build` the
                 values wait for it, unless they come from before `build` too.
         """
-        self._load_now_or_later(_arrays(store))
+        self._load_now_or_later(arrays_in(store))
 
     def _load_now_or_later(self, values: dict[str, Any]) -> None:
         self._waiting = values
@@ -163,56 +131,14 @@ class Persistence(Parts):
         self._restore_scale(self._own_values())
         self._iterations.follow()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # The copy trains the same variables: an optimizer knows them by identity.
-        rebuild, arguments = self.__reduce__()
-        other = rebuild(*copy.deepcopy(arguments, memo))
+    def _build_alike(self, other: Any) -> None:
         if self.built:
             other.build(self._trainable_variables)
-        memo[id(self)] = other
-        return other
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        inner = self.inner_optimizer
+    def _inner_values(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
         self.save_own_variables(values)
-        return _rebuild, (
-            _written_class(type(self)),
-            type(inner),
-            inner.get_config(),
-            self._constructor_arguments(),
-            {key: np.array(value) for key, value in values.items()},
-            self._own_values(),
-            {name: getattr(self, name) for name in self.__dict__.get("_names_of_the_user", ())},
-        )
+        return {key: np.array(value) for key, value in values.items()}
 
-    def _constructor_arguments(self) -> dict[str, Any]:
-        return {"rule": self._rule, "name": self.name}
-
-
-def _rebuild(
-    cls: type[Any],
-    inner_class: type[Any],
-    inner_config: dict[str, Any],
-    arguments: dict[str, Any],
-    inner_values: dict[str, Any],
-    own_values: dict[str, Any],
-    attributes: dict[str, Any],
-) -> Any:
-    optimizer = cls(inner_class.from_config(inner_config), **arguments)
-    for name, value in attributes.items():
-        setattr(optimizer, name, value)
-    optimizer._set_own_values(own_values)
-    # The inner optimizer's variables exist once the optimizer meets the variables it trains.
-    optimizer._load_now_or_later(inner_values)
-    return optimizer
-
-
-def _written_class(cls: type[Any]) -> type[Any]:
-    """The class as it stands in a module, for one that was combined with a shell."""
-    return cls.__mro__[1] if vars(cls).get("_is_combined") else cls
-
-
-def _arrays(store: Any) -> dict[str, Any]:
-    # A place in an HDF5 file is no Mapping and yields no items.
-    return {key: np.array(store[key]) for key in store.keys()}  # noqa: SIM118
+    def _take_inner_values(self, values: dict[str, Any]) -> None:
+        self._load_now_or_later(values)

@@ -7,8 +7,9 @@ from typing import Any
 import keras
 
 from lossscale.errors import ArgumentError, UnknownSettingError
-from lossscale.frameworks.common.checks import check_own_name, unknown_setting
+from lossscale.frameworks.common.checks import check_own_name
 from lossscale.frameworks.keras.parts import Parts
+from lossscale.frameworks.shell.settings import SharedSettings
 
 # Keras' base class sets these on every optimizer. On a wrapper they would hide the settings of
 # the optimizer inside, which are the ones that have an effect.
@@ -30,16 +31,10 @@ _OWN_ATTRIBUTES = frozenset(
 _VARIABLES = ("step_counter", "dynamic_scale")
 
 
-class InnerSettings(Parts):
+class InnerSettings(SharedSettings, Parts):
     """Hyperparameters: `momentum`, `learning_rate`, `lr`, `clipnorm` and all others."""
 
-    @property
-    def lr(self) -> Any:
-        return self.learning_rate
-
-    @lr.setter
-    def lr(self, value: Any) -> None:
-        self.learning_rate = value
+    _inner_attribute = "inner_optimizer"
 
     @property
     def loss_scale_factor(self) -> None:
@@ -53,16 +48,6 @@ class InnerSettings(Parts):
                 "`loss_scale_factor` would scale the loss a second time. For a fixed scale make "
                 f"LossScaleOptimizer(inner_optimizer, dynamic=False, initial_scale={value!r})."
             )
-
-    def __getattr__(self, name: str) -> Any:
-        # Called only for names that are not found here.
-        inner = self.__dict__.get("inner_optimizer")
-        if inner is None or name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        try:
-            return getattr(inner, name)
-        except AttributeError:
-            raise unknown_setting(type(self), inner, name) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_lock" not in (name, *self.__dict__) and not isinstance(value, keras.Variable):
@@ -86,8 +71,4 @@ class InnerSettings(Parts):
                 super().__setattr__(name, value)
             else:
                 object.__setattr__(self, name, value)
-            self.__dict__.setdefault("_names_of_the_user", set()).add(name)
-
-    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """Excludes variables from the inner optimizer's weight decay; call it before `build`."""
-        self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+            self._remember_name(name)

@@ -7,10 +7,7 @@ from typing import Any, ClassVar
 import keras
 from keras import ops
 
-# Keras keeps attribute tracking private; its own optimizers make one of these.
-from keras.src.utils.tracking import Tracker
-
-from lossscale.arguments import config_from_rule, rule_from_arguments
+from lossscale.arguments import rule_from_arguments
 from lossscale.errors import ArgumentError
 from lossscale.frameworks.common.checks import remember_wrapper
 from lossscale.frameworks.common.handover import GradientHandover
@@ -24,6 +21,7 @@ from lossscale.frameworks.keras.state import State
 from lossscale.frameworks.keras.training import TrainingStep
 from lossscale.frameworks.keras.verbs import DocumentedVerbs
 from lossscale.frameworks.keras.weights import DocumentedWeights
+from lossscale.frameworks.shell.reading import SharedReading
 from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer
 
@@ -36,6 +34,7 @@ class KerasLossScaleOptimizer(
     DocumentedWeights,
     Persistence,
     LossScaleSupport,
+    SharedReading,
     LossScaleOptimizer,
     keras.optimizers.LossScaleOptimizer,
 ):
@@ -69,7 +68,7 @@ class KerasLossScaleOptimizer(
         # saves no checkpoint of a list that something was taken out of.
         del self._learning_rate, self._iterations
         self._variables: Any = []
-        self._tracker = Tracker(
+        self._tracker = type(self._tracker)(
             {"variables": (lambda value: isinstance(value, keras.Variable), self._variables)}
         )
         self._backend = backend
@@ -111,10 +110,6 @@ class KerasLossScaleOptimizer(
             name=name,
         )
 
-    def __repr__(self) -> str:
-        inner = type(self.inner_optimizer).__name__
-        return f"<LossScaleOptimizer {self.name!r} around {inner}, {self._rule}>"
-
     # --- What can be read ---------------------------------------------------------------------
 
     @property
@@ -124,14 +119,6 @@ class KerasLossScaleOptimizer(
     @property
     def dynamic_counter(self) -> Any:
         return self.step_counter if self.dynamic else None
-
-    @property
-    def steps_skipped(self) -> Any:
-        return self._backend.read(self._steps_skipped)
-
-    @property
-    def last_step_skipped(self) -> Any:
-        return self._backend.read(self._last_step_skipped)
 
     @property
     def iterations(self) -> Any:
@@ -154,39 +141,11 @@ class KerasLossScaleOptimizer(
     # --- Configuration ------------------------------------------------------------------------
 
     def get_config(self) -> dict[str, Any]:
-        described = config_from_rule(self._rule)
-        if "rule" in described:
-            described["rule"]["class_name"] = self._registered_name(type(self._rule))
         return {
             "name": self.name,
             "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            **described,
+            **self._described_rule(),
         }
-
-    @staticmethod
-    def _registered_name(cls: type[Any]) -> str:
-        """Returns the name by which a configuration can name a class."""
-        name: str = keras.saving.get_registered_name(cls)
-        return name
-
-    @staticmethod
-    def _with_class_named(described: Any, custom_objects: Any) -> dict[str, Any]:
-        """Returns `custom_objects` and the class that `described` names, if Keras knows it.
-
-        Keras passes its own registry and the `custom_objects` of `load_model` to nobody.
-        """
-        name = described.get("class_name") if isinstance(described, dict) else None
-        found = keras.saving.get_registered_object(name, custom_objects)
-        return {**(custom_objects or {}), **({} if found is None else {name: found})}
-
-    @staticmethod
-    def _register(combined: type[Any], written: type[Any]) -> None:
-        """Lets Keras' files name a class that was combined with this one."""
-        package, _, name = keras.saving.get_registered_name(written).rpartition(">")
-        if not package and written.__module__.startswith("lossscale.experimental"):
-            package = "lossscale.experimental"
-        if package:
-            keras.saving.register_keras_serializable(package=package, name=name)(combined)
 
     @classmethod
     def _inner_from_config(cls, config: Any, custom_objects: Any) -> Any:

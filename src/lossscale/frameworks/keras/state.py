@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 from keras import ops
 
 from lossscale.frameworks.keras.iterations import StepCounter
+from lossscale.frameworks.shell.state import StateBody, kind_of_number
 from lossscale.rules import ScaleRule, ScaleState, Seen
 
 # The names that Keras 3 uses for the first two; other rules may have more fields.
 _VARIABLE_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
 
 
-class State:
+class State(StateBody):
     """A rule and the variables that hold its state.
 
     Args:
@@ -33,21 +34,14 @@ class State:
         self._read = backend.read
         self._namespace = backend.namespace
         self.first = rule.init()
-        """The first state, as Python numbers."""
         # Keras' order: the counter before the scale.
         fields = sorted(self.first._fields, key=lambda field: field != "good_steps")
         self.variables = {
             field: add_variable(
-                _VARIABLE_NAMES.get(field, f"loss_scale_{field}"), _dtype(value), value
+                _VARIABLE_NAMES.get(field, f"loss_scale_{field}"), kind_of_number(value), value
             )
             for field, value in ((field, getattr(self.first, field)) for field in fields)
         }
-
-    def read(self) -> ScaleState:
-        """Returns the state as tensors."""
-        return self.first._replace(
-            **{field: self._read(variable) for field, variable in self.variables.items()}
-        )
 
     def write(self, state: ScaleState) -> None:
         """Sets the state from tensors, arrays or Python numbers."""
@@ -99,9 +93,3 @@ class Ledger(NamedTuple):
             elif skipped:
                 self.steps_skipped.assign_add(1)
         self.iterations.follow()
-
-
-def _dtype(value: Any) -> str:
-    if isinstance(value, bool):
-        return "bool"
-    return "int" if isinstance(value, int) else "float32"

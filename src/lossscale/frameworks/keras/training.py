@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
-# Keras keeps attribute tracking private; its own optimizers decorate `build` with this.
-from keras.src.utils.tracking import no_automatic_dependency_tracking
-
 from lossscale.errors import ArgumentError, GradientsError
 from lossscale.frameworks.common.autograph import as_written
-from lossscale.frameworks.common.checks import check_some_gradient, checked_pairs, with_gradient
+from lossscale.frameworks.common.checks import check_some_gradient, with_gradient
+from lossscale.frameworks.common.notes import NotesOfVariables
 from lossscale.frameworks.keras.parts import Parts
+from lossscale.frameworks.keras.private_names import no_automatic_dependency_tracking
 from lossscale.frameworks.keras.state import Ledger
 from lossscale.frameworks.keras.step import Step
+from lossscale.frameworks.shell.training import SharedTraining
 from lossscale.rules import Needs
 
 
-class TrainingStep(Parts):
+class TrainingStep(SharedTraining, Parts):
     """What Keras' trainer calls, and what the documented verbs lead to."""
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -47,16 +47,12 @@ class TrainingStep(Parts):
             self._inner_parts = parts
 
     def _keep_notes(self, histograms_every: int | None) -> None:
-        """Lets steps note what a monitor reads; takes effect in functions that are traced later.
-
-        Args:
-            histograms_every: At which multiples of this step number exponents are counted; None
-                for never.
-        """
-        # Past the attribute tracking of Keras and TensorFlow.
-        self.__dict__["_notes"] = self._backend.new_notes(histograms_every, _new_note_variable)
+        super()._keep_notes(histograms_every)
         if self.built:
             self._build_notes()
+
+    def _new_notes(self, histograms_every: int | None) -> NotesOfVariables:
+        return self._backend.new_notes(histograms_every, _new_note_variable)
 
     def _build_notes(self) -> None:
         if self._notes is not None:
@@ -71,22 +67,17 @@ class TrainingStep(Parts):
         self._handover.note_scale_loss(self._backend.current_place())
         return self._scaled(loss)
 
-    @as_written
-    def apply_gradients(
+    def _apply_step(
         self,
-        grads_and_vars: Iterable[tuple[Any, Any]],
-        name: str | None = None,
-        skip_gradients_aggregation: bool = False,
-        experimental_aggregate_gradients: bool = True,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        name: str | None,
+        *,
+        scaled: bool,
+        aggregate: bool,
     ) -> Any:
-        gradients, variables = checked_pairs(grads_and_vars, self._backend.is_variable)
-        moved = with_gradient(gradients, variables)
-        place = self._backend.current_place()
-        scaled = self._handover.are_scaled(place, moved)
-        aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
         with keras.name_scope(name or self.name):
             self._step(gradients, variables, scaled=scaled, aggregate=aggregate)
-        self._handover.note_applied(place, moved)
         return self.iterations
 
     @as_written
@@ -166,18 +157,6 @@ class TrainingStep(Parts):
         if ids != self.__dict__.get("_known_ids"):
             self.inner_optimizer._check_variables_are_known(variables)
             self.__dict__["_known_ids"] = ids
-
-    def _scaled(self, loss: Any) -> Any:
-        if callable(loss):
-            return lambda: self._scaled(loss())
-        return self._backend.scaled(loss, self._current_scale())
-
-    # What a LossScale object of the older API replaces.
-
-    def _current_scale(self) -> Any:
-        # A loss scale that moves by itself has a method of its own in this place.
-        assert self._state is not None
-        return self._rule.loss_scale(self._state.read())
 
     @property
     def _ledger(self) -> Ledger:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
-from lossscale.errors import ArgumentError, UnknownSlotError
+from lossscale.errors import ArgumentError
 from lossscale.frameworks.keras.parts import Parts
+from lossscale.frameworks.shell.weights import SharedWeights, Slots, check_shapes
 from lossscale.members import VariableList
 from lossscale.older.slots import kind_of, names_for
 
 
-class DocumentedWeights(Parts):
+class DocumentedWeights(SharedWeights, Parts):
     """`weights`, `get_weights`, `set_weights`, `get_slot`, `add_slot`, `add_weight`."""
 
     @property
@@ -40,13 +41,7 @@ class DocumentedWeights(Parts):
                 f"The optimizer has {len(counted)} weights, or {len(everything)} variables with "
                 f"the loss scale and the learning rate. Received: {len(weights)} arrays.{unbuilt}"
             )
-        for variable, value in zip(targets, weights, strict=True):
-            shape = tuple(keras.ops.shape(value))
-            if tuple(variable.shape) != shape:
-                raise ArgumentError(
-                    f"The weight {variable.name!r} has the shape {tuple(variable.shape)}. "
-                    f"Received: an array of shape {shape}. Nothing was changed."
-                )
+        check_shapes(targets, [tuple(keras.ops.shape(value)) for value in weights])
         for variable, value in zip(targets, weights, strict=True):
             variable.assign(value)
         self._after_weights_were_set()
@@ -55,24 +50,10 @@ class DocumentedWeights(Parts):
         names = [name for names, _ in self._slots() for name in names]
         return list(dict.fromkeys(names))
 
-    def get_slot(self, var: Any, slot_name: str) -> Any:
-        slot = self._find_slot(var, slot_name)
-        if slot is None:
-            raise UnknownSlotError(
-                f"{type(self.inner_optimizer).__name__} has no slot {slot_name!r} for the "
-                f"variable {var.name!r}. Its slots are {self.get_slot_names()}; they exist for "
-                "the variables it was built with."
-            )
-        return slot
-
-    def add_slot(self, var: Any, slot_name: str, initializer: Any = "zeros") -> Any:
-        slot = self._find_slot(var, slot_name)
-        if slot is None:
-            slot = self.inner_optimizer.add_variable_from_reference(
-                var, name=slot_name, initializer=initializer
-            )
-            self._added_slots[slot_name, self._var_key(var)] = slot
-        return slot
+    def _new_slot(self, var: Any, slot_name: str, initializer: Any) -> Any:
+        return self.inner_optimizer.add_variable_from_reference(
+            var, name=slot_name, initializer=initializer
+        )
 
     def add_weight(
         self,
@@ -100,26 +81,15 @@ class DocumentedWeights(Parts):
             variable.trainable = True
         return variable
 
-    def _find_slot(self, var: Any, slot_name: str) -> Any:
-        wanted = set(names_for(kind_of(self.inner_optimizer), [slot_name]))
-        key = self._var_key(var)
-        for names, slots in self._slots():
-            if wanted & set(names) and key in slots:
-                return slots[key]
-        return None
+    def _names_of_slot(self, slot_name: str) -> set[str]:
+        return set(names_for(kind_of(self.inner_optimizer), [slot_name]))
 
-    def _slots(self) -> Iterator[tuple[list[str], dict[Any, Any]]]:
-        """Yields the names of each kind of slot and its variables by reference variable."""
+    def _slots_of_inner(self) -> Slots:
         inner = self.inner_optimizer
         for part in getattr(inner, "optimizers", None) or [inner]:
             yield from self._slots_of(part)
-        by_name: dict[str, dict[Any, Any]] = {}
-        for (name, key), slot in self._added_slots.items():
-            by_name.setdefault(name, {})[key] = slot
-        for name, slots in by_name.items():
-            yield [name], slots
 
-    def _slots_of(self, inner: Any) -> Iterator[tuple[list[str], dict[Any, Any]]]:
+    def _slots_of(self, inner: Any) -> Slots:
         # Keras optimizers keep each kind of state in an attribute, a list with one variable (or
         # None) for every variable they were built with; the slot's name ends the variable's. The
         # two lists of Keras' base class can be as long, by chance.

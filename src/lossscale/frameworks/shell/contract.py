@@ -7,8 +7,10 @@ all is a shell.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
+from lossscale.frameworks.common.handover import Place
 from lossscale.frameworks.common.notes import NotesOfVariables
 from lossscale.rules import ScaleRule, ScaleState, Seen
 
@@ -36,6 +38,37 @@ class StateVariables(Protocol):
         """Moves the state after a step."""
 
 
+class ArrayCode(Protocol):
+    """What the shared parts need of a framework's arrays and variables."""
+
+    def current_place(self) -> Place:
+        """The function being traced, and the replica."""
+
+    def is_variable(self, value: Any) -> bool:
+        """Whether a gradient can be applied to it."""
+
+    def flat_variables(self, variables: Any) -> list[Any]:
+        """Returns a list of variables from one variable or a nest of them."""
+
+    def read(self, variable: Any) -> Any:
+        """The value of a variable now, as a tensor that does not change with it."""
+
+    def scaled(self, loss: Any, scale: Any) -> Any:
+        """Multiplies a loss by the scale, in float32 or wider."""
+
+    def unscaled(self, gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[Any]:
+        """Divides gradients by the scale, in float32 or wider; sparse stays sparse."""
+
+    def all_finite(self, gradients: Sequence[Any]) -> Any:
+        """Whether gradients are finite, a boolean scalar tensor."""
+
+    def flat_gradients(self, gradients: Any) -> list[Any]:
+        """The gradients in a nest, without None."""
+
+    def replica_count(self) -> int:
+        """How many replicas train together."""
+
+
 class ShellClass(Protocol):
     """What is asked of the class itself, before there is an optimizer."""
 
@@ -43,16 +76,16 @@ class ShellClass(Protocol):
 
     # For configurations and files.
 
-    @staticmethod
-    def _registered_name(cls: type[Any]) -> str:
+    @classmethod
+    def _registered_name(cls, named: type[Any]) -> str:
         """Returns the name by which a configuration can name a class."""
 
-    @staticmethod
-    def _with_class_named(described: Any, custom_objects: Any) -> dict[str, Any]:
+    @classmethod
+    def _with_class_named(cls, described: Any, custom_objects: Any) -> dict[str, Any]:
         """Returns `custom_objects` and the class that `described` names, if it is registered."""
 
-    @staticmethod
-    def _register(combined: type[Any], written: type[Any]) -> None:
+    @classmethod
+    def _register(cls, combined: type[Any], written: type[Any]) -> None:
         """Lets files name a class that was combined with the shell."""
 
     @classmethod
@@ -73,12 +106,12 @@ class ShellClass(Protocol):
     def _constant(value: float) -> Any:
         """Returns a float32 scalar tensor."""
 
-    @staticmethod
-    def _flat_gradients(gradients: Any) -> list[Any]:
+    @classmethod
+    def _flat_gradients(cls, gradients: Any) -> list[Any]:
         """Returns the gradients in a nest, without None."""
 
-    @staticmethod
-    def _all_finite(gradients: list[Any]) -> Any:
+    @classmethod
+    def _all_finite(cls, gradients: list[Any]) -> Any:
         """Returns whether gradients are finite, a boolean scalar tensor."""
 
     @staticmethod

@@ -5,24 +5,34 @@ from __future__ import annotations
 import math
 import threading
 import warnings
+from collections.abc import Callable
 from importlib import metadata
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from lossscale.callbacks import LossScaleMonitor, Settings
+from lossscale.callbacks import Settings
 from lossscale.diagnostics.alarms import float16_without_scaling
 from lossscale.diagnostics.records import StepRecord
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
 from lossscale.frameworks.common.notes import StepNotes
 from lossscale.frameworks.common.watching import Status, Watch
+from lossscale.frameworks.shell.probing import Probe, batch_of, said_by
 from lossscale.optimizer import LossScaleOptimizer
+
+if TYPE_CHECKING:
+    from lossscale.diagnostics.batches import Batch
 
 
 class MonitorBody:
     """The methods that `fit` calls. What differs between frameworks is in the subclasses."""
 
-    # Set by Keras' callback, and by the class for its framework.
+    # Set by Keras' callback.
     model: Any
+
+    # Of the class for a framework: its name, the module `keras` or `tf_keras`, and what makes of
+    # a variable what Python can make a number of.
     _framework: ClassVar[str | None]
+    _library: ClassVar[Any]
+    _array_of: Callable[[Any], Any]
 
     _settings: Settings
     _optimizer: Any = None
@@ -31,15 +41,11 @@ class MonitorBody:
     _watched: Any = None
     # The `Status` of the last sample.
     _before: Any = None
+    # What measures fidelity, and the variables that it does so for.
+    _probe: Probe | None = None
+    _probed: Any = None
 
     # What a framework has to say.
-
-    def _library(self) -> str:
-        """The name of the package that the model must be of."""
-        raise NotImplementedError
-
-    def _computes_in_float16(self, model: Any) -> bool:
-        raise NotImplementedError
 
     def _scales_by_itself(self, optimizer: Any) -> bool:
         """Whether it is one of the framework's own ways of loss scaling."""
@@ -49,13 +55,28 @@ class MonitorBody:
         """Lets the training step note what is needed."""
         raise NotImplementedError
 
-    def _status(self) -> Status:
+    def _steps(self, optimizer: Any) -> Any:
+        """The variable that counts every step, skipped ones included."""
+        raise NotImplementedError
+
+    def _trained(self, model: Any) -> Any:
+        """The model itself, of one that may be wrapped."""
+        return model
+
+    def _new_probe(self, model: Any, batch: Batch) -> Probe:
+        """Returns what measures fidelity on a batch, given a loss scale."""
         raise NotImplementedError
 
     def _sync(self) -> None:
         """Brings the optimizer's variables up to date in the middle of an epoch."""
 
     # What `fit` calls.
+
+    def set_model(self, model: Any) -> None:
+        """Takes the model that is trained."""
+        if model is not None and not isinstance(self._trained(model), self._library.Model):
+            raise ArgumentError(_other_framework(self._framework))
+        super().set_model(model)  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Checks the model, opens the files, and has the training step compiled."""
@@ -67,6 +88,10 @@ class MonitorBody:
             warnings.warn(alarm.message, LossScaleWarning, stacklevel=2)
             return
         self._watch = self._watch_of(model.optimizer)
+        trained = [id(variable) for variable in model.trainable_variables]
+        if self._watched is not model.optimizer or self._probed != trained:
+            # It is compiled, which is not to happen in each `fit`.
+            self._probe, self._probed = None, trained
         self._watched = model.optimizer
         self._watch.recorder.open()
         self._instrument(model)
@@ -74,6 +99,7 @@ class MonitorBody:
         self._thread = threading.get_ident()
         self._before = None
         self._mean_is_finite: bool | None = True
+        self._measures_fidelity = self._settings.fidelity_every is not None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """A new epoch: Keras' mean of the loss starts anew."""
@@ -100,9 +126,14 @@ class MonitorBody:
         loss = (logs or {}).get("loss")
         # The first step too: skips are counted from the first record on.
         is_first = self._before is self._at_start
-        if is_first or self._position // self._settings.every > start // self._settings.every:
+        every, fidelity_every = self._settings.every, self._settings.fidelity_every
+        is_sampled = is_first or self._position // every > start // every
+        probes = self._measures_fidelity and (
+            is_first or self._position // fidelity_every > start // fidelity_every
+        )
+        if is_sampled or probes:
             self._sync()
-            self._sample(self._own_loss(loss, steps))
+            self._sample(self._own_loss(loss, steps), probes)
         else:
             self._look_at_mean(loss)
         self._show(logs)
@@ -155,6 +186,9 @@ class MonitorBody:
                 f"{model.name!r} is a {kind}. {why} Wrap the optimizer before compile, "
                 "lossscale.LossScaleOptimizer(optimizer), or leave the monitor out."
             )
+
+    def _computes_in_float16(self, model: Any) -> bool:
+        return any(layer.compute_dtype == "float16" for layer in model._flatten_layers())
 
     def _watch_of(self, optimizer: Any) -> Watch:
         settings: Settings = self._settings
@@ -222,7 +256,32 @@ class MonitorBody:
 
     # --- One sample ---------------------------------------------------------------------------
 
-    def _sample(self, loss: float | None) -> None:
+    def _status(self) -> Status:
+        optimizer, array_of = self._optimizer, self._array_of
+        return Status(
+            int(array_of(self._steps(optimizer))),
+            float(array_of(optimizer._current_scale())),
+            int(array_of(optimizer._steps_skipped)),
+            bool(array_of(optimizer._last_step_skipped)),
+        )
+
+    def _fidelity(self, scale: float) -> dict[str, dict[str, float]] | None:
+        """What float16 makes of the gradients now; None, with one warning, if it does not run."""
+        if self._probe is None:
+            self._probe = self._new_probe(self.model, batch_of(self._settings.fidelity_data))
+        try:
+            return self._probe(scale)
+        # Whatever an operation that does not take float16 raises, training goes on.
+        except Exception as error:
+            self._measures_fidelity = False
+            warnings.warn(
+                f"Fidelity is not measured: the model does not run here. {said_by(error)}",
+                LossScaleWarning,
+                stacklevel=4,
+            )
+            return None
+
+    def _sample(self, loss: float | None, probes: bool = False) -> None:
         before, status = self._before, self._status()
         self._before = self._shown = status
         self._position = status.step
@@ -231,7 +290,8 @@ class MonitorBody:
             # No step was taken, as with variables that are all frozen.
             return
         noted = self._notes.read(min(before.step, status.step - 1), status.step)
-        self._watch.sample(before, status, noted, loss)
+        fidelity = self._fidelity(status.scale) if probes else None
+        self._watch.sample(before, status, noted, loss, fidelity)
 
     def _show(self, logs: Any) -> None:
         if logs is not None:
@@ -241,16 +301,6 @@ class MonitorBody:
     @staticmethod
     def _register(combined: type[Any], written: type[Any]) -> None:
         """Nothing to do: callbacks are in no file."""
-
-
-def check_model(model: Any, base: type[Any], monitor: LossScaleMonitor) -> None:
-    """Checks that a model is of the framework of its monitor.
-
-    Raises:
-        ArgumentError: If it is not; the message says what to do. It is a `ValueError`.
-    """
-    if model is not None and not isinstance(model, base):
-        raise ArgumentError(_other_framework(monitor._framework))
 
 
 def _other_framework(framework: str | None) -> str:

@@ -9,13 +9,10 @@ from typing import Any, cast
 
 import tensorflow as tf
 
-# What tf.compat.v1's own loss scale optimizer, for tf.compat.v1.train.Optimizer, reads its
-# argument with.
-from tensorflow.python.training.experimental import loss_scale as tensorflows_own
-
 from lossscale.errors import UnsupportedError
 from lossscale.frameworks.common.documented_names import DocumentedNames, put_into_mixed_precision
 from lossscale.frameworks.common.replacing import replace, submodule
+from lossscale.frameworks.tensorflow import private_names
 
 
 def put_in_place(names: DocumentedNames) -> contextlib.ExitStack:
@@ -37,8 +34,8 @@ def put_in_place(names: DocumentedNames) -> contextlib.ExitStack:
                 _put_loss_scales(stack, module, names.loss_scales)
         # Where TensorFlow has had them since 2.4.
         _put_loss_scales(stack, tf.compat.v1.mixed_precision, names.loss_scales)
-        get = _with_ours(tensorflows_own.get, names.loss_scales)
-        replace(stack, tensorflows_own, "get", get)
+        own = private_names.own_loss_scales()
+        replace(stack, own, "get", _with_ours(own, names.loss_scales))
         # `from tensorflow.keras.mixed_precision import ...` finds another module than the
         # attribute access above.
         imported = importlib.import_module("tensorflow.keras.mixed_precision")
@@ -53,8 +50,9 @@ def _put_loss_scales(
         replace(stack, module, loss_scale.__name__, loss_scale)
 
 
-def _with_ours(get: Callable[[Any], Any], loss_scales: Sequence[type[Any]]) -> Callable[[Any], Any]:
+def _with_ours(own: Any, loss_scales: Sequence[type[Any]]) -> Callable[[Any], Any]:
     """Returns TensorFlow's function that reads a loss scale, which then understands these too."""
+    get = own.get
 
     def get_either(identifier: Any) -> Any:
         if not isinstance(identifier, tuple(loss_scales)):
@@ -65,7 +63,7 @@ def _with_ours(get: Callable[[Any], Any], loss_scales: Sequence[type[Any]]) -> C
                 "under lossscale.install() it takes numbers, 'dynamic', FixedLossScale and "
                 "DynamicLossScale. Define the class while nothing is installed."
             )
-        own = getattr(tensorflows_own, type(identifier).__name__)
-        return own(**cast(Any, identifier).get_config())
+        counterpart = getattr(own, type(identifier).__name__)
+        return counterpart(**cast(Any, identifier).get_config())
 
     return get_either

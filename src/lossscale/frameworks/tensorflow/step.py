@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.tensorflow.gate import gated
+from lossscale.frameworks.tensorflow.private_names import strategy_supports_no_merge_call
 from lossscale.rules import Seen
 
 
@@ -94,10 +95,7 @@ def apply_or_skip(
             lambda: _done(move(seen._replace(finite=tf.constant(False)))),
         )
         return grouped(done)
-    if (
-        not tf.distribute.has_strategy()
-        or tf.__internal__.distribute.strategy_supports_no_merge_call()
-    ):
+    if not tf.distribute.has_strategy() or strategy_supports_no_merge_call():
         return grouped(_apply_if(finite, lambda: apply(gradients, scale)), move(seen))
 
     @as_written

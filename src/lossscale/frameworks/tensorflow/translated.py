@@ -7,6 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from lossscale.frameworks.tensorflow.private_names import control_status_ctx, tf_convert
+
 
 def translated(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a callable of the user's, with Python branches on tensors in it turned into graphs.
@@ -16,8 +18,5 @@ def translated(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     if tf.executing_eagerly():
         return function
-    autograph = tf.__internal__.autograph
-    found: Callable[..., Any] = autograph.tf_convert(
-        function, autograph.control_status_ctx(), convert_by_default=False
-    )
+    found: Callable[..., Any] = tf_convert(function, control_status_ctx(), convert_by_default=False)
     return found

@@ -6,12 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-# Not the public name, which lossscale.install() replaces.
-from tf_keras.src.mixed_precision.loss_scale_optimizer import BaseLossScaleOptimizer
-
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
 from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.common.checks import check_not_wrapped, flat_list
+from lossscale.frameworks.tf_keras.private_names import BaseLossScaleOptimizer
 
 
 def check_names(kwargs: dict[str, Any]) -> None:

@@ -1,13 +1,14 @@
 """Measures the gradients of a compiled tf_keras model, and leaves the model as it was.
 
-Layers of tf_keras assign to their variables as they compute: those are put back afterwards. The
-layers compute in float32 meanwhile, whatever their dtype policy, because a gradient in float16
-cannot show what it lost.
+Layers of tf_keras assign to their variables as they compute: those are put back after each run. For
+the reference the layers compute in float32, whatever their dtype policy, because a gradient in
+float16 cannot show what it lost; for what float16 makes of it they compute in float16.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,11 +17,36 @@ import tf_keras
 
 from lossscale.diagnostics.batch_checks import check_batch, inputs_of, naming_targets
 from lossscale.diagnostics.batches import Batch
-from lossscale.diagnostics.measurement import NARROW, Measurement, paths_of
+from lossscale.diagnostics.fidelity_meter import fidelity_at
+from lossscale.diagnostics.measurement import NARROW, Derived, paths_of
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
-from lossscale.errors import ArgumentError
-from lossscale.frameworks.tensorflow.counting import counter
+from lossscale.diagnostics.verdict import Thresholds
+from lossscale.frameworks.shell.diagnosis import ModelGradients, looking_inside, measured
+from lossscale.frameworks.shell.measuring import (
+    caveats_of,
+    check_ready,
+    computing_in_float16,
+    computing_in_float32,
+    without_a_loss,
+)
+from lossscale.frameworks.shell.probing import Probe, described
+from lossscale.frameworks.tensorflow import counting
+from lossscale.frameworks.tf_keras.draws import same_draws
+from lossscale.frameworks.tf_keras.private_names import (
+    AutoCastVariable,
+    create_autocast_variable,
+)
+from lossscale.optimizer import LossScaleOptimizer
+
+_CAST_BY_THEMSELVES = (
+    tf_keras.layers.Embedding,
+    tf_keras.layers.BatchNormalization,
+    tf_keras.layers.LayerNormalization,
+)
+"""Layers that compute with their variables in float32, or cast what they have read."""
+
+_LISTS_OF_KERAS = ("_trainable_weights", "_non_trainable_weights")
 
 
 def _graph_of(layer: Any) -> Any:
@@ -37,7 +63,12 @@ _LIBRARY = Library(
 
 
 def measure(
-    model: Any, batches: Iterable[Batch], after_batch: Callable[[int], None]
+    model: Any,
+    batches: Iterable[Batch],
+    after_batch: Callable[[int], None],
+    *,
+    thresholds: Thresholds,
+    quick: bool,
 ) -> GradientReport:
     """Returns the report on the gradients of a model.
 
@@ -45,56 +76,124 @@ def measure(
         model: A compiled `tf_keras.Model` that has its variables.
         batches: What to measure on; at least one.
         after_batch: Called after every batch with the number of batches so far.
+        thresholds: Where the verdicts begin.
+        quick: Whether to compute in float32 only, and predict.
 
     Raises:
         ArgumentError: If the model is not compiled, has no loss, or has no variables.
     """
-    _check_ready(model)
-    variables = list(model.trainable_variables)
-    paths = paths_of([variable.name.removesuffix(":0") for variable in variables])
-    taps = Taps(model, _LIBRARY)
+    is_compiled = bool(getattr(model, "compiled_loss", None))
+    check_ready(model, is_compiled=is_compiled, input_name="an Input")
+    paths = paths_of([variable.name.removesuffix(":0") for variable in model.trainable_variables])
     inputs, needs_targets = inputs_of(model), _needs_targets(model)
+    taps = Taps(model, _LIBRARY)
+    layers = list(model._flatten_layers())
+    narrow = {layer.dtype_policy.name for layer in layers if layer.compute_dtype in NARROW}
+    gradients = gradients_of(model, taps, [name for name, _ in paths])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_put_back(model, layers))
+        has_loss: list[bool] = []
+
+        def prepare(batch: Batch) -> None:
+            check_batch(batch, inputs, needs_targets=needs_targets)
+            if not has_loss:
+                has_loss.append(True)
+                stack.enter_context(_loss_of_its_own(model, batch))
+
+        measurement, fidelity = measured(
+            gradients,
+            batches,
+            prepare,
+            counting.count,
+            paths,
+            in_use=_scale_in_use(model.optimizer),
+            after_batch=after_batch,
+            thresholds=thresholds,
+            quick=quick,
+        )
+    floatx = tf_keras.backend.floatx()
+    report = measurement.report(model, "tf_keras", narrow, floatx, paths, taps)
+    caveats = caveats_of(model, tf_keras.Model)
+    return dataclasses.replace(report, fidelity=fidelity, caveats=caveats)
+
+
+def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGradients:
+    """Returns the gradients of a model in float32 and in float16.
+
+    Args:
+        model: A compiled model that has its variables.
+        taps: Where to tap it, or None.
+        names: The names of its trainable variables.
+    """
+    variables = list(model.trainable_variables)
+    layers = list(model._flatten_layers())
 
     def loss_of(values: Sequence[Any], batch: Any, tap: Tap) -> Any:
         del values
         x, y, sample_weight = batch
-        with taps.installed(tap):
-            y_pred = taps.on_outputs(model(x, training=True), tap)
+        with contextlib.nullcontext() if taps is None else taps.installed(tap):
+            y_pred = model(x, training=True)
+            if taps is not None:
+                y_pred = taps.on_outputs(y_pred, tap)
             with naming_targets(y, y_pred):
                 loss = model.compute_loss(x, y, y_pred, sample_weight)
         if loss is None:
-            raise ArgumentError(
-                f"The model {model.name!r} was compiled without a loss. "
-                "Call model.compile(optimizer, loss) with one."
-            )
-        return loss
+            raise without_a_loss(model)
+        return tf.cast(loss, tf_keras.backend.floatx())
 
-    measured = Measurement(after_batch)
-    layers = list(model._flatten_layers())
-    narrow = {layer.dtype_policy.name for layer in layers if layer.compute_dtype in NARROW}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_put_back(model, layers))
-        stack.enter_context(_computing_in_float32(layers))
-        count = counter(loss_of, lambda: variables, autograph=True)
-        for number, batch in enumerate(batches, start=1):
-            check_batch(batch, inputs, needs_targets=needs_targets)
-            if number == 1:
-                stack.enter_context(_loss_of_its_own(model, batch))
-            measured.add(batch, count(tuple(batch)))
-    return measured.report(model, "tf_keras", narrow, tf_keras.backend.floatx(), paths, taps)
+    wide, narrow = (
+        counting.differentiator(loss_of, lambda: variables, autograph=True, tapped=tapped)
+        for tapped in (taps is not None, False)
+    )
+
+    @contextlib.contextmanager
+    def run() -> Iterator[None]:
+        with _put_back(model, layers), same_draws():
+            yield
+
+    def in_float32(batch: Any, scale: float) -> list[Derived]:
+        # Each run draws the same random numbers, and starts with the same statistics.
+        with run(), _computing_in_float32(layers):
+            return wide(batch, scale)
+
+    def in_float16(batch: Any, scale: float) -> list[Derived]:
+        with run(), _computing_in_float16(layers):
+            return narrow(batch, scale)
+
+    return ModelGradients(looking_inside(in_float32, taps), in_float16, names, counting.on_host)
 
 
-def _check_ready(model: Any) -> None:
-    if not getattr(model, "compiled_loss", None):
-        raise ArgumentError(
-            f"The model {model.name!r} is not compiled, so its loss is not known. "
-            "Call model.compile(optimizer, loss) first."
-        )
-    if not model.built or not model.trainable_variables:
-        raise ArgumentError(
-            f"The model {model.name!r} has no trainable variables"
-            + ("." if model.built else " yet. Call it on a batch, or give it an Input, first.")
-        )
+def new_probe(model: Any, batch: Batch) -> Probe:
+    """Returns what measures fidelity on a batch, given a loss scale, while a model trains.
+
+    Args:
+        model: The compiled model.
+        batch: The batch.
+
+    Raises:
+        ArgumentError: If the model has no loss, or the batch does not fit it.
+    """
+    is_compiled = bool(getattr(model, "compiled_loss", None))
+    check_ready(model, is_compiled=is_compiled, input_name="an Input")
+    check_batch(batch, inputs_of(model), needs_targets=_needs_targets(model))
+    names = [variable.name.removesuffix(":0") for variable in model.trainable_variables]
+    layers = dict(paths_of(names))
+    gradients = gradients_of(model, None, list(layers))
+    copy = _copy_of_loss(model, batch)
+
+    def probe(scale: float) -> dict[str, dict[str, float]]:
+        with replaced(model, "compiled_loss", copy):
+            return described(fidelity_at(gradients, tuple(batch), scale, layers), layers)
+
+    return probe
+
+
+def _scale_in_use(optimizer: Any) -> float | None:
+    if isinstance(optimizer, LossScaleOptimizer):
+        return float(tf.convert_to_tensor(optimizer._current_scale()))
+    if isinstance(optimizer, tf_keras.mixed_precision.LossScaleOptimizer):
+        return float(tf.convert_to_tensor(optimizer.loss_scale))
+    return None
 
 
 def _needs_targets(model: Any) -> bool:
@@ -125,22 +224,60 @@ def _put_back(model: Any, layers: Sequence[Any]) -> Iterator[None]:
             generator._seed = seed
 
 
-@contextlib.contextmanager
-def _computing_in_float32(layers: Sequence[Any]) -> Iterator[None]:
-    """Within it no layer computes in a 16-bit format, unless it is kept or says so itself."""
-    with contextlib.ExitStack() as stack:
-        for layer in layers:
-            # A variable that is float16 itself would not fit to the others.
-            if layer.compute_dtype in NARROW and layer.variable_dtype not in NARROW:
-                policy = tf_keras.mixed_precision.Policy("float32")
-                stack.enter_context(replaced(layer, "_dtype_policy", policy))
-                stack.enter_context(replaced(layer, "_compute_dtype_object", tf.float32))
-        yield
+def _computing_in_float32(layers: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    return computing_in_float32(layers, _has_narrow_variables, _computing_in("float32"))
+
+
+def _computing_in_float16(layers: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    return computing_in_float16(
+        layers,
+        _has_narrow_variables,
+        lambda layer: {**_computing_in("mixed_float16"), **_cast_when_read(layer)},
+    )
+
+
+def _computing_in(policy: str) -> dict[str, Any]:
+    found = tf_keras.mixed_precision.Policy(policy)
+    return {"_dtype_policy": found, "_compute_dtype_object": tf.as_dtype(found.compute_dtype)}
+
+
+def _has_narrow_variables(layer: Any) -> bool:
+    # A variable that is float16 itself would not fit to the others.
+    return layer.variable_dtype in NARROW
+
+
+def _cast_when_read(layer: Any) -> dict[str, Any]:
+    """The attributes of a layer that hold variables, as ones that a float16 layer would have."""
+    if isinstance(layer, _CAST_BY_THEMSELVES):
+        return {}
+    found = {}
+    for name, value in vars(layer).items():
+        # Those that are tracked by Keras stay as they are: it looks variables up there.
+        if name.startswith("_self_") or name in _LISTS_OF_KERAS:
+            continue
+        if isinstance(value, tf.Variable):
+            found[name] = _autocast(value)
+        elif isinstance(value, list) and any(isinstance(each, tf.Variable) for each in value):
+            found[name] = [_autocast(each) for each in value]
+    return found
+
+
+def _autocast(value: Any) -> Any:
+    if not isinstance(value, tf.Variable) or not value.dtype.is_floating:
+        return value
+    if isinstance(value, AutoCastVariable):
+        return value
+    return create_autocast_variable(value)
 
 
 @contextlib.contextmanager
 def _loss_of_its_own(model: Any, batch: Batch) -> Iterator[None]:
     """Within it the model has a new copy of its loss, with metrics of its own."""
+    with replaced(model, "compiled_loss", _copy_of_loss(model, batch)):
+        yield
+
+
+def _copy_of_loss(model: Any, batch: Batch) -> Any:
     loss = model.compiled_loss
     copy = type(loss)(
         loss._user_losses,
@@ -152,5 +289,4 @@ def _loss_of_its_own(model: Any, batch: Batch) -> Iterator[None]:
         tf.nest.map_structure(tf.convert_to_tensor, batch.x)
     )
     copy.build(returned.structured_outputs)
-    with replaced(model, "compiled_loss", copy):
-        yield
+    return copy

@@ -8,13 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 import tf_keras
-from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizerV3
 
 from lossscale.frameworks.tensorflow.gate import can_gate
 from lossscale.frameworks.tensorflow.translated import translated
 from lossscale.frameworks.tensorflow.xla import in_xla
 from lossscale.frameworks.tf_keras.files import KerasFiles
 from lossscale.frameworks.tf_keras.persistence import UNLISTED
+from lossscale.frameworks.tf_keras.private_names import LossScaleOptimizerV3
 from lossscale.frameworks.tf_keras.shell import ByFamily, CommonShell, register_shell
 from lossscale.frameworks.tf_keras.weights import DocumentedWeights
 from lossscale.optimizer import LossScaleOptimizer
@@ -100,10 +100,6 @@ class TFKerasLossScaleOptimizer(
     def add_variable_from_reference(self, *args: Any, **kwargs: Any) -> Any:
         """Adds a state variable for a variable to the inner optimizer, and returns it."""
         return self._optimizer.add_variable_from_reference(*args, **kwargs)
-
-    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """Excludes variables from the inner optimizer's weight decay; call it before `build`."""
-        self._optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
 
 def _variables_in(thing: Any, path: str) -> Iterator[tuple[str, Any]]:

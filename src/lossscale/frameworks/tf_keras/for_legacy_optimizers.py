@@ -8,18 +8,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 import tf_keras
-from tf_keras.src.mixed_precision import loss_scale_optimizer
 
 from lossscale.errors import ArgumentError, UnknownSlotError
 from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.tensorflow.translated import translated
+from lossscale.frameworks.tf_keras.private_names import LegacyLossScaleOptimizer
 from lossscale.frameworks.tf_keras.shell import ByFamily, CommonShell, register_shell
 from lossscale.optimizer import LossScaleOptimizer
 
 
-class TFKerasLegacyLossScaleOptimizer(
-    CommonShell, loss_scale_optimizer.LossScaleOptimizer, metaclass=ByFamily
-):
+class TFKerasLegacyLossScaleOptimizer(CommonShell, LegacyLossScaleOptimizer, metaclass=ByFamily):
     __doc__ = LossScaleOptimizer.__doc__
 
     _inner_base = tf_keras.optimizers.legacy.Optimizer

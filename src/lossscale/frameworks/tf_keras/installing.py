@@ -11,9 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import tf_keras
-from tf_keras.src import optimizers
-from tf_keras.src.engine import training, training_v1
-from tf_keras.src.mixed_precision import loss_scale_optimizer as own
 
 from lossscale.frameworks.common.documented_names import (
     DocumentedNames,
@@ -21,6 +18,7 @@ from lossscale.frameworks.common.documented_names import (
     put_into_mixed_precision,
 )
 from lossscale.frameworks.common.replacing import replace
+from lossscale.frameworks.tf_keras import private_names
 from lossscale.frameworks.tf_keras.for_current_optimizers import TFKerasLossScaleOptimizer
 
 
@@ -30,6 +28,8 @@ def put_in_place(names: DocumentedNames) -> contextlib.ExitStack:
     Returns:
         A stack that puts back what was there before when it is closed.
     """
+    own, optimizers = private_names.loss_scaling(), private_names.optimizers()
+    training, training_v1 = private_names.trainers()
     with contextlib.ExitStack() as stack:
         mixed_precision = tf_keras.mixed_precision
         put_into_mixed_precision(stack, mixed_precision, names, mixed_precision)

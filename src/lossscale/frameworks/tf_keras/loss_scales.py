@@ -9,13 +9,16 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale.errors import ArgumentError
-from lossscale.frameworks.tensorflow import arrays, finite, step
+from lossscale.frameworks.shell.contract import ArrayCode
+from lossscale.frameworks.shell.loss_scales import SharedSupport
+from lossscale.frameworks.tensorflow import step
+from lossscale.frameworks.tf_keras import array_code
 from lossscale.frameworks.tf_keras.state import State, new_variable
 from lossscale.rules import ScaleRule
 
 
-class LossScaleSupport:
-    """Variables, constants and finite checks without an optimizer, and tf_keras' registry."""
+class LossScaleSupport(SharedSupport):
+    """Variables and constants without an optimizer, and what tf_keras' files describe."""
 
     _new_variable = staticmethod(new_variable)
 
@@ -39,36 +42,9 @@ class LossScaleSupport:
         """Returns a value that is there once something was done."""
         return value if done is None else step.after(done, lambda: value)
 
-    @staticmethod
-    def _flat_gradients(gradients: Any) -> list[Any]:
-        return arrays.flat_gradients(gradients)
-
-    @staticmethod
-    def _all_finite(gradients: list[Any]) -> Any:
-        return finite.all_finite(gradients)
-
-    @staticmethod
-    def _registered_name(cls: type[Any]) -> str:
-        """Returns the name by which a configuration can name a class."""
-        name: str = tf_keras.saving.get_registered_name(cls)
-        return name
-
-    @staticmethod
-    def _with_class_named(described: Any, custom_objects: Any) -> dict[str, Any]:
-        """Returns `custom_objects` and the class that `described` names, if tf_keras knows it."""
-        name = described.get("class_name") if isinstance(described, dict) else None
-        found = tf_keras.saving.get_registered_object(name, custom_objects)
-        return {**(custom_objects or {}), **({} if found is None else {name: found})}
-
-    @staticmethod
-    def _register(combined: type[Any], written: type[Any]) -> None:
-        """Lets tf_keras' files name a class that was combined with a shell."""
-        package, _, name = tf_keras.saving.get_registered_name(written).rpartition(">")
-        if not package and written.__module__.startswith("lossscale.experimental"):
-            package = "lossscale.experimental"
-        if package:
-            # One name for both families: making an object of either picks the right one.
-            tf_keras.saving.register_keras_serializable(package=package, name=name)(combined)
+    @classmethod
+    def _array_code(cls) -> ArrayCode:
+        return array_code
 
     @classmethod
     def _inner_from_config(cls, config: Any, custom_objects: Any) -> Any:

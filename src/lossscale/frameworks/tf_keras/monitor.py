@@ -9,22 +9,18 @@ import tf_keras
 
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.errors import UnsupportedError
-from lossscale.frameworks.common.watching import Status
-from lossscale.frameworks.shell.monitor import MonitorBody, check_model
+from lossscale.frameworks.shell.monitor import MonitorBody
 
 
 class TFKerasLossScaleMonitor(MonitorBody, LossScaleMonitor, tf_keras.callbacks.Callback):
     __doc__ = LossScaleMonitor.__doc__
 
     _framework: ClassVar[str | None] = "tf_keras"
+    _library = tf_keras
+    _array_of = staticmethod(tf.convert_to_tensor)
 
     # tf_keras then leaves `logs` on the device, where nothing waits for them.
     _supports_tf_logs = True
-
-    def set_model(self, model: Any) -> None:
-        """Takes the model that is trained."""
-        check_model(model, tf_keras.Model, self)
-        super().set_model(model)
 
     def _instrument(self, model: Any) -> None:
         if not tf.executing_eagerly():
@@ -43,17 +39,14 @@ class TFKerasLossScaleMonitor(MonitorBody, LossScaleMonitor, tf_keras.callbacks.
         model.train_function = None
         model.train_function = model.make_train_function()
 
-    def _status(self) -> Status:
-        optimizer = self._optimizer
-        return Status(
-            int(tf.convert_to_tensor(optimizer.iterations)),
-            float(tf.convert_to_tensor(optimizer._current_scale())),
-            int(tf.convert_to_tensor(optimizer._steps_skipped)),
-            bool(tf.convert_to_tensor(optimizer._last_step_skipped)),
-        )
+    def _new_probe(self, model: Any, batch: Any) -> Any:
+        # With what it imports, which a monitor that measures nothing does without.
+        from lossscale.frameworks.tf_keras import diagnose
 
-    def _computes_in_float16(self, model: Any) -> bool:
-        return any(layer.compute_dtype == "float16" for layer in model._flatten_layers())
+        return diagnose.new_probe(model, batch)
+
+    def _steps(self, optimizer: Any) -> Any:
+        return optimizer.iterations
 
     def _scales_by_itself(self, optimizer: Any) -> bool:
         return isinstance(optimizer, tf_keras.mixed_precision.LossScaleOptimizer)

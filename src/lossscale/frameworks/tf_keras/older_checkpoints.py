@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
+from lossscale.frameworks.tensorflow.private_names import Trackable
 
 # What the new optimizers call the variables of the older ones.
 _NEW_NAMES = {"iter": "_iterations", "learning_rate": "_learning_rate"}
 
 
-class OlderBaseOptimizer(tf.__internal__.tracking.Trackable):
+class OlderBaseOptimizer(Trackable):
     """Restores an optimizer from that child, and writes nothing.
 
     Args:

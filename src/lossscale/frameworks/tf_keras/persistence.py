@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale.errors import LossScaleWarning
+from lossscale.frameworks.shell.copies import Copies
 from lossscale.frameworks.tf_keras.parts import Parts
 from lossscale.frameworks.tf_keras.state import State
 
@@ -19,8 +19,8 @@ from lossscale.frameworks.tf_keras.state import State
 UNLISTED = "inner."
 
 
-class Persistence(Parts):
-    """`__deepcopy__`, `__reduce__`, and values that wait for the variables they belong to."""
+class Persistence(Copies, Parts):
+    """The values of all variables by name; some wait for the variables they belong to."""
 
     _waiting: list[Any] | None
     _later: dict[str, Any]
@@ -62,7 +62,7 @@ class Persistence(Parts):
         fields = list(state.variables)
         found = [v.item() for v in values_of(state.variables)]
         read = dict(zip(fields, found, strict=True))
-        valid = self._rule.restored(state._first._replace(**read))._asdict()
+        valid = self._rule.restored(state.first._replace(**read))._asdict()
         pairs = zip(state.variables.values(), fields, strict=True)
         tf_keras.backend.batch_set_value(
             [
@@ -95,31 +95,21 @@ class Persistence(Parts):
         with tf.init_scope():
             tf_keras.backend.batch_set_value(list(zip(self._inner_weights(), values, strict=True)))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # The copy trains the same variables: an optimizer knows them by identity.
-        rebuild, arguments = self.__reduce__()
-        other = rebuild(*copy.deepcopy(arguments, memo))
+    def _build_alike(self, other: Any) -> None:
         if self._trained:
             other._build(*self._trained)
-        memo[id(self)] = other
-        return other
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        inner = self._optimizer
-        weights = self._inner_weights()
-        values = self._waiting if self._waiting is not None else values_of(weights)
-        return _rebuild, (
-            _written_class(type(self)),
-            type(inner),
-            inner.get_config(),
-            self._constructor_arguments(),
-            [np.array(value) for value in values],
-            self._own_values(),
-            {name: getattr(self, name) for name in self.__dict__.get("_names_of_the_user", ())},
-        )
+    def _inner_values(self) -> list[Any]:
+        waiting = self._waiting
+        values = values_of(self._inner_weights()) if waiting is None else waiting
+        return [np.array(value) for value in values]
 
-    def _constructor_arguments(self) -> dict[str, Any]:
-        return {"rule": self._rule, "name": self._given_name}
+    def _take_inner_values(self, values: Sequence[Any]) -> None:
+        if values:
+            self._waiting = list(values)
+            # The count is asked for before the variables exist that are trained.
+            self._inner_iterations().assign(values[0])
+            self._load_what_waited()
 
 
 def values_of(variables: Any) -> list[Any]:
@@ -131,30 +121,3 @@ def values_of(variables: Any) -> list[Any]:
     if isinstance(variables, Mapping):
         variables = list(variables.values())
     return [np.asarray(value) for value in tf_keras.backend.batch_get_value(list(variables))]
-
-
-def _rebuild(
-    cls: type[Any],
-    inner_class: type[Any],
-    inner_config: dict[str, Any],
-    arguments: dict[str, Any],
-    inner_values: Sequence[Any],
-    own_values: dict[str, Any],
-    attributes: dict[str, Any],
-) -> Any:
-    optimizer = cls(inner_class.from_config(inner_config), **arguments)
-    for name, value in attributes.items():
-        setattr(optimizer, name, value)
-    optimizer._set_own_values(own_values)
-    # The inner optimizer's variables exist once the optimizer meets the variables it trains, but
-    # its count is asked for before.
-    if inner_values:
-        optimizer._waiting = list(inner_values)
-        optimizer._inner_iterations().assign(inner_values[0])
-        optimizer._load_what_waited()
-    return optimizer
-
-
-def _written_class(cls: type[Any]) -> type[Any]:
-    """The class as it stands in a module, for one that was combined with a shell."""
-    return cls.__mro__[1] if vars(cls).get("_is_combined") else cls

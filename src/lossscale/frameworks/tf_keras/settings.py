@@ -6,40 +6,25 @@ from typing import Any
 
 import tf_keras
 
-from lossscale.frameworks.common.checks import check_own_name, unknown_setting
+from lossscale.frameworks.common.checks import check_own_name
+from lossscale.frameworks.shell.settings import SharedSettings
 from lossscale.frameworks.tf_keras.parts import Parts
 
 
-class InnerSettings(Parts):
+class InnerSettings(SharedSettings, Parts):
     """Hyperparameters: `momentum`, `learning_rate`, `lr`, `clipnorm` and all others."""
+
+    _inner_attribute = "_optimizer"
 
     @property
     def inner_optimizer(self) -> Any:
         """The optimizer inside."""
         return self._optimizer
 
-    @property
-    def lr(self) -> Any:
-        return self._optimizer.learning_rate
-
-    @lr.setter
-    def lr(self, value: Any) -> None:
-        self._optimizer.learning_rate = value
-
     def __getattribute__(self, name: str) -> Any:
         # Past tf_keras, whose own passing on leaves out what an optimizer does not call a
         # hyperparameter, such as Adam's epsilon.
         return object.__getattribute__(self, name)
-
-    def __getattr__(self, name: str) -> Any:
-        # Called only for names that are not found here.
-        inner = self.__dict__.get("_optimizer")
-        if inner is None or name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        try:
-            return getattr(inner, name)
-        except AttributeError:
-            raise unknown_setting(type(self), inner, name) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         inner = self.__dict__.get("_optimizer")
@@ -53,4 +38,4 @@ class InnerSettings(Parts):
             family = tf_keras.optimizers.legacy if self._is_legacy else tf_keras.optimizers
             check_own_name(inner, name, family)
             object.__setattr__(self, name, value)
-            self.__dict__.setdefault("_names_of_the_user", set()).add(name)
+            self._remember_name(name)

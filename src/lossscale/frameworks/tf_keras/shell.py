@@ -8,20 +8,20 @@ from typing import Any, ClassVar
 import tensorflow as tf
 import tf_keras
 
-# tf_keras picks one of its two classes by the optimizer to wrap, in this metaclass.
-from tf_keras.src.mixed_precision.loss_scale_optimizer import LossScaleOptimizerMetaclass
-
 from lossscale import registry
-from lossscale.arguments import config_from_rule, rule_from_arguments
+from lossscale.arguments import rule_from_arguments
 from lossscale.frameworks.common.checks import remember_wrapper
 from lossscale.frameworks.common.handover import GradientHandover
+from lossscale.frameworks.shell.reading import SharedReading
 from lossscale.frameworks.tensorflow import replicas
+from lossscale.frameworks.tensorflow.private_names import DelegatingTrackableMixin
 from lossscale.frameworks.tf_keras.checks import check_inner, check_names
 from lossscale.frameworks.tf_keras.iterations import StepCounter
 from lossscale.frameworks.tf_keras.loss_scales import LossScaleSupport
 from lossscale.frameworks.tf_keras.older_checkpoints import OlderBaseOptimizer
 from lossscale.frameworks.tf_keras.parts import Parts
 from lossscale.frameworks.tf_keras.persistence import Persistence
+from lossscale.frameworks.tf_keras.private_names import LossScaleOptimizerMetaclass
 from lossscale.frameworks.tf_keras.settings import InnerSettings
 from lossscale.frameworks.tf_keras.state import LossScaleNode, State, new_variable
 from lossscale.frameworks.tf_keras.training import TrainingStep
@@ -73,6 +73,7 @@ class CommonShell(
     DocumentedVerbs,
     Persistence,
     LossScaleSupport,
+    SharedReading,
     LossScaleOptimizer,
     Parts,
 ):
@@ -80,7 +81,6 @@ class CommonShell(
 
     _framework: ClassVar[str | None] = "tf_keras"
     _inner_base: ClassVar[type[Any]]
-    _backend = replicas
 
     # None where a loss scale of the older API moves by its user's own code.
     _state: Any
@@ -104,7 +104,7 @@ class CommonShell(
         replicas.check_strategy()
         # The constructors of tf_keras are not called: they would make a second counter and hide
         # the inner optimizer's settings. In a checkpoint both optimizers are one node.
-        tf.__internal__.tracking.DelegatingTrackableMixin.__init__(self, inner_optimizer)
+        DelegatingTrackableMixin.__init__(self, inner_optimizer)
         self._optimizer = inner_optimizer
         self._given_name = name
         self._rule = rule
@@ -146,10 +146,6 @@ class CommonShell(
         """Counts a variable of a LossScale object as one of this optimizer's."""
         self._loose_variables[variable.name.removesuffix(":0")] = variable
 
-    def __repr__(self) -> str:
-        inner = type(self._optimizer).__name__
-        return f"<LossScaleOptimizer {self.name!r} around {inner}, {self._rule}>"
-
     # --- What can be read ---------------------------------------------------------------------
 
     @property
@@ -167,14 +163,6 @@ class CommonShell(
     @property
     def dynamic_counter(self) -> Any:
         return None if self._state is None else self._state.variables.get("good_steps")
-
-    @property
-    def steps_skipped(self) -> Any:
-        return tf.convert_to_tensor(self._steps_skipped)
-
-    @property
-    def last_step_skipped(self) -> Any:
-        return tf.convert_to_tensor(self._last_step_skipped)
 
     @property
     def iterations(self) -> StepCounter:
@@ -208,12 +196,9 @@ class CommonShell(
     # --- Configuration ------------------------------------------------------------------------
 
     def get_config(self) -> dict[str, Any]:
-        described = config_from_rule(self._rule)
-        if "rule" in described:
-            described["rule"]["class_name"] = self._registered_name(type(self._rule))
         return {
             **({} if self._given_name is None else {"name": self._given_name}),
             "inner_optimizer": tf_keras.optimizers.serialize(self._optimizer),
             "dynamic": self.dynamic,
-            **described,
+            **self._described_rule(),
         }

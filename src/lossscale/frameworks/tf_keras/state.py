@@ -6,20 +6,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
-import tf_keras
 
 from lossscale.arguments import is_dynamic
 from lossscale.frameworks.common import host_rule
+from lossscale.frameworks.shell.state import StateBody, kind_of_number
 from lossscale.frameworks.tensorflow import step
+from lossscale.frameworks.tensorflow.private_names import Trackable
 from lossscale.frameworks.tensorflow.step import grouped
+from lossscale.frameworks.tf_keras.private_names import track_variable
 from lossscale.rules import ScaleRule, ScaleState, Seen
 
 # The names that every release of TensorFlow wrote into checkpoints.
 _VARIABLE_NAMES = {"scale": "current_loss_scale"}
+_DTYPES = {"bool": tf.bool, "int": tf.int64, "float32": tf.float32}
 _NAMESPACE = step.Folding(tf)
 
 
-class State:
+class State(StateBody):
     """A rule and the variables that hold its state; a fixed scale has none.
 
     Args:
@@ -27,25 +30,21 @@ class State:
         add_variable: Makes a scalar variable of a name, a dtype and a first value.
     """
 
+    _read = staticmethod(tf.convert_to_tensor)
+
     def __init__(self, rule: ScaleRule, add_variable: Callable[[str, Any, Any], Any]) -> None:
         self.rule = rule
-        self._first = rule.init()
+        self.first = rule.init()
         self.variables: dict[str, Any] = {}
         if is_dynamic(rule):
-            for field, value in zip(self._first._fields, self._first, strict=True):
+            for field, value in zip(self.first._fields, self.first, strict=True):
                 name = _VARIABLE_NAMES.get(field, field)
-                self.variables[field] = add_variable(name, _dtype(value), value)
+                self.variables[field] = add_variable(name, _DTYPES[kind_of_number(value)], value)
 
     @property
     def named(self) -> dict[str, Any]:
         """The variables by their names in files."""
         return {_VARIABLE_NAMES.get(field, field): v for field, v in self.variables.items()}
-
-    def read(self) -> ScaleState:
-        """Returns the state as tensors."""
-        return self._first._replace(
-            **{field: tf.convert_to_tensor(variable) for field, variable in self.variables.items()}
-        )
 
     def write(self, state: ScaleState) -> Any:
         """Sets the state from tensors, arrays or Python numbers.
@@ -72,7 +71,7 @@ class State:
         """
         in_graph = not tf.executing_eagerly() or tf.distribute.has_strategy()
         if not in_graph and host_rule.host_can_move(self.rule):
-            before = self._first._replace(**step.numbers(self.variables))
+            before = self.first._replace(**step.numbers(self.variables))
             for field, value in host_rule.changes(self.rule, before, bool(seen.finite)).items():
                 self.variables[field].assign(value, read_value=False)
             return None
@@ -82,7 +81,7 @@ class State:
         return None if after is before else self.write(after)
 
 
-class LossScaleNode(tf.__internal__.tracking.Trackable):
+class LossScaleNode(Trackable):
     """The child `loss_scale` of an optimizer in a checkpoint.
 
     Args:
@@ -141,11 +140,5 @@ def new_variable(name: str, dtype: Any, value: Any) -> Any:
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
         )
     # In graphs of TensorFlow 1, Keras initializes the variables it knows.
-    tf_keras.src.backend.track_variable(variable)
+    track_variable(variable)
     return variable
-
-
-def _dtype(value: Any) -> Any:
-    if isinstance(value, bool):
-        return tf.bool
-    return tf.int64 if isinstance(value, int) else tf.float32

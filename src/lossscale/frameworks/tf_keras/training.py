@@ -3,48 +3,39 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from lossscale.frameworks.common.autograph import as_written
-from lossscale.frameworks.common.checks import checked_pairs, with_gradient
 from lossscale.frameworks.common.notes import DecidedStep
-from lossscale.frameworks.tensorflow import arrays, magnitudes, replicas, step
+from lossscale.frameworks.shell.training import SharedTraining
 from lossscale.frameworks.tensorflow import finite as finite_check
+from lossscale.frameworks.tensorflow import magnitudes, replicas, step
 from lossscale.frameworks.tensorflow.notes import Notes
-from lossscale.frameworks.tf_keras.checks import is_variable
 from lossscale.frameworks.tf_keras.parts import Parts
 from lossscale.rules import Needs, Seen
 
 
-class TrainingStep(Parts):
-    """`apply_gradients`, and what every other verb leads to."""
+class TrainingStep(SharedTraining, Parts):
+    """The step that every verb leads to."""
 
     _warned_of_none: bool
 
-    # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
-    _notes: ClassVar[Any] = None
-
-    @as_written
-    def apply_gradients(
-        self,
-        grads_and_vars: Iterable[tuple[Any, Any]],
-        name: str | None = None,
-        skip_gradients_aggregation: bool = False,
-        experimental_aggregate_gradients: bool = True,
-    ) -> Any:
-        gradients, variables = checked_pairs(grads_and_vars, is_variable)
+    def _check_context(self) -> None:
         replicas.check_replica_context()
-        moved = with_gradient(gradients, variables)
-        place = replicas.current_place()
-        # Never: nothing here leaves scaled gradients to be applied. But it warns.
-        self._handover.are_scaled(place, moved)
-        aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
-        done = self._step(gradients, variables, name=name, aggregate=aggregate)
-        self._handover.note_applied(place, moved)
-        return done
+
+    def _apply_step(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        name: str | None,
+        *,
+        scaled: bool,
+        aggregate: bool,
+    ) -> Any:
+        # Never scaled: nothing here leaves scaled gradients to be applied.
+        return self._step(gradients, variables, name=name, aggregate=aggregate)
 
     def _step(
         self,
@@ -91,15 +82,8 @@ class TrainingStep(Parts):
             DecidedStep(gradients, variables, list, finite, scale, step, is_shared=True)
         )
 
-    def _keep_notes(self, histograms_every: int | None) -> None:
-        """Lets steps note what a monitor reads; takes effect in functions that are traced later.
-
-        Args:
-            histograms_every: At which multiples of this step number exponents are counted; None
-                for never.
-        """
-        # Past TensorFlow's attribute tracking.
-        self.__dict__["_notes"] = Notes(histograms_every)
+    def _new_notes(self, histograms_every: int | None) -> Notes:
+        return Notes(histograms_every)
 
     def _build_notes(self, variables: Sequence[Any]) -> None:
         names = [variable.name.removesuffix(":0") for variable in variables]
@@ -123,18 +107,6 @@ class TrainingStep(Parts):
         if tf.compat.v1.get_default_graph().building_function:
             return step.after(done, self.iterations.value)
         return done
-
-    def _scaled(self, loss: Any) -> Any:
-        if callable(loss):
-            return lambda: self._scaled(loss())
-        return arrays.scaled(loss, self._current_scale())
-
-    # What a LossScale object of the older API replaces.
-
-    def _current_scale(self) -> Any:
-        # A loss scale that moves by itself has a method of its own in this place.
-        assert self._state is not None
-        return self._rule.loss_scale(self._state.read())
 
     def _is_finite(self, gradients: Sequence[Any]) -> Any:
         """Whether the step is applied: a boolean scalar tensor, or True if nothing is checked."""

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from lossscale.errors import ArgumentTypeError, GradientsError
-from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.common.checks import scaled_value
-from lossscale.frameworks.tensorflow import arrays, replicas, step
+from lossscale.frameworks.shell.verbs import SharedVerbs
+from lossscale.frameworks.tensorflow import replicas, step
 from lossscale.frameworks.tensorflow.tape import check_symbolic, recorded
 from lossscale.frameworks.tf_keras.checks import flat_variables
 from lossscale.frameworks.tf_keras.parts import Parts
 
 
-class DocumentedVerbs(Parts):
-    """`minimize`, `get_scaled_loss`, `get_unscaled_gradients`, `get_gradients`, `get_updates`."""
+class DocumentedVerbs(SharedVerbs, Parts):
+    """`minimize`, `compute_gradients`, and how gradients are computed."""
 
     def minimize(
         self,
@@ -42,16 +41,10 @@ class DocumentedVerbs(Parts):
         given = {} if grad_loss is None else {"grad_loss": grad_loss}
         return self.compute_gradients(loss, var_list, tape=tape, **given)
 
-    def _apply_unscaled(self, place: Any, pairs: list[Any], name: str | None) -> Any:
-        # Also where a subclass unscales by itself, without the method that notes it.
-        self._handover.note_all_unscaled(place)
-        named: dict[str, Any] = {} if name is None else {"name": name}
-        return self.apply_gradients(pairs, **named)
-
     def _differentiated(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> tuple[list[Any], list[Any]]:
-        """Returns the unscaled gradients of a loss, and the variables they belong to."""
+        """Returns the gradients of the scaled loss, and the variables they belong to."""
 
         def scale(loss: Any) -> Any:
             scaled = scaled_value(loss, self.get_scaled_loss)
@@ -64,24 +57,11 @@ class DocumentedVerbs(Parts):
         recording = recorded(loss, var_list, scale, tape=tape, watch=watch)
         variables = flat_variables(recording.variables)
         pairs = self._inner_gradients(recording.loss, variables, recording.tape)
-        return list(self.get_unscaled_gradients([gradient for gradient, _ in pairs])), variables
+        return [gradient for gradient, _ in pairs], variables
 
-    @as_written
-    def get_scaled_loss(self, loss: Any) -> Any:
-        self._handover.note_get_scaled_loss()
-        return self._scaled(loss)
-
-    @as_written
-    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
-        try:
-            gradients = list(grads)
-        except TypeError:
-            raise ArgumentTypeError(
-                f"`grads` must be a list of gradients. Received: {grads!r}."
-            ) from None
-        number = sum(gradient is not None for gradient in gradients)
-        self._handover.note_unscaled(replicas.current_place(), number)
-        return list(arrays.unscaled(gradients, self._current_scale(), self._rule.powers_of_two))
+    def _symbolic(self, loss: Any, params: Sequence[Any]) -> list[Any]:
+        check_symbolic(loss)
+        return self._symbolic_gradients(self.get_scaled_loss(loss), params)
 
     def compute_gradients(
         self, loss: Any, var_list: Any = None, tape: Any = None, grad_loss: Any = None
@@ -107,36 +87,7 @@ class DocumentedVerbs(Parts):
         """
         place = replicas.current_place()
         with self._handover.aside(place):
-            gradients, variables = self._differentiated(loss, var_list, grad_loss, tape)
+            scaled, variables = self._differentiated(loss, var_list, grad_loss, tape)
+            gradients = self._unscaled_by_verb(scaled, variables)
         self._handover.note_unscaled(place, len(gradients))
         return list(zip(gradients, variables, strict=True))
-
-    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
-        place = replicas.current_place()
-        with self._handover.aside(place):
-            gradients = self._gradients_of(loss, flat_variables(params))
-        self._handover.note_unscaled(place, len(gradients))
-        return gradients
-
-    def _gradients_of(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
-        if callable(loss):
-            gradients, _ = self._differentiated(loss, variables)
-        else:
-            check_symbolic(loss)
-            scaled = self._symbolic_gradients(self.get_scaled_loss(loss), variables)
-            gradients = list(self.get_unscaled_gradients(scaled))
-        for gradient, variable in zip(gradients, variables, strict=True):
-            if gradient is None:
-                raise GradientsError(
-                    f"The loss has no gradient with respect to {variable.name!r}: it does not "
-                    "depend on it, or an operation between them has no gradient. Leave the "
-                    "variable out of `params`."
-                )
-        return gradients
-
-    def get_updates(self, loss: Any, params: Any) -> list[Any]:
-        place = replicas.current_place()
-        with self._handover.aside(place):
-            gradients = self.get_gradients(loss, params)
-            pairs = list(zip(gradients, flat_variables(params), strict=True))
-            return [self._apply_unscaled(place, pairs, None)]

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from lossscale.errors import ArgumentError, UnknownSlotError
+from lossscale.errors import ArgumentError
+from lossscale.frameworks.shell.weights import SharedWeights, Slots, check_shapes
 from lossscale.frameworks.tf_keras.parts import Parts
 from lossscale.frameworks.tf_keras.persistence import values_of
 from lossscale.older.slots import documented_name, kind_of
 
 
-class DocumentedWeights(Parts):
+class DocumentedWeights(SharedWeights, Parts):
     """`get_weights`, `set_weights`, `get_slot`, `add_slot`, `add_weight`."""
 
     def get_weights(self) -> list[Any]:
@@ -35,12 +36,7 @@ class DocumentedWeights(Parts):
                 "no state."
             )
         targets = everything[: len(weights)]
-        for variable, value in zip(targets, weights, strict=True):
-            if tuple(variable.shape) != value.shape:
-                raise ArgumentError(
-                    f"The weight {variable.name!r} has the shape {tuple(variable.shape)}. "
-                    f"Received: an array of shape {value.shape}. Nothing was changed."
-                )
+        check_shapes(targets, [value.shape for value in weights])
         tf_keras.backend.batch_set_value(list(zip(counted, weights, strict=False)))
         if len(weights) > len(counted):
             names = {id(variable): name for name, variable in named.items()}
@@ -50,28 +46,13 @@ class DocumentedWeights(Parts):
     def get_slot_names(self) -> list[str]:
         return list(dict.fromkeys(names[0] for names, _ in self._slots()))
 
-    def get_slot(self, var: Any, slot_name: str) -> Any:
-        slot = self._find_slot(var, slot_name)
-        if slot is None:
-            raise UnknownSlotError(
-                f"{type(self._optimizer).__name__} has no slot {slot_name!r} for the "
-                f"variable {var.name!r}. Its slots are {self.get_slot_names()}; they exist for "
-                "the variables it was built with."
-            )
-        return slot
-
-    def add_slot(self, var: Any, slot_name: str, initializer: Any = "zeros") -> Any:
-        slot = self._find_slot(var, slot_name)
-        if slot is None:
-            first = initializer
-            if isinstance(initializer, str) or callable(initializer):
-                first = tf_keras.initializers.get(initializer)(var.shape, _dtype_of(var))
-            with tf.init_scope():
-                slot = self._optimizer.add_variable_from_reference(
-                    var, slot_name, initial_value=first
-                )
-            self._added_slots[slot_name, self._optimizer._var_key(var)] = slot
-            self._children_have_changed()
+    def _new_slot(self, var: Any, slot_name: str, initializer: Any) -> Any:
+        first = initializer
+        if isinstance(initializer, str) or callable(initializer):
+            first = tf_keras.initializers.get(initializer)(var.shape, _dtype_of(var))
+        with tf.init_scope():
+            slot = self._optimizer.add_variable_from_reference(var, slot_name, initial_value=first)
+        self._children_have_changed()
         return slot
 
     def add_weight(
@@ -106,15 +87,7 @@ class DocumentedWeights(Parts):
         # The first checkpoint left a list of children.
         self._optimizer.__dict__.pop("_coalesced_children", None)
 
-    def _find_slot(self, var: Any, slot_name: str) -> Any:
-        key = self._optimizer._var_key(var)
-        for names, slots in self._slots():
-            if slot_name in names and key in slots:
-                return slots[key]
-        return None
-
-    def _slots(self) -> Iterator[tuple[list[str], dict[Any, Any]]]:
-        """Yields the names of each kind of slot and its variables by reference variable."""
+    def _slots_of_inner(self) -> Slots:
         inner = self._optimizer
         # The new optimizers keep each kind of state in an attribute, a list with one variable (or
         # None) for every variable they were built with.
@@ -129,11 +102,6 @@ class DocumentedWeights(Parts):
             }
             if slots and len(values) == len(keys):
                 yield _slot_names(inner, attribute, slots), slots
-        by_name: dict[str, dict[Any, Any]] = {}
-        for (name, key), slot in self._added_slots.items():
-            by_name.setdefault(name, {})[key] = slot
-        for name, slots in by_name.items():
-            yield [name], slots
 
 
 def _slot_names(inner: Any, attribute: str, slots: dict[Any, Any]) -> list[str]:

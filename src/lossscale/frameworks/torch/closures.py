@@ -63,7 +63,8 @@ class Closures(Stepping):
             with torch.enable_grad():
                 loss = closure()
             verdict = self._divide_in_place()
-            if verdict.applied or not math.isfinite(float(loss)):
+            value = loss.detach() if isinstance(loss, torch.Tensor) else loss
+            if verdict.applied or not math.isfinite(float(value)):
                 break
             before = scales.scale
             scales.move(Seen(False))

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from lossscale.frameworks.torch.arrays import real_parts, unscaled, widened
-
-_check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+from lossscale.frameworks.torch.private_names import check_and_unscale_
 
 
 def unscale_(tensors: Sequence[Any], reciprocal: Any) -> Any:
@@ -29,7 +28,7 @@ def unscale_(tensors: Sequence[Any], reciprocal: Any) -> Any:
     found = torch.zeros((), dtype=torch.float32, device=reciprocal.device)
     for (device, _), group in _groups(tensors).items():
         found_here = found if device == found.device else torch.zeros((), device=device)
-        _check_and_unscale_(group, found_here, reciprocal.to(device))
+        check_and_unscale_(group, found_here, reciprocal.to(device))
         if found_here is not found:
             found = torch.maximum(found, found_here.to(found.device))
     return found

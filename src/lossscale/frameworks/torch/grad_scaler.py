@@ -11,10 +11,11 @@ import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from lossscale.checks import checked_truth
-from lossscale.errors import CallOrderError, LossScaleWarning, ScalerArgumentError
+from lossscale.errors import CallOrderError, GradientsError, LossScaleWarning, ScalerArgumentError
 from lossscale.frameworks.torch import scaler_steps
 from lossscale.frameworks.torch.finite import all_finite
 from lossscale.frameworks.torch.gradients import gradients_of, look_and_multiply_
+from lossscale.frameworks.torch.layout import Layout
 from lossscale.frameworks.torch.outputs import first_tensor, held, scaled_nest
 from lossscale.frameworks.torch.ranks import agreed, groups_of
 from lossscale.frameworks.torch.scaler_arguments import DEFAULTS, new_scale_of, rule_of_a_scaler
@@ -180,9 +181,9 @@ class GradScaler(SkipsOfScaler):
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
     ) -> dict[Any, Any]:
-        parameters = scaler_steps.flat(optimizer.param_groups)
+        layout, parameters = self._layout_of(optimizer)
         with torch.no_grad():
-            given = gradients_of(parameters, False, allow_float16=allow_fp16)
+            given = gradients_of(parameters, layout.one_device, allow_float16=allow_fp16)
             if not self._rule.checks_gradients:
                 for group in given.groups:
                     torch._foreach_mul_(group, inv_scale.to(group[0].device))
@@ -190,8 +191,21 @@ class GradScaler(SkipsOfScaler):
             on_host = inv_scale.device.type == "cpu"
             above_one = inv_scale.item() > 1 if on_host else self.get_scale() < 1
             by_device = _unscale_(given.groups, found_inf, inv_scale, look_again=above_one)
-            groups = groups_of(scaler_steps.spread(parameters), self._process_group)
+            if layout.is_plain and not layout.ranks:
+                return by_device
+            groups = groups_of([*parameters, *given.given], self._process_group)
             return self._agreed(found_inf, by_device, groups) if groups else by_device
+
+    def _layout_of(self, optimizer: Any) -> tuple[Layout, list[Any]]:
+        """What is known of an optimizer's parameters, and the parameters."""
+        layout = self._layouts.get(optimizer)
+        parameters = None if layout is None else layout.parameters(optimizer.param_groups)
+        if layout is None or parameters is None:
+            layout = Layout(optimizer.param_groups, self._process_group)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                self._layouts[optimizer] = layout
+            parameters = layout.parameters(optimizer.param_groups)
+        return layout, parameters or []
 
     def _agreed(self, found: Any, by_device: dict[Any, Any], groups: Any) -> dict[Any, Any]:
         """What all processes found, on all of their devices."""
@@ -265,12 +279,13 @@ class GradScaler(SkipsOfScaler):
             return result
         divisor = 1.0
         if entry["stage"] is _READY:
-            if scaler_steps.has_float16_gradients(optimizer):
+            try:
+                self.unscale_(optimizer)
+            except GradientsError:
+                # It can divide float16 gradients on the way into the update, in float32.
                 divisor = self.get_scale()
                 self._look(optimizer, entry, divisor)
-            else:
-                self.unscale_(optimizer)
-        if divisor == 1.0 and not scaler_steps.takes_attributes(optimizer):
+        if divisor == 1.0 and scaler_steps.needs_no_attributes(optimizer):
             return self._maybe_opt_step(optimizer, entry, *args, **kwargs)
         with scaler_steps.handed_over(optimizer, shown(divisor, torch.float32, self._scale.device)):
             return self._maybe_opt_step(optimizer, entry, *args, **kwargs)
@@ -344,7 +359,7 @@ class GradScaler(SkipsOfScaler):
             self._number,
             self._get_growth_tracker(),
         )
-        del state["_skipped"], state["_names"]
+        del state["_skipped"], state["_names"], state["_layouts"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

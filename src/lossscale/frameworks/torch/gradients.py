@@ -6,6 +6,7 @@ gradient is divided where it is: what is read afterwards is what is applied.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -14,9 +15,8 @@ import torch
 
 from lossscale.errors import GradientsError
 from lossscale.frameworks.torch import ranks
+from lossscale.frameworks.torch.private_names import check_and_unscale_
 from lossscale.frameworks.torch.scales import Factors
-
-_check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
 _layout, _dtype, _device = attrgetter("layout"), attrgetter("dtype"), attrgetter("device")
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -45,6 +45,19 @@ class Gradients:
         return self.groups[0][0].device if self.groups else torch.device("cpu")
 
 
+def plain_gradients(parameters: Sequence[Any]) -> list[Any] | None:
+    """Returns the gradients of parameters on one device; None if there are none, or unusual ones.
+
+    All are dense tensors of real numbers, which one call of a kernel takes.
+    """
+    given = [gradient for p in parameters if (gradient := p.grad) is not None]
+    # Each property is asked for in a loop of its own, in C: a tuple of them takes twice the time.
+    dtypes = set(map(_dtype, given))
+    if len(dtypes) == 1 and dtypes <= _IN_PLACE and set(map(_layout, given)) == _DENSE:
+        return given if _PLAIN_TYPES.issuperset(map(type, given)) else None
+    return None
+
+
 def gradients_of(
     parameters: Sequence[Any], one_device: bool, *, allow_float16: bool = False
 ) -> Gradients:
@@ -62,7 +75,6 @@ def gradients_of(
     given = [gradient for p in parameters if (gradient := p.grad) is not None]
     if not given:
         return Gradients(given, [])
-    # Each property is asked for in a loop of its own, in C: a tuple of them takes twice the time.
     dtypes = set(map(_dtype, given))
     if dtypes <= _IN_PLACE and _PLAIN_TYPES.issuperset(map(type, given)):
         on_processor = given[0].device.type == "cpu"
@@ -167,6 +179,18 @@ def unscale_(gradients: Gradients, factors: Any, powers_of_two: bool) -> Any:
     return found if found is not None else factors(gradients.device).found.zero_()
 
 
+def sums_are_finite(group: list[Any]) -> bool:
+    """Whether tensors are finite, as their sums say.
+
+    A sum is infinite or NaN if an element is. Where it is so for another reason, this says nothing.
+    """
+    return math.isfinite(sum(tensor.sum(dtype=_wider(tensor.dtype)).item() for tensor in group))
+
+
+def _wider(dtype: Any) -> Any:
+    return torch.float32 if dtype == torch.bfloat16 else None
+
+
 def look(gradients: Gradients, factors: Any) -> Any:
     """Whether any number of the gradients is infinite or NaN, as `unscale_` says it."""
 
@@ -194,6 +218,13 @@ def multiply_(gradients: Gradients, factors: Any, powers_of_two: bool) -> None:
 
 
 def look_and_multiply_(group: list[Any], found: Any, factor: Any) -> None:
+    """Multiplies tensors in place, and sets `found` to 1 if any number was infinite or NaN.
+
+    Args:
+        group: Dense tensors on one device; off the processor, of one dtype.
+        found: float32 tensor of no dimensions.
+        factor: float32 tensor of no dimensions.
+    """
     """Multiplies tensors of one group in place, and sets `found` to 1 if a number was not finite.
 
     Args:
@@ -202,7 +233,7 @@ def look_and_multiply_(group: list[Any], found: Any, factor: Any) -> None:
         factor: The same.
     """
     if group[0].device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
-        _check_and_unscale_(group, found, factor)
+        check_and_unscale_(group, found, factor)
         return
     # The largest magnitude of finite numbers is finite, in any format.
     largest = torch.stack(torch._foreach_norm(group, float("inf")))

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from lossscale.errors import UnsupportedError
+from lossscale.frameworks.common import host_rule
 from lossscale.frameworks.torch import clipping, gradients, handing, magnitudes, ranks
 from lossscale.frameworks.torch.gradients import Gradients
 from lossscale.frameworks.torch.layout import Layout
 from lossscale.frameworks.torch.scales import DeviceScales, HostScales
 from lossscale.rules import Needs, ScaleRule, Seen
 
-_ABSENT, _GOOD, _BAD = 0.0, 1.0, 2.0
+_ABSENT, _FINITE, _NON_FINITE = 0.0, 1.0, 2.0
 """What a process saw: no gradient, finite ones, others. The largest of all processes counts."""
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -41,6 +42,30 @@ class Verdict(NamedTuple):
     empty: bool = False
 
 
+_GOOD, _BAD = Verdict(True, Seen(True)), Verdict(False, Seen(False))
+
+
+def is_ordinary(inner: Any, rule: ScaleRule, scales: Any, clip_norm: float | None) -> bool:
+    """Whether nothing but the verdict is asked of gradients, as far as an optimizer's settings go.
+
+    Args:
+        inner: The optimizer inside.
+        rule: The rule.
+        scales: Its state.
+        clip_norm: What gradients are clipped to, or None.
+    """
+    return (
+        clip_norm is None
+        and isinstance(scales, HostScales)
+        and host_rule.host_can_move(rule)
+        and rule.checks_gradients
+        and rule.powers_of_two
+        and rule.lowest_scale is not None
+        and rule.lowest_scale >= 1.0
+        and (isinstance(inner, handing.FUSED) or not hasattr(inner, "_step_supports_amp_scaling"))
+    )
+
+
 class Judging:
     """What a step needs to know of the gradients."""
 
@@ -50,6 +75,7 @@ class Judging:
     _clip_norm: float | None
     _process_group: Any
     _layout: Layout | None
+    _is_ordinary: bool
 
     def _known_layout(self) -> Layout:
         layout = self._layout
@@ -80,8 +106,14 @@ class Judging:
             return self._judge_here(scaled, in_place)
 
     def _judge_here(self, scaled: bool, in_place: bool) -> Verdict:
-        given, layout = self._gradients(), self._known_layout()
-        rule, scales = self._rule, self._scales
+        rule, scales, layout = self._rule, self._scales, self._known_layout()
+        if scaled and not in_place and self._needs_no_look(layout):
+            # What a fused optimizer divides by itself, nobody else has to touch.
+            parameters = (p for group in self.inner_optimizer.param_groups for p in group["params"])
+            empty = all(p.grad is None for p in parameters)
+            divisor = scales.factors(layout.devices[0]).scale
+            return Verdict(True, divisor=None if empty else divisor, empty=empty)
+        given = self._gradients()
         if not given.given and not layout.ranks:
             return Verdict(True, empty=True)
         if rule.needs != Needs() and layout.ranks:
@@ -93,11 +125,61 @@ class Judging:
             return self._judge_on_device(given, scaled, layout, scales, in_place)
         if self._clip_norm is not None and not in_place:
             return self._judge_and_clip(given, scaled, layout, scales)
-        if rule.checks_gradients:
-            return self._look(given, scaled, layout)
-        return Verdict(True, divisor=self._divide_unlooked(given, scaled, in_place))
+        if not rule.checks_gradients:
+            return Verdict(True, divisor=self._divide_unlooked(given, scaled, in_place))
+        if scaled and not in_place and self._only_read(given, layout, scales):
+            return Verdict(True, Seen(True), divisor=scales.factors(given.device).scale)
+        return self._look(given, scaled, layout)
 
     # --- The host decides ---------------------------------------------------------------------
+
+    def _judge_ordinary(self) -> Verdict | None:
+        """What `_judge` returns for scaled gradients of the most ordinary kind, in less time.
+
+        With many small parameters a step is mostly the work of the interpreter.
+
+        Returns:
+            The verdict; None if something is not ordinary. Then nothing was done.
+        """
+        layout, inner = self._layout, self.inner_optimizer
+        parameters = None if layout is None else layout.parameters(inner.param_groups)
+        if layout is None or parameters is None:
+            layout = self._known_layout()
+            parameters = layout.parameters(inner.param_groups)
+        if not self._is_ordinary or not layout.one_device or layout.ranks or layout.are_large:
+            return None
+        given = gradients.plain_gradients(parameters or [])
+        if given is None:
+            return None
+        with torch.no_grad():
+            factors = self._scales.factors(given[0].device)
+            gradients.look_and_multiply_(given, factors.found.zero_(), factors.reciprocal)
+            return _BAD if factors.found.item() else _GOOD
+
+    def _needs_no_look(self, layout: Layout) -> bool:
+        return (
+            not self._rule.checks_gradients
+            and self._clip_norm is None
+            and isinstance(self._scales, HostScales)
+            and layout.one_place
+            and handing.takes_scaling(self.inner_optimizer)
+        )
+
+    def _only_read(self, given: Gradients, layout: Layout, scales: HostScales) -> bool:
+        """Whether gradients were seen to be finite, and a fused optimizer can divide them.
+
+        On a processor reading large tensors takes less time than writing them, too.
+        """
+        return (
+            layout.are_large
+            and given.device.type == "cpu"
+            and self._can_be_handed_a_divisor(given)
+            and self._rule.needs == Needs()
+            # With a scale below 1 unscaling may overflow what was finite.
+            and scales.scale >= 1.0
+            and not layout.ranks
+            and gradients.sums_are_finite(given.groups[0])
+        )
 
     def _divide_unlooked(self, given: Gradients, scaled: bool, in_place: bool) -> Any:
         """Divides gradients that nobody looks at; returns what a fused optimizer divides by."""
@@ -117,9 +199,10 @@ class Judging:
         sizes = self._magnitudes(given, scaled)
         found = self._found(given, scaled)
         if layout.ranks:
-            here = found + _GOOD if given.given else found
+            here = found + _FINITE if given.given else found
             answer = ranks.agreed(here, layout.ranks).item()
-            return Verdict(answer != _BAD, Seen(answer != _BAD), empty=answer == _ABSENT)
+            applied = answer != _NON_FINITE
+            return Verdict(applied, Seen(applied), empty=answer == _ABSENT)
         if sizes is None:
             applied = not found.item()
             return Verdict(applied, Seen(applied))
@@ -152,16 +235,23 @@ class Judging:
     def _judge_and_clip(
         self, given: Gradients, scaled: bool, layout: Layout, scales: HostScales
     ) -> Verdict:
+        assert self._clip_norm is not None
         scale = scales.scale if scaled else 1.0
         checks = self._rule.checks_gradients
         if self._rule.needs == Needs():
             norm = clipping.norm_of(given, layout.ranks)
-            number = norm.item() / scale
+            total = norm.item()
+            number = total / scale
             # A norm may overflow though no element does, and unscaling may overflow some.
             if math.isfinite(number) and number <= _LARGEST:
-                factor = clipping.coefficient(norm.cpu() / scale, self._clip_norm)
-                seen = Seen(True) if checks else None
-                return Verdict(True, seen, divisor=self._clip_and_divide(given, factor, scale))
+                # On the host from here on: a device is not waited for a second time.
+                norm = torch.tensor(total, dtype=norm.dtype) / scale
+                factor = clipping.coefficient(norm, self._clip_norm)
+                divides = self._can_be_handed_a_divisor(given) and (
+                    scale * max(number / self._clip_norm, 1.0) < _LARGEST / 2
+                )
+                divisor = self._clip_and_divide(given, factor, scale, divides)
+                return Verdict(True, Seen(True) if checks else None, divisor=divisor)
         if checks:
             verdict = self._look(given, scaled, layout)
         else:
@@ -171,14 +261,13 @@ class Judging:
             self._clip(given, layout)
         return verdict
 
-    def _clip_and_divide(self, given: Gradients, factor: Any, scale: float) -> Any:
+    def _clip_and_divide(self, given: Gradients, factor: Any, scale: float, divides: bool) -> Any:
         """Multiplies gradients by a number that clips, and divides them by the scale.
 
         Returns what a fused optimizer has to divide by instead, or None.
         """
-        divisor = (scale / factor).to(torch.float32)
-        if divisor.isfinite() and self._can_be_handed_a_divisor(given):
-            return divisor.to(given.device)
+        if divides:
+            return (scale / factor).to(given.device, torch.float32)
         for group in given.groups:
             if self._rule.powers_of_two:
                 torch._foreach_mul_(group, (factor / scale).to(group[0].device))

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from lossscale.frameworks.common.sizes import SMALL
 from lossscale.frameworks.torch import ranks
+
+_NARROW = (torch.float16, torch.complex32)
 
 
 class Layout:
@@ -22,6 +27,13 @@ class Layout:
         self.devices = list(dict.fromkeys(p.device for p in parameters))
         """Where they were when this was made."""
         self.one_device = len(self.devices) == 1
+        self.is_plain = all(type(p) is torch.nn.Parameter for p in parameters)
+        """Whether none of them is more than a tensor of this process."""
+        self.one_place = self.one_device and not any(p.dtype in _NARROW for p in parameters)
+        """Whether, besides, none of them is of a format that gradients cannot be divided in."""
+        elements = sum(p.numel() for p in parameters)
+        self.are_large = elements >= SMALL * max(len(parameters), 1)
+        """Whether most of the work on them is reading and writing memory."""
         self.ranks = ranks.groups_of(parameters, process_group)
         """The process groups that have to agree."""
         self.started: set[int] = set()

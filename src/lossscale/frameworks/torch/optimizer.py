@@ -13,6 +13,7 @@ from lossscale.checks import checked_above_zero
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.frameworks.common.checks import check_not_wrapped, remember_wrapper
 from lossscale.frameworks.torch import handing
+from lossscale.frameworks.torch.judging import is_ordinary
 from lossscale.frameworks.torch.layout import Layout
 from lossscale.frameworks.torch.marks import Marks
 from lossscale.frameworks.torch.saving import Saving
@@ -111,14 +112,13 @@ class TorchLossScaleOptimizer(
         self._layout = layout
         self._marks = Marks()
         self._scales = (DeviceScales if decide == "device" else HostScales)(rule, layout.devices)
+        self._is_ordinary = is_ordinary(inner_optimizer, rule, self._scales, clip_norm)
         remember_wrapper(inner_optimizer, self)
 
     def __repr__(self) -> str:
         inner = type(self.inner_optimizer).__name__
         return f"<LossScaleOptimizer {self.name!r} around {inner}, {self._rule}>"
 
-    # The step reads numbers and decides; compiled, it would be made anew for each of them.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Applies the gradients of the scaled loss, or skips the step; then moves the loss scale.
 
@@ -144,11 +144,19 @@ class TorchLossScaleOptimizer(
             >>> weight.detach()
             tensor([0.5000, 0.5000])
         """
+        # Compiled, it would be compiled anew for each number that it reads. The decorator alone
+        # would do, and would take its time in every step that is not compiled.
+        if torch.compiler.is_compiling():
+            return self._step_uncompiled(closure)
+        return self._take_step() if closure is None else self._step_with(closure)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _step_uncompiled(self, closure: Callable[[], Any] | None) -> Any:
         return self._take_step() if closure is None else self._step_with(closure)
 
     # PyTorch's own wrapper around a `step` would call global hooks for the one inside and for
     # this one.
-    step.hooked = True
+    step.hooked = True  # type: ignore[attr-defined]
 
     # --- What can be read ---------------------------------------------------------------------
 

@@ -156,9 +156,12 @@ class Saving:
     # --- Copies -------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        # What others put on an optimizer refers to it: schedulers replace its `step`.
-        own = {*_OWN, *self.__dict__.get("_names_of_the_user", ())}
-        return {name: value for name, value in self.__dict__.items() if name in own}
+        # Schedulers and trainers replace methods by their own, which refer to this optimizer.
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in _OF_OTHERS and (name in _OWN or not hasattr(type(self), name))
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -175,13 +178,8 @@ class Saving:
         return copied
 
 
-_OWN = (
-    "inner_optimizer",
-    "name",
-    "_rule",
-    "_marks",
-    "_scales",
-    "_clip_norm",
-    "_process_group",
-    "_names_of_the_user",
-)
+_OWN = frozenset({"_marks", "_scales", "_rule", "_is_ordinary", "name"})
+"""What is declared in a class, and set here."""
+
+_OF_OTHERS = frozenset({"_layout", "_strategy", "_on_before_step", "_on_after_step"})
+"""What is found out again, and what Lightning puts on an optimizer."""

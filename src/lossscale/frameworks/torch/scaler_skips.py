@@ -6,6 +6,7 @@ import weakref
 from typing import Any
 
 from lossscale.diagnostics.records import NonfiniteTensor
+from lossscale.frameworks.torch.layout import Layout
 from lossscale.frameworks.torch.scaler_scale import ScaleOfScaler
 from lossscale.frameworks.torch.scaler_steps import named, nonfinite_of
 
@@ -22,6 +23,7 @@ class SkipsOfScaler(ScaleOfScaler):
         """Forgets optimizers and parameters, which a copy does not share."""
         self._skipped: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._names: dict[Any, str] | None = None
+        self._layouts: weakref.WeakKeyDictionary[Any, Layout] = weakref.WeakKeyDictionary()
 
     @property
     def last_step_skipped(self) -> bool:

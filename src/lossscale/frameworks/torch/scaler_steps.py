@@ -12,6 +12,7 @@ import torch
 from lossscale.diagnostics.records import NonfiniteTensor
 from lossscale.errors import ArgumentTypeError, CallOrderError
 from lossscale.frameworks.torch.arrays import real_parts
+from lossscale.frameworks.torch.handing import FUSED
 from lossscale.frameworks.torch.ranks import local
 
 
@@ -38,28 +39,24 @@ def is_dummy_step(optimizer: Any) -> bool:
     return not optimizer.state and all("lr" in group and group["lr"] == 0 for group in groups)
 
 
+def _is_of_torch(optimizer: Any) -> bool:
+    # As they are now: PyTorch wraps the `step` of a class when the first instance is made.
+    return type(optimizer).step in [cls.step for cls in FUSED]
+
+
 def takes_the_scaler(optimizer: Any) -> bool:
     """Whether `step` has an argument `grad_scaler`, and does what a scaler does by itself."""
+    if _is_of_torch(optimizer):
+        return False
     return "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
-def takes_attributes(optimizer: Any) -> bool:
-    """Whether an optimizer that unscales by itself has to be handed `grad_scale` and `found_inf`.
+def needs_no_attributes(optimizer: Any) -> bool:
+    """Whether an optimizer that can unscale by itself does without `grad_scale` and `found_inf`.
 
-    Those of PyTorch do without; but somebody may have set a `grad_scale` of their own, and
-    float16 gradients can only be unscaled on the way into the update.
+    Those of PyTorch do, unless somebody has set a `grad_scale` of their own.
     """
-    ours = (torch.optim.Adam.step, torch.optim.SGD.step, torch.optim.Adagrad.step)
-    return type(optimizer).step not in ours or getattr(optimizer, "grad_scale", None) is not None
-
-
-def has_float16_gradients(optimizer: Any) -> bool:
-    """Whether a gradient is float16."""
-    return any(
-        p.grad is not None and p.grad.dtype == torch.float16
-        for group in optimizer.param_groups
-        for p in group["params"]
-    )
+    return _is_of_torch(optimizer) and not hasattr(optimizer, "grad_scale")
 
 
 @contextlib.contextmanager
@@ -92,11 +89,14 @@ def named(parameters: Any) -> dict[Any, str]:
     pairs = parameters
     if isinstance(parameters, torch.nn.Module):
         pairs = parameters.named_parameters()
+    found: dict[Any, str] | None
     try:
         found = {parameter: name for name, parameter in pairs}
     except (TypeError, ValueError):
-        found = {parameters: ""}
-    if not all(isinstance(p, torch.Tensor) and isinstance(n, str) for p, n in found.items()):
+        found = None
+    if found is None or not all(
+        isinstance(p, torch.Tensor) and isinstance(n, str) for p, n in found.items()
+    ):
         raise ArgumentTypeError(
             "Parameters are named by a module, or by (name, parameter) pairs as "
             f"model.named_parameters() gives them. Received: {parameters!r} of type "
@@ -126,10 +126,3 @@ def nonfinite_of(optimizer: Any, names: Mapping[Any, str]) -> tuple[NonfiniteTen
 def flat(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
     """The parameters of an optimizer's groups, in order."""
     return [parameter for group in groups for parameter in group["params"]]
-
-
-def spread(parameters: list[Any]) -> list[Any]:
-    """The tensors that processes may hold parts of: parameters, and after them their gradients."""
-    if all(type(parameter) is torch.nn.Parameter for parameter in parameters):
-        return []
-    return [*parameters, *(parameter.grad for parameter in parameters)]

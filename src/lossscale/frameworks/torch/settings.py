@@ -111,4 +111,3 @@ class InnerSettings:
         else:
             check_own_name(inner, name, torch.optim)
             object.__setattr__(self, name, value)
-            self.__dict__.setdefault("_names_of_the_user", set()).add(name)

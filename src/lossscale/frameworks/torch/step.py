@@ -11,7 +11,7 @@ from lossscale.errors import GradientsError, LossScaleWarning
 from lossscale.frameworks.torch import gradients, handing
 from lossscale.frameworks.torch.gradients import Gradients
 from lossscale.frameworks.torch.judging import Judging, Verdict
-from lossscale.frameworks.torch.marks import JUDGED, NOTHING, UNSCALED, Marks
+from lossscale.frameworks.torch.marks import JUDGED, NOTHING, SCALED, UNSCALED, Marks
 from lossscale.frameworks.torch.scales import HostScales
 
 _NOTHING_SCALED = (
@@ -33,11 +33,17 @@ class Stepping(Judging):
     def _take_step(self) -> Any:
         """Decides on the gradients as they are now, applies or skips them, moves the scale."""
         marks = self._marks
+        if marks.stage == SCALED and (quickly := self._judge_ordinary()) is not None:
+            # If the optimizer raises, the gradients are divided already.
+            marks.stage, marks.verdict = JUDGED, quickly
+            returned = self.inner_optimizer.step() if quickly.applied else None
+            self._move(quickly)
+            marks.reset()
+            return returned
         if marks.stage == NOTHING:
             return self._step_as_given()
         if marks.stage != JUDGED:
             marks.verdict = self._judge(self._are_scaled())
-            # If the optimizer raises, the gradients are divided already.
             marks.stage = JUDGED
         verdict: Verdict = marks.verdict
         if marks.clips and verdict.applied is not False:

@@ -39,7 +39,7 @@ class Verbs(Closures):
             return lambda: self._scaled(loss())
         if isinstance(loss, torch.Tensor):
             # In compiled code too this is a tensor, never a number that it would be compiled for.
-            return arrays.scaled(loss, self._scales.factors(loss.device).scale)
+            return arrays.widened(loss) * self._scales.factors(loss.device).scale
         try:
             number = float(loss)
         except (TypeError, ValueError):

@@ -2,7 +2,9 @@
 
 Each has
 
-- `counter(loss_of, variables, fixed)`: a function of a batch that returns a list of `Counted`;
+- `differentiator(loss_of, variables, fixed, wide=, tapped=)`: a function of a batch and of a loss
+  scale that returns a list of `Derived`;
+- `count(gradient)` and `on_host(gradient)`: its table of exponents, and its array, on the host;
 - `random_state_kept()`: a context that leaves the framework's own random state as it was.
 """
 
@@ -35,8 +37,8 @@ def load() -> Any:
     return importlib.import_module(f"{__package__}.{backend}_counting")
 
 
-def wide_value(variable: Any) -> Any:
-    """Returns the value of a Keras variable in float32 or wider, as a tensor."""
+def value_of(variable: Any, wide: bool) -> Any:
+    """Returns the value of a Keras variable as a tensor, if `wide` in float32 or wider."""
     narrow = keras.backend.standardize_dtype(variable.dtype) in NARROW
     value = keras.ops.convert_to_tensor(variable.value)
-    return keras.ops.cast(value, "float32") if narrow else value
+    return keras.ops.cast(value, "float32") if narrow and wide else value

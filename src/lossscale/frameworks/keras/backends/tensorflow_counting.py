@@ -6,9 +6,12 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lossscale.diagnostics.measurement import Counted
-from lossscale.frameworks.keras.backends.counting import Loss, wide_value
+from lossscale.diagnostics.measurement import Derived
+from lossscale.frameworks.keras.backends.counting import Loss, value_of
 from lossscale.frameworks.tensorflow import counting
+from lossscale.frameworks.tensorflow.counting import count as count
+from lossscale.frameworks.tensorflow.counting import on_host as on_host
+from lossscale.frameworks.tensorflow.draws import repeatable_draws
 
 
 def random_state_kept() -> contextlib.AbstractContextManager[None]:
@@ -16,20 +19,29 @@ def random_state_kept() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def counter(
-    loss_of: Loss, variables: Sequence[Any], fixed: Sequence[Any]
-) -> Callable[[Any], list[Counted]]:
-    """Returns what takes a batch and counts the gradients of the loss on it.
+def differentiator(
+    loss_of: Loss, variables: Sequence[Any], fixed: Sequence[Any], *, wide: bool, tapped: bool
+) -> Callable[[Any, float], list[Derived]]:
+    """Returns what takes a batch and a scale, and gives the gradients of the scaled loss.
 
     Args:
         loss_of: Computes the loss.
         variables: The trainable Keras variables.
         fixed: Not used: the function reads the other variables when it runs.
+        wide: Whether to widen the values of variables in 16 bits to float32.
+        tapped: Whether to derive by the tensors that are tapped as well.
     """
     del fixed
-    return counting.counter(
+    compiled = counting.differentiator(
         lambda values, batch, tap: loss_of(list(zip(variables, values, strict=True)), batch, tap),
-        lambda: [wide_value(variable) for variable in variables],
+        lambda: [value_of(variable, wide) for variable in variables],
         # Layers of Keras 3 choose with keras.ops, and Keras does not translate them either.
         autograph=False,
+        tapped=tapped,
     )
+
+    def derive(batch: Any, scale: float) -> list[Derived]:
+        with repeatable_draws():
+            return compiled(batch, scale)
+
+    return derive

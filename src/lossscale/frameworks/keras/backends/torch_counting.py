@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lossscale.diagnostics.measurement import Counted
-from lossscale.frameworks.keras.backends.counting import Loss, wide_value
+from lossscale.diagnostics.measurement import Derived
+from lossscale.frameworks.keras.backends.counting import Loss, value_of
 from lossscale.frameworks.torch import exponents as histograms
 
 
@@ -19,42 +19,53 @@ def random_state_kept() -> contextlib.AbstractContextManager[None]:
     return context
 
 
-def counter(
-    loss_of: Loss, variables: Sequence[Any], fixed: Sequence[Any]
-) -> Callable[[Any], list[Counted]]:
-    """Returns what takes a batch and counts the gradients of the loss on it.
+def differentiator(
+    loss_of: Loss, variables: Sequence[Any], fixed: Sequence[Any], *, wide: bool, tapped: bool
+) -> Callable[[Any, float], list[Derived]]:
+    """Returns what takes a batch and a scale, and gives the gradients of the scaled loss.
 
     Args:
         loss_of: Computes the loss.
         variables: The trainable Keras variables.
         fixed: Not used: the other variables are read as they are.
+        wide: Whether to widen the values of variables in 16 bits to float32.
+        tapped: Whether to derive by the tensors that are tapped as well.
     """
     del fixed
 
-    def count(batch: Any) -> list[Counted]:
-        tapped: list[tuple[str, Any]] = []
+    def derive(batch: Any, scale: float) -> list[Derived]:
+        inside: list[tuple[str, Any]] = []
 
         def tap(name: str, tensor: Any) -> Any:
+            if not tapped:
+                return tensor
             if not tensor.requires_grad:
                 tensor = tensor.detach().requires_grad_()
-            tapped.append((name, tensor))
+            inside.append((name, tensor))
             return tensor
 
-        with torch.enable_grad():
+        # Each run draws the same random numbers.
+        with torch.random.fork_rng(), torch.enable_grad():
             # Detached they share their memory with the parameters, and are leaves of their own.
-            values = [wide_value(variable).detach().requires_grad_() for variable in variables]
+            values = [value_of(variable, wide).detach().requires_grad_() for variable in variables]
             loss = loss_of(list(zip(variables, values, strict=True)), batch, tap)
-            sources: list[tuple[int | str, Any]] = [*enumerate(values), *tapped]
+            sources: list[tuple[int | str, Any]] = [*enumerate(values), *inside]
             gradients = torch.autograd.grad(
-                loss, [tensor for _, tensor in sources], allow_unused=True
+                loss * scale, [tensor for _, tensor in sources], allow_unused=True
             )
         return [
-            Counted(
-                key,
-                str(tensor.dtype).removeprefix("torch."),
-                None if gradient is None else histograms.on_host(histograms.count_bins(gradient)),
-            )
+            Derived(key, str(tensor.dtype).removeprefix("torch."), gradient, 0)
             for (key, tensor), gradient in zip(sources, gradients, strict=True)
         ]
 
-    return count
+    return derive
+
+
+def count(gradient: Any) -> Any:
+    """Returns the table of exponents of a gradient, on the host."""
+    return histograms.on_host(histograms.count_bins(gradient))
+
+
+def on_host(gradient: Any) -> Any:
+    """Returns a gradient as a NumPy array."""
+    return gradient.detach().cpu().numpy()

@@ -11,9 +11,9 @@ import struct
 from typing import Any
 
 import torch
-from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from lossscale.frameworks.common import host_rule
+from lossscale.frameworks.keras.private_names import in_stateless_scope
 from lossscale.frameworks.keras.state import Ledger, State
 from lossscale.frameworks.keras.step import Step
 from lossscale.rules import ScaleState

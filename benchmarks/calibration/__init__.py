@@ -1,0 +1,1 @@
+"""Is the verdict of a diagnosis right? Trainings with and without loss scaling, beside it."""

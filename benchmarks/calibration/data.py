@@ -1,0 +1,108 @@
+"""The data of the trainings: what comes with scikit-learn, and what is generated."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from typing import NamedTuple
+
+import numpy as np
+
+CONTEXT = 8
+"""How many characters a character model sees."""
+
+
+class Split(NamedTuple):
+    """Data to train on and to test on.
+
+    Attributes:
+        x: Inputs, an array whose first dimension counts samples.
+        y: Their targets.
+        test_x: The same, not trained on.
+        test_y: Their targets.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    test_x: np.ndarray
+    test_y: np.ndarray
+
+
+@functools.cache
+def digits() -> Split:
+    """1,437 handwritten digits of 8 x 8 pixels from 0 to 1, and 360 for testing."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    found = load_digits()
+    images = (found.images / 16).astype("float32")
+    x, test_x, y, test_y = train_test_split(
+        images, found.target.astype("int32"), test_size=360, random_state=0, stratify=found.target
+    )
+    return Split(x, y, test_x, test_y)
+
+
+@functools.cache
+def text() -> Split:
+    """The descriptions of scikit-learn's data sets: the next character after each eight."""
+    import sklearn.datasets
+
+    folder = pathlib.Path(sklearn.datasets.__file__).parent / "descr"
+    whole = "\n".join(file.read_text("utf-8") for file in sorted(folder.glob("*.rst")))
+    common = sorted(set(whole))
+    codes = np.asarray([common.index(character) for character in whole], np.int32)
+    windows = np.lib.stride_tricks.sliding_window_view(codes, CONTEXT + 1)
+    edge = len(windows) * 9 // 10
+    return Split(windows[:edge, :-1], windows[:edge, -1], windows[edge:, :-1], windows[edge:, -1])
+
+
+@functools.cache
+def shapes(images: int, pixels: int) -> Split:
+    """Noisy discs on a dark ground, and for each pixel whether it is on a disc.
+
+    Args:
+        images: How many, for training; a quarter as many, at least one, are for testing.
+        pixels: Width and height.
+    """
+    random = np.random.default_rng(0)
+    all_images = images + max(images // 4, 1)
+    rows, columns = np.mgrid[0:pixels, 0:pixels] / pixels
+    inside = np.zeros((all_images, pixels, pixels), bool)
+    for image in inside:
+        for _ in range(3):
+            (y, x), radius = random.uniform(size=2), random.uniform(0.1, 0.3)
+            image |= (rows - y) ** 2 + (columns - x) ** 2 < radius**2
+    noise = random.normal(scale=0.5, size=inside.shape)
+    x = (inside + noise).astype("float32")[..., None]
+    y = inside.astype("float32")[..., None]
+    return Split(x[:images], y[:images], x[images:], y[images:])
+
+
+@functools.cache
+def baskets() -> Split:
+    """Sets of 32 words out of 2,000 that belong to one of 10 topics each.
+
+    Words are as unevenly frequent as in a language, so most rows of an embedding are rarely used.
+    """
+    random = np.random.default_rng(0)
+    words, topics, size = 2000, 10, 32
+    frequency = 1 / np.arange(1, words + 1)
+    belongs = random.integers(topics, size=words)
+    chances = frequency * (1 + 9 * (belongs == np.arange(topics)[:, None]))
+    chances /= chances.sum(axis=1, keepdims=True)
+    y = random.integers(topics, size=5000).astype("int32")
+    x = np.stack([random.choice(words, size, p=chances[topic]) for topic in y]).astype("int32")
+    return Split(x[:4000], y[:4000], x[4000:], y[4000:])
+
+
+@functools.cache
+def sums() -> Split:
+    """Sequences of 32 numbers, and the sum of those that a second row marks: what to remember."""
+    random = np.random.default_rng(0)
+    numbers = random.uniform(-1, 1, size=(5000, 32))
+    marks = np.zeros_like(numbers)
+    for row in marks:
+        row[random.choice(32, size=2, replace=False)] = 1
+    x = np.stack([numbers, marks], axis=-1).astype("float32")
+    y = (numbers * marks).sum(axis=1, keepdims=True).astype("float32")
+    return Split(x[:4000], y[:4000], x[4000:], y[4000:])

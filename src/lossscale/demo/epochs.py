@@ -1,0 +1,92 @@
+"""The course of a run, the same for every framework."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from lossscale.demo.experiment import BATCH, Recipe, Run
+from lossscale.demo.images import Digits
+
+
+class Learner(Protocol):
+    """A network that learns one way."""
+
+    def step(self, images: Any, labels: Any) -> None:
+        """Takes a training step on a batch."""
+
+    def skipped(self) -> bool:
+        """Whether the last step was skipped; asked for with loss scaling only."""
+
+    def scale(self) -> float:
+        """The loss scale of the next step; asked for with loss scaling only."""
+
+    def accuracy(self, images: Any, labels: Any) -> float:
+        """The share of images that it names rightly, from 0 to 1."""
+
+    def weights(self) -> Any:
+        """Its weights, as the probe of its framework takes them."""
+
+
+class Probe(Protocol):
+    """What measures gradients on one batch, for any weights."""
+
+    def gradients(self, policy: str, weights: Any, scale: float = 1.0) -> Any:
+        """Returns every gradient of the weights, a float32 array of shape (number of weights,).
+
+        Args:
+            policy: What to compute in, "float32" or "mixed_float16".
+            weights: The weights.
+            scale: What the loss is multiplied by, in float32; the gradients keep it.
+        """
+
+    def share_flushed(self, policy: str, weights: Any, scale: float) -> float:
+        """Returns the share of the gradients that the policy turns into zero, from 0 to 1."""
+
+
+def learn(
+    learner: Learner,
+    recipe: Recipe,
+    digits: Digits,
+    *,
+    epochs: int,
+    seed: int,
+    started: float,
+    probe: Probe | None,
+    after_epoch: Callable[[Run], None],
+) -> Run:
+    """Trains a network and notes what happens.
+
+    Args:
+        learner: The network, before its first step.
+        recipe: How it learns.
+        digits: The images. Those that do not fill the last batch of an epoch are left out of it.
+        epochs: How often every image is seen.
+        seed: Seed of the order of the images.
+        started: When making the network began, by `time.perf_counter`.
+        probe: What measures the share of flushed gradients; None for no such measurement.
+        after_epoch: Called after every epoch with the run so far.
+    """
+    import numpy as np
+
+    run = Run(recipe)
+    shuffler = np.random.default_rng(seed)
+    whole_batches = len(digits.images) // BATCH * BATCH
+    scale = None if recipe.rule is None else float(recipe.rule.init().scale)
+    for _ in range(epochs):
+        order = shuffler.permutation(len(digits.images))[:whole_batches]
+        for batch in order.reshape(-1, BATCH):
+            learner.step(digits.images[batch], digits.labels[batch])
+            if scale is not None:
+                run.scales.append(scale)
+                run.skipped.append(learner.skipped())
+                scale = learner.scale()
+        run.accuracy.append(learner.accuracy(digits.test_images, digits.test_labels))
+        run.seconds += time.perf_counter() - started
+        if probe is not None:
+            run.flushed.append(probe.share_flushed(recipe.policy, learner.weights(), scale or 1.0))
+        run.final_scale = scale
+        after_epoch(run)
+        started = time.perf_counter()
+    return run

@@ -1,0 +1,54 @@
+"""What is taken from a framework that it does not document, and the error where it is gone."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from operator import attrgetter
+from typing import Any
+
+from lossscale.errors import UnsupportedError
+
+_MISSING = object()
+
+
+def private_module(module: str, purpose: str) -> Any:
+    """Returns a module that a framework keeps to itself.
+
+    Args:
+        module: Its name.
+        purpose: What lossscale uses it for, after "to".
+
+    Raises:
+        UnsupportedError: If there is none. It is a `NotImplementedError`.
+    """
+    private_name(module, "__name__", purpose)
+    return sys.modules[module]
+
+
+def private_name(module: str, name: str, purpose: str, fallback: Any = _MISSING) -> Any:
+    """Returns an object that a framework keeps to itself.
+
+    Args:
+        module: Where it is.
+        name: What it is called there, with dots for what it is inside of.
+        purpose: What lossscale uses it for, after "to".
+        fallback: What serves in its place where a release has it no more, if anything does.
+
+    Raises:
+        UnsupportedError: If there is none, and nothing in its place. It is a
+            `NotImplementedError`.
+    """
+    try:
+        return attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        root = module.partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and error.name == root:
+            raise
+        if fallback is not _MISSING:
+            return fallback
+        version = getattr(sys.modules.get(root), "__version__", "of an unknown version")
+        raise UnsupportedError(
+            f"{root} {version} has no {module}.{name}, which lossscale needs to {purpose}. "
+            "docs/what_runs_where.md says which releases were tested."
+        ) from error

@@ -1,0 +1,136 @@
+"""What the diagnoses of both generations of Keras do: the runs of a batch, and what they make."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from lossscale.diagnostics.batches import Batch
+from lossscale.diagnostics.fidelity import Fidelity
+from lossscale.diagnostics.fidelity_meter import FidelityMeter
+from lossscale.diagnostics.histogram import GradientHistogram
+from lossscale.diagnostics.measurement import Counted, Derived, Measurement, counted
+from lossscale.diagnostics.tapping import Taps
+from lossscale.diagnostics.verdict import Thresholds
+from lossscale.frameworks.shell.probing import said_by
+
+Derive = Callable[[Any, float], list[Derived]]
+"""Given a batch and a loss scale, returns the gradients of the scaled loss."""
+
+
+def looking_inside(derive: Derive, taps: Taps | None) -> Derive:
+    """Returns what derives by the tensors inside of layers too, as far as they can be got at.
+
+    Args:
+        derive: Derives by what is tapped.
+        taps: Where the model is tapped; None where it is not.
+    """
+    if taps is None:
+        return derive
+
+    def derived(batch: Any, scale: float) -> list[Derived]:
+        try:
+            found = derive(batch, scale)
+        except Exception:
+            # A layer may be called in a loop or a branch, from which no tensor gets out.
+            if not taps.leave_inside():
+                raise
+            found = derive(batch, scale)
+        return taps.without_lost(found)
+
+    return derived
+
+
+class ModelGradients:
+    """The gradients of a model in float32 and in float16, as `FidelityMeter` takes them.
+
+    Args:
+        reference: Computes them in float32, by variables and by tensors inside.
+        narrow: Computes them in float16, by variables.
+        names: The names of the variables.
+        on_host: Returns a gradient as a NumPy array.
+    """
+
+    def __init__(
+        self,
+        reference: Derive,
+        narrow: Derive,
+        names: Sequence[str],
+        on_host: Callable[[Any], Any],
+    ) -> None:
+        self._reference, self._narrow = reference, narrow
+        self._names, self._on_host = names, on_host
+        self._kept: Mapping[str, Any] | None = None
+
+    def derived(self, batch: Any) -> list[Derived]:
+        """Returns the reference, whose variables the next call gives out again."""
+        found = self._reference(batch, 1.0)
+        self._kept = self._by_name(found)
+        return found
+
+    def __call__(self, batch: Any, scale: float, *, reference: bool) -> Mapping[str, Any]:
+        """Returns the gradients of the scaled loss, by the names of the variables."""
+        kept, self._kept = self._kept, None
+        if kept is not None and reference and scale == 1:
+            return kept
+        return self._by_name((self._reference if reference else self._narrow)(batch, scale))
+
+    def _by_name(self, derived: Iterable[Derived]) -> dict[str, Any]:
+        return {
+            self._names[each.key]: None if each.gradient is None else self._on_host(each.gradient)
+            for each in derived
+            if isinstance(each.key, int)
+        }
+
+
+def measured(
+    gradients: ModelGradients,
+    batches: Iterable[Batch],
+    prepare: Callable[[Batch], None],
+    count: Callable[[Any], Any],
+    paths: Sequence[tuple[str, str]],
+    *,
+    in_use: float | None,
+    after_batch: Callable[[int], None],
+    thresholds: Thresholds,
+    quick: bool,
+) -> tuple[Measurement, Fidelity | None]:
+    """Measures batch by batch: what is in the gradients, and what float16 makes of them.
+
+    Args:
+        gradients: Those of the model.
+        batches: What to measure on.
+        prepare: Called with each batch before it is used; raises if it cannot be.
+        count: Returns the table of exponents of a gradient, on the host.
+        paths: The name of each variable, and that of its layer.
+        in_use: The loss scale of the model's optimizer, or None.
+        after_batch: Called after every batch with the number of batches so far.
+        thresholds: Where the verdicts begin.
+        quick: Whether to leave float16 out.
+    """
+    measurement = Measurement(after_batch)
+    meter = FidelityMeter(gradients, dict(paths), in_use=in_use, thresholds=thresholds)
+    for batch in batches:
+        prepare(batch)
+        found = counted(gradients.derived(tuple(batch)), count)
+        if not quick:
+            try:
+                meter.add(tuple(batch), _predicted(found))
+            # In float32 it has run, so that it is float16 that an operation does not take.
+            except Exception as error:
+                meter.give_up(
+                    f"The model does not run in float16 here: {said_by(error.__cause__ or error)}"
+                )
+        measurement.add(batch, found)
+    return measurement, None if quick else meter.result()
+
+
+def _predicted(found: Iterable[Counted]) -> float | None:
+    """The largest scale at which no gradient that was counted overflows."""
+    histograms = [
+        GradientHistogram.from_table(each.table) for each in found if each.table is not None
+    ]
+    scales = [histogram.max_scale("float16", margin=0) for histogram in histograms]
+    highest = min((scale for scale in scales if scale is not None), default=math.inf)
+    return highest if highest < math.inf else None

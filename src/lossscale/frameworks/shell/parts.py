@@ -1,0 +1,61 @@
+"""What the parts of a shell of Keras use of each other, whatever the generation, as types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lossscale.frameworks.common.handover import GradientHandover
+from lossscale.frameworks.shell.contract import ArrayCode
+from lossscale.members import VariableList
+from lossscale.rules import ScaleRule
+
+
+class SharedParts:
+    """The base of each part: attributes that the constructor sets, and methods of other parts."""
+
+    # The module `keras` or `tf_keras`.
+    _library: ClassVar[Any]
+
+    _backend: Any
+    _rule: ScaleRule
+    _handover: GradientHandover
+    _steps_skipped: Any
+    _last_step_skipped: Any
+    # By the name of the slot and the key of its variable.
+    _added_slots: dict[tuple[str, Any], Any]
+    # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
+    _notes: ClassVar[Any] = None
+
+    if TYPE_CHECKING:
+        # None where a loss scale of the older API moves by its user's own code.
+        _state: Any
+
+        @property
+        def name(self) -> str: ...
+        @property
+        def inner_optimizer(self) -> Any: ...
+        @property
+        def iterations(self) -> Any: ...
+        @property
+        def variables(self) -> VariableList: ...
+        @property
+        def weights(self) -> VariableList: ...
+        @classmethod
+        def _array_code(cls) -> ArrayCode: ...
+        @staticmethod
+        def _new_variable(name: str, dtype: Any, value: Any) -> Any: ...
+        def apply_gradients(
+            self,
+            grads_and_vars: Iterable[tuple[Any, Any]],
+            name: str | None = None,
+            skip_gradients_aggregation: bool = False,
+            experimental_aggregate_gradients: bool = True,
+        ) -> Any: ...
+        def _current_scale(self) -> Any: ...
+        def _scaled(self, loss: Any) -> Any: ...
+        def _decide(self, unscaled: list[Any]) -> Any: ...
+        def _load_what_waited(self) -> None: ...
+        def _own_values(self) -> dict[str, Any]: ...
+        def _constructor_arguments(self) -> dict[str, Any]: ...
+        def _registered_name(self, named: type[Any]) -> str: ...

@@ -1,0 +1,237 @@
+"""PyTorch's own optimizers as the conformance suite drives them.
+
+What Keras' optimizers do to gradients by themselves (clipping, averaging, a schedule) is done here
+by hooks of the optimizer inside, which a step that is skipped must not call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+CLIPS = {"global_clipnorm": 1.0}
+"""What the wrapper itself clips, and without it a hook does."""
+
+
+def _clipping(clip: Callable[[list[Any]], Any]) -> Callable[[Any], Any]:
+    def added(optimizer: Any) -> Any:
+        def hook(inner: Any, *_: Any) -> None:
+            clip([p for group in inner.param_groups for p in group["params"]])
+
+        optimizer.register_step_pre_hook(hook)
+        return optimizer
+
+    return added
+
+
+def _each_norm(parameters: list[Any]) -> None:
+    import torch
+
+    for parameter in parameters:
+        torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+
+
+def _each_value(parameters: list[Any]) -> None:
+    import torch
+
+    torch.nn.utils.clip_grad_value_(parameters, 0.5)
+
+
+def _averaged(optimizer: Any) -> Any:
+    def hook(inner: Any, *_: Any) -> None:
+        for group in inner.param_groups:
+            for p in group["params"]:
+                average = inner.state[p].setdefault("average", p.detach().clone())
+                average.lerp_(p.detach(), 0.5)
+
+    optimizer.register_step_post_hook(hook)
+    return optimizer
+
+
+def _scheduled(optimizer: Any) -> Any:
+    import torch
+
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    return optimizer
+
+
+def inner_optimizers(fused: bool) -> dict[str, Callable[[Sequence[Any]], Any]]:
+    """Returns what makes each optimizer to wrap of a list of parameters, by the suite's names.
+
+    Args:
+        fused: Whether they are fused ones; those that have no such implementation are left out.
+    """
+    import torch
+
+    flag: dict[str, Any] = {"fused": True} if fused else {}
+
+    def sgd(rate: float, **settings: Any) -> Callable[[Sequence[Any]], Any]:
+        return lambda parameters: torch.optim.SGD(parameters, lr=rate, **settings, **flag)
+
+    def adamw(parameters: Sequence[Any]) -> Any:
+        made = torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.01, **flag)
+        return _clipping(_each_norm)(made)
+
+    found = {
+        "plain": sgd(1.0),
+        "sgd": sgd(0.5),
+        "momentum": sgd(0.5, momentum=0.9, nesterov=True),
+        "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, **flag),
+        "adamw-clipnorm": adamw,
+        "global_clipnorm": sgd(0.5),
+    }
+    if fused:
+        return found
+    return {
+        **found,
+        "clipvalue": lambda parameters: _clipping(_each_value)(
+            torch.optim.RMSprop(parameters, lr=0.1)
+        ),
+        "ema": lambda parameters: _averaged(sgd(0.5, momentum=0.9)(parameters)),
+        "schedule": lambda parameters: _scheduled(sgd(0.5)(parameters)),
+    }
+
+
+class _Variable:
+    """A parameter, with the method of Keras' variables that the suite uses."""
+
+    def __init__(self, parameter: Any) -> None:
+        self.parameter = parameter
+        self.shape = tuple(parameter.shape)
+
+    def assign(self, value: Any) -> None:
+        import torch
+
+        with torch.no_grad():
+            self.parameter.copy_(torch.from_numpy(np.array(value)))
+
+
+class TorchNative:
+    """Drives one optimizer with gradients that are given as NumPy arrays.
+
+    Args:
+        values: First values of the parameters, float32 arrays.
+        inner: Name of the optimizer to wrap.
+        rule: The scaling rule; None for the optimizer alone, without loss scaling.
+    """
+
+    decide = "host"
+
+    def __init__(self, values: Sequence[Any], inner: str, rule: Any = None) -> None:
+        import torch
+
+        import lossscale
+
+        self.torch = torch
+        self.parameters_ = [torch.nn.Parameter(torch.from_numpy(np.array(v))) for v in values]
+        self.variables = [_Variable(parameter) for parameter in self.parameters_]
+        self.inner_optimizer = inner_optimizers(self.decide == "device")[inner](self.parameters_)
+        clip = CLIPS.get(inner)
+        self.scales_loss = rule is not None
+        if rule is not None:
+            self.optimizer = lossscale.torch.LossScaleOptimizer(
+                self.inner_optimizer, rule=rule, clip_norm=clip, decide=self.decide
+            )
+        else:
+            self.optimizer = self.inner_optimizer
+            if clip is not None:
+                hook = _clipping(lambda given: torch.nn.utils.clip_grad_norm_(given, clip))
+                hook(self.optimizer)
+        self._scaled_already = False
+
+    @staticmethod
+    def optimizers() -> Any:
+        """The module of the optimizers to wrap."""
+        import torch
+
+        return torch.optim
+
+    @classmethod
+    def framework_wrapper(cls) -> Any:
+        """Returns an optimizer with loss scaling: PyTorch has none, so it is one of ours."""
+        import torch
+
+        import lossscale
+
+        return lossscale.LossScaleOptimizer(
+            torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        )
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Scales a loss, given and returned as a NumPy array."""
+        return self.optimizer.scale_loss(self.torch.from_numpy(np.array(loss))).numpy()
+
+    def take_for_scaled(self) -> None:
+        """Makes the next gradients count as those of the scaled loss, as they stand."""
+        self._scaled_already = True
+
+    def apply_nothing(self) -> None:
+        """Runs a step without gradients, which is no step."""
+        self.step([None] * len(self.parameters_))
+
+    def step(self, gradients: Sequence[Any]) -> None:
+        """Runs a step whose loss has these gradients; None stands for no gradient."""
+        torch = self.torch
+        factor = self.optimizer.scale_loss(torch.ones(())) if self.scales_loss else torch.ones(())
+        for parameter, gradient in zip(self.parameters_, gradients, strict=True):
+            if gradient is None:
+                parameter.grad = None
+                continue
+            given = torch.from_numpy(np.array(gradient))
+            if given.dtype != parameter.dtype:
+                parameter.grad_dtype = None
+            parameter.grad = given if self._scaled_already else given * factor
+        self.optimizer.step()
+
+    def parameters(self) -> list[Any]:
+        """The values of the parameters."""
+        return [parameter.detach().numpy().copy() for parameter in self.parameters_]
+
+    def inner_state(self) -> list[Any]:
+        """The values of all that the wrapped optimizer keeps, and its learning rates."""
+        saved = self.inner_optimizer.state_dict()
+        kept = [
+            np.array(value)
+            for state in saved["state"].values()
+            for value in state.values()
+            if value is not None
+        ]
+        return [*kept, *(np.array(group["lr"]) for group in saved["param_groups"])]
+
+    def scale(self) -> Any:
+        """The loss scale, a NumPy float32."""
+        return self.optimizer.loss_scale.numpy()[()]
+
+    def rule_state(self) -> Any:
+        """What the rule remembers."""
+        return self.optimizer._scales.state
+
+    def counters(self) -> tuple[int, int, bool, int]:
+        """Finite steps since the scale changed, steps skipped, last one skipped, iterations."""
+        optimizer = self.optimizer
+        return (
+            int(self.rule_state().good_steps),
+            int(optimizer.steps_skipped),
+            bool(optimizer.last_step_skipped),
+            int(optimizer.iterations),
+        )
+
+    def save(self, path: Any) -> None:
+        """Saves parameters and optimizer into a file."""
+        self.torch.save((self.parameters_, self.optimizer.state_dict()), path)
+
+    def load(self, path: Any) -> None:
+        """Loads what `save` wrote."""
+        parameters, state = self.torch.load(path, weights_only=True)
+        for variable, value in zip(self.variables, parameters, strict=True):
+            variable.assign(value.detach().numpy())
+        self.optimizer.load_state_dict(state)
+
+
+class TorchNativeDevice(TorchNative):
+    """Fused optimizers, which skip by themselves what the device has found."""
+
+    decide = "device"

@@ -1,0 +1,48 @@
+"""The examples in the docstrings of the JAX modules; and that none of this needs Keras."""
+
+import doctest
+import importlib
+import pkgutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import lossscale.frameworks.jax
+import lossscale.optax
+from lossscale.errors import MissingPackageError
+
+PACKAGE = lossscale.frameworks.jax
+MODULES = [found.name for found in pkgutil.walk_packages(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_print_what_they_show(name):
+    module = importlib.import_module(name)
+    names = {**vars(module), "jax": jax, "jnp": jnp, "optax": optax, "lossscale": lossscale}
+    assert (
+        doctest.testmod(module, globs=names, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
+    )
+
+
+@pytest.mark.parametrize("name", lossscale.optax.__all__)
+def test_every_public_name_is_documented_with_an_example(name):
+    public = getattr(lossscale.optax, name)
+    assert (public.__doc__ or "").strip()
+    if not isinstance(public, type):
+        assert ">>>" in public.__doc__
+
+
+def test_what_is_not_installed_is_named(monkeypatch):
+    for name in [*MODULES, "lossscale.optax"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "optax", None)
+    with pytest.raises(MissingPackageError, match=r'needs optax.*pip install "lossscale\[optax\]"'):
+        importlib.import_module("lossscale.optax")
+
+
+def test_nothing_here_imports_keras():
+    """Of all tests of this folder, which run in one process."""
+    assert {name.partition(".")[0] for name in sys.modules} & {"keras", "tf_keras"} == set()

@@ -1,0 +1,100 @@
+"""What this release of tf_keras and TensorFlow has of what they do not document."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+from lossscale.frameworks.tensorflow import private_names as of_tensorflow
+from lossscale.frameworks.tf_keras import private_names
+
+
+@pytest.fixture(scope="module")
+def holders():
+    """An object of each kind, by the table of its attributes."""
+    optimizer = tf_keras.optimizers.SGD(0.5, momentum=0.5)
+    inputs = tf_keras.Input((2,))
+    model = tf_keras.Model(inputs, tf_keras.layers.Dense(1)(inputs))
+    model.compile(optimizer, "mse")
+    model.train_on_batch(np.ones((1, 2)), np.ones((1, 1)))
+    return {
+        "OF_OPTIMIZERS": optimizer,
+        "OF_LEGACY_OPTIMIZERS": tf_keras.optimizers.legacy.SGD(0.5),
+        "OF_MODELS": model,
+        "OF_LAYERS": model.layers[-1],
+        "OF_COMPILED_LOSSES": model.compiled_loss,
+        "OF_TENSORS": model.outputs[0],
+        "OF_VARIABLES": model.layers[-1].kernel,
+    }
+
+
+TABLES = [name for name in vars(private_names) if name.startswith("OF_") and name != "OF_SOME"]
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_attribute_is_there(holders, table):
+    for name, purpose in getattr(private_names, table).items():
+        assert hasattr(holders[table], name), f"{tf_keras.__version__} has no {name}: {purpose}"
+
+
+def test_attributes_mean_what_is_assumed(holders):
+    optimizer, layer = holders["OF_OPTIMIZERS"], holders["OF_LAYERS"]
+    assert {optimizer._var_key(v) for v in layer.trainable_variables} == set(optimizer._index_dict)
+    assert "learning_rate" in holders["OF_LEGACY_OPTIMIZERS"]._hyper
+    assert holders["OF_COMPILED_LOSSES"]._user_losses == "mse"
+    assert holders["OF_TENSORS"]._keras_history[0] is layer
+    assert holders["OF_MODELS"]._is_graph_network
+    assert layer._compute_dtype_object == tf.float32
+
+
+def test_some_have_more():
+    nadam = tf_keras.optimizers.Nadam()
+    nadam.build([tf.Variable(1.0)])
+    dropout = tf_keras.layers.Dropout(0.5, seed=1)
+    generator = dropout._random_generator
+    assert hasattr(nadam, "_u_product")
+    assert hasattr(nadam, "_u_product_counter")
+    assert hasattr(generator, "_generator")
+    assert hasattr(generator, "_seed")
+    assert hasattr(tf_keras.optimizers.legacy.SGD(0.5, momentum=0.5), "_momentum")
+
+
+def test_modules_and_classes_are_those_that_are_meant():
+    own = private_names.loss_scaling()
+    assert own.BaseLossScaleOptimizer is private_names.BaseLossScaleOptimizer
+    for cls in (private_names.LossScaleOptimizerV3, private_names.LegacyLossScaleOptimizer):
+        assert issubclass(cls, private_names.BaseLossScaleOptimizer)
+        assert type(cls) is private_names.LossScaleOptimizerMetaclass
+    training, training_v1 = private_names.trainers()
+    assert training.lso.BaseLossScaleOptimizer
+    assert training_v1.loss_scale_optimizer.LossScaleOptimizer
+    assert private_names.optimizers().convert_to_legacy_optimizer
+
+
+def test_tensorflow_has_its_own():
+    assert issubclass(of_tensorflow.DelegatingTrackableMixin, object)
+    assert isinstance(tf.Variable(1.0), of_tensorflow.Trackable)
+    assert of_tensorflow.own_loss_scales().get(2.0).get_config()
+    found = []
+    for compiled in (True, False):
+        tf.function(
+            lambda: found.append(bool(of_tensorflow.is_in_xla(tf.compat.v1.get_default_graph()))),
+            jit_compile=compiled,
+        ).get_concrete_function()
+    # False for both where the fallback serves.
+    assert found == [True, False]
+    assert isinstance(of_tensorflow.strategy_supports_no_merge_call(), bool)
+
+
+def test_what_users_wrote_is_translated():
+    def branching(x):
+        return x + 1 if x > 0 else x
+
+    @tf.function
+    def traced(x):
+        convert, status = of_tensorflow.tf_convert, of_tensorflow.control_status_ctx()
+        return convert(branching, status, convert_by_default=False)(x)
+
+    assert float(traced(tf.constant(1.0))) == 2.0

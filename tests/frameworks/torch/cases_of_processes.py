@@ -1,0 +1,445 @@
+"""What is tried in several processes: each case is run by all of a set, and says what it saw.
+
+A value that is returned is that of one process; `test_processes.py` compares them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import signal
+
+import torch
+from torch import distributed
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from lossscale.frameworks.torch import ranks
+from lossscale.frameworks.torch.amp_names import ShardedGradScaler as OurShardedGradScaler
+from lossscale.frameworks.torch.grad_scaler import GradScaler
+from lossscale.frameworks.torch.optimizer import TorchLossScaleOptimizer
+
+INF = float("inf")
+
+
+class WithScaler:
+    """An optimizer and a gradient scaler, with the calls that a wrapper has."""
+
+    def __init__(self, optimizer, scaler):
+        self.optimizer, self.scaler = optimizer, scaler
+
+    def scale_loss(self, loss):
+        return self.scaler.scale(loss)
+
+    def step(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def says(self):
+        return [self.scaler.get_scale(), self.scaler._get_growth_tracker()]
+
+
+class Wrapper:
+    """The wrapper, as the one above."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.scale_loss, self.step = optimizer.scale_loss, optimizer.step
+        self.zero_grad = optimizer.zero_grad
+
+    def says(self):
+        return [float(self.optimizer.loss_scale), int(self.optimizer.dynamic_counter)]
+
+
+def theirs(optimizer):
+    return WithScaler(optimizer, torch.amp.GradScaler("cpu", init_scale=8.0))
+
+
+def scaler(optimizer, **arguments):
+    return WithScaler(optimizer, GradScaler("cpu", init_scale=8.0, **arguments))
+
+
+def wrapper(optimizer, **arguments):
+    return Wrapper(TorchLossScaleOptimizer(optimizer, initial_scale=8.0, **arguments))
+
+
+OURS = {"scaler": scaler, "wrapper": wrapper}
+
+
+@contextlib.contextmanager
+def counted():
+    """Collects the groups over which something is reduced for the verdict."""
+    reduced, original = [], distributed.all_reduce
+
+    def counting(tensor, **arguments):
+        reduced.append(tensor.numel())
+        return original(tensor, **arguments)
+
+    ranks.distributed.all_reduce = counting
+    try:
+        yield reduced
+    finally:
+        ranks.distributed.all_reduce = original
+
+
+def rank():
+    return distributed.get_rank()
+
+
+def is_last():
+    return rank() == distributed.get_world_size() - 1
+
+
+@functools.cache
+def mesh_of_four():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "in_pair"))
+
+
+@functools.cache
+def mesh_of_all():
+    return init_device_mesh("cpu", (distributed.get_world_size(),))
+
+
+def finite(parameters):
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    return all(bool(p.isfinite().all()) for p in local)
+
+
+def total(parameters):
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    return sum(float(p.detach().double().sum()) for p in local)
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+
+# DistributedDataParallel sums gradients, so that an overflow reaches all processes by itself.
+
+
+def ddp(folder, *, accumulate=False):
+    said = {}
+    for name, make in {**OURS, "torch": theirs}.items():
+        net = DistributedDataParallel(model())
+        run = make(torch.optim.SGD(net.parameters(), lr=0.1))
+        trace = []
+        with counted() as reduced:
+            for step in range(4):
+                bad = step == 1 and is_last()
+                run.zero_grad()
+                if accumulate:
+                    with net.no_sync():
+                        part = net(torch.ones(2, 4)).sum() * (INF if bad else 1.0)
+                        run.scale_loss(part).backward()
+                        bad = False
+                run.scale_loss(net(torch.ones(2, 4)).sum() * (INF if bad else 1.0)).backward()
+                run.step()
+                trace.append(run.says())
+        said[name] = [trace, finite(net.parameters()), len(reduced), total(net.parameters())]
+    return said
+
+
+class Branches(torch.nn.Module):
+    """One parameter for each process, one that none uses, and one that all do."""
+
+    def __init__(self):
+        super().__init__()
+        self.each = torch.nn.ParameterList(torch.ones(2) for _ in range(4))
+        self.none = torch.nn.Parameter(torch.ones(2))
+        self.all = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, which, factor):
+        return (self.all.sum() + (self.each[which] * factor).sum()) if factor else self.all.sum()
+
+
+def ddp_unused(folder):
+    said = {}
+    for name, make in {**OURS, "torch": theirs}.items():
+        net = DistributedDataParallel(Branches(), find_unused_parameters=True)
+        run = make(torch.optim.AdamW(net.parameters(), lr=0.1, fused=True))
+        trace = []
+        for factor in (1.0, INF, 0.0, 1.0):
+            run.zero_grad()
+            # In the second step only the last process uses a parameter of its own.
+            own = factor if factor != INF or is_last() else 0.0
+            run.scale_loss(net(rank(), own)).backward()
+            run.step()
+            trace.append(run.says())
+        said[name] = [trace, finite(net.parameters()), 0, total(net.parameters())]
+    return said
+
+
+# FSDP2: each process holds a part of each parameter.
+
+OPTIMIZERS = {
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "sgd-single": lambda p: torch.optim.SGD(p, lr=0.1, foreach=False),
+    "sgd-momentum-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+}
+HALF = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+
+
+def fsdp(folder):
+    said = {}
+    # PyTorch has no fused SGD for DTensors.
+    inners = [inner for inner in OPTIMIZERS if inner != "sgd-momentum-fused"]
+    for (name, make), inner in itertools.product(OURS.items(), inners):
+        net = fully_shard(model(), mesh=mesh_of_all(), mp_policy=HALF)
+        run = make(OPTIMIZERS[inner](net.parameters()))
+        trace = []
+        with counted() as reduced:
+            for step in range(3):
+                run.zero_grad()
+                run.scale_loss(net(torch.ones(2, 4)).sum()).backward()
+                before = total(net.parameters())
+                if step == 0 and is_last():
+                    # Of the second layer the last of four processes holds nothing.
+                    net[2].weight.grad._local_tensor.fill_(INF)
+                    net[0].weight.grad._local_tensor[-1, -1] = INF
+                run.step()
+                trace.append([*run.says(), before == total(net.parameters())])
+        said[f"{name} {inner}"] = [trace, finite(net.parameters()), len(reduced)]
+    return said
+
+
+# A mesh of two dimensions, and parameters that are spread over none, either or both of them.
+
+LAYOUTS = {
+    "RR": (Replicate(), Replicate()),
+    "RS": (Replicate(), Shard(0)),
+    "SR": (Shard(0), Replicate()),
+    "SS": (Shard(0), Shard(0)),
+}
+
+
+def spread(mesh, placements, value):
+    local = torch.full((2,), value)
+    return DTensor.from_local(local, mesh, placements, run_check=False)
+
+
+def verdict(make, mesh, layouts, bad, *, here):
+    """One step with an overflow in the part of a parameter that the processes `here` hold."""
+    parameters = [torch.nn.Parameter(spread(mesh, LAYOUTS[layout], 1.0)) for layout in layouts]
+    run = make(torch.optim.SGD(parameters, lr=0.5))
+    run.scale_loss(torch.zeros(()))
+    for layout, parameter in zip(layouts, parameters, strict=True):
+        parameter.grad = spread(mesh, LAYOUTS[layout], INF if layout == bad and here else 0.0)
+    with counted() as reduced:
+        run.step()
+    return run.says()[0], len(reduced)
+
+
+def mesh_2x2(folder):
+    """Every order of the four layouts, and every one that is not replicated overflowing: 72."""
+    said = {}
+    for order in itertools.permutations(LAYOUTS):
+        for bad in ("RS", "SR", "SS"):
+            said[f"{' '.join(order)}: {bad}"] = {
+                name: verdict(make, mesh_of_four(), order, bad, here=is_last())
+                for name, make in {**OURS, "torch": theirs}.items()
+            }
+    return said
+
+
+def mesh_dimensions(folder):
+    """How often something is sent, for parameters of one layout."""
+    said = {}
+    pair, in_pair = divmod(rank(), 2)
+    holders = {"RR": True, "RS": in_pair == 1, "SR": pair == 1, "SS": is_last()}
+    for (layout, here), (name, make) in itertools.product(holders.items(), OURS.items()):
+        said[f"{layout} {name}"] = verdict(make, mesh_of_four(), [layout], layout, here=here)
+    return said
+
+
+def partial(folder):
+    """A gradient that is a part of a sum, of a parameter that all have."""
+    mesh = mesh_of_four()
+    parameter = torch.nn.Parameter(spread(mesh, LAYOUTS["RR"], 1.0))
+    run = scaler(torch.optim.SGD([parameter], lr=0.5))
+    run.scale_loss(torch.zeros(()))
+    trace = []
+    for value in (INF if rank() >= 2 else 0.0, 2.0):
+        parameter.grad = spread(mesh, (Partial(), Replicate()), value)
+        run.step()
+        trace.append([*run.says(), parameter.to_local().tolist()])
+    return trace
+
+
+# Parameters that are spread by other means: the group is given.
+
+
+def shards_by_hand(folder):
+    said = {}
+    group = distributed.group.WORLD
+    groups = [mesh_of_four().get_group(name) for name in ("pairs", "in_pair")]
+    for (name, make), given, inner in itertools.product(
+        OURS.items(), ("world", "both dimensions"), OPTIMIZERS
+    ):
+        weight = torch.nn.Parameter(torch.ones(2))
+        run = make(OPTIMIZERS[inner]([weight]), process_group=group if given == "world" else groups)
+        trace = []
+        # None: no gradient on this process. The steps are: one without a gradient among good ones,
+        # one overflows and another has none, nobody has a gradient, all are good.
+        for first, last, others in (
+            (1.0, None, 1.0),
+            (None, INF, 1.0),
+            (None, None, None),
+            (1.0, 1.0, 1.0),
+        ):
+            slope = last if is_last() else first if rank() == 0 else others
+            run.zero_grad()
+            loss = run.scale_loss((weight * (1.0 if slope is None else slope)).sum())
+            if slope is not None:
+                loss.backward()
+            run.step()
+            trace.append(run.says())
+        said[f"{name} {given} {inner}"] = [trace, finite([weight])]
+    return said
+
+
+def sharded_scaler(folder):
+    """FSDP1's scaler with a fused optimizer: its own, and the one that `install` puts there."""
+    said = {}
+    for name, make in (("torch", ShardedGradScaler), ("ours", OurShardedGradScaler)):
+        weight = torch.nn.Parameter(torch.ones(2))
+        run = WithScaler(torch.optim.AdamW([weight], fused=True), make("cpu", init_scale=8.0))
+        run.scale_loss((weight * (INF if rank() == 0 else 1.0)).sum()).backward()
+        run.step()
+        said[name] = run.says()
+    return said
+
+
+# A run that is killed, and goes on from its checkpoint.
+
+STEPS, SAVED, KILLED = 8, 4, 5
+KINDS = ("scaler", "wrapper")
+
+
+class Training:
+    """A run that overflows on its way: the scale starts too high for float16."""
+
+    def __init__(self, kind, mesh):
+        self.net = model() if mesh is None else fully_shard(model(), mesh=mesh, mp_policy=HALF)
+        self.inner = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        start, interval = 2.0**18, 2
+        if kind == "scaler":
+            made = GradScaler("cpu", init_scale=start, growth_interval=interval)
+            self.run, self.saved = WithScaler(self.inner, made), self.inner
+        else:
+            self.saved = TorchLossScaleOptimizer(self.inner, True, start, interval)
+            self.run = Wrapper(self.saved)
+        self.kind, self.trace = kind, []
+
+    def step(self, number):
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(8, 4, generator=generator)
+        self.run.zero_grad()
+        self.run.scale_loss(self.net(x).float().pow(2).mean()).backward()
+        self.run.step()
+        self.trace.append(self.run.says())
+
+    def state(self):
+        said = {
+            "net": get_model_state_dict(self.net),
+            "optimizer": get_optimizer_state_dict(self.net, self.saved),
+        }
+        # A scaler is a Stateful as it is.
+        return {**said, "scaler": self.run.scaler} if self.kind == "scaler" else said
+
+    def load(self, folder):
+        state = self.state()
+        dcp.load(state, checkpoint_id=str(folder / f"checkpoint-{self.kind}"))
+        set_model_state_dict(self.net, state["net"])
+        set_optimizer_state_dict(self.net, self.saved, state["optimizer"])
+
+    def says(self):
+        """All that a run can be told from another by: as bits, in hexadecimal."""
+        whole = get_model_state_dict(self.net, options=StateDictOptions(full_state_dict=True))
+        moments = get_optimizer_state_dict(
+            self.net, self.saved, options=StateDictOptions(full_state_dict=True)
+        )
+        tensors = [*whole.values(), *(t for s in moments["state"].values() for t in s.values())]
+        bits = [t.detach().float().contiguous().numpy().tobytes().hex() for t in tensors]
+        return [list(self.trace), bits]
+
+
+def killed(folder):
+    """The first two processes run to the end; of the others, who save, one is killed."""
+    said = {}
+    mesh = mesh_of_four()["in_pair"]
+    runs = {kind: Training(kind, mesh) for kind in KINDS}
+    for number in range(1, STEPS + 1):
+        for kind, training in runs.items():
+            if number == KILLED and rank() == 3 and kind == KINDS[-1]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                training.step(number)
+            except RuntimeError:
+                if rank() != 2 or number < KILLED:
+                    raise
+                # The other one is gone. What both of them saved:
+                return said
+            if number == SAVED and rank() >= 2:
+                dcp.save(
+                    training.state(),
+                    checkpoint_id=str(folder / f"checkpoint-{kind}"),
+                    process_group=mesh.get_group(),
+                )
+                said[kind] = training.says()
+    return {kind: training.says() for kind, training in runs.items()}
+
+
+def resumed(folder):
+    said = {}
+    for kind in KINDS:
+        training = Training(kind, mesh_of_all())
+        training.load(folder)
+        for number in range(SAVED + 1, STEPS + 1):
+            training.step(number)
+        said[kind] = training.says()
+    return said
+
+
+def on_one(folder):
+    """The checkpoint of two processes, loaded by one whose model is whole."""
+    said = {}
+    for kind in KINDS:
+        training = Training(kind, None)
+        training.load(folder)
+        said[kind] = [training.run.says(), training.says()[1]]
+        training.step(SAVED + 1)
+        said[kind].append(finite(training.net.parameters()))
+    return said
+
+
+OF_FOUR = {
+    "ddp": ddp,
+    "ddp no_sync": functools.partial(ddp, accumulate=True),
+    "ddp unused": ddp_unused,
+    "fsdp": fsdp,
+    "mesh 2x2": mesh_2x2,
+    "mesh dimensions": mesh_dimensions,
+    "partial": partial,
+    "shards by hand": shards_by_hand,
+    "sharded scaler": sharded_scaler,
+    "killed": killed,
+}
+OF_TWO = {"ddp": ddp, "fsdp": fsdp, "resumed": resumed}
+OF_ONE = {"on one": on_one}

@@ -1,0 +1,31 @@
+"""The examples in the docstrings of what serves PyTorch itself."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+import torch
+
+import lossscale
+import lossscale.frameworks.torch
+import lossscale.torch
+
+PACKAGE = lossscale.frameworks.torch
+MODULES = [found.name for found in pkgutil.iter_modules(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
+TRIED = {}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_print_what_they_show(name):
+    module = importlib.import_module(name)
+    names = {**vars(module), "torch": torch, "lossscale": lossscale}
+    failed, TRIED[name] = doctest.testmod(
+        module, globs=names, optionflags=doctest.NORMALIZE_WHITESPACE
+    )
+    assert failed == 0
+
+
+def test_the_examples_are_found():
+    with_examples = {name.rpartition(".")[2] for name, tried in TRIED.items() if tried}
+    assert with_examples >= {"amp_names", "grad_scaler", "guard", "optimizer", "ranks"}

@@ -1,0 +1,195 @@
+"""The state of a scaler goes both ways between this class, PyTorch's and Apex'."""
+
+import io
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from frameworks.torch.scaling import MAKERS, OPTIMIZERS, one_step, parameters, scale_and_tracker
+from lossscale import DynamicScale, FixedScale, LossScaleWarning, ScaleState
+from lossscale.errors import ArgumentError, StateDictError
+from lossscale.frameworks.torch.grad_scaler import GradScaler
+
+SETTINGS = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
+KEYS = {"scale", "_growth_tracker", *SETTINGS}
+
+
+def used(make):
+    weights = parameters(1)
+    optimizer = OPTIMIZERS["sgd"](weights)
+    scaler = make("cpu", init_scale=64.0, **SETTINGS)
+    for slope in (torch.inf, 0.0, 0.0):
+        one_step(scaler, optimizer, weights, slope)
+    return scaler, weights, optimizer
+
+
+def through_a_file(state):
+    torch.save(state, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("saves", MAKERS)
+@pytest.mark.parametrize("loads", MAKERS)
+@pytest.mark.parametrize("before_first_use", [True, False])
+def test_both_ways(saves, loads, before_first_use):
+    scaler, weights, optimizer = used(MAKERS[saves])
+    state = through_a_file(scaler.state_dict())
+    assert set(state) - {"steps_skipped"} == KEYS
+    assert all(type(value) in (int, float) for value in state.values())
+    other = MAKERS[loads]("cpu")
+    if not before_first_use:
+        other.scale(torch.ones(()))
+    other.load_state_dict(state)
+    assert scale_and_tracker(other) == scale_and_tracker(scaler) == (16.0, 2)
+    for slope in (0.0, 0.0, torch.inf):
+        one_step(other, optimizer, weights, slope)
+        one_step(scaler, optimizer, weights, slope)
+        assert scale_and_tracker(other) == scale_and_tracker(scaler)
+
+
+def test_skipped_steps_are_counted_on():
+    scaler, weights, optimizer = used(GradScaler)
+    other = GradScaler("cpu")
+    other.load_state_dict(scaler.state_dict())
+    assert other.steps_skipped == 1
+    one_step(other, optimizer, weights, torch.inf)
+    assert other.steps_skipped == 2
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}},
+        {"loss_scale": 512.0, "unskipped": 7},
+    ],
+    ids=["amp.state_dict()", "one scaler"],
+)
+def test_apex(state):
+    scaler = GradScaler("cpu", **SETTINGS | {"growth_interval": 2000})
+    scaler.load_state_dict(state)
+    assert scale_and_tracker(scaler) == (512.0, 7)
+    assert scaler.get_growth_factor() == 4
+
+
+def test_an_apex_state_of_several_scalers_says_which_to_load():
+    scalers = {f"loss_scaler{i}": {"loss_scale": 2.0**i, "unskipped": i} for i in range(2)}
+    scaler = GradScaler("cpu")
+    with pytest.raises(StateDictError, match=r"2 loss scalers.*state\['loss_scaler0'\]"):
+        scaler.load_state_dict(scalers)
+    scaler.load_state_dict(scalers["loss_scaler1"])
+    assert scale_and_tracker(scaler) == (2.0, 1)
+
+
+@pytest.mark.parametrize("key", sorted(KEYS))
+def test_what_a_partial_state_does_not_say_stays(key):
+    scaler, _, _ = used(GradScaler)
+    state = scaler.state_dict()
+    del state[key]
+    theirs = torch.amp.GradScaler("cpu")
+    with pytest.raises(KeyError):
+        theirs.load_state_dict(state)
+    other = GradScaler("cpu")
+    fresh = other.state_dict()
+    other.load_state_dict(state)
+    assert other.state_dict() == {**state, key: fresh[key]}
+
+
+BAD = {
+    "empty": ({}, StateDictError, "empty"),
+    "none": (None, StateDictError, "dictionary"),
+    "another kind": ({"state": {}, "param_groups": []}, StateDictError, "'state', 'param_groups'"),
+    "no number": ({"scale": "high"}, StateDictError, "'scale'.*'high'"),
+    "growth": ({"scale": 2.0, "growth_factor": 0.5}, ArgumentError, "growth_factor"),
+    "interval": ({"scale": 2.0, "growth_interval": 0}, ArgumentError, "growth_interval"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_state_that_cannot_be_loaded_changes_nothing(case):
+    state, error, message = BAD[case]
+    scaler, _, _ = used(GradScaler)
+    before = scaler.state_dict()
+    with pytest.raises(error, match=message):
+        scaler.load_state_dict(state)
+    assert scaler.state_dict() == before
+    if case == "empty":
+        with pytest.raises(RuntimeError):
+            torch.amp.GradScaler("cpu").load_state_dict({})
+        with pytest.raises(RuntimeError):
+            scaler.load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    ("scale", "becomes"),
+    [(0.0, 8.0), (float("nan"), 8.0), (float("inf"), 8.0), (-1.0, 8.0), (0.5, 2.0), (1e9, 1024.0)],
+)
+@pytest.mark.parametrize("lazily", [True, False])
+def test_a_scale_outside_of_the_range_is_brought_into_it(scale, becomes, lazily):
+    scaler = GradScaler("cpu", init_scale=8.0, min_scale=2.0, max_scale=1024.0)
+    if not lazily:
+        scaler.scale(torch.ones(()))
+    with pytest.warns(LossScaleWarning, match="not in the range"):
+        scaler.load_state_dict({"scale": scale, "_growth_tracker": -3})
+    assert scale_and_tracker(scaler) == (becomes, 0)
+    assert scaler.scale(torch.ones(())) == becomes
+
+
+def test_a_tracker_past_the_interval_is_brought_before_it():
+    scaler = GradScaler("cpu", growth_interval=5)
+    scaler.load_state_dict({"scale": 8.0, "_growth_tracker": 100})
+    assert scale_and_tracker(scaler) == (8.0, 4)
+
+
+def test_the_number_of_a_fixed_scale_stands():
+    scaler = GradScaler("cpu", rule=FixedScale(128.0))
+    scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
+    assert scaler.get_scale() == 128
+    assert scaler.rule == FixedScale(128.0)
+
+
+class PatientState(NamedTuple):
+    scale: Any
+    good_steps: Any
+    bad_steps: Any
+
+
+class Patient(DynamicScale):
+    """Backs off at the second overflow in a row; what it remembers has one field more."""
+
+    @property
+    def powers_of_two(self):
+        return False
+
+    def init(self):
+        return PatientState(*super().init(), bad_steps=0)
+
+    def update(self, state, seen, *, xp):
+        after = super().update(ScaleState(*state[:2]), seen, xp=xp)
+        waits = ~seen.finite & (state.bad_steps < 1)
+        return PatientState(
+            xp.where(waits, state.scale, after.scale),
+            after.good_steps,
+            xp.where(seen.finite, 0, state.bad_steps + 1),
+        )
+
+    def restored(self, state):
+        return PatientState(*super().restored(ScaleState(*state[:2])), int(state.bad_steps))
+
+
+def test_a_rule_of_ones_own_keeps_all_that_it_remembers():
+    weights = parameters(1)
+    optimizer = OPTIMIZERS["sgd"](weights)
+    scaler = GradScaler("cpu", rule=Patient(initial_scale=8.0))
+    one_step(scaler, optimizer, weights, torch.inf)
+    assert scaler.get_scale() == 8
+    state = through_a_file(scaler.state_dict())
+    other = GradScaler("cpu", rule=Patient(initial_scale=8.0))
+    other.load_state_dict(state)
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(state)
+    assert theirs.get_scale() == 8
+    for each in (scaler, other):
+        one_step(each, optimizer, weights, torch.inf)
+        assert scale_and_tracker(each) == (4.0, 0)

@@ -1,0 +1,163 @@
+"""What is refused: with the type that PyTorch raises, and nothing is changed."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+
+from frameworks.torch.scaling import MAKERS, OPTIMIZERS, numbers, one_step, parameters
+from lossscale import DynamicScale, FixedScale, LossScaleError, LossScaleWarning, Needs
+from lossscale.errors import ArgumentTypeError, UnsupportedError
+from lossscale.frameworks.torch.grad_scaler import GradScaler
+
+
+def scaled(make):
+    weights = parameters(1)
+    optimizer = OPTIMIZERS["sgd"](weights)
+    scaler = make("cpu")
+    scaler.scale(weights[0].sum()).backward()
+    return scaler, optimizer, weights
+
+
+def unscale_twice(scaler, optimizer, weights):
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+
+
+def unscale_after_step(scaler, optimizer, weights):
+    scaler.step(optimizer)
+    scaler.unscale_(optimizer)
+
+
+def step_twice(scaler, optimizer, weights):
+    scaler.step(optimizer)
+    scaler.step(optimizer)
+
+
+def half(scaler, optimizer, weights):
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    weight.grad = torch.ones(2, dtype=torch.float16)
+    scaler.step(torch.optim.SGD([weight], lr=1.0))
+
+
+def pickle_in_between(scaler, optimizer, weights):
+    scaler.step(optimizer)
+    pickle.dumps(scaler)
+
+
+def copy_in_between(scaler, optimizer, weights):
+    scaler.unscale_(optimizer)
+    copy.deepcopy(scaler)
+
+
+MISUSES = {
+    unscale_twice: "unscale_.. was called twice|has already been called",
+    unscale_after_step: "after step",
+    step_twice: "step.. was called twice|has already been called",
+    half: "(?i)float16|fp16",
+    pickle_in_between: "pickled",
+    copy_in_between: "pickled",
+    lambda s, o, w: s.update(): "without a step|No inf checks",
+    lambda s, o, w: s.step(o, closure=lambda: 1.0): "(?i)closure",
+    lambda s, o, w: s.scale(3): "tensor|Tensor",
+    lambda s, o, w: s.update(torch.ones(2)): "new_scale",
+    lambda s, o, w: s.update(torch.ones(1, requires_grad=True)): "new_scale",
+    lambda s, o, w: s.load_state_dict({}): "empty",
+    lambda s, o, w: type(s)("cpu").step(o): "scale",
+    lambda s, o, w: type(s)("cpu").unscale_(o): "scale",
+    lambda s, o, w: type(s)("cpu").update(): "scale|step",
+    lambda s, o, w: type(s)("cpu")._check_inf_per_device(o): "scale",
+    lambda s, o, w: type(s)("cpu", growth_factor=1.0): "growth",
+}
+
+
+@pytest.mark.parametrize(
+    "misuse", MISUSES, ids=lambda f: inspect.getsource(f).strip().split('": ')[0][:60]
+)
+def test_what_torch_raises_is_caught_by_the_same_clause(misuse):
+    with pytest.raises(Exception, match=MISUSES[misuse]) as theirs:
+        misuse(*scaled(MAKERS["torch"]))
+    scaler, optimizer, weights = scaled(GradScaler)
+    before = scaler.state_dict()
+    with pytest.raises(type(theirs.value), match=MISUSES[misuse]) as ours:
+        misuse(scaler, optimizer, weights)
+    assert isinstance(ours.value, LossScaleError)
+    assert scaler.state_dict() == before
+
+
+def test_after_a_misuse_the_loop_goes_on():
+    scaler, optimizer, weights = scaled(GradScaler)
+    for misuse in (
+        lambda: scaler.step(optimizer, closure=print),
+        lambda: scaler.scale("loss"),
+        scaler.update,
+    ):
+        with pytest.raises(LossScaleError):
+            misuse()
+    scaler.step(optimizer)
+    scaler.update()
+    assert numbers(weights) == [[0.5] * 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": 65536.0}, r"torch\.cuda\.amp\.GradScaler"),
+        ({"enabled": 1}, "`enabled`"),
+        ({"min_scale": 2.0, "init_scale": 1.0}, "`initial_scale` must lie between"),
+        ({"max_scale": 2.0**127}, "`max_scale`"),
+        ({"init_scale": "8"}, "`initial_scale` must be a number"),
+        ({"rule": FixedScale(8.0), "growth_factor": 3.0}, "`rule` already says.*growth_factor=3.0"),
+        ({"rule": DynamicScale(), "min_scale": 2.0}, "`rule` already says.*min_scale=2.0"),
+    ],
+    ids=str,
+)
+def test_arguments(arguments, message):
+    with pytest.raises(AssertionError, match=message) as caught:
+        GradScaler(**{"device": "cpu", **arguments})
+    assert isinstance(caught.value, ValueError)
+
+
+def test_rules():
+    class Counting(DynamicScale):
+        @property
+        def needs(self):
+            return Needs(largest=True)
+
+    with pytest.raises(ArgumentTypeError, match="scaling rule"):
+        GradScaler("cpu", rule=8.0)
+    with pytest.raises(UnsupportedError, match="LossScaleOptimizer"):
+        GradScaler("cpu", rule=Counting())
+    fixed = GradScaler("cpu", rule=FixedScale(8.0))
+    for misuse in (lambda: fixed.set_growth_factor(3.0), lambda: fixed.update(4.0)):
+        with pytest.raises(LossScaleError, match="rule"):
+            misuse()
+    assert fixed.get_scale() == 8
+
+
+def test_process_group_is_checked():
+    with pytest.raises(ArgumentTypeError, match="process_group"):
+        GradScaler("cpu", process_group="world")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+def test_without_cuda_it_disables_itself_with_a_warning():
+    with pytest.warns(UserWarning, match="CUDA is not available. *Disabling") as theirs:
+        torch.amp.GradScaler()
+    with pytest.warns(LossScaleWarning, match='Disabling.*device="cpu"') as ours:
+        scaler = GradScaler()
+    assert ours[0].filename == theirs[0].filename == __file__
+    assert not scaler.is_enabled()
+    weights = parameters(1)
+    one_step(scaler, OPTIMIZERS["sgd"](weights), weights)
+    assert numbers(weights) == [[0.5] * 3]
+
+
+def test_names_of_parameters_are_checked():
+    scaler = GradScaler("cpu")
+    for wrong in (parameters(), 3, [("a", 1)], torch.ones(2)):
+        with pytest.raises(ArgumentTypeError, match=r"named_parameters\(\)"):
+            scaler.name_overflows(wrong)
+    assert scaler.last_nonfinite == ()

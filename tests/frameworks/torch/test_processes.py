@@ -1,0 +1,131 @@
+"""Several processes take every decision alike; `processes.py` runs them, once for all tests."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from frameworks.torch import cases_of_processes as cases
+
+TESTS = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What each process of each set said of each case, by the size of the set."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(TESTS / "frameworks/torch/processes.py"),
+            str(tmp_path_factory.mktemp("p")),
+        ],
+        env={**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent / 'src'}"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    sets = json.loads(done.stdout.splitlines()[-1])
+    for processes in sets.values():
+        for process in processes:
+            for name, outcome in process.items():
+                assert not (isinstance(outcome, dict) and "error" in outcome), (
+                    name,
+                    outcome["error"],
+                )
+    return sets
+
+
+def of_all(said, size, case):
+    """What all processes of a set said of a case: the same."""
+    first, *others = (process[case] for process in said[str(size)])
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.mark.parametrize(
+    ("size", "case"), [(4, "ddp"), (4, "ddp no_sync"), (4, "ddp unused"), (2, "ddp")]
+)
+def test_ddp_agrees_by_itself_and_sends_nothing_more(said, size, case):
+    outcome = of_all(said, size, case)
+    trace = [[8.0, 1], [4.0, 0], [4.0, 1], [4.0, 2]]
+    assert outcome["scaler"] == outcome["wrapper"] == outcome["torch"]
+    assert outcome["scaler"][:3] == [trace, True, 0]
+
+
+@pytest.mark.parametrize("size", [4, 2])
+def test_fsdp_skips_together_with_one_number_sent_for_each_step(said, size):
+    for processes in zip(*(process["fsdp"].items() for process in said[str(size)]), strict=True):
+        for _, (trace, finite, sent) in processes:
+            assert [step[:2] for step in trace] == [[4.0, 0], [4.0, 1], [4.0, 2]]
+            # In the skipped step nothing has changed.
+            assert trace[0][2]
+            assert finite
+            assert sent == 3
+        assert not any(trace[1][2] for _, (trace, _, _) in processes[:1])
+
+
+def test_a_mesh_in_every_order_of_placements(said):
+    by_case = [process["mesh 2x2"] for process in said["4"]]
+    assert len(by_case[0]) == 72
+    disagree = {
+        name: sum(len({process[case][name][0] for process in by_case}) > 1 for case in by_case[0])
+        for name in ("torch", *cases.OURS)
+    }
+    # D5: PyTorch reduces over the mesh and placements of the first gradient.
+    assert disagree == {"torch": 54, "scaler": 0, "wrapper": 0}
+    for name in cases.OURS:
+        assert {tuple(p[case][name]) for p in by_case for case in p} == {(4.0, 2)}
+
+
+def test_one_number_is_sent_for_each_dimension_that_is_sharded(said):
+    expected = {"RR": 0, "RS": 1, "SR": 1, "SS": 2}
+    outcome = of_all(said, 4, "mesh dimensions")
+    assert outcome == {
+        f"{layout} {name}": [4.0, sent] for layout, sent in expected.items() for name in cases.OURS
+    }
+
+
+def test_a_gradient_that_is_a_part_of_a_sum(said):
+    assert of_all(said, 4, "partial") == [[4.0, 0, [1.0, 1.0]], [4.0, 1, [0.5, 0.5]]]
+
+
+def test_a_given_group_agrees_also_where_a_process_has_no_gradient(said):
+    outcome = of_all(said, 4, "shards by hand")
+    assert len(outcome) == len(cases.OURS) * 2 * len(cases.OPTIMIZERS)
+    for trace, finite in outcome.values():
+        # One without a gradient among good ones; one overflows, others have none; nobody has any.
+        assert trace == [[8.0, 1], [4.0, 0], [4.0, 0], [4.0, 1]]
+        assert finite
+
+
+def test_d4_the_sharded_scaler_with_a_fused_optimizer(said):
+    theirs = [process["sharded scaler"]["torch"] for process in said["4"]]
+    assert theirs == [[4.0, 0], [8.0, 1], [8.0, 1], [8.0, 1]]
+    assert [process["sharded scaler"]["ours"] for process in said["4"]] == [[4.0, 0]] * 4
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_a_run_that_was_killed_goes_on_bit_for_bit(said, kind):
+    assert "killed" not in said["4"][3]
+    whole, of_the_other = said["4"][0]["killed"][kind], said["4"][1]["killed"][kind]
+    assert whole == of_the_other
+    trace, bits = whole
+    assert len({scale for scale, _ in trace}) > 1
+    for process in said["2"]:
+        assert process["resumed"][kind] == [trace[cases.SAVED :], bits]
+
+
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_a_checkpoint_of_two_processes_is_loaded_by_one(said, kind):
+    (trace, saved), (loaded, bits, finite) = (
+        said["4"][2]["killed"][kind],
+        said["1"][0]["on one"][kind],
+    )
+    assert bits == saved
+    assert loaded == trace[-1] == said["4"][0]["killed"][kind][0][cases.SAVED - 1]
+    assert finite

@@ -1,0 +1,345 @@
+"""The drop-in where others drive it: plain loops, Lightning, Fabric, Accelerate, HF's Trainer.
+
+Each is driven with a step that overflows, and the same with PyTorch's scaler where it is right.
+"""
+
+import warnings
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import lossscale.torch
+from frameworks.torch.scaling import MAKERS, OPTIMIZERS, numbers, parameters, scale_and_tracker
+from lossscale.frameworks.torch.grad_scaler import GradScaler
+
+BAD = 1
+"""The number of the step that overflows."""
+
+TRACE = [(8.0, 1), (4.0, 0), (4.0, 1), (4.0, 2)]
+
+
+def data():
+    """Four batches; the second one makes the gradients infinite."""
+    batches = torch.ones(4, 2)
+    batches[BAD] = torch.inf
+    return batches
+
+
+class Net(torch.nn.Module):
+    """A weight whose gradient is the mean of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
+def test_a_plain_loop_with_clipping_and_accumulation(make, name):
+    weights = parameters(1)
+    optimizer = OPTIMIZERS[name](weights)
+    scaler = make("cpu", init_scale=8.0)
+    trace = []
+    for batch in data():
+        for part in batch:
+            scaler.scale((weights[0] * part).sum() / len(batch)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        trace.append(scale_and_tracker(scaler))
+    assert trace == TRACE
+    # Three steps with a gradient of norm 1.
+    expected = {"sgd": 1 - 3 * 0.5 / 3**0.5, "adamw-fused": 0.7}[name]
+    assert numbers(weights)[0] == pytest.approx([expected] * 3, abs=0.01)
+
+
+def test_a_plain_loop_with_a_schedule():
+    """A schedule that steps after applied steps only, and does not warn."""
+    weights = parameters(1)
+    optimizer = OPTIMIZERS["adam-fused"](weights)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    rates = []
+    for factor in (torch.inf, 1.0, torch.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale((weights[0] * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if not scaler.last_step_skipped:
+            scheduler.step()
+        rates.append(scheduler.get_last_lr()[0])
+    assert rates == [0.1, 0.05, 0.05, 0.025]
+
+
+# Lightning
+
+
+@pytest.fixture(scope="module")
+def lightning():
+    return pytest.importorskip("lightning")
+
+
+def trainer(lightning, scaler, folder, **arguments):
+    plugin = lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        plugins=[plugin],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **arguments,
+    )
+
+
+def module(lightning, name, trace):
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch, index):
+            return self.net(batch[0])
+
+        def configure_optimizers(self):
+            return OPTIMIZERS[name](self.parameters())
+
+        def on_train_batch_end(self, *_):
+            trace.append(scale_and_tracker(self.trainer.precision_plugin.scaler))
+
+    return Module()
+
+
+def loader():
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data()), batch_size=1)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize(
+    ("name", "clip"), [("sgd", None), ("sgd", 0.1), ("adamw-fused", None), ("adamw-foreach", 0.1)]
+)
+def test_lightning_trains(lightning, tmp_path, make, name, clip):
+    trace = []
+    scaler = make("cpu", init_scale=8.0)
+    runner = trainer(lightning, scaler, tmp_path, max_epochs=1, gradient_clip_val=clip)
+    model = module(lightning, name, trace)
+    runner.fit(model, loader())
+    assert trace == TRACE
+    assert bool(model.net.weight.isfinite().all())
+    assert not torch.equal(model.net.weight.detach(), torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_resumes(lightning, tmp_path):
+    trace = []
+    first = trainer(lightning, GradScaler("cpu", init_scale=8.0), tmp_path, max_steps=3)
+    model = module(lightning, "adamw-foreach", trace)
+    first.fit(model, loader())
+    first.save_checkpoint(path := tmp_path / "at_three.ckpt")
+    saved = torch.load(path, weights_only=True)["MixedPrecision"]
+    assert saved["scale"] == 4
+    assert saved["steps_skipped"] == 1
+    scaler = GradScaler("cpu")
+    second = trainer(lightning, scaler, tmp_path, max_steps=4)
+    second.fit(module(lightning, "adamw-foreach", trace), loader(), ckpt_path=path)
+    assert trace == TRACE
+    assert scaler.steps_skipped == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("clip", [False, True])
+def test_fabric(lightning, clip):
+    precision = lightning.fabric.plugins.MixedPrecision
+    scaler = GradScaler("cpu", init_scale=8.0)
+    fabric = lightning.Fabric(
+        accelerator="cpu", devices=1, plugins=[precision("16-mixed", "cpu", scaler=scaler)]
+    )
+    net = Net()
+    model, optimizer = fabric.setup(net, OPTIMIZERS["sgd"](net.parameters()))
+    trace = []
+    for batch in data():
+        optimizer.zero_grad()
+        fabric.backward(model(batch))
+        if clip:
+            fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+        optimizer.step()
+        trace.append(scale_and_tracker(scaler))
+    assert trace == TRACE
+    norm = 2**0.5 if clip else 1
+    assert net.weight.tolist() == pytest.approx([1 - 3 * 0.5 / norm] * 2, abs=1e-3)
+
+
+# Accelerate
+
+
+@pytest.fixture
+def accelerator():
+    accelerate = pytest.importorskip("accelerate")
+    made = accelerate.Accelerator(cpu=True)
+    yield made
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def use(accelerator, scaler):
+    # Accelerate makes no scaler of its own on the processor.
+    accelerator.scaler, accelerator.native_amp = scaler, True
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("name", ["adam", "adam-fused"])
+def test_d8_accelerates_schedule_follows_the_applied_steps(accelerator, make, name):
+    use(accelerator, make("cpu", init_scale=8.0))
+    net = Net()
+    optimizer = OPTIMIZERS[name](net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    net, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
+    skipped, rates, trace = [], [], []
+    for batch in data()[:3]:
+        accelerator.backward(net(batch))
+        accelerator.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+        rates.append(scheduler.get_last_lr()[0])
+        trace.append(scale_and_tracker(accelerator.scaler))
+    assert trace == TRACE[:3]
+    if make is GradScaler or name == "adam":
+        assert skipped == [False, True, False]
+        assert rates == [0.05, 0.05, 0.025]
+    else:
+        # PyTorch's scaler calls a fused optimizer for a step that it skips.
+        assert skipped == [False, False, False]
+        assert rates == [0.05, 0.025, 0.0125]
+
+
+def test_accelerate_accumulates_saves_and_loads(accelerator, tmp_path):
+    accelerator.gradient_accumulation_steps = 2
+    scaler = GradScaler("cpu", init_scale=8.0)
+    use(accelerator, scaler)
+    net = Net()
+    net, optimizer = accelerator.prepare(net, OPTIMIZERS["adamw-foreach"](net.parameters()))
+    trace = []
+    for batch in torch.cat([data(), data()[:2]]):
+        with accelerator.accumulate(net):
+            accelerator.backward(net(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        trace.append(scale_and_tracker(scaler))
+    assert trace == [(8.0, 0), (4.0, 0), (4.0, 0), (4.0, 1), (4.0, 1), (2.0, 0)]
+    accelerator.save_state(str(tmp_path))
+    saved = scaler.state_dict()
+    scaler.load_state_dict({"scale": 1024.0, "_growth_tracker": 7, "steps_skipped": 0})
+    accelerator.load_state(str(tmp_path))
+    assert scaler.state_dict() == saved
+    assert saved["steps_skipped"] == 2
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_accelerate_4289_a_step_that_only_makes_state(accelerator, make):
+    """torch.distributed.checkpoint makes the state of an optimizer by a step, here a scaled one."""
+    scaler = make("cpu", init_scale=8.0)
+    use(accelerator, scaler)
+    net = Net()
+    net, optimizer = accelerator.prepare(net, OPTIMIZERS["adam"](net.parameters()))
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0, "_growth_tracker": 7})
+    # As Accelerate does it, before it loads the optimizer of a sharded model.
+    scaler._lazy_init_scale_growth_tracker(scaler._device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        get_optimizer_state_dict(net, optimizer)
+    assert optimizer.optimizer.state
+    assert scale_and_tracker(scaler) == (4.0, 7 if make is GradScaler else 8)
+    assert net.weight.tolist() == [1.0, 1.0]
+
+
+# HF's Trainer
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("name", ["adamw-foreach", "adamw-fused"])
+def test_hf_trainer(make, name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from accelerate.state import AcceleratorState
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x, labels=None):
+            return {"loss": self.net(x)}
+
+    rates, trace = [], []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_end(self, arguments, state, control, lr_scheduler, **_):
+            rates.append(lr_scheduler.get_last_lr()[0])
+            trace.append(scale_and_tracker(scaler))
+
+    model = Model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    scaler = make("cpu", init_scale=8.0)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=1,
+        num_train_epochs=1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+        data_seed=0,
+        dataloader_pin_memory=False,
+        train_sampling_strategy="sequential",
+    )
+    runner = transformers.Trainer(
+        model,
+        arguments,
+        train_dataset=[{"x": batch} for batch in data()],
+        optimizers=(optimizer, scheduler),
+        callbacks=[Watch()],
+    )
+    use(runner.accelerator, scaler)
+    try:
+        runner.train()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert trace == TRACE
+    assert bool(model.net.weight.isfinite().all())
+    if make is GradScaler:
+        assert rates == [0.05, 0.05, 0.025, 0.0125]
+
+
+def test_programs_that_make_their_own_scaler():
+    """A loop of PyTorch's examples, unedited."""
+    source = """
+import torch
+from torch.amp import GradScaler
+
+def train(weight, optimizer, batches):
+    scaler = GradScaler("cpu", init_scale=8.0)
+    for batch in batches:
+        optimizer.zero_grad()
+        scaler.scale((weight * batch).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler
+"""
+    program = {}
+    with lossscale.torch.install():
+        exec(source, program)
+    (weight,) = parameters(1)
+    scaler = program["train"](weight, OPTIMIZERS["adam-fused"]([weight]), [1.0, torch.inf])
+    assert scaler.last_step_skipped
+    assert scaler.get_scale() == 4

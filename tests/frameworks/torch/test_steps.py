@@ -1,0 +1,687 @@
+"""What a step of the wrapper does with the gradients, and what it leaves alone."""
+
+import copy
+import itertools
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import lossscale
+from core import oracle
+from frameworks.torch.support import backward, bits, fill, parameters, snapshot, wrapped
+from lossscale import DynamicScale, FixedScale, LossScaleWarning
+
+SHAPES = ((3,), (2, 2))
+ONES = [torch.ones(shape) for shape in SHAPES]
+KINDS = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "single": {"foreach": False},
+}
+
+
+def spoiled(value, place):
+    made = [gradient.clone() for gradient in ONES]
+    made[place].view(-1)[-1] = value
+    return made
+
+
+@pytest.fixture(params=["host", "device"])
+def decide(request):
+    return request.param
+
+
+def made(decide="host", rate=0.5, **settings):
+    given = parameters(*SHAPES)
+    inner = torch.optim.SGD(given, lr=rate, momentum=0.9, fused=decide == "device")
+    return given, wrapped(inner, decide=decide, **settings)
+
+
+def test_the_front_makes_it_too_and_it_is_all_that_is_asked_for():
+    given = parameters((2,))
+    inner = torch.optim.AdamW(given)
+    optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=8)
+    assert type(optimizer) is lossscale.torch.LossScaleOptimizer
+    assert isinstance(optimizer, lossscale.LossScaleOptimizer)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.inner_optimizer is inner
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    assert optimizer.loss_scale == torch.tensor(8.0)
+    assert optimizer.initial_scale == 8.0
+    assert optimizer.dynamic
+    assert optimizer.dynamic_growth_steps == 2000
+    assert not hasattr(optimizer, "variables")
+
+
+def test_the_scale_follows_the_rule_bit_for_bit(decide):
+    rules = [
+        DynamicScale(1.0, growth_interval=2),
+        DynamicScale(100.0, growth_interval=3, growth_factor=1.7, backoff_factor=0.3, min_scale=1),
+        DynamicScale(4.0, growth_interval=1, max_scale=20.0),
+    ]
+    sequence = [True, True, True, False, True, True, False, False, *[True] * 7, False]
+    for rule in rules:
+        given, optimizer = made(decide, rule=rule)
+        seen = []
+        for finite in sequence:
+            fill(optimizer, given, ONES if finite else spoiled(torch.nan, 0))
+            optimizer.step()
+            assert bool(optimizer.last_step_skipped) is not finite
+            seen.append((float(optimizer.loss_scale), int(optimizer.dynamic_counter)))
+        assert seen == oracle.trace(rule, sequence)
+        assert int(optimizer.iterations) == len(sequence)
+        assert int(optimizer.steps_skipped) == sequence.count(False)
+
+
+def test_every_kind_of_non_finite_value_is_found_in_every_tensor(decide):
+    given, optimizer = made(decide, initial_scale=2.0**20)
+    fill(optimizer, given, ONES)
+    optimizer.step()
+    for value, place in itertools.product((torch.inf, -torch.inf, torch.nan), (0, 1)):
+        before = snapshot(given, optimizer)
+        fill(optimizer, given, spoiled(value, place))
+        optimizer.step()
+        assert snapshot(given, optimizer) == before
+        assert bool(optimizer.last_step_skipped)
+    assert int(optimizer.steps_skipped) == 6
+
+
+@pytest.mark.parametrize("scale", [2.0**-3, 2.0**60])
+def test_powers_of_two_leave_the_parameters_bit_identical(decide, scale):
+    rule = DynamicScale(scale, growth_interval=2, min_scale=min(scale, 1.0))
+    given, optimizer = made(decide, rule=rule)
+    plain = parameters(*SHAPES)
+    bare = torch.optim.SGD(plain, lr=0.5, momentum=0.9, fused=decide == "device")
+    for factor in (1.0, 0.5, -3.0, 0.3, 1.7):
+        for optimizer_, params in ((optimizer, given), (bare, plain)):
+            optimizer_.zero_grad()
+            backward(optimizer_, params, ONES, factor)
+            optimizer_.step()
+    assert float(optimizer.loss_scale) == 4 * scale
+    assert snapshot(given, optimizer) == snapshot(plain, bare)
+    assert bits([p.grad for p in given]) == bits([p.grad for p in plain])
+
+
+def test_no_number_of_overflows_can_spoil_a_parameter(decide):
+    # torch.amp.GradScaler goes on to a scale of 0, and then writes NaN.
+    for lowest in (1.0, 2.0**-126):
+        given, optimizer = made(decide, rule=DynamicScale(2.0**16, min_scale=lowest))
+        for _ in range(150):
+            fill(optimizer, given, spoiled(torch.inf, 0))
+            optimizer.step()
+        assert float(optimizer.loss_scale) == lowest
+        fill(optimizer, given, ONES)
+        optimizer.step()
+        assert not bool(optimizer.last_step_skipped)
+        assert all(p.isfinite().all() for p in given)
+
+
+def test_a_gradient_that_unscaling_makes_infinite_is_skipped(decide):
+    given, optimizer = made(decide, rule=DynamicScale(2.0**-20, min_scale=2.0**-30))
+    for _ in range(2):
+        before = snapshot(given, optimizer)
+        optimizer.scale_loss(torch.ones(()))
+        for p in given:
+            p.grad = torch.full_like(p, 3e38)
+        optimizer.step()
+        assert snapshot(given, optimizer) == before
+    assert int(optimizer.steps_skipped) == 2
+
+
+def test_a_first_step_that_overflows_leaves_no_momentum_of_garbage():
+    # A fused SGD told to skip keeps a buffer that it never filled.
+    for _ in range(5):
+        given, optimizer = made("device")
+        fill(optimizer, given, spoiled(torch.inf, 0))
+        optimizer.step()
+        assert optimizer.state == {}
+        for _ in range(2):
+            fill(optimizer, given, ONES)
+            optimizer.step()
+        assert all(p.isfinite().all() for p in given)
+        assert all(
+            torch.equal(s["momentum_buffer"], torch.full_like(p, 1.9))
+            for p, s in optimizer.state.items()
+        )
+
+
+def test_a_parameter_that_joins_late_is_decided_on_by_the_host():
+    given, optimizer = made("device")
+    fill(optimizer, given, [ONES[0], None])
+    optimizer.step()
+    fill(optimizer, given, spoiled(torch.inf, 0))
+    optimizer.step()
+    assert given[1] not in optimizer.state
+    assert bool(optimizer.last_step_skipped)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_run_once_and_only_on_applied_steps(kind):
+    given = parameters(*SHAPES)
+    optimizer = wrapped(torch.optim.Adam(given, **KINDS[kind]))
+    called = []
+    handles = [
+        optimizer.register_step_pre_hook(lambda opt, *_: called.append(("pre", opt))),
+        optimizer.register_step_post_hook(lambda opt, *_: called.append(("post", opt))),
+        register_optimizer_step_post_hook(lambda opt, *_: called.append(("global", opt))),
+    ]
+    try:
+        for finite in (False, True, False):
+            fill(optimizer, given, ONES if finite else spoiled(torch.nan, 1))
+            optimizer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    inner = optimizer.inner_optimizer
+    assert called == [("pre", inner), ("post", inner), ("global", inner)]
+
+
+def test_hooks_of_the_state_dictionary_run_once():
+    _, optimizer = made()
+    called = []
+    optimizer.register_state_dict_post_hook(lambda *_: called.append("save"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: called.append("load"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert called == ["save", "load"]
+
+
+def test_an_empty_step_is_no_step(decide):
+    given, optimizer = made(decide, rule=DynamicScale(8.0, growth_interval=1))
+    before = snapshot(given, optimizer)
+    optimizer.scale_loss(torch.ones(()))
+    assert optimizer.step() is None
+    assert snapshot(given, optimizer) == before
+    assert float(optimizer.loss_scale) == 8.0
+    assert int(optimizer.iterations) == 0
+
+
+def test_parameters_without_a_gradient_are_left_alone(decide):
+    given, optimizer = made(decide)
+    before = bits(given[1])
+    fill(optimizer, given, [ONES[0], None])
+    optimizer.step()
+    assert bits(given[1]) == before
+    assert int(optimizer.iterations) == 1
+
+
+def test_a_step_whose_loss_nobody_scaled_hands_over_what_it_gets():
+    given, optimizer = made(rule=DynamicScale(8.0, growth_interval=1))
+    for p in given:
+        p.grad = torch.zeros_like(p)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # torch.distributed.checkpoint makes such a step.
+        optimizer.step()
+    for p in given:
+        p.grad = torch.ones_like(p)
+    expected = [p.detach() - 0.5 for p in given]
+    with pytest.warns(LossScaleWarning, match="no loss was scaled"):
+        optimizer.step()
+    assert bits(given) == bits(expected)
+    before = snapshot(given, optimizer)
+    given[0].grad[0] = torch.nan
+    optimizer.step()
+    assert snapshot(given, optimizer) == before
+    assert float(optimizer.loss_scale) == 8.0
+    assert (optimizer.steps_skipped, optimizer.last_step_skipped) == (1, True)
+
+
+def test_gradients_are_divided_once_whatever_is_called_in_between():
+    given, optimizer = made()
+    backward(optimizer, given, ONES)
+    assert optimizer.unscale_() is True
+    assert bits([p.grad for p in given]) == bits(ONES)
+    torch.nn.utils.clip_grad_norm_(given, 0.5)
+    clipped = bits([p.grad for p in given])
+    assert optimizer.unscale_() is True
+    optimizer.step()
+    assert bits([p.grad for p in given]) == clipped
+
+
+def test_what_breaks_after_unscaling_reaches_the_parameters():
+    given, optimizer = made()
+    backward(optimizer, given, ONES)
+    optimizer.unscale_()
+    given[0].grad[0] = torch.inf
+    optimizer.step()
+    assert given[0][0] == -torch.inf
+
+
+def test_accumulated_losses_share_a_scale_and_an_overflow_skips_their_sum(decide):
+    given, optimizer = made(decide, rule=DynamicScale(8.0, growth_interval=1))
+    for bad in (False, True, False):
+        optimizer.zero_grad()
+        before = float(optimizer.loss_scale)
+        for micro in range(3):
+            backward(optimizer, given, ONES, torch.inf if bad and micro == 1 else 1.0)
+            assert float(optimizer.loss_scale) == before
+        optimizer.step()
+    assert float(optimizer.loss_scale) == 16.0
+    assert int(optimizer.steps_skipped) == 1
+
+
+def test_the_order_of_scaling_zeroing_and_backpropagating_does_not_matter():
+    given, optimizer = made()
+    loss = optimizer.scale_loss(sum(p.sum() for p in given))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    assert bits([p.grad for p in given]) == bits(ONES)
+
+
+def test_both_steps_of_sam_are_divided_and_either_may_overflow():
+    given, optimizer = made()
+    plain = parameters(*SHAPES)
+    bare = torch.optim.SGD(plain, lr=0.5, momentum=0.9)
+
+    def sam(optimizer, given, factors):
+        scales = hasattr(optimizer, "scale_loss")
+        optimizer.zero_grad()
+        backward(optimizer, given, [p.detach().clone() for p in given], factors[0])
+        if not scales or optimizer.unscale_():
+            norm = torch.stack([p.grad.norm() for p in given]).norm()
+            moves = [0.05 * p.grad / norm for p in given]
+            with torch.no_grad():
+                [p.add_(move) for p, move in zip(given, moves, strict=True)]
+            optimizer.zero_grad()
+            backward(optimizer, given, [p.detach().clone() for p in given], factors[1])
+            if scales:
+                optimizer.unscale_()
+            with torch.no_grad():
+                [p.sub_(move) for p, move in zip(given, moves, strict=True)]
+        optimizer.step()
+
+    for factors in ((1.0, 1.0), (0.5, 0.5)):
+        sam(optimizer, given, factors)
+        sam(bare, plain, factors)
+    assert snapshot(given, optimizer) == snapshot(plain, bare)
+    for factors in ((torch.inf, 1.0), (1.0, torch.inf)):
+        before = copy.deepcopy(optimizer.inner_optimizer.state_dict()["state"])
+        sam(optimizer, given, factors)
+        assert bits(optimizer.inner_optimizer.state_dict()["state"]) == bits(before)
+    assert optimizer.steps_skipped == 2
+
+
+def test_a_fixed_scale_neither_looks_nor_skips_unless_asked(decide):
+    given, optimizer = made(decide, rule=FixedScale(8.0))
+    fill(optimizer, given, spoiled(torch.inf, 0))
+    optimizer.step()
+    assert not given[0].isfinite().all()
+    assert given[1].isfinite().all()
+    assert optimizer.dynamic_counter is None
+    given, optimizer = made(decide, rule=FixedScale(8.0, skip_nonfinite=True))
+    before = snapshot(given, optimizer)
+    fill(optimizer, given, spoiled(torch.inf, 0))
+    optimizer.step()
+    assert snapshot(given, optimizer) == before
+    assert float(optimizer.loss_scale) == 8.0
+    assert int(optimizer.steps_skipped) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fixed_scale_trains_as_without_one(kind):
+    runs = []
+    for wrap in (True, False):
+        given = parameters(*SHAPES)
+        optimizer = torch.optim.AdamW(given, **KINDS[kind])
+        optimizer = wrapped(optimizer, rule=FixedScale(2.0**10)) if wrap else optimizer
+        for factor in (1.0, 0.3):
+            optimizer.zero_grad()
+            backward(optimizer, given, ONES, factor)
+            optimizer.step()
+        runs.append((snapshot(given, optimizer), bits([p.grad for p in given])))
+    assert runs[0] == runs[1]
+
+
+def test_a_scale_that_is_no_power_of_two_divides():
+    given, optimizer = made(rule=FixedScale(3.0))
+    optimizer.scale_loss(torch.ones(()))
+    for p in given:
+        p.grad = torch.full_like(p, 10.0)
+    optimizer.step()
+    assert bits(given[0].grad) == bits(torch.full((3,), 10.0) / 3.0)
+
+
+def test_losses_of_any_kind_are_scaled_in_float32_or_wider():
+    _, optimizer = made(rule=FixedScale(2.0**20))
+    for loss, dtype in (
+        (torch.tensor(1000.0, dtype=torch.float16), torch.float32),
+        (torch.tensor([1000.0], dtype=torch.float16), torch.float32),
+        (torch.tensor(1000.0, dtype=torch.bfloat16), torch.float32),
+        (torch.tensor(1000.0, dtype=torch.float64), torch.float64),
+        (1000, torch.float32),
+    ):
+        scaled = optimizer.scale_loss(loss)
+        assert scaled.dtype == dtype
+        assert (scaled == torch.as_tensor(loss).to(dtype) * 2.0**20).all()
+    assert optimizer.scale_loss(lambda: torch.tensor(2.0))() == 2.0**21
+    with pytest.raises(TypeError, match="must be a tensor, a number, or a callable"):
+        optimizer.scale_loss([torch.ones(())])
+
+
+def test_settings_are_read_and_written_through():
+    _, optimizer = made()
+    assert optimizer.lr == optimizer.learning_rate == 0.5
+    optimizer.learning_rate = 0.25
+    optimizer.momentum = 0.5
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert optimizer.inner_optimizer.param_groups[0]["momentum"] == 0.5
+    with pytest.raises(AttributeError, match="Did you mean 'momentum'"):
+        optimizer.momentun = 0.5
+    with pytest.raises(AttributeError, match="has no setting 'betas'"):
+        optimizer.betas = (0.5, 0.5)
+    with pytest.raises(AttributeError, match="setting 'momentun'"):
+        optimizer.momentun  # noqa: B018
+    optimizer.epoch_of_mine = 3
+    assert copy.deepcopy(optimizer).epoch_of_mine == 3
+    optimizer.add_param_group({"params": parameters((2,)), "lr": 0.125})
+    with pytest.raises(AttributeError, match="different values of 'lr'"):
+        optimizer.lr  # noqa: B018
+
+
+def test_a_group_that_is_added_is_scaled_and_looked_at():
+    given, optimizer = made()
+    backward(optimizer, given, ONES)
+    optimizer.step()
+    optimizer.zero_grad()
+    added = parameters((4,), dtype=torch.float64)
+    optimizer.add_param_group({"params": added})
+    everything = [*given, *added]
+    gradients = [*ONES, torch.ones(4, dtype=torch.float64)]
+    fill(optimizer, everything, [*ONES, torch.full((4,), torch.inf, dtype=torch.float64)])
+    optimizer.step()
+    assert optimizer.last_step_skipped
+    fill(optimizer, everything, gradients)
+    optimizer.step()
+    assert not optimizer.last_step_skipped
+    assert bits(added[0].grad) == bits(gradients[-1])
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_gradients_of_all_kinds_together(bad):
+    given = [
+        *parameters((3,)),
+        *parameters((3,), dtype=torch.float64),
+        *parameters((3,), dtype=torch.bfloat16),
+        *parameters((3,), dtype=torch.complex64),
+        *parameters((6, 2)),
+        *parameters((2, 3, 4, 5)),
+    ]
+    for place in range(len(given)):
+        optimizer = wrapped(torch.optim.SGD(given, lr=0.5))
+        scale = optimizer.scale_loss(torch.ones(()))
+        expected = []
+        for number, p in enumerate(given):
+            gradient = torch.ones_like(p)
+            if number == 4:
+                index = torch.tensor([[1, 1, 5]])
+                values = torch.ones(3, 2)
+                gradient = torch.sparse_coo_tensor(index, values, p.shape, check_invariants=True)
+            if number == 5:
+                gradient = gradient.to(memory_format=torch.channels_last)
+            expected.append(gradient.clone())
+            p.grad = gradient * scale.to(gradient.dtype)
+        if bad:
+            stored = given[place].grad
+            stored = stored._values() if stored.is_sparse else stored
+            stored[-1] = torch.inf if place != 3 else complex(0.0, torch.nan)
+        strides = given[5].grad.stride()
+        optimizer.step()
+        assert optimizer.last_step_skipped is bad
+        if not bad:
+            assert bits([p.grad for p in given]) == bits(expected)
+            assert given[4].grad.is_sparse
+            assert given[5].grad.stride() == strides
+
+
+def test_an_embedding_with_sparse_gradients_trains_as_without_loss_scaling():
+    runs = []
+    for wrap in (True, False):
+        torch.manual_seed(0)
+        layer = torch.nn.Embedding(10, 3, sparse=True)
+        optimizer = torch.optim.SparseAdam(layer.parameters())
+        optimizer = wrapped(optimizer) if wrap else optimizer
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = layer(torch.tensor([1, 2, 2, 7])).square().sum()
+            (optimizer.scale_loss(loss) if wrap else loss).backward()
+            optimizer.step()
+        runs.append(snapshot(layer.parameters(), optimizer))
+    assert runs[0] == runs[1]
+
+
+def test_float16_parameters_are_refused_before_anything_changes():
+    given = parameters((3,), dtype=torch.float16)
+    optimizer = wrapped(torch.optim.SGD(given, lr=0.5))
+    given[0].grad = torch.ones_like(given[0])
+    optimizer.scale_loss(torch.ones(()))
+    before = bits([given[0], given[0].grad])
+    for call in (optimizer.step, optimizer.unscale_):
+        with pytest.raises(ValueError, match=r"Keep the parameters that are trained in float32"):
+            call()
+    assert bits([given[0], given[0].grad]) == before
+    assert optimizer.iterations == 0
+
+
+def test_float16_gradients_of_float32_parameters_are_widened():
+    [weight] = given = parameters((3,))
+    optimizer = wrapped(torch.optim.SGD(given, lr=1.0), rule=FixedScale(2.0**30))
+    weight.data.zero_()
+    weight.grad_dtype = None
+    optimizer.scale_loss(torch.ones(()))
+    weight.grad = torch.full((3,), 1.5, dtype=torch.float16)
+    optimizer.step()
+    assert bits(weight) == bits(torch.full((3,), -1.5 * 2.0**-30))
+
+
+def test_an_optimizer_that_raises_can_be_stepped_again():
+    given = parameters(*SHAPES)
+
+    class Raises(torch.optim.SGD):
+        calls = 0
+
+        def step(self, closure=None):
+            Raises.calls += 1
+            if Raises.calls == 1:
+                raise OSError("no")
+            return super().step(closure)
+
+    for rule in (DynamicScale(), FixedScale(8.0)):
+        Raises.calls = 0
+        optimizer = wrapped(Raises(given, lr=0.5, fused=True), rule=rule)
+        before = [p.detach().clone() for p in given]
+        fill(optimizer, given, ONES)
+        with pytest.raises(OSError, match="no"):
+            optimizer.step()
+        # What is left behind would mislead whoever steps it next.
+        assert not {"grad_scale", "found_inf"} & set(vars(optimizer.inner_optimizer))
+        assert optimizer.iterations == 0
+        optimizer.step()
+        assert bits(given) == bits([p - 0.5 for p in before])
+        assert optimizer.iterations == 1
+
+
+def test_others_that_take_a_verdict_are_handed_one():
+    seen = []
+
+    class Own(torch.optim.Optimizer):
+        _step_supports_amp_scaling = True
+
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        def step(self, closure=None):
+            seen.append((float(self.grad_scale), float(self.found_inf)))
+
+    given = parameters(*SHAPES)
+    optimizer = wrapped(Own(given))
+    fill(optimizer, given, ONES)
+    optimizer.step()
+    assert seen == [(1.0, 0.0)]
+    assert bits([p.grad for p in given]) == bits(ONES)
+
+
+def test_copies_and_pickles_share_groups_with_the_optimizer_inside():
+    given, optimizer = made(rule=DynamicScale(8.0, growth_interval=2))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    fill(optimizer, given, ONES)
+    optimizer.step()
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert other.param_groups is other.inner_optimizer.param_groups
+        assert other.param_groups[0]["params"][0] is not given[0]
+        assert bits(other.state_dict()) == bits(optimizer.state_dict())
+        moved = other.param_groups[0]["params"]
+        fill(other, moved, ONES)
+        other.step()
+        assert (float(other.loss_scale), float(optimizer.loss_scale)) == (16.0, 8.0)
+        with pytest.raises(TypeError, match="already wrapped"):
+            lossscale.LossScaleOptimizer(other.inner_optimizer)
+
+
+class Counting(lossscale.LossScaleOptimizer):
+    """A user's subclass, which knows no framework."""
+
+    def __init__(self, *args, **kwargs):
+        self.calls = []
+        super().__init__(*args, **kwargs)
+
+    def get_scaled_loss(self, loss):
+        self.calls.append("scaled")
+        return super().get_scaled_loss(loss)
+
+    def get_unscaled_gradients(self, grads):
+        self.calls.append("unscaled")
+        return super().get_unscaled_gradients(grads)
+
+    def apply_gradients(self, grads_and_vars, **kwargs):
+        self.calls.append("applied")
+        return super().apply_gradients(grads_and_vars, **kwargs)
+
+
+def test_minimize_calls_what_a_subclass_overrides():
+    given = parameters((3,))
+    optimizer = Counting(torch.optim.SGD(given, lr=0.5))
+    assert isinstance(optimizer, lossscale.torch.LossScaleOptimizer)
+    before = given[0].detach().clone()
+    assert optimizer.minimize(lambda: given[0].sum()) == 1
+    assert optimizer.calls == ["scaled", "unscaled", "applied"]
+    assert bits(given[0]) == bits(before - 0.5)
+    assert given[0].grad is None
+    other = pickle.loads(pickle.dumps(optimizer))
+    assert isinstance(other, Counting)
+    assert other.calls == optimizer.calls
+
+
+def test_the_documented_verbs():
+    given, optimizer = made()
+    before = [p.detach().clone() for p in given]
+    scaled_loss = optimizer.get_scaled_loss(sum(p.sum() for p in given))
+    scaled = torch.autograd.grad(scaled_loss, given)
+    unscaled = optimizer.get_unscaled_gradients([*scaled, None])
+    assert unscaled.pop() is None
+    assert bits(unscaled) == bits(ONES)
+    assert optimizer.apply_gradients(zip(unscaled, given, strict=True)) == 1
+    assert bits(given) == bits([p - 0.5 for p in before])
+    assert optimizer.get_unscaled_gradients([torch.tensor([2.0**15], dtype=torch.float16)]) == [
+        torch.ones(1)
+    ]
+
+
+@pytest.mark.parametrize("way", ["step", "assigned", "copied", "looked at"])
+def test_gradients_of_get_scaled_loss_are_divided_once(way):
+    given, optimizer = made()
+    before = [p.detach().clone() for p in given]
+    optimizer.get_scaled_loss(sum(p.sum() for p in given)).backward()
+    if way != "step":
+        unscaled = optimizer.get_unscaled_gradients(p.grad for p in given)
+        for p, gradient in zip(given, unscaled, strict=True):
+            if way == "assigned":
+                p.grad = gradient
+            elif way == "copied":
+                p.grad.copy_(gradient)
+    optimizer.step()
+    assert bits(given) == bits([p - 0.5 for p in before])
+    assert optimizer.iterations == 1
+
+
+def test_putting_back_the_unscaled_gradients_of_some_is_an_error():
+    given, optimizer = made()
+    before = snapshot(given, optimizer)
+    optimizer.get_scaled_loss(sum(p.sum() for p in given)).backward()
+    given[0].grad = optimizer.get_unscaled_gradients(p.grad for p in given)[0]
+    with pytest.raises(ValueError, match="of some and not of others"):
+        optimizer.step()
+    assert snapshot(given, optimizer) == before
+
+
+def test_an_overflow_is_found_in_gradients_that_were_unscaled_by_hand():
+    given, optimizer = made()
+    before = bits(given)
+    optimizer.get_scaled_loss(sum(p.sum() for p in given) * torch.inf).backward()
+    for p, g in zip(given, optimizer.get_unscaled_gradients(p.grad for p in given), strict=True):
+        p.grad = g
+    optimizer.step()
+    assert bits(given) == before
+    assert float(optimizer.loss_scale) == 2.0**14
+
+
+def test_mistakes_are_answered_before_anything_changes():
+    given, optimizer = made()
+    before = snapshot(given, optimizer)
+    stranger = parameters((3,))[0]
+    for call, error, words in (
+        (lambda: optimizer.apply_gradients([]), ValueError, "empty list"),
+        (lambda: optimizer.apply_gradients([3]), TypeError, r"\(gradient, variable\) pairs"),
+        (
+            lambda: optimizer.apply_gradients([(ONES[0], stranger)]),
+            ValueError,
+            "in no parameter group",
+        ),
+        (lambda: optimizer.apply_gradients([(ONES[1], given[0])]), ValueError, "has the shape"),
+        (lambda: optimizer.minimize(torch.ones(())), TypeError, "must be a callable"),
+        (lambda: optimizer.minimize(lambda: torch.ones(())), ValueError, "does not depend"),
+        (lambda: optimizer.minimize(lambda: 0, tape=1), ValueError, "for TensorFlow"),
+        (lambda: optimizer.get_unscaled_gradients(3), TypeError, "list of gradients"),
+        (lambda: optimizer.get_config(), NotImplementedError, "not offered"),
+        (lambda: type(optimizer).from_config({}), NotImplementedError, "no configuration"),
+        (lambda: lossscale.LossScaleOptimizer(optimizer), TypeError, "itself"),
+        (
+            lambda: lossscale.LossScaleOptimizer(optimizer.inner_optimizer),
+            TypeError,
+            "already wrapped",
+        ),
+        (lambda: lossscale.LossScaleOptimizer(torch.optim.SGD), TypeError, "call it"),
+        (lambda: wrapped("adam"), TypeError, "must be an optimizer"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+    assert snapshot(given, optimizer) == before
+    assert optimizer.iterations == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"clip_norm": 0.0}, "clip_norm"),
+        ({"clip_norm": "1"}, "clip_norm"),
+        ({"decide": "gpu"}, "'host' or 'device'"),
+        ({"decide": "device"}, "fused=True"),
+        ({"dynamic": False}, "initial_scale"),
+        ({"initial_scale": -1}, "initial_scale"),
+    ],
+)
+def test_arguments_are_checked(settings, words):
+    inner = torch.optim.SGD(parameters((2,)), lr=0.1)
+    with pytest.raises(ValueError, match=words):
+        wrapped(inner, **settings)
+    wrapped(inner)
+
+
+def test_an_unknown_process_group_is_a_type_error():
+    with pytest.raises(TypeError, match="process_group"):
+        wrapped(torch.optim.SGD(parameters((2,)), lr=0.1), process_group="world")
