@@ -608,4 +608,46 @@ SCALER = [
     ),
 ]
 
-ALL = [*RULES, *ARRAYS, *STEPS, *SAVED, *TORCH_ITSELF, *OPTAX, *SCALER]
+
+_CONVERSIONS = ("tests/frameworks/jax/test_conversions.py", "-k")
+_WATCHED = ("tests/frameworks/jax/test_monitor.py", "-k")
+
+AROUND_OPTAX = [
+    Mutant(
+        "frameworks/jax/conversions.py",
+        "dynamic_scale.growth_interval)) + 1,",
+        "dynamic_scale.growth_interval)),",
+        (*_CONVERSIONS, "run_of_flax_goes_on"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/conversions.py",
+        'return rule, converted_state(rule, {"good_steps": good_steps}, inner_state)\n    if',
+        "return rule, converted_state(rule, {}, inner_state)\n    if",
+        (*_CONVERSIONS, "run_of_jmp_goes_on"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/noting.py",
+        "return unscaled(by_row, before.loss_scale, self.rule.powers_of_two)",
+        "return by_row",
+        (*_WATCHED, "exponents"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/monitor.py",
+        "self._scale = jnp.copy(shown.scale)",
+        "pass",
+        (*_WATCHED, "recorded_with_its_scale"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/common/loop_monitor.py",
+        "            self._unread = read, loss",
+        "            pass",
+        (*_WATCHED, "sampled_steps_count"),
+        JAX,
+    ),
+]
+
+ALL = [*RULES, *ARRAYS, *STEPS, *SAVED, *TORCH_ITSELF, *SCALER, *OPTAX, *AROUND_OPTAX]

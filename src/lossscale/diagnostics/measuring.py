@@ -32,9 +32,9 @@ def diagnose(
     The gradients are those of the loss that the model was compiled with: by each trainable
     variable, by what each layer with variables returns, and by what the model returns. They are
     computed in float32 whatever the dtype policy of the model, because gradients in float16 cannot
-    show what they lost; and in float16, at several loss scales, to see what becomes of them. The verdict
-    rests on the comparison (`report.fidelity`). No step is taken. The model, its optimizer, its
-    metrics, its statistics and its random seeds are left as they were, also by an exception.
+    show what they lost; and in float16, at several loss scales, to see what becomes of them. The
+    verdict rests on the comparison (`report.fidelity`). No step is taken. The model, its optimizer,
+    its metrics, its statistics and its random seeds are left as they were, also by an exception.
 
     On the first batch gradients are computed 10 to 20 times (at most
     `fidelity_meter.MOST_RUNS_OF_SEARCH`), on each other batch four times.
