@@ -28,6 +28,7 @@ from lossscale.frameworks.jax.conversions import (
     to_flax,
     to_jmp,
 )
+from lossscale.frameworks.jax.diagnose import diagnose
 from lossscale.frameworks.jax.keras_values import from_keras, to_keras
 from lossscale.frameworks.jax.loops import (
     all_finite,
@@ -48,6 +49,7 @@ __all__ = [
     "Monitor",
     "NotedState",
     "all_finite",
+    "diagnose",
     "from_flax",
     "from_jmp",
     "from_keras",
