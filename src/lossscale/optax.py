@@ -21,6 +21,7 @@ try:
         to_flax,
         to_jmp,
     )
+    from lossscale.frameworks.jax.diagnose import diagnose
     from lossscale.frameworks.jax.keras_values import from_keras, to_keras
     from lossscale.frameworks.jax.loops import (
         all_finite,
@@ -44,6 +45,7 @@ __all__ = [
     "Monitor",
     "NotedState",
     "all_finite",
+    "diagnose",
     "from_flax",
     "from_jmp",
     "from_keras",

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from lossscale.errors import MissingPackageError
 
-__all__ = ["GradScaler", "LossScaleOptimizer", "diagnose", "guard", "install"]
+__all__ = ["GradScaler", "LossScaleOptimizer", "Monitor", "diagnose", "guard", "install"]
 
 if TYPE_CHECKING:
     from lossscale.frameworks.torch.names import GradScaler as GradScaler
     from lossscale.frameworks.torch.names import LossScaleOptimizer as LossScaleOptimizer
+    from lossscale.frameworks.torch.names import Monitor as Monitor
     from lossscale.frameworks.torch.names import diagnose as diagnose
     from lossscale.frameworks.torch.names import guard as guard
     from lossscale.frameworks.torch.names import install as install

@@ -125,7 +125,7 @@ class _Noted:
                 f"The state has notes of {rows} gradients, and there are {len(plan.names)} now. "
                 "Make it with the parameters that are trained: tx.init(params)."
             )
-        found = dict(_named_leaves(updates))
+        found = dict(named_leaves(updates))
         if any(map(judging.varying, found.values())):
             raise UnsupportedError(
                 "noted() keeps what all devices have together, and in this shard_map each has "
@@ -155,12 +155,12 @@ class _Noted:
 
 def plan_of(params: Any, histograms_every: int | None) -> Plan:
     """What is noted of gradients by these parameters: the rows are their leaves, in order."""
-    named = _named_leaves(params)
+    named = named_leaves(params)
     dtypes = [jnp.result_type(leaf).name for _, leaf in named]
     return Plan.of([name for name, _ in named], dtypes, histograms_every)
 
 
-def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """The leaves that have gradients, each with its path as a name."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [(_name(path), leaf) for path, leaf in leaves if judging.is_gradient(leaf)]

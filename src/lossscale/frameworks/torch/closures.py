@@ -35,6 +35,7 @@ class Closures(Stepping):
     def _step_evaluating(self, closure: Callable[[], Any]) -> Any:
         """A step of an optimizer that evaluates the closure as often as it likes."""
         loss, verdict = self._evaluate(closure)
+        self._tell(verdict)
         if not verdict.applied:
             # No lower scale helps: the step would put what is not finite into the parameters.
             self._move(verdict)

@@ -364,6 +364,7 @@ class GradScaler(SkipsOfScaler):
             self._get_growth_tracker(),
         )
         del state["_skipped"], state["_names"], state["_layouts"]
+        state.pop("_watcher", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -14,6 +14,9 @@ from lossscale.frameworks.torch.scaler_steps import named, nonfinite_of
 class SkipsOfScaler(ScaleOfScaler):
     """The part of a gradient scaler that tells of skipped steps."""
 
+    _watcher: Any = None
+    """Who is told of each decision: a monitor."""
+
     def _start_skips(self) -> None:
         self._last_step_skipped = False
         self._last_nonfinite: tuple[NonfiniteTensor, ...] = ()
@@ -61,6 +64,14 @@ class SkipsOfScaler(ScaleOfScaler):
         return self._last_nonfinite
 
     def _note(self, optimizer: Any, entry: dict[str, Any], skipped: bool) -> None:
+        if self._watcher is not None:
+            self._watcher.decided(
+                optimizer.param_groups,
+                scale=self._number,
+                applied=not skipped,
+                # What float16 gradients are divided by only in the step of the optimizer.
+                divisor=getattr(optimizer, "grad_scale", None),
+            )
         entry["skipped"] = self._skipped[optimizer] = self._last_step_skipped = skipped
         if skipped:
             self._steps_skipped += 1

@@ -29,6 +29,8 @@ class Stepping(Judging):
     """`step` without a closure, and `unscale_`."""
 
     _marks: Marks
+    _watcher: Any = None
+    """Who is told of each decision: a monitor."""
 
     def _take_step(self) -> Any:
         """Decides on the gradients as they are now, applies or skips them, moves the scale."""
@@ -36,6 +38,8 @@ class Stepping(Judging):
         if marks.stage == SCALED and (quickly := self._judge_ordinary()) is not None:
             # If the optimizer raises, the gradients are divided already.
             marks.stage, marks.verdict = JUDGED, quickly
+            if self._watcher is not None:
+                self._tell(quickly)
             returned = self.inner_optimizer.step() if quickly.applied else None
             self._move(quickly)
             marks.reset()
@@ -50,6 +54,7 @@ class Stepping(Judging):
             with torch.no_grad():
                 self._clip(self._gradients(), self._known_layout())
         marks.clips = False
+        self._tell(verdict)
         returned = None if verdict.applied is False else self._apply(verdict)
         if not verdict.empty:
             self._move(verdict)
@@ -84,6 +89,17 @@ class Stepping(Judging):
             found = torch.zeros_like(scale) if found is None else found
         return handing.call(inner, divisor, found)
 
+    def _tell(self, verdict: Verdict) -> None:
+        if self._watcher is None or verdict.empty:
+            return
+        applied = verdict.applied
+        if applied is None:
+            applied = not verdict.found.item()
+        scales = self._scales
+        scale = scales.scale if isinstance(scales, HostScales) else scales.tensor
+        groups = self.inner_optimizer.param_groups
+        self._watcher.decided(groups, scale=scale, applied=applied, divisor=verdict.divisor)
+
     def _move(self, verdict: Verdict) -> None:
         scales = self._scales
         if isinstance(scales, HostScales):
@@ -107,6 +123,7 @@ class Stepping(Judging):
                 self._warn(_NOTHING_SCALED)
             if checks and self._look_again(given):
                 # A lower scale would not help.
+                self._tell(Verdict(False))
                 self._move(Verdict(False))
                 return None
         return self._apply(Verdict(True))
