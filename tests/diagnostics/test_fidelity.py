@@ -124,6 +124,20 @@ def test_between_required_and_not_needed_it_is_recommended():
     assert found.judge(Thresholds(required_lost=0.009)).verdict is Verdict.REQUIRED
 
 
+def test_an_error_of_all_gradients_together_requires_it():
+    # Of half the sum of |x|, in numbers just above half of the smallest, all is rounded up to it.
+    wrong = NORMAL / np.abs(NORMAL) * 2.0**-24 * 0.52
+    alone = measured({"a/w": wrong})
+    one = alone.judged()[0].unscaled
+    assert (one.lost, one.error > 0.9) == (0.0, True)
+    verdict, reason = alone.judge()
+    assert verdict is Verdict.REQUIRED
+    assert reason.startswith("All gradients together: without scaling 0 % ")
+    assert reason.endswith("The worst is that of a/w.")
+    # Beside one that is right and larger, it is a matter of one layer.
+    assert measured({"a/w": wrong, "b/w": NORMAL * 1e-2}).judge().verdict is Verdict.RECOMMENDED
+
+
 @pytest.mark.parametrize("error", [0.003, 0.1, 0.4])
 def test_an_error_that_no_scale_reduces_is_not_the_scales_fault(error):
     found = measured({"a/w": NORMAL * 1e-2}, forward_error=error)
@@ -245,7 +259,15 @@ def test_one_scale_alone_takes_two_runs():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"lost": 0.0}, {"lost": 0.2}, {"required_error": 1.5}, {"noise": 0}, {"error": "1"}]
+    "wrong",
+    [
+        {"lost": 0.0},
+        {"lost": 0.7},
+        {"required_error": 1.5},
+        {"insufficient_lost": 0},
+        {"noise": 0},
+        {"error": "1"},
+    ],
 )
 def test_thresholds_that_cannot_be_used(wrong):
     with pytest.raises(ArgumentError, match=next(iter(wrong)).removeprefix("required_")):

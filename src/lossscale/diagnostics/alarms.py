@@ -84,7 +84,8 @@ class Alarms:
     - *Consecutive skips*: `max_consecutive_skips` steps in a row were skipped. Always fatal.
 
     - *Lost*: where fidelity was measured, more than `lost` of a gradient is zero in float16 and not
-      in float32, at the scale in use; again when it is more than `required_lost` of the thresholds.
+      in float32, at the scale in use; again when it is more than `insufficient_lost`, and than
+      `required_lost`, of the thresholds.
 
     A first scale that is too high comes down within the first steps, as it should. So falling and
     the skip rate are looked at only after the first `halvings_window` finite steps, or after the
@@ -270,8 +271,9 @@ class Alarms:
         if not told:
             return None
         worst = max(told, key=lambda name: told[name])
+        levels = (limits.lost, limits.insufficient_lost, limits.required_lost)
         passed = max(
-            (each for each in (limits.lost, limits.required_lost) if told[worst] >= each),
+            (each for each in levels if told[worst] >= each),
             default=0.0,
         )
         if passed <= self._lost:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -259,11 +259,12 @@ class _Judge:
             )
             return Verdict.UNKNOWN, why, False
         lost, error = one.lost - min(one.lost, best.lost), one.error - noise
-        beside = f"{at_good} {share(best.lost)} and {_percent(best.error)}."
-        why = f"without scaling {_described(one)}, {beside}"
+        why = _beside(one, best, good)
         if lost <= limits.lost and error <= max(limits.error, noise):
             return Verdict.NOT_NEEDED, why, True
-        required = lost >= limits.required_lost or error >= max(limits.required_error, noise)
+        # A single gradient may be quite wrong, and the model learns nevertheless; not so one of
+        # which next to nothing is left.
+        required = lost >= limits.required_lost
         return (Verdict.REQUIRED if required else Verdict.RECOMMENDED), why, True
 
     def _still_lost(self, variable: VariableFidelity) -> str:
@@ -273,7 +274,7 @@ class _Judge:
             return ""
         top, limits = variable.at[highest], self._limits
         below = variable.at.get(highest / BELOW)
-        if top.lost < limits.required_lost and top.error < limits.required_error:
+        if top.lost < limits.insufficient_lost and top.error < limits.insufficient_error:
             return ""
         falls = below is not None and (
             below.lost - top.lost > limits.lost
@@ -313,6 +314,10 @@ class _Judge:
                 f"In float16 no gradient gets better by scaling; of {where}, the worst, "
                 f"{worst.reason}",
             )
+        if worst.verdict is Verdict.RECOMMENDED:
+            together = self._wrong_together(found)
+            if together:
+                return Judgement(Verdict.REQUIRED, f"{together} The worst is {where}.")
         if worst.verdict is not Verdict.INSUFFICIENT:
             return Judgement(worst.verdict, f"The gradient of {worst.name}: {worst.reason}")
         costs = [each.name for each in found if each.verdict is Verdict.INSUFFICIENT]
@@ -324,6 +329,17 @@ class _Judge:
             + (f"; above it {above} overflow" if above else "")
             + ". Keep these layers in float32, or use bfloat16.",
         )
+
+    def _wrong_together(self, found: Sequence[JudgedVariable]) -> str:
+        """What all gradients together lose without scaling; empty if less than is required."""
+        good = self._fidelity.good
+        if good is None:
+            return ""
+        one = Deviation.total(variable.unscaled for variable in found)
+        best = Deviation.total(variable.at[good] for variable in found)
+        if one.error - min(one.error, best.error) < self._limits.required_error:
+            return ""
+        return f"All gradients together: {_beside(one, best, good)}"
 
 
 BELOW = 8.0
@@ -338,6 +354,13 @@ def _described(found: Deviation) -> str:
     return (
         f"{share(found.lost)} of the sum of |x| is lost to zero and the relative error is "
         f"{_percent(found.error)}"
+    )
+
+
+def _beside(one: Deviation, best: Deviation, good: float) -> str:
+    return (
+        f"without scaling {_described(one)}, at a loss scale of {power_of_two(good)} "
+        f"{share(best.lost)} and {_percent(best.error)}."
     )
 
 

@@ -42,8 +42,10 @@ class Verdict(enum.StrEnum):
 class Thresholds:
     """Where the verdicts begin.
 
-    The defaults were found on the gradient of the logits of one small language model, of which
-    shares from 1 % to 25 % were made to become zero. So take them for a guide.
+    Those of what is measured in float16 were found with small trainings of six kinds
+    (`make calibration`), those of the prediction on the gradient of the logits of one small
+    language model, of which shares from 1 % to 25 % were made to become zero. So take them for a
+    guide.
 
     Args:
         flushed_mass: The share of the sum of |x| that may become zero and still be next to
@@ -58,11 +60,15 @@ class Thresholds:
             a batch normalization, for instance, is zero but for rounding errors.
         lost: The share of a gradient's sum of |x| that is lost without scaling and not at a good
             scale, as measured in float16, from which loss scaling is recommended.
-        required_lost: The share from which it is required.
+        required_lost: The share from which it is required: little of that gradient is left.
         error: How much larger the relative error of a gradient is without scaling than at a good
             scale, from which loss scaling is recommended. It also has to be larger than the error
             that remains.
-        required_error: The same, from which it is required.
+        required_error: How much larger the relative error of all gradients together is, from which
+            it is required.
+        insufficient_lost: The share that a gradient still loses at the highest scale, from which no
+            single scale is enough.
+        insufficient_error: The same for its relative error.
         noise: A gradient with this relative error at every scale is rounding noise.
 
     Example:
@@ -76,9 +82,11 @@ class Thresholds:
     summands: int = 1
     negligible: float = 2.0**-16
     lost: float = 1e-3
-    required_lost: float = 0.05
+    required_lost: float = 0.5
     error: float = 0.02
-    required_error: float = 0.2
+    required_error: float = 0.5
+    insufficient_lost: float = 0.05
+    insufficient_error: float = 0.2
     noise: float = 0.5
 
     def __post_init__(self) -> None:
@@ -107,6 +115,12 @@ class Thresholds:
                 raise ArgumentError(
                     f"They must satisfy 0 < {name} <= required_{name} < 1. Received: "
                     f"{name}={low}, required_{name}={high}."
+                )
+        for name in ("insufficient_lost", "insufficient_error"):
+            if not 0 < checked_number(name, getattr(self, name)) < 1:
+                raise ArgumentError(
+                    f"`{name}` must be above 0 and below 1. Received: "
+                    f"{name}={getattr(self, name)!r}."
                 )
         if not 0 < checked_number("noise", self.noise) <= 1:
             raise ArgumentError(

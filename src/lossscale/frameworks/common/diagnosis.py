@@ -12,7 +12,7 @@ from lossscale.diagnostics.histogram import GradientHistogram
 from lossscale.diagnostics.measurement import Counted, Derived, GivenBatch, Measurement, counted
 from lossscale.diagnostics.tapping import Taps
 from lossscale.diagnostics.verdict import Thresholds
-from lossscale.frameworks.shell.probing import said_by
+from lossscale.frameworks.common.probing import said_by
 
 Derive = Callable[[Any, float], list[Derived]]
 """Given a batch and a loss scale, returns the gradients of the scaled loss."""

@@ -23,6 +23,7 @@ from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
 from lossscale.diagnostics.verdict import Thresholds
 from lossscale.frameworks.common.diagnosis import ModelGradients, looking_inside, measured
+from lossscale.frameworks.common.probing import Probe, described
 from lossscale.frameworks.keras.backends import counting
 from lossscale.frameworks.keras.draws import drawn_in_float32
 from lossscale.frameworks.keras.weights import numpy_of
@@ -33,7 +34,6 @@ from lossscale.frameworks.shell.measuring import (
     computing_in_float32,
     without_a_loss,
 )
-from lossscale.frameworks.shell.probing import Probe, described
 from lossscale.optimizer import LossScaleOptimizer
 
 

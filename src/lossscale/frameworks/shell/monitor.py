@@ -14,8 +14,8 @@ from lossscale.diagnostics.alarms import float16_without_scaling
 from lossscale.diagnostics.records import StepRecord
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
 from lossscale.frameworks.common.notes import StepNotes
+from lossscale.frameworks.common.probing import Probe, batch_of, said_by
 from lossscale.frameworks.common.watching import Status, Watch
-from lossscale.frameworks.shell.probing import Probe, batch_of, said_by
 from lossscale.optimizer import LossScaleOptimizer
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
 from lossscale.diagnostics.verdict import Thresholds
 from lossscale.frameworks.common.diagnosis import ModelGradients, looking_inside, measured
+from lossscale.frameworks.common.probing import Probe, described
 from lossscale.frameworks.shell.measuring import (
     caveats_of,
     check_ready,
@@ -30,7 +31,6 @@ from lossscale.frameworks.shell.measuring import (
     computing_in_float32,
     without_a_loss,
 )
-from lossscale.frameworks.shell.probing import Probe, described
 from lossscale.frameworks.tensorflow import counting
 from lossscale.frameworks.tf_keras.draws import same_draws
 from lossscale.frameworks.tf_keras.private_names import (
