@@ -96,8 +96,9 @@ def diagnose(
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
+        >>> _ = torch.nn.init.ones_(model.weight)
         >>> def loss_fn(model, batch):
-        ...     return (model(batch) ** 2).mean() / 2**20
+        ...     return (model(batch) ** 2).mean() / 2**30
         >>> report = diagnose(model, loss_fn, [torch.ones(2, 3)])
         >>> report.verdict.value, report.fidelity.highest > 2**20
         ('required', True)
