@@ -2,7 +2,8 @@
 
 `LossScaleOptimizer` wraps an optimizer of PyTorch; `guard` lets a learning rate schedule follow the
 steps that were applied. `GradScaler` is a drop-in for `torch.amp.GradScaler`, and `install` puts it
-in the places of that one.
+in the places of that one. `diagnose` says whether a model needs any of them. `Monitor` records what
+they do; `LightningMonitor` and `TransformersMonitor` do it in the trainers of these libraries.
 """
 
 from __future__ import annotations
@@ -13,29 +14,46 @@ from lossscale.errors import MissingPackageError
 
 __all__ = ["GradScaler", "LossScaleOptimizer", "Monitor", "diagnose", "guard", "install"]
 
+_OF_TRAINERS = {"LightningMonitor": "lightning", "TransformersMonitor": "transformers"}
+"""Names that need another library, and are taken by `import *` from nobody."""
+
 if TYPE_CHECKING:
+    from lossscale.frameworks.torch.lightning_monitor import LightningMonitor as LightningMonitor
     from lossscale.frameworks.torch.names import GradScaler as GradScaler
     from lossscale.frameworks.torch.names import LossScaleOptimizer as LossScaleOptimizer
     from lossscale.frameworks.torch.names import Monitor as Monitor
     from lossscale.frameworks.torch.names import diagnose as diagnose
     from lossscale.frameworks.torch.names import guard as guard
     from lossscale.frameworks.torch.names import install as install
+    from lossscale.frameworks.torch.transformers_monitor import (
+        TransformersMonitor as TransformersMonitor,
+    )
 else:
     # To import this module is not to import PyTorch; to take a name out of it is.
     def __getattr__(name: str) -> Any:
-        if name not in __all__:
+        if name not in (*__all__, *_OF_TRAINERS):
             raise AttributeError(f"module 'lossscale.torch' has no attribute {name!r}")
         try:
-            from lossscale.frameworks.torch import names
+            found = _found(name)
         except ModuleNotFoundError as error:
-            if error.name != "torch":
+            missing = error.name or ""
+            if missing.partition(".")[0] not in ("torch", _OF_TRAINERS.get(name)):
                 raise
             raise MissingPackageError(
-                "lossscale.torch needs PyTorch, which is not installed. Install it with "
-                "pip install torch."
+                f"lossscale.torch.{name} needs {missing}, which is not installed. Install it with "
+                f"pip install {missing.partition('.')[0]}."
             ) from None
-        globals()[name] = getattr(names, name)
-        return globals()[name]
+        globals()[name] = found
+        return found
+
+    def _found(name: str) -> Any:
+        if name == "LightningMonitor":
+            from lossscale.frameworks.torch import lightning_monitor as module
+        elif name == "TransformersMonitor":
+            from lossscale.frameworks.torch import transformers_monitor as module
+        else:
+            from lossscale.frameworks.torch import names as module
+        return getattr(module, name)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), *__all__, *_OF_TRAINERS})

@@ -98,7 +98,7 @@ def diagnose(
         >>> model = torch.nn.Linear(3, 1)
         >>> _ = torch.nn.init.ones_(model.weight)
         >>> def loss_fn(model, batch):
-        ...     return (model(batch) ** 2).mean() / 2**30
+        ...     return (model(batch).float() ** 2).mean() / 2**30
         >>> report = diagnose(model, loss_fn, [torch.ones(2, 3)])
         >>> report.verdict.value, report.fidelity.highest > 2**20
         ('required', True)
