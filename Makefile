@@ -62,7 +62,9 @@ table: $(TEST)/installed
 bench: $(TEST)/installed
 	$(TEST)/bin/python -m benchmarks
 	$(TEST)/bin/python -m benchmarks.pages build/bench/results.json README.md docs/benchmarks.md
+	$(TEST)/bin/python -m benchmarks.optax --output build/bench/optax.json --page docs/jax_speed.md
 	$(TEST)/bin/python -m benchmarks.monitoring --output build/bench/monitoring.json --page docs/monitoring.md
+	$(TEST)/bin/python -m benchmarks.torch_native --output build/bench/torch_native.json --page docs/pytorch.md
 
 # Is the verdict of a diagnosis right? Trainings beside it, and their table in the page about it.
 calibration: $(TEST)/installed

@@ -8,6 +8,7 @@ counts histograms. All of them write a history.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import pathlib
@@ -20,12 +21,16 @@ from typing import Any
 from benchmarks.timing import as_numbers, interleave, quartiles, ratios
 
 BEGIN, END = "<!-- monitoring: make bench -->", "<!-- end of monitoring -->"
-BACKENDS = ("tensorflow", "jax", "torch")
+LIBRARIES = {"tensorflow": "keras", "jax": "keras", "torch": "keras", "tf_keras": "tf_keras"}
+"""What is measured to the library that it is of."""
+
+BACKENDS = tuple(LIBRARIES)
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "no monitor": None,
     "every step": {"every": 1},
     "every 100 steps": {"every": 100},
     "every 100 steps, with histograms": {"every": 100, "histograms": True},
+    "every 100 steps, with fidelity": {"every": 100, "fidelity_every": 100},
 }
 STEPS, BATCH, WIDTH = 300, 64, 256
 
@@ -42,12 +47,13 @@ class Epoch:
     fresh_each_step = False
 
     def __init__(self, settings: dict[str, Any] | None, steps: int, history: pathlib.Path) -> None:
-        import keras
         import numpy as np
 
         import lossscale
         from lossscale.callbacks import LossScaleMonitor
 
+        name = os.environ.get("LOSSSCALE_BENCH_LIBRARY", "keras")
+        keras: Any = importlib.import_module(name)
         keras.utils.set_random_seed(0)
         self._model = keras.Sequential(
             [
@@ -66,7 +72,9 @@ class Epoch:
         self._y = random.integers(0, 10, steps * BATCH)
         self._callbacks: list[Any] = []
         if settings is not None:
-            self._callbacks = [LossScaleMonitor(history, append=True, **settings)]
+            if "fidelity_every" in settings:
+                settings = {**settings, "fidelity_data": (self._x[:BATCH], self._y[:BATCH])}
+            self._callbacks = [LossScaleMonitor(history, append=True, framework=name, **settings)]
 
     def prepare(self) -> None:
         """The data stay what they are."""
@@ -125,7 +133,12 @@ def _in_a_process(backend: str, rounds: int, steps: int) -> dict[str, Any]:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        env={**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        env={
+            **os.environ,
+            "KERAS_BACKEND": "tensorflow" if LIBRARIES[backend] == "tf_keras" else backend,
+            "LOSSSCALE_BENCH_LIBRARY": LIBRARIES[backend],
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        },
     )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

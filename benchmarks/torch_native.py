@@ -118,8 +118,7 @@ def stepper(
 
         return inner, bare
     if way in ("GradScaler", "drop-in"):
-        ours: Any = getattr(lossscale.torch, "GradScaler", None)
-        made = torch.amp.GradScaler if way == "GradScaler" else ours
+        made: Any = torch.amp.GradScaler if way == "GradScaler" else lossscale.torch.GradScaler
         scaler = made("cpu", init_scale=SCALE)
 
         def with_scaler(loss: Any) -> None:
@@ -151,11 +150,7 @@ def stepper(
 
 def methods(flag: str) -> list[str]:
     """Returns the ways that there are with an implementation of the optimizer."""
-    found = [name for name in METHODS if name != "device" or flag == "fused"]
-    return [name for name in found if name != "drop-in" or hasattr(lossscale.torch, name_of_ours)]
-
-
-name_of_ours = "GradScaler"
+    return [name for name in METHODS if name != "device" or flag == "fused"]
 
 
 def alone(flag: str, shape: str, quick: bool) -> dict[str, Alone]:

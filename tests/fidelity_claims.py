@@ -1,6 +1,7 @@
 """What `diagnose` claims of the models of `fidelity_cases`, the same on every framework."""
 
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -8,7 +9,13 @@ import pytest
 import fidelity_cases as cases
 import lossscale
 from fidelity_cases import variable
-from lossscale.diagnostics import GradientReport, Verdict, deviation, diagnose
+from lossscale.diagnostics import (
+    GradientReport,
+    TrainingHistory,
+    Verdict,
+    deviation,
+    diagnose,
+)
 
 
 def a_token_that_repeats_has_one_gradient(library):
@@ -31,7 +38,8 @@ def what_is_lost_inside_shows_in_the_kernel(library):
         diagnose(build(library), x, y) for build in (cases.lost_inside, cases.subclassed_twin)
     ]
     for report in reports:
-        kernel = variable(report, "hidden/kernel")
+        # Of shape (3, 4); tf_keras names it after the layer around it.
+        kernel = next(each for each in report.measured_variables if each.unscaled.elements == 12)
         assert kernel.unscaled.lost == kernel.unscaled.error == 1.0
         assert report.verdict is kernel.verdict is Verdict.REQUIRED
         # Of float32 alone it looks as if nothing were lost but inside.
@@ -51,7 +59,7 @@ def a_layer_that_casts_by_itself_is_measured(library):
         assert report.verdict is verdict
     assert variable(report, "cast/kernel").unscaled.lost == 1.0
     assert report.fidelity.reference_scale > 1
-    assert "whatever its dtype policy" in str(report)
+    assert "computes in 16 bits whatever it is told to" in str(report)
     assert variable(report, "cast/kernel").at[report.recommended_scale].lost == 0.0
 
 
@@ -85,7 +93,7 @@ def it_is_what_a_step_computes(library, momentum):
         model.train_on_batch(x, y)
         gradients[policy] = [np.array(each) for each in momentum(inner)]
     library.set_policy("float32")
-    measured = {each.name.split("/", 1)[-1]: each.at[4.0] for each in report.measured_variables}
+    measured = {each.name: each.at[4.0] for each in report.measured_variables}
     names = ["a/kernel", "a/bias", "b/kernel", "b/bias"]
     for name, g, h in zip(names, gradients["float32"], gradients["mixed_float16"], strict=True):
         expected = deviation(g, h)
@@ -121,3 +129,63 @@ def a_report_is_written_and_read(library):
 
 def _dense(library):
     return library.keras.Sequential([library.keras.Input((3,)), library.layers.Dense(1)])
+
+
+def a_monitor_measures_fidelity(library, monitor, folder):
+    """Trains twice: what is lost at the scale in use is in the history, and warned of."""
+    x, y = cases.some_inputs()
+    path = folder / "run.jsonl"
+    records, after = {}, {}
+    for measures in (True, False):
+        library.keras.utils.set_random_seed(0)
+        library.set_policy("mixed_float16")
+        model = _dense(library)
+        library.set_policy("float32")
+        inner = library.keras.optimizers.SGD(1.0)
+        # The loss is so small that at this scale nothing is left of it in float16.
+        scaled = lossscale.LossScaleOptimizer(inner, rule=lossscale.FixedScale(4.0))
+        cases.compiled(library, model, cases.LOST, scaled)
+        settings = {"fidelity_every": 3, "fidelity_data": (x, y)} if measures else {}
+        callback = monitor(path if measures else None, every=2, **settings)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", lossscale.LossScaleWarning)
+            model.fit(x, y, batch_size=4, epochs=1, verbose=0, shuffle=False, callbacks=[callback])
+        said = [str(each.message) for each in caught]
+        said = [each for each in said if "lost to zero in float16" in each]
+        records[measures], after[measures] = said, [np.array(w) for w in model.get_weights()]
+    history = TrainingHistory.read(path)
+    measured = {record.step: record.fidelity for record in history.records if record.fidelity}
+    assert sorted(measured) == [1, 3, 6]
+    for found in measured.values():
+        assert len(found) == 2
+        assert {each["lost"] for each in found.values()} == {1.0}
+    # Once, though it is so each time; and nothing that is trained has changed by it.
+    assert len(records[True]) == 1
+    assert "100 %" in records[True][0]
+    assert records[False] == []
+    for one, other in zip(after[True], after[False], strict=True):
+        assert np.array_equal(one, other)
+
+
+def a_monitor_says_what_it_cannot_measure(library, monitor):
+    x, y = cases.some_inputs()
+    model = _dense(library)
+    scaled = lossscale.LossScaleOptimizer(library.keras.optimizers.SGD(0.01))
+    cases.compiled(library, model, 1.0, scaled)
+    callback = monitor(fidelity_every=1, fidelity_data=(x[:, :2], y))
+    with pytest.raises(lossscale.errors.ArgumentError, match="`x` must have the shape"):
+        model.fit(x, y, verbose=0, callbacks=[callback])
+
+    class Picky(library.layers.Layer):
+        def call(self, x):
+            if self.compute_dtype == "float16":
+                raise TypeError("No float16, please")
+            return x
+
+    model = library.keras.Sequential([library.keras.Input((3,)), Picky(), library.layers.Dense(1)])
+    scaled = lossscale.LossScaleOptimizer(library.keras.optimizers.SGD(0.01))
+    cases.compiled(library, model, 1.0, scaled)
+    callback = monitor(fidelity_every=1, fidelity_data=(x, y))
+    with pytest.warns(lossscale.LossScaleWarning, match="No float16, please") as caught:
+        model.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=[callback])
+    assert [str(each.message)[:8] for each in caught].count("Fidelity") == 1

@@ -31,7 +31,8 @@ PARTS = (
     ("tests/frameworks/keras",),
     ("tests/conformance", "tests/backends"),
     ("tests/migration",),
-    ("tests/documents", "tests/cli"),
+    ("tests/documents",),
+    ("tests/cli",),
 )
 # These run in processes that never import Keras, which a test in each shows.
 WITHOUT_KERAS = ("tests/frameworks/jax", "tests/frameworks/torch")
@@ -79,6 +80,7 @@ ALL = (
     _part(PARTS[3]),
     _TF_KERAS_ROWS,
     _TORCH,
+    _part(PARTS[4]),
     _TORCH_ALONE,
 )
 QUICK = (

@@ -26,6 +26,8 @@ class Settings(NamedTuple):
     max_consecutive_skips: int | None
     append: bool
     on_write_error: str
+    fidelity_every: int | None = None
+    fidelity_data: Any = None
 
 
 class LossScaleMonitor:
@@ -56,6 +58,12 @@ class LossScaleMonitor:
         append: Whether to go on with the file `path` if it exists, as a resumed run does.
         on_write_error: What it is that `path` or `tensorboard` cannot be written any more, as on a
             full disk: "warn" to warn once and train on without it, or "raise" to end training.
+        fidelity_every: After how many steps to measure what float16 loses at the scale in use, and
+            after the first one; in steps. It takes one run of the model in float32 and one in
+            float16. None for never.
+        fidelity_data: The batch to measure on, (x, y) or (x, y, sample_weight): arrays in the
+            structures that `fit` takes, of as many rows as a batch of training. It is the same
+            batch each time, so that what changes is the model. Needed with `fidelity_every`.
         framework: "keras" or "tf_keras". None takes tf_keras if `TF_USE_LEGACY_KERAS` is set or
             only that is imported, otherwise Keras 3.
 
@@ -99,6 +107,8 @@ class LossScaleMonitor:
         max_consecutive_skips: int | None = None,
         append: bool = False,
         on_write_error: str = "warn",
+        fidelity_every: int | None = None,
+        fidelity_data: Any = None,
         framework: str | None = None,
     ) -> None:
         super().__init__()
@@ -111,6 +121,8 @@ class LossScaleMonitor:
             max_consecutive_skips=max_consecutive_skips,
             append=append,
             on_write_error=on_write_error,
+            fidelity_every=fidelity_every,
+            fidelity_data=fidelity_data,
         )
 
     @property
@@ -133,6 +145,8 @@ def checked_settings(
     max_consecutive_skips: Any = None,
     append: Any = False,
     on_write_error: Any = "warn",
+    fidelity_every: Any = None,
+    fidelity_data: Any = None,
 ) -> Settings:
     """Checks the arguments that every monitor takes."""
     settings = Settings(
@@ -144,7 +158,25 @@ def checked_settings(
         max_consecutive_skips=max_consecutive_skips,
         append=checked_truth("append", append, ArgumentTypeError),
         on_write_error=on_write_error,
+        fidelity_every=(
+            None if fidelity_every is None else checked_count("fidelity_every", fidelity_every)
+        ),
+        fidelity_data=fidelity_data,
     )
+    if (fidelity_every is None) != (fidelity_data is None):
+        raise ArgumentError(
+            "`fidelity_every` and `fidelity_data` belong together: every how many steps to "
+            "measure, and the batch (x, y) to measure on, since Keras shows a callback no data. "
+            f"Received: fidelity_every={fidelity_every!r}, and `fidelity_data` is "
+            f"{'None' if fidelity_data is None else 'given'}."
+        )
+    if fidelity_data is not None and not (
+        isinstance(fidelity_data, (tuple, list)) and 1 <= len(fidelity_data) <= 3
+    ):
+        raise ArgumentTypeError(
+            "`fidelity_data` must be a batch (x, y) or (x, y, sample_weight). "
+            f"Received: a {type(fidelity_data).__name__}."
+        )
     if on_write_error not in ON_WRITE_ERROR:
         raise ArgumentError(
             f"`on_write_error` must be one of {', '.join(map(repr, ON_WRITE_ERROR))}. "

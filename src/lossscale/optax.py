@@ -12,37 +12,33 @@ def step(params, opt_state, batch):
 ```
 """
 
-from lossscale.errors import MissingPackageError
+from lossscale.packages import not_installed
 
 try:
-    import optax as _optax
-except ImportError as error:
-    raise MissingPackageError(
-        "lossscale.optax needs JAX and Optax. Install them with: pip install 'lossscale[optax]'. "
-        f"What failed: {error}."
-    ) from error
-
-from lossscale.frameworks.jax.conversions import (
-    from_flax,
-    from_jmp,
-    to_flax,
-    to_jmp,
-)
-from lossscale.frameworks.jax.diagnose import diagnose
-from lossscale.frameworks.jax.keras_values import from_keras, to_keras
-from lossscale.frameworks.jax.loops import (
-    all_finite,
-    loss_scale,
-    scale_loss,
-    unscale,
-    value_and_grad,
-)
-from lossscale.frameworks.jax.monitor import Monitor
-from lossscale.frameworks.jax.noting import NotedState, noted
-from lossscale.frameworks.jax.scale_state import LossScaleState
-from lossscale.frameworks.jax.transformation import loss_scaled
-
-del _optax
+    from lossscale.frameworks.jax.conversions import (
+        from_flax,
+        from_jmp,
+        to_flax,
+        to_jmp,
+    )
+    from lossscale.frameworks.jax.diagnose import diagnose
+    from lossscale.frameworks.jax.keras_values import from_keras, to_keras
+    from lossscale.frameworks.jax.loops import (
+        all_finite,
+        loss_scale,
+        scale_loss,
+        unscale,
+        value_and_grad,
+    )
+    from lossscale.frameworks.jax.monitor import Monitor
+    from lossscale.frameworks.jax.noting import NotedState, noted
+    from lossscale.frameworks.jax.scale_state import LossScaleState
+    from lossscale.frameworks.jax.transformation import loss_scaled
+except ModuleNotFoundError as error:
+    if error.name not in ("jax", "optax"):
+        raise
+    missing = ["jax", "optax"] if error.name == "jax" else ["optax"]
+    raise not_installed(missing, purpose="lossscale.optax") from None
 
 __all__ = [
     "LossScaleState",

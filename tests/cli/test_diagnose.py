@@ -111,8 +111,20 @@ def test_a_model_that_needs_no_scaling(run):
     lines = out.splitlines()
     assert lines[0].endswith("in float16: not needed.")
     assert any(line.startswith("gradient of") for line in lines)
-    assert sum("/kernel " in line for line in lines) == 2
+    # In the table of what was measured, and in that of where it comes from.
+    assert sum("/kernel " in line for line in lines) == 4
+    assert "What float16 made of the gradients:" in lines
     assert "on 1 batch (32 samples), with Keras on tensorflow." in out
+
+
+def test_quick_predicts(run):
+    status, out, err = run("needy.keras", "data.npz", "--quick")
+    assert (status, err) == (0, "")
+    assert out.splitlines()[0].endswith("in float16: required.")
+    assert "What float16 made" not in out
+    read = json.loads(run("needy.keras", "data.npz", "--quick", "--json")[1])
+    assert read["fidelity"] is None
+    assert {"verdict": read["verdict"], "reason": read["reason"]} == read["prediction"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--json"]], ids=["text", "json"])

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "migration": {*FRONT, "frameworks"},
     "installation": {*FRONT, "frameworks", "experimental", "migration"},
     # A public front of a framework, which imports it.
-    "optax": {"errors", "frameworks"},
+    "optax": {"packages", "frameworks"},
     # `lossscale` itself.
     "": {*FRONT, "installation"},
     "callbacks": {*MIDDLE, "diagnostics"},
@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "torch": {"errors", "frameworks"},
     "diagnostics": CORE,
     "plots": {*CORE, "diagnostics"},
-    "demo": {*FRONT, "diagnostics", "plots"},
+    "demo": {*FRONT, "diagnostics", "plots", "optax", "torch"},
     # Nothing imports the command line, so it may use whatever it shows.
     "cli": {*FRONT, "frameworks", "experimental", "migration", "diagnostics", "plots", "demo", ""},
     "__main__": {"cli"},

@@ -98,6 +98,7 @@ def test_every_framework_that_needs_it_has_a_file():
         "keras",
         "tf_keras",
         "tensorflow",
+        "jax",
         "torch",
     }
 

@@ -281,7 +281,7 @@ STEPS = [
         (TRAINING, "-k", "overwritten"),
     ),
     Mutant(
-        "frameworks/keras/training.py",
+        "frameworks/shell/training.py",
         "experimental_aggregate_gradients and not skip_gradients_aggregation",
         "True",
         (REPLICAS, "-k", "summed"),
@@ -293,13 +293,13 @@ STEPS = [
         _documented("minimize"),
     ),
     Mutant(
-        _VERBS,
-        "return [self._apply_unscaled(place, gradients, variables, None)]",
-        "return [self._apply_unscaled(place, gradients[:0], variables[:0], None)]",
+        "frameworks/shell/verbs.py",
+        "return [self._apply_unscaled(place, pairs, None)]",
+        "return [self._apply_unscaled(place, pairs[:0], None)]",
         _documented("get_updates"),
     ),
     Mutant(
-        _VERBS,
+        "frameworks/shell/verbs.py",
         "        if callable(loss):\n            gradients, _",
         "        if True:\n            gradients, _",
         _documented("works_in_a_graph"),
@@ -367,12 +367,17 @@ SAVED = [
         ("tests/backends/test_files.py", "-k", "keras_own_class"),
     ),
     Mutant(
-        _SAVING,
-        'hidden = {"inner_optimizer", "_inner_parts", "get_slot_names"}',
-        'hidden = {"_inner_parts", "get_slot_names"}',
+        "frameworks/shell/files.py",
+        'frozenset({"inner_optimizer", "get_slot_names"})',
+        'frozenset({"get_slot_names"})',
         ("tests/backends/test_files.py", "-k", "plain_optimizer"),
     ),
-    Mutant(_SAVING, "            store[name] = value\n", "            pass\n", _EAGER),
+    Mutant(
+        "frameworks/shell/files.py",
+        "            store[name] = value\n",
+        "            pass\n",
+        _EAGER,
+    ),
     Mutant(
         _SAVING,
         "            self.inner_optimizer.save_own_variables(store)",
@@ -393,8 +398,8 @@ SAVED = [
     ),
     Mutant(
         "frameworks/tf_keras/persistence.py",
-        "self._rule.restored(state._first._replace(**read))",
-        "state._first._replace(**read)",
+        "self._rule.restored(state.first._replace(**read))",
+        "state.first._replace(**read)",
         ("tests/frameworks/tf_keras/test_files.py", "-k", "outside_the_limits"),
         TF_KERAS,
     ),
@@ -407,4 +412,242 @@ SAVED = [
     ),
 ]
 
-ALL = [*RULES, *ARRAYS, *STEPS, *SAVED]
+_HOST = (PROMISES, "-k", "torch-native-host")
+_DEVICE = (PROMISES, "-k", "torch-native-device")
+_OWN_STEPS = "tests/frameworks/torch/test_steps.py"
+
+TORCH_ITSELF = [
+    Mutant(
+        "frameworks/torch/judging.py",
+        "return _BAD if factors.found.item() else _GOOD",
+        "return _GOOD",
+        _HOST,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/step.py",
+        "returned = self.inner_optimizer.step() if quickly.applied else None",
+        "returned = self.inner_optimizer.step()",
+        _HOST,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/judging.py",
+        "may_grow = scales.scale < 1.0",
+        "may_grow = False",
+        _HOST,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/judging.py",
+        "        return layout.started >= stepped\n",
+        "        return True\n",
+        (_OWN_STEPS, "-k", "garbage or joins_late"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/handing.py",
+        "inner.found_inf = found",
+        "pass",
+        _DEVICE,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/handing.py",
+        "inner.__dict__.pop(name, None)",
+        "inner.__dict__.setdefault(name, None)",
+        (_OWN_STEPS, "-k", "raises"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/closures.py",
+        "            scales.move(Seen(False))\n",
+        "            pass\n",
+        ("tests/frameworks/torch/test_closures.py",),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/clipping.py",
+        "max=1.0",
+        "max=2.0",
+        ("tests/frameworks/torch/test_clipping.py",),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/saving.py",
+        "        self._restore_numbers(checked)\n",
+        "",
+        _HOST,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/guard.py",
+        "now[0] > before[0] and now[1] == before[1]",
+        "False",
+        ("tests/frameworks/torch/test_guard.py",),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/scales.py",
+        "        if scale != self.scale:\n            self._show(scale)\n",
+        "",
+        _HOST,
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/step.py",
+        "if any(as_they_were) and not all(as_they_were):",
+        "if False:",
+        (_OWN_STEPS, "-k", "gradients_of_some"),
+        TORCH,
+    ),
+]
+
+
+_GATING = "frameworks/jax/gating.py"
+_JUDGING = "frameworks/jax/judging.py"
+
+OPTAX = [
+    Mutant(
+        _GATING,
+        "complex(-0.0, -0.0) if jnp.issubdtype(update.dtype, jnp.complexfloating) else -0.0",
+        "0.0",
+        ("tests/frameworks/jax/test_skipping.py", "-k", "momentum"),
+        JAX,
+    ),
+    Mutant(
+        _GATING,
+        "finite = finite & each_finite(outputs[: traced.updates])",
+        "pass",
+        ("tests/frameworks/jax/test_loops.py", "-k", "of_its_own"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/jaxprs.py",
+        "if not chosen_already:",
+        "if False:",
+        ("tests/frameworks/jax/test_jaxprs.py", "-k", "kept_old"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/jaxprs.py",
+        "        if called is not None:\n            below",
+        "        if False:\n            below",
+        ("tests/frameworks/jax/test_memory.py",),
+        JAX,
+    ),
+    Mutant(
+        _JUDGING,
+        "jax.lax.pmin(finite.astype(jnp.int32), axis_names) > 0",
+        "finite",
+        ("tests/frameworks/jax/test_devices.py", "-k", "anywhere"),
+        JAX,
+    ),
+    Mutant(
+        _JUDGING,
+        "apart = varying(finite) - varying(scale)",
+        "apart = varying(scale) - varying(finite)",
+        ("tests/frameworks/jax/test_devices.py", "-k", "would_part"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/scale_state.py",
+        "if id(leaf) in known and isinstance(leaf, jax.Array):",
+        "if False:",
+        ("tests/frameworks/jax/test_skipping.py", "-k", "lbfgs"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/transformation.py",
+        "if judging.has_elements(gradients):",
+        "if True:",
+        ("tests/frameworks/jax/test_leaves.py", "-k", "without_a_gradient"),
+        JAX,
+    ),
+]
+
+_SCALER = "frameworks/torch/grad_scaler.py"
+_DEFECTS = "tests/frameworks/torch/test_grad_scaler_defects.py"
+
+SCALER = [
+    Mutant(_SCALER, "if look_again:", "if False:", (_DEFECTS, "-k", "d20"), TORCH),
+    Mutant(
+        _SCALER,
+        "not self._scaled_since_update and scaler_steps.is_dummy_step(optimizer)",
+        "False",
+        (_DEFECTS, "-k", "only_makes_state"),
+        TORCH,
+    ),
+    Mutant(
+        _SCALER,
+        "return {} if found.item() < 0 else {found.device: found}",
+        "return {}",
+        ("tests/frameworks/torch/test_processes.py", "-k", "given_group"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/scaler_steps.py",
+        "del optimizer.grad_scale, optimizer.found_inf",
+        "pass",
+        (_DEFECTS, "-k", "d25"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/scaler_scale.py",
+        "and left[1] == scale._version",
+        "",
+        ("tests/frameworks/torch/test_grad_scaler.py", "-k", "others_write"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/ranks.py",
+        "if not placement.is_replicate() and mesh.size(dimension) > 1",
+        "if placement.is_shard() and mesh.size(dimension) > 1",
+        ("tests/frameworks/torch/test_ranks.py",),
+        TORCH,
+    ),
+]
+
+
+_CONVERSIONS = ("tests/frameworks/jax/test_conversions.py", "-k")
+_WATCHED = ("tests/frameworks/jax/test_monitor.py", "-k")
+
+AROUND_OPTAX = [
+    Mutant(
+        "frameworks/jax/conversions.py",
+        "dynamic_scale.growth_interval)) + 1,",
+        "dynamic_scale.growth_interval)),",
+        (*_CONVERSIONS, "run_of_flax_goes_on"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/conversions.py",
+        'return rule, converted_state(rule, {"good_steps": good_steps}, inner_state)\n    if',
+        "return rule, converted_state(rule, {}, inner_state)\n    if",
+        (*_CONVERSIONS, "run_of_jmp_goes_on"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/noting.py",
+        "return unscaled(by_row, before.loss_scale, self.rule.powers_of_two)",
+        "return by_row",
+        (*_WATCHED, "exponents"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/monitor.py",
+        "self._scale = jnp.copy(shown.scale)",
+        "pass",
+        (*_WATCHED, "recorded_with_its_scale"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/common/loop_monitor.py",
+        "            self._unread = read, loss",
+        "            pass",
+        (*_WATCHED, "sampled_steps_count"),
+        JAX,
+    ),
+]
+
+ALL = [*RULES, *ARRAYS, *STEPS, *SAVED, *TORCH_ITSELF, *SCALER, *OPTAX, *AROUND_OPTAX]

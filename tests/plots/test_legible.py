@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import matplotlib
@@ -19,6 +20,7 @@ from lossscale import DynamicScale
 from lossscale.cli import diagnose as diagnose_verb
 from lossscale.diagnostics import (
     FORMATS,
+    FidelityMeter,
     GradientHistogram,
     GradientReport,
     HistoryHeader,
@@ -28,7 +30,7 @@ from lossscale.diagnostics import (
     TrainingHistory,
 )
 from lossscale.errors import ArgumentError
-from lossscale.plots import plot_history, plot_layers
+from lossscale.plots import plot_fidelity, plot_history, plot_layers
 from lossscale.plots.labels import shortened
 
 
@@ -178,3 +180,46 @@ def test_shortened_names_fit_and_stay_different(names, length):
     for name, short in zip(names, found, strict=True):
         assert len(short) <= length
         assert short == name if len(name) <= length else "…" in short
+
+
+def measured(variables):
+    """A report with fidelity: each variable is worse than the one before."""
+    found = report(variables)
+    exact = np.exp2(np.random.default_rng(0).normal(-20, 3, 200))
+
+    def gradients(batch, scale, *, reference):
+        with np.errstate(over="ignore"):
+            return {
+                each.name: (exact * 2.0 ** -(n // 8) * scale).astype(
+                    "float32" if reference else "float16"
+                )
+                for n, each in enumerate(found.ranges)
+            }
+
+    meter = FidelityMeter(gradients, {each.name: each.layer for each in found.ranges}, in_use=8.0)
+    meter.add(None)
+    return dataclasses.replace(found, fidelity=meter.result())
+
+
+@pytest.mark.parametrize("variables", [1, 30])
+def test_fidelity_is_drawn_first_with_the_worst_above(drawn, variables):
+    found = measured(variables)
+    figure = drawn(found)
+    ax = figure.axes[0]
+    labels = [text.get_text() for text in ax.get_yticklabels()]
+    assert len(labels) == min(variables, 20)
+    assert all("lost)" in label for label in labels)
+    assert_apart(boxes(ax.get_yticklabels()))
+    worst = found.measured_variables[0]
+    names = [line.get_label() for line in ax.get_lines()]
+    assert names[0] == "unscaled"
+    assert any(name.endswith("(in use)") for name in names)
+    unscaled = ax.get_lines()[0]
+    assert unscaled.get_xdata()[0] == pytest.approx(worst.unscaled.error)
+    assert ax.get_xscale() == "log"
+
+
+def test_without_fidelity_there_is_nothing_to_draw_of_it(drawn):
+    with pytest.raises(ArgumentError, match="no fidelity"):
+        plot_fidelity(report(3))
+    assert "relative error" not in drawn(report(3)).axes[0].get_xlabel()

@@ -105,7 +105,7 @@ def why_not(shell: Shell, versions: dict[str, str | None]) -> str | None:
 
 
 def _lowest_versions() -> dict[str, str]:
-    pattern = re.compile(r"([\w.-]+)>=([\d.]+)")
+    pattern = re.compile(r"([\w.-]+)[^;]*?>=([\d.]+)")
     found = (pattern.match(line) for line in metadata.requires("lossscale") or ())
     return {match[1]: match[2] for match in found if match}
 

@@ -19,6 +19,7 @@ from lossscale.checks import checked_above_zero, checked_count
 from lossscale.diagnostics.powers import power_of_two
 from lossscale.diagnostics.records import SkipReason, StepRecord
 from lossscale.diagnostics.skips import SkipCounter, Stretch, at_lowest, lowest_scale
+from lossscale.diagnostics.verdict import Thresholds, share
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.rules import FixedScale, ScaleRule
 
@@ -39,6 +40,7 @@ class AlarmKind(enum.StrEnum):
         FALLING: The scale has fallen fast, after it had found its place.
         SKIP_RATE: More steps are skipped than a scale that finds its place would skip.
         CONSECUTIVE_SKIPS: Too many steps in a row were skipped.
+        LOST: Too much of a gradient is lost to zero in float16, which no skipped step shows.
         NOT_SCALED: A model computes in float16 without loss scaling.
     """
 
@@ -47,6 +49,7 @@ class AlarmKind(enum.StrEnum):
     FALLING = "falling"
     SKIP_RATE = "skip_rate"
     CONSECUTIVE_SKIPS = "consecutive_skips"
+    LOST = "lost"
     NOT_SCALED = "not_scaled"
 
 
@@ -80,6 +83,9 @@ class Alarms:
       Not for rules without a `growth_interval`.
     - *Consecutive skips*: `max_consecutive_skips` steps in a row were skipped. Always fatal.
 
+    - *Lost*: where fidelity was measured, more than `lost` of a gradient is zero in float16 and not
+      in float32, at the scale in use; again when it is more than `required_lost` of the thresholds.
+
     A first scale that is too high comes down within the first steps, as it should. So falling and
     the skip rate are looked at only after the first `halvings_window` finite steps, or after the
     first `growth_interval` finite steps if that is fewer. A run whose first record does not have
@@ -102,6 +108,7 @@ class Alarms:
         halvings_window: Within how many steps.
         skip_rate_factor: How many skips in `growth_interval` steps are too many.
         skips_for_rate: Over how many skips the rate is taken. Fewer than that give no alarm.
+        thresholds: From which shares on a gradient is lost; None for the defaults.
 
     Raises:
         ArgumentError: If a value cannot be used; the message names it. It is a `ValueError`.
@@ -127,6 +134,7 @@ class Alarms:
         halvings_window: int = 50,
         skip_rate_factor: float = 3.0,
         skips_for_rate: int = 10,
+        thresholds: Thresholds | None = None,
     ) -> None:
         if not isinstance(rule, ScaleRule):
             raise ArgumentTypeError(
@@ -149,6 +157,9 @@ class Alarms:
         self._window = checked_count("halvings_window", halvings_window)
         factor = checked_above_zero("skip_rate_factor", skip_rate_factor)
         self._lowest = lowest_scale(rule)
+        self._limits = thresholds or Thresholds()
+        # The limit that was passed last: of the silent loss that no skip shows.
+        self._lost = 0.0
         interval = getattr(rule, "growth_interval", None)
         self._rate_limit = math.inf if interval is None else factor / interval
         self._skip_steps: collections.deque[int] = collections.deque(
@@ -185,6 +196,7 @@ class Alarms:
         if self._steps_without_skip >= self._window:
             self._given.discard(AlarmKind.FALLING)
         found = [self._consecutive_skips(record), self._floor(record), self._loss(record)]
+        found.append(self._silent_loss(record))
         if self._started:
             found += [self._falling(record), self._skip_rate(record, stretch)]
         elif self._counter.steps - self._counter.skips >= self._start_up_steps:
@@ -246,6 +258,34 @@ class Alarms:
         return self._once(
             AlarmKind.LOSS,
             f"The loss of step {record.step} is {record.loss}. {_LOSS_ADVICE}",
+        )
+
+    def _silent_loss(self, record: StepRecord) -> Alarm | None:
+        limits = self._limits
+        told = {
+            name: found["lost"]
+            for name, found in record.fidelity.items()
+            if found["share"] >= limits.negligible and not found["nonfinite"]
+        }
+        if not told:
+            return None
+        worst = max(told, key=lambda name: told[name])
+        passed = max(
+            (each for each in (limits.lost, limits.required_lost) if told[worst] >= each),
+            default=0.0,
+        )
+        if passed <= self._lost:
+            if told[worst] < limits.lost / 2:
+                self._lost = 0.0
+            return None
+        self._lost = passed
+        scale = power_of_two(_after(record))
+        return Alarm(
+            AlarmKind.LOST,
+            f"After step {record.step}, at a loss scale of {scale}, {share(told[worst])} of the "
+            f"gradient of {worst} is lost to zero in float16. No step is skipped for that. Let the "
+            "scale be higher, with a higher initial_scale or a shorter growth_interval; "
+            "lossscale.diagnostics.diagnose says which scale serves.",
         )
 
     def _falling(self, record: StepRecord) -> Alarm | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lossscale import registry
-from lossscale.checks import checked_count
+from lossscale.checks import checked_count, checked_truth
 from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.verdict import Thresholds
@@ -29,11 +29,15 @@ def diagnose(
 ) -> GradientReport:
     """Measures the gradients of a compiled model on a few batches, and judges them.
 
-    The gradients are those of the loss that the model was compiled with, without any loss scaling:
-    by each trainable variable, by what each layer with variables returns, and by what the model
-    returns. They are computed in float32 whatever the dtype policy of the model, because gradients
-    in float16 cannot show what they lost. No step is taken. The model, its optimizer, its
-    metrics, its statistics and its random seeds are left as they were, also by an exception.
+    The gradients are those of the loss that the model was compiled with: by each trainable
+    variable, by what each layer with variables returns, and by what the model returns. They are
+    computed in float32 whatever the dtype policy of the model, because gradients in float16 cannot
+    show what they lost; and in float16, at several loss scales, to see what becomes of them. The
+    verdict rests on the comparison (`report.fidelity`). No step is taken. The model, its optimizer,
+    its metrics, its statistics and its random seeds are left as they were, also by an exception.
+
+    On the first batch gradients are computed 10 to 20 times (at most
+    `fidelity_meter.MOST_RUNS_OF_SEARCH`), on each other batch four times.
 
     Gradients change as a network learns. Ask at the start of training, and again later.
 
@@ -49,6 +53,9 @@ def diagnose(
             over a batch, so gradients are the smaller, the larger it is. Use that of training.
         format: What gradients will be computed in, a key of `lossscale.diagnostics.FORMATS`.
         thresholds: Where the verdicts begin; None for the defaults.
+        quick: Whether to compute in float32 only, once for each batch. The verdict is then a
+            prediction, and cannot see what becomes of gradients that are computed from lost ones.
+            So it is for other formats than float16.
         after_batch: Called after every batch with the number of batches so far.
 
     Returns:
@@ -72,6 +79,7 @@ def diagnose(
 
     known = number_format(format)
     limits = thresholds or Thresholds()
+    quick_only = checked_truth("quick", quick, ArgumentTypeError)
     sizes = {
         "batches": checked_count("batches", batches),
         "batch_size": checked_count("batch_size", batch_size),
@@ -84,6 +92,6 @@ def diagnose(
         )
     data = batches_of(x, y, sample_weight, **sizes)
     report: GradientReport = module.measure(
-        model, data, after_batch, thresholds=limits, quick=quick or known.name != "float16"
+        model, data, after_batch, thresholds=limits, quick=quick_only or known.name != "float16"
     )
     return report.with_format(known, limits)

@@ -51,6 +51,11 @@ class NonfiniteTensor(NamedTuple):
         return f"{self.name} ({', '.join(f'{n} {what}' for n, what in counts if n)})"
 
 
+FIDELITY_KEYS = ("lost", "error", "cosine", "nonfinite", "share")
+"""Of one variable: the share of its sum of |x| that is lost to zero, the relative error, the
+cosine, how many elements are not finite, and its largest element as a share of its layer's."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepRecord:
     """What is known about one step.
@@ -70,6 +75,8 @@ class StepRecord:
             steps are recorded.
         histograms: Name of a variable to the JSON-ready dictionary that describes its
             gradients, as `GradientHistogram.to_dict` returns it. Nothing here looks into it.
+        fidelity: Name of a variable to what float16 made of its gradient at `next_scale`, with the
+            keys of `FIDELITY_KEYS`; empty if it was not measured after this step.
 
     Raises:
         ArgumentError: If a value cannot be used; the message names it. It is a `ValueError`.
@@ -91,6 +98,7 @@ class StepRecord:
     nonfinite: tuple[NonfiniteTensor, ...] = ()
     steps_skipped: int | None = None
     histograms: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    fidelity: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         step = checked_count("step", self.step)
@@ -117,6 +125,14 @@ class StepRecord:
             raise ArgumentError(
                 "`histograms` must be a dictionary from the name of a variable to a JSON-ready "
                 f"dictionary. Received: {self.histograms!r}."
+            )
+        if not isinstance(self.fidelity, Mapping) or not all(
+            isinstance(found, Mapping) and set(found) == set(FIDELITY_KEYS)
+            for found in self.fidelity.values()
+        ):
+            raise ArgumentError(
+                "`fidelity` must be a dictionary from the name of a variable to a dictionary with "
+                f"the keys {', '.join(FIDELITY_KEYS)}. Received: {self.fidelity!r}."
             )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -167,6 +183,10 @@ _FORM = JsonForm(
             lambda tensors: [tensor._asdict() for tensor in tensors], _read_nonfinite
         ),
         "histograms": Conversion(
+            lambda found: {name: dict(value) for name, value in found.items()},
+            lambda found: found,
+        ),
+        "fidelity": Conversion(
             lambda found: {name: dict(value) for name, value in found.items()},
             lambda found: found,
         ),

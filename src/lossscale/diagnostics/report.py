@@ -43,6 +43,7 @@ class GradientReport:
         fidelity: What float16 made of the gradients, on which the verdict rests; None if it was not
             measured. Then the verdict is a prediction from `ranges`.
         untapped: Layers that what happens inside of has no row in `ranges`.
+        caveats: What was not measured as it is trained, as sentences.
     """
 
     model: str
@@ -57,6 +58,7 @@ class GradientReport:
     thresholds: Thresholds = dataclasses.field(default_factory=Thresholds)
     fidelity: Fidelity | None = None
     untapped: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         number_format(self.format)
@@ -361,8 +363,9 @@ _FORM = JsonForm(
             lambda found: None if found is None else Fidelity.from_dict(found),
         ),
         "untapped": Conversion(list, tuple),
+        "caveats": Conversion(list, tuple),
     },
-    newer=frozenset({"fidelity", "untapped"}),
+    newer=frozenset({"fidelity", "untapped", "caveats"}),
     version=_FORMAT,
     ignores=True,
 )

@@ -92,7 +92,7 @@ def fidelity_cells(report: GradientReport, variable: JudgedVariable) -> tuple[st
 
 def advice(report: GradientReport) -> list[str]:
     """Returns what to do, as sentences."""
-    found = []
+    found = list(report.caveats)
     if report.untapped:
         found.append(
             f"Not looked into: {listed(report.untapped)}. Its layers are called in a loop or a "

@@ -29,7 +29,8 @@ class TensorBoardWriter:
 
     The tags are `loss_scale/scale`, `loss_scale/steps_skipped`, `loss_scale/loss`, and for each
     variable `log2_gradient/NAME`: how many elements of its gradient have which power of two.
-    Skipped steps are texts, `loss_scale/skipped`.
+    Skipped steps are texts, `loss_scale/skipped`. Where fidelity was measured, `fidelity_lost/NAME`
+    and `fidelity_error/NAME` say for each variable what share float16 loses, and how wrong it is.
 
     Args:
         folder: Where to write. It is made if it is not there; each writer adds a file.
@@ -69,6 +70,9 @@ class TensorBoardWriter:
             self._writer.add_text(
                 "loss_scale/skipped", f"step {record.step}: {record.reason}; {tensors}", record.step
             )
+        for name, found in record.fidelity.items():
+            for key in ("lost", "error"):
+                self._writer.add_scalar(f"fidelity_{key}/{name}", found[key], record.step)
         for name, described in record.histograms.items():
             self._append_histogram(name, GradientHistogram.from_dict(dict(described)), record.step)
 

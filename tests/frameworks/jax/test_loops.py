@@ -1,6 +1,7 @@
 """Programs of users: training loops, and what JAX can do with a step."""
 
 import gc
+import re
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +116,21 @@ def test_value_and_grad_takes_what_jax_takes():
     assert (float(value), float(aux["offset"])) == (12.0, 1.0)
     assert by_a.tolist() == [24.0, 32.0]
     assert by_b.tolist() == [8.0, 16.0]
+
+
+def test_what_is_no_loss_is_named():
+    opt_state = optimizer().init(first_params())
+    for returned, has_aux, message in (
+        ((1.0, 2.0), False, "has_aux=True"),
+        ({"loss": 1.0}, False, "Received: a dict"),
+        (None, False, "Received: None"),
+        (jnp.float32(1.0), True, "(loss, aux)"),
+    ):
+        differentiated = value_and_grad(lambda p: returned, has_aux=has_aux)  # noqa: B023
+        with pytest.raises(TypeError, match=re.escape(message)):
+            differentiated(opt_state, first_params())
+    with pytest.raises(TypeError, match="Received: a dict"):
+        value_and_grad(loss_fn)(first_params(), opt_state, BATCH)
 
 
 def test_a_loop_by_hand():
@@ -303,15 +319,16 @@ def test_a_rule_sees_what_it_needs():
             assert float(state.loss_scale) == scale
 
 
-class Doubled(lossscale.DynamicScale):
-    """Multiplies the loss by twice its scale."""
+class Halved(lossscale.DynamicScale):
+    """Multiplies the loss by half its scale, which at the floor is below the lowest one."""
 
     def loss_scale(self, state):
-        return state.scale * 2.0
+        return state.scale * 0.5
 
 
 def test_a_rule_may_multiply_the_loss_by_another_number():
-    tx = loss_scaled(optax.sgd(1.0), rule=Doubled(8.0, growth_interval=2))
+    rule = Halved(32.0, growth_interval=2, min_scale=16.0)
+    tx = loss_scaled(optax.sgd(1.0), rule=rule)
     for update in (tx.update, jax.jit(tx.update)):
         state, found = tx.init(jnp.ones(2)), []
         for factor in (1.0, jnp.nan, 1.0, 1.0):

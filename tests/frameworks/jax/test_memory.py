@@ -50,6 +50,14 @@ def test_a_step_needs_no_room_and_copies_nothing(shapes, population):
     assert large_copies(ours, 1000) == []
 
 
+def test_an_update_that_is_compiled_by_itself_copies_nothing_either():
+    adam = optax.adamw(1e-3)
+    inner = optax.GradientTransformation(adam.init, jax.jit(adam.update))
+    ours = compiled(loss_scaled(inner), SHAPES["one"])
+    assert temporary(ours) <= MEBIBYTE
+    assert large_copies(ours, 1000) == []
+
+
 def test_copies_would_be_seen():
     # What Optax' own wrapper does: the updates of both sides leave a branch.
     theirs = compiled(optax.apply_if_finite(optax.adamw(1e-3), 5), SHAPES["one"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import weakref
 
 import keras
 import pytest
@@ -73,3 +74,18 @@ def test_what_is_saved_may_be_a_loss():
     path = tempfile.mkdtemp() + "/a.weights.h5"
     model.save_weights(path)
     assert model.counted.asked == 1
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="of JAX")
+def test_tracers_have_what_is_assumed():
+    import jax
+
+    from lossscale.frameworks.jax.private_names import OF_TRACERS
+
+    def traced(x):
+        assert all(hasattr(x, name) for name in OF_TRACERS)
+        # The trace is remembered as long as it lives.
+        assert weakref.ref(x._trace)() is x._trace
+        return x
+
+    jax.jit(traced)(1.0)

@@ -1,11 +1,14 @@
 """What float16 does to the gradients of models of tf_keras."""
 
+import functools
+
 import pytest
 import tensorflow as tf
 import tf_keras
 
 import fidelity_cases as cases
 import fidelity_claims as claims
+from lossscale.callbacks import LossScaleMonitor
 from lossscale.diagnostics import Verdict, diagnose
 
 LIBRARY = cases.library_of_tf_keras()
@@ -54,3 +57,13 @@ def test_random_operations_of_tensorflow_draw_the_same_in_both():
     assert report.verdict is Verdict.NOT_NEEDED
     assert all(each.unscaled.error < 0.01 for each in report.measured_variables)
     assert tf.random.normal is before
+
+
+def test_a_monitor_measures_fidelity(tmp_path):
+    monitor = functools.partial(LossScaleMonitor, framework="tf_keras")
+    claims.a_monitor_measures_fidelity(LIBRARY, monitor, tmp_path)
+
+
+def test_a_monitor_says_what_it_cannot_measure():
+    monitor = functools.partial(LossScaleMonitor, framework="tf_keras")
+    claims.a_monitor_says_what_it_cannot_measure(LIBRARY, monitor)

@@ -53,6 +53,7 @@ def test_some_have_more():
     nadam = tf_keras.optimizers.Nadam()
     nadam.build([tf.Variable(1.0)])
     dropout = tf_keras.layers.Dropout(0.5, seed=1)
+    dropout(tf.ones((1, 2)), training=True)
     generator = dropout._random_generator
     assert hasattr(nadam, "_u_product")
     assert hasattr(nadam, "_u_product_counter")

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the PyTorch modules, and that every public name has one."""
+"""The examples in the docstrings of what serves PyTorch itself."""
 
 import doctest
 import importlib
@@ -9,21 +9,28 @@ import torch
 
 import lossscale
 import lossscale.frameworks.torch
+import lossscale.torch
 
 PACKAGE = lossscale.frameworks.torch
-MODULES = [found.name for found in pkgutil.walk_packages(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
-OF_TRAINERS = ["LightningMonitor", "TransformersMonitor"]
+MODULES = [found.name for found in pkgutil.iter_modules(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
+TRIED = {}
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_print_what_they_show(name):
     module = importlib.import_module(name)
     names = {**vars(module), "torch": torch, "lossscale": lossscale}
-    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-    assert doctest.testmod(module, globs=names, optionflags=flags).failed == 0
+    failed, TRIED[name] = doctest.testmod(
+        module, globs=names, optionflags=doctest.NORMALIZE_WHITESPACE
+    )
+    assert failed == 0
 
 
-@pytest.mark.parametrize("name", [*lossscale.torch.__all__, *OF_TRAINERS])
-def test_every_public_name_is_documented_with_an_example(name):
-    assert ">>>" in (getattr(lossscale.torch, name).__doc__ or "")
-    assert name in dir(lossscale.torch)
+def test_the_examples_are_found():
+    with_examples = {name.rpartition(".")[2] for name, tried in TRIED.items() if tried}
+    assert with_examples >= {"amp_names", "grad_scaler", "guard", "optimizer", "ranks"}
+
+
+def test_there_are_examples_of_all_that_is_public():
+    for name in lossscale.torch.__all__:
+        assert ">>>" in (getattr(lossscale.torch, name).__doc__ or ""), name

@@ -298,6 +298,7 @@ def test_what_others_write_into_the_tensors_counts():
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=3)
     one_step(scaler, optimizer, weights)
     scaler._scale.fill_(64.0)
+    assert scale_and_tracker(scaler) == (64.0, 1)
     scaler._growth_tracker.fill_(2)
     assert scale_and_tracker(scaler) == (64.0, 2)
     one_step(scaler, optimizer, weights)

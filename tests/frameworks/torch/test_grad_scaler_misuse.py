@@ -7,9 +7,10 @@ import pickle
 import pytest
 import torch
 
+import lossscale.torch
 from frameworks.torch.scaling import MAKERS, OPTIMIZERS, numbers, one_step, parameters
 from lossscale import DynamicScale, FixedScale, LossScaleError, LossScaleWarning, Needs
-from lossscale.errors import ArgumentTypeError, UnsupportedError
+from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, UnsupportedError
 from lossscale.frameworks.torch.grad_scaler import GradScaler
 
 
@@ -161,3 +162,16 @@ def test_names_of_parameters_are_checked():
         with pytest.raises(ArgumentTypeError, match=r"named_parameters\(\)"):
             scaler.name_overflows(wrong)
     assert scaler.last_nonfinite == ()
+
+
+def test_what_is_stepped_is_checked():
+    scaler, optimizer, weights = scaled(GradScaler)
+    wrapper = lossscale.torch.LossScaleOptimizer(torch.optim.SGD(weights, lr=1.0))
+    for call in (scaler.step, scaler.unscale_):
+        with pytest.raises(AlreadyWrappedError, match="the optimizer inside it"):
+            call(wrapper)
+        with pytest.raises(ArgumentTypeError, match=r"steps an optimizer.*Linear"):
+            call(torch.nn.Linear(1, 1))
+    assert not scaler._per_optimizer_states
+    scaler.step(optimizer)
+    assert numbers(weights) == [[0.5] * 3]

@@ -8,9 +8,11 @@ import sys
 
 import pytest
 
+import lossscale
 from frameworks.torch import cases_of_processes as cases
 
 TESTS = pathlib.Path(__file__).parents[2]
+SOURCES = str(pathlib.Path(lossscale.__file__).parents[1])
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,7 @@ def said(tmp_path_factory):
             str(TESTS / "frameworks/torch/processes.py"),
             str(tmp_path_factory.mktemp("p")),
         ],
-        env={**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent / 'src'}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), SOURCES])},
         capture_output=True,
         text=True,
         timeout=400,

@@ -609,6 +609,16 @@ def test_gradients_of_get_scaled_loss_are_divided_once(way):
     assert optimizer.iterations == 1
 
 
+def test_putting_back_the_unscaled_gradients_of_some_is_an_error():
+    given, optimizer = made()
+    before = snapshot(given, optimizer)
+    optimizer.get_scaled_loss(sum(p.sum() for p in given)).backward()
+    given[0].grad = optimizer.get_unscaled_gradients(p.grad for p in given)[0]
+    with pytest.raises(ValueError, match="of some and not of others"):
+        optimizer.step()
+    assert snapshot(given, optimizer) == before
+
+
 def test_an_overflow_is_found_in_gradients_that_were_unscaled_by_hand():
     given, optimizer = made()
     before = bits(given)

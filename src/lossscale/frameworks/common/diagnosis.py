@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +12,7 @@ from lossscale.diagnostics.histogram import GradientHistogram
 from lossscale.diagnostics.measurement import Counted, Derived, GivenBatch, Measurement, counted
 from lossscale.diagnostics.tapping import Taps
 from lossscale.diagnostics.verdict import Thresholds
-
-_AROUND = ("Exception encountered", "in user code", "File ", "Arguments received", "Call arguments")
+from lossscale.frameworks.common.probing import said_by
 
 Derive = Callable[[Any, float], list[Derived]]
 """Given a batch and a loss scale, returns the gradients of the scaled loss."""
@@ -121,7 +119,7 @@ def measured(
             # In float32 it has run, so that it is float16 that an operation does not take.
             except Exception as error:
                 meter.give_up(
-                    f"The model does not run in float16 here: {_line(error.__cause__ or error)}"
+                    f"The model does not run in float16 here: {said_by(error.__cause__ or error)}"
                 )
         measurement.add(batch, found)
     return measurement, None if quick else meter.result()
@@ -135,14 +133,3 @@ def _predicted(found: Iterable[Counted]) -> float | None:
     scales = [histogram.max_scale("float16", margin=0) for histogram in histograms]
     highest = min((scale for scale in scales if scale is not None), default=math.inf)
     return highest if highest < math.inf else None
-
-
-def _line(error: BaseException) -> str:
-    """The line of an error that says what is wrong, and not where."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    # What AutoGraph and Keras put around an error of a layer.
-    inner = [line for line in lines if re.match(r"\w*(Error|Exception): ", line)]
-    plain = [line for line in lines if not line.startswith(_AROUND)]
-    said = (inner[-1:] or plain[:1] or [type(error).__name__])[0][:200]
-    return said if said.endswith(".") else f"{said}."

@@ -61,7 +61,14 @@ class Watch:
             on_write_error=settings.on_write_error,
         )
 
-    def sample(self, before: Status, status: Status, noted: Noted, loss: float | None) -> None:
+    def sample(
+        self,
+        before: Status,
+        status: Status,
+        noted: Noted,
+        loss: float | None,
+        fidelity: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
         """Records the last step, and the last skipped one before it.
 
         Args:
@@ -69,6 +76,7 @@ class Watch:
             status: What it says now.
             noted: What was noted of the steps in between.
             loss: The loss of the last step, not scaled; None if it is not known.
+            fidelity: What float16 makes of the gradients now; None if it was not measured.
 
         Raises:
             TrainingHaltedError: If an alarm ends training.
@@ -76,7 +84,7 @@ class Watch:
         """
         if noted.skip is not None and before.step < noted.skip.step < status.step:
             self._record_missed_skip(noted.skip, before, status)
-        self._record_last_step(noted, status, loss)
+        self._record_last_step(noted, status, loss, fidelity or {})
 
     def _record_missed_skip(self, skip: Skip, before: Status, status: Status) -> None:
         """Records the last skipped step, which came between two samples."""
@@ -93,7 +101,13 @@ class Watch:
             )
         )
 
-    def _record_last_step(self, noted: Noted, status: Status, loss: float | None) -> None:
+    def _record_last_step(
+        self,
+        noted: Noted,
+        status: Status,
+        loss: float | None,
+        fidelity: Mapping[str, Mapping[str, float]],
+    ) -> None:
         skipped, skip = status.last_step_skipped, noted.skip
         histograms = noted.histograms if self._histograms else None
         self._add(
@@ -107,6 +121,7 @@ class Watch:
                 nonfinite=skip.nonfinite if skip is not None and skip.step == status.step else (),
                 steps_skipped=status.steps_skipped,
                 histograms={name: found.to_dict() for name, found in (histograms or {}).items()},
+                fidelity=fidelity,
             )
         )
 

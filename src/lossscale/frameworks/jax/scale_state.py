@@ -145,13 +145,20 @@ def is_usable(rule: ScaleRule, scale: Any) -> Any:
     A user or a file may have put any number there. Such a step is skipped, and the rule brings
     the scale back.
     """
-    lowest = max(rule.lowest_scale or 0.0, SMALLEST_SCALE)
+    lowest = max(_lowest(rule) or 0.0, SMALLEST_SCALE)
     return (scale >= jnp.float32(lowest)) & (scale <= jnp.float32(LARGEST_SCALE))
 
 
 def may_be_below_one(rule: ScaleRule) -> bool:
     """Whether unscaling can make a finite gradient infinite."""
-    return rule.lowest_scale is None or rule.lowest_scale < 1.0
+    lowest = _lowest(rule)
+    return lowest is None or lowest < 1.0
+
+
+def _lowest(rule: ScaleRule) -> float | None:
+    """The lowest number that the loss is multiplied by, None if it is not known."""
+    # What else a rule multiplies by, or had in a file, is not bound by its lowest scale.
+    return rule.lowest_scale if type(rule).loss_scale is ScaleRule.loss_scale else None
 
 
 def _without_loss_scale(rule: ScaleRule, state: ScaleState) -> dict[str, Any]:

@@ -17,15 +17,18 @@ import keras
 
 from lossscale.diagnostics.batch_checks import check_batch, inputs_of, naming_targets
 from lossscale.diagnostics.batches import Batch
+from lossscale.diagnostics.fidelity_meter import fidelity_at
 from lossscale.diagnostics.measurement import NARROW, Derived, paths_of
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
 from lossscale.diagnostics.verdict import Thresholds
 from lossscale.frameworks.common.diagnosis import ModelGradients, looking_inside, measured
+from lossscale.frameworks.common.probing import Probe, described
 from lossscale.frameworks.keras.backends import counting
 from lossscale.frameworks.keras.draws import drawn_in_float32
 from lossscale.frameworks.keras.weights import numpy_of
 from lossscale.frameworks.shell.measuring import (
+    caveats_of,
     check_ready,
     computing_in_float16,
     computing_in_float32,
@@ -91,7 +94,8 @@ def measure(
         )
     framework = f"Keras on {keras.backend.backend()}"
     report = measurement.report(model, framework, narrow, keras.config.floatx(), paths, taps)
-    return dataclasses.replace(report, fidelity=fidelity)
+    caveats = caveats_of(model, keras.Model)
+    return dataclasses.replace(report, fidelity=fidelity, caveats=caveats)
 
 
 def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGradients:
@@ -135,6 +139,28 @@ def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGr
             return narrow(batch, scale)  # type: ignore[no-any-return]
 
     return ModelGradients(looking_inside(in_float32, taps), in_float16, names, backend.on_host)
+
+
+def new_probe(model: Any, batch: Batch) -> Probe:
+    """Returns what measures fidelity on a batch, given a loss scale, while a model trains.
+
+    Args:
+        model: The compiled model.
+        batch: The batch.
+
+    Raises:
+        ArgumentError: If the model has no loss, or the batch does not fit it.
+    """
+    check_ready(model, is_compiled=model.compiled, input_name="a keras.Input")
+    check_batch(batch, inputs_of(model), needs_targets=_needs_targets(model))
+    layers = dict(paths_of([variable.path for variable in model.trainable_variables]))
+    gradients = gradients_of(model, None, list(layers))
+
+    def probe(scale: float) -> dict[str, dict[str, float]]:
+        with counting.load().random_state_kept(), _loss_of_its_own(model):
+            return described(fidelity_at(gradients, tuple(batch), scale, layers), layers)
+
+    return probe
 
 
 def _scale_in_use(optimizer: Any) -> float | None:

@@ -36,6 +36,12 @@ class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callb
     def _steps(self, optimizer: Any) -> Any:
         return optimizer._iterations
 
+    def _new_probe(self, model: Any, batch: Any) -> Any:
+        # With what it imports, which a monitor that measures nothing does without.
+        from lossscale.frameworks.keras import diagnose
+
+        return diagnose.new_probe(self._trained(model), batch)
+
     def _sync(self) -> None:
         # On JAX the variables are out of date within an epoch.
         if hasattr(self._model, "jax_state_sync"):

@@ -36,6 +36,22 @@ def check_ready(model: Any, *, is_compiled: bool, input_name: str) -> None:
         )
 
 
+def caveats_of(model: Any, base: Any) -> tuple[str, ...]:
+    """Returns what is trained otherwise than it is measured, as sentences.
+
+    Args:
+        model: The model.
+        base: The library's class of models.
+    """
+    if type(model).train_step is base.train_step:
+        return ()
+    return (
+        f"{type(model).__name__} has a train_step of its own, which was not run: measured is the "
+        "loss that compile was given, or compute_loss returns. If train_step takes the gradients "
+        "of another loss, return that from compute_loss.",
+    )
+
+
 def without_a_loss(model: Any) -> ArgumentError:
     """Returns the error about a model that has nothing to differentiate."""
     return ArgumentError(

@@ -7,15 +7,19 @@ import threading
 import warnings
 from collections.abc import Callable
 from importlib import metadata
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lossscale.callbacks import Settings
 from lossscale.diagnostics.alarms import float16_without_scaling
 from lossscale.diagnostics.records import StepRecord
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
 from lossscale.frameworks.common.notes import StepNotes
+from lossscale.frameworks.common.probing import Probe, batch_of, said_by
 from lossscale.frameworks.common.watching import Status, Watch
 from lossscale.optimizer import LossScaleOptimizer
+
+if TYPE_CHECKING:
+    from lossscale.diagnostics.batches import Batch
 
 
 class MonitorBody:
@@ -37,6 +41,9 @@ class MonitorBody:
     _watched: Any = None
     # The `Status` of the last sample.
     _before: Any = None
+    # What measures fidelity, and the variables that it does so for.
+    _probe: Probe | None = None
+    _probed: Any = None
 
     # What a framework has to say.
 
@@ -55,6 +62,10 @@ class MonitorBody:
     def _trained(self, model: Any) -> Any:
         """The model itself, of one that may be wrapped."""
         return model
+
+    def _new_probe(self, model: Any, batch: Batch) -> Probe:
+        """Returns what measures fidelity on a batch, given a loss scale."""
+        raise NotImplementedError
 
     def _sync(self) -> None:
         """Brings the optimizer's variables up to date in the middle of an epoch."""
@@ -77,6 +88,10 @@ class MonitorBody:
             warnings.warn(alarm.message, LossScaleWarning, stacklevel=2)
             return
         self._watch = self._watch_of(model.optimizer)
+        trained = [id(variable) for variable in model.trainable_variables]
+        if self._watched is not model.optimizer or self._probed != trained:
+            # It is compiled, which is not to happen in each `fit`.
+            self._probe, self._probed = None, trained
         self._watched = model.optimizer
         self._watch.recorder.open()
         self._instrument(model)
@@ -84,6 +99,7 @@ class MonitorBody:
         self._thread = threading.get_ident()
         self._before = None
         self._mean_is_finite: bool | None = True
+        self._measures_fidelity = self._settings.fidelity_every is not None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """A new epoch: Keras' mean of the loss starts anew."""
@@ -110,9 +126,14 @@ class MonitorBody:
         loss = (logs or {}).get("loss")
         # The first step too: skips are counted from the first record on.
         is_first = self._before is self._at_start
-        if is_first or self._position // self._settings.every > start // self._settings.every:
+        every, fidelity_every = self._settings.every, self._settings.fidelity_every
+        is_sampled = is_first or self._position // every > start // every
+        probes = self._measures_fidelity and (
+            is_first or self._position // fidelity_every > start // fidelity_every
+        )
+        if is_sampled or probes:
             self._sync()
-            self._sample(self._own_loss(loss, steps))
+            self._sample(self._own_loss(loss, steps), probes)
         else:
             self._look_at_mean(loss)
         self._show(logs)
@@ -244,7 +265,23 @@ class MonitorBody:
             bool(array_of(optimizer._last_step_skipped)),
         )
 
-    def _sample(self, loss: float | None) -> None:
+    def _fidelity(self, scale: float) -> dict[str, dict[str, float]] | None:
+        """What float16 makes of the gradients now; None, with one warning, if it does not run."""
+        if self._probe is None:
+            self._probe = self._new_probe(self.model, batch_of(self._settings.fidelity_data))
+        try:
+            return self._probe(scale)
+        # Whatever an operation that does not take float16 raises, training goes on.
+        except Exception as error:
+            self._measures_fidelity = False
+            warnings.warn(
+                f"Fidelity is not measured: the model does not run here. {said_by(error)}",
+                LossScaleWarning,
+                stacklevel=4,
+            )
+            return None
+
+    def _sample(self, loss: float | None, probes: bool = False) -> None:
         before, status = self._before, self._status()
         self._before = self._shown = status
         self._position = status.step
@@ -253,7 +290,8 @@ class MonitorBody:
             # No step was taken, as with variables that are all frozen.
             return
         noted = self._notes.read(min(before.step, status.step - 1), status.step)
-        self._watch.sample(before, status, noted, loss)
+        fidelity = self._fidelity(status.scale) if probes else None
+        self._watch.sample(before, status, noted, loss, fidelity)
 
     def _show(self, logs: Any) -> None:
         if logs is not None:

@@ -17,12 +17,15 @@ import tf_keras
 
 from lossscale.diagnostics.batch_checks import check_batch, inputs_of, naming_targets
 from lossscale.diagnostics.batches import Batch
+from lossscale.diagnostics.fidelity_meter import fidelity_at
 from lossscale.diagnostics.measurement import NARROW, Derived, paths_of
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
 from lossscale.diagnostics.verdict import Thresholds
 from lossscale.frameworks.common.diagnosis import ModelGradients, looking_inside, measured
+from lossscale.frameworks.common.probing import Probe, described
 from lossscale.frameworks.shell.measuring import (
+    caveats_of,
     check_ready,
     computing_in_float16,
     computing_in_float32,
@@ -110,7 +113,8 @@ def measure(
         )
     floatx = tf_keras.backend.floatx()
     report = measurement.report(model, "tf_keras", narrow, floatx, paths, taps)
-    return dataclasses.replace(report, fidelity=fidelity)
+    caveats = caveats_of(model, tf_keras.Model)
+    return dataclasses.replace(report, fidelity=fidelity, caveats=caveats)
 
 
 def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGradients:
@@ -157,6 +161,31 @@ def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGr
             return narrow(batch, scale)
 
     return ModelGradients(looking_inside(in_float32, taps), in_float16, names, counting.on_host)
+
+
+def new_probe(model: Any, batch: Batch) -> Probe:
+    """Returns what measures fidelity on a batch, given a loss scale, while a model trains.
+
+    Args:
+        model: The compiled model.
+        batch: The batch.
+
+    Raises:
+        ArgumentError: If the model has no loss, or the batch does not fit it.
+    """
+    is_compiled = bool(getattr(model, "compiled_loss", None))
+    check_ready(model, is_compiled=is_compiled, input_name="an Input")
+    check_batch(batch, inputs_of(model), needs_targets=_needs_targets(model))
+    names = [variable.name.removesuffix(":0") for variable in model.trainable_variables]
+    layers = dict(paths_of(names))
+    gradients = gradients_of(model, None, list(layers))
+    copy = _copy_of_loss(model, batch)
+
+    def probe(scale: float) -> dict[str, dict[str, float]]:
+        with replaced(model, "compiled_loss", copy):
+            return described(fidelity_at(gradients, tuple(batch), scale, layers), layers)
+
+    return probe
 
 
 def _scale_in_use(optimizer: Any) -> float | None:
@@ -244,6 +273,11 @@ def _autocast(value: Any) -> Any:
 @contextlib.contextmanager
 def _loss_of_its_own(model: Any, batch: Batch) -> Iterator[None]:
     """Within it the model has a new copy of its loss, with metrics of its own."""
+    with replaced(model, "compiled_loss", _copy_of_loss(model, batch)):
+        yield
+
+
+def _copy_of_loss(model: Any, batch: Batch) -> Any:
     loss = model.compiled_loss
     copy = type(loss)(
         loss._user_losses,
@@ -255,5 +289,4 @@ def _loss_of_its_own(model: Any, batch: Batch) -> Iterator[None]:
         tf.nest.map_structure(tf.convert_to_tensor, batch.x)
     )
     copy.build(returned.structured_outputs)
-    with replaced(model, "compiled_loss", copy):
-        yield
+    return copy

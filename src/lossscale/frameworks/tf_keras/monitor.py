@@ -39,6 +39,12 @@ class TFKerasLossScaleMonitor(MonitorBody, LossScaleMonitor, tf_keras.callbacks.
         model.train_function = None
         model.train_function = model.make_train_function()
 
+    def _new_probe(self, model: Any, batch: Any) -> Any:
+        # With what it imports, which a monitor that measures nothing does without.
+        from lossscale.frameworks.tf_keras import diagnose
+
+        return diagnose.new_probe(model, batch)
+
     def _steps(self, optimizer: Any) -> Any:
         return optimizer.iterations
 

@@ -159,9 +159,11 @@ class GradScaler(SkipsOfScaler):
             CallOrderError: If they are unscaled already, or nothing was scaled. It is a
                 `RuntimeError` and an `AssertionError`.
             GradientsError: If a gradient is float16. It is a `ValueError`.
+            TypeError: If it is no optimizer, or one that scales by itself.
         """
         if not self._enabled:
             return
+        scaler_steps.check_optimizer(optimizer)
         self._check_scale_growth_tracker("unscale_()")
         entry = self._per_optimizer_states[id(optimizer)]
         if entry["stage"] is _UNSCALED:
@@ -234,9 +236,11 @@ class GradScaler(SkipsOfScaler):
             CallOrderError: If it was called before since `update`, or nothing was scaled, or there
                 is a closure. It is a `RuntimeError` and an `AssertionError`.
             GradientsError: If a gradient is float16. It is a `ValueError`.
+            TypeError: If it is no optimizer, or one that scales by itself.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
+        scaler_steps.check_optimizer(optimizer)
         scaler_steps.refuse_closure(args, kwargs)
         entry = self._per_optimizer_states[id(optimizer)]
         if not self._scaled_since_update and scaler_steps.is_dummy_step(optimizer):

@@ -41,5 +41,8 @@ OF_SOME = {
     "_step_supports_amp_scaling": "of fused optimizers: that they skip by themselves",
     "_device_types": "of process groups: what they can reduce",
     "_local_tensor": "of DTensors: the part of this process",
+    "_is_view": "of tensors: whether they are part of another",
+    "_orig_mod": "of compiled modules: the module that was compiled",
+    "_schema": "of operations: their name, and which arguments they take",
     "_values": "of sparse tensors: the numbers, uncoalesced",
 }

@@ -10,10 +10,31 @@ from typing import Any
 import torch
 
 from lossscale.diagnostics.records import NonfiniteTensor
-from lossscale.errors import ArgumentTypeError, CallOrderError
+from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, CallOrderError
 from lossscale.frameworks.torch.arrays import real_parts
 from lossscale.frameworks.torch.handing import FUSED
 from lossscale.frameworks.torch.ranks import local
+from lossscale.optimizer import LossScaleOptimizer
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuses what a scaler cannot step.
+
+    Raises:
+        ArgumentTypeError: If it is no optimizer. It is a `TypeError`.
+        AlreadyWrappedError: If it scales by itself. It is a `TypeError`.
+    """
+    if isinstance(optimizer, LossScaleOptimizer):
+        raise AlreadyWrappedError(
+            "This optimizer is a LossScaleOptimizer, which scales by itself. Use it without a "
+            f"GradScaler, or pass the optimizer inside it. Received: {optimizer!r}."
+        )
+    if not hasattr(optimizer, "param_groups"):
+        raise ArgumentTypeError(
+            "A GradScaler unscales and steps an optimizer, such as "
+            f"torch.optim.AdamW(model.parameters()). Received: {optimizer!r} of type "
+            f"{type(optimizer).__name__}."
+        )
 
 
 def refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -1,0 +1,34 @@
+"""What this release of PyTorch has of what it does not document."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lossscale.frameworks.torch import private_names
+
+
+@pytest.mark.parametrize("name", private_names.OF_TORCH)
+def test_the_functions_on_many_tensors_are_there(name):
+    assert hasattr(torch, name), private_names.OF_TORCH[name]
+
+
+@pytest.mark.parametrize(
+    "look", [private_names.check_and_unscale_, private_names._check_and_unscale_]
+)
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
+def test_one_pass_and_two_give_the_same(look, bad):
+    tensors = [torch.tensor([1.0, 2.0]), torch.tensor([4.0 if bad is None else bad])]
+    found = torch.zeros(())
+    look(tensors, found, torch.tensor(0.5))
+    assert bool(found) == (bad is not None)
+    assert tensors[0].tolist() == [0.5, 1.0]
+
+
+def test_some_have_more():
+    sparse = torch.tensor([1.0, 0.0]).to_sparse()
+    assert sparse._values().tolist() == [1.0]
+    scaler = torch.amp.GradScaler("cpu")
+    assert callable(scaler._check_inf_per_device)
+    fused = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5, fused=True)
+    assert fused._step_supports_amp_scaling
