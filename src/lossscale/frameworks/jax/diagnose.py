@@ -104,9 +104,9 @@ def diagnose(
     Example:
         >>> def loss_fn(params, batch, dtype):
         ...     predicted = batch.astype(dtype) @ params["w"].astype(dtype)
-        ...     return jnp.mean(predicted.astype(jnp.float32) ** 2) / 2**20
+        ...     return jnp.mean(predicted.astype(jnp.float32) ** 2) / 2**26
         >>> report = diagnose(loss_fn, {"w": jnp.ones((3, 1))}, [jnp.ones((2, 3))])
-        >>> report.verdict.value, report.fidelity.highest > 2**20
+        >>> report.verdict.value, report.recommended_scale > 1
         ('required', True)
     """
     known, limits = number_format(format), thresholds or Thresholds()
