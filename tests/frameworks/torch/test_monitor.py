@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lossscale
+from frameworks.torch.modules import batches_of, loss_fn, model_of
 from frameworks.torch.support import bits
 from lossscale.diagnostics import GradientHistogram, TrainingHistory
 from lossscale.errors import (
@@ -216,6 +217,58 @@ def test_tensorboard_gets_what_the_file_gets(tmp_path):
     assert list((tmp_path / "board").iterdir())
 
 
+def test_fidelity_is_measured_at_the_scale_in_use_and_what_is_lost_is_told(tmp_path):
+    model, batches = model_of("layer norm"), batches_of("layer norm", 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = lossscale.torch.LossScaleOptimizer(inner, rule=lossscale.FixedScale(4.0))
+    path = tmp_path / "run.jsonl"
+    settings = {"every": 2, "fidelity_every": 4, "loss_fn": loss_fn, "fidelity_data": batches[0]}
+    with Monitor(optimizer, model, path, **settings) as monitor:
+        for _ in range(5):
+            optimizer.zero_grad()
+            optimizer.scale_loss(loss_fn(model, batches[0])).backward()
+            optimizer.step()
+            before = bits([model.state_dict(), [p.grad for p in model.parameters()]])
+            monitor.step(0.5)
+            assert bits([model.state_dict(), [p.grad for p in model.parameters()]]) == before
+    records = TrainingHistory.read(path).records
+    assert [(r.step, bool(r.fidelity)) for r in records] == [
+        (1, True),
+        (2, False),
+        (4, True),
+        (5, False),
+    ]
+    report = lossscale.torch.diagnose(model, loss_fn, batches, in_use=4.0)
+    wanted = {v.name: v.at[4.0] for v in report.fidelity.variables}
+    found = records[2].fidelity
+    assert set(found) == set(wanted)
+    for name, numbers in found.items():
+        assert (numbers["lost"], numbers["error"]) == pytest.approx(
+            (wanted[name].lost, wanted[name].error)
+        )
+
+
+def test_a_model_that_does_not_run_in_float16_trains_on():
+    model, batches = model_of("linear"), batches_of("linear", 1)
+    optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def only_wide(model, batch):
+        if torch.is_autocast_enabled("cpu"):
+            raise NotImplementedError("no kernel")
+        return loss_fn(model, batch)
+
+    settings = {"fidelity_every": 1, "loss_fn": only_wide, "fidelity_data": batches[0]}
+    with Monitor(optimizer, model, **settings) as monitor:
+        optimizer.scale_loss(loss_fn(model, batches[0])).backward()
+        optimizer.step()
+        with pytest.warns(LossScaleWarning, match="does not run here. no kernel"):
+            monitor.step(0.5)
+        optimizer.scale_loss(loss_fn(model, batches[0])).backward()
+        optimizer.step()
+        monitor.step(0.5)
+    assert monitor.last_record.step == 2
+
+
 def test_mistakes_have_one_sentence():
     loop = Loop()
     with pytest.raises(ArgumentTypeError, match=r"Wrap it: lossscale\.torch\.LossScaleOptimizer"):
@@ -230,6 +283,13 @@ def test_mistakes_have_one_sentence():
         Monitor(loop.watched, "model")
     with pytest.raises(ArgumentError, match="`every`"):
         Monitor(loop.watched, loop.named, every=0)
+    with pytest.raises(ArgumentError, match="belong together"):
+        Monitor(loop.watched, loop.named, fidelity_every=2)
+    fidelity = {"loss_fn": loss_fn, "fidelity_data": torch.ones(2)}
+    with pytest.raises(ArgumentError, match="a multiple of `every`"):
+        Monitor(loop.watched, loop.named, every=2, fidelity_every=3, **fidelity)
+    with pytest.raises(ArgumentTypeError, match=r"must be a torch\.nn\.Module"):
+        Monitor(loop.watched, loop.named, fidelity_every=3, **fidelity)
     monitor = Monitor(loop.watched, loop.named)
     with pytest.raises(ArgumentError, match="one element"):
         monitor.step(torch.ones(2))

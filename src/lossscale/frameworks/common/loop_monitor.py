@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lossscale.diagnostics.records import StepRecord
@@ -81,4 +81,14 @@ class LoopMonitor:
         self._is_first = False
         self._before, self._position = status, status.step
         if status.step != before.step:
-            self._watch.sample(before, status, noted, None if loss is None else float(loss))
+            number = None if loss is None else float(loss)
+            self._watch.sample(before, status, noted, number, self._fidelity(before, status))
+
+    def _fidelity(self, before: Status, status: Status) -> Mapping[str, Mapping[str, float]] | None:
+        """What float16 makes of the gradients now; None where it is not measured.
+
+        Args:
+            before: What the optimizer said at the last sample.
+            status: What it says now.
+        """
+        return None

@@ -79,7 +79,19 @@ class HostedMonitor:
         settings = self._settings
         if not is_first_process:
             settings = settings._replace(path=None, tensorboard=None, histograms=False)
-        self._monitor = Monitor(watched[0], model, **settings._asdict(), steps_before=steps)
+        self._monitor = Monitor(
+            watched[0],
+            model,
+            settings.path,
+            every=settings.every,
+            tensorboard=settings.tensorboard,
+            histograms=settings.histograms,
+            on_floor=settings.on_floor,
+            max_consecutive_skips=settings.max_consecutive_skips,
+            append=settings.append,
+            on_write_error=settings.on_write_error,
+            steps_before=steps,
+        )
         self._steps = steps
 
     def _took(self, steps: int, loss: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -10,12 +12,15 @@ import torch
 
 from lossscale.callbacks import checked_settings
 from lossscale.checks import checked_count
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
 from lossscale.frameworks.common.loop_monitor import LoopMonitor
 from lossscale.frameworks.common.notes import Noted
+from lossscale.frameworks.common.probing import Probe, said_by
 from lossscale.frameworks.common.watching import Status, Watch
+from lossscale.frameworks.torch.diagnose import probe
 from lossscale.frameworks.torch.grad_scaler import GradScaler
 from lossscale.frameworks.torch.loop_notes import LoopNotes
+from lossscale.frameworks.torch.model_gradients import LossFn
 from lossscale.frameworks.torch.optimizer import TorchLossScaleOptimizer
 from lossscale.frameworks.torch.scaler_steps import named
 
@@ -46,6 +51,12 @@ class Monitor(LoopMonitor):
         append: Whether to go on with the file `path` if it exists, as a resumed run does.
         on_write_error: What it is that `path` or `tensorboard` cannot be written any more: "warn"
             to warn once and train on without it, or "raise" to end training.
+        fidelity_every: After how many steps to measure what float16 loses at the scale in use, and
+            after the first one; in steps, a multiple of `every`. It takes one run of the model in
+            float32 and one in float16. None for never. `model` must be a module then.
+        loss_fn: Given the model and a batch, returns the loss, as for `lossscale.torch.diagnose`.
+        fidelity_data: The batch to measure on, the same each time, so that what changes is the
+            model.
         steps_before: With a `GradScaler`, how many steps the run has behind it. An optimizer knows
             it by itself.
 
@@ -70,6 +81,8 @@ class Monitor(LoopMonitor):
         (8.0, 4.0, 'overflow', 'weight (2 inf)')
     """
 
+    _has_probed = False
+
     def __init__(
         self,
         optimizer: Any,
@@ -83,6 +96,9 @@ class Monitor(LoopMonitor):
         max_consecutive_skips: int | None = None,
         append: bool = False,
         on_write_error: str = "warn",
+        fidelity_every: int | None = None,
+        loss_fn: LossFn | None = None,
+        fidelity_data: Any = None,
         steps_before: int = 0,
     ) -> None:
         settings = checked_settings(
@@ -103,6 +119,10 @@ class Monitor(LoopMonitor):
                 "A GradScaler does not know what it scales: give Monitor the model, for the names "
                 "of its parameters. Received: model=None."
             )
+        self._fidelity_every = fidelity_every
+        self._probe = None
+        if fidelity_every is not None or loss_fn is not None or fidelity_data is not None:
+            self._probe = _probe_of(model, fidelity_every, loss_fn, fidelity_data, settings.every)
         before = checked_count("steps_before", steps_before, lowest=0)
         self._skips = int(optimizer.steps_skipped)
         self._skipped = False
@@ -163,6 +183,24 @@ class Monitor(LoopMonitor):
             del vars(self._watched)["_watcher"]
         super().close()
 
+    def _fidelity(self, before: Status, status: Status) -> Mapping[str, Mapping[str, float]] | None:
+        every = self._fidelity_every
+        if self._probe is None or every is None:
+            return None
+        if not self._has_probed or status.step // every > before.step // every:
+            self._has_probed = True
+            try:
+                return self._probe(status.scale)
+            # Whatever an operation that does not take float16 raises, training goes on.
+            except Exception as error:
+                self._probe = None
+                warnings.warn(
+                    f"Fidelity is not measured: the model does not run here. {said_by(error)}",
+                    LossScaleWarning,
+                    stacklevel=5,
+                )
+        return None
+
     def _number(self) -> int:
         """How many steps came before the one that is being made."""
         return self._start if self._is_scaler else int(self._watched.iterations)
@@ -194,6 +232,21 @@ def _check_watched(optimizer: Any) -> None:
         raise ArgumentError("The GradScaler is disabled, so there is no loss scale to watch.")
     if vars(optimizer).get("_watcher") is not None:
         raise ArgumentError("It is watched already. Close the other Monitor first.")
+
+
+def _probe_of(model: Any, every: Any, loss_fn: Any, batch: Any, sampled_every: int) -> Probe:
+    """Returns what measures fidelity on a batch."""
+    if every is None or loss_fn is None or batch is None:
+        raise ArgumentError(
+            "`fidelity_every`, `loss_fn` and `fidelity_data` belong together: every how many steps "
+            "to measure fidelity, the loss of a model and a batch, and the batch."
+        )
+    if checked_count("fidelity_every", every) % sampled_every:
+        raise ArgumentError(
+            "Fidelity is measured on steps that are sampled: `fidelity_every` must be a multiple "
+            f"of `every`. Received: fidelity_every={every}, every={sampled_every}."
+        )
+    return probe(model, loss_fn, batch)
 
 
 def _names(optimizer: Any, model: Any, is_scaler: bool) -> dict[Any, str]:
