@@ -106,7 +106,7 @@ def diagnose(
         ...     predicted = batch.astype(dtype) @ params["w"].astype(dtype)
         ...     return jnp.mean(predicted.astype(jnp.float32) ** 2) / 2**30
         >>> report = diagnose(loss_fn, {"w": jnp.ones((3, 1))}, [jnp.ones((2, 3))])
-        >>> report.verdict.value, report.fidelity.highest > 2**20
+        >>> report.verdict.value, report.recommended_scale > 1
         ('required', True)
     """
     known, limits = number_format(format), thresholds or Thresholds()

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from lossscale.checks import checked_above_zero, checked_count
+from lossscale.diagnostics.fidelity_meter import fidelity_at
 from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.diagnostics.measurement import NARROW
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.verdict import Thresholds
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.frameworks.common.diagnosis import ModelGradients, measured
+from lossscale.frameworks.common.probing import Probe, described
 from lossscale.frameworks.torch.exponents import count_bins
 from lossscale.frameworks.torch.exponents import on_host as table_on_host
 from lossscale.frameworks.torch.kept import same_random_numbers, tensors_in
@@ -96,11 +98,10 @@ def diagnose(
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
-        >>> _ = torch.nn.init.ones_(model.weight)
         >>> def loss_fn(model, batch):
-        ...     return (model(batch).float() ** 2).mean() / 2**30
+        ...     return (model(batch) - 1).abs().mean() / 2**30
         >>> report = diagnose(model, loss_fn, [torch.ones(2, 3)])
-        >>> report.verdict.value, report.fidelity.highest > 2**20
+        >>> report.verdict.value, report.recommended_scale > 1
         ('required', True)
     """
     known, limits = number_format(format), thresholds or Thresholds()
@@ -116,7 +117,7 @@ def diagnose(
     _check_batches(batches)
     name = type(getattr(model, "_orig_mod", model)).__name__
     taps = Taps(model, name)
-    paths = [(plain(path), plain(path).rpartition(".")[0] or name) for path in names]
+    paths = _paths(names, name)
     # Copies of tensors that are made in inference mode cannot be derived by.
     with torch.inference_mode(False):
         differentiation = Differentiation(model, loss_fn, dtype, taps)
@@ -143,6 +144,40 @@ def diagnose(
     own = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     report = measurement.report(taps, "PyTorch", own & set(NARROW), reference, paths, taps)
     return dataclasses.replace(report, fidelity=fidelity).with_format(known, limits)
+
+
+def probe(model: torch.nn.Module, loss_fn: LossFn, batch: Any) -> Probe:
+    """Returns what measures on one batch what float16 makes of each gradient at a loss scale.
+
+    Args:
+        model: The model.
+        loss_fn: As for `diagnose`.
+        batch: What it is given.
+
+    Raises:
+        ArgumentError, ArgumentTypeError, UnsupportedError: As `diagnose`.
+    """
+    names = _check_model(model)
+    name = type(getattr(model, "_orig_mod", model)).__name__
+    layers = dict(_paths(names, name))
+
+    def measure(scale: float) -> dict[str, dict[str, float]]:
+        with torch.inference_mode(False):
+            # The model has changed since the last time, and is left as it is now.
+            taps = Taps(model, name)
+            differentiation = Differentiation(model, loss_fn, torch.float32, taps)
+            gradients = ModelGradients(
+                differentiation.reference, differentiation.in_float16, list(layers), on_host
+            )
+            found = fidelity_at(gradients, _Given(batch, 1), scale, layers)
+        return described(found, layers)
+
+    return measure
+
+
+def _paths(names: Iterable[str], model: str) -> list[tuple[str, str]]:
+    """The name of each parameter, and that of its module."""
+    return [(plain(name), plain(name).rpartition(".")[0] or model) for name in names]
 
 
 def _count(gradient: Any) -> Any:
