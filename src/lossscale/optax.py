@@ -15,25 +15,25 @@ def step(params, opt_state, batch):
 from lossscale.packages import not_installed
 
 try:
-    from lossscale.frameworks.jax.conversions import (
+    from lossscale.frameworks.jax.diagnosis.diagnose import diagnose
+    from lossscale.frameworks.jax.optax.conversions import (
         from_flax,
         from_jmp,
         to_flax,
         to_jmp,
     )
-    from lossscale.frameworks.jax.diagnose import diagnose
-    from lossscale.frameworks.jax.keras_values import from_keras, to_keras
-    from lossscale.frameworks.jax.loops import (
+    from lossscale.frameworks.jax.optax.keras_values import from_keras, to_keras
+    from lossscale.frameworks.jax.optax.loops import (
         all_finite,
         loss_scale,
         scale_loss,
         unscale,
         value_and_grad,
     )
-    from lossscale.frameworks.jax.monitor import Monitor
-    from lossscale.frameworks.jax.noting import NotedState, noted
-    from lossscale.frameworks.jax.scale_state import LossScaleState
-    from lossscale.frameworks.jax.transformation import loss_scaled
+    from lossscale.frameworks.jax.optax.monitor import Monitor
+    from lossscale.frameworks.jax.optax.noting import NotedState, noted
+    from lossscale.frameworks.jax.optax.scale_state import LossScaleState
+    from lossscale.frameworks.jax.optax.transformation import loss_scaled
 except ModuleNotFoundError as error:
     if error.name not in ("jax", "optax"):
         raise

@@ -102,7 +102,7 @@ _TABLE = (
         root="torch",
         major_version="",
         package="lossscale.frameworks.torch",
-        shells=(("optim.Optimizer", "optimizer.TorchLossScaleOptimizer"),),
+        shells=(("optim.Optimizer", "optimizer.optimizer.TorchLossScaleOptimizer"),),
         tensors=("torch",),
     ),
 )

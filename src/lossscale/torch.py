@@ -18,16 +18,16 @@ _OF_TRAINERS = {"LightningMonitor": "lightning", "TransformersMonitor": "transfo
 """Names that need another library, and are taken by `import *` from nobody."""
 
 if TYPE_CHECKING:
-    from lossscale.frameworks.torch.lightning_monitor import LightningMonitor as LightningMonitor
+    from lossscale.frameworks.torch.monitors.lightning import LightningMonitor as LightningMonitor
+    from lossscale.frameworks.torch.monitors.transformers import (
+        TransformersMonitor as TransformersMonitor,
+    )
     from lossscale.frameworks.torch.names import GradScaler as GradScaler
     from lossscale.frameworks.torch.names import LossScaleOptimizer as LossScaleOptimizer
     from lossscale.frameworks.torch.names import Monitor as Monitor
     from lossscale.frameworks.torch.names import diagnose as diagnose
     from lossscale.frameworks.torch.names import guard as guard
     from lossscale.frameworks.torch.names import install as install
-    from lossscale.frameworks.torch.transformers_monitor import (
-        TransformersMonitor as TransformersMonitor,
-    )
 else:
     # To import this module is not to import PyTorch; to take a name out of it is.
     def __getattr__(name: str) -> Any:
@@ -48,9 +48,9 @@ else:
 
     def _found(name: str) -> Any:
         if name == "LightningMonitor":
-            from lossscale.frameworks.torch import lightning_monitor as module
+            from lossscale.frameworks.torch.monitors import lightning as module
         elif name == "TransformersMonitor":
-            from lossscale.frameworks.torch import transformers_monitor as module
+            from lossscale.frameworks.torch.monitors import transformers as module
         else:
             from lossscale.frameworks.torch import names as module
         return getattr(module, name)

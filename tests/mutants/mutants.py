@@ -418,84 +418,84 @@ _OWN_STEPS = "tests/frameworks/torch/test_steps.py"
 
 TORCH_ITSELF = [
     Mutant(
-        "frameworks/torch/judging.py",
+        "frameworks/torch/optimizer/judging.py",
         "return _BAD if factors.found.item() else _GOOD",
         "return _GOOD",
         _HOST,
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/step.py",
+        "frameworks/torch/optimizer/step.py",
         "returned = self.inner_optimizer.step() if quickly.applied else None",
         "returned = self.inner_optimizer.step()",
         _HOST,
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/judging.py",
+        "frameworks/torch/optimizer/judging.py",
         "may_grow = scales.scale < 1.0",
         "may_grow = False",
         _HOST,
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/judging.py",
+        "frameworks/torch/optimizer/judging.py",
         "        return layout.started >= stepped\n",
         "        return True\n",
         (_OWN_STEPS, "-k", "garbage or joins_late"),
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/handing.py",
+        "frameworks/torch/optimizer/handing.py",
         "inner.found_inf = found",
         "pass",
         _DEVICE,
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/handing.py",
+        "frameworks/torch/optimizer/handing.py",
         "inner.__dict__.pop(name, None)",
         "inner.__dict__.setdefault(name, None)",
         (_OWN_STEPS, "-k", "raises"),
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/closures.py",
+        "frameworks/torch/optimizer/closures.py",
         "            scales.move(Seen(False))\n",
         "            pass\n",
         ("tests/frameworks/torch/test_closures.py",),
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/clipping.py",
+        "frameworks/torch/optimizer/clipping.py",
         "max=1.0",
         "max=2.0",
         ("tests/frameworks/torch/test_clipping.py",),
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/saving.py",
+        "frameworks/torch/optimizer/saving.py",
         "        self._restore_numbers(checked)\n",
         "",
         _HOST,
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/guard.py",
+        "frameworks/torch/optimizer/guard.py",
         "now[0] > before[0] and now[1] == before[1]",
         "False",
         ("tests/frameworks/torch/test_guard.py",),
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/scales.py",
+        "frameworks/torch/optimizer/scales.py",
         "        if scale != self.scale:\n            self._show(scale)\n",
         "",
         _HOST,
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/step.py",
+        "frameworks/torch/optimizer/step.py",
         "if any(as_they_were) and not all(as_they_were):",
         "if False:",
         (_OWN_STEPS, "-k", "gradients_of_some"),
@@ -504,8 +504,8 @@ TORCH_ITSELF = [
 ]
 
 
-_GATING = "frameworks/jax/gating.py"
-_JUDGING = "frameworks/jax/judging.py"
+_GATING = "frameworks/jax/optax/gating.py"
+_JUDGING = "frameworks/jax/optax/judging.py"
 
 OPTAX = [
     Mutant(
@@ -523,14 +523,14 @@ OPTAX = [
         JAX,
     ),
     Mutant(
-        "frameworks/jax/jaxprs.py",
+        "frameworks/jax/optax/jaxprs.py",
         "if not chosen_already:",
         "if False:",
         ("tests/frameworks/jax/test_jaxprs.py", "-k", "kept_old"),
         JAX,
     ),
     Mutant(
-        "frameworks/jax/jaxprs.py",
+        "frameworks/jax/optax/jaxprs.py",
         "        if called is not None:\n            below",
         "        if False:\n            below",
         ("tests/frameworks/jax/test_memory.py",),
@@ -551,14 +551,14 @@ OPTAX = [
         JAX,
     ),
     Mutant(
-        "frameworks/jax/scale_state.py",
+        "frameworks/jax/optax/scale_state.py",
         "if id(leaf) in known and isinstance(leaf, jax.Array):",
         "if False:",
         ("tests/frameworks/jax/test_skipping.py", "-k", "lbfgs"),
         JAX,
     ),
     Mutant(
-        "frameworks/jax/transformation.py",
+        "frameworks/jax/optax/transformation.py",
         "if judging.has_elements(gradients):",
         "if True:",
         ("tests/frameworks/jax/test_leaves.py", "-k", "without_a_gradient"),
@@ -566,7 +566,7 @@ OPTAX = [
     ),
 ]
 
-_SCALER = "frameworks/torch/grad_scaler.py"
+_SCALER = "frameworks/torch/grad_scaler/scaler.py"
 _DEFECTS = "tests/frameworks/torch/test_grad_scaler_defects.py"
 
 SCALER = [
@@ -586,14 +586,14 @@ SCALER = [
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/scaler_steps.py",
+        "frameworks/torch/grad_scaler/steps.py",
         "del optimizer.grad_scale, optimizer.found_inf",
         "pass",
         (_DEFECTS, "-k", "d25"),
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/scaler_scale.py",
+        "frameworks/torch/grad_scaler/scale.py",
         "and left[1] == scale._version",
         "",
         ("tests/frameworks/torch/test_grad_scaler.py", "-k", "others_write"),
@@ -614,28 +614,28 @@ _WATCHED = ("tests/frameworks/jax/test_monitor.py", "-k")
 
 AROUND_OPTAX = [
     Mutant(
-        "frameworks/jax/conversions.py",
+        "frameworks/jax/optax/conversions.py",
         "dynamic_scale.growth_interval)) + 1,",
         "dynamic_scale.growth_interval)),",
         (*_CONVERSIONS, "run_of_flax_goes_on"),
         JAX,
     ),
     Mutant(
-        "frameworks/jax/conversions.py",
+        "frameworks/jax/optax/conversions.py",
         'return rule, converted_state(rule, {"good_steps": good_steps}, inner_state)\n    if',
         "return rule, converted_state(rule, {}, inner_state)\n    if",
         (*_CONVERSIONS, "run_of_jmp_goes_on"),
         JAX,
     ),
     Mutant(
-        "frameworks/jax/noting.py",
+        "frameworks/jax/optax/noting.py",
         "return unscaled(by_row, before.loss_scale, self.rule.powers_of_two)",
         "return by_row",
         (*_WATCHED, "exponents"),
         JAX,
     ),
     Mutant(
-        "frameworks/jax/monitor.py",
+        "frameworks/jax/optax/monitor.py",
         "self._scale = jnp.copy(shown.scale)",
         "pass",
         (*_WATCHED, "recorded_with_its_scale"),

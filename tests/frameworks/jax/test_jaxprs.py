@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from frameworks.jax.support import bits
-from lossscale.frameworks.jax import jaxprs
+from lossscale.frameworks.jax.optax import jaxprs
 
 
 @jax.jit

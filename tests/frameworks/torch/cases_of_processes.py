@@ -27,9 +27,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_de
 from torch.nn.parallel import DistributedDataParallel
 
 from lossscale.frameworks.torch import ranks
-from lossscale.frameworks.torch.amp_names import ShardedGradScaler as OurShardedGradScaler
-from lossscale.frameworks.torch.grad_scaler import GradScaler
-from lossscale.frameworks.torch.optimizer import TorchLossScaleOptimizer
+from lossscale.frameworks.torch.grad_scaler.amp_names import (
+    ShardedGradScaler as OurShardedGradScaler,
+)
+from lossscale.frameworks.torch.grad_scaler.scaler import GradScaler
+from lossscale.frameworks.torch.optimizer.optimizer import TorchLossScaleOptimizer
 
 INF = float("inf")
 

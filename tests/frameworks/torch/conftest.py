@@ -8,13 +8,15 @@ import pytest
 
 import lossscale.frameworks.torch
 
+_PREFIX = f"{lossscale.frameworks.torch.__name__}."
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_keras():
     # Other folders of the same process may have imported it before.
     before = {name for name in ("keras", "tf_keras", "tensorflow") if name in sys.modules}
     yield
-    for module in pkgutil.iter_modules(lossscale.frameworks.torch.__path__):
-        importlib.import_module(f"lossscale.frameworks.torch.{module.name}")
+    for module in pkgutil.walk_packages(lossscale.frameworks.torch.__path__, _PREFIX):
+        importlib.import_module(module.name)
     now = {name for name in ("keras", "tf_keras", "tensorflow") if name in sys.modules}
     assert now == before

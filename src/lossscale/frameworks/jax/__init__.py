@@ -1,1 +1,1 @@
-"""JAX without Keras: arrays, what a monitor notes."""
+"""JAX without Keras: arrays here, and a room for the Optax transformation and the diagnosis."""

@@ -1,1 +1,1 @@
-"""PyTorch without Keras: arrays, what a monitor notes."""
+"""PyTorch without Keras: arrays here, and a room for each thing that trains or watches."""

@@ -15,8 +15,8 @@ import torch
 
 from lossscale.errors import GradientsError
 from lossscale.frameworks.torch import ranks
+from lossscale.frameworks.torch.optimizer.scales import Factors
 from lossscale.frameworks.torch.private_names import check_and_unscale_
-from lossscale.frameworks.torch.scales import Factors
 
 _layout, _dtype, _device = attrgetter("layout"), attrgetter("dtype"), attrgetter("device")
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})

@@ -1,0 +1,199 @@
+"""Measures the gradients of a loss in JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lossscale.checks import checked_above_zero, checked_count
+from lossscale.diagnostics.formats import NumberFormat, number_format
+from lossscale.diagnostics.measurement import NARROW
+from lossscale.diagnostics.report import GradientReport
+from lossscale.diagnostics.verdict import Thresholds
+from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.frameworks.common.diagnosis import ModelGradients, measured
+from lossscale.frameworks.jax.diagnosis.differentiation import Differentiation, check_function
+from lossscale.frameworks.jax.exponents import count_bins, on_host
+from lossscale.frameworks.jax.optax.loops import loss_scale
+
+_REFERENCES = {"float32": jnp.float32, "float64": jnp.float64}
+
+
+class _Given(NamedTuple):
+    """What the loss is computed on once."""
+
+    data: Any
+    samples: int
+
+
+@dataclasses.dataclass
+class _Inside:
+    """What the report is called, and that nothing inside of the loss was looked at."""
+
+    name: str
+    layer_names: dict[str, str]
+    untapped: tuple[str, ...] = ()
+
+
+def diagnose(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batches: Iterable[Any],
+    *,
+    max_batches: int = 4,
+    in_use: Any = None,
+    reference: str = "float32",
+    has_aux: bool = False,
+    grad: Callable[..., Any] | None = None,
+    format: str | NumberFormat = "float16",
+    thresholds: Thresholds | None = None,
+    quick: bool = False,
+    after_batch: Callable[[int], None] = lambda number: None,
+) -> GradientReport:
+    """Measures what float16 makes of gradients, and says whether a loss needs loss scaling.
+
+    On each batch `loss_fn(params, batch, dtype)` is derived several times: with the dtype of the
+    reference, and with float16 at several loss scales. So the function that trains in float16 has
+    to be one that can compute in float32 too. JAX has no policy of dtypes that could be switched
+    from outside, and each library says in its own way what it computes in; an argument serves all.
+
+    It is compiled by `jax.jit`, once for each of both, and measured is what the compiled function
+    computes on this device. What XLA keeps in float32 between two operations is not lost there.
+    Nothing is updated. Parameters and batches are left as they are.
+
+    Gradients change as a network learns. Ask at the start of training, and again later.
+
+    Args:
+        loss_fn: A pure function of the parameters, a batch and a dtype, `jnp.float16` or that of
+            the reference, to which it casts what it computes with. Returns the loss, not scaled, a
+            scalar. Random numbers come from keys in the batch, and are drawn in float32 and cast:
+            in float16 other numbers would be drawn from the same key.
+        params: The parameters: a tree of arrays, or a model of Equinox or NNX with `grad`. For the
+            reference arrays in 16 bits are widened, in a batch too.
+        batches: An iterable of batches, trees of arrays. Their size matters: the loss is averaged
+            over a batch, so gradients are the smaller, the larger it is. Use that of training.
+        max_batches: How many batches to measure on, at most.
+        in_use: The loss scale that trains, which is measured as well: an optimizer's state that
+            has one, a number, or None.
+        reference: "float32" or "float64". The latter needs `jax_enable_x64`.
+        has_aux: Whether `loss_fn` returns a pair of the loss and anything else.
+        grad: What differentiates: `equinox.filter_value_and_grad`, `flax.nnx.value_and_grad` or
+            another that is called as `grad(function)(params, batch)`; None for
+            `jax.value_and_grad`.
+        format: What gradients will be computed in, a key of `lossscale.diagnostics.FORMATS`.
+            Another one than float16 is predicted from the reference.
+        thresholds: Where the verdicts begin; None for the defaults.
+        quick: Whether to compute the reference only, once on each batch, and predict.
+        after_batch: Called after every batch with the number of batches so far.
+
+    Returns:
+        The report. Print it, or ask for `verdict`, `reason`, `recommended_scale` and `fidelity`.
+
+    Raises:
+        ArgumentTypeError: If `loss_fn`, what it returns or `batches` are something else. It is a
+            `TypeError`.
+        ArgumentError: If there is nothing to train, no batch, no loss that can be derived, or
+            `loss_fn` computes nothing in float16. It is a `ValueError`.
+
+    Example:
+        >>> def loss_fn(params, batch, dtype):
+        ...     predicted = batch.astype(dtype) @ params["w"].astype(dtype)
+        ...     return jnp.mean(predicted.astype(jnp.float32) ** 2) / 2**30
+        >>> report = diagnose(loss_fn, {"w": jnp.ones((3, 1))}, [jnp.ones((2, 3))])
+        >>> report.verdict.value, report.recommended_scale > 1
+        ('required', True)
+    """
+    known, limits = number_format(format), thresholds or Thresholds()
+    checked_count("max_batches", max_batches)
+    dtype = _checked_reference(reference)
+    scale = _scale_of(in_use)
+    check_function(loss_fn)
+    _check_batches(batches)
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    inside = _Inside("this loss" if name == "<lambda>" else name, {})
+    differentiation = Differentiation(loss_fn, params, dtype, grad, has_aux)
+    given = _first(batches, max_batches, differentiation.prepare)
+    first = next(given)
+    paths = [(name, name.rpartition("/")[0] or name) for name in differentiation.names]
+    measurement, fidelity = measured(
+        ModelGradients(
+            differentiation.reference,
+            differentiation.in_float16,
+            differentiation.names,
+            np.asarray,
+        ),
+        itertools.chain([first], given),
+        lambda batch: None,
+        _count,
+        paths,
+        in_use=scale,
+        after_batch=after_batch,
+        thresholds=limits,
+        quick=bool(quick) or known.name != "float16",
+    )
+    if fidelity is not None:
+        fidelity = dataclasses.replace(
+            fidelity, setting="compiled, by the loss function with dtype=float16"
+        )
+    own = {leaf.dtype.name for leaf in jax.tree.leaves(params) if hasattr(leaf, "dtype")}
+    framework = f"JAX on {jax.default_backend()}"
+    report = measurement.report(inside, framework, own & set(NARROW), reference, paths, inside)
+    return dataclasses.replace(report, fidelity=fidelity).with_format(known, limits)
+
+
+_compiled_count = jax.jit(count_bins)
+
+
+def _count(gradient: Any) -> Any:
+    """The table of exponents of a gradient, on the host."""
+    return on_host(_compiled_count(gradient))
+
+
+def _first(batches: Iterable[Any], most: int, prepare: Callable[[Any], None]) -> Iterator[_Given]:
+    empty = True
+    for data in itertools.islice(iter(batches), most):
+        empty = False
+        prepare(data)
+        sizes = [np.shape(leaf)[0] for leaf in jax.tree.leaves(data) if np.ndim(leaf)]
+        yield _Given(data, sizes[0] if sizes else 1)
+    if empty:
+        raise ArgumentError(f"There is no batch in `batches`, of type {type(batches).__name__}.")
+
+
+def _check_batches(batches: Any) -> None:
+    one = isinstance(batches, (jax.Array, np.ndarray, Mapping)) or (
+        isinstance(batches, tuple)
+        and any(isinstance(part, (jax.Array, np.ndarray)) for part in batches)
+    )
+    if one or not hasattr(batches, "__iter__"):
+        raise ArgumentTypeError(
+            "`batches` must be an iterable of batches, such as a list of them; one batch is "
+            f"[batch]. Received: a {type(batches).__name__}."
+        )
+
+
+def _checked_reference(reference: Any) -> Any:
+    if reference not in _REFERENCES:
+        raise ArgumentError(
+            f"`reference` must be 'float32' or 'float64'. Received: reference={reference!r}."
+        )
+    if reference == "float64" and not jax.config.jax_enable_x64:
+        raise ArgumentError(
+            "reference='float64' needs 64-bit numbers, which JAX leaves out: call "
+            'jax.config.update("jax_enable_x64", True) first.'
+        )
+    return _REFERENCES[reference]
+
+
+def _scale_of(in_use: Any) -> float | None:
+    if in_use is None:
+        return None
+    if isinstance(in_use, (int, float)):
+        return checked_above_zero("in_use", in_use)
+    return float(np.asarray(loss_scale(in_use)))

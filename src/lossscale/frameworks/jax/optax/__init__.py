@@ -1,0 +1,1 @@
+"""Loss scaling as an Optax transformation."""

@@ -1,0 +1,1 @@
+"""Measures what float16 does to the gradients of a PyTorch model."""

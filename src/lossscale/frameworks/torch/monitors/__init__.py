@@ -1,0 +1,1 @@
+"""Monitors of training loops in PyTorch."""

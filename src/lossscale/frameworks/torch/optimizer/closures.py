@@ -1,0 +1,78 @@
+"""Steps with a closure, which evaluates the model and calls `backward`.
+
+Most optimizers evaluate it once, at the beginning. Then it is evaluated here, so that the step can
+still be skipped. Others evaluate it many times, such as LBFGS in its line search. They need the
+gradients themselves each time, and no step can be skipped in their middle: an evaluation that
+overflows is made again at a lower scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lossscale.frameworks.torch.optimizer import handing
+from lossscale.frameworks.torch.optimizer.judging import Verdict
+from lossscale.frameworks.torch.optimizer.scales import HostScales
+from lossscale.frameworks.torch.optimizer.step import Stepping
+from lossscale.rules import Seen
+
+
+class Closures(Stepping):
+    """`step` with a closure."""
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        if handing.demands_closure(self.inner_optimizer):
+            return self._step_evaluating(closure)
+        with torch.enable_grad():
+            loss = closure()
+        self._take_step()
+        return loss
+
+    def _step_evaluating(self, closure: Callable[[], Any]) -> Any:
+        """A step of an optimizer that evaluates the closure as often as it likes."""
+        loss, verdict = self._evaluate(closure)
+        self._tell(verdict)
+        if not verdict.applied:
+            # No lower scale helps: the step would put what is not finite into the parameters.
+            self._move(verdict)
+            self._marks.reset()
+            return loss
+        first = [loss]
+
+        def evaluated() -> Any:
+            return first.pop() if first else self._evaluate(closure)[0]
+
+        returned = handing.call(self.inner_optimizer, closure=evaluated)
+        if not verdict.empty:
+            self._move(verdict)
+        self._marks.reset()
+        return returned
+
+    def _evaluate(self, closure: Callable[[], Any]) -> tuple[Any, Verdict]:
+        """Evaluates a closure, at lower scales as long as that may help; divides the gradients.
+
+        Returns:
+            What the closure returned, and the verdict on the gradients.
+        """
+        scales = self._scales
+        assert isinstance(scales, HostScales)
+        while True:
+            with torch.enable_grad():
+                loss = closure()
+            verdict = self._divide_in_place()
+            value = loss.detach() if isinstance(loss, torch.Tensor) else loss
+            if verdict.applied or not math.isfinite(float(value)):
+                break
+            before = scales.scale
+            scales.move(Seen(False))
+            if not scales.scale < before:
+                break
+        if self._marks.clips and verdict.applied:
+            with torch.no_grad():
+                self._clip(self._gradients(), self._known_layout())
+            self._marks.clips = False
+        return loss, verdict
