@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lossscale.errors import GradientsError, LossScaleWarning
+from lossscale.frameworks.common.callers import stack_level
 from lossscale.frameworks.torch import gradients
 from lossscale.frameworks.torch.gradients import Gradients
 from lossscale.frameworks.torch.optimizer import handing
@@ -149,4 +150,4 @@ class Stepping(Judging):
     def _warn(self, message: str) -> None:
         if not self._marks.warned:
             self._marks.warned = True
-            warnings.warn(message, LossScaleWarning, stacklevel=5)
+            warnings.warn(message, LossScaleWarning, stacklevel=stack_level("torch"))
