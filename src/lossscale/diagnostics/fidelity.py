@@ -337,9 +337,7 @@ class _Judge:
             return ""
         one = Deviation.total(variable.unscaled for variable in found)
         best = Deviation.total(variable.at[good] for variable in found)
-        lost, error = one.lost - min(one.lost, best.lost), one.error - min(one.error, best.error)
-        limits = self._limits
-        if lost < limits.required_lost_together and error < limits.required_error:
+        if one.error - min(one.error, best.error) < self._limits.required_error:
             return ""
         return f"All gradients together: {_beside(one, best, good)}"
 

@@ -61,7 +61,6 @@ class Thresholds:
         lost: The share of a gradient's sum of |x| that is lost without scaling and not at a good
             scale, as measured in float16, from which loss scaling is recommended.
         required_lost: The share from which it is required: little of that gradient is left.
-        required_lost_together: The share of all gradients together, from which it is required.
         error: How much larger the relative error of a gradient is without scaling than at a good
             scale, from which loss scaling is recommended. It also has to be larger than the error
             that remains.
@@ -84,9 +83,8 @@ class Thresholds:
     negligible: float = 2.0**-16
     lost: float = 1e-3
     required_lost: float = 0.5
-    required_lost_together: float = 0.2
     error: float = 0.02
-    required_error: float = 0.5
+    required_error: float = 0.45
     insufficient_lost: float = 0.05
     insufficient_error: float = 0.2
     noise: float = 0.5
@@ -118,7 +116,7 @@ class Thresholds:
                     f"They must satisfy 0 < {name} <= required_{name} < 1. Received: "
                     f"{name}={low}, required_{name}={high}."
                 )
-        for name in ("required_lost_together", "insufficient_lost", "insufficient_error"):
+        for name in ("insufficient_lost", "insufficient_error"):
             if not 0 < checked_number(name, getattr(self, name)) < 1:
                 raise ArgumentError(
                     f"`{name}` must be above 0 and below 1. Received: "
