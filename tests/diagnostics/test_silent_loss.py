@@ -22,8 +22,9 @@ def alarms_for(shares, **settings):
 
 
 def test_each_limit_that_is_passed_is_told_once_until_it_is_over():
+    # Those at which scaling is recommended, at which no single scale is enough, and required.
     given = alarms_for([0.0, 0.01, 0.02, 0.2, 0.9, 0.02, 0.0, 0.01])
-    assert [step for step, _ in given] == [2, 4, 8]
+    assert [step for step, _ in given] == [2, 4, 5, 8]
     assert "at a loss scale of 8, 20.0 % of the gradient of a/w is lost to zero" in given[1][1]
     assert alarms_for([0.01], thresholds=Thresholds(lost=0.02)) == []
 
