@@ -88,7 +88,8 @@ class MonitorBody:
             warnings.warn(alarm.message, LossScaleWarning, stacklevel=2)
             return
         self._watch = self._watch_of(model.optimizer)
-        trained = [id(variable) for variable in model.trainable_variables]
+        # What is not built has no variables yet; tf_keras refuses to be asked for them.
+        trained = [id(variable) for variable in model.trainable_variables] if model.built else []
         if self._watched is not model.optimizer or self._probed != trained:
             # It is compiled, which is not to happen in each `fit`.
             self._probe, self._probed = None, trained
