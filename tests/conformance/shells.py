@@ -339,6 +339,10 @@ class TFKeras:
             int(optimizer.iterations),
         )
 
+    def rule_state(self) -> Any:
+        """What the rule remembers."""
+        return self.optimizer._state.read()
+
     def save(self, path: Any) -> None:
         """Saves parameters and optimizer into a checkpoint."""
         self._checkpoint().write(str(path))
