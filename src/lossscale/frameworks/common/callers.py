@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 
 
 def stack_level(*packages: str) -> int:
@@ -12,7 +12,8 @@ def stack_level(*packages: str) -> int:
         packages: Names of packages that may stand between, besides this library.
     """
     between = {"lossscale", *packages}
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in between:
+    frame, level = inspect.currentframe(), 0
+    # The first frame is this one, the next that of the caller, whose level is 1.
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in between:
         frame, level = frame.f_back, level + 1
-    return level
+    return max(level, 1)
