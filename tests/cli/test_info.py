@@ -75,7 +75,7 @@ def test_a_machine_with_nothing(monkeypatch, capsys):
         ({"keras": "3.9.0", "tensorflow": "2.18.0", "tf_keras": "2.18.0"}, [NAMES[0], NAMES[3]]),
         ({"keras": "3.9.0", "torch": "2.13.0+cpu"}, ["Keras 3 on PyTorch", NAMES[4]]),
         ({"keras": "unknown", "torch": "unknown"}, ["Keras 3 on PyTorch", NAMES[4]]),
-        ({"keras": "3.10.0rc1", "jax": "0.4.30.dev20240101"}, ["Keras 3 on JAX"]),
+        ({"keras": "3.10.0rc1", "jax": "0.6.0.dev20250101"}, ["Keras 3 on JAX"]),
         ({"keras": "3.8.0", "tensorflow": "2.21.0"}, []),
         ({"keras": "2.15.0", "tensorflow": "2.21.0"}, []),
         ({"keras": "4.0.0", "jax": "0.10.2"}, []),
