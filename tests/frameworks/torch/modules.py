@@ -1,5 +1,8 @@
 """Small models of many kinds, each with a loss on a batch that float16 loses something of."""
 
+import contextlib
+import functools
+
 import torch
 from torch import nn
 
@@ -150,6 +153,23 @@ def loss_fn(model, batch):
     found = model(batch)
     outputs = found if isinstance(found, tuple) else [found]
     return sum((_widened(each) ** 2).mean() for each in outputs) * LOSES
+
+
+@functools.cache
+def _onednn_has_float16_lstm():
+    with torch.autocast("cpu", torch.float16):
+        try:
+            nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
+        except RuntimeError:
+            return False
+    return True
+
+
+def kernels_of(kind):
+    """Within it a model of the kind runs in float16 on this processor."""
+    if kind == "lstm" and not _onednn_has_float16_lstm():
+        return torch.backends.mkldnn.flags(enabled=False, allow_tf32=None)
+    return contextlib.nullcontext()
 
 
 def _widened(tensor):

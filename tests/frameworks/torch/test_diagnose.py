@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import lossscale
-from frameworks.torch.modules import LOSES, MODELS, batches_of, loss_fn, model_of
+from frameworks.torch.modules import LOSES, MODELS, batches_of, kernels_of, loss_fn, model_of
 from frameworks.torch.support import bits
 from lossscale.diagnostics import GradientReport, Verdict
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -67,13 +67,14 @@ def test_what_float16_makes_of_each_gradient_is_what_training_makes_of_it(kind):
     assert (fidelity.reference_scale == 1) == (kind != "casts by itself")
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     assert [variable.name for variable in fidelity.variables] == names
-    for scale in (1.0, fidelity.good, 2.0**9):
-        wanted = expected(model, batches, scale, fidelity.reference_scale)
-        for variable in fidelity.variables:
-            found = variable.at[scale]
-            assert (found.lost, found.error) == pytest.approx(wanted[variable.name], rel=1e-6)
-    overflowing = gradients_by_hand(model, batches[0], fidelity.highest * 2, wide=False)
-    highest = gradients_by_hand(model, batches[0], fidelity.highest, wide=False)
+    with kernels_of(kind):
+        for scale in (1.0, fidelity.good, 2.0**9):
+            wanted = expected(model, batches, scale, fidelity.reference_scale)
+            for variable in fidelity.variables:
+                found = variable.at[scale]
+                assert (found.lost, found.error) == pytest.approx(wanted[variable.name], rel=1e-6)
+        overflowing = gradients_by_hand(model, batches[0], fidelity.highest * 2, wide=False)
+        highest = gradients_by_hand(model, batches[0], fidelity.highest, wide=False)
     assert not all(np.isfinite(h).all() for h in overflowing.values())
     assert all(np.isfinite(h).all() for h in highest.values())
 

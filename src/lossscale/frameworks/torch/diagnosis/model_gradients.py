@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -111,6 +112,7 @@ class Differentiation:
             self._taps.layer_names = taps.layer_names
         self._may_go_without = self._wide is not None and reference == torch.float32
         self._taps_of_model = taps
+        self._without_onednn = False
 
     def reference(self, batch: Any, scale: float) -> list[Derived]:
         """Returns the gradients in the dtype of the reference, by parameters and inside."""
@@ -141,6 +143,19 @@ class Differentiation:
     def in_float16(self, batch: Any, scale: float) -> list[Derived]:
         """Returns the gradients by parameters as training in float16 has them."""
         data, _ = batch
+        if not self._without_onednn:
+            try:
+                return self._in_float16(data, scale)
+            except RuntimeError as error:
+                # oneDNN computes an LSTM in float16 only on processors that have float16
+                # themselves; PyTorch's own code does so on all.
+                if "could not create a primitive" not in str(error):
+                    raise
+                self._without_onednn = True
+        with _onednn_off():
+            return self._in_float16(data, scale)
+
+    def _in_float16(self, data: Any, scale: float) -> list[Derived]:
         return self._listed(*self.subject.gradients(copied(data), scale, self._narrow))
 
     def _listed(self, gradients: Sequence[Any], tapped: list[Derived]) -> list[Derived]:
@@ -216,6 +231,19 @@ def _described(value: Any) -> str:
     if value is None:
         return "None"
     return f"a {type(value).__name__}"
+
+
+@contextlib.contextmanager
+def _onednn_off() -> Iterator[None]:
+    flags = torch.backends.mkldnn.flags(enabled=False)
+    # To set all its flags at once warns of one that only another device has.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        flags.__enter__()
+    try:
+        yield
+    finally:
+        flags.__exit__(None, None, None)
 
 
 @contextlib.contextmanager
