@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from lossscale.diagnostics.fidelity import Fidelity
 from lossscale.diagnostics.fidelity_meter import FidelityMeter
@@ -12,6 +13,7 @@ from lossscale.diagnostics.histogram import GradientHistogram
 from lossscale.diagnostics.measurement import Counted, Derived, GivenBatch, Measurement, counted
 from lossscale.diagnostics.tapping import Taps
 from lossscale.diagnostics.verdict import Thresholds
+from lossscale.errors import ArgumentError
 from lossscale.frameworks.common.probing import said_by
 
 Derive = Callable[[Any, float], list[Derived]]
@@ -81,6 +83,57 @@ class ModelGradients:
             for each in derived
             if isinstance(each.key, int)
         }
+
+
+class OfUser(NamedTuple):
+    """What a loss function of the user's is called with once.
+
+    Attributes:
+        data: The batch.
+        samples: How many samples are in it.
+    """
+
+    data: Any
+    samples: int
+
+
+def first_batches(
+    batches: Iterable[Any], most: int, samples_in: Callable[[Any], int | None]
+) -> Iterator[OfUser]:
+    """Yields the first batches.
+
+    Args:
+        batches: The batches.
+        most: How many at most.
+        samples_in: Returns how many samples are in a batch; None counts as one.
+
+    Raises:
+        ArgumentError: If there is none. It is a `ValueError`.
+    """
+    empty = True
+    for data in itertools.islice(iter(batches), most):
+        empty = False
+        samples = samples_in(data)
+        yield OfUser(data, 1 if samples is None else samples)
+    if empty:
+        raise ArgumentError(f"There is no batch in `batches`, of type {type(batches).__name__}.")
+
+
+def checked_reference(reference: Any, known: Mapping[str, Any]) -> Any:
+    """Returns the dtype in which a reference is computed.
+
+    Args:
+        reference: Its name, "float32" or "float64".
+        known: The dtypes of a framework, by these names.
+
+    Raises:
+        ArgumentError: If it is no such name. It is a `ValueError`.
+    """
+    if reference not in known:
+        raise ArgumentError(
+            f"`reference` must be 'float32' or 'float64'. Received: reference={reference!r}."
+        )
+    return known[reference]
 
 
 def measured(

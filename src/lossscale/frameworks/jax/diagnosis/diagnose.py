@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +17,17 @@ from lossscale.diagnostics.measurement import NARROW
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.verdict import Thresholds
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.frameworks.common.diagnosis import ModelGradients, measured
+from lossscale.frameworks.common.diagnosis import (
+    ModelGradients,
+    checked_reference,
+    first_batches,
+    measured,
+)
 from lossscale.frameworks.jax.diagnosis.differentiation import Differentiation, check_function
 from lossscale.frameworks.jax.exponents import count_bins, on_host
 from lossscale.frameworks.jax.optax.loops import loss_scale
 
 _REFERENCES = {"float32": jnp.float32, "float64": jnp.float64}
-
-
-class _Given(NamedTuple):
-    """What the loss is computed on once."""
-
-    data: Any
-    samples: int
 
 
 @dataclasses.dataclass
@@ -118,8 +116,9 @@ def diagnose(
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     inside = _Inside("this loss" if name == "<lambda>" else name, {})
     differentiation = Differentiation(loss_fn, params, dtype, grad, has_aux)
-    given = _first(batches, max_batches, differentiation.prepare)
+    given = first_batches(batches, max_batches, _samples_in)
     first = next(given)
+    differentiation.prepare(first.data)
     paths = [(name, name.rpartition("/")[0] or name) for name in differentiation.names]
     measurement, fidelity = measured(
         ModelGradients(
@@ -155,15 +154,8 @@ def _count(gradient: Any) -> Any:
     return on_host(_compiled_count(gradient))
 
 
-def _first(batches: Iterable[Any], most: int, prepare: Callable[[Any], None]) -> Iterator[_Given]:
-    empty = True
-    for data in itertools.islice(iter(batches), most):
-        empty = False
-        prepare(data)
-        sizes = [np.shape(leaf)[0] for leaf in jax.tree.leaves(data) if np.ndim(leaf)]
-        yield _Given(data, sizes[0] if sizes else 1)
-    if empty:
-        raise ArgumentError(f"There is no batch in `batches`, of type {type(batches).__name__}.")
+def _samples_in(data: Any) -> int | None:
+    return next((np.shape(leaf)[0] for leaf in jax.tree.leaves(data) if np.ndim(leaf)), None)
 
 
 def _check_batches(batches: Any) -> None:
@@ -179,16 +171,13 @@ def _check_batches(batches: Any) -> None:
 
 
 def _checked_reference(reference: Any) -> Any:
-    if reference not in _REFERENCES:
-        raise ArgumentError(
-            f"`reference` must be 'float32' or 'float64'. Received: reference={reference!r}."
-        )
+    dtype = checked_reference(reference, _REFERENCES)
     if reference == "float64" and not jax.config.jax_enable_x64:
         raise ArgumentError(
             "reference='float64' needs 64-bit numbers, which JAX leaves out: call "
             'jax.config.update("jax_enable_x64", True) first.'
         )
-    return _REFERENCES[reference]
+    return dtype
 
 
 def _scale_of(in_use: Any) -> float | None:

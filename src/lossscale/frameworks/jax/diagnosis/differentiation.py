@@ -54,8 +54,6 @@ class Differentiation:
                 nothing of float16. It is a `ValueError`.
             ArgumentTypeError: If it returns something else. It is a `TypeError`.
         """
-        if self.names:
-            return
         wide = self._traced(data, self._reference_dtype)
         # In the order of the gradients, which are no parameters where something else derives.
         self.names = [name for name, _ in named_leaves(wide.out_info)]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -16,7 +15,13 @@ from lossscale.diagnostics.measurement import NARROW
 from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.verdict import Thresholds
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from lossscale.frameworks.common.diagnosis import ModelGradients, measured
+from lossscale.frameworks.common.diagnosis import (
+    ModelGradients,
+    OfUser,
+    checked_reference,
+    first_batches,
+    measured,
+)
 from lossscale.frameworks.common.probing import Probe, described
 from lossscale.frameworks.torch.diagnosis.kept import same_random_numbers, tensors_in
 from lossscale.frameworks.torch.diagnosis.model_gradients import (
@@ -32,13 +37,6 @@ from lossscale.frameworks.torch.ranks import local
 from lossscale.optimizer import LossScaleOptimizer
 
 _REFERENCES = {"float32": torch.float32, "float64": torch.float64}
-
-
-class _Given(NamedTuple):
-    """What the loss is computed on once."""
-
-    data: Any
-    samples: int
 
 
 def diagnose(
@@ -106,7 +104,7 @@ def diagnose(
     """
     known, limits = number_format(format), thresholds or Thresholds()
     checked_count("max_batches", max_batches)
-    dtype = _checked_reference(reference)
+    dtype = checked_reference(reference, _REFERENCES)
     scale = _scale_of(in_use)
     names = _check_model(model)
     if not callable(loss_fn):
@@ -130,7 +128,7 @@ def diagnose(
         with same_random_numbers(differentiation.subject.devices):
             measurement, fidelity = measured(
                 gradients,
-                _first(batches, max_batches),
+                first_batches(batches, max_batches, _samples_in),
                 lambda batch: None,
                 _count,
                 paths,
@@ -169,7 +167,7 @@ def probe(model: torch.nn.Module, loss_fn: LossFn, batch: Any) -> Probe:
             gradients = ModelGradients(
                 differentiation.reference, differentiation.in_float16, list(layers), on_host
             )
-            found = fidelity_at(gradients, _Given(batch, 1), scale, layers)
+            found = fidelity_at(gradients, OfUser(batch, 1), scale, layers)
         return described(found, layers)
 
     return measure
@@ -186,14 +184,8 @@ def _count(gradient: Any) -> Any:
     return table_on_host(table)
 
 
-def _first(batches: Iterable[Any], most: int) -> Iterator[_Given]:
-    empty = True
-    for data in itertools.islice(iter(batches), most):
-        empty = False
-        tensors = [tensor for tensor in tensors_in(data) if tensor.dim()]
-        yield _Given(data, len(tensors[0]) if tensors else 1)
-    if empty:
-        raise ArgumentError(f"There is no batch in `batches`, of type {type(batches).__name__}.")
+def _samples_in(data: Any) -> int | None:
+    return next((len(tensor) for tensor in tensors_in(data) if tensor.dim()), None)
 
 
 def _check_batches(batches: Any) -> None:
@@ -236,14 +228,6 @@ def _check_model(model: Any) -> list[str]:
             "on a machine that holds the model as a whole."
         )
     return names
-
-
-def _checked_reference(reference: Any) -> torch.dtype:
-    if reference not in _REFERENCES:
-        raise ArgumentError(
-            f"`reference` must be 'float32' or 'float64'. Received: reference={reference!r}."
-        )
-    return _REFERENCES[reference]
 
 
 def _scale_of(in_use: Any) -> float | None:
