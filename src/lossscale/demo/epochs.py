@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from lossscale.demo.experiment import BATCH, Recipe, Run
+from lossscale.demo.experiment import BATCH, OUTPUTS, Recipe, Run
 from lossscale.demo.images import Digits
 
 
@@ -46,30 +46,37 @@ class Probe(Protocol):
 
 
 def learn(
-    learner: Learner,
+    learner_of: Callable[[Recipe, int, int], Learner],
     recipe: Recipe,
     digits: Digits,
     *,
     epochs: int,
     seed: int,
-    started: float,
-    probe: Probe | None,
-    after_epoch: Callable[[Run], None],
+    outputs: int = OUTPUTS,
+    probe: Probe | None = None,
+    after_epoch: Callable[[Run], None] = lambda run: None,
 ) -> Run:
-    """Trains a network and notes what happens.
+    """Trains a network one way and notes what happens.
 
     Args:
-        learner: The network, before its first step.
-        recipe: How it learns.
+        learner_of: Makes the network of a framework, from the way to train, the seed of its weights
+            and `outputs`.
+        recipe: The way to train.
         digits: The images. Those that do not fill the last batch of an epoch are left out of it.
         epochs: How often every image is seen.
-        seed: Seed of the order of the images.
-        started: When making the network began, by `time.perf_counter`.
-        probe: What measures the share of flushed gradients; None for no such measurement.
+        seed: Seed of the weights and of the order of the images.
+        outputs: The number that the loss is divided by and the learning rate multiplied by. A
+            power of two leaves a float32 run exactly as it was.
+        probe: What measures the share of flushed gradients; by default it is not measured.
         after_epoch: Called after every epoch with the run so far.
+
+    Returns:
+        What happened.
     """
     import numpy as np
 
+    started = time.perf_counter()
+    learner = learner_of(recipe, seed, outputs)
     run = Run(recipe)
     shuffler = np.random.default_rng(seed)
     whole_batches = len(digits.images) // BATCH * BATCH

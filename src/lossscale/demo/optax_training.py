@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lossscale.demo.epochs import Probe, learn
+from lossscale.demo.epochs import learn
 from lossscale.demo.experiment import BATCH, LEARNING_RATE, MOMENTUM, OUTPUTS, Recipe, Run
 from lossscale.demo.images import Digits
 from lossscale.demo.native_weights import NativeProbe
@@ -53,28 +52,9 @@ def make_probe(digits: Digits, seed: int, outputs: int = OUTPUTS) -> NativeProbe
     return NativeProbe(lambda policy, weights, scale: slope(weights, scale, policy=policy))
 
 
-def train(
-    recipe: Recipe,
-    digits: Digits,
-    *,
-    epochs: int,
-    seed: int,
-    outputs: int = OUTPUTS,
-    probe: Probe | None = None,
-    after_epoch: Callable[[Run], None] = lambda run: None,
-) -> Run:
-    """Trains one way; the arguments are those of `lossscale.demo.training.train`."""
-    started = time.perf_counter()
-    return learn(
-        _OptaxLearner(recipe, seed, outputs),
-        recipe,
-        digits,
-        epochs=epochs,
-        seed=seed,
-        started=started,
-        probe=probe,
-        after_epoch=after_epoch,
-    )
+def train(recipe: Recipe, digits: Digits, *, epochs: int, seed: int, **settings: Any) -> Run:
+    """Trains one way; the arguments are those of `lossscale.demo.epochs.learn`."""
+    return learn(_OptaxLearner, recipe, digits, epochs=epochs, seed=seed, **settings)
 
 
 class _OptaxLearner:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from lossscale.demo.epochs import Probe, learn
+from lossscale.demo.epochs import learn
 from lossscale.demo.experiment import BATCH, LEARNING_RATE, MOMENTUM, OUTPUTS, Recipe, Run
 from lossscale.demo.images import Digits
 from lossscale.demo.native_weights import SIZES, NativeProbe
@@ -75,30 +74,11 @@ def make_probe(digits: Digits, seed: int, outputs: int = OUTPUTS) -> NativeProbe
     return NativeProbe(gradients)
 
 
-def train(
-    recipe: Recipe,
-    digits: Digits,
-    *,
-    epochs: int,
-    seed: int,
-    outputs: int = OUTPUTS,
-    probe: Probe | None = None,
-    after_epoch: Callable[[Run], None] = lambda run: None,
-) -> Run:
-    """Trains one way; the arguments are those of `lossscale.demo.training.train`."""
+def train(recipe: Recipe, digits: Digits, *, epochs: int, seed: int, **settings: Any) -> Run:
+    """Trains one way; the arguments are those of `lossscale.demo.epochs.learn`."""
     # What PyTorch imports for the first optimizer is no part of the training.
-    _TorchLearner(recipe, seed, outputs)
-    started = time.perf_counter()
-    return learn(
-        _TorchLearner(recipe, seed, outputs),
-        recipe,
-        digits,
-        epochs=epochs,
-        seed=seed,
-        started=started,
-        probe=probe,
-        after_epoch=after_epoch,
-    )
+    _TorchLearner(recipe, seed, OUTPUTS)
+    return learn(_TorchLearner, recipe, digits, epochs=epochs, seed=seed, **settings)
 
 
 class _TorchLearner:

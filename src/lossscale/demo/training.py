@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
-from lossscale.demo.epochs import Probe, learn
+from lossscale.demo.epochs import learn
 from lossscale.demo.experiment import (
     BATCH,
     HIDDEN_UNITS,
@@ -80,44 +79,9 @@ def make_probe(digits: Digits, seed: int, outputs: int = OUTPUTS) -> GradientPro
     )
 
 
-def train(
-    recipe: Recipe,
-    digits: Digits,
-    *,
-    epochs: int,
-    seed: int,
-    outputs: int = OUTPUTS,
-    probe: Probe | None = None,
-    after_epoch: Callable[[Run], None] = lambda run: None,
-) -> Run:
-    """Trains one way.
-
-    Args:
-        recipe: The way to train.
-        digits: The images.
-        epochs: How often every image is seen.
-        seed: Seed of the weights and of the order of the images. The images that do not fill
-            the last batch of an epoch are left out of it.
-        outputs: The number that the loss is divided by and the learning rate multiplied by. A
-            power of two leaves a float32 run exactly as it was.
-        probe: What measures the share of flushed gradients; by default it is not measured.
-        after_epoch: Called after every epoch with the run so far.
-
-    Returns:
-        What happened.
-    """
-    started = time.perf_counter()
-    learner = _KerasLearner(recipe, seed, outputs)
-    return learn(
-        learner,
-        recipe,
-        digits,
-        epochs=epochs,
-        seed=seed,
-        started=started,
-        probe=probe,
-        after_epoch=after_epoch,
-    )
+def train(recipe: Recipe, digits: Digits, *, epochs: int, seed: int, **settings: Any) -> Run:
+    """Trains one way; the arguments are those of `lossscale.demo.epochs.learn`."""
+    return learn(_KerasLearner, recipe, digits, epochs=epochs, seed=seed, **settings)
 
 
 class _KerasLearner:
