@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from lossscale import registry
+from lossscale.frameworks.common import replacing
 from lossscale.frameworks.common.checks import living_wrapper
 from lossscale.frameworks.common.documented_names import DocumentedNames
 from lossscale.older.configurations import OPTIMIZER_NAMES
@@ -97,32 +98,12 @@ def register_later() -> None:
         sys.meta_path.insert(0, _AfterImport(roots))
 
 
-# The installations that are not undone yet, what takes the names out, and the modules that put
-# them in: the names stand as long as one installation asks for them, in whatever order they are
-# undone.
-_standing: list[Installation] = []
-_taking_out = contextlib.ExitStack()
+# The modules that have put the names in.
 _reached: set[str] = set()
 
 
-class Installation:
+class Installation(replacing.Installation):
     """The documented names in TensorFlow; a context manager that takes them out again."""
-
-    def undo(self) -> None:
-        """Puts everything back as it was, unless another installation still stands.
-
-        A second call does nothing.
-        """
-        if self in _standing:
-            _standing.remove(self)
-            if not _standing:
-                _taking_out.close()
-
-    def __enter__(self) -> Installation:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.undo()
 
 
 def install() -> Installation:
@@ -168,10 +149,7 @@ def install() -> Installation:
         for framework in registry.kerases():
             if framework.loaded_root() is not None:
                 _put_in_place(stack, f"{framework.package}.installing", names)
-        _taking_out.enter_context(stack.pop_all())
-    installation = Installation()
-    _standing.append(installation)
-    return installation
+        return Installation._made(stack)
 
 
 def _put_in_place(stack: contextlib.ExitStack, module: str, names: DocumentedNames) -> None:

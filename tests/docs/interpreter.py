@@ -68,8 +68,8 @@ def outcome(source: str, number: int) -> dict[str, object]:
     finally:
         sys.modules["__main__"] = main
         keras.config.set_dtype_policy(policy)
-        while installation._standing:
-            installation._standing[-1].undo()
+        while installation.Installation._standing:
+            installation.Installation._standing[-1].undo()
     return {"printed": printed.getvalue(), "logged": lines, "error": error}
 
 

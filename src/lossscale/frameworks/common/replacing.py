@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from typing import Any
+from typing import Any, ClassVar, Self
 
 _ABSENT = object()
 
@@ -18,6 +18,44 @@ def replace(stack: contextlib.ExitStack, target: Any, name: str, value: Any) -> 
         stack.callback(delattr, target, name)
     else:
         stack.callback(setattr, target, name, before)
+
+
+class Installation:
+    """Names in the places of others; a context manager that takes them out again.
+
+    A subclass is for certain places. Its names stand as long as one of its installations asks for
+    them, in whatever order they are undone.
+    """
+
+    _standing: ClassVar[list[Installation]]
+    _taking_out: ClassVar[contextlib.ExitStack]
+
+    def __init_subclass__(cls) -> None:
+        cls._standing, cls._taking_out = [], contextlib.ExitStack()
+
+    def undo(self) -> None:
+        """Puts everything back as it was, unless another installation still stands.
+
+        A second call does nothing.
+        """
+        if self in self._standing:
+            self._standing.remove(self)
+            if not self._standing:
+                self._taking_out.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+    @classmethod
+    def _made(cls, stack: contextlib.ExitStack) -> Self:
+        """Returns another installation, and keeps what undoes its replacements."""
+        cls._taking_out.enter_context(stack.pop_all())
+        installation = cls()
+        cls._standing.append(installation)
+        return installation
 
 
 def submodule(stack: contextlib.ExitStack, parent: Any, name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import distributed
 
-from lossscale.frameworks.common.replacing import replace
+from lossscale.frameworks.common.replacing import Installation, replace
 from lossscale.frameworks.torch.grad_scaler.arguments import DEFAULTS
 from lossscale.frameworks.torch.grad_scaler.scaler import GradScaler
 
@@ -90,28 +90,9 @@ _PLACES: dict[str, type[GradScaler]] = {
 }
 _SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
 
-_standing: list[ScalerInstallation] = []
-_taking_out = contextlib.ExitStack()
 
-
-class ScalerInstallation:
+class ScalerInstallation(Installation):
     """The drop-in in the places of PyTorch's scaler; a context manager that takes it out again."""
-
-    def undo(self) -> None:
-        """Puts PyTorch's own classes back, unless another installation still stands.
-
-        A second call does nothing.
-        """
-        if self in _standing:
-            _standing.remove(self)
-            if not _standing:
-                _taking_out.close()
-
-    def __enter__(self) -> ScalerInstallation:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.undo()
 
 
 def install() -> ScalerInstallation:
@@ -132,15 +113,12 @@ def install() -> ScalerInstallation:
         >>> torch.amp.GradScaler.__module__
         'torch.amp.grad_scaler'
     """
-    installation = ScalerInstallation()
-    if not _standing:
-        with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        if not ScalerInstallation._standing:
             for place, scaler in _PLACES.items():
                 replace(stack, importlib.import_module(place), "GradScaler", scaler)
             _replace_sharded(stack)
-            _taking_out.enter_context(stack.pop_all())
-    _standing.append(installation)
-    return installation
+        return ScalerInstallation._made(stack)
 
 
 def _replace_sharded(stack: contextlib.ExitStack) -> None:
