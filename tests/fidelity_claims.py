@@ -189,3 +189,14 @@ def a_monitor_says_what_it_cannot_measure(library, monitor):
     with pytest.warns(lossscale.LossScaleWarning, match="No float16, please") as caught:
         model.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=[callback])
     assert [str(each.message)[:8] for each in caught].count("Fidelity") == 1
+
+
+EVERYWHERE = [
+    a_token_that_repeats_has_one_gradient,
+    what_is_lost_inside_shows_in_the_kernel,
+    a_layer_that_casts_by_itself_is_measured,
+    random_numbers_are_the_same_in_both,
+    quick_is_a_prediction,
+    a_report_is_written_and_read,
+]
+"""What holds of every library, on each of its backends."""

@@ -21,18 +21,7 @@ def _float32_policy():
     tf_keras.mixed_precision.set_global_policy("float32")
 
 
-@pytest.mark.parametrize(
-    "claim",
-    [
-        claims.a_token_that_repeats_has_one_gradient,
-        claims.what_is_lost_inside_shows_in_the_kernel,
-        claims.a_layer_that_casts_by_itself_is_measured,
-        claims.random_numbers_are_the_same_in_both,
-        claims.quick_is_a_prediction,
-        claims.a_report_is_written_and_read,
-    ],
-    ids=lambda claim: claim.__name__,
-)
+@pytest.mark.parametrize("claim", claims.EVERYWHERE, ids=lambda claim: claim.__name__)
 def test_on_tf_keras(claim):
     claim(LIBRARY)
 
