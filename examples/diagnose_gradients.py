@@ -13,9 +13,11 @@ def pixel_labeller():
     model = keras.Sequential(
         [
             keras.Input((None, None, 1)),
-            keras.layers.Conv2D(8, 3, padding="same", activation="relu", name="edges"),
+            keras.layers.Conv2D(8, 8, strides=8, activation="relu", name="edges"),
             keras.layers.Conv2D(8, 3, padding="same", activation="relu", name="shapes"),
-            keras.layers.Conv2D(1, 1, activation="sigmoid", name="labels"),
+            keras.layers.Conv2D(1, 1, name="labels"),
+            keras.layers.UpSampling2D(8, name="pixels"),
+            keras.layers.Activation("sigmoid", name="shares"),
         ],
         name="pixel_labeller",
     )
