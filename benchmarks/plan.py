@@ -167,12 +167,18 @@ def rows(process: Process, kinds: Sequence[str], quick: bool) -> list[Row]:
     if quick:
         # Every case in one mode, and every mode and every method in one case.
         found = [
-            row if row.case in ("big", "sparse") else dataclasses.replace(row, methods=few)
+            dataclasses.replace(row, methods=tuple(m for m in row.methods if m in _few(row)))
             for row in found
             if row.mode == process.modes[0] or row.case == "big"
-            for few in [tuple(name for name in row.methods if name in (*GROWTH, *SKIPS))]
         ]
     return [dataclasses.replace(row, device=kind) for kind in kinds for row in found]
+
+
+def _few(row: Row) -> tuple[str, ...]:
+    """The methods of a row in the short form."""
+    if row.case in ("big", "sparse", "skip"):
+        return row.methods
+    return GROWTH if row.case in ("mlp", "replicas") else GROWTH[:2]
 
 
 def _rows(process: Process, quick: bool) -> Iterator[Row]:
@@ -226,19 +232,19 @@ def _alone(shell: str, mode: str, quick: bool) -> Iterator[Row]:
     yield Row("big", shell, mode, methods, workload=big, structure=True, seconds=seconds)
     yield Row("small", shell, mode, methods, workload=small, structure=True, seconds=seconds)
     yield Row("sparse", shell, mode, ALONE, optimizer="SGD", workload=embedding)
-    for variables, parameters in ((2, 20), (3, 9)) if quick else ((8, 10**7), (20, 20_000)):
+    for variables, parameters in ((2, 20),) if quick else ((8, 10**7), (20, 20_000)):
         point = f"{parameters:,} parameters"
         yield Row("skip", shell, mode, SKIPS, point, workload=equal(variables, parameters))
 
 
 def _growing(shell: str, mode: str, quick: bool) -> Iterator[Row]:
-    for variables in (1, 3) if quick else (1, 10, 100, 1000):
+    for variables in (3,) if quick else (1, 10, 100, 1000):
         if mode == "xla" and variables > MOST_XLA_VARIABLES:
             continue
         workload = equal(variables, variables * (4 if quick else 1000))
         # To trace a variable takes TensorFlow long, and a peer is measured with fewer.
         methods = GROWTH[:2] if mode == "function" and variables > 100 else GROWTH
         yield Row("variables", shell, mode, methods, f"{variables:,}", workload=workload)
-    for parameters in (20, 200) if quick else [10**power for power in range(4, 9)]:
+    for parameters in (20,) if quick else [10**power for power in range(4, 9)]:
         workload = equal(2 if quick else 8, parameters)
         yield Row("parameters", shell, mode, GROWTH, f"{parameters:,}", workload=workload)

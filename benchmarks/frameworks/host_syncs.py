@@ -23,7 +23,7 @@ def measure(name: str, workload: Workload, small: bool) -> dict[str, int]:
     Args:
         name: Of the method.
         workload: What the optimizer is applied to.
-        small: Whether the model is tiny.
+        small: Whether the model is tiny, and is followed for one compiled step only.
     """
     method = METHODS[name]
 
@@ -43,19 +43,19 @@ def measure(name: str, workload: Workload, small: bool) -> dict[str, int]:
             program.step()
         found[f"{prefix}_calls"] = counted.calls
         found[f"{prefix}_host_syncs"] = counted.host_syncs
-        breaks, graphs = _compiled(program)
+        breaks, graphs = _compiled(program, 1 if small else _COMPILED_STEPS)
         found[f"{prefix}_graph_breaks"], found[f"{prefix}_graphs"] = breaks, graphs
     return found
 
 
-def _compiled(program: Any) -> tuple[int, int]:
+def _compiled(program: Any, steps: int) -> tuple[int, int]:
     """Returns how often tracing stopped in the first steps, and how many graphs there are."""
     torch._logging.set_logs(dynamo=logging.ERROR)
     torch._dynamo.reset()
     counters.clear()
     # What is counted happens before a compiler gets the graphs, so none is needed.
     step = torch.compile(program.step, backend="eager")
-    for _ in range(_COMPILED_STEPS):
+    for _ in range(steps):
         program.prepare()
         step()
     return sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
