@@ -5,6 +5,7 @@ import os
 import numpy as np
 
 import fidelity_cases as cases
+import lossscale
 
 TF_KERAS = os.environ.get("LOSSSCALE_TEST_KERAS") == "tf_keras"
 
@@ -175,6 +176,45 @@ class Contrastive(Stepping):
         return mean((wide(outputs) - other) ** 2) * self.factor
 
 
+def _slope(function, x):
+    """The gradient of a function by its input, in a way that can be derived again."""
+    if LIBRARY.backend == "torch":
+        import torch
+
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(function(x).sum(), [x], create_graph=True)[0]
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        found = function(x)
+    return tape.gradient(found, x)
+
+
+class Penalized(Contrastive):
+    """Takes a gradient by its inputs for the loss, and another one by its variables."""
+
+    def own_loss(self, data):
+        slope = wide(_slope(lambda x: wide(self.tower(x)) ** 2, data[0]))
+        return mean((slope**2 - 1) ** 2) * self.factor
+
+
+class Guarded(Contrastive):
+    """Scales its loss only if it is given an optimizer for that."""
+
+    @property
+    def scales(self):
+        scales = isinstance(self.optimizer, lossscale.LossScaleOptimizer)
+        return SCALES[0] if scales else ""
+
+
+class Through(keras.Model):
+    """Has the step of Keras, with a layer around it; and all that `compile` can give."""
+
+    def train_step(self, *arguments):
+        return super().train_step(*arguments)
+
+
 class Gan(Stepping):
     """Two networks, each with a loss and an optimizer of its own; it cannot be called."""
 
@@ -208,6 +248,25 @@ class Gan(Stepping):
         return mean((wide(self.discriminator(self.generator(data[1]))) - 1) ** 2) * self.factor
 
 
+class HalfScaled(Gan):
+    """Scales the loss of one network only."""
+
+    def parts(self):
+        for scales, part in zip((SCALES[0], ""), super().parts(), strict=True):
+            self.scales = scales
+            yield part
+
+
+def compiled(kind, factor):
+    """A graph with statistics, random numbers and metrics, as a model of a class."""
+    keras.utils.set_random_seed(0)
+    x = keras.Input((3,))
+    y = layers.BatchNormalization()(layers.Dense(4, "relu")(x))
+    model = kind(x, layers.Dense(1)(layers.Dropout(0.3, seed=1)(y)))
+    model.compile("adam", LIBRARY.mean_square(factor), metrics=["mae"])
+    return model
+
+
 def made(kind, factor=1.0, *, policy="float32", optimizer="sgd", scales=SCALES[0], **attributes):
     """A compiled model, and data for it."""
     keras.utils.set_random_seed(0)
@@ -215,13 +274,14 @@ def made(kind, factor=1.0, *, policy="float32", optimizer="sgd", scales=SCALES[0
     model = kind(factor)
     rng = np.random.default_rng(0)
     x, y = (rng.standard_normal((16, 3)).astype(np.float32) for _ in range(2))
-    if kind is Gan:
+    if issubclass(kind, Gan):
         model.compile(*optimizer)
     else:
         model(x[:1])
         model.compile(optimizer)
     LIBRARY.set_policy("float32")
-    model.scales = scales
+    if scales is not None:
+        model.scales = scales
     for name, value in attributes.items():
         setattr(model, name, value)
     return model, x, y

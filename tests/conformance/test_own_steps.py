@@ -30,7 +30,7 @@ def wrapped(scale=SCALE):
 
 
 def optimizers(kind, make):
-    return (make(), make()) if kind is Gan else make()
+    return (make(), make()) if issubclass(kind, Gan) else make()
 
 
 def trained(model, x, y):
@@ -91,7 +91,7 @@ def test_scaling_mends_what_is_lost(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_forgets_to_scale_is_told_so(kind):
-    name = "d_optimizer" if kind is Gan else "optimizer"
+    name = "d_optimizer" if issubclass(kind, Gan) else "optimizer"
     for factor, verdict in ((1.0, Verdict.NOT_NEEDED), (LOST, Verdict.REQUIRED)):
         model, x, y = made(kind, factor, optimizer=optimizers(kind, wrapped), scales="")
         report = diagnose(model, x, y)
@@ -114,7 +114,9 @@ def test_a_step_that_forgets_to_scale_is_told_so(kind):
 @pytest.mark.parametrize(("kind", "eager"), [*((kind, False) for kind in KINDS), (KINDS[-1], True)])
 def test_the_model_is_left_as_it_was(kind, eager):
     def state(model):
-        several = [model.g_optimizer, model.d_optimizer] if kind is Gan else [model.optimizer]
+        several = (
+            [model.g_optimizer, model.d_optimizer] if issubclass(kind, Gan) else [model.optimizer]
+        )
         arrays = [*model.variables, *model.tracker.variables]
         arrays += [each for one in several for each in one.variables]
         return {
@@ -172,6 +174,49 @@ def test_a_gradient_by_the_formula():
     (found,) = report.measured_variables
     assert found.unscaled.mass == pytest.approx(np.abs(expected).sum(), rel=1e-4)
     assert found.unscaled.largest == pytest.approx(np.abs(expected).max(), rel=1e-4)
+
+
+def test_a_step_that_calls_that_of_keras_is_measured_as_that():
+    x, y = fidelity_cases.some_inputs()
+    own, plain = (
+        diagnose(cases.compiled(kind, 2.0**-24), x, y, batch_size=16)
+        for kind in (cases.Through, LIBRARY.keras.Model)
+    )
+    assert own.caveats == ()
+    assert own.verdict is plain.verdict
+    assert own.recommended_scale == plain.recommended_scale
+    for one, other in zip(own.fidelity.variables, plain.fidelity.variables, strict=True):
+        assert one.at[1.0].lost == pytest.approx(other.at[1.0].lost, abs=0.01)
+        assert one.at[1.0].mass == pytest.approx(other.at[1.0].mass, rel=1e-3)
+
+
+def test_a_step_is_given_an_optimizer_that_scales():
+    report = diagnose(*made(cases.Guarded, LOST, optimizer=sgd(), scales=None))
+    assert report.verdict is Verdict.REQUIRED
+    assert report.caveats == ()
+
+
+@pytest.mark.skipif(LIBRARY.backend == "jax", reason="its steps have one optimizer and one loss")
+def test_a_loss_that_is_not_scaled_beside_one_that_is():
+    report = diagnose(*made(cases.HalfScaled, LOST, optimizer=(sgd(), sgd()), scales=None))
+    (said,) = report.caveats
+    assert said.startswith("HalfScaled.train_step scales no loss for self.g_optimizer")
+    lost = [each.at[report.fidelity.highest].lost for each in report.fidelity.variables]
+    # The generator has the first four variables: at no scale is anything left of its gradients.
+    assert lost == [1.0] * 4 + [0.0] * 4
+
+
+@pytest.mark.skipif(LIBRARY.backend == "jax", reason="a layer is no function of its values there")
+def test_a_gradient_within_the_loss_is_not_scaled():
+    reports = [
+        diagnose(*made(cases.Penalized, LOST, optimizer=sgd(), scales=scales), batch_size=16)
+        for scales in ("", SCALES[0])
+    ]
+    for report in reports:
+        assert report.verdict is Verdict.REQUIRED
+        (found,) = report.measured_variables
+        assert found.at[report.recommended_scale].error < 0.01
+    assert [len(report.caveats) for report in reports] == [1, 0]
 
 
 class Twice(Contrastive):

@@ -20,6 +20,7 @@ def runner(
     variables: Sequence[Any],
     state: Callable[[], Iterable[Any]],
     *,
+    autograph: bool,
     eager: bool,
     helped: bool,
 ) -> Callable[[Any, float], tuple[list[Derived], Any]]:
@@ -30,6 +31,7 @@ def runner(
         new_recorder: Makes a recorder for a scale.
         variables: The trainable variables.
         state: Returns what a step may assign to, where that is not known from a function.
+        autograph: Whether `step` may translate what it calls.
         eager: Whether the model is trained eagerly.
         helped: Whether to scale the loss of a step that does not do so itself.
     """
@@ -44,7 +46,7 @@ def runner(
         recorders[:] = [recorder]
         return [_together(given) for given in recorder.given]
 
-    function = tf.function(compute, autograph=False)
+    function = tf.function(compute, autograph=autograph)
 
     def run(data: Any, scale: float) -> tuple[list[Derived], Any]:
         tensors = tf.nest.map_structure(_to_tensor, data)

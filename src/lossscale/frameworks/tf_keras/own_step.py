@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tf_keras
@@ -35,6 +35,8 @@ def new_step(model: Any, running: Running) -> OwnStep:
     """
     ways = Ways(_is_optimizer, scaled, unscaled, _differentiated)
     variables = list(model.trainable_variables)
+    # Kept, because functions that were traced with their variables do not.
+    parts = _compiled_parts(model)
 
     def step(recorder: Recorder, data: Any) -> None:
         with recorder.installed(model._flatten_layers()), attributes_kept(model):
@@ -53,12 +55,13 @@ def new_step(model: Any, running: Running) -> OwnStep:
             lambda scale: Recorder(ways, variables, scale),
             variables,
             state,
+            autograph=True,
             eager=model.run_eagerly,
             helped=run.helped,
         )
 
         def ran(data: Any, scale: float) -> Ran:
-            with running(run.reference), _without_metrics(model):
+            with running(run.reference), _with(model, parts):
                 return Ran(*runner(data, scale))
 
         return ran
@@ -71,19 +74,24 @@ def new_step(model: Any, running: Running) -> OwnStep:
     )
 
 
-@contextlib.contextmanager
-def _without_metrics(model: Any) -> Iterator[None]:
-    """Within it a model has a new loss of `compile`, and no metrics, which are made when used."""
-    loss, metrics = model.compiled_loss, model.compiled_metrics
+def _compiled_parts(model: Any) -> dict[str, Any]:
+    """A new loss as that of `compile`, and no metrics: they make variables when they are used."""
     names = getattr(model, "output_names", None)
+    loss, metrics = model.compiled_loss, model.compiled_metrics
+    found = {}
+    if loss is not None:
+        given = loss._user_losses, loss._user_loss_weights
+        found["compiled_loss"] = type(loss)(*given, output_names=names)
+    if metrics is not None:
+        found["compiled_metrics"] = type(metrics)(output_names=names)
+    return found
+
+
+@contextlib.contextmanager
+def _with(model: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        if loss is not None:
-            given = loss._user_losses, loss._user_loss_weights
-            copy = type(loss)(*given, output_names=names)
-            stack.enter_context(replaced(model, "compiled_loss", copy))
-        if metrics is not None:
-            empty = type(metrics)(output_names=names)
-            stack.enter_context(replaced(model, "compiled_metrics", empty))
+        for name, value in attributes.items():
+            stack.enter_context(replaced(model, name, value))
         yield
 
 

@@ -34,6 +34,8 @@ def runner(
         new_recorder,
         list(model.trainable_variables),
         lambda: [variable.value for variable in state_of(model, optimizers)],
+        # Keras 3 does not translate a step either.
+        autograph=False,
         eager=eager,
         helped=helped,
     )
