@@ -81,6 +81,10 @@ class Recorder:
                 divisor = 1.0 if scaled else 1.0 / self.scale
                 self.given[place] += self.ways.unscaled([gradient], divisor, True)
 
+    def let_go(self) -> None:
+        """Lets go of tensors, once the run is over."""
+        self.given, self._values, self._places, self.scale = [], [], {}, None
+
     def known(self, gradients: Sequence[Any], values: Any, optimizer: Any) -> Sequence[Any]:
         """Returns the variables, or values of them, that gradients belong to.
 

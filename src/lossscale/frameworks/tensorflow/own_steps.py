@@ -40,11 +40,12 @@ def runner(
     @as_written
     def compute(data: Any, scale: Any) -> list[Any]:
         recorder = new_recorder(scale)
-        help = _scaling_tapes(recorder) if helped else contextlib.nullcontext()
-        with help:
+        with _scaling_tapes(recorder) if helped else contextlib.nullcontext():
             step(recorder, data)
+        found = [_together(given) for given in recorder.given]
+        recorder.let_go()
         recorders[:] = [recorder]
-        return [_together(given) for given in recorder.given]
+        return found
 
     function = tf.function(compute, autograph=autograph)
 

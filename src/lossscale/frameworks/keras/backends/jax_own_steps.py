@@ -52,14 +52,16 @@ def runner(
             for several, found in zip(state, values, strict=True)
             for pair in zip(several, found, strict=True)
         ]
-        help = _scaling_derivatives(recorder) if helped else contextlib.nullcontext()
+        scaling = _scaling_derivatives(recorder) if helped else contextlib.nullcontext()
         scope = keras.StatelessScope(
             state_mapping=pairs, collect_losses=True, initialize_variables=False
         )
-        with scope, help:
+        with scope, scaling:
             step(recorder, tuple(values), data)
+        found = [_together(given) for given in recorder.given]
+        recorder.let_go()
         recorders[:] = [recorder]
-        return [_together(given) for given in recorder.given]
+        return found
 
     function = compute if eager else jax.jit(compute)
 

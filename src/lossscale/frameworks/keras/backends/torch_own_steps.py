@@ -39,20 +39,21 @@ def runner(
 
     def run(data: Any, scale: float) -> Any:
         recorder = new_recorder(scale)
-        help = _scaling_derivatives(recorder) if helped else contextlib.nullcontext()
+        scaling = _scaling_derivatives(recorder) if helped else contextlib.nullcontext()
         tensors = keras.tree.map_structure(_to_tensor, data)
         # Each run draws the same random numbers.
         with (
             torch.random.fork_rng(),
             torch.enable_grad(),
             _put_back(state_of(model, optimizers)),
-            help,
+            scaling,
         ):
             step(recorder, tensors)
         derived = [
             Derived(place, dtype_of(variable), _together(given), 0)
             for place, (variable, given) in enumerate(zip(variables, recorder.given, strict=True))
         ]
+        recorder.let_go()
         return derived, recorder
 
     return run
@@ -96,13 +97,12 @@ def _scaling_derivatives(recorder: Any) -> Iterator[None]:
             parameter.grad = None
         backwards(_listed(tensors), larger(tensors, grad_tensors), *rest, **named)
         for parameter, earlier in zip(parameters, before, strict=True):
-            new = parameter.grad
-            if new is not None:
-                [wide] = unscaled([new], recorder.scale, True)
-                new = wide.to(new.dtype)
-            parameter.grad = earlier if new is None or earlier is None else earlier + new
-            if earlier is None:
-                parameter.grad = new
+            if parameter.grad is None:
+                parameter.grad = earlier
+                continue
+            [divided] = unscaled([parameter.grad], recorder.scale, True)
+            divided = divided.to(parameter.dtype)
+            parameter.grad = divided if earlier is None else earlier + divided
 
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *rest: Any, **named: Any) -> Any:
         if not all(id(each) in trained for each in _listed(inputs)):
