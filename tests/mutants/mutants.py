@@ -650,4 +650,50 @@ AROUND_OPTAX = [
     ),
 ]
 
-ALL = [*RULES, *ARRAYS, *STEPS, *SAVED, *TORCH_ITSELF, *SCALER, *OPTAX, *AROUND_OPTAX]
+_OWN_STEPS = "tests/conformance/test_own_steps.py"
+
+OWN_STEPS = [
+    Mutant(
+        "frameworks/shell/stand_ins.py",
+        "divisor = 1.0 if scaled else 1.0 / self.scale",
+        "divisor = 1.0",
+        (_OWN_STEPS, "-k", "gives_to_its_optimizers"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/shell/stand_ins.py",
+        "self._recorder.forgotten[self._name] = verb",
+        "pass",
+        (_OWN_STEPS, "-k", "forgets_to_scale"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/keras/backends/torch_own_steps.py",
+        "            tensor.data.copy_(value)\n",
+        "",
+        (_OWN_STEPS, "-k", "left_as_it_was"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/keras/backends/torch_own_steps.py",
+        "if not all(id(each) in trained for each in _listed(inputs)):",
+        "if False:",
+        (_OWN_STEPS, "-k", "within_the_loss"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/tensorflow/own_steps.py",
+        "            variable.assign(value)\n",
+        "            pass\n",
+        (_OWN_STEPS, "-k", "left_as_it_was and Gan"),
+    ),
+    Mutant(
+        "frameworks/keras/backends/jax_own_steps.py",
+        "recorder.helped += 1\n            (_, found)",
+        "(_, found)",
+        (_OWN_STEPS, "-k", "forgets_to_scale and Contrastive"),
+        JAX,
+    ),
+]
+
+ALL = [*RULES, *ARRAYS, *STEPS, *SAVED, *TORCH_ITSELF, *SCALER, *OPTAX, *AROUND_OPTAX, *OWN_STEPS]

@@ -30,7 +30,8 @@ def diagnose(
     """Measures the gradients of a compiled model on a few batches, and judges them.
 
     The gradients are those of the loss that the model was compiled with: by each trainable
-    variable, by what each layer with variables returns, and by what the model returns. They are
+    variable, by what each layer with variables returns, and by what the model returns. Of a model
+    with a `train_step` of its own they are those that it gives to its optimizers. They are
     computed in float32 whatever the dtype policy of the model, because gradients in float16 cannot
     show what they lost; and in float16, at several loss scales, to see what becomes of them. The
     verdict rests on the comparison (`report.fidelity`). No step is taken. The model, its optimizer,

@@ -56,3 +56,23 @@ def test_a_monitor_measures_fidelity(tmp_path):
 def test_a_monitor_says_what_it_cannot_measure():
     monitor = functools.partial(LossScaleMonitor, framework="tf_keras")
     claims.a_monitor_says_what_it_cannot_measure(LIBRARY, monitor)
+
+
+def test_a_train_step_may_choose_with_python():
+    class Choosing(tf_keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+                if tf.reduce_max(x) > 1e9:
+                    loss = loss * 0.0
+                loss = self.optimizer.get_scaled_loss(loss)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            gradients = self.optimizer.get_unscaled_gradients(gradients)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {}
+
+    model = Choosing([tf_keras.Input((3,)), tf_keras.layers.Dense(1)])
+    report = diagnose(cases.compiled(LIBRARY, model, cases.LOST), *cases.some_inputs())
+    assert report.caveats == ()
+    assert report.verdict is Verdict.REQUIRED

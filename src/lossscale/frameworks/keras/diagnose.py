@@ -9,7 +9,6 @@ what float16 makes of it they compute in float16. Their policies are put back af
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,14 +25,15 @@ from lossscale.frameworks.common.diagnosis import ModelGradients, looking_inside
 from lossscale.frameworks.common.probing import Probe, described
 from lossscale.frameworks.keras.backends import counting
 from lossscale.frameworks.keras.draws import drawn_in_float32
+from lossscale.frameworks.keras.own_step import new_step
 from lossscale.frameworks.keras.weights import numpy_of
 from lossscale.frameworks.shell.measuring import (
-    caveats_of,
     check_ready,
     computing_in_float16,
     computing_in_float32,
     without_a_loss,
 )
+from lossscale.frameworks.shell.own_step import Attempt, attempted, has_own_step, peeked
 from lossscale.optimizer import LossScaleOptimizer
 
 
@@ -72,30 +72,30 @@ def measure(
     Raises:
         ArgumentError: If the model is not compiled, has no loss, or has no variables.
     """
-    check_ready(model, is_compiled=model.compiled, input_name="a keras.Input")
-    variables = list(model.trainable_variables)
-    paths = paths_of([variable.path for variable in variables])
-    inputs, needs_targets = inputs_of(model), _needs_targets(model)
+    _check_ready(model)
+    paths = paths_of([variable.path for variable in model.trainable_variables])
+    names = [name for name, _ in paths]
     taps = Taps(model, _LIBRARY)
     backend = counting.load()
     narrow = {x.dtype_policy.name for x in model._flatten_layers() if x.compute_dtype in NARROW}
     with backend.random_state_kept(), _loss_of_its_own(model):
-        gradients = gradients_of(model, taps, [name for name, _ in paths])
-        measurement, fidelity = measured(
-            gradients,
-            batches,
-            lambda batch: check_batch(batch, inputs, needs_targets=needs_targets),
-            backend.count,
-            paths,
-            in_use=_scale_in_use(model.optimizer),
-            after_batch=after_batch,
-            thresholds=thresholds,
-            quick=quick,
-        )
+        first, all_batches = peeked(batches)
+        own = _own_step(model, first, helps=True)
+        with own.explained():
+            measurement, fidelity = measured(
+                own.gradients(names, backend.on_host) or gradients_of(model, taps, names),
+                all_batches,
+                lambda batch: _check_batch(model, batch, own),
+                backend.count,
+                paths,
+                in_use=own.in_use(model, _scale_in_use),
+                after_batch=after_batch,
+                thresholds=thresholds,
+                quick=quick,
+            )
     framework = f"Keras on {keras.backend.backend()}"
     report = measurement.report(model, framework, narrow, keras.config.floatx(), paths, taps)
-    caveats = caveats_of(model, keras.Model)
-    return dataclasses.replace(report, fidelity=fidelity, caveats=caveats)
+    return own.told(report, fidelity)
 
 
 def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGradients:
@@ -151,16 +151,54 @@ def new_probe(model: Any, batch: Batch) -> Probe:
     Raises:
         ArgumentError: If the model has no loss, or the batch does not fit it.
     """
-    check_ready(model, is_compiled=model.compiled, input_name="a keras.Input")
-    check_batch(batch, inputs_of(model), needs_targets=_needs_targets(model))
+    _check_ready(model)
     layers = dict(paths_of([variable.path for variable in model.trainable_variables]))
-    gradients = gradients_of(model, None, list(layers))
+    backend = counting.load()
+    with backend.random_state_kept(), _loss_of_its_own(model):
+        own = _own_step(model, batch, helps=False)
+    _check_batch(model, batch, own)
+    gradients = own.gradients(list(layers), backend.on_host)
+    if gradients is None:
+        own.warn()
+        gradients = gradients_of(model, None, list(layers))
 
     def probe(scale: float) -> dict[str, dict[str, float]]:
-        with counting.load().random_state_kept(), _loss_of_its_own(model):
+        with backend.random_state_kept(), _loss_of_its_own(model):
             return described(fidelity_at(gradients, tuple(batch), scale, layers), layers)
 
     return probe
+
+
+def _own_step(model: Any, batch: Batch, *, helps: bool) -> Attempt:
+    """What came of running the model's own `train_step` on a batch, if it has one."""
+    check_batch(batch, [], needs_targets=False)
+    return attempted(
+        model,
+        keras.Model,
+        lambda: new_step(model, _computing_in_float32, _computing_in_float16),
+        tuple(batch),
+        helps=helps,
+    )
+
+
+def _check_ready(model: Any) -> None:
+    own = has_own_step(model, keras.Model)
+    rest = model._flatten_layers(include_self=False)
+    check_ready(
+        model,
+        is_compiled=model.compiled,
+        # One that is trained by a step of its own may be none that can be called.
+        is_built=model.built or (own and all(layer.built for layer in rest)),
+        input_name="a keras.Input",
+    )
+
+
+def _check_batch(model: Any, batch: Batch, own: Attempt) -> None:
+    # A step of its own takes what it takes.
+    if own.step is None:
+        check_batch(batch, inputs_of(model), needs_targets=_needs_targets(model))
+    else:
+        check_batch(batch, [], needs_targets=False)
 
 
 def _scale_in_use(optimizer: Any) -> float | None:

@@ -46,6 +46,7 @@ OF_OPTIMIZERS = {
 OF_MODELS = {
     "_compute_loss": "the loss with what the layers add",
     "_compile_loss": "the loss that the model was compiled with",
+    "_compile_metrics": "the metrics that the model was compiled with, set aside for a while",
     "_call_has_training_arg": "whether `call` takes `training`",
     "_flatten_layers": "the layers inside of layers",
     "_inputs_struct": "how inputs are nested",

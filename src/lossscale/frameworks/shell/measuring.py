@@ -13,12 +13,13 @@ from lossscale.errors import ArgumentError
 _WIDER = ("float32", "float64", "bfloat16")
 
 
-def check_ready(model: Any, *, is_compiled: bool, input_name: str) -> None:
+def check_ready(model: Any, *, is_compiled: bool, is_built: bool, input_name: str) -> None:
     """Checks that the gradients of a model can be measured.
 
     Args:
         model: The model.
         is_compiled: Whether it was compiled.
+        is_built: Whether it has all its variables.
         input_name: What the library calls what gives a model its variables.
 
     Raises:
@@ -29,27 +30,11 @@ def check_ready(model: Any, *, is_compiled: bool, input_name: str) -> None:
             f"The model {model.name!r} is not compiled, so its loss is not known. "
             "Call model.compile(optimizer, loss) first."
         )
-    if not model.built or not model.trainable_variables:
+    if not is_built or not model.trainable_variables:
         yet = f" yet. Call it on a batch, or give it {input_name}, first."
         raise ArgumentError(
-            f"The model {model.name!r} has no trainable variables{'.' if model.built else yet}"
+            f"The model {model.name!r} has no trainable variables{'.' if is_built else yet}"
         )
-
-
-def caveats_of(model: Any, base: Any) -> tuple[str, ...]:
-    """Returns what is trained otherwise than it is measured, as sentences.
-
-    Args:
-        model: The model.
-        base: The library's class of models.
-    """
-    if type(model).train_step is base.train_step:
-        return ()
-    return (
-        f"{type(model).__name__} has a train_step of its own, which was not run: measured is the "
-        "loss that compile was given, or compute_loss returns. If train_step takes the gradients "
-        "of another loss, return that from compute_loss.",
-    )
 
 
 def without_a_loss(model: Any) -> ArgumentError:

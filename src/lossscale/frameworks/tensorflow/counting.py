@@ -52,7 +52,7 @@ def differentiator(
         sources: list[tuple[int | str, Any]] = [*enumerate(watched), *inside]
         described[:] = [(key, tensor.dtype.name) for key, tensor in sources]
         gradients = tape.gradient(loss, [tensor for _, tensor in sources])
-        return [None if g is None else _summed(g) for g in gradients]
+        return [None if g is None else summed(g) for g in gradients]
 
     def derive(batch: Any, scale: float) -> list[Derived]:
         tensors = tf.nest.map_structure(_to_tensor, tuple(batch))
@@ -82,16 +82,16 @@ def on_host(gradient: Any) -> Any:
 _count_bins = tf.function(histograms.count_bins, reduce_retracing=True, autograph=False)
 
 
-def _summed(gradient: Any) -> tuple[Any, Any]:
+def summed(gradient: Any) -> tuple[Any, Any]:
     """A gradient, of slices summed for each row as a step does; and how many zeros it lacks."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient, tf.constant(0, tf.int64)
     rows, place = tf.unique(gradient.indices)
-    summed = tf.math.unsorted_segment_sum(gradient.values, place, tf.size(rows))
+    values = tf.math.unsorted_segment_sum(gradient.values, place, tf.size(rows))
     if gradient.dense_shape is None:
-        return summed, tf.constant(0, tf.int64)
+        return values, tf.constant(0, tf.int64)
     whole = tf.reduce_prod(tf.cast(gradient.dense_shape, tf.int64))
-    return summed, whole - tf.size(summed, tf.int64)
+    return values, whole - tf.size(values, tf.int64)
 
 
 def _to_tensor(array: Any) -> Any:

@@ -8,7 +8,7 @@ float16 cannot show what it lost; for what float16 makes of it they compute in f
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,14 +25,15 @@ from lossscale.diagnostics.verdict import Thresholds
 from lossscale.frameworks.common.diagnosis import ModelGradients, looking_inside, measured
 from lossscale.frameworks.common.probing import Probe, described
 from lossscale.frameworks.shell.measuring import (
-    caveats_of,
     check_ready,
     computing_in_float16,
     computing_in_float32,
     without_a_loss,
 )
+from lossscale.frameworks.shell.own_step import Attempt, attempted, has_own_step, peeked
 from lossscale.frameworks.tensorflow import counting
 from lossscale.frameworks.tf_keras.draws import same_draws
+from lossscale.frameworks.tf_keras.own_step import new_step
 from lossscale.frameworks.tf_keras.private_names import (
     AutoCastVariable,
     create_autocast_variable,
@@ -82,39 +83,38 @@ def measure(
     Raises:
         ArgumentError: If the model is not compiled, has no loss, or has no variables.
     """
-    is_compiled = bool(getattr(model, "compiled_loss", None))
-    check_ready(model, is_compiled=is_compiled, input_name="an Input")
+    _check_ready(model)
     paths = paths_of([variable.name.removesuffix(":0") for variable in model.trainable_variables])
-    inputs, needs_targets = inputs_of(model), _needs_targets(model)
+    names = [name for name, _ in paths]
     taps = Taps(model, _LIBRARY)
     layers = list(model._flatten_layers())
     narrow = {layer.dtype_policy.name for layer in layers if layer.compute_dtype in NARROW}
-    gradients = gradients_of(model, taps, [name for name, _ in paths])
     with contextlib.ExitStack() as stack:
         stack.enter_context(_put_back(model, layers))
+        first, all_batches = peeked(batches)
+        own = _own_step(model, first, helps=True)
         has_loss: list[bool] = []
 
         def prepare(batch: Batch) -> None:
-            check_batch(batch, inputs, needs_targets=needs_targets)
-            if not has_loss:
+            _check_batch(model, batch, own)
+            if own.step is None and not has_loss:
                 has_loss.append(True)
                 stack.enter_context(_loss_of_its_own(model, batch))
 
+        stack.enter_context(own.explained())
         measurement, fidelity = measured(
-            gradients,
-            batches,
+            own.gradients(names, counting.on_host) or gradients_of(model, taps, names),
+            all_batches,
             prepare,
             counting.count,
             paths,
-            in_use=_scale_in_use(model.optimizer),
+            in_use=own.in_use(model, _scale_in_use),
             after_batch=after_batch,
             thresholds=thresholds,
             quick=quick,
         )
     floatx = tf_keras.backend.floatx()
-    report = measurement.report(model, "tf_keras", narrow, floatx, paths, taps)
-    caveats = caveats_of(model, tf_keras.Model)
-    return dataclasses.replace(report, fidelity=fidelity, caveats=caveats)
+    return own.told(measurement.report(model, "tf_keras", narrow, floatx, paths, taps), fidelity)
 
 
 def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGradients:
@@ -126,7 +126,6 @@ def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGr
         names: The names of its trainable variables.
     """
     variables = list(model.trainable_variables)
-    layers = list(model._flatten_layers())
 
     def loss_of(values: Sequence[Any], batch: Any, tap: Tap) -> Any:
         del values
@@ -146,18 +145,12 @@ def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGr
         for tapped in (taps is not None, False)
     )
 
-    @contextlib.contextmanager
-    def run() -> Iterator[None]:
-        with _put_back(model, layers), same_draws():
-            yield
-
     def in_float32(batch: Any, scale: float) -> list[Derived]:
-        # Each run draws the same random numbers, and starts with the same statistics.
-        with run(), _computing_in_float32(layers):
+        with _running(model, True):
             return wide(batch, scale)
 
     def in_float16(batch: Any, scale: float) -> list[Derived]:
-        with run(), _computing_in_float16(layers):
+        with _running(model, False):
             return narrow(batch, scale)
 
     return ModelGradients(looking_inside(in_float32, taps), in_float16, names, counting.on_host)
@@ -173,19 +166,67 @@ def new_probe(model: Any, batch: Batch) -> Probe:
     Raises:
         ArgumentError: If the model has no loss, or the batch does not fit it.
     """
-    is_compiled = bool(getattr(model, "compiled_loss", None))
-    check_ready(model, is_compiled=is_compiled, input_name="an Input")
-    check_batch(batch, inputs_of(model), needs_targets=_needs_targets(model))
+    _check_ready(model)
     names = [variable.name.removesuffix(":0") for variable in model.trainable_variables]
     layers = dict(paths_of(names))
-    gradients = gradients_of(model, None, list(layers))
-    copy = _copy_of_loss(model, batch)
+    own = _own_step(model, batch, helps=False)
+    _check_batch(model, batch, own)
+    gradients = own.gradients(list(layers), counting.on_host)
+    if gradients is not None:
+        replacing: Callable[[], Any] = contextlib.nullcontext
+    else:
+        own.warn()
+        gradients = gradients_of(model, None, list(layers))
+        copy = _copy_of_loss(model, batch)
+        replacing = functools.partial(replaced, model, "compiled_loss", copy)
 
     def probe(scale: float) -> dict[str, dict[str, float]]:
-        with replaced(model, "compiled_loss", copy):
+        with replacing():
             return described(fidelity_at(gradients, tuple(batch), scale, layers), layers)
 
     return probe
+
+
+def _own_step(model: Any, batch: Batch, *, helps: bool) -> Attempt:
+    """What came of running the model's own `train_step` on a batch, if it has one."""
+    check_batch(batch, [], needs_targets=False)
+    return attempted(
+        model,
+        tf_keras.Model,
+        lambda: new_step(model, functools.partial(_running, model)),
+        tuple(batch),
+        helps=helps,
+    )
+
+
+def _check_ready(model: Any) -> None:
+    own = has_own_step(model, tf_keras.Model)
+    rest = model._flatten_layers(include_self=False)
+    check_ready(
+        model,
+        is_compiled=bool(getattr(model, "compiled_loss", None)),
+        # One that is trained by a step of its own may be none that can be called.
+        is_built=model.built or (own and all(layer.built for layer in rest)),
+        input_name="an Input",
+    )
+
+
+def _check_batch(model: Any, batch: Batch, own: Attempt) -> None:
+    # A step of its own takes what it takes.
+    if own.step is None:
+        check_batch(batch, inputs_of(model), needs_targets=_needs_targets(model))
+    else:
+        check_batch(batch, [], needs_targets=False)
+
+
+@contextlib.contextmanager
+def _running(model: Any, in_float32: bool) -> Iterator[None]:
+    """Within it a model computes in float32 or in float16; after it, it is as it was before."""
+    layers = list(model._flatten_layers())
+    computing = _computing_in_float32 if in_float32 else _computing_in_float16
+    # Each run draws the same random numbers, and starts with the same statistics.
+    with _put_back(model, layers), same_draws(), computing(layers):
+        yield
 
 
 def _scale_in_use(optimizer: Any) -> float | None:
