@@ -262,10 +262,8 @@ class OptaxJit:
 
         Iterations are the steps that the transformation inside has seen, and those skipped.
         """
-        import optax
-
         state = self.opt_state
-        applied = int(optax.tree.get(state.inner_state, "applied_steps"))
+        applied = int(state.inner_state[-1].applied_steps)
         skipped = int(state.skipped_steps)
         return (
             int(state.rule_state["good_steps"]),

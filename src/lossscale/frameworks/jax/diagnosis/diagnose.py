@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lossscale.checks import checked_above_zero, checked_count
+from lossscale.diagnostics.fidelity_meter import fidelity_at
 from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.diagnostics.measurement import NARROW
 from lossscale.diagnostics.report import GradientReport
@@ -19,10 +20,12 @@ from lossscale.diagnostics.verdict import Thresholds
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.frameworks.common.diagnosis import (
     ModelGradients,
+    OfUser,
     checked_reference,
     first_batches,
     measured,
 )
+from lossscale.frameworks.common.probing import described
 from lossscale.frameworks.jax.diagnosis.differentiation import Differentiation, check_function
 from lossscale.frameworks.jax.exponents import count_bins, on_host
 from lossscale.frameworks.jax.optax.loops import loss_scale
@@ -119,14 +122,9 @@ def diagnose(
     given = first_batches(batches, max_batches, _samples_in)
     first = next(given)
     differentiation.prepare(first.data)
-    paths = [(name, name.rpartition("/")[0] or name) for name in differentiation.names]
+    paths = _paths(differentiation)
     measurement, fidelity = measured(
-        ModelGradients(
-            differentiation.reference,
-            differentiation.in_float16,
-            differentiation.names,
-            np.asarray,
-        ),
+        _gradients_of(differentiation),
         itertools.chain([first], given),
         lambda batch: None,
         _count,
@@ -144,6 +142,61 @@ def diagnose(
     framework = f"JAX on {jax.default_backend()}"
     report = measurement.report(inside, framework, own & set(NARROW), reference, paths, inside)
     return dataclasses.replace(report, fidelity=fidelity).with_format(known, limits)
+
+
+class FidelityProbe:
+    """Measures on one batch what float16 makes of each gradient, while parameters are trained.
+
+    Args:
+        loss_fn, grad, has_aux: As for `diagnose`.
+        batch: The batch.
+
+    Raises:
+        ArgumentTypeError: If `loss_fn` cannot be called so. It is a `TypeError`.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        batch: Any,
+        *,
+        grad: Callable[..., Any] | None = None,
+        has_aux: bool = False,
+    ) -> None:
+        check_function(loss_fn)
+        self._batch = batch
+        self._differentiation = Differentiation(loss_fn, None, jnp.float32, grad, has_aux)
+
+    def prepare(self, params: Any) -> None:
+        """Takes the parameters to measure, and checks the first ones.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: As `diagnose`.
+        """
+        self._differentiation.params = params
+        if not self._differentiation.names:
+            self._differentiation.prepare(self._batch)
+
+    def release(self) -> None:
+        """Forgets the parameters, which a step may want to overwrite."""
+        self._differentiation.params = None
+
+    def __call__(self, scale: float) -> dict[str, dict[str, float]]:
+        """Returns what was found of each gradient at a loss scale, for a record."""
+        layers = dict(_paths(self._differentiation))
+        gradients = _gradients_of(self._differentiation)
+        return described(fidelity_at(gradients, OfUser(self._batch, 1), scale, layers), layers)
+
+
+def _gradients_of(differentiation: Differentiation) -> ModelGradients:
+    return ModelGradients(
+        differentiation.reference, differentiation.in_float16, differentiation.names, np.asarray
+    )
+
+
+def _paths(differentiation: Differentiation) -> list[tuple[str, str]]:
+    """The name of each parameter, and that of what it is in."""
+    return [(name, name.rpartition("/")[0] or name) for name in differentiation.names]
 
 
 _compiled_count = jax.jit(count_bins)

@@ -30,6 +30,7 @@ class Differentiation:
         has_aux: Whether `loss_fn` returns a pair of the loss and anything else.
 
     Attributes:
+        params: The parameters; others of the same structure may take their place.
         names: The names of the arrays that there are gradients by, in order; of the first batch.
     """
 
@@ -41,7 +42,7 @@ class Differentiation:
         grad: Callable[..., Any] | None,
         has_aux: bool,
     ) -> None:
-        self._loss_fn, self._params, self._has_aux = loss_fn, params, has_aux
+        self._loss_fn, self.params, self._has_aux = loss_fn, params, has_aux
         self._reference_dtype, self._grad = reference, grad
         self._compiled: dict[Any, Any] = {}
         self.names: list[str] = []
@@ -95,7 +96,7 @@ class Differentiation:
         What is no array, such as the activation functions in a model of Equinox, is part of the
         function.
         """
-        leaves, structure = jax.tree.flatten((self._params, data))
+        leaves, structure = jax.tree.flatten((self.params, data))
         there = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
         traced = [leaf for leaf, is_array in zip(leaves, there, strict=True) if is_array]
         fixed = [None if is_array else leaf for leaf, is_array in zip(leaves, there, strict=True)]
