@@ -101,7 +101,7 @@ def test_the_state_of_something_else_is_refused():
         (optax.sgd(0.1).init(params), "loss_scaled"),
         (params, "Received: a dict"),
         (wrapped(), "the optimizer and not its state"),
-        (None, "Received: a NoneType"),
+        (None, "Received: None"),
     ):
         with pytest.raises(ArgumentTypeError, match=message):
             scale_loss(wrong, jnp.float32(1.0))

@@ -14,7 +14,7 @@ import numpy as np
 
 from lossscale.callbacks import checked_settings
 from lossscale.checks import checked_count
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.frameworks.common.loop_monitor import LoopMonitor
 from lossscale.frameworks.common.notes import Noted, Plan
 from lossscale.frameworks.common.probing import checked_fidelity
@@ -168,6 +168,7 @@ class Monitor(LoopMonitor):
             TrainingHaltedError: If an alarm ends training. What was recorded is in the files then.
             RecordingError: If a file cannot be written and that is to end training.
             ArgumentError, ArgumentTypeError: If an argument cannot be used; nothing is read then.
+            UnsupportedError: If it is called in a compiled function. It is a `NotImplementedError`.
         """
         shown = self._shown(opt_state)
         if np.ndim(loss):
@@ -223,6 +224,11 @@ class Monitor(LoopMonitor):
     def _shown(self, opt_state: Any) -> _Shown:
         """The arrays to read, of which none is read yet."""
         state = state_in(opt_state)
+        if isinstance(_value(state.loss_scale), jax.core.Tracer):
+            raise UnsupportedError(
+                "A Monitor is called outside of compiled functions, and reads what they return. "
+                "Received: a state that is being traced."
+            )
         whole = opt_state if isinstance(opt_state, tuple) else getattr(opt_state, "opt_state", None)
         kept = None
         if isinstance(whole, NotedState):
