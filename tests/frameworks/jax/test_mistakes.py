@@ -1,5 +1,6 @@
 """Mistakes in loops: what JAX and Optax would say nothing of, or would say of something else."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -83,3 +84,40 @@ def test_a_monitor_does_not_belong_into_a_compiled_function():
         jax.jit(monitor.step)(STATE)
     monitor.step(STATE)
     assert monitor.last_record.step == 1
+
+
+def test_a_monitor_is_given_what_the_step_returned():
+    opt_state = jax.tree.map(jnp.copy, STATE)
+    monitor = Monitor(TX, PARAMS, opt_state)
+    after = jax.jit(lambda s: TX.update(PARAMS, s)[1], donate_argnums=0)(opt_state)
+    with pytest.raises(
+        ArgumentError, match=r"has taken them\. Pass the state that the step returned"
+    ):
+        monitor.step(opt_state)
+    monitor.step(after)
+    assert monitor.last_record.step == 1
+
+
+def test_the_states_of_two_optimizers_are_not_one():
+    with pytest.raises(ArgumentError, match="Of several optimizers pass the state of one"):
+        value_and_grad(loss_fn)({"generator": STATE, "critic": STATE}, PARAMS)
+
+
+def test_a_model_with_functions_in_it_may_be_the_parameters():
+    # As many programs with Equinox have it, and as transformations take it that read no parameters.
+    model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    opt_state = TX.init(eqx.filter(model, eqx.is_inexact_array))
+
+    def step(model, opt_state):
+        differentiate = value_and_grad(
+            lambda m: jnp.sum(m(jnp.ones(2))), grad=eqx.filter_value_and_grad
+        )
+        _, gradients = differentiate(opt_state, model)
+        updates, opt_state = TX.update(gradients, opt_state, model)
+        return eqx.apply_updates(model, updates), opt_state
+
+    for run in (step, eqx.filter_jit(step)):
+        trained, after = run(model, opt_state)
+        assert trained.activation is model.activation
+        assert trained.layers[-1].bias[0] == model.layers[-1].bias[0] - 0.5
+        assert int(after.rule_state["good_steps"]) == 1

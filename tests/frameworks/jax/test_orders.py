@@ -161,6 +161,7 @@ def test_the_arguments_are_those_of_every_shell():
         ({"dynamic": False}, "initial_scale"),
         ({"initial_scale": 0}, "positive number"),
         ({"rule": 8}, "must be a scaling rule"),
+        ({"rule": lossscale.DynamicScale}, "must be a scaling rule"),
         ({"rule": lossscale.FixedScale(8), "initial_scale": 4}, "already says"),
         ({"axis_name": 3}, "must be the name of an axis"),
     ):

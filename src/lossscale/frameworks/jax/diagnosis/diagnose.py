@@ -30,6 +30,7 @@ from lossscale.frameworks.common.diagnosis import (
 from lossscale.frameworks.common.probing import described
 from lossscale.frameworks.jax.diagnosis.differentiation import Differentiation, check_function
 from lossscale.frameworks.jax.exponents import count_bins, on_host
+from lossscale.frameworks.jax.optax.finding import described as what_is
 from lossscale.frameworks.jax.optax.loops import loss_scale
 
 _REFERENCES = {"float32": jnp.float32, "float64": jnp.float64}
@@ -245,7 +246,7 @@ def _check_batches(batches: Any) -> None:
     if one or not hasattr(batches, "__iter__"):
         raise ArgumentTypeError(
             "`batches` must be an iterable of batches, such as a list of them; one batch is "
-            f"[batch]. Received: a {type(batches).__name__}."
+            f"[batch]. Received: {what_is(batches)}."
         )
 
 

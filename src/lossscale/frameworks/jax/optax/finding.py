@@ -72,7 +72,8 @@ def state_in(opt_state: Any) -> LossScaleState:
     if len(found) > 1:
         raise ArgumentError(
             f"There are {len(found)} loss scales in this state, so that the loss has no single "
-            f"one. They are in {_path(found[0][0])}. Wrap once, and put loss_scaled outside: "
+            f"one. They are in {_path(found[0][0])}. Of several optimizers pass the state of one. "
+            "In one optimizer wrap once, and put loss_scaled outside: "
             "loss_scaled(optax.multi_transform({...}, labels))."
         )
     above, state = found[0]

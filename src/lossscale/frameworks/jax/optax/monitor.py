@@ -171,6 +171,11 @@ class Monitor(LoopMonitor):
             UnsupportedError: If it is called in a compiled function. It is a `NotImplementedError`.
         """
         shown = self._shown(opt_state)
+        if _any_gone(shown):
+            raise ArgumentError(
+                "The arrays of `opt_state` are gone: a step with donate_argnums has taken them. "
+                "Pass the state that the step returned."
+            )
         if np.ndim(loss):
             raise ArgumentError(
                 f"`loss` must be a scalar. Received: an array of shape {np.shape(loss)}. Take the "
@@ -184,7 +189,7 @@ class Monitor(LoopMonitor):
         position, scale = self._position + steps, self._scale
 
         def read(before: Status) -> tuple[Status, Noted] | None:
-            if any(_is_gone(leaf) for leaf in jax.tree.leaves(shown)):
+            if _any_gone(shown):
                 return None
             status = _status(shown, position)
             if shown.noted is None:
@@ -264,6 +269,7 @@ def _is_kept(leaf: Any) -> bool:
     return hasattr(leaf, "get_value")
 
 
-def _is_gone(leaf: Any) -> bool:
+def _any_gone(shown: _Shown) -> bool:
     """Whether a later step has taken the buffer of an array."""
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
+    leaves = jax.tree.leaves(shown)
+    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)
