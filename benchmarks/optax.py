@@ -32,6 +32,7 @@ class Row(NamedTuple):
         parameters: How many parameters they have together.
         model: The model of a whole training step.
         goal: The highest ratio that is aimed at.
+        compiled: Whether steps are compiled, or run operation by operation.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Row(NamedTuple):
     parameters: int = 0
     model: str = ""
     goal: float = 0.0
+    compiled: bool = True
 
 
 ROWS = (
@@ -48,12 +50,13 @@ ROWS = (
     Row("adam, 10M in 1 array", "adam", 1, 10**7, goal=1.12),
     Row("adam, 200 arrays of 1,000", "adam", 200, 2 * 10**5, goal=1.20),
     Row("adamw with clipping, 10M in 100 arrays", "adamw_clip", 100, 10**7, goal=1.15),
+    Row("adam, not compiled, 10 arrays of 1,000", "adam", 10, 10**4, goal=5.0, compiled=False),
     Row("whole step: transformer", "adam", model="transformer", goal=1.05),
     Row("whole step: mlp", "adam", model="mlp", goal=1.05),
     Row("whole step: cnn", "adam", model="cnn", goal=1.20),
 )
-# A check of each array by itself, added up one by one, compiles for minutes with 100 of them.
-MOST_ARRAYS_OF_PEERS = 20
+# A check of each array by itself, added up one by one, compiles for minutes with more of them.
+MOST_ARRAYS_OF_PEERS = 100
 
 
 class Compiled:
@@ -83,6 +86,14 @@ class Compiled:
         self._state, self._given, self._read = state, given, None
         self._ready = jax.block_until_ready
 
+    def costs_beside(self, bare: Compiled) -> dict[str, float]:
+        """What a step costs besides its time, JSON-ready."""
+        return {
+            "trace_ratio": self.trace_seconds / bare.trace_seconds,
+            "compile_ratio": self.compile_seconds / bare.compile_seconds,
+            "temporary_bytes": self.temporary_bytes - bare.temporary_bytes,
+        }
+
     def prepare(self) -> None:
         """The inputs do not change."""
 
@@ -91,6 +102,26 @@ class Compiled:
 
     def wait(self) -> None:
         self._ready((self._state, self._read))
+
+
+class Eager(Compiled):
+    """A program whose steps are not compiled.
+
+    Args:
+        method: What has `init` and `step`.
+        params: The first parameters.
+        given: The gradients.
+    """
+
+    def __init__(self, method: Any, params: Any, given: Any) -> None:
+        import jax
+
+        self._state, self._given, self._read = method.init(params), given, None
+        self._step, self._ready = method.step, jax.block_until_ready
+
+    def costs_beside(self, bare: Compiled) -> dict[str, float]:
+        """Nothing besides its time."""
+        return {}
 
 
 def measure(row: Row, methods: Sequence[str], seconds: float, quick: bool) -> dict[str, Any]:
@@ -113,9 +144,7 @@ def measure(row: Row, methods: Sequence[str], seconds: float, quick: bool) -> di
         name: {
             "seconds": as_numbers(quartiles(times[name])),
             "ratio": as_numbers(ratios(times[name], times["bare"])),
-            "trace_ratio": program.trace_seconds / bare.trace_seconds,
-            "compile_ratio": program.compile_seconds / bare.compile_seconds,
-            "temporary_bytes": program.temporary_bytes - bare.temporary_bytes,
+            **program.costs_beside(bare),
         }
         for name, program in programs.items()
     }
@@ -124,7 +153,7 @@ def measure(row: Row, methods: Sequence[str], seconds: float, quick: bool) -> di
 
 def _runs(row: Row, method: str) -> bool:
     if method == "read":
-        return not row.model
+        return row.compiled and not row.model
     return method not in ("jmp", "flax") or row.leaves <= MOST_ARRAYS_OF_PEERS
 
 
@@ -149,7 +178,7 @@ def _program(row: Row, name: str, quick: bool) -> Compiled:
     factor = np.float32(optax_methods.SCALE if method.scaled else 1)
     params = [jnp.asarray(random.normal(size=size), jnp.float32) for _ in range(row.leaves)]
     given = [jnp.asarray(random.normal(size=size) * factor, jnp.float32) for _ in params]
-    return Compiled(method, params, given)
+    return (Compiled if row.compiled else Eager)(method, params, given)
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
@@ -163,6 +192,15 @@ def table(found: Sequence[dict[str, Any]]) -> str:
             cells.append("" if one is None else f"{one['ratio']['median']:.2f}")
         lines.append(f"| {row['row']} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _described(one: dict[str, Any]) -> str:
+    ratio = one["ratio"]
+    text = f"{ratio['median']:.2f} ({ratio['q1']:.2f} to {ratio['q3']:.2f})"
+    if "trace_ratio" in one:
+        text += f", trace {one['trace_ratio']:.1f}, compile {one['compile_ratio']:.1f}"
+        text += f", {one['temporary_bytes'] / 1e6:.2f} MB"
+    return text
 
 
 def main(command_line: list[str] | None = None) -> int:
@@ -184,14 +222,7 @@ def main(command_line: list[str] | None = None) -> int:
             continue
         found.append(measure(row, options.methods.split(","), options.seconds, options.quick))
         for name, one in found[-1]["methods"].items():
-            ratio = one["ratio"]
-            print(
-                f"{row.name}: {name} {ratio['median']:.2f} ({ratio['q1']:.2f} to "
-                f"{ratio['q3']:.2f}), trace {one['trace_ratio']:.1f}, compile "
-                f"{one['compile_ratio']:.1f}, {one['temporary_bytes'] / 1e6:.2f} MB",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"{row.name}: {name} {_described(one)}", file=sys.stderr, flush=True)
         jax.clear_caches()
         gc.collect()
     print(table(found))

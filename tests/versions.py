@@ -43,7 +43,7 @@ class Set:
 
 SETS = {
     "jax": Set(
-        ("keras", "jax"),
+        ("keras", "jax", "optax"),
         ("jaxlib==0.6.0", "numpy==1.26.4", "ml_dtypes==0.5.0"),
         {"KERAS_BACKEND": "jax"},
         (PROMISES, "tests/frameworks/keras/test_private_names.py"),

@@ -90,7 +90,8 @@ def rule_from_arguments(
 def _checked_rule(
     rule: Any, dynamic: Any, initial_scale: Any, dynamic_growth_steps: Any
 ) -> ScaleRule:
-    if not isinstance(rule, ScaleRule):
+    # A class has all that a rule has.
+    if isinstance(rule, type) or not isinstance(rule, ScaleRule):
         raise ArgumentTypeError(
             "`rule` must be a scaling rule, such as lossscale.DynamicScale(growth_interval=500) "
             f"or lossscale.FixedScale(128). Received: rule={rule!r} of type {type(rule).__name__}."

@@ -21,7 +21,18 @@ def test_a_row_is_measured_and_its_table_goes_into_the_page(tmp_path, capsys):
     assert capsys.readouterr().out.strip() in text
 
 
+def test_a_row_that_is_not_compiled_has_times_alone(tmp_path):
+    output = tmp_path / "optax.json"
+    arguments = ["--rows", "not compiled", "--methods", "bare,read,lossscale", "--quick"]
+    assert optax.main([*arguments, "--output", str(output)]) == 0
+    (row,) = json.loads(output.read_text())["rows"]
+    assert {name: set(found) for name, found in row["methods"].items()} == {
+        name: {"seconds", "ratio"} for name in ("bare", "lossscale")
+    }
+
+
 def test_peers_that_compile_for_minutes_are_left_out():
-    many, few = optax.ROWS[0], optax.ROWS[1]
-    assert [name for name in optax.METHODS if not optax._runs(many, name)] == ["jmp", "flax"]
-    assert all(optax._runs(few, name) for name in optax.METHODS)
+    most, more = optax.ROWS[0], optax.ROWS[3]
+    assert (most.leaves, more.leaves) == (100, 200)
+    assert [name for name in optax.METHODS if not optax._runs(more, name)] == ["jmp", "flax"]
+    assert all(optax._runs(most, name) for name in optax.METHODS)

@@ -3,6 +3,11 @@
 Each makes one of a module `optimizers`, of Keras 3 or of one of tf_keras' two families.
 """
 
+from lossscale import DynamicScale
+
+RULE = DynamicScale(2.0**15, growth_interval=2)
+"""The rule that each is recorded with."""
+
 INNER = {
     "plain": lambda optimizers: optimizers.SGD(1.0),
     "sgd": lambda optimizers: optimizers.SGD(0.5),
@@ -19,6 +24,9 @@ INNER = {
         optimizers.schedules.ExponentialDecay(0.5, decay_steps=1, decay_rate=0.5)
     ),
 }
+
+FEW = ("plain", "sgd", "momentum", "adam", "accumulation")
+"""Those for a shell that runs another one's code: without a state, with one, with a branch."""
 
 _NO_HOOKS = "hooks of a fused optimizer run on every step where the device decides"
 MISSING = {

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from conformance.inner_optimizers import RULE
 from conformance.shells import Shell
-from lossscale import DynamicScale
 
 VALUES = [np.array([1.0, -2.0, 3.0], np.float32), np.array([[0.5, 0.25]], np.float32)]
 GRADIENTS = [np.array([0.5, -1.0, 2.0], np.float32), np.array([[4.0, -0.125]], np.float32)]
@@ -66,8 +66,8 @@ def recorded(shell: Shell, inner: str) -> tuple[Step, ...]:
     Raises:
         Skipped: The family of the shell has no such optimizer.
     """
-    scaled = shell.make(VALUES, inner, DynamicScale(2.0**15, growth_interval=2))
-    plain = shell.make(VALUES, inner)
+    scaled = shell.make(VALUES, inner, RULE)
+    plain = shell.make_bare(VALUES, inner, RULE)
     steps = []
     for factor in _FACTORS:
         finite = bool(np.isfinite(factor))

@@ -18,7 +18,7 @@ _outcomes = collections.defaultdict(collections.Counter)
 
 def pytest_runtest_logreport(report):
     found = re.search(
-        r"test_promises\.py::(\w+)\[((?:keras|tf_keras|torch)-[\w.]+-[\w.]+)", report.nodeid
+        r"test_promises\.py::(\w+)\[((?:keras|tf_keras|torch|optax)-[\w.]+-[\w.]+)", report.nodeid
     )
     done = report.when == "call" or (report.when == "setup" and report.outcome == "skipped")
     if found and done:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conformance.inner_optimizers import INNER, MISSING
+from conformance.inner_optimizers import FEW, INNER, MISSING
+from conformance.optax_native import OptaxEager, OptaxJit, OptaxNNX, OptaxScan
 from conformance.torch_native import TorchNative, TorchNativeDevice
 
 BACKEND = os.environ["KERAS_BACKEND"]
@@ -415,7 +417,20 @@ def _has_a_loss_scale(rule: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Shell:
-    """A row of the table."""
+    """A row of the table.
+
+    Attributes:
+        name: What it is called.
+        backend: That of the processes that it is usable in.
+        harness: What drives it.
+        compiles: Whether it compiles steps.
+        takes_loss_scales_only: Whether it has no rules, but only what TensorFlow 2.0 has.
+        keras: The Keras of these processes.
+        family: Which optimizers it wraps.
+        like: The shell whose code it runs in another place, so that a part of the tests will do;
+            none if it has its own.
+        needs: What has to be installed besides, which the oldest releases are tested without.
+    """
 
     name: str
     backend: str
@@ -424,11 +439,26 @@ class Shell:
     takes_loss_scales_only: bool = False
     keras: str = "keras"
     family: str = "keras"
+    like: str = ""
+    needs: tuple[str, ...] = ()
 
     @property
     def is_native(self) -> bool:
         """Whether it is of a framework itself, which says nothing of gradients that are missing."""
-        return self.family.startswith("torch")
+        return self.family.startswith(("torch", "optax"))
+
+    @property
+    def is_an_object(self) -> bool:
+        """Whether an optimizer is an object with a state, and no pair of functions."""
+        return self.family != "optax"
+
+    def wrap(self, optimizer: Any) -> Any:
+        """Wraps something with loss scaling, as a user does."""
+        import lossscale
+
+        if self.is_an_object:
+            return lossscale.LossScaleOptimizer(optimizer)
+        return lossscale.optax.loss_scaled(optimizer)
 
     def missing_gradient(self) -> Any:
         """What a step does that has a gradient for some variables only: a context manager."""
@@ -442,7 +472,15 @@ class Shell:
             pytest.skip(MISSING[self.family][inner])
         if self.takes_loss_scales_only and rule is not None and not _has_a_loss_scale(rule):
             pytest.skip("no FixedLossScale or DynamicLossScale has these settings")
+        if self.like and inner not in FEW:
+            pytest.skip(f"what is inside of it is run as in {self.like}")
         return self.harness(values, inner, rule)
+
+    def make_bare(self, values: Sequence[Any], inner: str, beside: Any) -> Any:
+        """Returns the optimizer alone, to be compared with one of the rule `beside`."""
+        if self.is_an_object:
+            return self.make(values, inner)
+        return self.harness(values, inner, beside=beside)
 
 
 TABLE = (
@@ -462,6 +500,23 @@ TABLE = (
     Shell("keras-torch-eager", "torch", KerasHarness, compiles=False),
     Shell("torch-native-host", "torch", TorchNative, compiles=False, family="torch"),
     Shell("torch-native-device", "torch", TorchNativeDevice, compiles=False, family="torch-device"),
+    Shell("optax-native-jit", "jax", OptaxJit, compiles=True, family="optax"),
+    *(
+        Shell(
+            f"optax-native-{name}",
+            "jax",
+            harness,
+            compiles=harness.is_compiled,
+            family="optax",
+            like="optax-native-jit",
+            needs=needs,
+        )
+        for name, harness, needs in (
+            ("eager", OptaxEager, ()),
+            ("scan", OptaxScan, ()),
+            ("nnx", OptaxNNX, ("flax",)),
+        )
+    ),
     *(
         Shell(
             f"{family}-{name}",
@@ -485,4 +540,9 @@ TABLE = (
     ),
 )
 
-SHELLS = tuple(shell for shell in TABLE if shell.backend == BACKEND and shell.keras == KERAS)
+SHELLS = tuple(
+    shell
+    for shell in TABLE
+    if (shell.backend, shell.keras) == (BACKEND, KERAS)
+    and all(map(importlib.util.find_spec, shell.needs))
+)

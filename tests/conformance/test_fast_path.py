@@ -83,7 +83,7 @@ class Plain:
     """A bare optimizer behind scaling, unscaling and looking in NumPy."""
 
     def __init__(self, shell, inner):
-        self.harness = shell.make(values(), inner)
+        self.harness = shell.make_bare(values(), inner, RULE)
         self.state = (RULE.initial_scale, 0)
 
     def step(self, given):
@@ -111,6 +111,8 @@ def test_every_step_leaves_the_bits_of_the_plain_path(shell, inner):
     if inner != "momentum":
         # The squares of these gradients overflow in the optimizer itself.
         sequence = ["finite" if name == OVERFLOWING else name for name in sequence]
+    if shell.like:
+        pytest.skip(f"the code that reads gradients is that of {shell.like}")
     if shell.takes_loss_scales_only:
         pytest.skip("a DynamicLossScale has no floor below 1")
     fast, plain = shell.make(values(), inner, RULE), Plain(shell, inner)

@@ -610,6 +610,7 @@ SCALER = [
 
 
 _CONVERSIONS = ("tests/frameworks/jax/test_conversions.py", "-k")
+_MISTAKES = ("tests/frameworks/jax/test_mistakes.py", "-k")
 _WATCHED = ("tests/frameworks/jax/test_monitor.py", "-k")
 
 AROUND_OPTAX = [
@@ -646,6 +647,76 @@ AROUND_OPTAX = [
         "            self._unread = read, loss",
         "            pass",
         (*_WATCHED, "sampled_steps_count"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/common/loop_monitor.py",
+        "if not self._has_probed or status.step // every > before.step // every:",
+        "if True:",
+        (*_WATCHED, "fidelity_is_measured"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/diagnosis/tapping.py",
+        "made = [made[0] + next(probes)]",
+        "made = [made[0] * 2 + next(probes)]",
+        ("tests/frameworks/jax/test_diagnose.py", "-k", "has_named"),
+        JAX,
+    ),
+    Mutant(
+        _GATING,
+        "return isinstance(leaf, (bool, int, float, complex))",
+        "return True",
+        (*_MISTAKES, "functions_in_it"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/optax/loops.py",
+        "    if scale.ndim:",
+        "    if False:",
+        (*_MISTAKES, "state_of_several"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/optax/loops.py",
+        "and isinstance(found[0][1], _Result)",
+        "",
+        (*_MISTAKES, "returns_no_value"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/optax/scale_state.py",
+        "count < most, count + jnp.asarray(1, count.dtype), most",
+        "count < most, count + jnp.asarray(1, count.dtype), count + 1",
+        ("tests/frameworks/jax/test_leaves.py", "-k", "counter"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/optax/scale_state.py",
+        "return lowest is None or lowest < 1.0",
+        "return False",
+        ("tests/conformance/test_promises.py", "-k", "optax-native-jit and makes_infinite"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/optax/transformation.py",
+        "finite = judging.agreed(finite & scale_state.is_usable(rule, scale), axis_names, scale)",
+        "finite = judging.agreed(finite, axis_names, scale)",
+        ("tests/frameworks/jax/test_leaves.py", "tests/frameworks/jax/test_loops.py"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/optax/transformation.py",
+        "inner_state = self._inner.init(jax.tree.map(_widened, params))",
+        "inner_state = self._inner.init(params)",
+        ("tests/frameworks/jax/test_leaves.py", "-k", "float16 or narrow or half or dtype"),
+        JAX,
+    ),
+    Mutant(
+        "frameworks/jax/optax/transformation.py",
+        "[jnp.where(finite, part, jnp.zeros_like(part)) for part in divided]",
+        "divided",
+        ("tests/frameworks/jax/test_skipping.py", "-k", "nothing_inside"),
         JAX,
     ),
 ]

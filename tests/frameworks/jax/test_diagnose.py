@@ -4,11 +4,13 @@ import functools
 
 import equinox as eqx
 import flax.linen
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 import lossscale.optax
 from frameworks.jax.support import bits
@@ -149,10 +151,17 @@ def test_libraries_of_modules_need_nothing_but_their_own_way_to_say_a_dtype():
     model = nnx.Sequential(*layers)
     model.layers[0].kernel.set_value(variables["params"]["Dense_0"]["kernel"])
     before = bits(nnx.state(model)), model.layers[0].dtype
+    network = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3)(x)))
+
+    def haiku_loss(params, batch, dtype):
+        half = jax.tree.map(lambda p: p.astype(dtype), params)
+        return mean_square(network.apply(half, batch.astype(dtype)))
+
     linear = eqx.nn.Linear(6, 3, key=jax.random.key(0))
     reports = {
         "linen": diagnose(linen_loss, variables, [X]),
         "nnx": diagnose(nnx_loss, model, [X], grad=nnx.value_and_grad),
+        "haiku": diagnose(haiku_loss, network.init(jax.random.key(0), X), [X]),
         "equinox": diagnose(equinox_loss, linear, [X], grad=eqx.filter_value_and_grad),
     }
     assert (bits(nnx.state(model)), model.layers[0].dtype) == before
@@ -160,11 +169,54 @@ def test_libraries_of_modules_need_nothing_but_their_own_way_to_say_a_dtype():
     assert names == {
         "linen": {"params/Dense_0/bias", "params/Dense_0/kernel"},
         "nnx": {"layers/0/bias", "layers/0/kernel"},
+        "haiku": {"linear/b", "linear/w"},
         "equinox": {"bias", "weight"},
     }
     assert all(report.recommended_scale > 1 for report in reports.values())
     layers = {v.layer for v in reports["linen"].fidelity.variables}
     assert layers == {"params/Dense_0"}
+
+
+def test_what_the_loss_has_named_is_looked_at_inside():
+    first, second = drawn(6, 8), drawn(8, 3)
+
+    def loss_fn(params, batch, dtype):
+        @jax.checkpoint
+        def hidden(x):
+            return checkpoint_name(jnp.tanh(x @ params["first"].astype(dtype)), "block/hidden")
+
+        outputs = jax.jit(lambda x: x @ params["second"].astype(dtype))(hidden(batch.astype(dtype)))
+        steps, _ = jax.lax.scan(
+            lambda x, _: (checkpoint_name(x * 1, "step"), None), outputs, length=2
+        )
+        checkpoint_name(batch.sum().astype(jnp.int32), "number")
+        return mean_square(checkpoint_name(checkpoint_name(steps, "outputs"), "outputs"))
+
+    report = diagnose(loss_fn, {"first": first, "second": second}, [X])
+    inside = {found.name: found for found in report.ranges if found.name.startswith("activation:")}
+    assert set(inside) == {
+        "activation:block/hidden",
+        "activation:outputs",
+        "activation:outputs#2",
+    }
+    hidden = np.tanh(X @ first)
+    by_outputs = 2 * (hidden @ second) / 36 * LOSES
+    wanted = {"block/hidden": by_outputs @ second.T, "outputs": by_outputs}
+    for name, gradient in wanted.items():
+        found = inside[f"activation:{name}"].histogram
+        assert found.size == gradient.size
+        assert found.amax == pytest.approx(np.abs(gradient).max(), rel=1e-5)
+    assert inside["activation:block/hidden"].layer == "block/hidden"
+    assert "Not looked into: step. What is named in a loop" in str(report)
+    assert {v.name for v in report.fidelity.variables} == {"first", "second"}
+
+
+def test_a_report_says_that_nothing_was_looked_at_inside():
+    loss_fn, params, batches = LOSSES["own derivative"]
+    for quick in (True, False):
+        text = str(diagnose(loss_fn, params, batches, quick=quick))
+        assert "Only gradients by the parameters were looked at" in text
+        assert 'checkpoint_name(x, "x")' in text
 
 
 def test_the_report_reads_as_those_of_other_frameworks():

@@ -210,6 +210,106 @@ def test_an_nnx_optimizer_is_watched():
     assert [tensor.name for tensor in record.nonfinite] == ["bias", "kernel"]
 
 
+# Fidelity.
+
+
+def small_loss(params, batch, dtype):
+    """A loss whose gradients are partly lost in float16."""
+    outputs = batch.astype(dtype) @ params["w"].astype(dtype)
+    return jnp.mean(outputs.astype(jnp.float32) ** 2) * 2.0**-26
+
+
+FIXED = lossscale.optax.loss_scaled(optax.sgd(0.5), rule=lossscale.FixedScale(4.0))
+BATCH = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+WEIGHTS = {"w": jnp.float32([[1.0], [2.0**-6], [2.0**-10]])}
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def small_step(params, opt_state):
+    value_and_grad = lossscale.optax.value_and_grad(small_loss)
+    loss, grads = value_and_grad(opt_state, params, BATCH, jnp.float16)
+    updates, opt_state = FIXED.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+def test_fidelity_is_measured_at_the_scale_in_use_and_what_is_lost_is_told(tmp_path):
+    params = jax.tree.map(jnp.copy, WEIGHTS)
+    opt_state, path = FIXED.init(params), tmp_path / "run.jsonl"
+    settings = {"every": 2, "fidelity_every": 4, "loss_fn": small_loss, "fidelity_data": BATCH}
+    with lossscale.optax.Monitor(FIXED, params, opt_state, path, **settings) as monitor:
+        params, opt_state, loss = small_step(params, opt_state)
+        with pytest.warns(LossScaleWarning, match="gradient of w is lost to zero in float16"):
+            monitor.step(opt_state, loss, params=params)
+        for _ in range(4):
+            # What was measured may be donated.
+            params, opt_state, loss = small_step(params, opt_state)
+            monitor.step(opt_state, loss, params=params)
+    records = TrainingHistory.read(path).records
+    measured = [(record.step, bool(record.fidelity)) for record in records]
+    assert measured == [(1, True), (2, False), (4, True), (5, False)]
+    report = lossscale.optax.diagnose(small_loss, WEIGHTS, [BATCH], in_use=4.0)
+    (wanted,) = report.fidelity.variables
+    found = records[0].fidelity["w"]
+    assert (found["lost"], found["error"], found["share"]) == pytest.approx(
+        (wanted.at[4.0].lost, wanted.at[4.0].error, 1.0), rel=1e-3
+    )
+
+
+def test_a_train_state_has_its_parameters_and_a_model_is_given():
+    from flax.training.train_state import TrainState
+
+    settings = {"fidelity_every": 1, "fidelity_data": BATCH * 2**12}
+    state = TrainState.create(apply_fn=None, params=WEIGHTS, tx=FIXED)
+    with lossscale.optax.Monitor(FIXED, WEIGHTS, state, loss_fn=small_loss, **settings) as monitor:
+        grads = jax.tree.map(jnp.zeros_like, WEIGHTS)
+        monitor.step(state.apply_gradients(grads=grads))
+    assert set(monitor.last_record.fidelity) == {"w"}
+
+    def loss_fn(model, batch, dtype):
+        model.set_attributes(dtype=dtype, raise_if_not_found=False)
+        return jnp.mean(model(batch).astype(jnp.float32) ** 2), "anything"
+
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, FIXED, wrt=nnx.Param)
+    params = nnx.state(model, nnx.Param)
+    grad = functools.partial(nnx.value_and_grad, has_aux=False)
+    settings = {**settings, "loss_fn": loss_fn, "grad": grad, "has_aux": True}
+    with lossscale.optax.Monitor(FIXED, params, optimizer, **settings) as monitor:
+        optimizer.update(model, jax.tree.map(jnp.zeros_like, params))
+        with pytest.raises(ArgumentError, match="params=params"):
+            monitor.step(optimizer)
+        monitor.step(optimizer, params=model)
+    assert set(monitor.last_record.fidelity) == {"bias", "kernel"}
+    assert model.dtype is None
+
+
+def test_a_loss_that_does_not_run_in_float16_trains_on():
+    def only_wide(params, batch, dtype):
+        if dtype == jnp.float16:
+            raise NotImplementedError("no kernel")
+        return small_loss(params, batch, dtype)
+
+    opt_state = FIXED.init(WEIGHTS)
+    settings = {"fidelity_every": 1, "loss_fn": only_wide, "fidelity_data": BATCH}
+    with lossscale.optax.Monitor(FIXED, WEIGHTS, opt_state, steps_before=0, **settings) as monitor:
+        with pytest.warns(LossScaleWarning, match="does not run here. no kernel"):
+            monitor.step(opt_state, params=WEIGHTS)
+        monitor.step(opt_state, params=WEIGHTS)
+    assert monitor.last_record.step == 2
+
+
+def test_a_loss_that_knows_nothing_of_float16_is_refused_before_anything_is_read():
+    opt_state = FIXED.init(WEIGHTS)
+    settings = {"fidelity_every": 1, "fidelity_data": BATCH}
+    with pytest.raises(ArgumentTypeError, match=r"loss_fn\(params, batch, dtype\)"):
+        lossscale.optax.Monitor(FIXED, WEIGHTS, opt_state, loss_fn=lambda p, b: 0.0, **settings)
+    settings["loss_fn"] = lambda params, batch, dtype: jnp.sum(batch @ params["w"])
+    monitor = lossscale.optax.Monitor(FIXED, WEIGHTS, opt_state, **settings)
+    with pytest.raises(ArgumentError, match="computes nothing in float16"):
+        monitor.step(opt_state, params=WEIGHTS)
+    assert monitor.last_record is None
+
+
 # What is noted changes nothing else.
 
 
@@ -303,6 +403,11 @@ def test_what_cannot_be_noted_is_refused():
         ({"every": 3, "path": "run.jsonl"}, "must be a multiple of `every`"),
         ({"steps_before": -1}, "`steps_before`"),
         ({"on_floor": "shout"}, "`on_floor`"),
+        ({"fidelity_every": 2}, "belong together"),
+        (
+            {"every": 4, "fidelity_every": 2, "loss_fn": small_loss, "fidelity_data": BATCH},
+            "`fidelity_every` must be a multiple of `every`",
+        ),
     ],
 )
 def test_a_monitor_checks_its_arguments(arguments, message, tmp_path, monkeypatch):

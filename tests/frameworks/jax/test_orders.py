@@ -101,7 +101,7 @@ def test_the_state_of_something_else_is_refused():
         (optax.sgd(0.1).init(params), "loss_scaled"),
         (params, "Received: a dict"),
         (wrapped(), "the optimizer and not its state"),
-        (None, "Received: a NoneType"),
+        (None, "Received: None"),
     ):
         with pytest.raises(ArgumentTypeError, match=message):
             scale_loss(wrong, jnp.float32(1.0))
@@ -161,6 +161,7 @@ def test_the_arguments_are_those_of_every_shell():
         ({"dynamic": False}, "initial_scale"),
         ({"initial_scale": 0}, "positive number"),
         ({"rule": 8}, "must be a scaling rule"),
+        ({"rule": lossscale.DynamicScale}, "must be a scaling rule"),
         ({"rule": lossscale.FixedScale(8), "initial_scale": 4}, "already says"),
         ({"axis_name": 3}, "must be the name of an axis"),
     ):

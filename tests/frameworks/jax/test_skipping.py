@@ -79,3 +79,18 @@ def test_an_eager_step_is_skipped_and_applied_too(name):
     assert bits(updates) == bits(expected)
     assert bits(after.inner_state) == bits(state)
     assert int(after.skipped_steps) == 1
+
+
+def test_nothing_inside_sees_a_number_that_is_not_finite():
+    seen = []
+
+    def update(updates, state, params=None):
+        jax.debug.callback(lambda given: seen.append(bool(np.isfinite(given).all())), updates["w"])
+        return updates, state
+
+    tx = lossscale.optax.loss_scaled(optax.GradientTransformation(lambda params: (), update))
+    bad = spoiled(inner.gradients(), np.nan, leaf=1)
+    _, opt_state = jax.jit(tx.update)(bad, tx.init(inner.params()))
+    jax.effects_barrier()
+    assert int(opt_state.skipped_steps) == 1
+    assert seen == [True]

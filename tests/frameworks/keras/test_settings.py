@@ -432,6 +432,7 @@ def test_the_inner_optimizer_can_be_wrapped_again_once_its_wrapper_is_gone():
         ({"dynamic": 128}, TypeError, "dynamic=False, initial_scale=128"),
         ({"dynamic": False}, ValueError, "initial_scale"),
         ({"rule": 128}, TypeError, "must be a scaling rule"),
+        ({"rule": lossscale.DynamicScale}, TypeError, "must be a scaling rule"),
         ({"rule": DynamicScale(), "initial_scale": 8}, ValueError, "already says"),
     ],
     ids=str,

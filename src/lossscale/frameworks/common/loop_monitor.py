@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from lossscale.diagnostics.records import StepRecord
+from lossscale.errors import LossScaleWarning
 from lossscale.frameworks.common.notes import Noted
+from lossscale.frameworks.common.probing import Probe, said_by
 from lossscale.frameworks.common.watching import Status, Watch
 
 Read = Callable[[Status], "tuple[Status, Noted] | None"]
@@ -22,6 +25,11 @@ class LoopMonitor:
         every: At which multiples of the number of a step to read, in steps.
         start: What the optimizer says before the first step.
     """
+
+    # What measures fidelity, if anything does, and at which multiples of the number of a step.
+    _probe: Probe | None = None
+    _fidelity_every = 1
+    _has_probed = False
 
     def __init__(self, watch: Watch, every: int, start: Status) -> None:
         self._watch = watch
@@ -91,4 +99,19 @@ class LoopMonitor:
             before: What the optimizer said at the last sample.
             status: What it says now.
         """
+        every = self._fidelity_every
+        if self._probe is None:
+            return None
+        if not self._has_probed or status.step // every > before.step // every:
+            self._has_probed = True
+            try:
+                return self._probe(status.scale)
+            # Whatever an operation that does not take float16 raises, training goes on.
+            except Exception as error:
+                self._probe = None
+                warnings.warn(
+                    f"Fidelity is not measured: the model does not run here. {said_by(error)}",
+                    LossScaleWarning,
+                    stacklevel=5,
+                )
         return None

@@ -12,19 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from lossscale.checks import checked_above_zero, checked_count
+from lossscale.diagnostics.fidelity_meter import fidelity_at
 from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.diagnostics.measurement import NARROW
 from lossscale.diagnostics.report import GradientReport
+from lossscale.diagnostics.report_text import listed
+from lossscale.diagnostics.tapping import ACTIVATION
 from lossscale.diagnostics.verdict import Thresholds
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.frameworks.common.diagnosis import (
     ModelGradients,
+    OfUser,
     checked_reference,
     first_batches,
     measured,
 )
+from lossscale.frameworks.common.probing import described
 from lossscale.frameworks.jax.diagnosis.differentiation import Differentiation, check_function
 from lossscale.frameworks.jax.exponents import count_bins, on_host
+from lossscale.frameworks.jax.optax.finding import described as what_is
 from lossscale.frameworks.jax.optax.loops import loss_scale
 
 _REFERENCES = {"float32": jnp.float32, "float64": jnp.float64}
@@ -32,7 +38,7 @@ _REFERENCES = {"float32": jnp.float32, "float64": jnp.float64}
 
 @dataclasses.dataclass
 class _Inside:
-    """What the report is called, and that nothing inside of the loss was looked at."""
+    """What the report is called, and what was looked at inside of the loss."""
 
     name: str
     layer_names: dict[str, str]
@@ -64,6 +70,9 @@ def diagnose(
     It is compiled by `jax.jit`, once for each of both, and measured is what the compiled function
     computes on this device. What XLA keeps in float32 between two operations is not lost there.
     Nothing is updated. Parameters and batches are left as they are.
+
+    Gradients by values inside of the loss are looked at if it gives them names, with
+    `jax.ad_checkpoint.checkpoint_name(x, "x")`, where they are in no loop and no branch.
 
     Gradients change as a network learns. Ask at the start of training, and again later.
 
@@ -114,19 +123,13 @@ def diagnose(
     check_function(loss_fn)
     _check_batches(batches)
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    inside = _Inside("this loss" if name == "<lambda>" else name, {})
     differentiation = Differentiation(loss_fn, params, dtype, grad, has_aux)
     given = first_batches(batches, max_batches, _samples_in)
     first = next(given)
     differentiation.prepare(first.data)
-    paths = [(name, name.rpartition("/")[0] or name) for name in differentiation.names]
+    paths = _paths(differentiation)
     measurement, fidelity = measured(
-        ModelGradients(
-            differentiation.reference,
-            differentiation.in_float16,
-            differentiation.names,
-            np.asarray,
-        ),
+        _gradients_of(differentiation),
         itertools.chain([first], given),
         lambda batch: None,
         _count,
@@ -140,10 +143,87 @@ def diagnose(
         fidelity = dataclasses.replace(
             fidelity, setting="compiled, by the loss function with dtype=float16"
         )
+    inside = _Inside(
+        "this loss" if name == "<lambda>" else name,
+        {ACTIVATION + value: value for value in differentiation.named_inside},
+    )
     own = {leaf.dtype.name for leaf in jax.tree.leaves(params) if hasattr(leaf, "dtype")}
     framework = f"JAX on {jax.default_backend()}"
     report = measurement.report(inside, framework, own & set(NARROW), reference, paths, inside)
-    return dataclasses.replace(report, fidelity=fidelity).with_format(known, limits)
+    report = dataclasses.replace(report, fidelity=fidelity, caveats=_caveats(differentiation))
+    return report.with_format(known, limits)
+
+
+class FidelityProbe:
+    """Measures on one batch what float16 makes of each gradient, while parameters are trained.
+
+    Args:
+        loss_fn, grad, has_aux: As for `diagnose`.
+        batch: The batch.
+
+    Raises:
+        ArgumentTypeError: If `loss_fn` cannot be called so. It is a `TypeError`.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        batch: Any,
+        *,
+        grad: Callable[..., Any] | None = None,
+        has_aux: bool = False,
+    ) -> None:
+        check_function(loss_fn)
+        self._batch = batch
+        self._differentiation = Differentiation(
+            loss_fn, None, jnp.float32, grad, has_aux, looks_inside=False
+        )
+
+    def prepare(self, params: Any) -> None:
+        """Takes the parameters to measure, and checks the first ones.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: As `diagnose`.
+        """
+        self._differentiation.params = params
+        if not self._differentiation.names:
+            self._differentiation.prepare(self._batch)
+
+    def release(self) -> None:
+        """Forgets the parameters, which a step may want to overwrite."""
+        self._differentiation.params = None
+
+    def __call__(self, scale: float) -> dict[str, dict[str, float]]:
+        """Returns what was found of each gradient at a loss scale, for a record."""
+        layers = dict(_paths(self._differentiation))
+        gradients = _gradients_of(self._differentiation)
+        return described(fidelity_at(gradients, OfUser(self._batch, 1), scale, layers), layers)
+
+
+def _caveats(differentiation: Differentiation) -> tuple[str, ...]:
+    """What was not looked at inside of the loss, as sentences."""
+    if differentiation.hidden:
+        return (
+            f"Not looked into: {listed(differentiation.hidden)}. What is named in a loop, a branch "
+            "or a derivative of your own has no row.",
+        )
+    if differentiation.named_inside:
+        return ()
+    return (
+        "Only gradients by the parameters were looked at, and none inside of the loss. A value x "
+        'has a row if the loss gives it a name: x = checkpoint_name(x, "x"), of jax.ad_checkpoint.',
+    )
+
+
+def _gradients_of(differentiation: Differentiation) -> ModelGradients:
+    return ModelGradients(
+        differentiation.reference, differentiation.in_float16, differentiation.names, np.asarray
+    )
+
+
+def _paths(differentiation: Differentiation) -> list[tuple[str, str]]:
+    """The name of each parameter, and that of what it is in."""
+    return [(name, name.rpartition("/")[0] or name) for name in differentiation.names]
 
 
 _compiled_count = jax.jit(count_bins)
@@ -166,7 +246,7 @@ def _check_batches(batches: Any) -> None:
     if one or not hasattr(batches, "__iter__"):
         raise ArgumentTypeError(
             "`batches` must be an iterable of batches, such as a list of them; one batch is "
-            f"[batch]. Received: a {type(batches).__name__}."
+            f"[batch]. Received: {what_is(batches)}."
         )
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lossscale.diagnostics.measurement import Derived
+from lossscale.diagnostics.tapping import ACTIVATION
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.frameworks.jax import arrays
+from lossscale.frameworks.jax.diagnosis import tapping
 from lossscale.frameworks.jax.optax.noting import named_leaves
 
 CALL = "loss_fn(params, batch, dtype)"
@@ -28,9 +30,13 @@ class Differentiation:
         reference: The dtype of the reference.
         grad: What differentiates, as `jax.value_and_grad` does; None for that.
         has_aux: Whether `loss_fn` returns a pair of the loss and anything else.
+        looks_inside: Whether to derive by values on the way too.
 
     Attributes:
+        params: The parameters; others of the same structure may take their place.
         names: The names of the arrays that there are gradients by, in order; of the first batch.
+        named_inside: The names of the values on the way that there are gradients by.
+        hidden: The names of those that no gradient gets out from.
     """
 
     def __init__(
@@ -40,11 +46,16 @@ class Differentiation:
         reference: Any,
         grad: Callable[..., Any] | None,
         has_aux: bool,
+        *,
+        looks_inside: bool = True,
     ) -> None:
-        self._loss_fn, self._params, self._has_aux = loss_fn, params, has_aux
+        self._looks_inside = looks_inside
+        self._loss_fn, self.params, self._has_aux = loss_fn, params, has_aux
         self._reference_dtype, self._grad = reference, grad
         self._compiled: dict[Any, Any] = {}
         self.names: list[str] = []
+        self.named_inside: list[str] = []
+        self.hidden: tuple[str, ...] = ()
 
     def prepare(self, data: Any) -> None:
         """Checks the first batch, and finds the names of the gradients.
@@ -61,6 +72,9 @@ class Differentiation:
             raise ArgumentError(
                 "There is nothing to train in `params`: no array of floating-point numbers."
             )
+        # Most losses name nothing, and are not traced again.
+        if self._looks_inside and any(tapping.named_values(wide.jaxpr)):
+            self._find_inside(data)
         try:
             narrow = str(self._traced(data, jnp.float16).jaxpr)
         except Exception:
@@ -73,8 +87,12 @@ class Differentiation:
             )
 
     def reference(self, batch: Any, scale: float) -> list[Derived]:
-        """Returns the gradients of the scaled loss in the dtype of the reference."""
-        return self._derived(batch[0], scale, self._reference_dtype)
+        """Returns the gradients of the scaled loss in the dtype of the reference.
+
+        At a scale of 1, which is not scaled, by what has a name on the way too.
+        """
+        derived = self._derived(batch[0], scale, self._reference_dtype)
+        return derived + self._derived_inside(batch[0]) if scale == 1 else derived
 
     def in_float16(self, batch: Any, scale: float) -> list[Derived]:
         """Returns the gradients of the scaled loss as training in float16 has them."""
@@ -90,46 +108,112 @@ class Differentiation:
         return function.trace(traced, jnp.float32(1))
 
     def _function(self, data: Any, dtype: Any) -> tuple[Any, list[Any]]:
-        """Returns a compiled function and the arrays that it takes.
-
-        What is no array, such as the activation functions in a model of Equinox, is part of the
-        function.
-        """
-        leaves, structure = jax.tree.flatten((self._params, data))
-        there = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
-        traced = [leaf for leaf, is_array in zip(leaves, there, strict=True) if is_array]
-        fixed = [None if is_array else leaf for leaf, is_array in zip(leaves, there, strict=True)]
-        key = (dtype, structure, tuple(map(repr, fixed)))
+        """Returns a compiled function and the arrays that it takes."""
+        form, traced = _Form.of((self.params, data))
+        key = (dtype, form.key)
         if key not in self._compiled:
-            self._compiled[key] = jax.jit(self._gradients_of(structure, there, fixed, dtype))
+            self._compiled[key] = jax.jit(self._gradients_of(form, dtype))
         return self._compiled[key], traced
 
-    def _gradients_of(
-        self, structure: Any, there: list[bool], fixed: list[Any], dtype: Any
-    ) -> Callable[..., Any]:
-        is_reference = dtype == self._reference_dtype
-
+    def _gradients_of(self, form: _Form, dtype: Any) -> Callable[..., Any]:
         def gradients(traced: list[Any], scale: Any) -> Any:
-            waiting = iter(traced)
-            leaves = [
-                (_widened(next(waiting), dtype) if is_reference else next(waiting))
-                if is_array
-                else leaf
-                for is_array, leaf in zip(there, fixed, strict=True)
-            ]
-            params, data = jax.tree.unflatten(structure, leaves)
-
             def scaled_loss(params: Any, data: Any) -> Any:
-                result = self._loss_fn(params, data, dtype)
-                return arrays.scaled(_checked_loss(result, self._has_aux), scale)
+                return arrays.scaled(self._loss(params, data, dtype), scale)
 
             if self._grad is None:
                 derive = jax.value_and_grad(scaled_loss, allow_int=True)
             else:
                 derive = self._grad(scaled_loss)
-            return derive(params, data)[1]
+            return derive(*form.filled(traced, self._wider_than(dtype)))[1]
 
         return gradients
+
+    def _loss(self, params: Any, data: Any, dtype: Any) -> Any:
+        return _checked_loss(self._loss_fn(params, data, dtype), self._has_aux)
+
+    def _wider_than(self, dtype: Any) -> Any:
+        return dtype if dtype == self._reference_dtype else None
+
+    # --- Inside ----------------------------------------------------------------------------------
+
+    def _find_inside(self, data: Any) -> None:
+        form, traced = _Form.of((self.params, data))
+        try:
+            inside, self.hidden = tapping.named_values(self._traced_loss(form, traced))
+        except Exception:
+            # It may be that only what derives it can call it.
+            return
+        self.named_inside = list(inside)
+
+    def _traced_loss(self, form: _Form, traced: list[Any]) -> Any:
+        """The jaxpr of the loss in the dtype of the reference."""
+        dtype = self._reference_dtype
+
+        def loss(traced: list[Any]) -> Any:
+            params, data = form.filled(traced, dtype)
+            return self._loss(params, data, dtype)
+
+        return jax.make_jaxpr(loss)(traced)
+
+    def _derived_inside(self, data: Any) -> list[Derived]:
+        if not self.named_inside:
+            return []
+        form, traced = _Form.of((self.params, data))
+        key = ("inside", form.key)
+        if key not in self._compiled:
+
+            def gradients(traced: list[Any]) -> Any:
+                return tapping.gradients(self._traced_loss(form, traced), traced)
+
+            self._compiled[key] = jax.jit(gradients)
+        found = self._compiled[key](traced)
+        return [
+            Derived(ACTIVATION + name, found[name].dtype.name, found[name], 0)
+            for name in self.named_inside
+            if name in found
+        ]
+
+
+class _Form(NamedTuple):
+    """A tree without its arrays.
+
+    What is no array, such as the activation functions in a model of Equinox, is part of the
+    functions that are compiled.
+
+    Attributes:
+        structure: That of the tree.
+        there: For each leaf, whether it is an array.
+        fixed: The leaves that are none.
+    """
+
+    structure: Any
+    there: list[bool]
+    fixed: list[Any]
+
+    @classmethod
+    def of(cls, tree: Any) -> tuple[_Form, list[Any]]:
+        """Returns the form of a tree, and its arrays."""
+        leaves, structure = jax.tree.flatten(tree)
+        there = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
+        traced = [leaf for leaf, is_array in zip(leaves, there, strict=True) if is_array]
+        fixed = [None if is_array else leaf for leaf, is_array in zip(leaves, there, strict=True)]
+        return cls(structure, there, fixed), traced
+
+    @property
+    def key(self) -> Any:
+        """What is equal for forms that one compiled function serves."""
+        return self.structure, tuple(map(repr, self.fixed))
+
+    def filled(self, arrays: Sequence[Any], dtype: Any) -> Any:
+        """Returns the tree with arrays in it, widened to a dtype unless that is None."""
+        waiting = iter(arrays)
+        leaves = [
+            (next(waiting) if dtype is None else _widened(next(waiting), dtype))
+            if is_array
+            else leaf
+            for is_array, leaf in zip(self.there, self.fixed, strict=True)
+        ]
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 def check_function(loss_fn: Any) -> None:

@@ -35,6 +35,18 @@ def states_below(tree: Any) -> list[tuple[tuple[Any, ...], LossScaleState]]:
     return found
 
 
+def has_loss_scale(opt_state: Any) -> bool:
+    """Whether there is a state of loss scaling in something, wherever it is."""
+    return bool(states_below(_held(opt_state)))
+
+
+def _held(opt_state: Any) -> Any:
+    """The state of an optimizer, of what may hold it."""
+    if not isinstance(opt_state, tuple) and hasattr(opt_state, "opt_state"):
+        return opt_state.opt_state
+    return opt_state
+
+
 def state_in(opt_state: Any) -> LossScaleState:
     """Returns the state of `loss_scaled` in the state of an optimizer.
 
@@ -47,8 +59,7 @@ def state_in(opt_state: Any) -> LossScaleState:
         ArgumentError: If another transformation is around it that must be inside, or if there are
             several. It is a `ValueError`.
     """
-    if not isinstance(opt_state, tuple) and hasattr(opt_state, "opt_state"):
-        opt_state = opt_state.opt_state
+    opt_state = _held(opt_state)
     if isinstance(opt_state, LossScaleState):
         return opt_state
     found = states_below(opt_state)
@@ -56,12 +67,13 @@ def state_in(opt_state: Any) -> LossScaleState:
         raise ArgumentTypeError(
             "`opt_state` must be the state of an optimizer with loss scaling: "
             "tx = lossscale.optax.loss_scaled(inner) and then tx.init(params), or what tx.update "
-            f"returned. Received: {_described(opt_state)}."
+            f"returned. Received: {described(opt_state)}."
         )
     if len(found) > 1:
         raise ArgumentError(
             f"There are {len(found)} loss scales in this state, so that the loss has no single "
-            f"one. They are in {_path(found[0][0])}. Wrap once, and put loss_scaled outside: "
+            f"one. They are in {_path(found[0][0])}. Of several optimizers pass the state of one. "
+            "In one optimizer wrap once, and put loss_scaled outside: "
             "loss_scaled(optax.multi_transform({...}, labels))."
         )
     above, state = found[0]
@@ -82,7 +94,7 @@ def _wrong_order(node: Any, below: Any) -> str:
     if isinstance(node, (dict, list)) or not isinstance(node, tuple):
         return (
             "`opt_state` must be the state of one optimizer, what its `init` or `update` "
-            f"returned. Received: {_described(node)} that has one inside. Pass that one."
+            f"returned. Received: {described(node)} that has one inside. Pass that one."
         )
     if type(node) is tuple:
         position = next(index for index, child in enumerate(node) if child is below)
@@ -126,8 +138,15 @@ def _function_name(name: str) -> str:
     return _FUNCTIONS.get(name, name)
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """What something is that should be a state."""
     name = type(value).__name__
+    if value is None:
+        return "None"
+    if isinstance(value, LossScaleState):
+        return "a state of loss_scaled"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array of shape {value.shape}"
     if hasattr(value, "init") and hasattr(value, "update"):
         return f"a {name}, which is the optimizer and not its state"
     return f"a {name}"

@@ -40,8 +40,12 @@ def skipped_like(update: Any) -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    # Gradients by integers are arrays of float0 that no operation takes.
-    return bool(getattr(leaf, "dtype", None) != jax.dtypes.float0)
+    # Gradients by integers are arrays of float0 that no operation takes. A model of Equinox that is
+    # given as the parameters has functions in it.
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        return isinstance(leaf, (bool, int, float, complex))
+    return bool(dtype != jax.dtypes.float0)
 
 
 def chosen(finite: Any, new: Any, old: Any) -> Any:

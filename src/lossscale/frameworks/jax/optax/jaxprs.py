@@ -62,7 +62,7 @@ def evaluate(
             below = {index: gates[number] for index, number in here.items()}
             made = evaluate(called, given, gates=below, choose=choose)
         else:
-            made = _bind(equation, given)
+            made = bind(equation, given)
             for index, number in here.items():
                 made[index] = choose(made[index], gates[number])  # type: ignore[misc]
         values.update(zip(equation.outvars, made, strict=True))
@@ -94,7 +94,8 @@ def made_by_control_flow(closed: Any, first: int) -> bool:
     return False
 
 
-def _bind(equation: Any, given: list[Any]) -> list[Any]:
+def bind(equation: Any, given: list[Any]) -> list[Any]:
+    """Returns what an equation makes of its inputs."""
     parameters = equation.primitive.get_bind_params(equation.params)
     # JAX before 0.10 gives functions beside the parameters.
     functions, parameters = parameters if isinstance(parameters, tuple) else ((), parameters)

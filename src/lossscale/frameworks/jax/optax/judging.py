@@ -71,9 +71,10 @@ def agreed(finite: Any, axis_names: tuple[str, ...], scale: Any) -> Any:
         try:
             finite = jax.lax.pmin(finite.astype(jnp.int32), axis_names) > 0
         except NameError as error:
+            said = str(error).rstrip(".")
             raise ArgumentError(
                 f"`axis_name` must name axes of the pmap, shard_map or vmap around `update`. "
-                f"Received: axis_name={axis_names!r}, and JAX says: {error}. Outside of these, as "
+                f"Received: axis_name={axis_names!r}, and JAX says: {said}. Outside of these, as "
                 "under jit with sharded arrays, leave it out."
             ) from error
     apart = varying(finite) - varying(scale)

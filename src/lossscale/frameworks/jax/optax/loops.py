@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.frameworks.jax import arrays
 from lossscale.frameworks.jax.optax import judging
-from lossscale.frameworks.jax.optax.finding import state_in
+from lossscale.frameworks.jax.optax.finding import described, has_loss_scale, state_in
 
 
 def loss_scale(opt_state: Any) -> Any:
@@ -55,7 +55,8 @@ def scale_loss(opt_state: Any, loss: Any) -> Any:
         An array of the same shape, float32 or wider.
 
     Raises:
-        ArgumentTypeError, ArgumentError: As for `loss_scale`.
+        ArgumentTypeError, ArgumentError: As for `loss_scale`; or if the state is that of several
+            replicas or members.
 
     Example:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.1), initial_scale=8)
@@ -63,7 +64,7 @@ def scale_loss(opt_state: Any, loss: Any) -> Any:
         >>> jax.grad(lambda w: lossscale.optax.scale_loss(opt_state, w.sum()))(jnp.ones(2))
         Array([8., 8.], dtype=float32)
     """
-    return arrays.scaled(loss, loss_scale(opt_state))
+    return arrays.scaled(loss, _single_scale(opt_state))
 
 
 def unscale(opt_state: Any, gradients: Any) -> Any:
@@ -138,8 +139,11 @@ def value_and_grad(
         ((loss, aux), gradients).
 
     Raises:
-        ArgumentTypeError, ArgumentError: When it is called, as for `loss_scale`; or if `fun`
-            returns no scalar.
+        ArgumentTypeError: If `fun` is no function or `argnums` a state; and when what is
+            returned is called, if its first argument has no loss scale, `fun` returns no loss or
+            `grad` no value. It is a `TypeError`.
+        ArgumentError: When it is called, as for `scale_loss`; or if the loss is no scalar of
+            floating-point numbers. It is a `ValueError`.
 
     Example:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8)
@@ -152,27 +156,65 @@ def value_and_grad(
         >>> float(optax.apply_updates(weight, updates))
         0.0
     """
+    if not callable(fun):
+        raise ArgumentTypeError(
+            f"`fun` must be the loss function. Received: {described(fun)}. {_CALL}"
+        )
+    if has_loss_scale(argnums):
+        raise ArgumentTypeError(
+            f"`argnums` says what to derive by. Received: {described(argnums)}. {_CALL}"
+        )
     # Not every one has it: Equinox differentiates by the first argument.
     chosen = {} if argnums == 0 else {"argnums": argnums}
 
     def value_and_scaled_grad(opt_state: Any, *args: Any, **kwargs: Any) -> Any:
-        scale = loss_scale(opt_state)
+        try:
+            scale = _single_scale(opt_state)
+        except ArgumentTypeError as error:
+            raise ArgumentTypeError(f"{error} {_CALL}") from None
 
         def scaled(*args: Any, **kwargs: Any) -> Any:
             result = fun(*args, **kwargs)
             loss = _loss_in(result, has_aux)
             # The loss itself is returned: scaled and divided again, it could be infinite.
-            return arrays.scaled(loss, scale), result
+            return arrays.scaled(loss, scale), _Result(result)
 
-        differentiate = grad(scaled, has_aux=True, **chosen, **options)
-        (_, result), gradients = differentiate(*args, **kwargs)
-        return result, gradients
+        found = grad(scaled, has_aux=True, **chosen, **options)(*args, **kwargs)
+        if not (_is_pair(found) and _is_pair(found[0]) and isinstance(found[0][1], _Result)):
+            raise ArgumentTypeError(
+                "`grad` must make a function that returns the value and the gradients, as "
+                f"jax.value_and_grad does; jax.grad does not. Received: grad={grad!r}."
+            )
+        return found[0][1].returned, found[1]
 
     return value_and_scaled_grad
 
 
+class _Result(NamedTuple):
+    """What the function of the user has returned, to be known again."""
+
+    returned: Any
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
+
+
+_CALL = "It is called as value_and_grad(loss_fn)(opt_state, params, ...)."
+
+
+def _single_scale(opt_state: Any) -> Any:
+    scale = loss_scale(opt_state)
+    if scale.ndim:
+        raise ArgumentError(
+            f"There are loss scales of shape {scale.shape} in this state, and one is needed. Do "
+            "this inside the vmap or pmap that the state belongs to."
+        )
+    return scale
+
+
 def _loss_in(result: Any, has_aux: bool) -> Any:
-    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+    if has_aux and not _is_pair(result):
         raise ArgumentTypeError(
             "With has_aux=True the function that is differentiated must return (loss, aux). "
             f"Received: {_described(result)}."
@@ -188,6 +230,11 @@ def _loss_in(result: Any, has_aux: bool) -> Any:
         raise ArgumentError(
             "The loss must be a scalar. Received: an array of shape "
             f"{jnp.shape(loss)}. Take its mean, in float32."
+        )
+    if not jnp.issubdtype(jnp.result_type(loss), jnp.inexact):
+        raise ArgumentError(
+            "The loss must be a floating-point number: nothing can be learned from another. "
+            f"Received: an array of dtype {jnp.result_type(loss).name}."
         )
     return loss
 

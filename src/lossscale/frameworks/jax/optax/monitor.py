@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -12,11 +14,13 @@ import numpy as np
 
 from lossscale.callbacks import checked_settings
 from lossscale.checks import checked_count
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.frameworks.common.loop_monitor import LoopMonitor
 from lossscale.frameworks.common.notes import Noted, Plan
+from lossscale.frameworks.common.probing import checked_fidelity
 from lossscale.frameworks.common.watching import Status, Watch
 from lossscale.frameworks.jax import notes
+from lossscale.frameworks.jax.diagnosis.diagnose import FidelityProbe
 from lossscale.frameworks.jax.optax.finding import state_in
 from lossscale.frameworks.jax.optax.noting import NotedState, plan_of
 from lossscale.rules import ScaleRule
@@ -61,6 +65,13 @@ class Monitor(LoopMonitor):
         append: Whether to go on with the file `path` if it exists, as a resumed run does.
         on_write_error: What it is that `path` or `tensorboard` cannot be written any more: "warn"
             to warn once and train on without it, or "raise" to end training.
+        fidelity_every: After how many steps to measure what float16 loses at the scale in use, and
+            after the first one; in steps, a multiple of `every`. It derives the loss once in
+            float32 and once in float16. None for never. `step` takes the parameters then.
+        loss_fn: The loss, `loss_fn(params, batch, dtype)`, as for `lossscale.optax.diagnose`.
+        fidelity_data: The batch to measure on, the same each time, so that what changes is the
+            model.
+        has_aux, grad: As for `lossscale.optax.diagnose`.
         steps_before: How many steps the run has behind it. A state of `noted` knows it by itself.
 
     Raises:
@@ -97,6 +108,11 @@ class Monitor(LoopMonitor):
         max_consecutive_skips: int | None = None,
         append: bool = False,
         on_write_error: str = "warn",
+        fidelity_every: int | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        fidelity_data: Any = None,
+        has_aux: bool = False,
+        grad: Callable[..., Any] | None = None,
         steps_before: int = 0,
     ) -> None:
         owner = getattr(getattr(tx, "update", None), "__self__", tx)
@@ -124,6 +140,10 @@ class Monitor(LoopMonitor):
                 f"noted(histograms_every={histograms_every}) must be a multiple of `every`. "
                 f"Received: every={every}."
             )
+        probes = checked_fidelity(fidelity_every, loss_fn, fidelity_data, settings.every)
+        if probes is not None and loss_fn is not None:
+            self._fidelity_every = probes
+            self._probe = FidelityProbe(loss_fn, fidelity_data, grad=grad, has_aux=has_aux)
         self._plan: Plan = plan_of(params, histograms_every)
         before = checked_count("steps_before", steps_before, lowest=0)
         start = _status(self._shown(opt_state), before)
@@ -132,7 +152,7 @@ class Monitor(LoopMonitor):
         versions = {name: metadata.version(name) for name in ("jax", "optax")}
         super().__init__(Watch(rule, settings, versions), settings.every, start)
 
-    def step(self, opt_state: Any, loss: Any = None, *, steps: int = 1) -> None:
+    def step(self, opt_state: Any, loss: Any = None, *, steps: int = 1, params: Any = None) -> None:
         """Takes note of a step.
 
         Args:
@@ -141,13 +161,21 @@ class Monitor(LoopMonitor):
                 nothing tells an overflow from a loss that is not finite.
             steps: How many steps were run since the last call, where a compiled function runs
                 several. Then the optimizer must be `noted`, and the last one is read.
+            params: The parameters after it, where fidelity is measured: what `loss_fn` takes. Not
+                needed with a `TrainState`.
 
         Raises:
             TrainingHaltedError: If an alarm ends training. What was recorded is in the files then.
             RecordingError: If a file cannot be written and that is to end training.
             ArgumentError, ArgumentTypeError: If an argument cannot be used; nothing is read then.
+            UnsupportedError: If it is called in a compiled function. It is a `NotImplementedError`.
         """
         shown = self._shown(opt_state)
+        if _any_gone(shown):
+            raise ArgumentError(
+                "The arrays of `opt_state` are gone: a step with donate_argnums has taken them. "
+                "Pass the state that the step returned."
+            )
         if np.ndim(loss):
             raise ArgumentError(
                 f"`loss` must be a scalar. Received: an array of shape {np.shape(loss)}. Take the "
@@ -161,7 +189,7 @@ class Monitor(LoopMonitor):
         position, scale = self._position + steps, self._scale
 
         def read(before: Status) -> tuple[Status, Noted] | None:
-            if any(_is_gone(leaf) for leaf in jax.tree.leaves(shown)):
+            if _any_gone(shown):
                 return None
             status = _status(shown, position)
             if shown.noted is None:
@@ -169,14 +197,43 @@ class Monitor(LoopMonitor):
             after = min(before.step, status.step - 1)
             return status, notes.read(self._plan, shown.noted[1], after, status.step)
 
-        if shown.noted is None:
-            # A later step may take the buffer.
-            self._scale = jnp.copy(shown.scale)
-        self._took(steps, read, loss)
+        with self._measured(opt_state, params):
+            if shown.noted is None:
+                # A later step may take the buffer.
+                self._scale = jnp.copy(shown.scale)
+            self._took(steps, read, loss)
+
+    @contextlib.contextmanager
+    def _measured(self, opt_state: Any, params: Any) -> Iterator[None]:
+        """Within it fidelity is that of these parameters, if it is measured.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: If it cannot be.
+        """
+        probe = self._probe
+        if not isinstance(probe, FidelityProbe):
+            yield
+            return
+        given = getattr(opt_state, "params", None) if params is None else params
+        if given is None:
+            raise ArgumentError(
+                "Fidelity is that of the parameters: monitor.step(opt_state, loss, params=params). "
+                "Received: params=None."
+            )
+        probe.prepare(given)
+        try:
+            yield
+        finally:
+            probe.release()
 
     def _shown(self, opt_state: Any) -> _Shown:
         """The arrays to read, of which none is read yet."""
         state = state_in(opt_state)
+        if isinstance(_value(state.loss_scale), jax.core.Tracer):
+            raise UnsupportedError(
+                "A Monitor is called outside of compiled functions, and reads what they return. "
+                "Received: a state that is being traced."
+            )
         whole = opt_state if isinstance(opt_state, tuple) else getattr(opt_state, "opt_state", None)
         kept = None
         if isinstance(whole, NotedState):
@@ -212,6 +269,7 @@ def _is_kept(leaf: Any) -> bool:
     return hasattr(leaf, "get_value")
 
 
-def _is_gone(leaf: Any) -> bool:
+def _any_gone(shown: _Shown) -> bool:
     """Whether a later step has taken the buffer of an array."""
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
+    leaves = jax.tree.leaves(shown)
+    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)

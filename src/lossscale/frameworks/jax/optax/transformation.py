@@ -111,6 +111,7 @@ class LossScaled:
             params: The parameters, for transformations that read them.
             extra_args: What the transformation inside takes besides.
         """
+        _check_gradients(updates, params)
         leaves, structure = jax.tree.flatten(updates)
         gradients = [leaf for leaf in leaves if judging.is_gradient(leaf)]
         before = scale_state.scalars_of(self.rule, state)
@@ -146,6 +147,27 @@ class LossScaled:
                 self.rule, self._axis_names, before, finite, gradients
             )
         return new_updates, after._replace(inner_state=inner_state)
+
+
+def _check_gradients(gradients: Any, params: Any) -> None:
+    """Checks what nothing inside would name.
+
+    Raises:
+        ArgumentTypeError: If it is a state, or what `value_and_grad` returned.
+    """
+    if isinstance(gradients, LossScaleState):
+        raise ArgumentTypeError(
+            "The gradients come first, then the state: tx.update(grads, opt_state, params). "
+            "Received: a state of loss_scaled."
+        )
+    if params is None or not (type(gradients) is tuple and len(gradients) == 2):
+        return
+    whole, second, wanted = map(jax.tree.structure, (gradients, gradients[1], params))
+    if second == wanted != whole:
+        raise ArgumentTypeError(
+            "`update` takes the gradients. Received: a pair, whose second part has the form of the "
+            "parameters, as value_and_grad returns it: loss, grads = ..."
+        )
 
 
 def _judge(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -12,10 +10,10 @@ import torch
 
 from lossscale.callbacks import checked_settings
 from lossscale.checks import checked_count
-from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.frameworks.common.loop_monitor import LoopMonitor
 from lossscale.frameworks.common.notes import Noted
-from lossscale.frameworks.common.probing import Probe, said_by
+from lossscale.frameworks.common.probing import checked_fidelity
 from lossscale.frameworks.common.watching import Status, Watch
 from lossscale.frameworks.torch.diagnosis.diagnose import probe
 from lossscale.frameworks.torch.diagnosis.model_gradients import LossFn
@@ -81,8 +79,6 @@ class Monitor(LoopMonitor):
         (8.0, 4.0, 'overflow', 'weight (2 inf)')
     """
 
-    _has_probed = False
-
     def __init__(
         self,
         optimizer: Any,
@@ -119,10 +115,9 @@ class Monitor(LoopMonitor):
                 "A GradScaler does not know what it scales: give Monitor the model, for the names "
                 "of its parameters. Received: model=None."
             )
-        self._fidelity_every = fidelity_every
-        self._probe = None
-        if fidelity_every is not None or loss_fn is not None or fidelity_data is not None:
-            self._probe = _probe_of(model, fidelity_every, loss_fn, fidelity_data, settings.every)
+        probes = checked_fidelity(fidelity_every, loss_fn, fidelity_data, settings.every)
+        if probes is not None and loss_fn is not None:
+            self._fidelity_every, self._probe = probes, probe(model, loss_fn, fidelity_data)
         before = checked_count("steps_before", steps_before, lowest=0)
         self._skips = int(optimizer.steps_skipped)
         self._skipped = False
@@ -183,24 +178,6 @@ class Monitor(LoopMonitor):
             del vars(self._watched)["_watcher"]
         super().close()
 
-    def _fidelity(self, before: Status, status: Status) -> Mapping[str, Mapping[str, float]] | None:
-        every = self._fidelity_every
-        if self._probe is None or every is None:
-            return None
-        if not self._has_probed or status.step // every > before.step // every:
-            self._has_probed = True
-            try:
-                return self._probe(status.scale)
-            # Whatever an operation that does not take float16 raises, training goes on.
-            except Exception as error:
-                self._probe = None
-                warnings.warn(
-                    f"Fidelity is not measured: the model does not run here. {said_by(error)}",
-                    LossScaleWarning,
-                    stacklevel=5,
-                )
-        return None
-
     def _number(self) -> int:
         """How many steps came before the one that is being made."""
         return self._start if self._is_scaler else int(self._watched.iterations)
@@ -232,21 +209,6 @@ def _check_watched(optimizer: Any) -> None:
         raise ArgumentError("The GradScaler is disabled, so there is no loss scale to watch.")
     if vars(optimizer).get("_watcher") is not None:
         raise ArgumentError("It is watched already. Close the other Monitor first.")
-
-
-def _probe_of(model: Any, every: Any, loss_fn: Any, batch: Any, sampled_every: int) -> Probe:
-    """Returns what measures fidelity on a batch."""
-    if every is None or loss_fn is None or batch is None:
-        raise ArgumentError(
-            "`fidelity_every`, `loss_fn` and `fidelity_data` belong together: every how many steps "
-            "to measure fidelity, the loss of a model and a batch, and the batch."
-        )
-    if checked_count("fidelity_every", every) % sampled_every:
-        raise ArgumentError(
-            "Fidelity is measured on steps that are sampled: `fidelity_every` must be a multiple "
-            f"of `every`. Received: fidelity_every={every}, every={sampled_every}."
-        )
-    return probe(model, loss_fn, batch)
 
 
 def _names(optimizer: Any, model: Any, is_scaler: bool) -> dict[Any, str]:
