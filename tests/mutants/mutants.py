@@ -606,6 +606,21 @@ SCALER = [
         ("tests/frameworks/torch/test_ranks.py",),
         TORCH,
     ),
+    *(
+        Mutant(
+            f"frameworks/torch/{path}",
+            right,
+            wrong,
+            ("tests/frameworks/torch/test_processes.py", "-k", which),
+            TORCH,
+        )
+        for path, right, wrong, which in (
+            ("magnitudes.py", "+= there / copies", "+= there", "on_a_mesh"),
+            ("optimizer/clipping.py", "/ layout.copies(gradient)", "/ 1", "the_norm"),
+            ("optimizer/clipping.py", "present == 0, -1.0,", "present == 0, 0.0,", "the_norm"),
+            ("gradients.py", "if ranks.is_part_of_sum(gradient):", "if False:", "parts_of_a_sum"),
+        )
+    ),
 ]
 
 

@@ -13,9 +13,8 @@ from lossscale.errors import (
     ArgumentError,
     ArgumentTypeError,
     ScalerArgumentError,
-    UnsupportedError,
 )
-from lossscale.rules import DynamicScale, FixedScale, Needs, ScaleRule
+from lossscale.rules import DynamicScale, FixedScale, ScaleRule
 
 DEFAULTS = DynamicScale(initial_scale=2.0**16, min_scale=SMALLEST_SCALE)
 """What PyTorch's scaler starts with, and the lowest scale that is safe."""
@@ -40,7 +39,6 @@ def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
     Raises:
         ScalerArgumentError: If a number cannot be used, or is given beside a rule.
         ArgumentTypeError: If `rule` is no rule.
-        UnsupportedError: If the rule has to see more than whether gradients are finite.
     """
     if rule is None:
         if numbers["min_scale"] is None:
@@ -58,11 +56,6 @@ def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
         raise ScalerArgumentError(
             "`rule` already says how the scale moves; leave out what else does. Received: "
             f"rule={rule!r}, and {', '.join(f'{name}={value!r}' for name, value in given.items())}."
-        )
-    if rule.needs != Needs():
-        raise UnsupportedError(
-            "A GradScaler sees only whether gradients are finite, and this rule has to see more: "
-            f"{rule!r}. lossscale.torch.LossScaleOptimizer takes such rules."
         )
     return rule
 

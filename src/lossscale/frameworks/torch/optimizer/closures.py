@@ -18,7 +18,6 @@ from lossscale.frameworks.torch.optimizer import handing
 from lossscale.frameworks.torch.optimizer.judging import Verdict
 from lossscale.frameworks.torch.optimizer.scales import HostScales
 from lossscale.frameworks.torch.optimizer.step import Stepping
-from lossscale.rules import Seen
 
 
 class Closures(Stepping):
@@ -65,10 +64,12 @@ class Closures(Stepping):
                 loss = closure()
             verdict = self._divide_in_place()
             value = loss.detach() if isinstance(loss, torch.Tensor) else loss
-            if verdict.applied or not math.isfinite(float(value)):
+            seen = verdict.seen
+            # Nothing was seen of gradients that are not scaled, and no lower scale helps them.
+            if verdict.applied or seen is None or not math.isfinite(float(value)):
                 break
             before = scales.scale
-            scales.move(Seen(False))
+            scales.move(seen)
             if not scales.scale < before:
                 break
         if self._marks.clips and verdict.applied:
