@@ -56,6 +56,8 @@ class Scales:
     def __init__(self, rule: ScaleRule, devices: Iterable[Any]) -> None:
         self.rule = rule
         self.first = rule.init()
+        self.start = Counts(0, 0, False)
+        """What all is counted on from, Python numbers; another object for each load."""
         self._factors: dict[Any, Factors] = {}
         for device in (CPU, *devices):
             self.factors(device)
@@ -88,7 +90,7 @@ class Scales:
 
     def restore(self, state: ScaleState, counts: Counts) -> None:
         """Sets the state and the counts from Python numbers that are valid for the rule."""
-        raise NotImplementedError
+        self.start = Counts(*counts)
 
 
 class HostScales(Scales):
@@ -139,6 +141,7 @@ class HostScales(Scales):
         return {**state, **self.counts._asdict()}
 
     def restore(self, state: ScaleState, counts: Counts) -> None:
+        super().restore(state, counts)
         self._set(state)
         self.counts = counts
 
@@ -208,6 +211,7 @@ class DeviceScales(Scales):
         return {name: _number(tensor) for name, tensor in named.items()}
 
     def restore(self, state: ScaleState, counts: Counts) -> None:
+        super().restore(state, counts)
         for tensor, value in zip((*self.state, *self.counts), (*state, *counts), strict=True):
             tensor.fill_(value)
         self._show()
