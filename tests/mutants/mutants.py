@@ -461,7 +461,7 @@ TORCH_ITSELF = [
     ),
     Mutant(
         "frameworks/torch/optimizer/closures.py",
-        "            scales.move(Seen(False))\n",
+        "            scales.move(seen)\n",
         "            pass\n",
         ("tests/frameworks/torch/test_closures.py",),
         TORCH,
@@ -482,7 +482,7 @@ TORCH_ITSELF = [
     ),
     Mutant(
         "frameworks/torch/optimizer/guard.py",
-        "now[0] > before[0] and now[1] == before[1]",
+        "now.made > before.made and now.applied == before.applied",
         "False",
         ("tests/frameworks/torch/test_guard.py",),
         TORCH,
@@ -573,7 +573,7 @@ SCALER = [
     Mutant(_SCALER, "if look_again:", "if False:", (_DEFECTS, "-k", "d20"), TORCH),
     Mutant(
         _SCALER,
-        "not self._scaled_since_update and scaler_steps.is_dummy_step(optimizer)",
+        "not self._scaled_since_update and is_dummy_step(optimizer)",
         "False",
         (_DEFECTS, "-k", "only_makes_state"),
         TORCH,

@@ -385,6 +385,22 @@ def seen(folder):
     return said
 
 
+def as_given(folder):
+    """An overflow that one process sees, in a step whose loss nobody scaled."""
+    said = {}
+    for layout, by_hand in itertools.product(("RS", "SR", "SS"), (False, True)):
+        weight = torch.nn.Parameter(placed(torch.ones(4), layout))
+        optimizer = TorchLossScaleOptimizer(torch.optim.SGD([weight], lr=0.5), initial_scale=8.0)
+        trace = []
+        for gradient in (spoiled([torch.ones(4)])[0], torch.ones(4)):
+            weight.grad = placed(gradient, layout)
+            looked = optimizer.unscale_() if by_hand else None
+            optimizer.step()
+            trace.append([looked, optimizer.last_step_skipped, *whole([weight])])
+        said[f"{layout}{' unscaled' if by_hand else ''}"] = trace
+    return said
+
+
 def seen_by_hand(folder):
     """Each process has a weight of its own, and the last one no gradient in the second step."""
     said = {}
@@ -611,6 +627,7 @@ OF_FOUR = {
     "shards by hand": shards_by_hand,
     "seen": seen,
     "seen by hand": seen_by_hand,
+    "as given": as_given,
     "clipped": clipped,
     "fsdp clipped": fsdp_clipped,
     "sharded scaler": sharded_scaler,

@@ -125,6 +125,14 @@ def test_of_a_given_group_each_process_has_what_nobody_else_has(said):
     assert outcome == {"scaler": trace, "wrapper": trace}
 
 
+def test_a_step_whose_loss_nobody_scaled_is_skipped_by_all(said):
+    outcome = of_all(said, 4, "as given")
+    assert len(outcome) == 6
+    for name, trace in outcome.items():
+        looked = [False, True] if "unscaled" in name else [None, None]
+        assert trace == [[looked[0], True, *[1.0] * 4], [looked[1], False, *[0.5] * 4]]
+
+
 def test_the_norm_on_a_mesh_is_that_of_one_process(said):
     of_one = said["1"][0]["clipped"]
     outcome = of_all(said, 4, "clipped")

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from lossscale.arguments import checked_rule
 from lossscale.checks import SMALLEST_SCALE, checked_number
 from lossscale.errors import (
     ArgumentError,
-    ArgumentTypeError,
     ScalerArgumentError,
 )
 from lossscale.rules import DynamicScale, FixedScale, ScaleRule
@@ -45,11 +45,7 @@ def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
             numbers["min_scale"] = DEFAULTS.min_scale
         with as_of_a_scaler():
             return DynamicScale(**numbers)
-    if not isinstance(rule, ScaleRule):
-        raise ArgumentTypeError(
-            "`rule` must be a scaling rule, such as lossscale.DynamicScale(growth_interval=500) "
-            f"or lossscale.FixedScale(128). Received: rule={rule!r} of type {type(rule).__name__}."
-        )
+    checked = checked_rule(rule)
     usual = {**DEFAULTS.get_config(), "min_scale": None}
     given = {name: value for name, value in numbers.items() if value != usual[name]}
     if given:
@@ -57,7 +53,7 @@ def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
             "`rule` already says how the scale moves; leave out what else does. Received: "
             f"rule={rule!r}, and {', '.join(f'{name}={value!r}' for name, value in given.items())}."
         )
-    return rule
+    return checked
 
 
 def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:

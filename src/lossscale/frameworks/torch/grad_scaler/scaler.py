@@ -32,6 +32,7 @@ from lossscale.frameworks.torch.grad_scaler.skips import SkipsOfScaler
 from lossscale.frameworks.torch.gradients import Gradients, gradients_of, look_and_multiply_
 from lossscale.frameworks.torch.layout import Layout
 from lossscale.frameworks.torch.magnitudes import seen_by_all, together, with_verdict
+from lossscale.frameworks.torch.optimizer.handing import is_dummy_step
 from lossscale.frameworks.torch.ranks import agreed, groups_of
 from lossscale.rules import Needs, ScaleRule, Seen
 
@@ -264,7 +265,7 @@ class GradScaler(SkipsOfScaler):
         scaler_steps.check_optimizer(optimizer)
         scaler_steps.refuse_closure(args, kwargs)
         entry = self._per_optimizer_states[id(optimizer)]
-        if not self._scaled_since_update and scaler_steps.is_dummy_step(optimizer):
+        if not self._scaled_since_update and is_dummy_step(optimizer):
             # It only makes the optimizer's state, before a checkpoint is loaded into it.
             entry["stage"] = _STEPPED
             return optimizer.step(*args, **kwargs)

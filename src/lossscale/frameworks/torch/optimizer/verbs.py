@@ -40,7 +40,17 @@ class Verbs(Closures):
             return lambda: self._scaled(loss())
         if isinstance(loss, torch.Tensor):
             # In compiled code too this is a tensor, never a number that it would be compiled for.
-            return arrays.widened(loss) * self._scales.factors(loss.device).scale
+            scale = self._scales.factors(loss.device).scale
+            if torch.compiler.is_compiling():
+                return arrays.widened(loss) * scale
+            if self._marks.was_scaled(loss):
+                raise GradientsError(
+                    "This loss is scaled already, and its gradients would be too large by the loss "
+                    "scale. Call scale_loss() once."
+                )
+            scaled = arrays.widened(loss) * scale
+            self._marks.remember(scaled)
+            return scaled
         try:
             number = float(loss)
         except (TypeError, ValueError):
