@@ -175,6 +175,7 @@ def accelerate():
     library = pytest.importorskip("accelerate")
     yield library
     library.state.AcceleratorState._reset_state(reset_partial_state=True)
+    library.state.GradientState._reset_state()
 
 
 def test_accelerate(accelerate, tmp_path, plain):
