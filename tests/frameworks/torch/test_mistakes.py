@@ -87,6 +87,27 @@ def test_a_scaler_of_pytorch_that_is_given_the_wrapper():
         GradScaler("cpu").step(optimizer)
 
 
+@pytest.mark.parametrize("inner", INNER)
+def test_who_leaves_a_step_out_is_told_that_the_scale_stays(inner):
+    given, optimizer = made(inner)
+    before = snapshot(given, optimizer)
+    optimizer.scale_loss(loss_of(given) * torch.inf).backward()
+    assert not optimizer.unscale_()
+    optimizer.zero_grad()
+    with pytest.warns(LossScaleWarning, match=r"Call step\(\) all the same") as told:
+        optimizer.scale_loss(loss_of(given)).backward()
+    assert told[0].filename == __file__
+    assert snapshot(given, optimizer) == before
+    # What is called is not told, nor what LBFGS evaluates again.
+    given, optimizer = made(inner)
+    optimizer.scale_loss(loss_of(given) * torch.inf).backward()
+    if optimizer.unscale_():
+        raise AssertionError
+    optimizer.step()
+    optimizer.scale_loss(loss_of(given))
+    assert optimizer.steps_skipped == 1
+
+
 @pytest.mark.parametrize("rule", [lossscale.DynamicScale(), lossscale.FixedScale(8)])
 def test_steps_whose_loss_nobody_scaled_are_counted_and_followed_by_a_schedule(rule):
     given, optimizer = made("momentum", rule=rule)
@@ -106,6 +127,56 @@ def test_steps_whose_loss_nobody_scaled_are_counted_and_followed_by_a_schedule(r
     assert optimizer.iterations == 3
     assert scheduler.get_last_lr() == [0.5 ** (1 + sum(finite))]
     assert float(optimizer.loss_scale) == float(rule.init().scale)
+
+
+# Sparse gradients with several values at one index.
+
+SPARSE = {
+    "SGD": lambda given: torch.optim.SGD(given, lr=0.5),
+    "SparseAdam": lambda given: torch.optim.SparseAdam(given, lr=0.5),
+    "Adagrad": lambda given: torch.optim.Adagrad(given, lr=0.5),
+}
+
+
+def of_the_same_index(scale, *values):
+    given = torch.tensor(values).unsqueeze(1) * scale
+    places = torch.zeros(1, len(values), dtype=torch.int64)
+    return torch.sparse_coo_tensor(places, given, (3, 1), check_invariants=True)
+
+
+@pytest.mark.parametrize("wrap", [True, False], ids=["wrapper", "scaler"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_values_of_one_index_whose_sum_overflows(name, wrap):
+    given = parameters((3, 1))
+    optimizer = SPARSE[name](given)
+    before = snapshot(given, optimizer)
+    # Half of the largest number, three times.
+    if wrap:
+        optimizer = wrapped(optimizer, initial_scale=1.0)
+        optimizer.scale_loss(torch.zeros(()))
+        given[0].grad = of_the_same_index(1.0, *[1.7e38] * 3)
+        optimizer.step()
+        assert optimizer.last_step_skipped
+    else:
+        scaler = GradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.zeros(()))
+        given[0].grad = of_the_same_index(1.0, *[1.7e38] * 3)
+        scaler.step(optimizer)
+        assert scaler.last_step_skipped
+    assert snapshot(given, optimizer) == before
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("name", SPARSE)
+def test_the_norm_of_values_of_one_index(name, by_hand):
+    given = parameters((3, 1))
+    optimizer = wrapped(SPARSE[name](given), clip_norm=0.5)
+    scale = optimizer.scale_loss(torch.ones(()))
+    given[0].grad = of_the_same_index(scale, 1.0, 2.0, 3.0)
+    if by_hand:
+        optimizer.unscale_()
+    optimizer.step()
+    assert given[0].grad.to_dense().flatten().tolist() == pytest.approx([0.5, 0.0, 0.0])
 
 
 # Closures.
@@ -190,6 +261,44 @@ def test_names_of_a_scaler(name, hint):
         UnknownSettingError, match=f"no '{name}', which is of a GradScaler: .*{hint}"
     ):
         getattr(optimizer, name)
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_clipping_that_is_set_later(inner):
+    runs = []
+    for first in (None, 0.5):
+        given, optimizer = made(inner, clip_norm=first)
+        assert optimizer.clip_norm == first
+        optimizer.clip_norm = 0.5
+        for _ in range(2):
+            optimizer.zero_grad()
+            optimizer.scale_loss(loss_of(given)).backward()
+            optimizer.step()
+        runs.append(snapshot(given, optimizer))
+    assert runs[0] == runs[1]
+    assert float(given[0].grad.norm()) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match=r"`clip_norm` must be .* above 0"):
+        optimizer.clip_norm = 0
+    assert optimizer.clip_norm == 0.5
+    optimizer.clip_norm = None
+    optimizer.zero_grad()
+    optimizer.scale_loss(100 * loss_of(given)).backward()
+    optimizer.step()
+    assert float(given[0].grad.norm()) > 1
+
+
+@pytest.mark.parametrize(("name", "value"), [("decide", "host"), ("process_group", None)])
+def test_what_cannot_be_set_later(name, value):
+    _, optimizer = made()
+    assert getattr(optimizer, name) == value
+    with pytest.raises(AttributeError, match=f"'{name}'.*has no setter"):
+        setattr(optimizer, name, "device")
+
+
+def test_what_pytorchs_optimizers_do_not_have():
+    _, optimizer = made()
+    with pytest.raises(NotImplementedError, match=r"`get_weights`.*torch.*\(SGD\)\. docs/"):
+        optimizer.get_weights()
 
 
 @pytest.mark.parametrize("rule", [lossscale.DynamicScale, lossscale.FixedScale])

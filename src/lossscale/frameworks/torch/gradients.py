@@ -107,11 +107,9 @@ def _numbers(parameters: Sequence[Any], allow_float16: bool) -> list[tuple[Any, 
             parameter.grad = gradient = gradient.to(parameter.dtype)
         if ranks.is_part_of_sum(gradient):
             parameter.grad = gradient = ranks.added_up(gradient, parameter)
-        if gradient.layout == torch.sparse_coo and (
-            gradient.dtype == torch.float16 or _shares_elements(gradient._values())
-        ):
-            # The sum of values with one index can overflow in float16 where no value does. And
-            # values that are one element of memory cannot be divided one after the other.
+        if gradient.layout == torch.sparse_coo and not gradient.is_coalesced():
+            # The sum of values with one index can overflow where no value does, and has another
+            # norm than they have.
             parameter.grad = gradient = gradient.coalesce()
         values = ranks.local(gradient.detach())
         if values.layout != torch.strided:
@@ -124,13 +122,6 @@ def _numbers(parameters: Sequence[Any], allow_float16: bool) -> list[tuple[Any, 
             values = torch.view_as_real(values)
         found.append((gradient, values))
     return found
-
-
-def _shares_elements(values: Any) -> bool:
-    """Whether an element of memory is several elements of a tensor."""
-    return any(
-        step == 0 and size > 1 for size, step in zip(values.shape, values.stride(), strict=True)
-    )
 
 
 def _check_can_be_widened(parameter: Any) -> None:

@@ -91,6 +91,7 @@ class Closures(Stepping):
                 break
             before = scales.scale
             scales.move(seen)
+            self._marks.reset()
             if not scales.scale < before:
                 break
         if self._marks.clips and verdict.applied:

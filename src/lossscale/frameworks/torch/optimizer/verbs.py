@@ -12,13 +12,18 @@ from lossscale.frameworks.common.checks import checked_pairs, flat_list
 from lossscale.frameworks.torch import arrays
 from lossscale.frameworks.torch.optimizer import handing
 from lossscale.frameworks.torch.optimizer.closures import Closures
-from lossscale.frameworks.torch.optimizer.marks import SCALED, SCALED_BY_HAND, UNSCALED
+from lossscale.frameworks.torch.optimizer.marks import JUDGED, SCALED, SCALED_BY_HAND, UNSCALED
 
 _NOT_UNSCALED = (
     "get_scaled_loss() was called, and get_unscaled_gradients() was not, before "
     "apply_gradients(). The gradients are applied as they are: if nothing else divided them by "
     "the loss scale, this step is too large by that factor. Pass them through "
     "get_unscaled_gradients() first."
+)
+_NOT_STEPPED = (
+    "unscale_() found gradients that are not finite, and step() was not called after it. So the "
+    "loss scale stays as it is, and overflows again. Call step() all the same: it skips the step "
+    "and lowers the scale."
 )
 
 
@@ -27,7 +32,10 @@ class Verbs(Closures):
 
     def scale_loss(self, loss: Any) -> Any:
         scaled = self._scaled(loss)
-        self._marks.stage = SCALED
+        marks = self._marks
+        if marks.stage == JUDGED and marks.verdict.applied is False:
+            self._warn(_NOT_STEPPED)
+        marks.stage = SCALED
         return scaled
 
     def get_scaled_loss(self, loss: Any) -> Any:
