@@ -144,6 +144,7 @@ def of_the_same_index(scale, *values):
     return torch.sparse_coo_tensor(places, given, (3, 1), check_invariants=True)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("wrap", [True, False], ids=["wrapper", "scaler"])
 @pytest.mark.parametrize("name", SPARSE)
 def test_values_of_one_index_whose_sum_overflows(name, wrap):
@@ -166,6 +167,7 @@ def test_values_of_one_index_whose_sum_overflows(name, wrap):
     assert snapshot(given, optimizer) == before
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("name", SPARSE)
 def test_the_norm_of_values_of_one_index(name, by_hand):
