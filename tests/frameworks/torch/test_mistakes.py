@@ -77,6 +77,23 @@ def test_unscaling_before_there_are_gradients_divides_nothing(inner, settings):
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("rule", [None, lossscale.FixedScale(8)])
+@pytest.mark.parametrize("inner", INNER)
+def test_a_scaler_that_unscales_before_there_are_gradients(inner, rule):
+    runs = []
+    for early in (True, False):
+        given = parameters((3,))
+        optimizer, scaler = INNER[inner](given), GradScaler("cpu", rule=rule)
+        scaled = scaler.scale(loss_of(given))
+        if early:
+            scaler.unscale_(optimizer)
+        scaled.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        runs.append([snapshot(given, optimizer), scaler.state_dict()])
+    assert runs[0] == runs[1]
+
+
 def test_a_scaler_of_pytorch_that_is_given_the_wrapper():
     given, optimizer = made()
     scaler = torch.amp.GradScaler("cpu")

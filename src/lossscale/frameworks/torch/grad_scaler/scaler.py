@@ -189,8 +189,11 @@ class GradScaler(SkipsOfScaler):
             )
         inverse = shown(1.0 / self.get_scale(), torch.float32, self._scale.device)
         found = shown(0.0, torch.float32, self._scale.device)
-        entry["found_inf_per_device"] = self._unscale_grads_(optimizer, inverse, found, False)
-        entry["stage"] = _UNSCALED
+        unscaled = self._unscale_grads_(optimizer, inverse, found, False)
+        entry["found_inf_per_device"] = unscaled
+        # Of gradients that come later the scale is still to be taken off.
+        if unscaled or any(p.grad is not None for p in scaler_steps.flat(optimizer.param_groups)):
+            entry["stage"] = _UNSCALED
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool

@@ -9,7 +9,6 @@ import torch
 
 from lossscale.errors import GradientsError, LossScaleWarning
 from lossscale.frameworks.common.callers import stack_level
-from lossscale.frameworks.torch import gradients, ranks
 from lossscale.frameworks.torch.gradients import Gradients
 from lossscale.frameworks.torch.optimizer import handing
 from lossscale.frameworks.torch.optimizer.judging import Judging, Verdict
@@ -122,9 +121,7 @@ class Stepping(Judging):
         given = self._gradients()
         if not self._marks.warned and any(t.any() for group in given.groups for t in group):
             self._warn(NOTHING_SCALED)
-        looks = self._rule.checks_gradients and bool(given.groups or self._known_layout().ranks)
-        # A lower scale would not help: nothing is seen by the rule.
-        verdict = Verdict(not (looks and self._look_again(given)), empty=not given.given)
+        verdict = self._looked_again(given)
         is_step = not verdict.empty and not handing.is_dummy_step(self.inner_optimizer)
         if is_step:
             self._tell(verdict)
@@ -142,7 +139,7 @@ class Stepping(Judging):
         marks = self._marks
         if marks.stage == NOTHING:
             self._warn(warning)
-            return Verdict(not self._look_again(self._gradients()))
+            return self._looked_again(self._gradients())
         if marks.stage != JUDGED:
             verdict = self._judge(self._are_scaled(), in_place=True)
             if verdict.empty:
@@ -153,11 +150,16 @@ class Stepping(Judging):
         known: Verdict = marks.verdict
         return known
 
-    def _look_again(self, given: Gradients) -> bool:
-        """Whether any number of gradients that are not scaled is infinite or NaN."""
+    def _looked_again(self, given: Gradients) -> Verdict:
+        """The verdict on gradients that are not scaled; the rule does not see it.
+
+        If they are not finite, a lower scale would not help.
+        """
+        layout = self._known_layout()
+        if not self._rule.checks_gradients or not (given.groups or layout.ranks):
+            return Verdict(True, empty=not given.given)
         with torch.no_grad():
-            found = gradients.look(given, self._scales.factors)
-            return bool(ranks.agreed(found, self._known_layout().ranks).item())
+            return self._look(given, False, layout)._replace(seen=None)
 
     def _warn(self, message: str) -> None:
         if not self._marks.warned:
