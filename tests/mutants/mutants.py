@@ -621,6 +621,27 @@ SCALER = [
             ("gradients.py", "if ranks.is_part_of_sum(gradient):", "if False:", "parts_of_a_sum"),
         )
     ),
+    Mutant(
+        "frameworks/torch/gradients.py",
+        "and not gradient.is_coalesced():",
+        "and False:",
+        ("tests/frameworks/torch/test_mistakes.py", "-k", "one_index"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/optimizer/guard.py",
+        "if start is before.start:",
+        "if True:",
+        ("tests/frameworks/torch/test_guard.py",),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/optimizer/step.py",
+        "            if verdict.empty:\n",
+        "            if False:\n",
+        ("tests/frameworks/torch/test_mistakes.py", "-k", "before_there_are_gradients"),
+        TORCH,
+    ),
 ]
 
 

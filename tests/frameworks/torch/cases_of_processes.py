@@ -401,6 +401,18 @@ def as_given(folder):
     return said
 
 
+def minimized(folder):
+    """The documents' call with `fully_shard`, which computes with other tensors than parameters."""
+    net = model()
+    if distributed.is_initialized():
+        net = fully_shard(net, mesh=mesh_of_all())
+    optimizer = TorchLossScaleOptimizer(torch.optim.AdamW(net.parameters(), lr=0.1))
+    for number in range(2):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+        optimizer.minimize(lambda x=x: net(x).square().mean())
+    return [whole(net.parameters()), whole(p.grad for p in net.parameters())]
+
+
 def seen_by_hand(folder):
     """Each process has a weight of its own, and the last one no gradient in the second step."""
     said = {}
@@ -437,7 +449,7 @@ def clipped(folder):
         made = TorchLossScaleOptimizer(inner(weights), initial_scale=8.0, clip_norm=1, **settings)
         run, trace = Wrapper(made), []
         # Where the device decides, no norm is read, so that an overflow of its own is not seen.
-        later = () if name == "device" else ([None] * 4, large)
+        later = ([None] * 4, *(() if name == "device" else (large,)))
         for gradients in (good, [None, *good[1:]], spoiled(good), *later):
             give(run, weights, gradients)
             if by_hand:
@@ -628,10 +640,17 @@ OF_FOUR = {
     "seen": seen,
     "seen by hand": seen_by_hand,
     "as given": as_given,
+    "minimized": minimized,
     "clipped": clipped,
     "fsdp clipped": fsdp_clipped,
     "sharded scaler": sharded_scaler,
     "killed": killed,
 }
 OF_TWO = {"ddp": ddp, "fsdp": fsdp, "fsdp clipped": fsdp_clipped, "resumed": resumed}
-OF_ONE = {"on one": on_one, "seen": seen, "clipped": clipped, "fsdp clipped": fsdp_clipped}
+OF_ONE = {
+    "on one": on_one,
+    "seen": seen,
+    "clipped": clipped,
+    "fsdp clipped": fsdp_clipped,
+    "minimized": minimized,
+}

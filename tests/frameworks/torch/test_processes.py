@@ -145,10 +145,17 @@ def test_the_norm_on_a_mesh_is_that_of_one_process(said):
             norm = sum(number**2 for number in ours[3]) ** 0.5
             assert not ours[3] or norm == pytest.approx(1.0, rel=1e-5)
         assert [step[2] for step in trace[:3]] == [False, False, True]
+        # A step without any gradient moves nothing.
+        assert trace[3][:2] == trace[2][:2] == [4.0, 0]
         if "device" not in name:
-            # A step without any gradient moves nothing.
-            assert trace[3][:2] == trace[2][:2] == [4.0, 0]
             assert trace[4][:3] == [4.0, 1, False]
+
+
+def test_minimize_reaches_what_is_sharded(said):
+    weights, gradients = of_all(said, 4, "minimized")
+    assert weights == pytest.approx(said["1"][0]["minimized"][0], rel=1e-4)
+    # As on one process, `.grad` stays as it was.
+    assert gradients == said["1"][0]["minimized"][1] == []
 
 
 @pytest.mark.parametrize("size", [4, 2])

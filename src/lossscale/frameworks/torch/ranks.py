@@ -36,10 +36,13 @@ def local(tensor: Any) -> Any:
     Args:
         tensor: Tensor of any kind, or None.
     """
+    return _arrived(tensor._local_tensor) if is_spread(tensor) else tensor
+
+
+def is_spread(tensor: Any) -> bool:
+    """Whether a tensor is spread over processes, as a DTensor."""
     spread = _dtensor()
-    if spread is None or not isinstance(tensor, spread):
-        return tensor
-    return _arrived(tensor._local_tensor)
+    return spread is not None and isinstance(tensor, spread)
 
 
 def _arrived(tensor: Any) -> Any:

@@ -306,7 +306,13 @@ class Judging:
         sizes = self._magnitudes(given, scaled, layout)
         if self._rule.checks_gradients:
             found = self._found(given, scaled).to(scales.home, copy=True)
-            found = ranks.agreed(found, layout.ranks)
+            if layout.ranks:
+                here = found + _FINITE if given.given else found
+                answer = ranks.agreed(here, layout.ranks)
+                # With a gradient of its own a process knows that there is one.
+                if not given.given and answer.item() == _ABSENT:
+                    return Verdict(True, empty=True)
+                found = (answer == _NON_FINITE).to(found.dtype)
         else:
             self._divide_unlooked(given, scaled, in_place=True)
             found = torch.zeros((), device=scales.home)

@@ -9,7 +9,7 @@ import torch
 
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError
 from lossscale.frameworks.common.checks import checked_pairs, flat_list
-from lossscale.frameworks.torch import arrays
+from lossscale.frameworks.torch import arrays, ranks
 from lossscale.frameworks.torch.optimizer import handing
 from lossscale.frameworks.torch.optimizer.closures import Closures
 from lossscale.frameworks.torch.optimizer.marks import JUDGED, SCALED, SCALED_BY_HAND, UNSCALED
@@ -176,7 +176,7 @@ class Verbs(Closures):
         def closure() -> Any:
             self.zero_grad()
             value = loss()
-            self.scale_loss(value).backward(gradient=grad_loss, inputs=list(variables))
+            _backward(self.scale_loss(value), grad_loss, variables)
             return value.detach()
 
         self.step(closure)
@@ -198,7 +198,7 @@ class Verbs(Closures):
                 if grad_loss is None and value.ndim:
                     grad_loss = torch.ones_like(value)
                 # And not torch.autograd.grad, which passes by what processes agree in.
-                value.backward(gradient=grad_loss, inputs=list(variables))
+                _backward(value, grad_loss, variables)
             given = [variable.grad for variable in variables]
         finally:
             for variable, gradient in kept:
@@ -209,6 +209,13 @@ class Verbs(Closures):
     iterations: Any
     step: Any
     zero_grad: Any
+
+
+def _backward(value: Any, grad_loss: Any, variables: Sequence[Any]) -> None:
+    """Backpropagates to some variables."""
+    # `fully_shard` computes with other tensors, whose gradients it brings to the parameters.
+    spread = any(ranks.is_spread(variable) for variable in variables)
+    value.backward(gradient=grad_loss, inputs=None if spread else list(variables))
 
 
 def _is_variable(value: Any) -> bool:
