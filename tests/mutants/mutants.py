@@ -618,7 +618,6 @@ SCALER = [
             ("magnitudes.py", "+= there / copies", "+= there", "on_a_mesh"),
             ("optimizer/clipping.py", "/ layout.copies(gradient)", "/ 1", "the_norm"),
             ("optimizer/clipping.py", "present == 0, -1.0,", "present == 0, 0.0,", "the_norm"),
-            ("gradients.py", "if ranks.is_part_of_sum(gradient):", "if False:", "parts_of_a_sum"),
         )
     ),
     Mutant(
