@@ -90,19 +90,30 @@ def rule_from_arguments(
 def _checked_rule(
     rule: Any, dynamic: Any, initial_scale: Any, dynamic_growth_steps: Any
 ) -> ScaleRule:
-    # A class has all that a rule has.
-    if isinstance(rule, type) or not isinstance(rule, ScaleRule):
-        raise ArgumentTypeError(
-            "`rule` must be a scaling rule, such as lossscale.DynamicScale(growth_interval=500) "
-            f"or lossscale.FixedScale(128). Received: rule={rule!r} of type {type(rule).__name__}."
-        )
+    checked = checked_rule(rule)
     if dynamic is not True or initial_scale is not None or dynamic_growth_steps is not None:
         raise ArgumentError(
             "`rule` already says how the scale moves. Leave out `dynamic`, `initial_scale` and "
             f"`dynamic_growth_steps`. Received: rule={rule!r}, dynamic={dynamic!r}, "
             f"initial_scale={initial_scale!r}, dynamic_growth_steps={dynamic_growth_steps!r}."
         )
-    return rule
+    return checked
+
+
+def checked_rule(rule: Any) -> ScaleRule:
+    """Returns a rule.
+
+    Raises:
+        ArgumentTypeError: If it is none. It is a `TypeError`.
+    """
+    # A class has all that its instances have.
+    if isinstance(rule, ScaleRule) and not isinstance(rule, type):
+        return rule
+    hint = f" That is a class; call it: {rule.__name__}()." if isinstance(rule, type) else ""
+    raise ArgumentTypeError(
+        "`rule` must be a scaling rule, such as lossscale.DynamicScale(growth_interval=500) or "
+        f"lossscale.FixedScale(128). Received: rule={rule!r} of type {type(rule).__name__}.{hint}"
+    )
 
 
 def _not_a_bool(dynamic: Any) -> str:

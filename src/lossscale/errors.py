@@ -103,7 +103,7 @@ class CallOrderError(LossScaleError, RuntimeError, AssertionError):
 
 
 class StateDictError(LossScaleError, RuntimeError, KeyError):
-    """A state dictionary is empty, or not one of a gradient scaler."""
+    """A state dictionary is empty, or not one of what loads it."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""

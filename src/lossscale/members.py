@@ -12,8 +12,9 @@ def not_offered(optimizer: Any, name: str) -> UnsupportedError:
     """Returns the error for a member that the shell of an optimizer's framework does not have."""
     package = type(optimizer.inner_optimizer).__module__.partition(".")[0]
     return UnsupportedError(
-        f"`{name}` is not offered for optimizers of {package}, and this one wraps "
-        f"{optimizer.inner_optimizer!r}. docs/documented_api.md lists what each framework has."
+        f"`{name}` is not offered for optimizers of {package}, and this one wraps one of them "
+        f"({type(optimizer.inner_optimizer).__name__}). docs/documented_api.md lists what each "
+        "framework has."
     )
 
 

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Their programs run in a process without Keras: tests/frameworks/torch/test_pages.py.
-PAGES_OF_TORCH = {"from_gradscaler.md"}
+PAGES_OF_TORCH = {"from_gradscaler.md", "pytorch_trainers.md"}
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{number}")
     for page in PAGES

@@ -461,7 +461,7 @@ TORCH_ITSELF = [
     ),
     Mutant(
         "frameworks/torch/optimizer/closures.py",
-        "            scales.move(Seen(False))\n",
+        "            scales.move(seen)\n",
         "            pass\n",
         ("tests/frameworks/torch/test_closures.py",),
         TORCH,
@@ -482,7 +482,7 @@ TORCH_ITSELF = [
     ),
     Mutant(
         "frameworks/torch/optimizer/guard.py",
-        "now[0] > before[0] and now[1] == before[1]",
+        "now.made > before.made and now.applied == before.applied",
         "False",
         ("tests/frameworks/torch/test_guard.py",),
         TORCH,
@@ -573,7 +573,7 @@ SCALER = [
     Mutant(_SCALER, "if look_again:", "if False:", (_DEFECTS, "-k", "d20"), TORCH),
     Mutant(
         _SCALER,
-        "not self._scaled_since_update and scaler_steps.is_dummy_step(optimizer)",
+        "not self._scaled_since_update and is_dummy_step(optimizer)",
         "False",
         (_DEFECTS, "-k", "only_makes_state"),
         TORCH,
@@ -604,6 +604,41 @@ SCALER = [
         "if not placement.is_replicate() and mesh.size(dimension) > 1",
         "if placement.is_shard() and mesh.size(dimension) > 1",
         ("tests/frameworks/torch/test_ranks.py",),
+        TORCH,
+    ),
+    *(
+        Mutant(
+            f"frameworks/torch/{path}",
+            right,
+            wrong,
+            ("tests/frameworks/torch/test_processes.py", "-k", which),
+            TORCH,
+        )
+        for path, right, wrong, which in (
+            ("magnitudes.py", "+= there / copies", "+= there", "on_a_mesh"),
+            ("optimizer/clipping.py", "/ layout.copies(gradient)", "/ 1", "the_norm"),
+            ("optimizer/clipping.py", "present == 0, -1.0,", "present == 0, 0.0,", "the_norm"),
+        )
+    ),
+    Mutant(
+        "frameworks/torch/gradients.py",
+        "and not gradient.is_coalesced():",
+        "and False:",
+        ("tests/frameworks/torch/test_mistakes.py", "-k", "one_index"),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/optimizer/guard.py",
+        "if start is before.start:",
+        "if True:",
+        ("tests/frameworks/torch/test_guard.py",),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/torch/optimizer/step.py",
+        "            if verdict.empty:\n",
+        "            if False:\n",
+        ("tests/frameworks/torch/test_mistakes.py", "-k", "before_there_are_gradients"),
         TORCH,
     ),
 ]

@@ -23,15 +23,24 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from torch.nn.parallel import DistributedDataParallel
 
+from frameworks.torch.seeing import Noting, noted
 from lossscale.frameworks.torch import ranks
 from lossscale.frameworks.torch.grad_scaler.amp_names import (
     ShardedGradScaler as OurShardedGradScaler,
 )
 from lossscale.frameworks.torch.grad_scaler.scaler import GradScaler
 from lossscale.frameworks.torch.optimizer.optimizer import TorchLossScaleOptimizer
+from lossscale.rules import Needs
 
 INF = float("inf")
 
@@ -55,6 +64,9 @@ class WithScaler:
     def says(self):
         return [self.scaler.get_scale(), self.scaler._get_growth_tracker()]
 
+    def saved(self):
+        return self.scaler.state_dict()
+
 
 class Wrapper:
     """The wrapper, as the one above."""
@@ -62,7 +74,7 @@ class Wrapper:
     def __init__(self, optimizer):
         self.optimizer = optimizer
         self.scale_loss, self.step = optimizer.scale_loss, optimizer.step
-        self.zero_grad = optimizer.zero_grad
+        self.zero_grad, self.saved = optimizer.zero_grad, optimizer.state_dict
 
     def says(self):
         return [float(self.optimizer.loss_scale), int(self.optimizer.dynamic_counter)]
@@ -80,23 +92,27 @@ def wrapper(optimizer, **arguments):
     return Wrapper(TorchLossScaleOptimizer(optimizer, initial_scale=8.0, **arguments))
 
 
+def on_device(optimizer):
+    return wrapper(optimizer, decide="device")
+
+
 OURS = {"scaler": scaler, "wrapper": wrapper}
 
 
 @contextlib.contextmanager
-def counted():
-    """Collects the groups over which something is reduced for the verdict."""
-    reduced, original = [], distributed.all_reduce
+def counted(operation="all_reduce"):
+    """Collects how many numbers are sent, once for each group."""
+    sent, original = [], getattr(distributed, operation)
 
-    def counting(tensor, **arguments):
-        reduced.append(tensor.numel())
-        return original(tensor, **arguments)
+    def counting(*tensors, **arguments):
+        sent.append(tensors[-1].numel())
+        return original(*tensors, **arguments)
 
-    ranks.distributed.all_reduce = counting
+    setattr(ranks.distributed, operation, counting)
     try:
-        yield reduced
+        yield sent
     finally:
-        ranks.distributed.all_reduce = original
+        setattr(ranks.distributed, operation, original)
 
 
 def rank():
@@ -271,17 +287,198 @@ def mesh_dimensions(folder):
 
 
 def partial(folder):
-    """A gradient that is a part of a sum, of a parameter that all have."""
-    mesh = mesh_of_four()
-    parameter = torch.nn.Parameter(spread(mesh, LAYOUTS["RR"], 1.0))
-    run = scaler(torch.optim.SGD([parameter], lr=0.5))
-    run.scale_loss(torch.zeros(()))
-    trace = []
-    for value in (INF if rank() >= 2 else 0.0, 2.0):
-        parameter.grad = spread(mesh, (Partial(), Replicate()), value)
-        run.step()
-        trace.append([*run.says(), parameter.to_local().tolist()])
-    return trace
+    """Gradients that are parts of a sum over a dimension that the parameter is spread over or not.
+
+    In turn: one part is infinite; the parts are finite and their sum is not; two are good.
+    """
+    mesh, said = mesh_of_four(), {}
+    makers = {**OURS, "device": on_device}
+    for (name, make), layout in itertools.product(makers.items(), ("RR", "SR", "RS")):
+        weight = distribute_tensor(torch.ones(4), mesh, LAYOUTS[layout])
+        parameter = torch.nn.Parameter(weight)
+        run = make(torch.optim.AdamW([parameter], lr=0.5, fused=True))
+        trace = []
+        for value in (INF if rank() >= 2 else 0.0, 3e38, 2.0, 2.0):
+            run.scale_loss(torch.zeros(()))
+            parts = torch.full((2 if layout == "RS" else 4,), value)
+            placements = (Partial(), LAYOUTS[layout][1])
+            parameter.grad = DTensor.from_local(parts, mesh, placements, run_check=False)
+            before = whole([parameter])
+            run.step()
+            applied = whole([parameter]) != before
+            trace.append([run.says()[0], whole([parameter.grad]) if applied else []])
+        said[f"{name} {layout}"] = trace
+    return said
+
+
+# What one process would see and clip, of parameters that are spread in every way.
+
+SIZES = {"RR": 5, "RS": 3, "SR": 1, "SS": 6}
+"""Some processes hold nothing of some of them."""
+
+
+def whole_gradients():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=generator) * 3 for size in SIZES.values()]
+
+
+def spoiled(gradients):
+    """An overflow that only the last process sees."""
+    *others, last = gradients
+    return [*others, torch.where(torch.arange(len(last)) == len(last) - 1, INF, last)]
+
+
+def placed(tensor, layout):
+    if not distributed.is_initialized():
+        return tensor
+    return distribute_tensor(tensor, mesh_of_four(), LAYOUTS[layout])
+
+
+def in_all_layouts():
+    return [torch.nn.Parameter(placed(torch.ones(n), name)) for name, n in SIZES.items()]
+
+
+def give(run, weights, gradients):
+    factor = run.scale_loss(torch.ones(()))
+    for weight, gradient, layout in zip(weights, gradients, SIZES, strict=True):
+        weight.grad = None if gradient is None else placed(gradient * factor, layout)
+
+
+def whole(tensors):
+    held = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors if t is not None]
+    return [number for tensor in held for number in tensor.flatten().tolist()]
+
+
+def fused(weights):
+    return torch.optim.AdamW(weights, lr=0.1, fused=True)
+
+
+def seen(folder):
+    """What a rule sees: the same on a mesh as in one process."""
+    said = {}
+
+    def wrapped(inner, rule, **settings):
+        return Wrapper(TorchLossScaleOptimizer(inner, rule=rule, **settings))
+
+    rule, unchecked = Noting(), Noting(checks_gradients=False)
+    makers = {
+        "scaler": lambda inner: WithScaler(inner, GradScaler("cpu", rule=rule)),
+        "wrapper": lambda inner: wrapped(inner, rule),
+        "device": lambda inner: wrapped(inner, rule, decide="device"),
+        "clipping": lambda inner: wrapped(inner, rule, clip_norm=1.0),
+        "largest": lambda inner: wrapped(inner, Noting(needs=Needs(largest=True))),
+        "unchecked": lambda inner: wrapped(inner, unchecked),
+        "unchecked, device": lambda inner: wrapped(inner, unchecked, decide="device"),
+    }
+    good = whole_gradients()
+    for name, make in makers.items():
+        weights = in_all_layouts()
+        run, trace = make(fused(weights)), []
+        with counted("all_gather") as sent:
+            for gradients in (good, [None, *good[1:]], spoiled(good), good):
+                if name.startswith("unchecked") and gradients is not good:
+                    continue
+                give(run, weights, gradients)
+                run.step()
+                trace.append([*run.says(), noted(run.saved())])
+        said[name] = [trace, sent]
+    return said
+
+
+def as_given(folder):
+    """An overflow that one process sees, in a step whose loss nobody scaled."""
+    said = {}
+    for layout, by_hand in itertools.product(("RS", "SR", "SS"), (False, True)):
+        weight = torch.nn.Parameter(placed(torch.ones(4), layout))
+        optimizer = TorchLossScaleOptimizer(torch.optim.SGD([weight], lr=0.5), initial_scale=8.0)
+        trace = []
+        for gradient in (spoiled([torch.ones(4)])[0], torch.ones(4)):
+            weight.grad = placed(gradient, layout)
+            looked = optimizer.unscale_() if by_hand else None
+            optimizer.step()
+            trace.append([looked, optimizer.last_step_skipped, *whole([weight])])
+        said[f"{layout}{' unscaled' if by_hand else ''}"] = trace
+    return said
+
+
+def minimized(folder):
+    """The documents' call with `fully_shard`, which computes with other tensors than parameters."""
+    net = model()
+    if distributed.is_initialized():
+        net = fully_shard(net, mesh=mesh_of_all())
+    optimizer = TorchLossScaleOptimizer(torch.optim.AdamW(net.parameters(), lr=0.1))
+    for number in range(2):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+        optimizer.minimize(lambda x=x: net(x).square().mean())
+    return [whole(net.parameters()), whole(p.grad for p in net.parameters())]
+
+
+def seen_by_hand(folder):
+    """Each process has a weight of its own, and the last one no gradient in the second step."""
+    said = {}
+    for name, make in {"scaler": GradScaler, "wrapper": TorchLossScaleOptimizer}.items():
+        weight = torch.nn.Parameter(torch.ones(5))
+        inner, group = torch.optim.SGD([weight], lr=0.1), distributed.group.WORLD
+        if name == "scaler":
+            run = WithScaler(inner, make("cpu", rule=Noting(), process_group=group))
+        else:
+            run = Wrapper(make(inner, rule=Noting(), process_group=group))
+        trace = []
+        for absent in (False, is_last()):
+            factor = run.scale_loss(torch.ones(()))
+            weight.grad = None if absent else whole_gradients()[0] * (rank() + 1) * factor
+            run.step()
+            trace.append(noted(run.saved()))
+        said[name] = trace
+    return said
+
+
+def clipped(folder):
+    """The norm of all gradients, on a mesh as in one process; the gradients that are applied."""
+    said = {}
+    good = whole_gradients()
+    large = [gradient * 1e30 for gradient in good]
+    makers = {
+        "fused": (fused, {}),
+        "device": (fused, {"decide": "device"}),
+        "foreach": (lambda weights: torch.optim.AdamW(weights, lr=0.1, foreach=True), {}),
+        "single": (lambda weights: torch.optim.AdamW(weights, lr=0.1, foreach=False), {}),
+    }
+    for (name, (inner, settings)), by_hand in itertools.product(makers.items(), (False, True)):
+        weights = in_all_layouts()
+        made = TorchLossScaleOptimizer(inner(weights), initial_scale=8.0, clip_norm=1, **settings)
+        run, trace = Wrapper(made), []
+        # Where the device decides, no norm is read, so that an overflow of its own is not seen.
+        later = ([None] * 4, *(() if name == "device" else (large,)))
+        for gradients in (good, [None, *good[1:]], spoiled(good), *later):
+            give(run, weights, gradients)
+            if by_hand:
+                made.unscale_()
+            run.step()
+            skipped = bool(made.last_step_skipped)
+            applied = [] if skipped else whole(weight.grad for weight in weights)
+            trace.append([*run.says(), skipped, applied])
+        said[f"{name}{' unscaled' if by_hand else ''}"] = trace
+    return said
+
+
+def fsdp_clipped(folder):
+    """A model of which some processes hold nothing of some parameters."""
+    said = {}
+    inners = [inner for inner in OPTIMIZERS if inner != "sgd-momentum-fused"]
+    for inner in inners:
+        net = model()
+        if distributed.is_initialized():
+            net = fully_shard(net, mesh=mesh_of_all())
+        optimizer = OPTIMIZERS[inner](net.parameters())
+        made = TorchLossScaleOptimizer(optimizer, initial_scale=8.0, clip_norm=0.05)
+        for number in range(2):
+            made.zero_grad()
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+            made.scale_loss(net(x).square().mean()).backward()
+            made.step()
+        said[inner] = whole(p.grad for p in net.parameters())
+    return said
 
 
 # Parameters that are spread by other means: the group is given.
@@ -440,8 +637,20 @@ OF_FOUR = {
     "mesh dimensions": mesh_dimensions,
     "partial": partial,
     "shards by hand": shards_by_hand,
+    "seen": seen,
+    "seen by hand": seen_by_hand,
+    "as given": as_given,
+    "minimized": minimized,
+    "clipped": clipped,
+    "fsdp clipped": fsdp_clipped,
     "sharded scaler": sharded_scaler,
     "killed": killed,
 }
-OF_TWO = {"ddp": ddp, "fsdp": fsdp, "resumed": resumed}
-OF_ONE = {"on one": on_one}
+OF_TWO = {"ddp": ddp, "fsdp": fsdp, "fsdp clipped": fsdp_clipped, "resumed": resumed}
+OF_ONE = {
+    "on one": on_one,
+    "seen": seen,
+    "clipped": clipped,
+    "fsdp clipped": fsdp_clipped,
+    "minimized": minimized,
+}

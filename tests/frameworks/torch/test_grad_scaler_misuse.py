@@ -9,8 +9,8 @@ import torch
 
 import lossscale.torch
 from frameworks.torch.scaling import MAKERS, OPTIMIZERS, numbers, one_step, parameters
-from lossscale import DynamicScale, FixedScale, LossScaleError, LossScaleWarning, Needs
-from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, UnsupportedError
+from lossscale import DynamicScale, FixedScale, LossScaleError, LossScaleWarning
+from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
 from lossscale.frameworks.torch.grad_scaler.scaler import GradScaler
 
 
@@ -122,15 +122,8 @@ def test_arguments(arguments, message):
 
 
 def test_rules():
-    class Counting(DynamicScale):
-        @property
-        def needs(self):
-            return Needs(largest=True)
-
     with pytest.raises(ArgumentTypeError, match="scaling rule"):
         GradScaler("cpu", rule=8.0)
-    with pytest.raises(UnsupportedError, match="LossScaleOptimizer"):
-        GradScaler("cpu", rule=Counting())
     fixed = GradScaler("cpu", rule=FixedScale(8.0))
     for misuse in (lambda: fixed.set_growth_factor(3.0), lambda: fixed.update(4.0)):
         with pytest.raises(LossScaleError, match="rule"):

@@ -66,6 +66,40 @@ def test_a_schedule_for_each_epoch_is_held_back_by_no_single_step():
         assert scheduler.get_last_lr() == [rate]
 
 
+def test_a_schedule_goes_on_after_a_load():
+    """Of the steps before the load none counts for what comes after it."""
+    given = parameters((3,))
+    optimizer = wrapped(torch.optim.SGD(given, lr=0.5))
+    for factor in (1.0, torch.inf):
+        optimizer.zero_grad()
+        backward(optimizer, given, [torch.ones(3)], factor)
+        optimizer.step()
+    other = wrapped(torch.optim.SGD(parameters((3,)), lr=0.5))
+    scheduler = lossscale.torch.guard(lr_scheduler.StepLR(other, 1, 0.5), other)
+    other.load_state_dict(optimizer.state_dict())
+    given = other.param_groups[0]["params"]
+    for factor, rate in ((torch.inf, 0.5), (1.0, 0.25)):
+        other.zero_grad()
+        backward(other, given, [torch.ones(3)], factor)
+        other.step()
+        scheduler.step()
+        assert scheduler.get_last_lr() == [rate]
+
+
+def test_a_schedule_may_be_stepped_once_for_each_process():
+    given = parameters((3,))
+    optimizer = wrapped(torch.optim.SGD(given, lr=0.5))
+    scheduler = lossscale.torch.guard(lr_scheduler.StepLR(optimizer, 1, 0.5), optimizer)
+    for factor, rate in ((torch.inf, 0.5), (1.0, 0.125), (torch.inf, 0.125)):
+        optimizer.zero_grad()
+        backward(optimizer, given, [torch.ones(3)], factor)
+        optimizer.step()
+        # As Accelerate does with two processes.
+        for _ in range(2):
+            scheduler.step()
+        assert scheduler.get_last_lr() == [rate]
+
+
 def test_without_a_guard_there_is_no_false_warning_on_a_first_step_that_is_skipped():
     given = parameters((3,))
     optimizer = wrapped(torch.optim.SGD(given, lr=0.5))

@@ -1,6 +1,8 @@
 """The drop-in in the places of PyTorch's scaler, and out of them again."""
 
 import importlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -24,6 +26,19 @@ def test_in_every_place_and_out_again():
         assert torch.amp.GradScaler is torch.GradScaler is lossscale.torch.GradScaler
     assert now() == before
     assert not any(issubclass(scaler, lossscale.torch.GradScaler) for scaler in before.values())
+
+
+def test_pytorchs_own_classes_are_not_made_of_what_stands_in_their_places():
+    """Also where install() is the first that imports one of them."""
+    program = (
+        "import lossscale.torch; lossscale.torch.install().undo();"
+        "import torch.distributed.fsdp.sharded_grad_scaler as sharded;"
+        "print([cls.__module__ for cls in sharded.ShardedGradScaler.__mro__[:2]])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == str([_SHARDED, "torch.amp.grad_scaler"])
 
 
 def test_as_plain_calls_in_any_order():

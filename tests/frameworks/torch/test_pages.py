@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 DOCS = pathlib.Path(__file__).parents[3] / "docs"
-PAGES = ("from_gradscaler.md",)
+PAGES = ("from_gradscaler.md", "pytorch_trainers.md")
 BLOCKS = [
     pytest.param(block, id=f"{page}-{number}")
     for page in PAGES
@@ -35,4 +35,4 @@ def test_a_program_on_a_page_prints_what_it_says(source):
 
 
 def test_the_pages_have_programs():
-    assert len(BLOCKS) >= 7
+    assert len(BLOCKS) >= 11

@@ -10,6 +10,7 @@ import pytest
 
 import lossscale
 from frameworks.torch import cases_of_processes as cases
+from frameworks.torch.seeing import expected
 
 TESTS = pathlib.Path(__file__).parents[2]
 SOURCES = str(pathlib.Path(lossscale.__file__).parents[1])
@@ -92,8 +93,77 @@ def test_one_number_is_sent_for_each_dimension_that_is_sharded(said):
     }
 
 
-def test_a_gradient_that_is_a_part_of_a_sum(said):
-    assert of_all(said, 4, "partial") == [[4.0, 0, [1.0, 1.0]], [4.0, 1, [0.5, 0.5]]]
+def test_gradients_that_are_parts_of_a_sum(said):
+    outcome = of_all(said, 4, "partial")
+    assert len(outcome) == 3 * 3
+    for trace in outcome.values():
+        # Skipped twice. Then the two parts of 2, divided by a scale of 2, are a gradient of 2.
+        assert trace == [[4.0, []], [2.0, []], [2.0, [2.0] * 4], [2.0, [2.0] * 4]]
+
+
+def test_a_rule_sees_on_a_mesh_what_it_sees_in_one_process(said):
+    [of_one] = said["1"]
+    outcome = of_all(said, 4, "seen")
+    good = cases.whole_gradients()
+    for name, (trace, sent) in outcome.items():
+        assert trace == of_one["seen"][name][0]
+        assert of_one["seen"][name][1] == []
+        numbers = 2 if name == "largest" else 4
+        # Once for each of the two dimensions, in each step.
+        assert sent == [numbers] * 2 * len(trace)
+        largest, low, high, elements = expected(good, 8.0)
+        counts = [0.0, 0.0, 0.0] if name == "largest" else [low, high, elements]
+        assert trace[0] == [8.0, 1, [largest, *counts]]
+    assert outcome["wrapper"][0] == outcome["device"][0] == outcome["scaler"][0]
+
+
+def test_of_a_given_group_each_process_has_what_nobody_else_has(said):
+    outcome = of_all(said, 4, "seen by hand")
+    one = cases.whole_gradients()[0]
+    every, but_the_last = ([one * (rank + 1) for rank in range(n)] for n in (4, 3))
+    trace = [expected(every, 8.0), expected(but_the_last, 8.0)]
+    assert outcome == {"scaler": trace, "wrapper": trace}
+
+
+def test_a_step_whose_loss_nobody_scaled_is_skipped_by_all(said):
+    outcome = of_all(said, 4, "as given")
+    assert len(outcome) == 6
+    for name, trace in outcome.items():
+        looked = [False, True] if "unscaled" in name else [None, None]
+        assert trace == [[looked[0], True, *[1.0] * 4], [looked[1], False, *[0.5] * 4]]
+
+
+def test_the_norm_on_a_mesh_is_that_of_one_process(said):
+    of_one = said["1"][0]["clipped"]
+    outcome = of_all(said, 4, "clipped")
+    assert outcome.keys() == of_one.keys()
+    for name, trace in outcome.items():
+        for ours, theirs in zip(trace, of_one[name], strict=True):
+            assert ours[:3] == theirs[:3], name
+            assert ours[3] == pytest.approx(theirs[3], rel=1e-5)
+            # Without a gradient nothing is done; else all are clipped to a norm of 1.
+            norm = sum(number**2 for number in ours[3]) ** 0.5
+            assert not ours[3] or norm == pytest.approx(1.0, rel=1e-5)
+        assert [step[2] for step in trace[:3]] == [False, False, True]
+        # A step without any gradient moves nothing.
+        assert trace[3][:2] == trace[2][:2] == [4.0, 0]
+        if "device" not in name:
+            assert trace[4][:3] == [4.0, 1, False]
+
+
+def test_minimize_reaches_what_is_sharded(said):
+    weights, gradients = of_all(said, 4, "minimized")
+    assert weights == pytest.approx(said["1"][0]["minimized"][0], rel=1e-4)
+    # As on one process, `.grad` stays as it was.
+    assert gradients == said["1"][0]["minimized"][1] == []
+
+
+@pytest.mark.parametrize("size", [4, 2])
+def test_the_norm_of_a_sharded_model_is_that_of_one_process(said, size):
+    of_one = said["1"][0]["fsdp clipped"]
+    for name, numbers in of_all(said, size, "fsdp clipped").items():
+        assert numbers == pytest.approx(of_one[name], rel=1e-4, abs=1e-9)
+        assert sum(number**2 for number in numbers) ** 0.5 == pytest.approx(0.05, rel=1e-5)
 
 
 def test_a_given_group_agrees_also_where_a_process_has_no_gradient(said):

@@ -186,6 +186,7 @@ def accelerator():
     made = accelerate.Accelerator(cpu=True)
     yield made
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
 
 
 def use(accelerator, scaler):

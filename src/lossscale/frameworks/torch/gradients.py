@@ -33,11 +33,15 @@ class Gradients:
         given: The gradients, those that are None left out.
         groups: The tensors that hold their numbers. Off the processor those of a group have one
             device and one dtype: so the kernels want them.
+        wholes: Of each of these tensors the gradient that it is, or that it is a part of.
     """
 
-    def __init__(self, given: list[Any], groups: list[list[Any]]) -> None:
+    def __init__(
+        self, given: list[Any], groups: list[list[Any]], wholes: list[list[Any]] | None = None
+    ) -> None:
         self.given = given
         self.groups = groups
+        self.wholes = groups if wholes is None else wholes
 
     @property
     def device(self) -> Any:
@@ -63,6 +67,9 @@ def gradients_of(
 ) -> Gradients:
     """Returns the gradients of parameters, ready to be changed in place.
 
+    What cannot be changed where it is, is put into `.grad` anew. So is a gradient that is a part of
+    a sum: the optimizer would add up the parts, and what their sum is nobody could tell before.
+
     Args:
         parameters: The parameters, with a `.grad` each, which may be None.
         one_device: Whether all of them are known to be on one device.
@@ -82,11 +89,11 @@ def gradients_of(
         same = same and set(map(_layout, given)) == _DENSE
         if same and (one_device or len(set(map(_device, given))) == 1):
             return Gradients(given, [given])
-    return Gradients(given, _grouped(_numbers(parameters, allow_float16)))
+    return _grouped(_numbers(parameters, allow_float16))
 
 
-def _numbers(parameters: Sequence[Any], allow_float16: bool) -> list[Any]:
-    """The dense real tensors that gradients are stored in."""
+def _numbers(parameters: Sequence[Any], allow_float16: bool) -> list[tuple[Any, Any]]:
+    """The gradients, and the dense tensor of real numbers that each is stored in."""
     narrow = () if allow_float16 else (torch.float16, torch.complex32)
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.dtype in narrow:
@@ -98,11 +105,11 @@ def _numbers(parameters: Sequence[Any], allow_float16: bool) -> list[Any]:
             continue
         if gradient.dtype in narrow:
             parameter.grad = gradient = gradient.to(parameter.dtype)
-        if gradient.layout == torch.sparse_coo and (
-            gradient.dtype == torch.float16 or _shares_elements(gradient._values())
-        ):
-            # The sum of values with one index can overflow in float16 where no value does. And
-            # values that are one element of memory cannot be divided one after the other.
+        if ranks.is_part_of_sum(gradient):
+            parameter.grad = gradient = ranks.added_up(gradient, parameter)
+        if gradient.layout == torch.sparse_coo and not gradient.is_coalesced():
+            # The sum of values with one index can overflow where no value does, and has another
+            # norm than they have.
             parameter.grad = gradient = gradient.coalesce()
         values = ranks.local(gradient.detach())
         if values.layout != torch.strided:
@@ -110,19 +117,11 @@ def _numbers(parameters: Sequence[Any], allow_float16: bool) -> list[Any]:
         if values.is_complex():
             if values.is_conj():
                 # What is not stored cannot be changed in place.
-                parameter.grad = gradient.resolve_conj()
-                values = ranks.local(parameter.grad.detach())
+                parameter.grad = gradient = gradient.resolve_conj()
+                values = ranks.local(gradient.detach())
             values = torch.view_as_real(values)
-        if values.is_floating_point() and values.numel():
-            found.append(values)
+        found.append((gradient, values))
     return found
-
-
-def _shares_elements(values: Any) -> bool:
-    """Whether an element of memory is several elements of a tensor."""
-    return any(
-        step == 0 and size > 1 for size, step in zip(values.shape, values.stride(), strict=True)
-    )
 
 
 def _check_can_be_widened(parameter: Any) -> None:
@@ -141,12 +140,17 @@ def _check_can_be_widened(parameter: Any) -> None:
         )
 
 
-def _grouped(tensors: list[Any]) -> list[list[Any]]:
+def _grouped(numbers: list[tuple[Any, Any]]) -> Gradients:
     groups: dict[Any, list[Any]] = {}
-    for tensor in tensors:
+    wholes: dict[Any, list[Any]] = {}
+    for gradient, tensor in numbers:
+        if not (tensor.is_floating_point() and tensor.numel()):
+            continue
         kind = tensor.device.type == "cpu" or tensor.dtype, tensor.device
         groups.setdefault(kind, []).append(tensor)
-    return list(groups.values())
+        wholes.setdefault(kind, []).append(gradient)
+    given = [gradient for gradient, _ in numbers]
+    return Gradients(given, list(groups.values()), list(wholes.values()))
 
 
 def unscale_(gradients: Gradients, factors: Any, powers_of_two: bool) -> Any:
@@ -222,13 +226,6 @@ def look_and_multiply_(group: list[Any], found: Any, factor: Any) -> None:
 
     Args:
         group: Dense tensors on one device; off the processor, of one dtype.
-        found: float32 tensor of no dimensions.
-        factor: float32 tensor of no dimensions.
-    """
-    """Multiplies tensors of one group in place, and sets `found` to 1 if a number was not finite.
-
-    Args:
-        group: The tensors.
         found: float32 tensor of no dimensions on their device.
         factor: The same.
     """

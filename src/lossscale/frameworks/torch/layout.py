@@ -21,14 +21,14 @@ class Layout:
     """
 
     def __init__(self, groups: list[dict[str, Any]], process_group: Any) -> None:
+        self._is_given = process_group is not None
+        self._copies: dict[Any, int] = {}
         self._lists = [group["params"] for group in groups]
         self._lengths = [len(parameters) for parameters in self._lists]
         parameters = [p for listed in self._lists for p in listed]
         self.devices = list(dict.fromkeys(p.device for p in parameters))
         """Where they were when this was made."""
         self.one_device = len(self.devices) == 1
-        self.is_plain = all(type(p) is torch.nn.Parameter for p in parameters)
-        """Whether none of them is more than a tensor of this process."""
         self.one_place = self.one_device and not any(p.dtype in _NARROW for p in parameters)
         """Whether, besides, none of them is of a format that gradients cannot be divided in."""
         elements = sum(p.numel() for p in parameters)
@@ -38,6 +38,14 @@ class Layout:
         """The process groups that have to agree."""
         self.started: set[int] = set()
         """The ids of parameters that the optimizer has all of its state for."""
+
+    def copies(self, gradient: Any) -> int:
+        """How many times a sum over `ranks` would count each number of a gradient."""
+        # Most gradients of a model have one layout, and a mesh is slow to ask.
+        spread = getattr(gradient, "device_mesh", None), getattr(gradient, "placements", None)
+        if spread not in self._copies:
+            self._copies[spread] = ranks.copies(gradient, self.ranks, given=self._is_given)
+        return self._copies[spread]
 
     def parameters(self, groups: list[dict[str, Any]]) -> list[Any] | None:
         """Returns the parameters of the groups; None if this is not their layout any more."""

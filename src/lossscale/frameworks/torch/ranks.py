@@ -5,14 +5,19 @@ in part on each of them, so an overflow is seen by one and not by the others. On
 whether any was seen: its maximum is taken over the group of every mesh dimension along which a
 parameter is spread. Where gradients are summed before (`DistributedDataParallel`), an overflow
 reaches every process by itself, and nothing is sent.
+
+What is added up over the same groups, a norm or how many elements are large, counts each number
+once: a process gives its part divided by the number of processes that have the same.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import distributed
 
 from lossscale.errors import ArgumentTypeError
@@ -28,15 +33,16 @@ def _dtensor() -> Any:
 def local(tensor: Any) -> Any:
     """The part of a tensor that this process holds; the tensor itself if it is not spread.
 
-    A part of a sum (`Partial`) is taken as it is: to unscale the parts is to unscale the sum.
-
     Args:
         tensor: Tensor of any kind, or None.
     """
+    return _arrived(tensor._local_tensor) if is_spread(tensor) else tensor
+
+
+def is_spread(tensor: Any) -> bool:
+    """Whether a tensor is spread over processes, as a DTensor."""
     spread = _dtensor()
-    if spread is None or not isinstance(tensor, spread):
-        return tensor
-    return _arrived(tensor._local_tensor)
+    return spread is not None and isinstance(tensor, spread)
 
 
 def _arrived(tensor: Any) -> Any:
@@ -45,12 +51,29 @@ def _arrived(tensor: Any) -> Any:
     return tensor if wait is None else wait()
 
 
+def is_part_of_sum(tensor: Any) -> bool:
+    """Whether a tensor is the sum of what several processes have (`Partial`)."""
+    return any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
+
+
+def added_up(gradient: Any, parameter: Any) -> Any:
+    """A gradient that is a part of a sum, added up and spread as its parameter is.
+
+    Parts that are finite may have a sum that is not, or the other way round, so that nothing can
+    be said of a step before. The optimizer would do the same, in each of its operations.
+
+    Args:
+        gradient: A DTensor. All processes of its mesh call this.
+        parameter: Its parameter.
+    """
+    return gradient.redistribute(placements=parameter.placements)
+
+
 def groups_of(tensors: Iterable[Any], process_group: Any = None) -> tuple[Any, ...]:
     """The process groups over which one verdict has to be reduced, in order.
 
     They follow from parameters and not from gradients, so that a process without a gradient takes
-    part. Gradients may be given after them: one that is a part of a sum (`Partial`) along a
-    dimension that no parameter is spread over adds the group of that dimension.
+    part.
 
     Args:
         tensors: The parameters, in an order that is the same in all processes.
@@ -102,6 +125,29 @@ def _groups_of_layout(mesh: Any, placements: Sequence[Any]) -> list[Any]:
     ]
 
 
+def copies(tensor: Any, groups: Sequence[Any], *, given: bool = False) -> int:
+    """How many times a sum over groups would count each number of a tensor.
+
+    Args:
+        tensor: A parameter or a gradient, that is no part of a sum.
+        groups: What `groups_of` returned.
+        given: Whether the caller has said which groups these are. Then nothing follows from a
+            tensor that is whole here, and each process is taken to have one of its own.
+    """
+    if not given:
+        spread = groups_of([tensor])
+        return math.prod(group.size() for group in groups if all(group is not g for g in spread))
+    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
+    members = [set(distributed.get_process_group_ranks(group)) for group in groups]
+    count = 1
+    for dimension, placement in enumerate(placements):
+        if mesh is not None and placement.is_replicate() and mesh.size(dimension) > 1:
+            alike = set(distributed.get_process_group_ranks(mesh.get_group(dimension)))
+            if any(alike <= of_group for of_group in members):
+                count *= len(alike)
+    return count
+
+
 def _checked(process_group: Any) -> tuple[Any, ...]:
     given = process_group if isinstance(process_group, (list, tuple)) else [process_group]
     kinds: tuple[Any, ...] = ()
@@ -140,6 +186,37 @@ def agreed(found: Any, groups: Sequence[Any]) -> Any:
         distributed.all_reduce(sent, op=distributed.ReduceOp.MAX, group=group)
         found = sent.to(found.device)
     return found
+
+
+def added(numbers: Any, groups: Sequence[Any]) -> Any:
+    """What the processes have of some numbers, added up; the same in all of them.
+
+    Args:
+        numbers: float64 tensor, in which counts are exact.
+        groups: What `groups_of` returned.
+    """
+    for group in groups:
+        sent = numbers.to(_device(numbers, group), copy=True)
+        distributed.all_reduce(sent, group=group)
+        numbers = sent.to(numbers.device)
+    return numbers
+
+
+def largest_and_added(numbers: Any, groups: Sequence[Any]) -> Any:
+    """The largest of the first number of all processes, and the sums of the others.
+
+    Args:
+        numbers: float64 tensor of one dimension. It is sent once for each group.
+        groups: What `groups_of` returned.
+    """
+    for group in groups:
+        sent = numbers.to(_device(numbers, group))
+        of_all = [torch.empty_like(sent) for _ in range(group.size())]
+        distributed.all_gather(of_all, sent, group=group)
+        stacked = torch.stack(of_all)
+        together = torch.cat([stacked[:, :1].amax(0), stacked[:, 1:].sum(0)])
+        numbers = together.to(numbers.device)
+    return numbers
 
 
 def _device(found: Any, group: Any) -> Any:

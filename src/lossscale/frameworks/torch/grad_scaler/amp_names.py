@@ -115,9 +115,10 @@ def install() -> ScalerInstallation:
     """
     with contextlib.ExitStack() as stack:
         if not ScalerInstallation._standing:
+            # First: what is imported while the others stand, is made of them and stays so.
+            _replace_sharded(stack)
             for place, scaler in _PLACES.items():
                 replace(stack, importlib.import_module(place), "GradScaler", scaler)
-            _replace_sharded(stack)
         return ScalerInstallation._made(stack)
 
 

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
+from lossscale.arguments import checked_rule
 from lossscale.checks import SMALLEST_SCALE, checked_number
 from lossscale.errors import (
     ArgumentError,
-    ArgumentTypeError,
     ScalerArgumentError,
-    UnsupportedError,
 )
-from lossscale.rules import DynamicScale, FixedScale, Needs, ScaleRule
+from lossscale.rules import DynamicScale, FixedScale, ScaleRule
 
 DEFAULTS = DynamicScale(initial_scale=2.0**16, min_scale=SMALLEST_SCALE)
 """What PyTorch's scaler starts with, and the lowest scale that is safe."""
@@ -40,18 +39,13 @@ def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
     Raises:
         ScalerArgumentError: If a number cannot be used, or is given beside a rule.
         ArgumentTypeError: If `rule` is no rule.
-        UnsupportedError: If the rule has to see more than whether gradients are finite.
     """
     if rule is None:
         if numbers["min_scale"] is None:
             numbers["min_scale"] = DEFAULTS.min_scale
         with as_of_a_scaler():
             return DynamicScale(**numbers)
-    if not isinstance(rule, ScaleRule):
-        raise ArgumentTypeError(
-            "`rule` must be a scaling rule, such as lossscale.DynamicScale(growth_interval=500) "
-            f"or lossscale.FixedScale(128). Received: rule={rule!r} of type {type(rule).__name__}."
-        )
+    checked = checked_rule(rule)
     usual = {**DEFAULTS.get_config(), "min_scale": None}
     given = {name: value for name, value in numbers.items() if value != usual[name]}
     if given:
@@ -59,12 +53,7 @@ def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
             "`rule` already says how the scale moves; leave out what else does. Received: "
             f"rule={rule!r}, and {', '.join(f'{name}={value!r}' for name, value in given.items())}."
         )
-    if rule.needs != Needs():
-        raise UnsupportedError(
-            "A GradScaler sees only whether gradients are finite, and this rule has to see more: "
-            f"{rule!r}. lossscale.torch.LossScaleOptimizer takes such rules."
-        )
-    return rule
+    return checked
 
 
 def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:

@@ -25,27 +25,28 @@ def shown(value: float, dtype: Any, device: Any) -> Any:
         return torch.full((), value, dtype=dtype, device=device)
 
 
-def moved(rule: ScaleRule, state: ScaleState, applied: bool) -> ScaleState:
+def moved(rule: ScaleRule, state: ScaleState, seen: Seen) -> ScaleState:
     """The state of a rule after a step, as Python numbers.
 
     Args:
-        rule: One that needs to see no more than whether gradients were finite.
+        rule: The rule.
         state: The state before, as Python numbers.
-        applied: Whether the step was applied.
+        seen: What was seen: `seen.finite` is a bool, the rest are float32 tensors of the CPU.
 
     Example:
         >>> rule = lossscale.DynamicScale(initial_scale=8)
-        >>> moved(rule, rule.init(), False)
+        >>> moved(rule, rule.init(), Seen(False))
         ScaleState(scale=4.0, good_steps=0)
     """
     if host_can_move(rule):
-        return state._replace(**changes(rule, state, applied))
+        return state._replace(**changes(rule, state, seen.finite))
     # Numbers of Python would be rounded otherwise than tensors.
     tensors = [
         torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float32)
         for value in state
     ]
-    after = rule.update(type(state)(*tensors), Seen(torch.tensor(applied)), xp=torch)
+    seen = seen._replace(finite=torch.tensor(seen.finite))
+    after = rule.update(type(state)(*tensors), seen, xp=torch)
     numbers = [field.item() if isinstance(field, torch.Tensor) else field for field in after]
     return type(state)(*numbers)
 
@@ -171,9 +172,9 @@ class ScaleOfScaler(torch.amp.GradScaler):
         self._state, self._number = state, number
         self._init_scale, self._init_growth_tracker = number, good_steps
 
-    def _move(self, applied: bool) -> None:
+    def _move(self, seen: Seen) -> None:
         """Takes the scale one step on."""
-        self._put(moved(self._rule, self._read(), applied))
+        self._put(moved(self._rule, self._read(), seen))
 
     def state_dict(self) -> dict[str, Any]:
         """The state as Python numbers, which PyTorch's own scaler loads too; empty if disabled."""

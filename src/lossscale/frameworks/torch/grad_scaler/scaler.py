@@ -5,13 +5,20 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
 from lossscale.checks import checked_truth
-from lossscale.errors import CallOrderError, GradientsError, LossScaleWarning, ScalerArgumentError
+from lossscale.errors import (
+    CallOrderError,
+    GradientsError,
+    LossScaleWarning,
+    ScalerArgumentError,
+    UnsupportedError,
+)
 from lossscale.frameworks.torch.finite import all_finite
 from lossscale.frameworks.torch.grad_scaler import steps as scaler_steps
 from lossscale.frameworks.torch.grad_scaler.arguments import (
@@ -22,10 +29,12 @@ from lossscale.frameworks.torch.grad_scaler.arguments import (
 from lossscale.frameworks.torch.grad_scaler.outputs import first_tensor, held, scaled_nest
 from lossscale.frameworks.torch.grad_scaler.scale import shown
 from lossscale.frameworks.torch.grad_scaler.skips import SkipsOfScaler
-from lossscale.frameworks.torch.gradients import gradients_of, look_and_multiply_
+from lossscale.frameworks.torch.gradients import Gradients, gradients_of, look_and_multiply_
 from lossscale.frameworks.torch.layout import Layout
+from lossscale.frameworks.torch.magnitudes import seen_by_all, together, with_verdict
+from lossscale.frameworks.torch.optimizer.handing import is_dummy_step
 from lossscale.frameworks.torch.ranks import agreed, groups_of
-from lossscale.rules import ScaleRule
+from lossscale.rules import Needs, ScaleRule, Seen
 
 _READY, _UNSCALED, _STEPPED = OptState.READY, OptState.UNSCALED, OptState.STEPPED
 
@@ -64,7 +73,6 @@ class GradScaler(SkipsOfScaler):
         ScalerArgumentError: If a value cannot be used. It is a `ValueError` and an
             `AssertionError`.
         ArgumentTypeError: If `rule` or `process_group` is something else. It is a `TypeError`.
-        UnsupportedError: If the rule has to see more than whether gradients are finite.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
@@ -181,8 +189,11 @@ class GradScaler(SkipsOfScaler):
             )
         inverse = shown(1.0 / self.get_scale(), torch.float32, self._scale.device)
         found = shown(0.0, torch.float32, self._scale.device)
-        entry["found_inf_per_device"] = self._unscale_grads_(optimizer, inverse, found, False)
-        entry["stage"] = _UNSCALED
+        unscaled = self._unscale_grads_(optimizer, inverse, found, False)
+        entry["found_inf_per_device"] = unscaled
+        # Of gradients that come later the scale is still to be taken off.
+        if unscaled or any(p.grad is not None for p in scaler_steps.flat(optimizer.param_groups)):
+            entry["stage"] = _UNSCALED
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
@@ -190,6 +201,7 @@ class GradScaler(SkipsOfScaler):
         layout, parameters = self._layout_of(optimizer)
         with torch.no_grad():
             given = gradients_of(parameters, layout.one_device, allow_float16=allow_fp16)
+            self._measure(optimizer, given, layout)
             if not self._rule.checks_gradients:
                 for group in given.groups:
                     torch._foreach_mul_(group, inv_scale.to(group[0].device))
@@ -197,10 +209,19 @@ class GradScaler(SkipsOfScaler):
             on_host = inv_scale.device.type == "cpu"
             above_one = inv_scale.item() > 1 if on_host else self.get_scale() < 1
             by_device = _unscale_(given.groups, found_inf, inv_scale, look_again=above_one)
-            if layout.is_plain and not layout.ranks:
-                return by_device
-            groups = groups_of([*parameters, *given.given], self._process_group)
+            groups = layout.ranks
             return self._agreed(found_inf, by_device, groups) if groups else by_device
+
+    def _measure(self, optimizer: Any, given: Gradients, layout: Layout) -> None:
+        """Keeps how large scaled gradients are until `update`, for a rule that has to see it."""
+        needs = self._rule.needs
+        if needs == Needs():
+            return
+        entry = self._per_optimizer_states[id(optimizer)]
+        # Whoever asks again later, asks about gradients that are unscaled.
+        if entry["stage"] is _READY:
+            scale = shown(self.get_scale(), torch.float32, given.device)
+            entry["sizes"] = seen_by_all(needs, given.given, layout, scale, are_scaled=True)
 
     def _layout_of(self, optimizer: Any) -> tuple[Layout, list[Any]]:
         """What is known of an optimizer's parameters, and the parameters."""
@@ -247,7 +268,7 @@ class GradScaler(SkipsOfScaler):
         scaler_steps.check_optimizer(optimizer)
         scaler_steps.refuse_closure(args, kwargs)
         entry = self._per_optimizer_states[id(optimizer)]
-        if not self._scaled_since_update and scaler_steps.is_dummy_step(optimizer):
+        if not self._scaled_since_update and is_dummy_step(optimizer):
             # It only makes the optimizer's state, before a checkpoint is loaded into it.
             entry["stage"] = _STEPPED
             return optimizer.step(*args, **kwargs)
@@ -340,7 +361,7 @@ class GradScaler(SkipsOfScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update = False
 
-    def _move_by(self, entries: Any) -> None:
+    def _move_by(self, entries: Collection[dict[str, Any]]) -> None:
         counts = False
         skipped = False
         for entry in entries:
@@ -353,7 +374,20 @@ class GradScaler(SkipsOfScaler):
             )
         # A step without gradients is neither a good nor a bad one.
         if counts:
-            self._move(not skipped)
+            self._move(with_verdict(self._sizes(entries), not skipped))
+
+    def _sizes(self, entries: Collection[dict[str, Any]]) -> Seen:
+        """What the rule has to see besides the verdict, of the gradients of all optimizers."""
+        if self._rule.needs == Needs():
+            return Seen(None)
+        measured = [entry["sizes"] for entry in entries if "sizes" in entry]
+        if not measured:
+            raise UnsupportedError(
+                f"The rule {self._rule!r} has to see how large gradients are, and "
+                f"{type(self).__name__} replaces `_unscale_grads_`, where that is measured. Call "
+                "super()._unscale_grads_() there, or take another rule."
+            )
+        return together(measured)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._per_optimizer_states:

@@ -50,16 +50,6 @@ def refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def is_dummy_step(optimizer: Any) -> bool:
-    """Whether nothing can come of a step but the state of the optimizer.
-
-    `torch.distributed.checkpoint` makes the state so, before it loads into it: with zeros for
-    gradients and a learning rate of 0, on an optimizer that has no state.
-    """
-    groups = optimizer.param_groups
-    return not optimizer.state and all("lr" in group and group["lr"] == 0 for group in groups)
-
-
 def _is_of_torch(optimizer: Any) -> bool:
     # As they are now: PyTorch wraps the `step` of a class when the first instance is made.
     return type(optimizer).step in [cls.step for cls in FUSED]

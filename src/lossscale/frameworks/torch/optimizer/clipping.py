@@ -7,65 +7,49 @@ the number that clips.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import distributed
 
-from lossscale.errors import UnsupportedError
 from lossscale.frameworks.torch import ranks
 from lossscale.frameworks.torch.gradients import Gradients
+from lossscale.frameworks.torch.layout import Layout
 
 _SMALLER = 2.0**-80
 """What brings any float32 number to where its square is one, too."""
 
 
-def norm_of(given: Gradients, groups: Sequence[Any] = ()) -> Any:
+def norm_of(given: Gradients, layout: Layout) -> Any:
     """The 2-norm of all gradients together: a float32 or float64 tensor of no dimensions.
 
     Args:
-        given: The gradients.
-        groups: The process groups over which they are spread.
+        given: The gradients that this process has.
+        layout: Of their parameters; it says over which processes they are spread.
+
+    Returns:
+        The norm, the same in all processes; -1 if parameters are spread and no process has a
+        gradient.
     """
     norms = [norm for group in given.groups for norm in torch._foreach_norm(group, 2.0)]
-    if groups:
-        return _over_processes(given, norms, groups)
+    if layout.ranks:
+        return _over_processes(given, norms, layout)
     return torch.linalg.vector_norm(torch.stack([norm.to(given.device) for norm in norms]))
 
 
-def _over_processes(given: Gradients, norms: list[Any], groups: Sequence[Any]) -> Any:
-    """The norm over all processes, each number of a gradient counted once."""
-    device = ranks._device(torch.zeros((), device=given.device), groups[0])
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    if len(norms) != len(given.given):
-        raise UnsupportedError(
-            "`clip_norm` takes dense gradients where parameters are spread over processes, and no "
-            "empty ones. Call unscale_(), and clip by hand."
-        )
-    for gradient, norm in zip(given.given, norms, strict=True):
-        total += norm.to(device, torch.float64) ** 2 / _copies(gradient, groups)
-    for group in groups:
-        distributed.all_reduce(total, group=group)
-    return total.sqrt()
+def _over_processes(given: Gradients, norms: list[Any], layout: Layout) -> Any:
+    wholes = [gradient for group in given.wholes for gradient in group]
+    squares = torch.zeros((), dtype=torch.float64, device=given.device)
+    for gradient, norm in zip(wholes, norms, strict=True):
+        squares += norm.to(given.device, torch.float64) ** 2 / layout.copies(gradient)
+    present = torch.full_like(squares, float(bool(given.given)))
+    squares, present = ranks.added(torch.stack([squares, present]), layout.ranks)
+    return torch.where(present == 0, -1.0, squares.sqrt())
 
 
-def _copies(gradient: Any, groups: Sequence[Any]) -> int:
-    """How many processes of the groups hold the same part of a gradient."""
-    spread = ranks.groups_of([gradient])
-    if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
-        raise UnsupportedError(
-            "`clip_norm` cannot know the norm of a gradient that is a part of a sum (Partial). "
-            "Call unscale_(), reduce it, and clip by hand."
-        )
-    return math.prod(group.size() for group in groups if all(group is not g for g in spread))
-
-
-def norm_of_large(given: Gradients) -> Any:
+def norm_of_large(given: Gradients, layout: Layout) -> Any:
     """The 2-norm of gradients whose squares overflow though they are finite themselves."""
     smaller = [torch._foreach_mul(group, _SMALLER) for group in given.groups]
-    return norm_of(Gradients(given.given, smaller)).double() / _SMALLER
+    return norm_of(Gradients(given.given, smaller, given.wholes), layout).double() / _SMALLER
 
 
 def coefficient(norm: Any, clip_norm: float | None) -> Any:

@@ -14,17 +14,23 @@ from typing import Any
 
 import torch
 
+from lossscale.errors import ArgumentTypeError, GradientsError
 from lossscale.frameworks.torch.optimizer import handing
 from lossscale.frameworks.torch.optimizer.judging import Verdict
 from lossscale.frameworks.torch.optimizer.scales import HostScales
-from lossscale.frameworks.torch.optimizer.step import Stepping
-from lossscale.rules import Seen
+from lossscale.frameworks.torch.optimizer.step import NOTHING_SCALED, Stepping
 
 
 class Closures(Stepping):
     """`step` with a closure."""
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
+        if not callable(closure):
+            raise ArgumentTypeError(
+                "`closure` must be a callable that evaluates the model, calls backward() and "
+                f"returns the loss. Received: {type(closure).__name__}. A loss is not passed to "
+                "step(): call scale_loss(loss).backward() before it."
+            )
         if handing.demands_closure(self.inner_optimizer):
             return self._step_evaluating(closure)
         with torch.enable_grad():
@@ -52,6 +58,19 @@ class Closures(Stepping):
         self._marks.reset()
         return returned
 
+    def _check_returned(self, loss: Any) -> None:
+        if loss is None:
+            raise ArgumentTypeError(
+                f"The closure must return the loss: {type(self.inner_optimizer).__name__} looks at "
+                "it. Received: None."
+            )
+        if self._marks.was_scaled(loss):
+            raise GradientsError(
+                "The closure returned the scaled loss. Return the loss itself: "
+                f"{type(self.inner_optimizer).__name__} compares it with gradients that are "
+                "unscaled, and with losses at other scales."
+            )
+
     def _evaluate(self, closure: Callable[[], Any]) -> tuple[Any, Verdict]:
         """Evaluates a closure, at lower scales as long as that may help; divides the gradients.
 
@@ -63,12 +82,16 @@ class Closures(Stepping):
         while True:
             with torch.enable_grad():
                 loss = closure()
-            verdict = self._divide_in_place()
+            self._check_returned(loss)
+            verdict = self._divide_in_place(NOTHING_SCALED)
             value = loss.detach() if isinstance(loss, torch.Tensor) else loss
-            if verdict.applied or not math.isfinite(float(value)):
+            seen = verdict.seen
+            # Nothing was seen of gradients that are not scaled, and no lower scale helps them.
+            if verdict.applied or seen is None or not math.isfinite(float(value)):
                 break
             before = scales.scale
-            scales.move(Seen(False))
+            scales.move(seen)
+            self._marks.reset()
             if not scales.scale < before:
                 break
         if self._marks.clips and verdict.applied:

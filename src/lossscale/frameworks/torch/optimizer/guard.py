@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,13 +17,17 @@ class Guarded:
 
     _guarded_by: Any
     _seen: Any
+    _held: bool
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps the scheduler, unless every step since the last time was skipped."""
         cls: Any = type(self)
-        before, now = cls._seen, _steps(cls._guarded_by)
+        before, now = _since(cls._seen, cls._guarded_by), _steps(cls._guarded_by)
+        # Accelerate steps a scheduler once for each process: all of these are about one step.
+        if now != before:
+            cls._held = now.made > before.made and now.applied == before.applied
         cls._seen = now
-        if now[0] > before[0] and now[1] == before[1]:
+        if cls._held:
             return None
         return super().step(*args, **kwargs)  # type: ignore[misc]
 
@@ -81,12 +85,28 @@ def guard(scheduler: _Scheduler, optimizer: Any) -> _Scheduler:
         "__module__": cls.__module__,
         "_guarded_by": optimizer,
         "_seen": _steps(optimizer),
+        "_held": False,
     }
     scheduler.__class__ = type(cls.__name__, (Guarded, cls), namespace)
     return scheduler
 
 
-def _steps(optimizer: Any) -> tuple[int, int]:
-    """How many steps were made, and how many of them were applied."""
-    iterations = int(optimizer.iterations)
-    return iterations, iterations - int(optimizer.steps_skipped)
+class _Steps(NamedTuple):
+    """How many steps were made, how many of them were applied, and since when they are counted."""
+
+    made: int
+    applied: int
+    start: Any
+
+
+def _steps(optimizer: Any) -> _Steps:
+    made = int(optimizer.iterations)
+    return _Steps(made, made - int(optimizer.steps_skipped), optimizer._scales.start)
+
+
+def _since(before: _Steps, optimizer: Any) -> _Steps:
+    """What later steps are compared with: what was loaded, if that was done in between."""
+    start = optimizer._scales.start
+    if start is before.start:
+        return before
+    return _Steps(start.iterations, start.iterations - start.steps_skipped, start)

@@ -26,6 +26,16 @@ def demands_scaling(inner: Any) -> bool:
     return not isinstance(inner, FUSED) and takes_scaling(inner)
 
 
+def is_dummy_step(optimizer: Any) -> bool:
+    """Whether nothing can come of a step but the state of the optimizer.
+
+    `torch.distributed.checkpoint` makes the state so, before it loads into it: with zeros for
+    gradients and a learning rate of 0, on an optimizer that has no state.
+    """
+    groups = optimizer.param_groups
+    return not optimizer.state and all("lr" in group and group["lr"] == 0 for group in groups)
+
+
 def demands_closure(inner: Any) -> bool:
     """Whether the step of an optimizer evaluates a closure by itself, such as that of LBFGS."""
     closure = inspect.signature(type(inner).step).parameters.get("closure")

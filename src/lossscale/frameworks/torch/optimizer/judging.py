@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lossscale.errors import UnsupportedError
 from lossscale.frameworks.common import host_rule
 from lossscale.frameworks.torch import gradients, magnitudes, ranks
 from lossscale.frameworks.torch.gradients import Gradients
@@ -113,21 +112,16 @@ class Judging:
             parameters = (p for group in self.inner_optimizer.param_groups for p in group["params"])
             empty = all(p.grad is None for p in parameters)
             divisor = scales.factors(layout.devices[0]).scale
-            return Verdict(True, divisor=None if empty else divisor, empty=empty)
+            return Verdict(True, Seen(True), divisor=None if empty else divisor, empty=empty)
         given = self._gradients()
         if not given.given and not layout.ranks:
             return Verdict(True, empty=True)
-        if rule.needs != Needs() and layout.ranks:
-            raise UnsupportedError(
-                f"{type(rule).__name__} asks for the magnitudes of gradients, which are not "
-                "summed up over processes. Use lossscale.DynamicScale there."
-            )
         if isinstance(scales, DeviceScales):
             return self._judge_on_device(given, scaled, layout, scales, in_place)
         if self._clip_norm is not None and not in_place:
             return self._judge_and_clip(given, scaled, layout, scales)
         if not rule.checks_gradients:
-            return Verdict(True, divisor=self._divide_unlooked(given, scaled, in_place))
+            return self._divide_and_trust(given, scaled, layout, in_place)
         if scaled and not in_place and self._only_read(given, layout, scales):
             return Verdict(True, Seen(True), divisor=scales.factors(given.device).scale)
         return self._look(given, scaled, layout)
@@ -160,6 +154,7 @@ class Judging:
     def _needs_no_look(self, layout: Layout) -> bool:
         return (
             not self._rule.checks_gradients
+            and self._rule.needs == Needs()
             and self._clip_norm is None
             and isinstance(self._scales, HostScales)
             and layout.one_place
@@ -182,6 +177,14 @@ class Judging:
             and gradients.sums_are_finite(given.groups[0])
         )
 
+    def _divide_and_trust(
+        self, given: Gradients, scaled: bool, layout: Layout, in_place: bool
+    ) -> Verdict:
+        """Divides gradients that nobody looks at; the rule may move all the same."""
+        sizes = self._magnitudes(given, scaled, layout)
+        divisor = self._divide_unlooked(given, scaled, in_place)
+        return Verdict(True, magnitudes.on_host(sizes or Seen(True)), divisor=divisor)
+
     def _divide_unlooked(self, given: Gradients, scaled: bool, in_place: bool) -> Any:
         """Divides gradients that nobody looks at; returns what a fused optimizer divides by."""
         if not scaled:
@@ -197,13 +200,14 @@ class Judging:
 
     def _look(self, given: Gradients, scaled: bool, layout: Layout) -> Verdict:
         """Divides the gradients if they are scaled, and waits for what was found in them."""
-        sizes = self._magnitudes(given, scaled)
+        sizes = self._magnitudes(given, scaled, layout)
         found = self._found(given, scaled)
         if layout.ranks:
             here = found + _FINITE if given.given else found
             answer = ranks.agreed(here, layout.ranks).item()
             applied = answer != _NON_FINITE
-            return Verdict(applied, Seen(applied), empty=answer == _ABSENT)
+            seen = magnitudes.with_verdict(magnitudes.on_host(sizes or Seen(True)), applied)
+            return Verdict(applied, seen, empty=answer == _ABSENT)
         if sizes is None:
             applied = not found.item()
             return Verdict(applied, Seen(applied))
@@ -225,13 +229,13 @@ class Judging:
             found = torch.maximum(before, gradients.look(given, scales.factors))
         return found
 
-    def _magnitudes(self, given: Gradients, scaled: bool) -> Seen | None:
+    def _magnitudes(self, given: Gradients, scaled: bool, layout: Layout) -> Seen | None:
         """What a rule sees of the gradients besides the verdict, before they are divided."""
         needs = self._rule.needs
         if needs == Needs():
             return None
         scale = self._scales.factors(given.device).scale
-        return magnitudes.seen(needs, True, given.given, scale, are_scaled=scaled)
+        return magnitudes.seen_by_all(needs, given.given, layout, scale, are_scaled=scaled)
 
     def _judge_and_clip(
         self, given: Gradients, scaled: bool, layout: Layout, scales: HostScales
@@ -240,8 +244,10 @@ class Judging:
         scale = scales.scale if scaled else 1.0
         checks = self._rule.checks_gradients
         if self._rule.needs == Needs():
-            norm = clipping.norm_of(given, layout.ranks)
+            norm = clipping.norm_of(given, layout)
             total = norm.item()
+            if total < 0:
+                return Verdict(True, empty=True)
             number = total / scale
             # A norm may overflow though no element does, and unscaling may overflow some.
             if math.isfinite(number) and number <= _LARGEST:
@@ -252,12 +258,11 @@ class Judging:
                     scale * max(number / self._clip_norm, 1.0) < _LARGEST / 2
                 )
                 divisor = self._clip_and_divide(given, factor, scale, divides)
-                return Verdict(True, Seen(True) if checks else None, divisor=divisor)
+                return Verdict(True, Seen(True), divisor=divisor)
         if checks:
             verdict = self._look(given, scaled, layout)
         else:
-            self._divide_unlooked(given, scaled, in_place=True)
-            verdict = Verdict(True)
+            verdict = self._divide_and_trust(given, scaled, layout, in_place=True)
         if verdict.applied:
             self._clip(given, layout)
         return verdict
@@ -281,9 +286,9 @@ class Judging:
         """Clips gradients that are divided already."""
         if not given.groups and not layout.ranks:
             return
-        norm = clipping.norm_of(given, layout.ranks)
-        if isinstance(self._scales, HostScales) and not layout.ranks and norm.isinf():
-            norm = clipping.norm_of_large(given)
+        norm = clipping.norm_of(given, layout)
+        if isinstance(self._scales, HostScales) and norm.isinf():
+            norm = clipping.norm_of_large(given, layout)
         factor = clipping.coefficient(norm, self._clip_norm)
         for group in given.groups:
             torch._foreach_mul_(group, factor.to(group[0].device))
@@ -298,15 +303,20 @@ class Judging:
         scales: DeviceScales,
         in_place: bool,
     ) -> Verdict:
-        seen = None
+        sizes = self._magnitudes(given, scaled, layout)
         if self._rule.checks_gradients:
-            sizes = self._magnitudes(given, scaled)
             found = self._found(given, scaled).to(scales.home, copy=True)
-            found = ranks.agreed(found, layout.ranks)
-            seen = _with_verdict(sizes or Seen(None), found == 0)
+            if layout.ranks:
+                here = found + _FINITE if given.given else found
+                answer = ranks.agreed(here, layout.ranks)
+                # With a gradient of its own a process knows that there is one.
+                if not given.given and answer.item() == _ABSENT:
+                    return Verdict(True, empty=True)
+                found = (answer == _NON_FINITE).to(found.dtype)
         else:
             self._divide_unlooked(given, scaled, in_place=True)
             found = torch.zeros((), device=scales.home)
+        seen = magnitudes.with_verdict(sizes or Seen(None), found == 0)
         if self._clip_norm is not None and not in_place:
             self._clip(given, layout)
         if self._can_be_handed_a_verdict(layout):
@@ -337,13 +347,6 @@ def _has_state(inner: Any, parameter: Any, group: dict[str, Any]) -> bool:
     return bool(state) and state.get("momentum_buffer", state) is not None
 
 
-def _with_verdict(sizes: Seen, finite: Any) -> Seen:
-    largest = sizes.largest
-    if largest is not None:
-        largest = torch.where(finite, largest, torch.inf)
-    return sizes._replace(finite=finite, largest=largest)
-
-
 def _told(found: Any, sizes: Seen) -> Verdict:
     """Brings a verdict and what else a rule sees to the host, all at once."""
     asked = [found, sizes.largest, *sizes.counts, sizes.elements]
@@ -354,5 +357,5 @@ def _told(found: Any, sizes: Seen) -> Verdict:
     largest = None if sizes.largest is None else next(numbers)
     counts = tuple(next(numbers) for _ in sizes.counts)
     elements = None if sizes.elements is None else next(numbers)
-    seen = _with_verdict(Seen(finite, largest, counts, elements), finite)
+    seen = magnitudes.with_verdict(Seen(finite, largest, counts, elements), finite)
     return Verdict(bool(finite), seen._replace(finite=bool(finite)))

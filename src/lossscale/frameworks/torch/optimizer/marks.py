@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 NOTHING = "nothing"
@@ -33,7 +34,19 @@ class Marks:
 
     def __init__(self) -> None:
         self.warned = False
+        self._scaled: Any = None
         self.reset()
+
+    def remember(self, scaled: Any) -> None:
+        """A loss was scaled; this is what came of it."""
+        self._scaled = weakref.ref(scaled)
+
+    def was_scaled(self, loss: Any) -> bool:
+        """Whether this very tensor is what came of the last loss that was scaled."""
+        return self._scaled is not None and loss is not None and self._scaled() is loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_scaled": None}
 
     def reset(self) -> None:
         """A step was made."""

@@ -95,13 +95,7 @@ class TorchLossScaleOptimizer(
         # `Optimizer.__init__` is not called: groups, state and hooks are those of the one inside.
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
         _check_inner(inner_optimizer)
-        if clip_norm is not None:
-            clip_norm = checked_above_zero("clip_norm", clip_norm)
-            if process_group is not None:
-                raise UnsupportedError(
-                    "`clip_norm` with `process_group`: which processes hold the same parameters is "
-                    "not known. Leave `clip_norm` out, and clip between unscale_() and step()."
-                )
+        clip_norm = _checked_clip_norm(clip_norm, process_group)
         _check_decide(decide, inner_optimizer)
         layout = Layout(inner_optimizer.param_groups, process_group)
         self.inner_optimizer = inner_optimizer
@@ -191,6 +185,29 @@ class TorchLossScaleOptimizer(
         scales.restore(state, Counts(int(value), *counts[1:]))
 
     @property
+    def clip_norm(self) -> float | None:
+        """The largest 2-norm of the unscaled gradients; None for no clipping. It can be set."""
+        return self._clip_norm
+
+    @clip_norm.setter
+    def clip_norm(self, value: float | None) -> None:
+        checked = _checked_clip_norm(value, self._process_group)
+        inner, rule, scales = self.inner_optimizer, self._rule, self._scales
+        self._clip_norm = checked
+        self._is_ordinary = is_ordinary(inner, rule, scales, checked)
+        self._marks.clips = self._marks.clips and checked is not None
+
+    @property
+    def process_group(self) -> Any:
+        """The process group that was given, or None."""
+        return self._process_group
+
+    @property
+    def decide(self) -> str:
+        """Who decides on a step, "host" or "device"."""
+        return "device" if isinstance(self._scales, DeviceScales) else "host"
+
+    @property
     def variables(self) -> Any:
         # `hasattr` is answered, where the error of a member that is not offered would not be.
         raise AttributeError
@@ -241,6 +258,17 @@ def _check_inner(inner: Any) -> None:
         raise ArgumentTypeError(registry.not_an_optimizer(inner))
     check_not_wrapped(inner)
     handing.check_signature(inner)
+
+
+def _checked_clip_norm(value: Any, process_group: Any) -> float | None:
+    if value is None:
+        return None
+    if process_group is not None:
+        raise UnsupportedError(
+            "`clip_norm` with `process_group`: which processes hold the same parameters is not "
+            "known. Leave `clip_norm` out, and clip between unscale_() and step()."
+        )
+    return checked_above_zero("clip_norm", value)
 
 
 def _check_decide(decide: Any, inner: Any) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 import math
+import reprlib
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from lossscale.arguments import is_dynamic
-from lossscale.errors import ArgumentError, LossScaleWarning
+from lossscale.errors import ArgumentError, LossScaleWarning, StateDictError
 from lossscale.frameworks.common.checks import remember_wrapper
 from lossscale.frameworks.torch.optimizer.marks import Marks
 from lossscale.frameworks.torch.optimizer.scales import Counts, DeviceScales, HostScales
@@ -85,8 +87,17 @@ class Saving:
         Raises:
             ValueError: If it does not match the parameter groups, or a number of the loss scale is
                 no number. Then nothing is changed.
+            StateDictError: If it is no optimizer's. It is a `KeyError` and a `RuntimeError`.
         """
-        first, *others = state_dict["param_groups"]
+        groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
+        if not groups:
+            keys = list(state_dict) if isinstance(state_dict, Mapping) else state_dict
+            raise StateDictError(
+                "An optimizer's state is a dictionary with 'state' and 'param_groups', as "
+                f"state_dict() returns it. Received: {reprlib.repr(keys)}. Of a checkpoint with "
+                "several parts, load that of the optimizer."
+            )
+        first, *others = groups
         numbers = {name: first[name] for name in self._saved_names() if name in first}
         checked = self._checked_numbers(numbers)
         rest = {name: value for name, value in first.items() if name not in numbers}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lossscale.frameworks.common import host_rule
-from lossscale.rules import ScaleRule, ScaleState, Seen
+from lossscale.rules import FixedScale, ScaleRule, ScaleState, Seen
 
 CPU = torch.device("cpu")
 
@@ -56,6 +56,8 @@ class Scales:
     def __init__(self, rule: ScaleRule, devices: Iterable[Any]) -> None:
         self.rule = rule
         self.first = rule.init()
+        self.start = Counts(0, 0, False)
+        """What all is counted on from, Python numbers; another object for each load."""
         self._factors: dict[Any, Factors] = {}
         for device in (CPU, *devices):
             self.factors(device)
@@ -88,7 +90,7 @@ class Scales:
 
     def restore(self, state: ScaleState, counts: Counts) -> None:
         """Sets the state and the counts from Python numbers that are valid for the rule."""
-        raise NotImplementedError
+        self.start = Counts(*counts)
 
 
 class HostScales(Scales):
@@ -97,6 +99,7 @@ class HostScales(Scales):
     def __init__(self, rule: ScaleRule, devices: Iterable[Any]) -> None:
         super().__init__(rule, devices)
         self._as_numbers = host_rule.host_can_move(rule)
+        self._stays = type(rule) is FixedScale
         self.counts = Counts(0, 0, False)
         self._set(self.first)
 
@@ -114,6 +117,8 @@ class HostScales(Scales):
 
     def move(self, seen: Seen) -> None:
         """Moves the state; `seen.finite` is a bool, the rest are float32 tensors of the CPU."""
+        if self._stays:
+            return
         if self._as_numbers:
             changed = host_rule.changes(self.rule, self.state, seen.finite)
             if not changed:
@@ -139,6 +144,7 @@ class HostScales(Scales):
         return {**state, **self.counts._asdict()}
 
     def restore(self, state: ScaleState, counts: Counts) -> None:
+        super().restore(state, counts)
         self._set(state)
         self.counts = counts
 
@@ -208,6 +214,7 @@ class DeviceScales(Scales):
         return {name: _number(tensor) for name, tensor in named.items()}
 
     def restore(self, state: ScaleState, counts: Counts) -> None:
+        super().restore(state, counts)
         for tensor, value in zip((*self.state, *self.counts), (*state, *counts), strict=True):
             tensor.fill_(value)
         self._show()

@@ -12,6 +12,19 @@ from lossscale.frameworks.common.checks import check_own_name, unknown_setting
 _ALIASES = {"learning_rate": "lr"}
 """Names of the documents, and what PyTorch calls them."""
 
+_OF_SCALERS = {
+    "scale": "call scale_loss(loss)",
+    "update": "step() moves the scale by itself",
+    "get_scale": "read float(optimizer.loss_scale)",
+    "is_enabled": "to train without a loss scale, leave the wrapper out",
+    **{
+        f"{verb}_{name}": "the rule has it, a frozen object: see optimizer.rule"
+        for verb in ("get", "set")
+        for name in ("growth_factor", "backoff_factor", "growth_interval")
+    },
+}
+"""What programs for a GradScaler ask for, and what to do instead."""
+
 _OWN_ATTRIBUTES = frozenset({"inner_optimizer", "name"})
 
 
@@ -94,6 +107,11 @@ class InnerSettings:
         try:
             return getattr(inner, name)
         except AttributeError:
+            if name in _OF_SCALERS:
+                raise UnknownSettingError(
+                    f"A LossScaleOptimizer has no {name!r}, which is of a GradScaler: "
+                    f"{_OF_SCALERS[name]}."
+                ) from None
             raise unknown_setting(type(self), inner, name) from None
 
     def __setattr__(self, name: str, value: Any) -> None:

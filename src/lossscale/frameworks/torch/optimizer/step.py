@@ -9,17 +9,17 @@ import torch
 
 from lossscale.errors import GradientsError, LossScaleWarning
 from lossscale.frameworks.common.callers import stack_level
-from lossscale.frameworks.torch import gradients
 from lossscale.frameworks.torch.gradients import Gradients
 from lossscale.frameworks.torch.optimizer import handing
 from lossscale.frameworks.torch.optimizer.judging import Judging, Verdict
 from lossscale.frameworks.torch.optimizer.marks import JUDGED, NOTHING, SCALED, UNSCALED, Marks
 from lossscale.frameworks.torch.optimizer.scales import HostScales
 
-_NOTHING_SCALED = (
+NOTHING_SCALED = (
     "step() was called, and no loss was scaled since the last one. The gradients are applied as "
-    "they are, which is correct for float32; float16 gradients may have flushed to zero before. "
-    "Pass the loss through scale_loss() before backward()."
+    "they are, which is correct for float32 if nobody else has scaled the loss, such as a "
+    "GradScaler or another LossScaleOptimizer; float16 gradients may have flushed to zero before. "
+    "Pass the loss through scale_loss() of this optimizer before backward()."
 )
 _NOTHING_TO_UNSCALE = (
     "unscale_() was called, and no loss was scaled since the last step. The gradients stay as they "
@@ -118,34 +118,48 @@ class Stepping(Judging):
 
     def _step_as_given(self) -> Any:
         """A step whose loss nobody scaled: checkpointing makes such steps, with zero gradients."""
-        checks = self._rule.checks_gradients
-        given = self._gradients() if checks or not self._marks.warned else None
-        if given is not None and given.groups:
-            if not self._marks.warned and any(t.any() for group in given.groups for t in group):
-                self._warn(_NOTHING_SCALED)
-            if checks and self._look_again(given):
-                # A lower scale would not help.
-                self._tell(Verdict(False))
-                self._move(Verdict(False))
-                return None
-        return self._apply(Verdict(True))
+        given = self._gradients()
+        if not self._marks.warned and any(t.any() for group in given.groups for t in group):
+            self._warn(NOTHING_SCALED)
+        verdict = self._looked_again(given)
+        is_step = not verdict.empty and not handing.is_dummy_step(self.inner_optimizer)
+        if is_step:
+            self._tell(verdict)
+        returned = self._apply(verdict) if verdict.applied else None
+        if is_step or not verdict.applied:
+            self._move(verdict)
+        return returned
 
-    def _divide_in_place(self) -> Verdict:
-        """Divides the gradients before the step, for somebody who reads or changes them."""
+    def _divide_in_place(self, warning: str = _NOTHING_TO_UNSCALE) -> Verdict:
+        """Divides the gradients before the step, for somebody who reads or changes them.
+
+        Args:
+            warning: What is said if no loss was scaled.
+        """
         marks = self._marks
         if marks.stage == NOTHING:
-            self._warn(_NOTHING_TO_UNSCALE)
-            return Verdict(not self._look_again(self._gradients()))
+            self._warn(warning)
+            return self._looked_again(self._gradients())
         if marks.stage != JUDGED:
-            marks.verdict = self._judge(self._are_scaled(), in_place=True)
+            verdict = self._judge(self._are_scaled(), in_place=True)
+            if verdict.empty:
+                # What comes by a later `backward` is still to be divided.
+                return verdict
+            marks.verdict = verdict
             marks.stage, marks.clips = JUDGED, self._clip_norm is not None
-        verdict: Verdict = marks.verdict
-        return verdict
+        known: Verdict = marks.verdict
+        return known
 
-    def _look_again(self, given: Gradients) -> bool:
-        """Whether any number of gradients that are not scaled is infinite or NaN."""
+    def _looked_again(self, given: Gradients) -> Verdict:
+        """The verdict on gradients that are not scaled; the rule does not see it.
+
+        If they are not finite, a lower scale would not help.
+        """
+        layout = self._known_layout()
+        if not self._rule.checks_gradients or not (given.groups or layout.ranks):
+            return Verdict(True, empty=not given.given)
         with torch.no_grad():
-            return bool(gradients.look(given, self._scales.factors).item())
+            return self._look(given, False, layout)._replace(seen=None)
 
     def _warn(self, message: str) -> None:
         if not self._marks.warned:

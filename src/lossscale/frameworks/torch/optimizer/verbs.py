@@ -9,16 +9,21 @@ import torch
 
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError
 from lossscale.frameworks.common.checks import checked_pairs, flat_list
-from lossscale.frameworks.torch import arrays
+from lossscale.frameworks.torch import arrays, ranks
 from lossscale.frameworks.torch.optimizer import handing
 from lossscale.frameworks.torch.optimizer.closures import Closures
-from lossscale.frameworks.torch.optimizer.marks import SCALED, SCALED_BY_HAND, UNSCALED
+from lossscale.frameworks.torch.optimizer.marks import JUDGED, SCALED, SCALED_BY_HAND, UNSCALED
 
 _NOT_UNSCALED = (
     "get_scaled_loss() was called, and get_unscaled_gradients() was not, before "
     "apply_gradients(). The gradients are applied as they are: if nothing else divided them by "
     "the loss scale, this step is too large by that factor. Pass them through "
     "get_unscaled_gradients() first."
+)
+_NOT_STEPPED = (
+    "unscale_() found gradients that are not finite, and step() was not called after it. So the "
+    "loss scale stays as it is, and overflows again. Call step() all the same: it skips the step "
+    "and lowers the scale."
 )
 
 
@@ -27,7 +32,10 @@ class Verbs(Closures):
 
     def scale_loss(self, loss: Any) -> Any:
         scaled = self._scaled(loss)
-        self._marks.stage = SCALED
+        marks = self._marks
+        if marks.stage == JUDGED and marks.verdict.applied is False:
+            self._warn(_NOT_STEPPED)
+        marks.stage = SCALED
         return scaled
 
     def get_scaled_loss(self, loss: Any) -> Any:
@@ -40,7 +48,17 @@ class Verbs(Closures):
             return lambda: self._scaled(loss())
         if isinstance(loss, torch.Tensor):
             # In compiled code too this is a tensor, never a number that it would be compiled for.
-            return arrays.widened(loss) * self._scales.factors(loss.device).scale
+            scale = self._scales.factors(loss.device).scale
+            if torch.compiler.is_compiling():
+                return arrays.widened(loss) * scale
+            if self._marks.was_scaled(loss):
+                raise GradientsError(
+                    "This loss is scaled already, and its gradients would be too large by the loss "
+                    "scale. Call scale_loss() once."
+                )
+            scaled = arrays.widened(loss) * scale
+            self._marks.remember(scaled)
+            return scaled
         try:
             number = float(loss)
         except (TypeError, ValueError):
@@ -158,7 +176,7 @@ class Verbs(Closures):
         def closure() -> Any:
             self.zero_grad()
             value = loss()
-            self.scale_loss(value).backward(gradient=grad_loss, inputs=list(variables))
+            _backward(self.scale_loss(value), grad_loss, variables)
             return value.detach()
 
         self.step(closure)
@@ -180,7 +198,7 @@ class Verbs(Closures):
                 if grad_loss is None and value.ndim:
                     grad_loss = torch.ones_like(value)
                 # And not torch.autograd.grad, which passes by what processes agree in.
-                value.backward(gradient=grad_loss, inputs=list(variables))
+                _backward(value, grad_loss, variables)
             given = [variable.grad for variable in variables]
         finally:
             for variable, gradient in kept:
@@ -191,6 +209,13 @@ class Verbs(Closures):
     iterations: Any
     step: Any
     zero_grad: Any
+
+
+def _backward(value: Any, grad_loss: Any, variables: Sequence[Any]) -> None:
+    """Backpropagates to some variables."""
+    # `fully_shard` computes with other tensors, whose gradients it brings to the parameters.
+    spread = any(ranks.is_spread(variable) for variable in variables)
+    value.backward(gradient=grad_loss, inputs=None if spread else list(variables))
 
 
 def _is_variable(value: Any) -> bool:
