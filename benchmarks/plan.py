@@ -165,20 +165,21 @@ def rows(process: Process, kinds: Sequence[str], quick: bool) -> list[Row]:
         if process.backend != "tf_keras" or _of_tf_keras(row)
     ]
     if quick:
-        # Every case in one mode, and every mode and every method in one case.
+        # Every case and every method in one mode, and every mode in one case.
         found = [
-            dataclasses.replace(row, methods=tuple(m for m in row.methods if m in _few(row)))
+            dataclasses.replace(row, methods=_few(row, row.mode == process.modes[0]))
             for row in found
             if row.mode == process.modes[0] or row.case == "big"
         ]
     return [dataclasses.replace(row, device=kind) for kind in kinds for row in found]
 
 
-def _few(row: Row) -> tuple[str, ...]:
+def _few(row: Row, is_first_mode: bool) -> tuple[str, ...]:
     """The methods of a row in the short form."""
-    if row.case in ("big", "sparse", "skip"):
+    if row.case in ("sparse", "skip") or (row.case == "big" and is_first_mode):
         return row.methods
-    return GROWTH if row.case in ("mlp", "replicas") else GROWTH[:2]
+    wanted = GROWTH if row.case in ("big", "mlp", "replicas") else GROWTH[:2]
+    return tuple(name for name in row.methods if name in wanted)
 
 
 def _rows(process: Process, quick: bool) -> Iterator[Row]:

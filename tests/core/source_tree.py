@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import pathlib
 import re
 
@@ -37,6 +38,7 @@ class Import:
         return self.name.partition(".")[0]
 
 
+@functools.cache
 def modules():
     """Returns every module of the library."""
     found = []
@@ -45,9 +47,10 @@ def modules():
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)
         found.append(Module(name, path.read_text(encoding="utf-8"), is_package))
-    return found
+    return tuple(found)
 
 
+@functools.cache
 def imports(module):
     """Returns the set of `Import`s of a module, leaving out those for type checkers only.
 
@@ -55,7 +58,7 @@ def imports(module):
     module; `from lossscale import name` as the latter only. A literal name given to
     `import_module` counts too.
     """
-    return set(_imports_below(ast.parse(module.source), module, lazy=False))
+    return frozenset(_imports_below(ast.parse(module.source), module, lazy=False))
 
 
 def frameworks_named(module):
