@@ -71,10 +71,10 @@ _TORCH = Job("torch", TORCH, ("tests/conformance", "tests/backends"))
 # By the time they take, longest first: what starts last is then short, and no core waits for long.
 ALL = (
     _REST,
-    _part(PARTS[0]),
-    _part(PARTS[2]),
     _part(PARTS[1]),
     _JAX,
+    _part(PARTS[0]),
+    _part(PARTS[2]),
     _TF_KERAS_OWN,
     _JAX_ALONE,
     _part(PARTS[3]),
