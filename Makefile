@@ -4,7 +4,8 @@ PYTHON ?= python3
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 DEMO := .venv-demo
 TEST := .venv-test
-JOBS ?= 2
+# One more than the cores of a small machine: some tests wait for processes that they start.
+JOBS ?= 3
 
 .PHONY: demo test test-quick mutants versions peers peers-torch peers-jax lint types tests table bench calibration format clean
 
