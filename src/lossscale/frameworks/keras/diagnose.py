@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from lossscale.diagnostics.batch_checks import check_batch, inputs_of, naming_targets
+from lossscale.diagnostics.batch_checks import check_batch, naming_targets
 from lossscale.diagnostics.batches import Batch
 from lossscale.diagnostics.fidelity_meter import fidelity_at
 from lossscale.diagnostics.measurement import NARROW, Derived, paths_of
@@ -33,7 +33,7 @@ from lossscale.frameworks.shell.measuring import (
     computing_in_float32,
     without_a_loss,
 )
-from lossscale.frameworks.shell.own_step import Attempt, attempted, has_own_step, peeked
+from lossscale.frameworks.shell.own_step import Attempt, attempted, peeked
 from lossscale.optimizer import LossScaleOptimizer
 
 
@@ -85,7 +85,7 @@ def measure(
             measurement, fidelity = measured(
                 own.gradients(names, backend.on_host) or gradients_of(model, taps, names),
                 all_batches,
-                lambda batch: _check_batch(model, batch, own),
+                lambda batch: own.check(model, batch, _needs_targets),
                 backend.count,
                 paths,
                 in_use=own.in_use(model, _scale_in_use),
@@ -156,7 +156,7 @@ def new_probe(model: Any, batch: Batch) -> Probe:
     backend = counting.load()
     with backend.random_state_kept(), _loss_of_its_own(model):
         own = _own_step(model, batch, helps=False)
-    _check_batch(model, batch, own)
+    own.check(model, batch, _needs_targets)
     gradients = own.gradients(list(layers), backend.on_host)
     if gradients is None:
         own.warn()
@@ -182,23 +182,7 @@ def _own_step(model: Any, batch: Batch, *, helps: bool) -> Attempt:
 
 
 def _check_ready(model: Any) -> None:
-    own = has_own_step(model, keras.Model)
-    rest = model._flatten_layers(include_self=False)
-    check_ready(
-        model,
-        is_compiled=model.compiled,
-        # One that is trained by a step of its own may be none that can be called.
-        is_built=model.built or (own and all(layer.built for layer in rest)),
-        input_name="a keras.Input",
-    )
-
-
-def _check_batch(model: Any, batch: Batch, own: Attempt) -> None:
-    # A step of its own takes what it takes.
-    if own.step is None:
-        check_batch(batch, inputs_of(model), needs_targets=_needs_targets(model))
-    else:
-        check_batch(batch, [], needs_targets=False)
+    check_ready(model, keras.Model, is_compiled=model.compiled, input_name="a keras.Input")
 
 
 def _scale_in_use(optimizer: Any) -> float | None:

@@ -9,17 +9,18 @@ from typing import Any
 from lossscale.diagnostics.measurement import NARROW
 from lossscale.diagnostics.tapping import replaced
 from lossscale.errors import ArgumentError
+from lossscale.frameworks.shell.own_step import has_own_step
 
 _WIDER = ("float32", "float64", "bfloat16")
 
 
-def check_ready(model: Any, *, is_compiled: bool, is_built: bool, input_name: str) -> None:
+def check_ready(model: Any, base: Any, *, is_compiled: bool, input_name: str) -> None:
     """Checks that the gradients of a model can be measured.
 
     Args:
         model: The model.
+        base: The library's class of models.
         is_compiled: Whether it was compiled.
-        is_built: Whether it has all its variables.
         input_name: What the library calls what gives a model its variables.
 
     Raises:
@@ -30,6 +31,10 @@ def check_ready(model: Any, *, is_compiled: bool, is_built: bool, input_name: st
             f"The model {model.name!r} is not compiled, so its loss is not known. "
             "Call model.compile(optimizer, loss) first."
         )
+    is_built = model.built
+    if not is_built and has_own_step(model, base):
+        # One that is trained by a step of its own may be none that can be called.
+        is_built = all(layer.built for layer in model._flatten_layers(include_self=False))
     if not is_built or not model.trainable_variables:
         yet = f" yet. Call it on a batch, or give it {input_name}, first."
         raise ArgumentError(

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from lossscale.diagnostics.batch_checks import check_batch, inputs_of
 from lossscale.diagnostics.batches import Batch
 from lossscale.diagnostics.fidelity import Fidelity
 from lossscale.diagnostics.measurement import Derived
@@ -186,6 +187,22 @@ class Attempt:
             names,
             on_host,
         )
+
+    def check(self, model: Any, batch: Batch, needs_targets: Callable[[Any], bool]) -> None:
+        """Checks a batch; a step of its own takes what it takes.
+
+        Args:
+            model: The model.
+            batch: The inputs, targets and sample weights.
+            needs_targets: Whether the loss of a model is computed from targets.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: If the model does not take it.
+        """
+        if self.step is None:
+            check_batch(batch, inputs_of(model), needs_targets=needs_targets(model))
+        else:
+            check_batch(batch, [], needs_targets=False)
 
     def in_use(self, model: Any, scale_of: Callable[[Any], float | None]) -> float | None:
         """Returns the scale that gradients are taken with in training; None if there is no one.

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
-from lossscale.diagnostics.batch_checks import check_batch, inputs_of, naming_targets
+from lossscale.diagnostics.batch_checks import check_batch, naming_targets
 from lossscale.diagnostics.batches import Batch
 from lossscale.diagnostics.fidelity_meter import fidelity_at
 from lossscale.diagnostics.measurement import NARROW, Derived, paths_of
@@ -30,7 +30,7 @@ from lossscale.frameworks.shell.measuring import (
     computing_in_float32,
     without_a_loss,
 )
-from lossscale.frameworks.shell.own_step import Attempt, attempted, has_own_step, peeked
+from lossscale.frameworks.shell.own_step import Attempt, attempted, peeked
 from lossscale.frameworks.tensorflow import counting
 from lossscale.frameworks.tf_keras.draws import same_draws
 from lossscale.frameworks.tf_keras.own_step import new_step
@@ -96,7 +96,7 @@ def measure(
         has_loss: list[bool] = []
 
         def prepare(batch: Batch) -> None:
-            _check_batch(model, batch, own)
+            own.check(model, batch, _needs_targets)
             if own.step is None and not has_loss:
                 has_loss.append(True)
                 stack.enter_context(_loss_of_its_own(model, batch))
@@ -170,7 +170,7 @@ def new_probe(model: Any, batch: Batch) -> Probe:
     names = [variable.name.removesuffix(":0") for variable in model.trainable_variables]
     layers = dict(paths_of(names))
     own = _own_step(model, batch, helps=False)
-    _check_batch(model, batch, own)
+    own.check(model, batch, _needs_targets)
     gradients = own.gradients(list(layers), counting.on_host)
     if gradients is not None:
         replacing: Callable[[], Any] = contextlib.nullcontext
@@ -200,23 +200,12 @@ def _own_step(model: Any, batch: Batch, *, helps: bool) -> Attempt:
 
 
 def _check_ready(model: Any) -> None:
-    own = has_own_step(model, tf_keras.Model)
-    rest = model._flatten_layers(include_self=False)
     check_ready(
         model,
+        tf_keras.Model,
         is_compiled=bool(getattr(model, "compiled_loss", None)),
-        # One that is trained by a step of its own may be none that can be called.
-        is_built=model.built or (own and all(layer.built for layer in rest)),
         input_name="an Input",
     )
-
-
-def _check_batch(model: Any, batch: Batch, own: Attempt) -> None:
-    # A step of its own takes what it takes.
-    if own.step is None:
-        check_batch(batch, inputs_of(model), needs_targets=_needs_targets(model))
-    else:
-        check_batch(batch, [], needs_targets=False)
 
 
 @contextlib.contextmanager
