@@ -97,15 +97,15 @@ def test_every_kind_of_number_is_counted_as_by_numpy(way, dtype):
     assert histogram(way, way.tensor(values)) == expected
 
 
-# One less than a piece, a piece, one more, and several pieces.
-@pytest.mark.parametrize("size", [2**16 - 1, 2**16, 2**16 + 1, 3 * 2**16 + 7])
+# A piece, one more, and several pieces.
+@pytest.mark.parametrize("size", [2**16, 2**16 + 1, 3 * 2**16 + 7])
 def test_long_gradients_are_counted_in_pieces(way, size):
     values = np.random.default_rng(size).standard_normal(size).astype(np.float32)
     values[-1] = 1000.0
     assert histogram(way, way.tensor(values)) == GradientHistogram.from_array(values)
 
 
-@pytest.mark.parametrize("size", [2**16, 2**16 + 1, 2**17, 2**18 + 5])
+@pytest.mark.parametrize("size", [2**16, 2**17 + 5])
 def test_nothing_but_zeros(way, size):
     counted = histogram(way, way.tensor(np.zeros(size, np.float32)))
     assert counted == GradientHistogram(zeros=size)

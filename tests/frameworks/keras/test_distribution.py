@@ -110,7 +110,7 @@ def how(request):
 # --- One replica overflows ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("replica", "bad"), [(0, INF), (1, -INF), (1, NAN)])
+@pytest.mark.parametrize(("replica", "bad"), [(0, -INF), (1, NAN)])
 def test_overflow_on_one_replica_is_skipped_on_both(two_replicas, how, in_function, replica, bad):
     loop = Loop(two_replicas, lambda: wrapped(Adam(0.5), dynamic_growth_steps=2), how, in_function)
     loop.step(0.5, 0.25)
@@ -154,8 +154,11 @@ def test_overflows_of_opposite_sign_are_found(two_replicas, in_function):
 GRADIENTS = [(0.5, 0.25), (-1.0, 0.125), (2.0, 2.0), (0.0, -0.5)]
 
 
-@pytest.mark.parametrize("make_inner", INNERS.values(), ids=INNERS)
-def test_weights_equal_those_of_the_plain_optimizer(two_replicas, in_function, make_inner):
+@pytest.mark.parametrize(
+    ("name", "in_function"), [*((name, True) for name in INNERS), ("adam", False)]
+)
+def test_weights_equal_those_of_the_plain_optimizer(two_replicas, in_function, name):
+    make_inner = INNERS[name]
     plain = Loop(two_replicas, make_inner, "plain", in_function)
     for gradients in GRADIENTS:
         plain.step(*gradients)
@@ -175,16 +178,22 @@ def test_weights_equal_those_of_the_plain_optimizer(two_replicas, in_function, m
         )
 
 
-def test_gradients_of_the_replicas_are_summed(two_replicas, how, in_function):
-    loop = Loop(two_replicas, lambda: wrapped(SGD(0.5)), how, in_function)
-    loop.step(0.5, 0.25)
-    np.testing.assert_array_equal(loop.weights(), START - 0.5 * (0.5 + 0.25))
+def test_gradients_of_the_replicas_are_summed_without_a_warning(two_replicas, how, in_function):
+    with loss_scale_warnings() as messages:
+        loop = Loop(two_replicas, lambda: wrapped(SGD(0.5)), how, in_function)
+        for _ in range(3):
+            loop.step(0.5, 0.25)
+    np.testing.assert_array_equal(loop.weights(), START - 3 * 0.5 * (0.5 + 0.25))
+    assert messages == []
 
 
 @pytest.mark.parametrize(
-    "argument", [{"experimental_aggregate_gradients": False}, {"skip_gradients_aggregation": True}]
+    ("convention", "argument"),
+    [
+        ("scale_loss", {"experimental_aggregate_gradients": False}),
+        ("documented", {"skip_gradients_aggregation": True}),
+    ],
 )
-@pytest.mark.parametrize("convention", ["scale_loss", "documented"])
 def test_gradients_that_were_summed_before_are_not_summed_again(
     two_replicas, in_function, convention, argument
 ):
@@ -256,14 +265,6 @@ def test_the_second_step_does_not_retrace(two_replicas, how):
     for gradients in ((0.5, 0.5), (INF, 0.5), (0.5, 0.5)):
         loop.step(*gradients)
     assert loop.call.experimental_get_tracing_count() == 1
-
-
-def test_training_on_replicas_does_not_warn(two_replicas, how, in_function):
-    with loss_scale_warnings() as messages:
-        loop = Loop(two_replicas, wrapped, how, in_function)
-        for _ in range(3):
-            loop.step(0.5, 0.25)
-    assert messages == []
 
 
 # --- Differentiating in one run and applying in another -------------------------------------------

@@ -1,9 +1,12 @@
 """What is saved comes back exactly, in every format, in this process and in a new one."""
 
 import copy
+import functools
 import gc
 import json
+import pathlib
 import pickle
+import tempfile
 
 import h5py
 import keras
@@ -323,20 +326,26 @@ LOAD_IN_ORDER = """
 """
 
 
-@pytest.mark.parametrize(
-    "order", [("keras", "lossscale"), ("lossscale", "keras", "register")], ids="-".join
-)
-def test_a_new_process_loads_in_either_order_of_imports(half_trained, order):
-    printed = run_fresh(LOAD_IN_ORDER, str(half_trained), *order)
+def test_a_new_process_loads_though_it_imports_keras_second(half_trained):
+    printed = run_fresh(LOAD_IN_ORDER, str(half_trained), "lossscale", "keras", "register")
     assert json.loads(printed.splitlines()[-1]) == [True, 2.0**15, 10]
 
 
 # --- What a file may not do -----------------------------------------------------------------------
 
 
+@functools.cache
+def _saved():
+    """A trained model's weights, as the bytes of a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "model.weights.h5")
+        trained(wrapped(keras.optimizers.Adam(0.02))).save_weights(path)
+        return path.read_bytes()
+
+
 def saved_with_scale(path, scale):
-    """Saves a trained model's weights and writes another scale into the file."""
-    trained(wrapped(keras.optimizers.Adam(0.02))).save_weights(path)
+    """Writes the weights of a trained model, with another scale in the file."""
+    path.write_bytes(_saved())
     places = []
     with h5py.File(path, "r+") as file:
         file.visit(lambda name: places.append(name) if name.endswith("dynamic_scale") else None)

@@ -31,19 +31,12 @@ from frameworks.keras.support import (
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 
-# What runs inside an optimizer beside its update, each of which must see unscaled gradients.
+# With a state, with what must see unscaled gradients, with a branch of its own. The promises
+# (tests/conformance) run ten, and every optimizer that there is.
 INNERS = {
-    "sgd_momentum": lambda: SGD(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: Adam(0.01),
-    "adam_amsgrad": lambda: Adam(0.01, amsgrad=True),
     "adamw_clipnorm": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.05, clipnorm=0.7),
-    "rmsprop": lambda: keras.optimizers.RMSprop(0.01, momentum=0.5, centered=True),
-    "global_clipnorm": lambda: SGD(0.1, momentum=0.9, global_clipnorm=0.5),
-    "clipvalue": lambda: SGD(0.1, clipvalue=0.25),
-    "weight_decay": lambda: SGD(0.1, weight_decay=0.3),
-    "ema": lambda: SGD(0.1, use_ema=True, ema_momentum=0.75, ema_overwrite_frequency=3),
     "accumulation": lambda: Adam(0.01, gradient_accumulation_steps=3, clipnorm=0.5),
-    "schedule": lambda: Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)),
 }
 START = (np.linspace(-1, 1, 6).reshape(2, 3), np.array([0.5, -0.25]))
 
@@ -275,19 +268,21 @@ def test_both_conventions_give_the_plain_weights_wherever_they_run(place, conven
     targets = variables(*START)
     optimizer = wrapped(SGD(0.5, momentum=0.9), dynamic_growth_steps=2)
     optimizer.build(targets)
-    step = place(optimizer, targets, *conventions(optimizer)[convention])
-    for gradients in (good[0], spoiled(good[0]), *good[1:]):
-        step(*map(tf.constant, gradients))
+    with loss_scale_warnings() as messages:
+        step = place(optimizer, targets, *conventions(optimizer)[convention])
+        for gradients in (good[0], spoiled(good[0]), *good[1:]):
+            step(*map(tf.constant, gradients))
     assert_same(values(targets), expected)
     assert status(optimizer)["scale"] == 2.0**15
     assert status(optimizer)["iterations"] == 5
+    assert messages == []
 
 
 # Where a traced half is followed by an eager apply, nothing tells which of two traced halves ran.
 KNOWABLE = [place for place in PLACES if place is not apply_outside]
 
 
-@pytest.mark.parametrize("pair", list(itertools.permutations(STEPS, 2)), ids="-".join)
+@pytest.mark.parametrize("pair", list(itertools.combinations(STEPS, 2)), ids="-".join)
 @pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
 def test_ways_of_stepping_can_alternate_in_one_program(pair, in_function):
     batches = gradients_for(variables(*START), 6)
@@ -302,8 +297,14 @@ def test_ways_of_stepping_can_alternate_in_one_program(pair, in_function):
     assert_same(values(targets), expected)
 
 
-@pytest.mark.parametrize("order", [("scale_loss", "documented"), ("documented", "scale_loss")])
-@pytest.mark.parametrize("second", ["same", "eager"])
+@pytest.mark.parametrize(
+    ("order", "second"),
+    [
+        (("scale_loss", "documented"), "same"),
+        (("scale_loss", "documented"), "eager"),
+        (("documented", "scale_loss"), "eager"),
+    ],
+)
 @pytest.mark.parametrize("place", KNOWABLE)
 def test_conventions_can_alternate_in_places_that_tell_them_apart(place, second, order):
     places = place, place if second == "same" else all_eager
@@ -408,9 +409,10 @@ def fit_arguments(request):
 
 
 @pytest.mark.usefixtures("mixed_float16")
-def test_fit_in_float16_keeps_the_optimizer_moves_the_scale_and_learns(fit_arguments):
+@pytest.mark.parametrize("mode", ["xla", "four_steps_per_execution"])
+def test_fit_in_float16_keeps_the_optimizer_moves_the_scale_and_learns(mode):
     model, optimizer = small_model(), wrapped(Adam(0.02), dynamic_growth_steps=5)
-    model.compile(optimizer, "mse", **fit_arguments)
+    model.compile(optimizer, "mse", **FIT[mode])
     assert model.optimizer is optimizer
     x, y = data()
     history = model.fit(x, y, batch_size=8, epochs=6, shuffle=False, verbose=0).history
@@ -419,17 +421,6 @@ def test_fit_in_float16_keeps_the_optimizer_moves_the_scale_and_learns(fit_argum
     assert now["iterations"] == 48
     assert now["iterations"] == now["applied"] + now["skipped"]
     assert now["scale"] != 2.0**15
-
-
-def test_fit_gives_the_weights_of_the_plain_optimizer(fit_arguments):
-    results = []
-    x, y = data()
-    for optimizer in (Adam(0.02), wrapped(Adam(0.02), dynamic_growth_steps=3)):
-        model = small_model()
-        model.compile(optimizer, "mse", **fit_arguments)
-        model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
-        results.append(values(model.trainable_variables))
-    assert_same(*results)
 
 
 def test_fit_skips_batches_with_nan_and_equals_training_without_them(fit_arguments):
@@ -441,15 +432,16 @@ def test_fit_skips_batches_with_nan_and_equals_training_without_them(fit_argumen
     results = []
     for optimizer, inputs, targets in (
         (Adam(0.02), x[kept], y[kept]),
-        (wrapped(Adam(0.02)), bad, y),
+        (wrapped(Adam(0.02), dynamic_growth_steps=3), bad, y),
     ):
         model = small_model()
         model.compile(optimizer, "mse", **fit_arguments)
         model.fit(inputs, targets, batch_size=8, shuffle=False, verbose=0)
         results.append(values(model.trainable_variables))
     assert_same(*results)
+    # It grew once between the two.
     assert status(optimizer) == {
-        "scale": 2.0**13,
+        "scale": 2.0**14,
         "counter": 2,
         "skipped": 2,
         "last": False,
@@ -533,19 +525,6 @@ def test_a_variable_that_is_overwritten_with_its_gradient_is_not_unscaled():
 def test_correct_steps_do_not_warn(how, in_function):
     with loss_scale_warnings() as messages:
         train_ours(SGD(0.5), gradients_for(variables(*START), 3), how, in_function)
-    assert messages == []
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("convention", ["scale_loss", "documented"])
-def test_correct_steps_do_not_warn_wherever_they_run(place, convention):
-    targets = variables(*START)
-    optimizer = wrapped(SGD(0.5))
-    optimizer.build(targets)
-    with loss_scale_warnings() as messages:
-        step = place(optimizer, targets, *conventions(optimizer)[convention])
-        for gradients in gradients_for(targets, 3):
-            step(*map(tf.constant, gradients))
     assert messages == []
 
 
