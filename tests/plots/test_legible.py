@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import matplotlib
@@ -49,11 +50,11 @@ def report(layers, format="float16"):
     return GradientReport("m", "keras", "float32", "float32", 1, 1, tuple(ranges), format=format)
 
 
-@pytest.fixture
-def drawn(monkeypatch, tmp_path):
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
     """Draws a report as the command line does, and returns the figure."""
     figures = []
-    saved = Figure.savefig
+    saved, path = Figure.savefig, tmp_path_factory.mktemp("pictures") / "picture.png"
 
     def savefig(figure, *arguments, **settings):
         # So that what is measured afterwards is what was saved.
@@ -61,13 +62,19 @@ def drawn(monkeypatch, tmp_path):
         saved(figure, *arguments, **settings)
         figures.append(figure)
 
-    monkeypatch.setattr(Figure, "savefig", savefig)
-
     def draw(found):
-        diagnose_verb.draw(found, tmp_path / "picture.png")
+        diagnose_verb.draw(found, path)
         return figures[-1]
 
-    return draw
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Figure, "savefig", savefig)
+        yield draw
+
+
+@pytest.fixture(scope="module")
+def picture(drawn):
+    """The picture of a report of so many layers, drawn once for all that look at it."""
+    return functools.cache(lambda layers, format="float16": drawn(report(layers, format)))
 
 
 def boxes(texts):
@@ -80,8 +87,8 @@ def assert_apart(found):
 
 
 @pytest.mark.parametrize("layers", [3, 40, 200])
-def test_rows_have_room_for_their_names(drawn, layers):
-    ax = drawn(report(layers)).axes[1]
+def test_rows_have_room_for_their_names(picture, layers):
+    ax = picture(layers).axes[1]
     labels = ax.get_yticklabels()
     assert all(label.get_fontsize() >= 7 for label in labels)
     assert_apart(boxes(labels))
@@ -115,10 +122,9 @@ def test_a_number_of_rows_that_is_none(rows):
         plot_layers(report(3), Figure().subplots(), rows=rows)
 
 
-@pytest.mark.parametrize("layers", [3, 200])
-@pytest.mark.parametrize("name", FORMATS)
-def test_names_of_ranges_are_not_printed_over_each_other(drawn, name, layers):
-    figure = drawn(report(layers, name))
+@pytest.mark.parametrize(("name", "layers"), [("float16", 3), *((name, 200) for name in FORMATS)])
+def test_names_of_ranges_are_not_printed_over_each_other(picture, name, layers):
+    figure = picture(layers, name)
     for ax in figure.axes[:2]:
         found = boxes(ax.texts)
         assert len(found) >= 3
@@ -127,8 +133,8 @@ def test_names_of_ranges_are_not_printed_over_each_other(drawn, name, layers):
 
 
 @pytest.mark.parametrize("layers", [3, 200])
-def test_each_legend_is_below_its_axes_and_near(drawn, layers):
-    figure = drawn(report(layers))
+def test_each_legend_is_below_its_axes_and_near(picture, layers):
+    figure = picture(layers)
     for ax in figure.axes[:2]:
         legend, axes = ax.get_legend().get_window_extent(), ax.get_window_extent()
         label = ax.xaxis.label.get_window_extent()
@@ -219,7 +225,7 @@ def test_fidelity_is_drawn_first_with_the_worst_above(drawn, variables):
     assert ax.get_xscale() == "log"
 
 
-def test_without_fidelity_there_is_nothing_to_draw_of_it(drawn):
+def test_without_fidelity_there_is_nothing_to_draw_of_it(picture):
     with pytest.raises(ArgumentError, match="no fidelity"):
         plot_fidelity(report(3))
-    assert "relative error" not in drawn(report(3)).axes[0].get_xlabel()
+    assert "relative error" not in picture(3).axes[0].get_xlabel()
