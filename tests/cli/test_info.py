@@ -13,7 +13,7 @@ import pytest
 from lossscale.cli import environment, info
 from lossscale.cli.main import main
 from lossscale.cli.progress import progress
-from lossscale.cli.shell_check import check_shell
+from lossscale.cli.trial_step import take_trial_step
 
 NAMES = [shell.name for shell in environment.SHELLS]
 
@@ -167,7 +167,7 @@ SHELL = environment.SHELLS[2]
 def broken(tmp_path, monkeypatch, line):
     (tmp_path / "keras.py").write_text(line + "\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return check_shell(SHELL)
+    return take_trial_step(SHELL)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_check_takes_a_step_and_a_failure_is_exit_status_1(tmp_path, monkeypatch
     checked = [s for s in found(capsys, "--check")["shells"] if s["available"]]
     assert [(s["error"], bool(s["devices"])) for s in checked] == [(None, True)] * 2
     # One with Keras.
-    assert check_shell(SHELL)["error"] is None
+    assert take_trial_step(SHELL)["error"] is None
     for name in ("keras", "optax"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('it is broken')\n")
     installed(monkeypatch, keras="3.15.1", jax="0.10.2", optax="0.2.8")

@@ -16,7 +16,7 @@ from lossscale.cli.environment import (
     why_not,
 )
 from lossscale.cli.progress import progress
-from lossscale.cli.shell_check import check_shell
+from lossscale.cli.trial_step import take_trial_step
 
 
 def add_parser(verbs: Any) -> None:
@@ -80,7 +80,7 @@ def _check(shells: list[dict[str, Any]]) -> None:
     ]
     with progress("Checking", len(available), at_once=True) as show:
         for done, (shell, entry) in enumerate(available, start=1):
-            entry.update(check_shell(shell))
+            entry.update(take_trial_step(shell))
             show(done)
 
 

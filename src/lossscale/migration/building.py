@@ -21,7 +21,7 @@ _INNER_LAYERS = ("layer", "backward_layer", "cell", "cells")
 
 
 @dataclasses.dataclass
-class Part:
+class ConvertedLayer:
     """A layer of the file and what it became.
 
     Args:
@@ -47,7 +47,7 @@ class ModelBuilder:
         self.path = path
         self.custom_objects = custom_objects
         # What models, by their identity, are made of; in the order of the file.
-        self.parts: dict[int, list[Part]] = {}
+        self.parts: dict[int, list[ConvertedLayer]] = {}
 
     def model(self, described: dict[str, Any]) -> Any:
         """Returns the model that the outermost configuration of a file describes.
@@ -160,12 +160,14 @@ class ModelBuilder:
             if one["class_name"] == "InputLayer":
                 tensor = self._input(one["config"])
                 model.add(tensor)
-                parts.append(Part(self._name(one), "InputLayer", tensor._keras_history[0]))
+                parts.append(
+                    ConvertedLayer(self._name(one), "InputLayer", tensor._keras_history[0])
+                )
                 continue
             layer = self.layer(one)
             with self._named(f"{self.path}: the layer {self._name(one)!r}"):
                 model.add(layer)
-            parts.append(Part(self._name(one), one["class_name"], layer))
+            parts.append(ConvertedLayer(self._name(one), one["class_name"], layer))
         self.parts[id(model)] = parts
         shape = (described.get("build_config") or {}).get("input_shape")
         if isinstance(config, dict):
@@ -251,7 +253,7 @@ class _Graph:
         self.builder = builder
         layers = config["layers"]
         self.described = {builder._name(one): one for one in layers}
-        self.parts: list[Part] = []
+        self.parts: list[ConvertedLayer] = []
         self.made: dict[str, Any] = {}
         self.results: dict[str, list[list[Any]]] = {}
         self.calls = {name: list(one["inbound_nodes"]) for name, one in self.described.items()}
@@ -274,13 +276,13 @@ class _Graph:
             if kind == "InputLayer":
                 tensor = self.builder._input(one["config"])
                 self.results[name].append([tensor])
-                self.parts.append(Part(name, kind, tensor._keras_history[0]))
+                self.parts.append(ConvertedLayer(name, kind, tensor._keras_history[0]))
                 self.calls[name] = []
             elif kind in OP_LAYERS:
-                self.parts.append(Part(name, kind, None))
+                self.parts.append(ConvertedLayer(name, kind, None))
             else:
                 self.made[name] = self.builder.layer(one)
-                self.parts.append(Part(name, kind, self.made[name]))
+                self.parts.append(ConvertedLayer(name, kind, self.made[name]))
         waiting = [name for name, calls in self.calls.items() if calls]
         while waiting:
             if not any(self._advance(name) for name in waiting):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lossscale.errors import OldFileError
-from lossscale.migration.building import ModelBuilder, Part
+from lossscale.migration.building import ConvertedLayer, ModelBuilder
 from lossscale.migration.layers import plain_values
 from lossscale.migration.models import chunks
 
@@ -81,7 +81,7 @@ class Weights:
             if callable(getattr(layer, "finalize_state", None)):
                 layer.finalize_state()
 
-    def _pair(self, part: Part, variables: Sequence[Any], arrays: Sequence[Any]) -> None:
+    def _pair(self, part: ConvertedLayer, variables: Sequence[Any], arrays: Sequence[Any]) -> None:
         what = f"{self.path}: the layer {part.name!r} ({part.kind})"
         if len(arrays) != len(variables):
             raise OldFileError(
@@ -122,7 +122,9 @@ class Weights:
             trained, others = [], [*trained, *others, *every]
         return _Split(_once(trained), _once(others))
 
-    def _places(self, layer: Any, group: Any, seen: set[int]) -> Iterator[tuple[Part, Any, Any]]:
+    def _places(
+        self, layer: Any, group: Any, seen: set[int]
+    ) -> Iterator[tuple[ConvertedLayer, Any, Any]]:
         """Yields the layers below one, and the group in which a `.keras` file has each."""
         seen.add(id(layer))
         if id(layer) in self.builder.parts:
@@ -133,16 +135,18 @@ class Weights:
         for name, children in sorted(attributes(layer), reverse=True):
             value = getattr(layer, name)
             if isinstance(value, (list, tuple)):
-                parts = [Part(child.name, type(child).__name__, child) for child in children]
+                parts = [
+                    ConvertedLayer(child.name, type(child).__name__, child) for child in children
+                ]
                 yield from self._in_list(parts, _first(group, name), seen)
             elif id(value) not in seen:
                 below = _first(group, name)
-                yield Part(value.name, type(value).__name__, value), below, value
+                yield ConvertedLayer(value.name, type(value).__name__, value), below, value
                 yield from self._places(value, below, seen)
 
     def _in_list(
-        self, parts: Sequence[Part], group: Any, seen: set[int]
-    ) -> Iterator[tuple[Part, Any, Any]]:
+        self, parts: Sequence[ConvertedLayer], group: Any, seen: set[int]
+    ) -> Iterator[tuple[ConvertedLayer, Any, Any]]:
         # Layers of one class are numbered; 2.12 counts a layer with weights twice.
         places: dict[str, int] = {}
         for part in parts:

@@ -65,7 +65,7 @@ print(json.dumps(devices))
 """
 
 
-def check_shell(shell: Shell) -> dict[str, Any]:
+def take_trial_step(shell: Shell) -> dict[str, Any]:
     """Takes one step with loss scaling on a framework.
 
     Args:
