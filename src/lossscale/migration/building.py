@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from lossscale.errors import LossScaleError, OldFileError
+from lossscale.errors import OldFileError
+from lossscale.migration.converted import (
+    ConvertedLayer,
+    is_container,
+    made_by_keras,
+    name_of,
+    unpacked,
+)
+from lossscale.migration.functional import FunctionalCalls
 from lossscale.migration.layers import known_settings, layer_name, successor
-from lossscale.migration.tensor_ops import OP_LAYERS, tensor_op
 
-_CONSTANT = "_CONSTANT_VALUE"
 _FUNCTIONAL = ("Functional", "Model")
 
 _WITH_VOCABULARY = ("IntegerLookup", "StringLookup", "TextVectorization")
 
 # Settings that are layers themselves.
 _INNER_LAYERS = ("layer", "backward_layer", "cell", "cells")
-
-
-@dataclasses.dataclass
-class ConvertedLayer:
-    """A layer of the file and what it became.
-
-    Args:
-        name: Its name in the file.
-        kind: The name of its class in the file.
-        layer: The layer of Keras 3; None for what has no weights and became an operation.
-    """
-
-    name: str
-    kind: str
-    layer: Any
 
 
 class ModelBuilder:
@@ -56,10 +45,10 @@ class ModelBuilder:
             OldFileError: If Keras 3 cannot make it. The message names the layer.
         """
         kind = described["class_name"].rpartition(">")[2]
-        if _is_container(described) and self._container_class(described, kind) is not None:
+        if is_container(described) and self._container_class(described, kind) is not None:
             return self._container(described, kind)
         raise OldFileError(
-            f"{self.path}: the model {self._name(described)!r} ({kind}) is of a class of its own. "
+            f"{self.path}: the model {name_of(described)!r} ({kind}) is of a class of its own. "
             "A file says what such a model does only if it is functional: then pass "
             f"custom_objects={{{kind!r}: keras.Model}} or a class like that one. If not, write it "
             "for Keras 3 and restore a checkpoint of it with restore_checkpoint."
@@ -69,16 +58,16 @@ class ModelBuilder:
         """Returns the layer or model that a configuration describes."""
         written, settings = described["class_name"], described["config"]
         kind = written.rpartition(">")[2]
-        what = f"{self.path}: the layer {self._name(described)!r} ({kind})"
+        what = f"{self.path}: the layer {name_of(described)!r} ({kind})"
         import keras
 
-        given = self.custom_objects.get(self._name(described))
+        given = self.custom_objects.get(name_of(described))
         if isinstance(given, keras.layers.Layer):
             return given
         own = self._own_class(described)
-        if _is_container(described) and self._container_class(described, kind) is not None:
+        if is_container(described) and self._container_class(described, kind) is not None:
             return self._container(described, kind)
-        with self._named(what):
+        with made_by_keras(what):
             if kind == "Lambda" and own is None:
                 return self._lambda(settings, what)
             if own is not None:
@@ -87,7 +76,7 @@ class ModelBuilder:
                 raise OldFileError(
                     f"{what} has its vocabulary outside of its configuration, where it cannot be "
                     "read here. Make the layer with Keras 3 and its vocabulary, and pass it as "
-                    f"custom_objects={{{self._name(described)!r}: layer}}."
+                    f"custom_objects={{{name_of(described)!r}: layer}}."
                 )
             other, settings = successor(kind, settings)
             cls: Any = getattr(keras.layers, other, None)
@@ -154,43 +143,41 @@ class ModelBuilder:
         model, parts = cls(**named), []
         for number, one in enumerate(layers):
             shape = one["config"].get("batch_input_shape") if number == 0 else None
-            if shape is not None and one["class_name"] != "InputLayer" and not _is_container(one):
-                first = f"{self._name(one)}_input"
+            if shape is not None and one["class_name"] != "InputLayer" and not is_container(one):
+                first = f"{name_of(one)}_input"
                 model.add(keras.Input(batch_shape=tuple(shape), name=layer_name(first)))
             if one["class_name"] == "InputLayer":
                 tensor = self._input(one["config"])
                 model.add(tensor)
-                parts.append(
-                    ConvertedLayer(self._name(one), "InputLayer", tensor._keras_history[0])
-                )
+                parts.append(ConvertedLayer(name_of(one), "InputLayer", tensor._keras_history[0]))
                 continue
             layer = self.layer(one)
-            with self._named(f"{self.path}: the layer {self._name(one)!r}"):
+            with made_by_keras(f"{self.path}: the layer {name_of(one)!r}"):
                 model.add(layer)
-            parts.append(ConvertedLayer(self._name(one), one["class_name"], layer))
+            parts.append(ConvertedLayer(name_of(one), one["class_name"], layer))
         self.parts[id(model)] = parts
         shape = (described.get("build_config") or {}).get("input_shape")
         if isinstance(config, dict):
             shape = config.get("build_input_shape") or shape
         if not model.built and shape:
-            with self._named(f"{self.path}: the model {model.name!r}"):
+            with made_by_keras(f"{self.path}: the model {model.name!r}"):
                 model.build(tuple(shape))
         if isinstance(config, dict) and config.get("trainable") is False:
             model.trainable = False
         return model
 
     def _functional(self, cls: Any, config: dict[str, Any]) -> Any:
-        graph = _Graph(self, config)
-        graph.run()
-        inputs = graph.tensors(config["input_layers"])
-        outputs = graph.tensors(config["output_layers"])
-        with self._named(f"{self.path}: the model {config.get('name')!r}"):
+        calls = FunctionalCalls(config, self.path, self.layer, self._input)
+        calls.run()
+        inputs = calls.tensors(config["input_layers"])
+        outputs = calls.tensors(config["output_layers"])
+        with made_by_keras(f"{self.path}: the model {config.get('name')!r}"):
             model = cls(
-                inputs=_unpacked(inputs),
-                outputs=_unpacked(outputs),
+                inputs=unpacked(inputs),
+                outputs=unpacked(outputs),
                 name=layer_name(config["name"]),
             )
-        self.parts[id(model)] = graph.parts
+        self.parts[id(model)] = calls.parts
         if config.get("trainable") is False:
             model.trainable = False
         return model
@@ -204,7 +191,7 @@ class ModelBuilder:
                 f"{what} is ragged, which Keras 3 has not. Make the model with padded inputs, and "
                 "restore a checkpoint of it with restore_checkpoint."
             )
-        with self._named(what):
+        with made_by_keras(what):
             shape = settings.get("batch_input_shape") or settings["batch_shape"]
             return keras.Input(
                 batch_shape=tuple(shape),
@@ -212,13 +199,6 @@ class ModelBuilder:
                 sparse=True if settings.get("sparse") else None,
                 name=layer_name(settings["name"]),
             )
-
-    # --- Names and errors ---------------------------------------------------------------------
-
-    def _name(self, described: dict[str, Any]) -> str:
-        config = described["config"]
-        name = described.get("name") or (isinstance(config, dict) and config.get("name"))
-        return str(name or described["class_name"])
 
     def _own_class(self, described: dict[str, Any]) -> Any:
         import keras
@@ -233,179 +213,6 @@ class ModelBuilder:
                 if found is not None:
                     return found
         return None
-
-    @contextlib.contextmanager
-    def _named(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except LossScaleError:
-            raise
-        # Keras raises whatever the layer of the moment raises.
-        except Exception as error:
-            text = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-            raise OldFileError(f"{what} cannot be made by Keras 3: {text}") from error
-
-
-class _Graph:
-    """The calls of a functional model, which are made in an order in which they can be."""
-
-    def __init__(self, builder: ModelBuilder, config: dict[str, Any]) -> None:
-        self.builder = builder
-        layers = config["layers"]
-        self.described = {builder._name(one): one for one in layers}
-        self.parts: list[ConvertedLayer] = []
-        self.made: dict[str, Any] = {}
-        self.results: dict[str, list[list[Any]]] = {}
-        self.calls = {name: list(one["inbound_nodes"]) for name, one in self.described.items()}
-        highest = _highest_calls(config)
-        # A model that has its own inputs counts the call that made it as its first one.
-        self.skipped = {
-            name: int(_is_container(one) and highest.get(name, 0) >= len(self.calls[name]))
-            for name, one in self.described.items()
-        }
-
-    def run(self) -> None:
-        """Makes the layers and calls them.
-
-        Raises:
-            OldFileError: If calls need each other's results.
-        """
-        for name, one in self.described.items():
-            kind = one["class_name"].rpartition(">")[2]
-            self.results[name] = []
-            if kind == "InputLayer":
-                tensor = self.builder._input(one["config"])
-                self.results[name].append([tensor])
-                self.parts.append(ConvertedLayer(name, kind, tensor._keras_history[0]))
-                self.calls[name] = []
-            elif kind in OP_LAYERS:
-                self.parts.append(ConvertedLayer(name, kind, None))
-            else:
-                self.made[name] = self.builder.layer(one)
-                self.parts.append(ConvertedLayer(name, kind, self.made[name]))
-        waiting = [name for name, calls in self.calls.items() if calls]
-        while waiting:
-            if not any(self._advance(name) for name in waiting):
-                raise OldFileError(
-                    f"{self.builder.path}: damaged: the layers {waiting} need each other's outputs."
-                )
-            waiting = [name for name in waiting if self.calls[name]]
-
-    def _advance(self, name: str) -> bool:
-        """Makes the calls of a layer that can be made; returns whether there were any."""
-        import keras
-
-        calls = self.calls[name]
-        before = len(calls)
-        while calls:
-            kwargs: dict[str, Any] = {}
-            try:
-                inputs = self._filled(calls[0], kwargs)
-                kwargs = {key: self._filled(value, None) for key, value in kwargs.items()}
-            except _NotYetError:
-                break
-            described = self.described[name]
-            kind = described["class_name"]
-            what = f"{self.builder.path}: the layer {name!r} ({kind})"
-            with self.builder._named(what):
-                if kind in OP_LAYERS:
-                    result = tensor_op(described, inputs, kwargs, what)
-                else:
-                    result = _called(self.made[name], described, inputs, kwargs, what)
-            self.results[name].append(keras.tree.flatten(result))
-            calls.pop(0)
-        return len(calls) < before
-
-    def tensors(self, references: Any) -> Any:
-        """Returns what references to tensors stand for, in the same structure."""
-        return self._filled(references, None)
-
-    def _filled(self, value: Any, kwargs: dict[str, Any] | None) -> Any:
-        """Returns a structure with tensors for references; collects the other arguments."""
-        if self._is_reference(value):
-            if len(value) == 4 and kwargs is not None:
-                kwargs.update(value[3])
-            if value[0] == _CONSTANT:
-                return value[2]
-            turn = value[1] - self.skipped.get(value[0], 0)
-            if (
-                value[0] in self.described
-                and self.described[value[0]]["class_name"] == "InputLayer"
-            ):
-                turn = 0
-            if turn >= len(self.results[value[0]]):
-                raise _NotYetError
-            return self.results[value[0]][turn][value[2]]
-        if isinstance(value, dict):
-            return {key: self._filled(one, kwargs) for key, one in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._filled(one, kwargs) for one in value]
-        return value
-
-    def _is_reference(self, value: Any) -> bool:
-        if not isinstance(value, (list, tuple)) or len(value) not in (3, 4):
-            return False
-        name, call = value[:2]
-        known = isinstance(name, str) and (name in self.results or name == _CONSTANT)
-        return known and type(call) is int
-
-
-class _NotYetError(Exception):
-    """A call needs the result of one that was not made yet."""
-
-
-def _called(
-    layer: Any, described: dict[str, Any], inputs: Any, kwargs: dict[str, Any], what: str
-) -> Any:
-    import keras
-
-    for name in ("training", "mask"):
-        if name in kwargs and kwargs[name] is None:
-            del kwargs[name]
-    if described["config"].get("causal"):
-        # What is an argument of the call in Keras 3.
-        kwargs["use_causal_mask"] = True
-    recurrent = isinstance(layer, (keras.layers.RNN, keras.layers.Bidirectional))
-    inputs = _unpacked(inputs)
-    if recurrent and isinstance(inputs, list):
-        # Keras 2 put the initial states behind the sequences.
-        if described["config"].get("num_constants"):
-            raise OldFileError(
-                f"{what} was called with constants, which Keras 3 has not. Give them to its cell."
-            )
-        inputs, kwargs["initial_state"] = inputs[0], inputs[1:]
-    return layer(inputs, **kwargs)
-
-
-def _highest_calls(config: dict[str, Any]) -> dict[str, int]:
-    """Returns the highest number of a call of each layer that something refers to."""
-    highest: dict[str, int] = {}
-
-    def look(value: Any) -> None:
-        if isinstance(value, dict):
-            value = list(value.values())
-        if not isinstance(value, (list, tuple)):
-            return
-        if len(value) in (3, 4) and isinstance(value[0], str) and type(value[1]) is int:
-            highest[value[0]] = max(highest.get(value[0], 0), value[1])
-        for one in value:
-            look(one)
-
-    look(config["output_layers"])
-    for one in config["layers"]:
-        look(one.get("inbound_nodes"))
-    return highest
-
-
-def _is_container(described: dict[str, Any]) -> bool:
-    config = described["config"]
-    if isinstance(config, list):
-        return bool(described["class_name"] == "Sequential")
-    return "layers" in config and isinstance(config["layers"], list)
-
-
-def _unpacked(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _name_of(function: Any) -> Any:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lossscale.errors import OldFileError
-from lossscale.migration.building import ConvertedLayer, ModelBuilder
+from lossscale.migration.building import ModelBuilder
+from lossscale.migration.converted import ConvertedLayer
 from lossscale.migration.layers import plain_values
 from lossscale.migration.models import chunks
 
