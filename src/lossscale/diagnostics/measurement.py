@@ -109,7 +109,7 @@ class Measurement:
         policies: Iterable[str],
         floatx: str,
         paths: Sequence[tuple[str, str]],
-        taps: TappedNames,
+        tapped_model: TappedNames,
     ) -> GradientReport:
         """Returns the report.
 
@@ -119,7 +119,7 @@ class Measurement:
             policies: The names of the dtype policies of its layers that compute in 16 bits.
             floatx: The dtype of Keras in which it was measured.
             paths: The name of each variable, and that of its layer.
-            taps: Where the other tensors came from.
+            tapped_model: Where the other tensors came from.
         """
         return GradientReport(
             model=model.name,
@@ -128,21 +128,21 @@ class Measurement:
             measured_in=floatx,
             batches=self._batches,
             samples=self._samples,
-            ranges=ranges(self._counted, paths, taps),
+            ranges=ranges(self._counted, paths, tapped_model),
             blind=blind(self._counted, paths),
-            untapped=taps.untapped,
+            untapped=tapped_model.untapped,
         )
 
 
 def ranges(
-    counted: Sequence[Counted], paths: Sequence[tuple[str, str]], taps: TappedNames
+    counted: Sequence[Counted], paths: Sequence[tuple[str, str]], tapped_model: TappedNames
 ) -> tuple[TensorRange, ...]:
     """Returns the range of each tensor over all batches.
 
     Args:
         counted: The gradients of all batches.
         paths: The name of each variable, and that of its layer.
-        taps: Where the other tensors came from.
+        tapped_model: Where the other tensors came from.
     """
     histograms: dict[int | str, list[GradientHistogram]] = {}
     for key, _, table in counted:
@@ -156,10 +156,14 @@ def ranges(
         if isinstance(key, int):
             made.append(TensorRange(*paths[key], TensorKind.VARIABLE, histogram))
         elif key.startswith(OUTPUT):
-            made.append(TensorRange(key, taps.layer_names[key], TensorKind.OUTPUT, histogram))
+            made.append(
+                TensorRange(key, tapped_model.layer_names[key], TensorKind.OUTPUT, histogram)
+            )
         elif histogram not in at_outputs:
             # Else it is the same tensor, which a layer without variables passed on.
-            made.append(TensorRange(key, taps.layer_names[key], TensorKind.ACTIVATION, histogram))
+            made.append(
+                TensorRange(key, tapped_model.layer_names[key], TensorKind.ACTIVATION, histogram)
+            )
     return tuple(made)
 
 

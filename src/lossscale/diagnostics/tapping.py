@@ -41,7 +41,7 @@ class Library(NamedTuple):
     map_structure: Callable[..., Any]
 
 
-class Taps:
+class TappedModel:
     """Where to tap a model.
 
     Args:

@@ -11,23 +11,43 @@ from lossscale.diagnostics.fidelity import Fidelity
 from lossscale.diagnostics.fidelity_meter import FidelityMeter
 from lossscale.diagnostics.histogram import GradientHistogram
 from lossscale.diagnostics.measurement import Counted, Derived, GivenBatch, Measurement, counted
-from lossscale.diagnostics.tapping import Taps
+from lossscale.diagnostics.tapping import TappedModel
 from lossscale.diagnostics.verdict import Thresholds
-from lossscale.errors import ArgumentError
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.frameworks.common.probing import said_by
 
 Derive = Callable[[Any, float], list[Derived]]
 """Given a batch and a loss scale, returns the gradients of the scaled loss."""
 
 
-def looking_inside(derive: Derive, taps: Taps | None) -> Derive:
+def check_batches(batches: Any, arrays: tuple[type[Any], ...]) -> None:
+    """Checks that there are several batches where one would look alike.
+
+    Args:
+        batches: What should be an iterable of batches.
+        arrays: What a framework keeps a batch, or a part of one, in.
+
+    Raises:
+        ArgumentTypeError: If it is one batch, or nothing to iterate over.
+    """
+    one = isinstance(batches, (*arrays, Mapping)) or (
+        isinstance(batches, tuple) and any(isinstance(part, arrays) for part in batches)
+    )
+    if one or not hasattr(batches, "__iter__"):
+        raise ArgumentTypeError(
+            "`batches` must be an iterable of batches, such as a list or a DataLoader; one batch "
+            f"is [batch]. Received: a {type(batches).__name__}."
+        )
+
+
+def looking_inside(derive: Derive, tapped_model: TappedModel | None) -> Derive:
     """Returns what derives by the tensors inside of layers too, as far as they can be got at.
 
     Args:
         derive: Derives by what is tapped.
-        taps: Where the model is tapped; None where it is not.
+        tapped_model: Where the model is tapped; None where it is not.
     """
-    if taps is None:
+    if tapped_model is None:
         return derive
 
     def derived(batch: Any, scale: float) -> list[Derived]:
@@ -35,10 +55,10 @@ def looking_inside(derive: Derive, taps: Taps | None) -> Derive:
             found = derive(batch, scale)
         except Exception:
             # A layer may be called in a loop or a branch, from which no tensor gets out.
-            if not taps.leave_inside():
+            if not tapped_model.leave_inside():
                 raise
             found = derive(batch, scale)
-        return taps.without_lost(found)
+        return tapped_model.without_lost(found)
 
     return derived
 

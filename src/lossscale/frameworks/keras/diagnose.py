@@ -19,7 +19,7 @@ from lossscale.diagnostics.batches import Batch
 from lossscale.diagnostics.fidelity_meter import fidelity_at
 from lossscale.diagnostics.measurement import NARROW, Derived, paths_of
 from lossscale.diagnostics.report import GradientReport
-from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
+from lossscale.diagnostics.tapping import Library, Tap, TappedModel, replaced
 from lossscale.diagnostics.verdict import Thresholds
 from lossscale.frameworks.common.diagnosis import ModelGradients, looking_inside, measured
 from lossscale.frameworks.common.probing import Probe, described
@@ -75,7 +75,7 @@ def measure(
     _check_ready(model)
     paths = paths_of([variable.path for variable in model.trainable_variables])
     names = [name for name, _ in paths]
-    taps = Taps(model, _LIBRARY)
+    tapped_model = TappedModel(model, _LIBRARY)
     backend = counting.load()
     narrow = {x.dtype_policy.name for x in model._flatten_layers() if x.compute_dtype in NARROW}
     with backend.random_state_kept(), _loss_of_its_own(model):
@@ -83,7 +83,7 @@ def measure(
         own = _own_step(model, first, helps=True)
         with own.explained():
             measurement, fidelity = measured(
-                own.gradients(names, backend.on_host) or gradients_of(model, taps, names),
+                own.gradients(names, backend.on_host) or gradients_of(model, tapped_model, names),
                 all_batches,
                 lambda batch: own.check(model, batch, _needs_targets),
                 backend.count,
@@ -94,16 +94,20 @@ def measure(
                 quick=quick,
             )
     framework = f"Keras on {keras.backend.backend()}"
-    report = measurement.report(model, framework, narrow, keras.config.floatx(), paths, taps)
+    report = measurement.report(
+        model, framework, narrow, keras.config.floatx(), paths, tapped_model
+    )
     return own.told(report, fidelity)
 
 
-def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGradients:
+def gradients_of(
+    model: Any, tapped_model: TappedModel | None, names: Sequence[str]
+) -> ModelGradients:
     """Returns the gradients of a model in float32 and in float16.
 
     Args:
         model: A compiled model that has its variables.
-        taps: Where to tap it, or None.
+        tapped_model: Where to tap it, or None.
         names: The names of its trainable variables.
     """
     variables = list(model.trainable_variables)
@@ -116,18 +120,23 @@ def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGr
             # Not through the constructor, which would narrow the value to the variable's dtype.
             scope.add_update((variable, value))
         x, y, sample_weight = keras.tree.map_structure(_to_tensor, tuple(batch))
-        with contextlib.nullcontext() if taps is None else taps.installed(tap), scope:
+        with (
+            contextlib.nullcontext() if tapped_model is None else tapped_model.installed(tap),
+            scope,
+        ):
             training = {"training": True} if model._call_has_training_arg else {}
             y_pred = model(x, **training)
-            if taps is not None:
-                y_pred = taps.on_outputs(y_pred, tap)
+            if tapped_model is not None:
+                y_pred = tapped_model.on_outputs(y_pred, tap)
             _check_loss(model)
             with naming_targets(y, y_pred):
                 loss = model._compute_loss(x, y, y_pred, sample_weight, training=True)
         return keras.ops.cast(loss, keras.config.floatx())
 
     backend = counting.load()
-    wide = backend.differentiator(loss_of, variables, fixed, wide=True, tapped=taps is not None)
+    wide = backend.differentiator(
+        loss_of, variables, fixed, wide=True, tapped=tapped_model is not None
+    )
     narrow = backend.differentiator(loss_of, variables, fixed, wide=False, tapped=False)
 
     def in_float32(batch: Any, scale: float) -> list[Derived]:
@@ -138,7 +147,9 @@ def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGr
         with drawn_in_float32(), _computing_in_float16(model):
             return narrow(batch, scale)  # type: ignore[no-any-return]
 
-    return ModelGradients(looking_inside(in_float32, taps), in_float16, names, backend.on_host)
+    return ModelGradients(
+        looking_inside(in_float32, tapped_model), in_float16, names, backend.on_host
+    )
 
 
 def new_probe(model: Any, batch: Batch) -> Probe:

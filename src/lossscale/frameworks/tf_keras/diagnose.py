@@ -20,7 +20,7 @@ from lossscale.diagnostics.batches import Batch
 from lossscale.diagnostics.fidelity_meter import fidelity_at
 from lossscale.diagnostics.measurement import NARROW, Derived, paths_of
 from lossscale.diagnostics.report import GradientReport
-from lossscale.diagnostics.tapping import Library, Tap, Taps, replaced
+from lossscale.diagnostics.tapping import Library, Tap, TappedModel, replaced
 from lossscale.diagnostics.verdict import Thresholds
 from lossscale.frameworks.common.diagnosis import ModelGradients, looking_inside, measured
 from lossscale.frameworks.common.probing import Probe, described
@@ -86,7 +86,7 @@ def measure(
     _check_ready(model)
     paths = paths_of([variable.name.removesuffix(":0") for variable in model.trainable_variables])
     names = [name for name, _ in paths]
-    taps = Taps(model, _LIBRARY)
+    tapped_model = TappedModel(model, _LIBRARY)
     layers = list(model._flatten_layers())
     narrow = {layer.dtype_policy.name for layer in layers if layer.compute_dtype in NARROW}
     with contextlib.ExitStack() as stack:
@@ -103,7 +103,7 @@ def measure(
 
         stack.enter_context(own.explained())
         measurement, fidelity = measured(
-            own.gradients(names, counting.on_host) or gradients_of(model, taps, names),
+            own.gradients(names, counting.on_host) or gradients_of(model, tapped_model, names),
             all_batches,
             prepare,
             counting.count,
@@ -114,15 +114,19 @@ def measure(
             quick=quick,
         )
     floatx = tf_keras.backend.floatx()
-    return own.told(measurement.report(model, "tf_keras", narrow, floatx, paths, taps), fidelity)
+    return own.told(
+        measurement.report(model, "tf_keras", narrow, floatx, paths, tapped_model), fidelity
+    )
 
 
-def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGradients:
+def gradients_of(
+    model: Any, tapped_model: TappedModel | None, names: Sequence[str]
+) -> ModelGradients:
     """Returns the gradients of a model in float32 and in float16.
 
     Args:
         model: A compiled model that has its variables.
-        taps: Where to tap it, or None.
+        tapped_model: Where to tap it, or None.
         names: The names of its trainable variables.
     """
     variables = list(model.trainable_variables)
@@ -130,10 +134,10 @@ def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGr
     def loss_of(values: Sequence[Any], batch: Any, tap: Tap) -> Any:
         del values
         x, y, sample_weight = batch
-        with contextlib.nullcontext() if taps is None else taps.installed(tap):
+        with contextlib.nullcontext() if tapped_model is None else tapped_model.installed(tap):
             y_pred = model(x, training=True)
-            if taps is not None:
-                y_pred = taps.on_outputs(y_pred, tap)
+            if tapped_model is not None:
+                y_pred = tapped_model.on_outputs(y_pred, tap)
             with naming_targets(y, y_pred):
                 loss = model.compute_loss(x, y, y_pred, sample_weight)
         if loss is None:
@@ -142,7 +146,7 @@ def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGr
 
     wide, narrow = (
         counting.differentiator(loss_of, lambda: variables, autograph=True, tapped=tapped)
-        for tapped in (taps is not None, False)
+        for tapped in (tapped_model is not None, False)
     )
 
     def in_float32(batch: Any, scale: float) -> list[Derived]:
@@ -153,7 +157,9 @@ def gradients_of(model: Any, taps: Taps | None, names: Sequence[str]) -> ModelGr
         with _running(model, False):
             return narrow(batch, scale)
 
-    return ModelGradients(looking_inside(in_float32, taps), in_float16, names, counting.on_host)
+    return ModelGradients(
+        looking_inside(in_float32, tapped_model), in_float16, names, counting.on_host
+    )
 
 
 def new_probe(model: Any, batch: Batch) -> Probe:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -19,10 +19,11 @@ from lossscale.diagnostics.report import GradientReport
 from lossscale.diagnostics.report_text import listed
 from lossscale.diagnostics.tapping import ACTIVATION
 from lossscale.diagnostics.verdict import Thresholds
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.errors import ArgumentError
 from lossscale.frameworks.common.diagnosis import (
     ModelGradients,
     OfUser,
+    check_batches,
     checked_reference,
     first_batches,
     measured,
@@ -30,7 +31,6 @@ from lossscale.frameworks.common.diagnosis import (
 from lossscale.frameworks.common.probing import described
 from lossscale.frameworks.jax.diagnosis.differentiation import Differentiation, check_function
 from lossscale.frameworks.jax.exponents import count_bins, on_host
-from lossscale.frameworks.jax.optax.finding import described as what_is
 from lossscale.frameworks.jax.optax.loops import loss_scale
 
 _REFERENCES = {"float32": jnp.float32, "float64": jnp.float64}
@@ -121,7 +121,7 @@ def diagnose(
     dtype = _checked_reference(reference)
     scale = _scale_of(in_use)
     check_function(loss_fn)
-    _check_batches(batches)
+    check_batches(batches, (jax.Array, np.ndarray))
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     differentiation = Differentiation(loss_fn, params, dtype, grad, has_aux)
     given = first_batches(batches, max_batches, _samples_in)
@@ -236,18 +236,6 @@ def _count(gradient: Any) -> Any:
 
 def _samples_in(data: Any) -> int | None:
     return next((np.shape(leaf)[0] for leaf in jax.tree.leaves(data) if np.ndim(leaf)), None)
-
-
-def _check_batches(batches: Any) -> None:
-    one = isinstance(batches, (jax.Array, np.ndarray, Mapping)) or (
-        isinstance(batches, tuple)
-        and any(isinstance(part, (jax.Array, np.ndarray)) for part in batches)
-    )
-    if one or not hasattr(batches, "__iter__"):
-        raise ArgumentTypeError(
-            "`batches` must be an iterable of batches, such as a list of them; one batch is "
-            f"[batch]. Received: {what_is(batches)}."
-        )
 
 
 def _checked_reference(reference: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.frameworks.common.diagnosis import (
     ModelGradients,
     OfUser,
+    check_batches,
     checked_reference,
     first_batches,
     measured,
@@ -30,7 +31,7 @@ from lossscale.frameworks.torch.diagnosis.model_gradients import (
     named_trainable,
     on_host,
 )
-from lossscale.frameworks.torch.diagnosis.tapping import Taps, plain
+from lossscale.frameworks.torch.diagnosis.tapping import TappedModel, plain
 from lossscale.frameworks.torch.exponents import count_bins
 from lossscale.frameworks.torch.exponents import on_host as table_on_host
 from lossscale.frameworks.torch.ranks import local
@@ -112,13 +113,13 @@ def diagnose(
             "`loss_fn` must be a function of the model and a batch that returns the loss. "
             f"Received: {loss_fn!r} of type {type(loss_fn).__name__}."
         )
-    _check_batches(batches)
+    check_batches(batches, (torch.Tensor,))
     name = type(getattr(model, "_orig_mod", model)).__name__
-    taps = Taps(model, name)
+    tapped_model = TappedModel(model, name)
     paths = _paths(names, name)
     # Copies of tensors that are made in inference mode cannot be derived by.
     with torch.inference_mode(False):
-        differentiation = Differentiation(model, loss_fn, dtype, taps)
+        differentiation = Differentiation(model, loss_fn, dtype, tapped_model)
         gradients = ModelGradients(
             differentiation.reference,
             differentiation.in_float16,
@@ -140,7 +141,9 @@ def diagnose(
     if fidelity is not None:
         fidelity = dataclasses.replace(fidelity, setting="under torch.autocast")
     own = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
-    report = measurement.report(taps, "PyTorch", own & set(NARROW), reference, paths, taps)
+    report = measurement.report(
+        tapped_model, "PyTorch", own & set(NARROW), reference, paths, tapped_model
+    )
     return dataclasses.replace(report, fidelity=fidelity).with_format(known, limits)
 
 
@@ -162,8 +165,8 @@ def probe(model: torch.nn.Module, loss_fn: LossFn, batch: Any) -> Probe:
     def measure(scale: float) -> dict[str, dict[str, float]]:
         with torch.inference_mode(False):
             # The model has changed since the last time, and is left as it is now.
-            taps = Taps(model, name)
-            differentiation = Differentiation(model, loss_fn, torch.float32, taps)
+            tapped_model = TappedModel(model, name)
+            differentiation = Differentiation(model, loss_fn, torch.float32, tapped_model)
             gradients = ModelGradients(
                 differentiation.reference, differentiation.in_float16, list(layers), on_host
             )
@@ -186,17 +189,6 @@ def _count(gradient: Any) -> Any:
 
 def _samples_in(data: Any) -> int | None:
     return next((len(tensor) for tensor in tensors_in(data) if tensor.dim()), None)
-
-
-def _check_batches(batches: Any) -> None:
-    one = isinstance(batches, (torch.Tensor, Mapping)) or (
-        isinstance(batches, tuple) and any(isinstance(part, torch.Tensor) for part in batches)
-    )
-    if one or not hasattr(batches, "__iter__"):
-        raise ArgumentTypeError(
-            "`batches` must be an iterable of batches, such as a DataLoader or a list of them; one "
-            f"batch is [batch]. Received: a {type(batches).__name__}."
-        )
 
 
 def _check_model(model: Any) -> list[str]:

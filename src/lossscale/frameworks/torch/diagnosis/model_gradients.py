@@ -22,7 +22,7 @@ from lossscale.frameworks.torch.diagnosis.kept import (
     tensors_in,
 )
 from lossscale.frameworks.torch.diagnosis.precisions import Precision
-from lossscale.frameworks.torch.diagnosis.tapping import Taps
+from lossscale.frameworks.torch.diagnosis.tapping import TappedModel
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -42,7 +42,11 @@ class Subject:
         self._kept = KeptModel(model)
 
     def gradients(
-        self, batch: Any, scale: float, precision: Precision, taps: Taps | None = None
+        self,
+        batch: Any,
+        scale: float,
+        precision: Precision,
+        tapped_model: TappedModel | None = None,
     ) -> tuple[list[Any], list[Derived]]:
         """Returns the gradients of the scaled loss by parameters, and what was tapped.
 
@@ -50,12 +54,12 @@ class Subject:
             batch: What the loss is computed on.
             scale: What it is multiplied by.
             precision: What to compute in.
-            taps: Where to tap the model; None for nowhere.
+            tapped_model: Where to tap the model; None for nowhere.
         """
         tapped: list[Derived] = []
         with self._running(), precision.around(), contextlib.ExitStack() as stack:
-            if taps is not None:
-                tapped = stack.enter_context(taps.installed())
+            if tapped_model is not None:
+                tapped = stack.enter_context(tapped_model.installed())
             with precision.forward():
                 loss = self._loss_fn(self.model, batch)
             check_loss(loss)
@@ -91,13 +95,17 @@ class Differentiation:
         model: The model.
         loss_fn: Given the model and a batch, returns the loss.
         reference: The dtype of the reference.
-        taps: Where to tap the model.
+        tapped_model: Where to tap the model.
     """
 
     def __init__(
-        self, model: torch.nn.Module, loss_fn: LossFn, reference: torch.dtype, taps: Taps
+        self,
+        model: torch.nn.Module,
+        loss_fn: LossFn,
+        reference: torch.dtype,
+        tapped_model: TappedModel,
     ) -> None:
-        self._taps, self._dtype = taps, reference
+        self._tapped_model, self._dtype = tapped_model, reference
         self.subject = Subject(model, loss_fn)
         device = next(iter(self.subject.parameters)).device.type
         dtypes = {parameter.dtype for parameter in self.subject.parameters}
@@ -108,10 +116,10 @@ class Differentiation:
             is_narrower(tensor, reference) for tensor in (*model.parameters(), *model.buffers())
         ):
             self._wide = Subject(_widened(model, reference), loss_fn)
-            self._taps = Taps(self._wide.model, taps.name)
-            self._taps.layer_names = taps.layer_names
+            self._tapped_model = TappedModel(self._wide.model, tapped_model.name)
+            self._tapped_model.layer_names = tapped_model.layer_names
         self._may_go_without = self._wide is not None and reference == torch.float32
-        self._taps_of_model = taps
+        self._of_given_model = tapped_model
         self._without_onednn = False
 
     def reference(self, batch: Any, scale: float) -> list[Derived]:
@@ -129,16 +137,18 @@ class Differentiation:
         if self._wide is not None:
             try:
                 found = self._wide.gradients(
-                    copied(data, self._dtype), scale, self._full, self._taps
+                    copied(data, self._dtype), scale, self._full, self._tapped_model
                 )
             except Exception:
                 if not self._may_go_without:
                     raise
                 # The loss casts what it gives to the model.
-                self._wide, self._taps = None, self._taps_of_model
+                self._wide, self._tapped_model = None, self._of_given_model
             else:
                 return self._listed(*found)
-        return self._listed(*self.subject.gradients(copied(data), scale, self._full, self._taps))
+        return self._listed(
+            *self.subject.gradients(copied(data), scale, self._full, self._tapped_model)
+        )
 
     def in_float16(self, batch: Any, scale: float) -> list[Derived]:
         """Returns the gradients by parameters as training in float16 has them."""

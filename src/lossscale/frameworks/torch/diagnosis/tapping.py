@@ -18,7 +18,7 @@ from lossscale.frameworks.torch.diagnosis.kept import mapped
 from lossscale.frameworks.torch.exponents import count_bins
 
 
-class Taps:
+class TappedModel:
     """Where to tap a model: every module without modules inside or with parameters of its own.
 
     Args:
