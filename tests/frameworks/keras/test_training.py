@@ -31,11 +31,12 @@ from frameworks.keras.support import (
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 
-# With a state, with what must see unscaled gradients, with a branch of its own. The promises
+# With a state, with what must see unscaled gradients, with branches of their own. The promises
 # (tests/conformance) run ten, and every optimizer that there is.
 INNERS = {
     "adam": lambda: Adam(0.01),
     "adamw_clipnorm": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.05, clipnorm=0.7),
+    "ema": lambda: SGD(0.1, use_ema=True, ema_momentum=0.75, ema_overwrite_frequency=3),
     "accumulation": lambda: Adam(0.01, gradient_accumulation_steps=3, clipnorm=0.5),
 }
 START = (np.linspace(-1, 1, 6).reshape(2, 3), np.array([0.5, -0.25]))
