@@ -242,7 +242,7 @@ ARRAYS = [
         _HANDOVER,
         "return self._are_scaled_by(mark, mark.counts(variables), place, conflict)",
         "return False",
-        _documented("tape_sequence or apply_gradients"),
+        ("tests/backends/test_handover.py",),
     ),
     Mutant(
         _HANDOVER,
