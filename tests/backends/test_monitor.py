@@ -55,7 +55,10 @@ class Spoiled(keras.layers.Layer):
 
 
 def net(optimizer=None, rule=None, **compile_arguments):
-    """A network with a layer that can be spoiled, compiled."""
+    """A network with a layer that can be spoiled, compiled.
+
+    To trace a graph takes TensorFlow longer than most tests run it: those who want one say how.
+    """
     keras.utils.set_random_seed(0)
     x, extra = keras.Input((4,)), keras.Input((2, 3))
     spoiled = Spoiled(name="spoiled")
@@ -65,7 +68,8 @@ def net(optimizer=None, rule=None, **compile_arguments):
     model = keras.Model([x, extra], total, name="net")
     rule = rule or lossscale.DynamicScale(initial_scale=2.0**10, growth_interval=3)
     inner = optimizer or keras.optimizers.Adam(0.01)
-    given = {"jit_compile": BACKEND == "jax", **compile_arguments}
+    eager = BACKEND == "tensorflow" and not compile_arguments
+    given = {"jit_compile": BACKEND == "jax", "run_eagerly": eager, **compile_arguments}
     model.compile(lossscale.LossScaleOptimizer(inner, rule=rule), "mse", **given)
     return model
 
@@ -117,7 +121,7 @@ def test_the_weights_are_those_of_a_run_without_a_monitor(tmp_path, jit_compile,
 def test_histograms_are_those_of_the_unscaled_gradients(tmp_path):
     # With one batch and SGD(1) without momentum the gradient is what the weights changed by.
     path = tmp_path / "run.jsonl"
-    model = net(keras.optimizers.SGD(1.0))
+    model = net(keras.optimizers.SGD(1.0), run_eagerly=False)
     before = arrays(model.trainable_variables)
     fit(model, rows(1), [LossScaleMonitor(path, histograms=True)])
     [record] = TrainingHistory.read(path).records
@@ -277,7 +281,7 @@ def test_two_fits_of_one_monitor_are_one_history(tmp_path):
 
 
 def test_a_model_that_was_trained_already_is_watched_too():
-    model, monitor = net(), LossScaleMonitor()
+    model, monitor = net(run_eagerly=False), LossScaleMonitor()
     fit(model, rows(3, spoiled=[1]), [])
     fit(model, rows(3, spoiled=[1]), [monitor])
     assert monitor.last_record.step == 6
@@ -387,7 +391,8 @@ def test_what_is_watched_is_not_saved(tmp_path, recwarn):
 
 def test_accumulation_counts_every_batch(tmp_path):
     path = tmp_path / "run.jsonl"
-    model = net(keras.optimizers.SGD(0.01, gradient_accumulation_steps=2))
+    inner = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
+    model = net(inner, run_eagerly=False)
     fit(model, rows(4, spoiled=[2]), [LossScaleMonitor(path)])
     history = TrainingHistory.read(path)
     assert history.steps == [1, 2, 3, 4]

@@ -9,6 +9,7 @@ import pytest
 import fidelity_cases
 import lossscale
 import own_step_cases as cases
+from compiling import compiled_quickly
 from fidelity_cases import variable
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.diagnostics import TrainingHistory, Verdict, deviation, diagnose
@@ -17,6 +18,12 @@ from own_step_cases import LIBRARY, SCALES, Contrastive, Gan, Vae, made
 LOST = fidelity_cases.LOST
 KINDS = [Vae, Contrastive] + ([Gan] if LIBRARY.backend != "jax" else [])
 SCALE = 4.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_quickly():
+    with compiled_quickly():
+        yield
 
 
 def sgd(rate=2.0**-40):
