@@ -67,7 +67,7 @@ def net(optimizer=None, rule=None, **compile_arguments):
     total = keras.layers.Add()([out(hidden(x)), spoiled(extra)])
     model = keras.Model([x, extra], total, name="net")
     rule = rule or lossscale.DynamicScale(initial_scale=2.0**10, growth_interval=3)
-    inner = optimizer or keras.optimizers.Adam(0.01)
+    inner = optimizer or keras.optimizers.SGD(0.01, momentum=0.9)
     eager = BACKEND == "tensorflow" and not compile_arguments
     given = {"jit_compile": BACKEND == "jax", "run_eagerly": eager, **compile_arguments}
     model.compile(lossscale.LossScaleOptimizer(inner, rule=rule), "mse", **given)
@@ -135,12 +135,11 @@ def test_histograms_are_those_of_the_unscaled_gradients(tmp_path):
         np.testing.assert_allclose(found.mass, np.abs(gradient).sum(), rtol=1e-4)
 
 
-@pytest.mark.parametrize("jit_compile", JIT)
-def test_sampling_reads_every_nth_step_and_the_last_skip_before_it(tmp_path, jit_compile):
+def test_sampling_reads_every_nth_step_and_the_last_skip_before_it(tmp_path):
     path = tmp_path / "run.jsonl"
     monitor = LossScaleMonitor(path, every=4, histograms=True)
     data = rows(10, spoiled=[1, 2, 7])
-    fit(net(jit_compile=jit_compile), data, [monitor])
+    fit(net(jit_compile=JIT[-1]), data, [monitor])
     history = TrainingHistory.read(path)
     # The first step and the last one; 3 is the last skip before 4; 8 is both sampled and skipped.
     assert history.steps == [1, 3, 4, 8, 10]

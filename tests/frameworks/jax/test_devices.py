@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from compiling import compiled_quickly
 from frameworks.jax.support import bits
 from lossscale import Needs, ScaleRule, ScaleState
 from lossscale.errors import ArgumentError, GradientsError
@@ -20,6 +21,12 @@ TWO_AXES = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) 
 # Large enough that a branch around MultiSteps is a real one.
 SHAPES = {"w": (4, 2048), "b": (8,)}
 SCALES = [8.0, 4.0, 4.0, 8.0]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_quickly():
+    with compiled_quickly():
+        yield
 
 
 def first_params():
