@@ -9,10 +9,17 @@ import pytest
 import fidelity_cases as cases
 import fidelity_claims as claims
 from backends.support import BACKEND
+from compiling import compiled_quickly
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.diagnostics import Verdict, diagnose
 
 LIBRARY = cases.library_of_keras()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_quickly():
+    with compiled_quickly():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -88,11 +88,18 @@ def test_two_hundred_spoiled_batches_do_no_harm():
 @pytest.mark.skipif(BACKEND != "torch", reason="the other backends compile in the tests above")
 @pytest.mark.filterwarnings("ignore")
 def test_fit_with_a_compiled_step_on_pytorch():
-    optimizer = wrapped(keras.optimizers.Adam(0.01))
-    model = model_with(optimizer, jit_compile=True)
+    import torch._inductor.config
+
+    # As little as there can be of what PyTorch has to trace: one layer, and one slot for each of
+    # its variables.
+    optimizer = wrapped(keras.optimizers.SGD(0.01, momentum=0.9))
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(optimizer, loss="mse", jit_compile=True)
     x, y = data(32)
     x[8:16] = np.nan
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    # Processes to compile in would each import PyTorch first.
+    with torch._inductor.config.patch(compile_threads=1):
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     assert status(optimizer) == {
         "scale": 2.0**9,
         "good_steps": 2,

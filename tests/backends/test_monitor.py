@@ -55,7 +55,10 @@ class Spoiled(keras.layers.Layer):
 
 
 def net(optimizer=None, rule=None, **compile_arguments):
-    """A network with a layer that can be spoiled, compiled."""
+    """A network with a layer that can be spoiled, compiled.
+
+    To trace a graph takes TensorFlow longer than most tests run it: those who want one say how.
+    """
     keras.utils.set_random_seed(0)
     x, extra = keras.Input((4,)), keras.Input((2, 3))
     spoiled = Spoiled(name="spoiled")
@@ -64,8 +67,9 @@ def net(optimizer=None, rule=None, **compile_arguments):
     total = keras.layers.Add()([out(hidden(x)), spoiled(extra)])
     model = keras.Model([x, extra], total, name="net")
     rule = rule or lossscale.DynamicScale(initial_scale=2.0**10, growth_interval=3)
-    inner = optimizer or keras.optimizers.Adam(0.01)
-    given = {"jit_compile": BACKEND == "jax", **compile_arguments}
+    inner = optimizer or keras.optimizers.SGD(0.01, momentum=0.9)
+    eager = BACKEND == "tensorflow" and not compile_arguments
+    given = {"jit_compile": BACKEND == "jax", "run_eagerly": eager, **compile_arguments}
     model.compile(lossscale.LossScaleOptimizer(inner, rule=rule), "mse", **given)
     return model
 
@@ -79,11 +83,10 @@ def counts(record):
     return [tuple(tensor) for tensor in record.nonfinite]
 
 
-@pytest.mark.parametrize("jit_compile", JIT)
-def test_an_overflow_names_the_variable_and_counts_its_elements(tmp_path, jit_compile):
+def test_an_overflow_names_the_variable_and_counts_its_elements(tmp_path):
     path = tmp_path / "run.jsonl"
     data = rows(4, spoiled=[1], infs=2, nans=1)
-    fit(net(jit_compile=jit_compile), data, [LossScaleMonitor(path)])
+    fit(net(run_eagerly=False), data, [LossScaleMonitor(path)])
     history = TrainingHistory.read(path)
     assert history.steps == [1, 2, 3, 4]
     assert history.scales == [2.0**10, 2.0**10, 2.0**9, 2.0**9]
@@ -95,12 +98,14 @@ def test_an_overflow_names_the_variable_and_counts_its_elements(tmp_path, jit_co
 
 
 @pytest.mark.filterwarnings("ignore:The loss scale has fallen")
-@pytest.mark.parametrize(("jit_compile", "every"), [(False, 1), (JIT[-1], 2)])
-def test_the_weights_are_those_of_a_run_without_a_monitor(tmp_path, jit_compile, every):
+@pytest.mark.parametrize(
+    ("jit_compile", "every", "histograms"), [(False, 1, False), (JIT[-1], 2, True)]
+)
+def test_the_weights_are_those_of_a_run_without_a_monitor(tmp_path, jit_compile, every, histograms):
     data, results = rows(6, spoiled=[1, 4]), []
     for callbacks in (
         [],
-        [LossScaleMonitor(tmp_path / "run.jsonl", every=every, histograms=True)],
+        [LossScaleMonitor(tmp_path / "run.jsonl", every=every, histograms=histograms)],
     ):
         model = net(jit_compile=jit_compile)
         fit(model, data, callbacks, epochs=2)
@@ -117,7 +122,7 @@ def test_the_weights_are_those_of_a_run_without_a_monitor(tmp_path, jit_compile,
 def test_histograms_are_those_of_the_unscaled_gradients(tmp_path):
     # With one batch and SGD(1) without momentum the gradient is what the weights changed by.
     path = tmp_path / "run.jsonl"
-    model = net(keras.optimizers.SGD(1.0))
+    model = net(keras.optimizers.SGD(1.0), run_eagerly=False)
     before = arrays(model.trainable_variables)
     fit(model, rows(1), [LossScaleMonitor(path, histograms=True)])
     [record] = TrainingHistory.read(path).records
@@ -131,12 +136,11 @@ def test_histograms_are_those_of_the_unscaled_gradients(tmp_path):
         np.testing.assert_allclose(found.mass, np.abs(gradient).sum(), rtol=1e-4)
 
 
-@pytest.mark.parametrize("jit_compile", JIT)
-def test_sampling_reads_every_nth_step_and_the_last_skip_before_it(tmp_path, jit_compile):
+def test_sampling_reads_every_nth_step_and_the_last_skip_before_it(tmp_path):
     path = tmp_path / "run.jsonl"
     monitor = LossScaleMonitor(path, every=4, histograms=True)
     data = rows(10, spoiled=[1, 2, 7])
-    fit(net(jit_compile=jit_compile), data, [monitor])
+    fit(net(jit_compile=JIT[-1]), data, [monitor])
     history = TrainingHistory.read(path)
     # The first step and the last one; 3 is the last skip before 4; 8 is both sampled and skipped.
     assert history.steps == [1, 3, 4, 8, 10]
@@ -277,7 +281,7 @@ def test_two_fits_of_one_monitor_are_one_history(tmp_path):
 
 
 def test_a_model_that_was_trained_already_is_watched_too():
-    model, monitor = net(), LossScaleMonitor()
+    model, monitor = net(run_eagerly=False), LossScaleMonitor()
     fit(model, rows(3, spoiled=[1]), [])
     fit(model, rows(3, spoiled=[1]), [monitor])
     assert monitor.last_record.step == 6
@@ -387,7 +391,8 @@ def test_what_is_watched_is_not_saved(tmp_path, recwarn):
 
 def test_accumulation_counts_every_batch(tmp_path):
     path = tmp_path / "run.jsonl"
-    model = net(keras.optimizers.SGD(0.01, gradient_accumulation_steps=2))
+    inner = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
+    model = net(inner, run_eagerly=False)
     fit(model, rows(4, spoiled=[2]), [LossScaleMonitor(path)])
     history = TrainingHistory.read(path)
     assert history.steps == [1, 2, 3, 4]

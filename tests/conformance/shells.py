@@ -487,13 +487,20 @@ TABLE = (
     Shell("keras-tensorflow-eager", "tensorflow", KerasHarness, compiles=False),
     Shell("keras-tensorflow-function", "tensorflow", TensorFlowFunction, compiles=True),
     Shell("keras-tensorflow-xla", "tensorflow", TensorFlowXLA, compiles=True),
-    Shell("keras-tensorflow-apply_gradients", "tensorflow", ApplyGradients, compiles=True),
+    Shell(
+        "keras-tensorflow-apply_gradients",
+        "tensorflow",
+        ApplyGradients,
+        compiles=True,
+        like="keras-tensorflow-function",
+    ),
     Shell(
         "keras-tensorflow-experimental",
         "tensorflow",
         Experimental,
         compiles=True,
         takes_loss_scales_only=True,
+        like="keras-tensorflow-function",
     ),
     Shell("keras-jax-eager", "jax", KerasHarness, compiles=False),
     Shell("keras-jax-jit", "jax", JaxJit, compiles=True),
@@ -526,6 +533,7 @@ TABLE = (
             takes_loss_scales_only=name == "experimental",
             keras="tf_keras",
             family=family,
+            like=f"{family}-function" if name == "experimental" else "",
         )
         for family, of_family in (
             ("tf_keras-new", lambda harness: harness),

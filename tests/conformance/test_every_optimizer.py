@@ -7,6 +7,7 @@ import pytest
 
 import lossscale
 import lossscale.migration
+from compiling import compiled_quickly
 from conformance.every_optimizer import IS_TF_KERAS, makers, state_of
 
 BACKEND = os.environ["KERAS_BACKEND"]
@@ -20,6 +21,12 @@ STEPS = [
     [np.full((2, 3), -0.75, np.float32), np.array([0.5, 0.5, -2.0], np.float32)],
 ]
 BAD = [STEPS[0][0], np.array([1.0, np.inf, 1.0], np.float32)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_quickly():
+    with compiled_quickly():
+        yield
 
 
 def framework():

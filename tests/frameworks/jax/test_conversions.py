@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lossscale.optax
+from compiling import compiled_quickly
 from lossscale import DynamicScale, FixedScale
 from lossscale.errors import (
     AlreadyWrappedError,
@@ -28,6 +29,12 @@ STATE = INNER.init(PARAMS)
 
 powers = st.builds(lambda exponent: 2.0**exponent, st.integers(-8, 24))
 steps = st.lists(st.booleans(), min_size=8, max_size=16)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_quickly():
+    with compiled_quickly():
+        yield
 
 
 def ours(rule, opt_state, verdicts):

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import lossscale.optax
+from compiling import compiled_quickly
 from frameworks.jax.support import bits
 from lossscale.diagnostics import GradientReport, Verdict
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -21,6 +22,12 @@ diagnose = lossscale.optax.diagnose
 LOSES = 2.0**-22
 X = np.random.default_rng(0).normal(size=(12, 6)).astype(np.float32)
 TOKENS = np.array([[1, 1, 2], [3, 1, 0]])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_quickly():
+    with compiled_quickly():
+        yield
 
 
 def drawn(*shape):

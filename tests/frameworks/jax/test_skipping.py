@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import lossscale.optax
+from compiling import compiled_quickly
 from frameworks.jax import inner_transformations as inner
 from frameworks.jax.inner_transformations import INNER
 from frameworks.jax.support import bits, scaled, signature, spoiled
@@ -60,7 +61,31 @@ def test_a_skipped_step_changes_no_bit_and_the_others_are_those_of_the_bare_opti
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("name", INNER)
+# A step that is not compiled runs the same code: one transformation for each kind of it will do.
+EAGER = (
+    "adamw_clip",
+    "multi_transform",
+    "inject_hyperparams",
+    "noisy_sgd",
+    "MultiSteps",
+    "apply_if_finite",
+    "conditionally_mask",
+    "plateau",
+    "lbfgs",
+    "schedule_free",
+    "sam",
+)
+
+
+@pytest.fixture
+def _compiled_quickly():
+    # Each operation is a program of its own here, and the same one for both optimizers.
+    with compiled_quickly():
+        yield
+
+
+@pytest.mark.usefixtures("_compiled_quickly")
+@pytest.mark.parametrize("name", EAGER)
 def test_an_eager_step_is_skipped_and_applied_too(name):
     tx = lossscale.optax.loss_scaled(INNER[name](), initial_scale=8)
     bare = optax.with_extra_args_support(INNER[name]())
