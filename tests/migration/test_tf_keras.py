@@ -9,7 +9,14 @@ import lossscale
 from lossscale.migration import restore_checkpoint
 from migration import support
 from migration.support import ONLY_NEW, OPTIMIZERS, SAVED_SETTINGS
-from migration.test_checkpoints import ALL, DYNAMIC, FIXED, path_id, saved_by_tf_keras
+from migration.test_checkpoints import (
+    ALL,
+    DYNAMIC,
+    FIXED,
+    path_id,
+    saved_by_tf_keras,
+    trained_model,
+)
 
 FAMILIES = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}
 
@@ -160,20 +167,12 @@ def test_a_file_of_ours_keeps_its_skips(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model(family, tmp_path):
-    def compiled(rate):
-        model = support.sequential(tf_keras, seed=1 + (rate > 0.01))
-        inner = FAMILIES[family].Adam(rate)
-        model.compile(lossscale.LossScaleOptimizer(inner, dynamic_growth_steps=100), "mse")
-        return model
-
-    theirs = support.sequential(tf_keras)
-    theirs.compile(support.WITNESS(FAMILIES[family].Adam(0.01)), "mse")
-    support.fit(theirs, 2)
-    theirs.save_weights(str(tmp_path / "ck"))
-    mine = compiled(0.5)
-    restore_checkpoint(tmp_path / "ck", root=mine)
-    for model in (theirs, mine):
-        support.fit(model, 2)
-    for a, b in zip(mine.get_weights(), theirs.get_weights(), strict=True):
+def test_a_model(family):
+    folder, theirs = trained_model(family)
+    mine = support.sequential(tf_keras, seed=2)
+    inner = FAMILIES[family].Adam(0.5)
+    mine.compile(lossscale.LossScaleOptimizer(inner, dynamic_growth_steps=100), "mse")
+    restore_checkpoint(f"{folder.name}/weights", root=mine)
+    support.fit(mine, 2)
+    for a, b in zip(mine.get_weights(), theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
