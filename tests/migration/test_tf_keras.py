@@ -1,11 +1,13 @@
 """The same files, restored into ours on tf_keras, around optimizers of both families."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
 
 import lossscale
+from lossscale import experimental
 from lossscale.migration import restore_checkpoint
 from migration import support
 from migration.support import ONLY_NEW, OPTIMIZERS, SAVED_SETTINGS
@@ -24,6 +26,22 @@ FAMILIES = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}
 def tf_keras_sgd(family, **arguments):
     inner = FAMILIES[family].SGD(0.5, momentum=0.25)
     return lossscale.LossScaleOptimizer(inner, **arguments)
+
+
+@pytest.mark.parametrize(
+    "optimizers", [tf_keras.optimizers, tf_keras.optimizers.legacy, keras.optimizers]
+)
+def test_beside_keras_3_each_optimizer_gets_its_own_class(optimizers):
+    assert tf.keras.optimizers.SGD is keras.optimizers.SGD
+    made = lossscale.LossScaleOptimizer(optimizers.SGD(0.25))
+    assert isinstance(made, optimizers.Optimizer)
+    assert type(lossscale.LossScaleOptimizer.from_config(made.get_config())) is type(made)
+    scale = experimental.DynamicLossScale(8.0)
+    assert float(scale()) == 8.0
+    variable = tf.Variable(1.0)
+    older = experimental.LossScaleOptimizer(optimizers.SGD(0.25), scale)
+    older.minimize(lambda: variable**2, [variable])
+    assert float(variable) == 0.5
 
 
 def momentum_of(optimizer, variable):
