@@ -32,6 +32,9 @@ def net(inner, shape=(4,), initial_scale=2.0**8, **arguments):
     model = tf_keras.Sequential([*([tf_keras.Input(shape)] if shape else []), *layers])
     rule = DynamicScale(initial_scale=initial_scale, growth_interval=3)
     model.compile(LossScaleOptimizer(inner, rule=rule), "mse", **arguments)
+    if shape:
+        # A function that makes variables would be traced twice.
+        model.optimizer.build(model.trainable_variables)
     return model
 
 
