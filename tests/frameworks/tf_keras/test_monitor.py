@@ -55,12 +55,10 @@ def nonfinite(history):
     return [tuple(map(tuple, record.nonfinite)) for record in history.records]
 
 
-@pytest.mark.parametrize(("shape", "jit_compile"), [((4,), True), (None, False)])
-def test_an_overflow_names_the_variable_and_counts_its_elements(
-    optimizers, tmp_path, shape, jit_compile
-):
+def test_an_overflow_names_the_variable_and_counts_its_elements(optimizers, tmp_path):
     path = tmp_path / "run.jsonl"
-    model = net(optimizers.SGD(0.01), shape, jit_compile=jit_compile)
+    # The first batch builds it.
+    model = net(optimizers.SGD(0.01), shape=None)
     fit(model, *rows(3, [(9, 2)]), LossScaleMonitor(path, histograms=True))
     history = TrainingHistory.read(path)
     assert history.steps == [1, 2, 3]
@@ -71,13 +69,21 @@ def test_an_overflow_names_the_variable_and_counts_its_elements(
     assert set(history.header.versions) >= {"tf_keras", "tensorflow"}
 
 
-def test_the_compiled_weights_are_those_of_a_run_without_a_monitor(optimizers, tmp_path):
-    results = []
-    for callbacks in ([], [LossScaleMonitor(tmp_path / "run.jsonl", every=2, histograms=True)]):
+def test_a_compiled_run_is_recorded_and_its_weights_are_those_without_a_monitor(
+    optimizers, tmp_path
+):
+    path, results = tmp_path / "run.jsonl", []
+    for callbacks in ([], [LossScaleMonitor(path, every=2, histograms=True)]):
         model = net(optimizers.Adam(0.01), jit_compile=True)
-        fit(model, *rows(6, [(9, 1)]), *callbacks, epochs=2)
+        fit(model, *rows(6, [(9, 2)]), *callbacks, epochs=2)
         results.append(values([*model.variables, *model.optimizer.variables()]))
     assert_same(*results)
+    history = TrainingHistory.read(path)
+    overflows = [record.step for record in history.records if record.reason == "overflow"]
+    assert overflows == [2, 8]
+    assert [found for found in nonfinite(history) if found] == [(("root/kernel", 2, 0),)] * 2
+    names = {"root/kernel", "out/kernel", "out/bias"}
+    assert any(set(record.histograms) == names for record in history.records)
 
 
 def test_histograms_are_those_of_the_unscaled_gradients(optimizers, tmp_path):
