@@ -161,7 +161,7 @@ def test_gpus(tmp_path, monkeypatch):
     assert environment.gpus() == []
 
 
-SHELL = environment.SHELLS[2]
+SHELL = environment.SHELLS[1]
 
 
 def broken(tmp_path, monkeypatch, line):

@@ -137,7 +137,7 @@ print(float(v[0]), float(optimizer.loss_scale), int(optimizer.iterations))
 """
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "KERAS_BACKEND": "torch"},
+        env={**os.environ, "KERAS_BACKEND": "jax"},
         capture_output=True,
         text=True,
         check=False,

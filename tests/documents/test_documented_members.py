@@ -267,7 +267,14 @@ def test_a_callable_can_name_variables_that_the_loss_creates(form):
     assert made[0].numpy() == 0.5
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    ("stepped", "dtype"),
+    [
+        *(("eager", dtype) for dtype in ("float16", "bfloat16", "float32", "float64")),
+        ("graph", "float16"),
+    ],
+    indirect=["stepped"],
+)
 def test_minimize_takes_losses_of_every_float_type(form, stepped, dtype, var):
     optimizer = form.dynamic(sgd(0.5))
     step = stepped(lambda: optimizer.minimize(lambda: tf.cast(var, dtype) ** 2 / 2, [var]))

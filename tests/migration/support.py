@@ -79,6 +79,16 @@ def number(scalar):
     return keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(scalar)).item()
 
 
+def held(model):
+    """The weights and all of the inner optimizer: with these, two models go on as one."""
+    return [*model.get_weights(), *values(model.optimizer.inner_optimizer.variables)]
+
+
+def assert_held(model, expected):
+    for found, value in zip(held(model), expected, strict=True):
+        np.testing.assert_array_equal(found, value)
+
+
 def ours(inner, **arguments):
     return lossscale.LossScaleOptimizer(inner, **arguments)
 

@@ -1,7 +1,9 @@
 """A checkpoint of every release goes on in our optimizer as it would have gone on there."""
 
+import functools
 import pathlib
 import shutil
+import tempfile
 
 import keras
 import numpy as np
@@ -338,36 +340,43 @@ def test_the_order_of_the_objects_does_not_matter(order, family, tmp_path):
 # --- Models ---------------------------------------------------------------------------------------
 
 
+@functools.cache
 def trained_model(family):
+    """A folder of checkpoints after two steps, and the weights after two more."""
     module = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}[family]
     model = support.sequential(tf_keras)
     model.compile(WITNESS(module.Adam(0.01), initial_scale=16.0, dynamic_growth_steps=100), "mse")
     support.fit(model, 2)
-    return model
+    folder = tempfile.TemporaryDirectory()
+    model.save_weights(f"{folder.name}/weights")
+    tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(f"{folder.name}/both")
+    tf.train.Checkpoint(model=model).write(f"{folder.name}/model")
+    support.fit(model, 2)
+    return folder, model.get_weights()
 
 
-@pytest.mark.parametrize("form", ["save_weights", "checkpoint", "checkpoint of the model alone"])
 @pytest.mark.parametrize("family", ["legacy", "new"])
-def test_a_model_goes_on_as_in_tf_keras(family, form, tmp_path):
-    theirs = trained_model(family)
-    mine = support.sequential(keras, seed=2)
-    mine.compile(lossscale.LossScaleOptimizer(keras.optimizers.Adam(0.5)), "mse")
-    prefix = str(tmp_path / "ck")
-    if form == "save_weights":
-        theirs.save_weights(prefix)
-        restored = restore_checkpoint(prefix, root=mine)
-    elif form == "checkpoint":
-        path = tf.train.Checkpoint(model=theirs, optimizer=theirs.optimizer).save(prefix)
-        restored = restore_checkpoint(path, model=mine, optimizer=mine.optimizer)
-    else:
-        restored = restore_checkpoint(tf.train.Checkpoint(model=theirs).save(prefix), model=mine)
-    assert restored.variables == len(mine.weights) == 14
-    assert restored.slots == 2 * len(mine.trainable_variables)
-    assert support.number(mine.optimizer.dynamic_counter) == 2
-    for model in (theirs, mine):
-        support.fit(model, 2)
-    for a, b in zip(mine.get_weights(), theirs.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+def test_a_model_goes_on_as_in_tf_keras(family):
+    folder, theirs = trained_model(family)
+    for form in ("weights", "both", "model"):
+        mine = support.sequential(keras, seed=2)
+        mine.compile(lossscale.LossScaleOptimizer(keras.optimizers.Adam(0.5)), "mse")
+        objects = {
+            "weights": {"root": mine},
+            "both": {"model": mine, "optimizer": mine.optimizer},
+            "model": {"model": mine},
+        }[form]
+        restored = restore_checkpoint(f"{folder.name}/{form}", **objects)
+        assert restored.variables == len(mine.weights) == 14
+        assert restored.slots == 2 * len(mine.trainable_variables)
+        assert support.number(mine.optimizer.dynamic_counter) == 2
+        if form == "weights":
+            expected = support.held(mine)
+            support.fit(mine, 2)
+            for a, b in zip(mine.get_weights(), theirs, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+        else:
+            support.assert_held(mine, expected)
 
 
 def test_layers_are_known_by_their_names_where_these_are_the_same(tmp_path):
@@ -387,19 +396,18 @@ def test_layers_are_known_by_their_names_where_these_are_the_same(tmp_path):
         np.testing.assert_array_equal(mine.get_layer(name).kernel.numpy(), expected)
 
 
-def test_a_model_that_is_not_built_or_another_one(tmp_path):
-    theirs = trained_model("legacy")
-    theirs.save_weights(str(tmp_path / "ck"))
+def test_a_model_that_is_not_built_or_another_one():
+    checkpoint = f"{trained_model('legacy')[0].name}/weights"
     unbuilt = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
     with pytest.raises(OldFileError, match="4 layers with weights, this one has 0"):
-        restore_checkpoint(tmp_path / "ck", root=unbuilt)
+        restore_checkpoint(checkpoint, root=unbuilt)
     # Too small a layer: nothing at all is set.
     mine = support.sequential(keras, seed=2)
     before = mine.get_weights()
     other = keras.Sequential([keras.layers.Input((3, 2)), *mine.layers[:3]])
     other.add(keras.layers.Dense(5))
     with pytest.raises(OldFileError, match=r"has the shape \(3, 1\) in the file and \(3, 5\) here"):
-        restore_checkpoint(tmp_path / "ck", root=other)
+        restore_checkpoint(checkpoint, root=other)
     for a, b in zip(mine.get_weights(), before, strict=True):
         np.testing.assert_array_equal(a, b)
 

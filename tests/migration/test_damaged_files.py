@@ -154,15 +154,15 @@ def read_in_a_child(path, folder, mutant_count):
 
 
 def test_the_bytes_of_an_hdf5_file(tmp_path, capsys, monkeypatch):
-    outcomes = read_in_a_child(HDF5, tmp_path, 800)
-    assert len(outcomes) == 800
+    outcomes = read_in_a_child(HDF5, tmp_path, 400)
+    assert len(outcomes) == 400
     ended = {seed: status for seed, status in outcomes.items() if isinstance(status, int)}
     others = [what for what in outcomes.values() if not isinstance(what, int)]
     assert set(others) == {"read", "refused"}
     # Those that ended the child: crashes, and reading without an end. It takes a second each.
     monkeypatch.setattr(damage, "_SECONDS", 1.0)
     path = tmp_path / "damaged.h5"
-    for seed in list(ended)[:4]:
+    for seed in list(ended)[:2]:
         path.write_bytes(mutants.flipped(HDF5.read_bytes(), seed))
         with pytest.raises(OldFileError, match=r"damaged\.h5: damaged"):
             load_model(path, check_first=True)

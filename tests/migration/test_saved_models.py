@@ -181,15 +181,12 @@ def saved(request, then_frozen, tmp_path_factory):
     return folder, model, make, frozen, shapes
 
 
-@pytest.mark.parametrize(
-    ("module", "now_frozen"),
-    [(keras, False), (keras, True), (tf_keras, True)],
-    ids=["keras now free", "keras now frozen", "tf_keras now frozen"],
-)
-def test_every_weight_lands_in_its_layer(saved, module, now_frozen):
+@pytest.mark.parametrize("module", [keras, tf_keras], ids=["keras", "tf_keras"])
+def test_every_weight_lands_in_its_layer(saved, then_frozen, module):
     folder, theirs, make, frozen, shapes = saved
     mine = filled(make(module), 2)
-    for name in frozen if now_frozen else []:
+    # What was frozen then is free now, and the other way round.
+    for name in [] if then_frozen else frozen:
         mine.get_layer(name).trainable = False
     restored = restore_checkpoint(folder, root=mine)
     assert restored.variables == len(theirs.weights)

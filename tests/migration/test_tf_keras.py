@@ -1,15 +1,24 @@
 """The same files, restored into ours on tf_keras, around optimizers of both families."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
 
 import lossscale
+from lossscale import experimental
 from lossscale.migration import restore_checkpoint
 from migration import support
 from migration.support import ONLY_NEW, OPTIMIZERS, SAVED_SETTINGS
-from migration.test_checkpoints import ALL, DYNAMIC, FIXED, path_id, saved_by_tf_keras
+from migration.test_checkpoints import (
+    ALL,
+    DYNAMIC,
+    FIXED,
+    path_id,
+    saved_by_tf_keras,
+    trained_model,
+)
 
 FAMILIES = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}
 
@@ -17,6 +26,22 @@ FAMILIES = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}
 def tf_keras_sgd(family, **arguments):
     inner = FAMILIES[family].SGD(0.5, momentum=0.25)
     return lossscale.LossScaleOptimizer(inner, **arguments)
+
+
+@pytest.mark.parametrize(
+    "optimizers", [tf_keras.optimizers, tf_keras.optimizers.legacy, keras.optimizers]
+)
+def test_beside_keras_3_each_optimizer_gets_its_own_class(optimizers):
+    assert tf.keras.optimizers.SGD is keras.optimizers.SGD
+    made = lossscale.LossScaleOptimizer(optimizers.SGD(0.25))
+    assert isinstance(made, optimizers.Optimizer)
+    assert type(lossscale.LossScaleOptimizer.from_config(made.get_config())) is type(made)
+    scale = experimental.DynamicLossScale(8.0)
+    assert float(scale()) == 8.0
+    variable = tf.Variable(1.0)
+    older = experimental.LossScaleOptimizer(optimizers.SGD(0.25), scale)
+    older.minimize(lambda: variable**2, [variable])
+    assert float(variable) == 0.5
 
 
 def momentum_of(optimizer, variable):
@@ -160,20 +185,12 @@ def test_a_file_of_ours_keeps_its_skips(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model(family, tmp_path):
-    def compiled(rate):
-        model = support.sequential(tf_keras, seed=1 + (rate > 0.01))
-        inner = FAMILIES[family].Adam(rate)
-        model.compile(lossscale.LossScaleOptimizer(inner, dynamic_growth_steps=100), "mse")
-        return model
-
-    theirs = support.sequential(tf_keras)
-    theirs.compile(support.WITNESS(FAMILIES[family].Adam(0.01)), "mse")
-    support.fit(theirs, 2)
-    theirs.save_weights(str(tmp_path / "ck"))
-    mine = compiled(0.5)
-    restore_checkpoint(tmp_path / "ck", root=mine)
-    for model in (theirs, mine):
-        support.fit(model, 2)
-    for a, b in zip(mine.get_weights(), theirs.get_weights(), strict=True):
+def test_a_model(family):
+    folder, theirs = trained_model(family)
+    mine = support.sequential(tf_keras, seed=2)
+    inner = FAMILIES[family].Adam(0.5)
+    mine.compile(lossscale.LossScaleOptimizer(inner, dynamic_growth_steps=100), "mse")
+    restore_checkpoint(f"{folder.name}/weights", root=mine)
+    support.fit(mine, 2)
+    for a, b in zip(mine.get_weights(), theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)

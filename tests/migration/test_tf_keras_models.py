@@ -70,12 +70,24 @@ def assert_outputs(model, inputs, expected, name, tolerance):
         )
 
 
+def assert_the_same(model, same):
+    for one, other in ((model, same), (model.optimizer, same.optimizer)):
+        for a, b in zip(one.get_weights(), other.get_weights(), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert model.get_config() == same.get_config()
+    assert model.optimizer.get_config() == same.optimizer.get_config()
+    assert model.get_compile_config()["loss"] == same.get_compile_config()["loss"]
+
+
 @pytest.mark.parametrize("path", [*HDF5, *OF_2_12], ids=file_id)
 def test_it_goes_on_as_then(path, data, recorded):
     model = load_model(path, framework="tf_keras")
     assert isinstance(model, tf_keras.Model)
     assert isinstance(model.optimizer, lossscale.LossScaleOptimizer)
     assert int(model.optimizer.iterations) == 3
+    beside = path.with_suffix(".keras")
+    if path in HDF5 and beside in ZIPPED:
+        assert_the_same(load_model(beside, framework="tf_keras"), model)
     inputs, targets = prepared(model, path, data)
     expected = recorded[path.parent.name]
     assert_outputs(model, inputs, expected, f"{path.stem}/p0", 1e-5)
@@ -86,18 +98,6 @@ def test_it_goes_on_as_then(path, data, recorded):
     rounding = path.stem.startswith("f_conv_bn")
     assert_outputs(model, inputs, expected, f"{path.stem}/p2", 2e-3 if rounding else 1e-4)
     assert int(model.optimizer.iterations) == 5
-
-
-@pytest.mark.parametrize("path", ZIPPED, ids=file_id)
-def test_a_keras_file_holds_what_the_hdf5_file_holds(path):
-    model = load_model(path, framework="tf_keras")
-    same = load_model(path.with_suffix(".h5"), framework="tf_keras")
-    for one, other in ((model, same), (model.optimizer, same.optimizer)):
-        for a, b in zip(one.get_weights(), other.get_weights(), strict=True):
-            np.testing.assert_array_equal(a, b)
-    assert model.get_config() == same.get_config()
-    assert model.optimizer.get_config() == same.optimizer.get_config()
-    assert model.get_compile_config()["loss"] == same.get_compile_config()["loss"]
 
 
 def test_it_goes_on_as_tf_keras_own_loader_does():

@@ -74,8 +74,16 @@ def assert_same(before, after):
             assert value == after[key], key
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
-@pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
+@pytest.mark.parametrize(
+    ("policy", "trained", "optimizers"),
+    [
+        ("float32", False, "new"),
+        ("mixed_float16", True, "new"),
+        ("float32", True, "legacy"),
+        ("mixed_float16", False, "legacy"),
+    ],
+    indirect=["optimizers"],
+)
 def test_the_model_is_left_as_it_was(policy, trained, optimizers):
     x, y = some_data()
     model = classifier(policy, optimizers.Adam())

@@ -1,10 +1,6 @@
 """What the pages document, on both families, and the faults that TensorFlow had there."""
 
-import os
 import pathlib
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -324,37 +320,3 @@ def test_the_pages_run_with_both_families(page, family):
         assert isinstance(namespace["opt"], BaseLossScaleOptimizer)
         ran += 1
     assert ran or page == "000"
-
-
-def test_beside_keras_3_each_optimizer_gets_its_own_class():
-    script = """
-    import tensorflow as tf
-    import keras, tf_keras
-    import lossscale
-    from lossscale import experimental
-
-    assert tf.keras.optimizers.SGD is keras.optimizers.SGD
-    scale = experimental.DynamicLossScale(8.0)
-    assert float(scale()) == 8.0
-    for optimizers in (tf_keras.optimizers, tf_keras.optimizers.legacy, keras.optimizers):
-        inner = optimizers.SGD(0.25)
-        made = lossscale.LossScaleOptimizer(inner)
-        base = getattr(optimizers, "Optimizer")
-        assert isinstance(made, base), made
-        again = lossscale.LossScaleOptimizer.from_config(made.get_config())
-        assert type(again) is type(made), again
-        variable = tf.Variable(1.0)
-        older = experimental.LossScaleOptimizer(optimizers.SGD(0.25), scale)
-        older.minimize(lambda: variable**2, [variable])
-        assert float(variable) == 0.5
-        scale = experimental.DynamicLossScale(8.0)
-    """
-    environment = {**os.environ, "TF_USE_LEGACY_KERAS": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]

@@ -16,7 +16,6 @@ LIBRARY = cases.library_of_tf_keras()
 
 @pytest.fixture(autouse=True)
 def _float32_policy():
-    tf_keras.utils.set_random_seed(0)
     yield
     tf_keras.mixed_precision.set_global_policy("float32")
 
