@@ -28,11 +28,9 @@ TORCH = {"KERAS_BACKEND": "torch"}
 # What the TensorFlow process runs in parts; one more job takes all that is in none of them.
 # Each process imports its framework anew, which takes as long as many tests.
 PARTS = (
-    ("tests/frameworks/keras",),
     ("tests/conformance", "tests/backends"),
-    ("tests/migration",),
-    ("tests/documents",),
-    ("tests/cli",),
+    ("tests/frameworks/keras", "tests/documents"),
+    ("tests/migration", "tests/cli"),
 )
 # These run in processes that never import Keras, which a test in each shows.
 WITHOUT_KERAS = ("tests/frameworks/jax", "tests/frameworks/torch")
@@ -61,8 +59,7 @@ _IN_PARTS = [*(path for part in PARTS for path in part), *WITHOUT_KERAS]
 _REST = Job(
     "tensorflow, all else", TENSORFLOW, ("tests", *(f"--ignore={path}" for path in _IN_PARTS))
 )
-_TF_KERAS_ROWS = Job("tf_keras tests/conformance", TF_KERAS, ("tests/conformance",))
-_TF_KERAS_OWN = Job("tf_keras tests/frameworks/tf_keras", TF_KERAS, ("tests/frameworks/tf_keras",))
+_TF_KERAS = Job("tf_keras", TF_KERAS, ("tests/conformance", "tests/frameworks/tf_keras"))
 _JAX = Job("jax", JAX, ("tests/conformance", "tests/backends"))
 _JAX_ALONE = Job("jax without Keras", JAX, WITHOUT_KERAS[:1])
 _TORCH_ALONE = Job("torch without Keras", TORCH, WITHOUT_KERAS[1:])
@@ -71,17 +68,14 @@ _TORCH = Job("torch", TORCH, ("tests/conformance", "tests/backends"))
 # By the time they take, longest first: what starts last is then short, and no core waits for long.
 ALL = (
     _REST,
-    _part(PARTS[1]),
+    _TF_KERAS,
     _JAX,
-    _part(PARTS[0]),
     _part(PARTS[2]),
-    _TF_KERAS_OWN,
+    _part(PARTS[1]),
+    _part(PARTS[0]),
     _JAX_ALONE,
-    _part(PARTS[3]),
-    _TF_KERAS_ROWS,
-    _TORCH,
-    _part(PARTS[4]),
     _TORCH_ALONE,
+    _TORCH,
 )
 QUICK = (
     Job("torch tests/conformance", TORCH, ("tests/conformance",)),

@@ -1,5 +1,7 @@
 """Two virtual devices on the CPU, for tests with replicas."""
 
+import functools
+
 import tensorflow as tf
 
 
@@ -11,3 +13,12 @@ def split_cpu():
     """
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+
+
+@functools.cache
+def strategy():
+    """Two replicas. One strategy for all tests: TensorFlow numbers the collectives anew for each of
+    a process, and those of a second one meet those of the first."""
+    made = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    assert made.num_replicas_in_sync == 2
+    return made

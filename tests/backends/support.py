@@ -5,6 +5,7 @@ import numpy as np
 
 import lossscale
 from fresh import Program
+from seeding import seed
 
 BACKEND = keras.backend.backend()
 
@@ -20,7 +21,7 @@ def model_with(optimizer, **compile_arguments):
 
     On TensorFlow XLA takes twice as long as a graph; those who want it ask for it.
     """
-    keras.utils.set_random_seed(0)
+    seed(0)
     model = keras.Sequential(
         [keras.Input((4,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)]
     )

@@ -22,6 +22,7 @@ from lossscale.diagnostics import (
     diagnose,
 )
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from seeding import seed
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,7 +38,7 @@ def _float32_policy_and_fixed_seed():
 
         # The arrays are small. On a busy machine two threads wait for each other for minutes.
         torch.set_num_threads(1)
-    keras.utils.set_random_seed(0)
+    seed(0)
     yield
     keras.config.set_dtype_policy("float32")
 
@@ -51,7 +52,7 @@ def some_data(rows=24, features=6, classes=4):
 
 def classifier(policy="float32"):
     """Everything that has a state: statistics, random seeds, metrics, slots."""
-    keras.utils.set_random_seed(0)
+    seed(0)
     keras.config.set_dtype_policy(policy)
     model = keras.Sequential(
         [
@@ -278,7 +279,7 @@ def test_the_recommended_scale_trains_the_averaged_digits(needy):
 def test_gradients_outgrow_the_margin_while_the_network_learns():
     # The reason to recommend the middle of the suitable scales, and not one end.
     data = images.load_digits(0)
-    keras.utils.set_random_seed(0)
+    seed(0)
     model = keras.Sequential(
         [
             keras.Input((8, 8)),

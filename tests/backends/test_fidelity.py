@@ -12,6 +12,7 @@ from backends.support import BACKEND
 from compiling import compiled_quickly
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.diagnostics import Verdict, diagnose
+from seeding import seed
 
 LIBRARY = cases.library_of_keras()
 
@@ -24,7 +25,7 @@ def _compiled_quickly():
 
 @pytest.fixture(autouse=True)
 def _float32_policy():
-    keras.utils.set_random_seed(0)
+    seed(0)
     yield
     keras.config.set_dtype_policy("float32")
 

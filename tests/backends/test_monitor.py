@@ -13,6 +13,7 @@ from backends.support import BACKEND, arrays, number
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.diagnostics import GradientHistogram, SkipReason, StepRecord, TrainingHistory
 from lossscale.errors import ArgumentError, LossScaleWarning, TrainingHaltedError
+from seeding import seed
 
 # Compiling a training step takes PyTorch most of a minute.
 JIT = [False] if BACKEND == "torch" else [False, True]
@@ -59,7 +60,7 @@ def net(optimizer=None, rule=None, **compile_arguments):
 
     To trace a graph takes TensorFlow longer than most tests run it: those who want one say how.
     """
-    keras.utils.set_random_seed(0)
+    seed(0)
     x, extra = keras.Input((4,)), keras.Input((2, 3))
     spoiled = Spoiled(name="spoiled")
     hidden = keras.layers.Dense(8, activation="relu", name="hidden")

@@ -11,9 +11,11 @@ import pytest
 import tensorflow as tf
 
 import lossscale
+import two_devices
 from documents.forms import assert_same, everything, number, sgd
 from lossscale import experimental
 from lossscale.experimental import DynamicLossScale, FixedLossScale, LossScale
+from seeding import seed
 
 _GOOD = [1.0]
 _BAD = [float("inf")]
@@ -575,7 +577,7 @@ def test_a_rule_that_no_loss_scale_can_express_is_a_value_error():
 
 
 def _trained_model(loss_scale):
-    keras.utils.set_random_seed(0)
+    seed(0)
     model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
     optimizer = experimental.LossScaleOptimizer(sgd(0.125, momentum=0.5), loss_scale)
     model.compile(optimizer, "mse")
@@ -615,7 +617,7 @@ def test_a_model_that_was_saved_goes_on_as_if_it_had_not_been(
 
 
 def test_a_fixed_loss_scale_is_saved_with_the_model(tmp_path):
-    keras.utils.set_random_seed(0)
+    seed(0)
     model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
     model.compile(experimental.LossScaleOptimizer(sgd(momentum=0.5), 3), "mse")
     model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
@@ -685,7 +687,7 @@ def test_unaggregated_gradients_are_applied_on_one_replica(stepped):
 @pytest.fixture(scope="module")
 def steps_on_two_replicas():
     """Takes a step with one gradient for each replica; returns their weights, and the scale."""
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = two_devices.strategy()
 
     def run(gradients, **arguments):
         with strategy.scope():

@@ -10,6 +10,7 @@ from keras.src.trainers import trainer
 
 import lossscale
 from lossscale import experimental
+from seeding import seed
 
 OWN = keras.optimizers.LossScaleOptimizer
 X = np.linspace(-1, 1, 16, dtype="float32").reshape(8, 2)
@@ -18,7 +19,7 @@ Y = X @ np.array([[1.0], [-2.0]], "float32")
 
 @pytest.fixture(autouse=True)
 def _mixed_float16_and_nothing_left_behind():
-    keras.utils.set_random_seed(0)
+    seed(0)
     keras.mixed_precision.set_global_policy("mixed_float16")
     yield
     keras.mixed_precision.set_global_policy("float32")

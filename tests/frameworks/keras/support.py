@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import lossscale
+from seeding import seed
 
 INF, NAN = float("inf"), float("nan")
 
@@ -129,7 +130,7 @@ def status(optimizer):
 
 def small_model(inputs=4, units=8):
     """Returns a network with the same weights every time."""
-    keras.utils.set_random_seed(7)
+    seed(7)
     return keras.Sequential(
         [
             keras.Input((inputs,)),

@@ -10,6 +10,7 @@ from lossscale import DynamicScale, LossScaleOptimizer
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.diagnostics import GradientHistogram, TrainingHistory
 from lossscale.errors import ArgumentError
+from seeding import seed
 
 
 @keras.saving.register_keras_serializable("lossscale.tests")
@@ -27,7 +28,7 @@ class Root(keras.layers.Layer):
 
 
 def net(optimizer=None, **arguments):
-    keras.utils.set_random_seed(0)
+    seed(0)
     layers = [keras.Input((3,)), Root(name="root"), keras.layers.Dense(1, name="out")]
     model = keras.Sequential(layers, name="net")
     rule = DynamicScale(initial_scale=2.0**8, growth_interval=3)
@@ -111,7 +112,7 @@ def test_a_model_that_gets_its_shape_in_fit(tmp_path, eager):
 
 
 def test_sparse_gradients_are_counted_as_they_are_stored(tmp_path):
-    keras.utils.set_random_seed(0)
+    seed(0)
     layers = [keras.Input((2,), dtype="int32"), keras.layers.Embedding(5, 3, name="words")]
     model = keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(1)])
     model.compile(LossScaleOptimizer(keras.optimizers.SGD()), "mse", jit_compile=False)

@@ -44,9 +44,7 @@ def optimizers(request):
     return tf_keras.optimizers if request.param == "new" else tf_keras.optimizers.legacy
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def two_replicas():
     """A strategy of two replicas."""
-    strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
-    assert strategy.num_replicas_in_sync == 2
-    return strategy
+    return two_devices.strategy()
