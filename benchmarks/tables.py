@@ -128,7 +128,7 @@ def syncs(found: Iterable[Row]) -> str:
     }
     lines = _header(["", *columns.values()])
     for row in found:
-        cells = [f"{row[column]:,}" for column in columns]
+        cells = [f"{row[column]:,}" if column in row else "-" for column in columns]
         lines.append(_line([METHODS[row["method"]].title, *cells]))
     return "\n".join(lines)
 

@@ -94,7 +94,12 @@ def run(job: Job, shared: str) -> tuple[int, str, float]:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--color=no", "-p", "no:cacheprovider", *job.arguments],
         cwd=ROOT,
-        env={**os.environ, "LOSSSCALE_TEST_SHARED": shared, **job.environment},
+        env={
+            **os.environ,
+            "LOSSSCALE_TEST_SHARED": shared,
+            "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(shared, "compiled")),
+            **job.environment,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
