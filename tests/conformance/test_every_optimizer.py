@@ -157,8 +157,20 @@ def has_kernels(name):
     return True
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MAKERS)
+# A skipped step of a `tf.function` runs nothing of the optimizer, whichever it is. XLA runs all of
+# it and puts back what it keeps, so that each has to be asked there.
+IN_A_FUNCTION = ("SGD", "Nadam", "MultiOptimizer", "a user's")
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        (name, mode)
+        for name in MAKERS
+        for mode in MODES
+        if mode != "function" or name.rpartition("-")[2] in IN_A_FUNCTION
+    ],
+)
 def test_it_trains_as_bare_and_a_skipped_step_changes_none_of_its_state(name, mode):
     # What a compiler makes of the bare one takes as long again, and only rounds otherwise. But
     # tf_keras' Nadam computes otherwise in a traced function.
