@@ -34,9 +34,10 @@ def check_batches(batches: Any, arrays: tuple[type[Any], ...]) -> None:
         isinstance(batches, tuple) and any(isinstance(part, arrays) for part in batches)
     )
     if one or not hasattr(batches, "__iter__"):
+        shape = f" of shape {tuple(batches.shape)}" if isinstance(batches, arrays) else ""
         raise ArgumentTypeError(
             "`batches` must be an iterable of batches, such as a list or a DataLoader; one batch "
-            f"is [batch]. Received: a {type(batches).__name__}."
+            f"is [batch]. Received: a {type(batches).__name__}{shape}."
         )
 
 
