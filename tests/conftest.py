@@ -55,6 +55,23 @@ def _tensorflow_logs():
     assert not [line for line in first_lines if not any(part in line for part in own)]
 
 
+@pytest.fixture
+def compiled_quickly():
+    """JAX compiles in less time what then runs slower.
+
+    Not for tests that promise bits: a user's program is optimized, and may round otherwise.
+    """
+    if os.environ["KERAS_BACKEND"] != "jax":
+        yield
+        return
+    import jax
+
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 def pytest_collection_finish():
     # What is imported stays. To look through it for garbage, as some tests and Keras do, takes a
     # third of a second each time.

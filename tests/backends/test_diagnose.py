@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import keras
@@ -10,7 +11,6 @@ import pytest
 from keras import layers
 
 from backends.support import BACKEND, arrays
-from compiling import compiled_quickly
 from lossscale import FixedScale
 from lossscale.demo import experiment, images, training
 from lossscale.diagnostics import (
@@ -24,11 +24,7 @@ from lossscale.diagnostics import (
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from seeding import seed
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _compiled_quickly():
-    with compiled_quickly():
-        yield
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture(autouse=True)
@@ -578,18 +574,18 @@ def batches_from(kind, x, y):
     return torch.utils.data.DataLoader(data, batch_size=8)
 
 
-@pytest.fixture(scope="module")
-def listed():
+@functools.cache
+def report_on_a_list():
     x, y = some_data()
     return diagnose(classifier(), iter([(x[:8], y[:8]), (x[8:16], y[8:16])]), quick=True)
 
 
 @pytest.mark.parametrize("kind", ["generator", "PyDataset", "tf.data", "DataLoader"])
-def test_batches_can_come_from_an_iterable(kind, listed):
+def test_batches_can_come_from_an_iterable(kind):
     x, y = some_data()
     report = diagnose(classifier(), batches_from(kind, x, y), batches=2, quick=True)
     assert (report.batches, report.samples) == (2, 16)
-    for found, expected in zip(report.ranges, listed.ranges, strict=True):
+    for found, expected in zip(report.ranges, report_on_a_list().ranges, strict=True):
         assert found.name == expected.name
         assert found.histogram.mass == pytest.approx(expected.histogram.mass, rel=1e-5)
 

@@ -9,7 +9,6 @@ import pytest
 import fidelity_cases as cases
 import fidelity_claims as claims
 from backends.support import BACKEND
-from compiling import compiled_quickly
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.diagnostics import Verdict, diagnose
 from seeding import seed
@@ -17,10 +16,7 @@ from seeding import seed
 LIBRARY = cases.library_of_keras()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compiled_quickly():
-    with compiled_quickly():
-        yield
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.fixture(autouse=True)

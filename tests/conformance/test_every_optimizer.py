@@ -7,7 +7,6 @@ import pytest
 
 import lossscale
 import lossscale.migration
-from compiling import compiled_quickly
 from conformance.every_optimizer import IS_TF_KERAS, makers, state_of
 
 BACKEND = os.environ["KERAS_BACKEND"]
@@ -23,10 +22,7 @@ STEPS = [
 BAD = [STEPS[0][0], np.array([1.0, np.inf, 1.0], np.float32)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compiled_quickly():
-    with compiled_quickly():
-        yield
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 def framework():

@@ -9,7 +9,6 @@ import pytest
 import fidelity_cases
 import lossscale
 import own_step_cases as cases
-from compiling import compiled_quickly
 from fidelity_cases import variable
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.diagnostics import TrainingHistory, Verdict, deviation, diagnose
@@ -20,10 +19,7 @@ KINDS = [Vae, Contrastive] + ([Gan] if LIBRARY.backend != "jax" else [])
 SCALE = 4.0
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compiled_quickly():
-    with compiled_quickly():
-        yield
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 def sgd(rate=2.0**-40):

@@ -1,9 +1,10 @@
 """These tests read files of TensorFlow, and compare with tf_keras: on the TensorFlow backend."""
 
 import os
-import random
 
 import pytest
+
+from seeding import seed
 
 if os.environ.get("KERAS_BACKEND", "tensorflow") != "tensorflow":
     collect_ignore_glob = ["test_*.py"]
@@ -18,6 +19,4 @@ else:
 
 @pytest.fixture(autouse=True)
 def _fixed_seed():
-    # Both Kerases draw their initial values by it. Not `set_random_seed`: TensorFlow's drops every
-    # kernel, which the eager steps of the next test would make anew.
-    random.seed(0)
+    seed(0)

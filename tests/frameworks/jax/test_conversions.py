@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lossscale.optax
-from compiling import compiled_quickly
 from lossscale import DynamicScale, FixedScale
 from lossscale.errors import (
     AlreadyWrappedError,
@@ -31,10 +30,7 @@ powers = st.builds(lambda exponent: 2.0**exponent, st.integers(-8, 24))
 steps = st.lists(st.booleans(), min_size=8, max_size=16)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compiled_quickly():
-    with compiled_quickly():
-        yield
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 def ours(rule, opt_state, verdicts):

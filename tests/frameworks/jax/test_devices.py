@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from compiling import compiled_quickly
 from frameworks.jax.support import bits
 from lossscale import Needs, ScaleRule, ScaleState
 from lossscale.errors import ArgumentError, GradientsError
@@ -23,10 +22,7 @@ SHAPES = {"w": (4, 2048), "b": (8,)}
 SCALES = [8.0, 4.0, 4.0, 8.0]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compiled_quickly():
-    with compiled_quickly():
-        yield
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 def first_params():

@@ -13,7 +13,6 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import lossscale.optax
-from compiling import compiled_quickly
 from frameworks.jax.support import bits
 from lossscale.diagnostics import GradientReport, Verdict
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -24,10 +23,7 @@ X = np.random.default_rng(0).normal(size=(12, 6)).astype(np.float32)
 TOKENS = np.array([[1, 1, 2], [3, 1, 0]])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compiled_quickly():
-    with compiled_quickly():
-        yield
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 def drawn(*shape):

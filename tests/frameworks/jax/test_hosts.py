@@ -16,16 +16,12 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import lossscale.optax
-from compiling import compiled_quickly
 from lossscale.errors import ArgumentError, ArgumentTypeError
 
 EXAMPLES = sorted((pathlib.Path(__file__).parents[3] / "examples/jax").glob("*.py"))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compiled_quickly():
-    with compiled_quickly():
-        yield
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import lossscale.optax
-from compiling import compiled_quickly
 from frameworks.jax import inner_transformations as inner
 from frameworks.jax.inner_transformations import INNER
 from frameworks.jax.support import bits, scaled, signature, spoiled
@@ -77,14 +76,8 @@ EAGER = (
 )
 
 
-@pytest.fixture
-def _compiled_quickly():
-    # Each operation is a program of its own here, and the same one for both optimizers.
-    with compiled_quickly():
-        yield
-
-
-@pytest.mark.usefixtures("_compiled_quickly")
+# Each operation is a program of its own here, and the same one for both optimizers.
+@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("name", EAGER)
 def test_an_eager_step_is_skipped_and_applied_too(name):
     tx = lossscale.optax.loss_scaled(INNER[name](), initial_scale=8)
