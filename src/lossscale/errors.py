@@ -94,6 +94,9 @@ class UnknownSettingError(LossScaleError, AttributeError):
     def __str__(self) -> str:
         return self._message if isinstance(self._message, str) else self._message()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self),)
 

@@ -161,12 +161,16 @@ def _settings(cls: Any) -> frozenset[str]:
 
 def unknown_setting(wrapper: type[Any], inner: Any, name: str) -> UnknownSettingError:
     """Returns the error for a name that neither the wrapper nor the optimizer inside it has."""
-    known = {n for n in (*dir(wrapper), *dir(inner)) if n[0] != "_"}
-    import difflib
 
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return UnknownSettingError(
-        f"Neither the loss scale optimizer nor the {type(inner).__name__} "
-        f"inside it has a setting {name!r}.{hint}"
-    )
+    def message() -> str:
+        known = {n for n in (*dir(wrapper), *dir(inner)) if n[0] != "_"}
+        import difflib
+
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        return (
+            f"Neither the loss scale optimizer nor the {type(inner).__name__} "
+            f"inside it has a setting {name!r}.{hint}"
+        )
+
+    return UnknownSettingError(message)
