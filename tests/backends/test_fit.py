@@ -1,10 +1,12 @@
+import functools
+
 import keras
 import numpy as np
 import pytest
 
 from backends.support import BACKEND, arrays, data, model_with, number, status, wrapped
 
-# Compiling a training step takes PyTorch most of a minute, so one test there does it.
+# Tracing a training step takes PyTorch many seconds, so one test there does it.
 JIT = [False] if BACKEND == "torch" else [False, True]
 
 
@@ -87,9 +89,12 @@ def test_two_hundred_spoiled_batches_do_no_harm():
 
 @pytest.mark.skipif(BACKEND != "torch", reason="the other backends compile in the tests above")
 @pytest.mark.filterwarnings("ignore")
-def test_fit_with_a_compiled_step_on_pytorch():
-    import torch._inductor.config
+def test_fit_with_a_compiled_step_on_pytorch(monkeypatch):
+    import torch
 
+    # Traced and turned into graphs as ever, but to C++ in test_compile.py of PyTorch alone only:
+    # here there are two dozen graphs, most of them of Keras.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     # As little as there can be of what PyTorch has to trace: one layer, and one slot for each of
     # its variables.
     optimizer = wrapped(keras.optimizers.SGD(0.01, momentum=0.9))
@@ -97,9 +102,7 @@ def test_fit_with_a_compiled_step_on_pytorch():
     model.compile(optimizer, loss="mse", jit_compile=True)
     x, y = data(32)
     x[8:16] = np.nan
-    # Processes to compile in would each import PyTorch first.
-    with torch._inductor.config.patch(compile_threads=1):
-        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     assert status(optimizer) == {
         "scale": 2.0**9,
         "good_steps": 2,

@@ -42,7 +42,7 @@ def run(step, optimizer):
     assert int(optimizer.iterations) == 8
 
 
-def eager(inner=torch.optim.SGD):
+def eager_parameters(inner=torch.optim.SGD):
     model, optimizer = made(inner)
 
     def step(x):
@@ -51,7 +51,11 @@ def eager(inner=torch.optim.SGD):
         optimizer.step()
 
     run(step, optimizer)
-    return bits(list(model.parameters()))
+    return list(model.parameters())
+
+
+def eager(inner=torch.optim.SGD):
+    return bits(eager_parameters(inner))
 
 
 @pytest.mark.parametrize("decide", ["host", "device"])
@@ -71,6 +75,24 @@ def test_forward_and_scale_loss_are_one_graph_while_the_scale_moves(counter, dec
     run(step, optimizer)
     assert counter.frame_count == 1
     assert bits(list(model.parameters())) == eager()
+
+
+def test_a_scaled_loss_becomes_machine_code():
+    import torch._inductor.config
+
+    model, optimizer = made()
+    scaled_loss = torch.compile(lambda x: optimizer.scale_loss(model(x).square().sum()))
+
+    def step(x):
+        optimizer.zero_grad()
+        scaled_loss(x).backward()
+        optimizer.step()
+
+    # Processes to compile in would each import PyTorch first.
+    with torch._inductor.config.patch(compile_threads=1):
+        run(step, optimizer)
+    # Its sums may round otherwise.
+    torch.testing.assert_close(list(model.parameters()), eager_parameters())
 
 
 def test_a_whole_step_breaks_where_pytorch_does_and_is_not_compiled_anew(counter):
