@@ -91,11 +91,13 @@ def run(job: Job, shared: str) -> tuple[int, str, float]:
         shared: A folder for what one job makes and others read.
     """
     start = time.monotonic()
+    # The first process keeps the bytecode of our files for all that start later.
+    inherited = {name: v for name, v in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--color=no", "-p", "no:cacheprovider", *job.arguments],
         cwd=ROOT,
         env={
-            **os.environ,
+            **inherited,
             "LOSSSCALE_TEST_SHARED": shared,
             "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(shared, "compiled")),
             **job.environment,
