@@ -8,7 +8,7 @@ Three ways of saying how the scale moves lead here: the arguments `dynamic`, `in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lossscale.checks import checked_interval, checked_scale
@@ -192,6 +192,10 @@ def arguments_from_config(
         ...     "class_name": "FixedLossScale", "config": {"loss_scale_value": 8.0}}})
         ({}, {'rule': FixedScale(scale=8.0, skip_nonfinite=False)})
     """
+    if not isinstance(config, Mapping):
+        raise ArgumentError(
+            f"A loss scale optimizer's configuration is a dictionary. Received: {config!r}."
+        )
     rest = dict(config)
     inner_key = "optimizer" if "loss_scale" in rest else "inner_optimizer"
     if inner_key not in rest:
@@ -213,7 +217,41 @@ def arguments_from_config(
     return inner, rest
 
 
+def check_described(described: Any, what: str) -> None:
+    """Raises if something is not described as Keras does it: by a class's name and settings.
+
+    Raises:
+        ArgumentError: It names `what` is described.
+    """
+    if (
+        isinstance(described, Mapping)
+        and isinstance(described.get("class_name"), str)
+        and isinstance(described.get("config"), Mapping)
+    ):
+        return
+    raise ArgumentError(
+        f"A configuration describes the {what} by a dictionary with `class_name`, a string, and "
+        f"`config`, a dictionary. Received: {described!r}."
+    )
+
+
+def made_of(make: Callable[..., Any], described: Mapping[str, Any], what: str) -> Any:
+    """Returns what a callable makes of the settings in a description.
+
+    Raises:
+        ArgumentError: If there is a setting too many or too few.
+    """
+    try:
+        return make(**described["config"])
+    except TypeError as error:
+        raise ArgumentError(
+            f"The {what} {described['class_name']!r} cannot be made of the settings in its "
+            f"configuration, {dict(described['config'])}: {error}."
+        ) from error
+
+
 def _rule_from_config(config: Mapping[str, Any], custom_objects: Mapping[str, Any]) -> ScaleRule:
+    check_described(config, "rule")
     name = config["class_name"]
     known = {**RULES, **custom_objects}
     if name not in known:
@@ -221,7 +259,7 @@ def _rule_from_config(config: Mapping[str, Any], custom_objects: Mapping[str, An
             f"The rule {name!r} is not known. Known are {sorted(RULES)}; pass your own in "
             f"custom_objects={{{name!r}: {name}}}."
         )
-    rule: ScaleRule = known[name](**config["config"])
+    rule: ScaleRule = made_of(known[name], config, "rule")
     return rule
 
 
@@ -234,16 +272,24 @@ def rule_from_loss_scale_config(config: Mapping[str, Any]) -> ScaleRule:
     Raises:
         ArgumentError: If it is neither a FixedLossScale nor a DynamicLossScale.
     """
-    name, settings = config["class_name"], config["config"]
-    if name == "FixedLossScale":
-        return FixedScale(checked_scale("loss_scale_value", settings["loss_scale_value"]))
-    if name == "DynamicLossScale":
-        return rule_from_loss_scale_arguments(**settings)
+    check_described(config, "loss scale")
+    name = config["class_name"]
+    makers: dict[str, Callable[..., ScaleRule]] = {
+        "FixedLossScale": _fixed_rule,
+        "DynamicLossScale": rule_from_loss_scale_arguments,
+    }
+    if name in makers:
+        rule: ScaleRule = made_of(makers[name], config, "loss scale")
+        return rule
     raise ArgumentError(
         f"The loss scale {name!r} is not known; known are 'FixedLossScale' and "
         "'DynamicLossScale'. Load a class of your own with "
         "lossscale.experimental.LossScaleOptimizer.from_config and custom_objects."
     )
+
+
+def _fixed_rule(loss_scale_value: Any) -> FixedScale:
+    return FixedScale(checked_scale("loss_scale_value", loss_scale_value))
 
 
 def rule_from_loss_scale_arguments(

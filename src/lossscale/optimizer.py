@@ -116,7 +116,8 @@ class LossScaleOptimizer(OptimizerMembers):
         cls, shell: Any, config: dict[str, Any], custom_objects: dict[str, Any] | None
     ) -> LossScaleOptimizer:
         """Creates an optimizer with the inner optimizer that this shell makes."""
-        rules = shell._with_class_named(config.get("rule"), custom_objects)
+        described = config.get("rule") if isinstance(config, dict) else None
+        rules = shell._with_class_named(described, custom_objects)
         inner, arguments = arguments_from_config(config, rules)
         return cls(shell._inner_from_config(inner, custom_objects), **arguments)
 

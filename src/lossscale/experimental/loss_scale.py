@@ -6,7 +6,7 @@ import abc
 from typing import Any
 
 from lossscale import registry
-from lossscale.arguments import rule_from_loss_scale_arguments
+from lossscale.arguments import check_described, made_of, rule_from_loss_scale_arguments
 from lossscale.checks import checked_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.rules import DynamicScale, FixedScale, ScaleRule, Seen
@@ -293,10 +293,11 @@ def deserialize(config: Any, custom_objects: dict[str, Any] | None = None) -> Lo
         custom_objects: Classes of one's own, by class name.
 
     Raises:
-        ValueError: If the class is not known.
+        ValueError: If the class is not known, or cannot be made of its configuration.
     """
     if not isinstance(config, dict):
         return get(config)
+    check_described(config, "loss scale")
     known = {**_KNOWN, **(custom_objects or {})}
     name = config["class_name"]
     if name not in known:
@@ -304,5 +305,7 @@ def deserialize(config: Any, custom_objects: dict[str, Any] | None = None) -> Lo
             f"The loss scale {name!r} is not known. Known are {sorted(_KNOWN)}; pass your own in "
             f"custom_objects={{{name!r}: {name}}}."
         )
-    loss_scale: LossScale = known[name].from_config(dict(config["config"]))
+    loss_scale: LossScale = made_of(
+        lambda **settings: known[name].from_config(settings), config, "loss scale"
+    )
     return loss_scale

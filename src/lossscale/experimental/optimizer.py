@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lossscale import optimizer
 from lossscale.arguments import arguments_from_config, rule_from_arguments
-from lossscale.errors import UnsupportedError
+from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.experimental.loss_scale import (
     DynamicLossScale,
     FixedLossScale,
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     _Base: Any
 else:
     _Base = optimizer.LossScaleOptimizer
+
+_ARGUMENTS_OF_RULES = {"dynamic", "initial_scale", "dynamic_growth_steps", "rule"}
 
 
 class LossScaleOptimizer(_Base):
@@ -105,16 +107,22 @@ class LossScaleOptimizer(_Base):
     def _from_config(
         cls, shell: Any, config: dict[str, Any], custom_objects: dict[str, Any] | None
     ) -> Any:
-        if "loss_scale" in config:
+        described = config if isinstance(config, dict) else {}
+        if "loss_scale" in described:
             inner, name = config.get("optimizer"), config.get("name")
             described = config["loss_scale"]
             classes = shell._with_class_named(described, custom_objects)
             loss_scale = deserialize(described, classes)
         else:
             # Written by a later release, whose optimizer took the numbers themselves.
-            rules = shell._with_class_named(config.get("rule"), custom_objects)
+            rules = shell._with_class_named(described.get("rule"), custom_objects)
             inner, arguments = arguments_from_config(config, rules)
             name = arguments.pop("name", None)
+            if unknown := arguments.keys() - _ARGUMENTS_OF_RULES:
+                raise ArgumentError(
+                    f"A loss scale optimizer's configuration has no keys {sorted(unknown)}. It has "
+                    "inner_optimizer, dynamic, initial_scale, dynamic_growth_steps, rule and name."
+                )
             loss_scale = from_rule(rule_from_arguments(**arguments))
         return cls(shell._inner_from_config(inner, custom_objects), loss_scale, name=name)
 

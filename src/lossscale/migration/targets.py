@@ -208,7 +208,10 @@ class KerasTarget(Target):
     def set_scale_values(self, scale: float, good_steps: int) -> None:
         named = {field: v.name for field, v in self.optimizer._state.variables.items()}
         values = {"scale": np.float32(scale), "good_steps": np.int64(good_steps)}
-        self.optimizer._restore_scale({named[field]: value for field, value in values.items()})
+        # A rule of one's own may count no steps.
+        self.optimizer._restore_scale(
+            {named[field]: value for field, value in values.items() if field in named}
+        )
 
 
 class TFKerasTarget(Target):

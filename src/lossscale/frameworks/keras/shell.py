@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import keras
 from keras import ops
 
-from lossscale.arguments import rule_from_arguments
+from lossscale.arguments import check_described, rule_from_arguments
 from lossscale.errors import ArgumentError
 from lossscale.frameworks.common.checks import remember_wrapper
 from lossscale.frameworks.common.handover import GradientHandover
@@ -151,6 +151,7 @@ class KerasLossScaleOptimizer(
     def _inner_from_config(cls, config: Any, custom_objects: Any) -> Any:
         if isinstance(config, keras.optimizers.Optimizer):
             return config
+        check_described(config, "inner optimizer")
         # A copy: Keras lower-cases the class name in the dictionary it is given.
         config = older_names.inner_config(config, custom_objects)
         inner = keras.optimizers.deserialize(config, custom_objects=custom_objects)

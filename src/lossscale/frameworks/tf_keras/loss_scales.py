@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
+from lossscale.arguments import check_described
 from lossscale.errors import ArgumentError
 from lossscale.frameworks.shell.contract import ArrayCode
 from lossscale.frameworks.shell.loss_scales import SharedSupport
@@ -51,6 +52,7 @@ class LossScaleSupport(SharedSupport):
         families = (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer)
         if isinstance(config, families):
             return config
+        check_described(config, "inner optimizer")
         known = {**_only_new_optimizers(), **(custom_objects or {})}
         # Below an HDF5 file tf_keras looks for the class name alone.
         own = tf_keras.saving.get_registered_object(config.get("registered_name"), custom_objects)
