@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lossscale import registry
 from lossscale.checks import checked_count, checked_truth
@@ -124,6 +125,10 @@ class LossScaleMonitor:
             fidelity_every=fidelity_every,
             fidelity_data=fidelity_data,
         )
+
+    if not TYPE_CHECKING:
+        # `help()` would show what `__new__` takes.
+        __new__.__signature__ = inspect.signature(__init__)
 
     @property
     def last_record(self) -> StepRecord | None:

@@ -34,10 +34,16 @@ class OptimizerMembers:
     Attributes:
         inner_optimizer: The optimizer that is wrapped.
         name: The optimizer's name.
+        dynamic_scale: On Keras 3 the variable that holds the loss scale, float32; elsewhere there
+            is none.
+        step_counter: On Keras 3 the variable that `dynamic_counter` is, None if the scale is fixed;
+            elsewhere there is none.
     """
 
     inner_optimizer: Any
     name: str
+    dynamic_scale: Any
+    step_counter: Any
 
     if TYPE_CHECKING:
         # The settings of the inner optimizer are read and written through the one around it.
@@ -309,6 +315,15 @@ class OptimizerMembers:
     @iterations.setter
     def iterations(self, value: Any) -> None:
         raise not_offered(self, "iterations")
+
+    @property
+    def learning_rate(self) -> Any:
+        """The learning rate of the inner optimizer: a number, a variable or a schedule."""
+        raise not_offered(self, "learning_rate")
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        raise not_offered(self, "learning_rate")
 
     @property
     def lr(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lossscale import registry
@@ -64,18 +65,17 @@ class LossScaleOptimizer(OptimizerMembers):
 
     _rule: ScaleRule
 
-    if TYPE_CHECKING:
-        # Each shell has the constructor; `__new__` picks the shell.
-        def __init__(
-            self,
-            inner_optimizer: Any,
-            dynamic: bool = True,
-            initial_scale: float | None = None,
-            dynamic_growth_steps: int | None = None,
-            *,
-            rule: ScaleRule | None = None,
-            name: str | None = None,
-        ) -> None: ...
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        dynamic: bool = True,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
+        *,
+        rule: ScaleRule | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Declared for type checkers and `help()`: each shell has a constructor of its own."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if cls._framework is None:
@@ -84,6 +84,11 @@ class LossScaleOptimizer(OptimizerMembers):
             cls = shell if cls is LossScaleOptimizer else registry.combined(cls, shell)
         made: Self = super().__new__(cls)
         return made
+
+    if not TYPE_CHECKING:
+        __new__.__signature__ = inspect.signature(__init__)
+        # It would come before those of the frameworks' base classes.
+        del __init__
 
     @classmethod
     def from_config(

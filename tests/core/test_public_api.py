@@ -2,14 +2,19 @@ import importlib
 import inspect
 import pathlib
 import pydoc
+import re
 import tomllib
 from importlib import metadata
 
 import pytest
 
 import lossscale
+from lossscale.callbacks import LossScaleMonitor
 from lossscale.frameworks.shell.contract import Shell, ShellClass
+from lossscale.frameworks.torch.names import LossScaleOptimizer as TorchLossScaleOptimizer
 from lossscale.members import OptimizerMembers
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 DECLARED = [name for name in vars(OptimizerMembers) if not name.startswith("_")]
 OF_KERAS_3_ONLY = {"scale_loss", "apply", "stateless_apply"}
@@ -93,6 +98,37 @@ def test_help_shows_every_documented_member_once():
             assert len(texts) == 1, (shell.__name__, name)
 
 
+def test_every_member_on_the_page_about_them_is_declared():
+    page = (ROOT / "docs/documented_api.md").read_text()
+    page = page.partition("## Members")[2].partition("\n## ")[0]
+    # The first column; after the names of settings of any optimizer comes no `(`.
+    columns = re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)
+    names = {name for column in columns for name in re.findall(r"`(\w+)", column)}
+    declared = {
+        name
+        for cls in lossscale.LossScaleOptimizer.__mro__
+        for name in {**vars(cls), **vars(cls).get("__annotations__", {})}
+    }
+    assert len(names) > 30
+    assert names - declared == set()
+
+
+def test_help_shows_what_the_constructors_take():
+    shown = inspect.signature(lossscale.LossScaleOptimizer).parameters.values()
+    for shell in (*shells(), TorchLossScaleOptimizer):
+        taken = inspect.signature(shell.__init__).parameters
+        for parameter in shown:
+            same = taken[parameter.name]
+            assert (same.kind, same.default) == (parameter.kind, parameter.default)
+
+    class Own(lossscale.LossScaleOptimizer):
+        def __init__(self, inner, tag): ...
+
+    assert str(inspect.signature(Own)) == "(inner, tag)"
+    monitor = inspect.signature(LossScaleMonitor)
+    assert list(monitor.parameters)[:3] == ["path", "every", "tensorboard"]
+
+
 def test_every_shell_offers_all_of_the_contract():
     asked = {
         name
@@ -121,7 +157,7 @@ def shells():
 
 def test_the_version_is_the_installed_one():
     assert lossscale.__version__ == metadata.version("lossscale")
-    project = tomllib.loads((pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "lossscale.__version__"
 
 

@@ -9,10 +9,18 @@ from lossscale.frameworks.shell.parts import SharedParts
 
 
 class SharedSettings(SharedParts):
-    """`lr`, and each setting that is not found here."""
+    """The learning rate, and each setting that is not found here."""
 
     # Under which name the instance's dictionary has the inner optimizer.
     _inner_attribute: ClassVar[str]
+
+    @property
+    def learning_rate(self) -> Any:
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
 
     @property
     def lr(self) -> Any:

@@ -9,9 +9,6 @@ import torch
 from lossscale.errors import UnknownSettingError
 from lossscale.frameworks.common.checks import check_own_name, unknown_setting
 
-_ALIASES = {"learning_rate": "lr"}
-"""Names of the documents, and what PyTorch calls them."""
-
 _OF_SCALERS = {
     "scale": "call scale_loss(loss)",
     "update": "step() moves the scale by itself",
@@ -72,6 +69,14 @@ class InnerSettings:
         self.inner_optimizer.add_param_group(param_group)
 
     @property
+    def learning_rate(self) -> Any:
+        return self._setting("lr")
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self._set_setting("lr", value)
+
+    @property
     def lr(self) -> Any:
         return self._setting("lr")
 
@@ -80,6 +85,8 @@ class InnerSettings:
         self._set_setting("lr", value)
 
     def _setting(self, name: str) -> Any:
+        if not self._is_setting(name):
+            raise unknown_setting(type(self), self.inner_optimizer, name)
         values = [group[name] for group in self.param_groups]
         first = values[0]
         if any(value is not first and value != first for value in values):
@@ -101,9 +108,8 @@ class InnerSettings:
         inner = self.__dict__.get("inner_optimizer")
         if inner is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        known = _ALIASES.get(name, name)
-        if self._is_setting(known):
-            return self._setting(known)
+        if self._is_setting(name):
+            return self._setting(name)
         try:
             return getattr(inner, name)
         except AttributeError:
@@ -121,9 +127,8 @@ class InnerSettings:
         if inner is None or own or name in _OWN_ATTRIBUTES:
             object.__setattr__(self, name, value)
             return
-        known = _ALIASES.get(name, name)
-        if self._is_setting(known):
-            self._set_setting(known, value)
+        if self._is_setting(name):
+            self._set_setting(name, value)
         elif hasattr(inner, name):
             setattr(inner, name, value)
         else:
