@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lossscale.errors import MissingPackageError
+from lossscale.packages import not_installed
 
 __all__ = ["GradScaler", "LossScaleOptimizer", "Monitor", "diagnose", "guard", "install"]
 
@@ -36,12 +37,13 @@ else:
         try:
             found = _found(name)
         except ModuleNotFoundError as error:
-            missing = error.name or ""
-            if missing.partition(".")[0] not in ("torch", _OF_TRAINERS.get(name)):
+            missing, purpose = (error.name or "").partition(".")[0], f"lossscale.torch.{name}"
+            if missing == "torch":
+                raise not_installed([missing], purpose=purpose) from None
+            if missing != _OF_TRAINERS.get(name):
                 raise
             raise MissingPackageError(
-                f"lossscale.torch.{name} needs {missing}, which is not installed. Install it with "
-                f"pip install {missing.partition('.')[0]}."
+                f"{purpose} needs {missing}, which is not installed: pip install {missing}"
             ) from None
         globals()[name] = found
         return found

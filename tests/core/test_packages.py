@@ -130,7 +130,8 @@ sys.meta_path.insert(0, Bare())
 import importlib.util
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name: None if name in %r else found(name)
-import lossscale
+import importlib
+import lossscale, lossscale.torch
 from lossscale import diagnostics, plots
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.rules import DynamicScale
@@ -156,6 +157,9 @@ for ask in (
             diagnostics.StepRecord(1, 8.0, False)])),
     lambda: plots.plot_gradient_range(diagnostics.GradientReport("m", "k", "", "", 1, 1, ())),
     lambda: plots.plot_layers(diagnostics.GradientReport("m", "k", "", "", 1, 1, ())),
+    lambda: importlib.import_module("lossscale.optax"),
+    lambda: lossscale.torch.GradScaler,
+    lambda: lossscale.torch.LightningMonitor,
 ):
     try:
         ask()
@@ -177,7 +181,7 @@ def test_the_library_alone_names_what_each_of_its_parts_needs():
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert [line.partition(" | ")[0] for line in lines] == ["MissingPackageError"] * 17, done.stdout
+    assert [line.partition(" | ")[0] for line in lines] == ["MissingPackageError"] * 20, done.stdout
     assert [extras_in(line) for line in lines] == [
         ["tensorflow"],
         ["tensorflow"],
@@ -185,4 +189,7 @@ def test_the_library_alone_names_what_each_of_its_parts_needs():
         ["tf_keras"],
         ["tensorboard"],
         *[["plots"]] * 12,
+        ["optax"],
+        ["torch"],
+        ["torch"],
     ]
