@@ -9,6 +9,7 @@ it calls nothing but operators and `xp.where`, so the same body runs under NumPy
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import struct
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -309,7 +310,7 @@ class DynamicScale(ScaleRule):
         """The highest loss scale the rule can reach, dimensionless."""
         return LARGEST_SCALE if self.max_scale is None else self.max_scale
 
-    @property
+    @functools.cached_property
     def powers_of_two(self) -> bool:
         return all(
             _is_power_of_two(value)

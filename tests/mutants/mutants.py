@@ -259,7 +259,7 @@ ARRAYS = [
 ]
 
 STEPS = [
-    Mutant(_STEP, "if not self.rule.checks_gradients:", "if False:", _EAGER),
+    Mutant(_STEP, "if not self.checks_gradients:", "if False:", _EAGER),
     Mutant(_LEDGER, "self.last_step_skipped.assign(skipped)", "pass", _FUNCTION),
     Mutant(
         _LEDGER,
@@ -352,10 +352,39 @@ STEPS = [
         ("tests/frameworks/keras/test_autograph.py",),
     ),
     Mutant(
-        "frameworks/tensorflow/translated.py",
-        "if tf.executing_eagerly():",
-        "if True:",
+        "frameworks/tensorflow/tracing.py",
+        "if tf.executing_eagerly():\n        return function",
+        "if True:\n        return function",
         ("tests/frameworks/keras/test_autograph.py",),
+    ),
+]
+
+ASKED = [
+    Mutant(
+        "frameworks/jax/magnitudes.py",
+        "if needs == Needs():",
+        "if False:",
+        ("tests/conformance/test_needs_nothing.py",),
+        JAX,
+    ),
+    Mutant(
+        _STEP,
+        "if self.needs == Needs():",
+        "if False:",
+        ("tests/conformance/test_needs_nothing.py",),
+        TORCH,
+    ),
+    Mutant(
+        "frameworks/common/checks.py",
+        "return UnknownSettingError(message)",
+        "return UnknownSettingError(message())",
+        ("tests/core/test_errors.py",),
+    ),
+    Mutant(
+        "migration/targets.py",
+        "for field, value in values.items() if field in named",
+        "for field, value in values.items()",
+        ("tests/migration/test_own_rules.py",),
     ),
 ]
 
@@ -802,4 +831,7 @@ OWN_STEPS = [
     ),
 ]
 
-ALL = [*RULES, *ARRAYS, *STEPS, *SAVED, *TORCH_ITSELF, *SCALER, *OPTAX, *AROUND_OPTAX, *OWN_STEPS]
+ALL = [
+    *(*RULES, *ARRAYS, *STEPS, *ASKED, *SAVED),
+    *(*TORCH_ITSELF, *SCALER, *OPTAX, *AROUND_OPTAX, *OWN_STEPS),
+]

@@ -10,7 +10,7 @@ from keras import ops
 
 from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.common.notes import DecidedStep
-from lossscale.rules import ScaleRule
+from lossscale.rules import Needs, Seen
 
 
 class Arrays(NamedTuple):
@@ -36,7 +36,10 @@ class Step(NamedTuple):
         scale: The loss scale of the step, float32 scalar tensor or a number; None if nobody asks.
         are_scaled: Whether the gradients still have to be divided by it.
         sum_replicas: Whether the inner optimizer sums the gradients of the replicas.
-        rule: The rule of the loss scale.
+        powers_of_two: Whether the scale is always a power of two.
+        checks_gradients: Whether a step with a non-finite gradient is skipped.
+        needs: What the rule has to see besides.
+        moves_on_host: Whether the host may move the scale with Python numbers.
         decide: Given the unscaled gradients, says whether the step is applied; None where they
             only have to be finite.
     """
@@ -46,7 +49,10 @@ class Step(NamedTuple):
     scale: Any
     are_scaled: bool
     sum_replicas: bool
-    rule: ScaleRule
+    powers_of_two: bool
+    checks_gradients: bool
+    needs: Needs
+    moves_on_host: bool
     decide: Callable[[list[Any]], Any] | None = None
 
     @property
@@ -64,7 +70,7 @@ class Step(NamedTuple):
         if not self.are_scaled:
             return list(self.gradients)
         multiplied = self.of_the_loss
-        divided = arrays.unscaled(multiplied, self.scale, self.rule.powers_of_two)
+        divided = arrays.unscaled(multiplied, self.scale, self.powers_of_two)
         return [
             given if kept is None else result
             for given, kept, result in zip(self.gradients, multiplied, divided, strict=True)
@@ -89,15 +95,28 @@ class Step(NamedTuple):
         """Whether the step is applied: a boolean scalar tensor, or True if nothing is checked."""
         if self.decide is not None:
             return self.decide(self.unscaled(arrays))
-        if not self.rule.checks_gradients:
+        if not self.checks_gradients:
             return True
         if not self.are_scaled:
             return arrays.all_finite(self.gradients)
         multiplied = self.of_the_loss
-        finite = arrays.all_finite(multiplied, self.scale, self.rule.powers_of_two)
+        finite = arrays.all_finite(multiplied, self.scale, self.powers_of_two)
         pairs = zip(self.gradients, multiplied, strict=True)
         others = [gradient for gradient, kept in pairs if kept is None and gradient is not None]
         return ops.logical_and(finite, arrays.all_finite(others)) if others else finite
+
+    def seen(self, measured: Callable[..., Seen], finite: Any) -> Seen:
+        """Returns what the rule sees.
+
+        Args:
+            measured: That of the framework's `magnitudes`; not called for a rule that needs none.
+            finite: Whether the step is applied.
+        """
+        if self.needs == Needs():
+            return Seen(finite)
+        return measured(
+            self.needs, finite, self.of_the_loss, self.scale, are_scaled=self.are_scaled
+        )
 
     def decided(self, arrays: Arrays, finite: Any, number: Any, *, is_shared: bool) -> DecidedStep:
         """Returns what a monitor's notes are made of.

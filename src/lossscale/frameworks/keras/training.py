@@ -10,6 +10,7 @@ import keras
 from lossscale.errors import ArgumentError, GradientsError
 from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.common.checks import check_some_gradient, with_gradient
+from lossscale.frameworks.common.host_rule import host_can_move
 from lossscale.frameworks.common.notes import NotesOfVariables
 from lossscale.frameworks.keras.parts import Parts
 from lossscale.frameworks.keras.private_names import no_automatic_dependency_tracking
@@ -137,14 +138,18 @@ class TrainingStep(SharedTraining, Parts):
     ) -> None:
         self.build(variables)
         self._check_known(variables)
-        sees_scale = scaled or self._notes is not None or self._rule.needs != Needs()
+        rule, needs = self._rule, self._rule.needs
+        sees_scale = scaled or self._notes is not None or needs != Needs()
         step = Step(
             list(gradients),
             list(variables),
             self._current_scale() if sees_scale else None,
             are_scaled=scaled,
             sum_replicas=aggregate,
-            rule=self._rule,
+            powers_of_two=rule.powers_of_two,
+            checks_gradients=rule.checks_gradients,
+            needs=needs,
+            moves_on_host=host_can_move(rule),
             decide=self._decide if self._state is None else None,
         )
         self._backend.run_step(step, self.inner_optimizer, self._ledger, self._notes)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from lossscale.frameworks.tensorflow.xla import in_xla
+from lossscale.frameworks.tensorflow.tracing import in_xla
 
 
 def stored(gradient: Any) -> Any:

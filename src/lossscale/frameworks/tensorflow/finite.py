@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from lossscale.frameworks.common.sizes import SMALL, TOGETHER, small_and_large
 from lossscale.frameworks.tensorflow.arrays import made_of, real_parts, unscaled, widened
-from lossscale.frameworks.tensorflow.xla import in_xla
+from lossscale.frameworks.tensorflow.tracing import in_xla
 
 
 def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:

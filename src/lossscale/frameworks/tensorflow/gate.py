@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.frameworks.tensorflow.xla import in_xla
+from lossscale.frameworks.tensorflow.tracing import in_xla
 
 
 def can_gate(inner_optimizer: Any, gradients: Sequence[Any]) -> bool:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from lossscale.errors import GradientsError
 from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.common.checks import scaled_value
-from lossscale.frameworks.tensorflow.translated import translated
+from lossscale.frameworks.tensorflow.tracing import translated
 
 
 class Recording(NamedTuple):

@@ -10,8 +10,7 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale.frameworks.tensorflow.gate import can_gate
-from lossscale.frameworks.tensorflow.translated import translated
-from lossscale.frameworks.tensorflow.xla import in_xla
+from lossscale.frameworks.tensorflow.tracing import in_xla, translated
 from lossscale.frameworks.tf_keras.files import KerasFiles
 from lossscale.frameworks.tf_keras.persistence import UNLISTED
 from lossscale.frameworks.tf_keras.private_names import LossScaleOptimizerV3

@@ -11,7 +11,7 @@ import tf_keras
 
 from lossscale.errors import ArgumentError, UnknownSlotError
 from lossscale.frameworks.common.autograph import as_written
-from lossscale.frameworks.tensorflow.translated import translated
+from lossscale.frameworks.tensorflow.tracing import translated
 from lossscale.frameworks.tf_keras.private_names import LegacyLossScaleOptimizer
 from lossscale.frameworks.tf_keras.shell import ByFamily, CommonShell, register_shell
 from lossscale.optimizer import LossScaleOptimizer

@@ -14,7 +14,7 @@ from lossscale.frameworks.shell.stand_ins import Recorder, Ways
 from lossscale.frameworks.tensorflow import own_steps
 from lossscale.frameworks.tensorflow.arrays import scaled, unscaled
 from lossscale.frameworks.tensorflow.tape import recorded
-from lossscale.frameworks.tensorflow.translated import translated
+from lossscale.frameworks.tensorflow.tracing import translated
 from lossscale.frameworks.tf_keras.checks import flat_variables
 
 Running = Callable[[bool], contextlib.AbstractContextManager[None]]

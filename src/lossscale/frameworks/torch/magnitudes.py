@@ -19,14 +19,12 @@ def seen(
     """Returns what a rule sees of a step.
 
     Args:
-        needs: What the rule needs; nothing else is computed.
+        needs: What the rule needs, something; nothing else is computed.
         finite: The verdict, a boolean scalar tensor or a bool.
         gradients: Tensors or None.
         scale: The loss scale of the step, float32 scalar tensor.
         are_scaled: Whether the gradients still have to be divided by it.
     """
-    if needs == Needs():
-        return Seen(finite)
     parts = [widened(p) for gradient in gradients for p in real_parts(gradient) if p.numel()]
     device = parts[0].device if parts else None
     largest = None

@@ -128,9 +128,7 @@ def run_step(step: Step, inner: Any, ledger: Ledger, notes: StepNotes | None) ->
     if step.are_scaled:
         step = step._replace(scale=_usable_in_branches(step.scale, step.gradients))
     finite = step.is_finite(_ARRAYS)
-    seen = magnitudes.seen(
-        step.rule.needs, finite, step.of_the_loss, step.scale, are_scaled=step.are_scaled
-    )
+    seen = step.seen(magnitudes.seen, finite)
     if notes is not None:
         number = read(ledger.iterations) + 1
         notes.note(step.decided(_ARRAYS, finite, number, is_shared=True))

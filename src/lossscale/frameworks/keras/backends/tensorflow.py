@@ -34,7 +34,7 @@ from lossscale.frameworks.tensorflow.step import (
     outside_traces,
 )
 from lossscale.frameworks.tensorflow.tape import check_symbolic, recorded
-from lossscale.frameworks.tensorflow.translated import translated
+from lossscale.frameworks.tensorflow.tracing import translated
 from lossscale.rules import Seen
 
 __all__ = [
@@ -110,9 +110,7 @@ def run_step(step: Step, inner: Any, ledger: Ledger, notes: StepNotes | None) ->
     # Keras sums the gradients of the replicas inside the inner optimizer, after this point, so
     # one replica does not see the overflow of another.
     finite = replicas.agreed(step.is_finite(_ARRAYS))
-    seen = magnitudes.seen(
-        step.rule.needs, finite, step.of_the_loss, step.scale, are_scaled=step.are_scaled
-    )
+    seen = step.seen(magnitudes.seen, finite)
     if notes is not None:
         number = read(ledger.iterations) + 1
         notes.note(step.decided(_ARRAYS, finite, number, is_shared=not step.sum_replicas))
@@ -136,7 +134,7 @@ def _host_can_move(step: Step, ledger: Ledger) -> bool:
         tf.executing_eagerly()
         and not tf.distribute.has_strategy()
         and ledger.state is not None
-        and host_rule.host_can_move(step.rule)
+        and step.moves_on_host
     )
 
 

@@ -90,9 +90,7 @@ def run_step(step: Step, inner: Any, ledger: Ledger, notes: StepNotes | None) ->
     with torch.no_grad():
         judged = unscale_and_judge(step, inner, ledger)
         done = step._replace(gradients=judged.gradients, are_scaled=False)
-        seen = magnitudes.seen(
-            step.rule.needs, judged.finite, done.of_the_loss, step.scale, are_scaled=False
-        )
+        seen = done.seen(magnitudes.seen, judged.finite)
         if notes is not None:
             notes.note(done.decided(_ARRAYS, judged.applied, None, is_shared=True))
         if judged.applied:
@@ -142,8 +140,8 @@ def unscale_and_judge(step: Step, inner: Any, ledger: Ledger) -> Judged:
         inner: The inner optimizer.
         ledger: What the step moves besides.
     """
-    rule, on_host = step.rule, torch_state.host_can_move(step, ledger)
-    in_one_pass = step.are_scaled and step.decide is None and rule.powers_of_two
+    on_host = torch_state.host_can_move(step, ledger)
+    in_one_pass = step.are_scaled and step.decide is None and step.powers_of_two
     if not in_one_pass or torch.compiler.is_compiling():
         finite = step.is_finite(_ARRAYS)
         return Judged(step.unscaled(_ARRAYS), finite, finite is True or bool(finite))
@@ -161,7 +159,7 @@ def unscale_and_judge(step: Step, inner: Any, ledger: Ledger) -> Judged:
             others.append(result[index])
 
     if not copied:
-        finite = all_finite(result) if rule.checks_gradients else True
+        finite = all_finite(result) if step.checks_gradients else True
         return Judged(result, finite, finite is True or bool(finite))
     # A `.grad` is its user's: it may be added to or filled again, in ways that leave no trace.
     keys = [(index, id(step.variables[index])) for index in copied]
@@ -169,7 +167,7 @@ def unscale_and_judge(step: Step, inner: Any, ledger: Ledger) -> Judged:
     for index, tensor in zip(copied, in_place, strict=True):
         result[index] = tensor
     scale = torch.as_tensor(step.scale, dtype=torch.float32, device=in_place[0].device)
-    if not rule.checks_gradients:
+    if not step.checks_gradients:
         finite_check.multiply_(in_place, scale.reciprocal())
         return Judged(result, True, True, on_host)
     found: Any = finite_check.unscale_(in_place, scale.reciprocal())

@@ -23,7 +23,7 @@ def host_can_move(step: Step, ledger: Ledger) -> bool:
     """Whether `move` gives what the rule gives on the device, for the step that is taken now."""
     return (
         ledger.state is not None
-        and host_rule.host_can_move(step.rule)
+        and step.moves_on_host
         # Where values are passed in and out, variables do not hold them.
         and not in_stateless_scope()
         and not torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""What users wrote and this library calls, translated as where they called this library."""
+"""What is being traced: whether XLA will compile it, and what users wrote that we call there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.frameworks.tensorflow.private_names import control_status_ctx, tf_convert
+from lossscale.frameworks.tensorflow.private_names import control_status_ctx, is_in_xla, tf_convert
+
+
+def in_xla() -> bool:
+    """Whether a function with `jit_compile=True` is being traced."""
+    if tf.executing_eagerly():
+        return False
+    return bool(is_in_xla(tf.compat.v1.get_default_graph()))
 
 
 def translated(function: Callable[..., Any], *, by_default: bool = False) -> Callable[..., Any]:
