@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 
 
 class StepCounter(keras.Variable):
@@ -24,7 +25,7 @@ class StepCounter(keras.Variable):
 
     def __init__(self, inner_optimizer: Any, steps_skipped: Any) -> None:
         super().__init__(
-            initializer="zeros",
+            initializer=np.zeros,
             shape=(),
             dtype="int",
             trainable=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import keras
+import numpy as np
 from keras import ops
 
 from lossscale.arguments import check_described, rule_from_arguments
@@ -103,8 +104,8 @@ class KerasLossScaleOptimizer(
         return self.add_variable(
             shape=(),
             dtype=dtype,
-            # Older releases of Keras have no constant of type bool.
-            initializer=keras.initializers.Constant(value) if value else "zeros",
+            # An initializer of Keras would be looked up by its name, and compute.
+            initializer=lambda shape, dtype: np.full(shape, value, dtype),
             # Every replica computes the same value.
             aggregation="only_first_replica",
             name=name,
