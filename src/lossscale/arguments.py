@@ -139,11 +139,6 @@ def _not_a_bool(dynamic: Any) -> str:
     )
 
 
-def is_dynamic(rule: ScaleRule) -> bool:
-    """Whether the scale of this rule can change."""
-    return not isinstance(rule, FixedScale)
-
-
 def growth_steps(rule: ScaleRule) -> int | None:
     """The documented `dynamic_growth_steps` of a rule, in steps; None if it has none."""
     return getattr(rule, "growth_interval", None)
@@ -163,7 +158,7 @@ def config_from_rule(rule: ScaleRule) -> dict[str, Any]:
         "initial_scale": float(rule.init().scale),
         "dynamic_growth_steps": growth_steps(rule),
     }
-    if not is_dynamic(rule):
+    if not rule.moves:
         config["dynamic"] = False
     described = (DynamicScale, FixedScale)
     if not isinstance(rule, described) or rule != rule_from_arguments(**config):

@@ -6,7 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lossscale import registry
-from lossscale.arguments import arguments_from_config, growth_steps, is_dynamic
+from lossscale.arguments import arguments_from_config, growth_steps
 from lossscale.members import OptimizerMembers
 from lossscale.rules import ScaleRule
 
@@ -134,7 +134,7 @@ class LossScaleOptimizer(OptimizerMembers):
     @property
     def dynamic(self) -> bool:
         """Whether the loss scale moves by itself."""
-        return is_dynamic(self._rule)
+        return bool(self._rule.moves)
 
     @property
     def initial_scale(self) -> float:

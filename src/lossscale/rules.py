@@ -97,6 +97,11 @@ class ScaleRule(Protocol):
         return False
 
     @property
+    def moves(self) -> bool:
+        """Whether the loss scale can ever change."""
+        return True
+
+    @property
     def moves_on_host(self) -> bool:
         """Whether `update` gives the same numbers for Python numbers as for float32 tensors.
 
@@ -185,6 +190,10 @@ class FixedScale(ScaleRule):
     @property
     def checks_gradients(self) -> bool:
         return self.skip_nonfinite
+
+    @property
+    def moves(self) -> bool:
+        return False
 
     @property
     def powers_of_two(self) -> bool:

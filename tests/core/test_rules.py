@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from core import oracle
+from lossscale.arguments import config_from_rule
+from lossscale.diagnostics import Alarms, StepRecord
 from lossscale.errors import ArgumentError
 from lossscale.rules import (
     LARGEST_SCALE,
@@ -469,10 +471,32 @@ def test_a_rule_of_ones_own_inherits_the_defaults():
 
     rule, state = Own(), ScaleState(4.0, 3)
     assert isinstance(rule, ScaleRule)
+    assert rule.moves is True
     assert rule.checks_gradients is True
     assert rule.powers_of_two is False
     assert rule.loss_scale(state) == 4.0
     assert rule.restored(state) == state
+
+
+def test_a_rule_of_ones_own_may_say_that_its_scale_is_fixed():
+    class Own(ScaleRule):
+        moves = False
+        checks_gradients = True
+        lowest_scale = 4.0
+
+        def init(self):
+            return ScaleState(4.0, 0)
+
+        def update(self, state, seen, *, xp):
+            return state
+
+        def get_config(self):
+            return {}
+
+    assert config_from_rule(Own())["dynamic"] is False
+    alarms = Alarms(Own())
+    (alarm,) = alarms.observe(StepRecord(1, 4.0, skipped=True))
+    assert "the fixed loss scale 4" in alarm.message
 
 
 def test_the_named_rules_are_found_by_their_class_names():

@@ -23,7 +23,6 @@ from lossscale.diagnostics.simulation import (
     simulate_random,
 )
 from lossscale.packages import require
-from lossscale.rules import FixedScale
 
 _STEPS, _RUNS, _SEED = 100_000, 16, 0
 _DRAWN_RUNS = 3
@@ -263,7 +262,7 @@ def _rows(simulation: Any, summary: dict[str, Any]) -> list[tuple[str, str, str]
         if summary["drift_error"] is not None:
             drift += f" ± {1000 * summary['drift_error']:.3f}"
         rows.append(("drift of log2(scale) in 1000 steps", drift, f"{1000 * expected:+.3f}"))
-    if floor is not None and not isinstance(simulation.rule, FixedScale):
+    if floor is not None and simulation.rule.moves:
         rows.append(("steps at the lowest scale", f"{floor:.1%}", ""))
     middle, low, high = (power_of_two(final[k]) for k in ("median", "lowest", "highest"))
     between = f" ({low} to {high})" if low != high else ""

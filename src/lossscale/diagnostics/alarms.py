@@ -21,7 +21,7 @@ from lossscale.diagnostics.records import SkipReason, StepRecord
 from lossscale.diagnostics.skips import SkipCounter, Stretch, at_lowest, lowest_scale
 from lossscale.diagnostics.verdict import Thresholds, share
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.rules import FixedScale, ScaleRule
+from lossscale.rules import ScaleRule
 
 ON_FLOOR = ("warn", "raise", "ignore")
 _NAMED_TENSORS = 5
@@ -240,7 +240,7 @@ class Alarms:
         if self._on_floor == "ignore" or not record.skipped:
             return None
         scale = power_of_two(record.scale)
-        fixed = isinstance(self._rule, FixedScale)
+        fixed = not self._rule.moves
         where = f"the fixed loss scale {scale}" if fixed else f"the lowest loss scale, {scale}"
         message = (
             f"Step {record.step} was skipped at {where}, which is not lowered any more. "
@@ -339,7 +339,7 @@ class Alarms:
     def _advice(self, record: StepRecord) -> str:
         if record.reason is SkipReason.LOSS:
             return _LOSS_ADVICE
-        if isinstance(self._rule, FixedScale):
+        if not self._rule.moves:
             return (
                 "If this happens often, use a lower scale, or DynamicScale, which finds one by "
                 "itself."

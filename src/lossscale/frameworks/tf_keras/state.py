@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.arguments import is_dynamic
 from lossscale.frameworks.common import host_rule
 from lossscale.frameworks.shell.state import StateBody, kind_of_number
 from lossscale.frameworks.tensorflow import step
@@ -36,7 +35,7 @@ class State(StateBody):
         self.rule = rule
         self.first = rule.init()
         self.variables: dict[str, Any] = {}
-        if is_dynamic(rule):
+        if rule.moves:
             for field, value in zip(self.first._fields, self.first, strict=True):
                 name = _VARIABLE_NAMES.get(field, field)
                 self.variables[field] = add_variable(name, _DTYPES[kind_of_number(value)], value)

@@ -233,7 +233,7 @@ def converted_state(rule: ScaleRule, fields: Mapping[str, Any], inner_state: Any
     kept = {name: type(getattr(first, name))(value) for name, value in fields.items()}
     given = first._replace(**kept)
     restored = rule.restored(given)
-    if not isinstance(rule, FixedScale) and float(restored.scale) != float(given.scale):
+    if rule.moves and float(restored.scale) != float(given.scale):
         warnings.warn(
             f"The loss scale was {given.scale}, which is outside the range of {rule}. Training "
             f"goes on with {restored.scale}.",

@@ -14,7 +14,7 @@ from lossscale.errors import (
     ArgumentError,
     ScalerArgumentError,
 )
-from lossscale.rules import DynamicScale, FixedScale, ScaleRule
+from lossscale.rules import DynamicScale, ScaleRule
 
 DEFAULTS = DynamicScale(initial_scale=2.0**16, min_scale=SMALLEST_SCALE)
 """What PyTorch's scaler starts with, and the lowest scale that is safe."""
@@ -75,10 +75,10 @@ def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
         new_scale = new_scale.item()
     with as_of_a_scaler():
         number = checked_number("new_scale", new_scale)
-    if isinstance(rule, FixedScale):
+    if not rule.moves:
         raise ScalerArgumentError(
-            f"The scale of this scaler is fixed at {rule.scale:g} by its rule, and update() cannot "
-            f"set it. Received: new_scale={new_scale!r}."
+            f"The scale of this scaler is fixed at {rule.init().scale:g} by its rule, and update() "
+            f"cannot set it. Received: new_scale={new_scale!r}."
         )
     restored = rule.restored(rule.init()._replace(scale=number))
     if float(rule.loss_scale(restored)) != number:

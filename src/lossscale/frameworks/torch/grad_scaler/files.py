@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lossscale.checks import LONGEST_INTERVAL
 from lossscale.errors import ArgumentError, LossScaleWarning, StateDictError
-from lossscale.rules import DynamicScale, FixedScale, ScaleRule, ScaleState
+from lossscale.rules import DynamicScale, ScaleRule, ScaleState
 
 STEPS_SKIPPED = "steps_skipped"
 MORE = "rule_state"
@@ -98,7 +98,7 @@ def read(found: Any, rule: ScaleRule, state: ScaleState) -> Read:
     kept = values.get(MORE, {})
     fields = {name: kept[name] for name in state._fields if name in kept}
     # The number in the code of a fixed scale stands.
-    if "scale" in values and not isinstance(rule, FixedScale):
+    if "scale" in values and rule.moves:
         fields["scale"] = _number("scale", values["scale"])
     if "_growth_tracker" in values and "good_steps" in state._fields:
         fields["good_steps"] = _whole("_growth_tracker", values["_growth_tracker"])

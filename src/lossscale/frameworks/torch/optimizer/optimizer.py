@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from lossscale import registry
-from lossscale.arguments import is_dynamic, rule_from_arguments
+from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checked_above_zero
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.frameworks.common.checks import check_not_wrapped, remember_wrapper
@@ -160,7 +160,7 @@ class TorchLossScaleOptimizer(
 
     @property
     def dynamic_counter(self) -> Any:
-        if not is_dynamic(self._rule):
+        if not self._rule.moves:
             return None
         return _own(getattr(self._scales.state, "good_steps", None))
 

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from lossscale.arguments import is_dynamic
 from lossscale.errors import ArgumentError, LossScaleWarning, StateDictError
 from lossscale.frameworks.common.checks import remember_wrapper
 from lossscale.frameworks.torch.optimizer.marks import Marks
@@ -154,7 +153,7 @@ class Saving:
             fields[field] = type(now)(given)
         asked = type(first)(**fields)
         state = self._rule.restored(asked)
-        if is_dynamic(self._rule) and state.scale != asked.scale:
+        if self._rule.moves and state.scale != asked.scale:
             warnings.warn(
                 f"The saved loss scale {asked.scale!r} is outside of what {self._rule} can reach; "
                 f"{state.scale!r} is used.",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lossscale.frameworks.common import host_rule
-from lossscale.rules import FixedScale, ScaleRule, ScaleState, Seen
+from lossscale.rules import ScaleRule, ScaleState, Seen
 
 CPU = torch.device("cpu")
 
@@ -99,7 +99,7 @@ class HostScales(Scales):
     def __init__(self, rule: ScaleRule, devices: Iterable[Any]) -> None:
         super().__init__(rule, devices)
         self._as_numbers = host_rule.host_can_move(rule)
-        self._stays = type(rule) is FixedScale
+        self._stays = not rule.moves
         self.counts = Counts(0, 0, False)
         self._set(self.first)
 
