@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -344,16 +345,32 @@ lossscale.install()
 """
 
 
-def test_it_works_in_a_fresh_process_before_tensorflow():
+_LOADS_A_FILE = """
+import sys, keras
+lossscale.register()
+loaded = keras.saving.load_model(sys.argv[1]).optimizer
+assert isinstance(loaded, lossscale.LossScaleOptimizer), loaded
+print("loaded", float(loaded.loss_scale), int(loaded.iterations))
+"""
+
+
+def test_it_works_in_a_fresh_process_before_tensorflow_and_keras_then_loads_files(tmp_path):
+    path = tmp_path / "model.keras"
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+    model.compile(lossscale.LossScaleOptimizer(sgd(momentum=0.5)), "mse", run_eagerly=True)
+    for target in (0.0, float("inf"), 0.0):
+        model.train_on_batch(np.ones((1, 1)), np.full((1, 1), target))
+    model.save(path)
+    program = _BEFORE_TENSORFLOW + _USES_THE_NAMES + _LOADS_A_FILE
     done = subprocess.run(
-        [sys.executable, "-c", _BEFORE_TENSORFLOW + _USES_THE_NAMES],
+        [sys.executable, "-W", "error::UserWarning", "-c", program, str(path)],
         env=os.environ | {"KERAS_BACKEND": "tensorflow"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "var 0.5\n"
+    assert done.stdout.splitlines() == ["var 0.5", f"loaded {2.0**14} 3"]
 
 
 def test_it_works_in_modules_that_were_imported_before(capsys):

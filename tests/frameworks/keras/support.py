@@ -1,11 +1,6 @@
 """What the tests of the Keras shell share."""
 
 import contextlib
-import os
-import pathlib
-import subprocess
-import sys
-import textwrap
 import warnings
 
 import keras
@@ -144,20 +139,6 @@ def data(rows=64, inputs=4, seed=1):
     """Returns inputs and targets of a learnable regression."""
     x = np.random.default_rng(seed).normal(size=(rows, inputs)).astype("float32")
     return x, np.sin(x.sum(axis=1, keepdims=True)).astype("float32")
-
-
-def run_fresh(script, *arguments):
-    """Runs a script in a new Python process, with warnings as errors; returns what it printed."""
-    finished = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(script), *arguments],
-        env={**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return finished.stdout
 
 
 @contextlib.contextmanager
