@@ -14,7 +14,12 @@ PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py"))
 # What Keras says about the way that models were written then.
 IGNORED_WARNINGS = "ignore:Do not pass an `input_shape`"
 
-_LOGGED_BY_OTHERS = ("mixed_float16 may run slowly",)
+_LOGGED_BY_OTHERS = (
+    "mixed_float16 may run slowly",
+    # That the function of `fit` is traced often: TensorFlow counts those of other tests with it.
+    "TensorFlowTrainer._make_function",
+    "Model.make_train_function",
+)
 
 
 def on_two_replicas(monkeypatch, strategy):

@@ -1,6 +1,6 @@
 """Each documented member of the optimizer: its calls, its results and its errors.
 
-Every test runs on both documented classes, and where a step is taken, eagerly and in a
+Every test runs on both documented classes, and where a step is taken, on the current one also in a
 `tf.function`.
 """
 

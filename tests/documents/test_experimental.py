@@ -463,7 +463,7 @@ def test_a_loss_scale_of_ones_own_that_keras_knows_needs_no_custom_objects(tmp_p
     again = experimental.LossScaleOptimizer.from_config(optimizer.get_config())
     assert type(again.loss_scale) is Registered
     model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
-    model.compile(optimizer, "mse")
+    model.compile(optimizer, "mse", run_eagerly=True)
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert type(loaded.optimizer.loss_scale) is Registered
@@ -580,7 +580,7 @@ def _trained_model(loss_scale):
     seed(0)
     model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
     optimizer = experimental.LossScaleOptimizer(sgd(0.125, momentum=0.5), loss_scale)
-    model.compile(optimizer, "mse")
+    model.compile(optimizer, "mse", run_eagerly=True)
     inputs = np.arange(12, dtype="float32").reshape(4, 3) / 12
     model.fit(inputs, np.ones((4, 2)), epochs=3, verbose=0)
     model.train_on_batch(np.full((4, 3), np.inf), np.ones((4, 2)))
@@ -619,7 +619,8 @@ def test_a_model_that_was_saved_goes_on_as_if_it_had_not_been(
 def test_a_fixed_loss_scale_is_saved_with_the_model(tmp_path):
     seed(0)
     model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
-    model.compile(experimental.LossScaleOptimizer(sgd(momentum=0.5), 3), "mse")
+    optimizer = experimental.LossScaleOptimizer(sgd(momentum=0.5), 3)
+    model.compile(optimizer, "mse", run_eagerly=True)
     model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")

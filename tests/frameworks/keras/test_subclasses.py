@@ -1,5 +1,7 @@
 """Optimizers of one's own around which ours is put: what they override is called."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -33,8 +35,13 @@ def in_one_call(optimizer, weight):
     optimizer.minimize(lambda: weight**2, [weight])
 
 
-@pytest.mark.parametrize("step", [by_hand, as_keras_trainer, in_one_call])
-@pytest.mark.parametrize("mode", ["eager", "function", "xla"])
+@pytest.mark.parametrize(
+    ("mode", "step"),
+    [
+        *itertools.product(["eager", "function"], [by_hand, as_keras_trainer, in_one_call]),
+        ("xla", as_keras_trainer),
+    ],
+)
 def test_apply_gradients_of_the_inner_optimizer_is_called(step, mode):
     weight = tf.Variable(1.0)
     optimizer = LossScaleOptimizer(Halving(0.5))
