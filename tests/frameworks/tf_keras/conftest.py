@@ -1,7 +1,6 @@
 """These tests run in a process of their own: see the Makefile."""
 
 import os
-import random
 
 import pytest
 
@@ -19,11 +18,10 @@ else:
 @pytest.fixture(autouse=True)
 def _float32_policy_and_fixed_seed():
     import tf_keras
-    from tf_keras.src import backend
 
-    # What draws initial values. Not `set_random_seed`: TensorFlow's drops every kernel, which the
-    # next eager steps would make anew.
-    backend._SEED_GENERATOR.generator = random.Random(0)
+    from frameworks.tf_keras.support import seed_initial_values
+
+    seed_initial_values()
     yield
     tf_keras.mixed_precision.set_global_policy("float32")
 

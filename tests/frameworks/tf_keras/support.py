@@ -1,8 +1,11 @@
 """What the tests of the tf_keras shells share."""
 
+import random
+
 import numpy as np
 import tensorflow as tf
 import tf_keras
+from tf_keras.src import backend
 
 import lossscale
 
@@ -43,6 +46,15 @@ def trained(optimizer, variables, spoiled=(False, False, True, False)):
     for bad in spoiled:
         step(optimizer, variables, [np.full(v.shape, INF if bad else 0.5) for v in variables])
     return optimizer
+
+
+def seed_initial_values():
+    """Seeds what draws initial values.
+
+    Not `set_random_seed`: TensorFlow's drops every kernel, which the next eager steps would make
+    anew.
+    """
+    backend._SEED_GENERATOR.generator = random.Random(0)
 
 
 def dense(units, **arguments):

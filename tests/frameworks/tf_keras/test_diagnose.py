@@ -11,6 +11,7 @@ import tf_keras
 from sklearn.datasets import load_digits
 from tf_keras import layers
 
+from frameworks.tf_keras.support import seed_initial_values
 from lossscale import FixedScale, LossScaleOptimizer
 from lossscale.diagnostics import TensorKind, Verdict, diagnose
 from lossscale.errors import ArgumentError
@@ -25,7 +26,7 @@ def some_data(rows=24, features=6, classes=4):
 
 def classifier(policy="float32", optimizer="adam"):
     """Everything that has a state: statistics, random seeds, metrics, slots."""
-    tf_keras.utils.set_random_seed(0)
+    seed_initial_values()
     tf_keras.mixed_precision.set_global_policy(policy)
     model = tf_keras.Sequential(
         [
@@ -80,9 +81,7 @@ def assert_same(before, after):
     ("policy", "trained", "optimizers"),
     [
         ("float32", False, "new"),
-        ("mixed_float16", True, "new"),
-        ("float32", True, "legacy"),
-        ("mixed_float16", False, "legacy"),
+        ("mixed_float16", True, "legacy"),
     ],
     indirect=["optimizers"],
 )
@@ -97,7 +96,8 @@ def test_the_model_is_left_as_it_was(policy, trained, optimizers):
     before = state(model)
     assert len(before["generators"]) == 2
     drawn = random.getstate()
-    diagnose(model, x, y, batch_size=8, batches=3)
+    # The float16 half includes the other one, and knows nothing of optimizers.
+    diagnose(model, x, y, batch_size=8, batches=3, quick=not trained)
     assert_same(before, state(model))
     assert random.getstate() == drawn
     # The states that nobody thought of show in what comes next.
@@ -143,7 +143,7 @@ def test_gradients_of_a_linear_model_are_those_of_the_formula():
     x, y = rng.standard_normal((8, 3)).astype(np.float32), np.zeros((8, 1), np.float32)
     model = tf_keras.Sequential([layers.InputLayer((3,)), layers.Dense(1, name="linear")])
     model.compile("sgd", "mse")
-    report = diagnose(model, x, y, batch_size=8)
+    report = diagnose(model, x, y, batch_size=8, quick=True)
     error = x @ model.trainable_variables[0].numpy() - y
     expected = {
         "linear/kernel": 2 / 8 * x.T @ error,
@@ -164,7 +164,7 @@ def digits():
 
 
 def convolutional(policy, outputs, optimizer="sgd"):
-    tf_keras.utils.set_random_seed(0)
+    seed_initial_values()
     tf_keras.mixed_precision.set_global_policy(policy)
     model = tf_keras.Sequential(
         [
@@ -194,7 +194,7 @@ def test_the_plain_digits_do_not_need_scaling(digits):
 def test_averaged_digits_require_it_and_train_with_the_recommended_scale(digits):
     outputs = 2**24
     report = diagnose(convolutional("mixed_float16", outputs), *digits, batch_size=64)
-    same = diagnose(convolutional("float32", outputs), *digits, batch_size=64)
+    same = diagnose(convolutional("float32", outputs), *digits, batch_size=64, quick=True)
     assert report.verdict is Verdict.REQUIRED
     assert report.worst.name == "output:end"
     # Sums of several threads may round otherwise from run to run.
@@ -256,7 +256,7 @@ def test_layers_with_control_flow_and_a_subclassed_model(policy):
     ):
         model.compile("sgd", "mse")
         model(x)
-        report = diagnose(model, x, x[:, :1])
+        report = diagnose(model, x, x[:, :1], quick=policy == "float32")
         assert {found.kind for found in report.tensors} == kinds
         assert report.verdict is Verdict.NOT_NEEDED
 
@@ -271,7 +271,7 @@ def test_several_outputs_and_a_metric_of_each():
     model.compile("sgd", {"a": "mse", "b": "mae"}, loss_weights={"a": 2.0, "b": 0.5})
     x, _ = some_data()
     before = state(model)
-    report = diagnose(model, x, {"a": x[:, :1], "b": x[:, :2]}, batch_size=8)
+    report = diagnose(model, x, {"a": x[:, :1], "b": x[:, :2]}, batch_size=8, quick=True)
     assert_same(before, state(model))
     assert {"output:a", "output:b", "activation:shared"} <= {found.name for found in report.tensors}
 
@@ -289,7 +289,7 @@ def test_pure_float16_variables_make_the_prediction_unknown():
 def test_a_dataset():
     x, y = some_data()
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
-    assert diagnose(classifier(), data, batches=2).samples == 16
+    assert diagnose(classifier(), data, batches=2, quick=True).samples == 16
 
 
 def test_a_model_that_is_not_ready():

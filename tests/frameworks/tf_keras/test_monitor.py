@@ -1,4 +1,8 @@
-"""The monitor in `fit` of tf_keras, with new and with legacy optimizers."""
+"""The monitor in `fit` of tf_keras.
+
+The families of optimizers share all of it but how a step is applied, so that both are here where
+names, numbers or weights are, and one of them in each of the other tests.
+"""
 
 import csv
 
@@ -12,6 +16,9 @@ from lossscale import DynamicScale, LossScaleOptimizer
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.diagnostics import GradientHistogram, TrainingHistory
 from lossscale.errors import ArgumentError, LossScaleWarning, TrainingHaltedError
+
+only_new = pytest.mark.parametrize("optimizers", ["new"], indirect=True)
+only_legacy = pytest.mark.parametrize("optimizers", ["legacy"], indirect=True)
 
 
 class Root(tf_keras.layers.Layer):
@@ -55,10 +62,13 @@ def nonfinite(history):
     return [tuple(map(tuple, record.nonfinite)) for record in history.records]
 
 
-def test_an_overflow_names_the_variable_and_counts_its_elements(optimizers, tmp_path):
+@pytest.mark.parametrize(
+    ("optimizers", "run_eagerly"), [("new", False), ("legacy", True)], indirect=["optimizers"]
+)
+def test_an_overflow_names_the_variable_and_counts_its_elements(optimizers, run_eagerly, tmp_path):
     path = tmp_path / "run.jsonl"
     # The first batch builds it.
-    model = net(optimizers.SGD(0.01), shape=None)
+    model = net(optimizers.SGD(0.01), shape=None, run_eagerly=run_eagerly)
     fit(model, *rows(3, [(9, 2)]), LossScaleMonitor(path, histograms=True))
     history = TrainingHistory.read(path)
     assert history.steps == [1, 2, 3]
@@ -69,6 +79,7 @@ def test_an_overflow_names_the_variable_and_counts_its_elements(optimizers, tmp_
     assert set(history.header.versions) >= {"tf_keras", "tensorflow"}
 
 
+@only_new
 def test_a_compiled_run_is_recorded_and_its_weights_are_those_without_a_monitor(
     optimizers, tmp_path
 ):
@@ -86,6 +97,7 @@ def test_a_compiled_run_is_recorded_and_its_weights_are_those_without_a_monitor(
     assert any(set(record.histograms) == names for record in history.records)
 
 
+@only_legacy
 def test_histograms_are_those_of_the_unscaled_gradients(optimizers, tmp_path):
     path = tmp_path / "run.jsonl"
     model = net(optimizers.SGD(1.0))
@@ -97,6 +109,7 @@ def test_histograms_are_those_of_the_unscaled_gradients(optimizers, tmp_path):
     np.testing.assert_allclose(found.mass, np.abs(gradient).sum(), rtol=1e-4)
 
 
+@only_legacy
 def test_an_overflow_on_one_replica_is_counted_once(optimizers, two_replicas, tmp_path):
     with two_replicas.scope():
         model = net(optimizers.SGD(0.01))
@@ -110,10 +123,11 @@ def test_an_overflow_on_one_replica_is_counted_once(optimizers, two_replicas, tm
     assert GradientHistogram.from_dict(history.records[0].histograms["out/bias"]).size == 1
 
 
+@only_new
 def test_logs_have_the_scale_and_the_skips(optimizers, tmp_path, capsys):
     table = tf_keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))
     history = fit(
-        net(optimizers.SGD(0.01)),
+        net(optimizers.SGD(0.01), run_eagerly=True),
         *rows(3, [(9, 1)]),
         LossScaleMonitor(),
         table,
@@ -127,6 +141,7 @@ def test_logs_have_the_scale_and_the_skips(optimizers, tmp_path, capsys):
         assert [float(line["loss_scale"]) for line in csv.DictReader(file)] == [128.0, 64.0]
 
 
+@only_legacy
 def test_sampling_and_several_steps_per_execution(optimizers, tmp_path):
     path = tmp_path / "run.jsonl"
     model = net(optimizers.SGD(0.01), steps_per_execution=3)
@@ -140,6 +155,7 @@ def test_sampling_and_several_steps_per_execution(optimizers, tmp_path):
     assert [bool(record.histograms) for record in history.records] == [False, False, True, False]
 
 
+@only_new
 def test_a_second_fit_does_not_trace_again(optimizers):
     model, calls = net(optimizers.SGD(0.01)), []
     step = model.train_step
@@ -156,9 +172,10 @@ def test_a_second_fit_does_not_trace_again(optimizers):
     assert len(calls) == first
 
 
+@only_legacy
 def test_on_floor_raise_ends_training_and_the_file_has_all(optimizers, tmp_path):
     path = tmp_path / "run.jsonl"
-    model = net(optimizers.SGD(0.01), initial_scale=2)
+    model = net(optimizers.SGD(0.01), initial_scale=2, run_eagerly=True)
     bad = rows(4, [(8 * batch, 1) for batch in range(1, 4)])
     with pytest.raises(TrainingHaltedError, match=r"Step 3 .*root/kernel \(1 inf\)"):
         fit(model, *bad, LossScaleMonitor(path, on_floor="raise"))
@@ -166,15 +183,17 @@ def test_on_floor_raise_ends_training_and_the_file_has_all(optimizers, tmp_path)
     assert [record.reason for record in history.records] == [None, "overflow", "floor"]
 
 
+@only_new
 def test_a_bad_batch_is_a_reason_of_its_own(optimizers, tmp_path):
     path = tmp_path / "run.jsonl"
     x, y = rows(3)
     y[8:16] = np.nan
     with pytest.warns(LossScaleWarning, match="The loss of step 2 is nan"):
-        fit(net(optimizers.SGD(0.01)), x, y, LossScaleMonitor(path))
+        fit(net(optimizers.SGD(0.01), run_eagerly=True), x, y, LossScaleMonitor(path))
     assert [record.reason for record in TrainingHistory.read(path).records] == [None, "loss", None]
 
 
+@only_legacy
 def test_float16_gradients_are_counted(optimizers, mixed_float16, tmp_path):
     path, model = tmp_path / "run.jsonl", small_model()
     rule = DynamicScale(initial_scale=2.0**30)
@@ -185,8 +204,16 @@ def test_float16_gradients_are_counted(optimizers, mixed_float16, tmp_path):
     assert {tensor.name.partition("/")[0] for tensor in record.nonfinite} == {"hidden"}
 
 
-def test_what_is_watched_changes_no_weight_and_is_not_saved(optimizers, tmp_path):
-    monitored, plain = net(optimizers.Adam(0.01)), net(optimizers.Adam(0.01))
+@pytest.mark.parametrize(
+    ("optimizers", "run_eagerly"),
+    # New ones are compiled above.
+    [("new", True), ("legacy", False)],
+    indirect=["optimizers"],
+)
+def test_what_is_watched_changes_no_weight_and_is_not_saved(optimizers, run_eagerly, tmp_path):
+    monitored, plain = (
+        net(optimizers.Adam(0.01), run_eagerly=run_eagerly) for _ in ("monitored", "plain")
+    )
     monitor = LossScaleMonitor(tmp_path / "run.jsonl", every=2, histograms=True)
     fit(monitored, *rows(6, [(9, 1)]), monitor)
     fit(plain, *rows(6, [(9, 1)]))
@@ -198,7 +225,18 @@ def test_what_is_watched_changes_no_weight_and_is_not_saved(optimizers, tmp_path
         source.save_weights(tmp_path / "model.weights.h5")
         target.load_weights(tmp_path / "model.weights.h5")
     assert not [name for name, _ in tf.train.list_variables(saved) if "watch" in name]
+
+
+@only_new
+def test_what_is_watched_is_in_no_saved_model(optimizers, tmp_path):
+    monitored = net(optimizers.Adam(0.01), run_eagerly=True)
+    fit(monitored, *rows(2, [(9, 1)]), LossScaleMonitor(tmp_path / "run.jsonl", histograms=True))
     monitored.save(tmp_path / "saved", save_format="tf")
+    names = [
+        name for name, _ in tf.train.list_variables(str(tmp_path / "saved/variables/variables"))
+    ]
+    assert names
+    assert not [name for name in names if "watch" in name]
     again = tf_keras.models.load_model(tmp_path / "saved", custom_objects={"Root": Root})
     # A SavedModel restores no optimizer.
     assert_same(values(again.trainable_variables), values(monitored.trainable_variables))
