@@ -189,16 +189,16 @@ def test_gradients_of_the_replicas_are_summed_without_a_warning_or_a_second_trac
 
 
 @pytest.mark.parametrize(
-    ("convention", "argument"),
+    ("way_of_stepping", "argument"),
     [
         ("scale_loss", {"experimental_aggregate_gradients": False}),
         ("documented", {"skip_gradients_aggregation": True}),
     ],
 )
 def test_gradients_that_were_summed_before_are_not_summed_again(
-    two_replicas, in_function, convention, argument
+    two_replicas, in_function, way_of_stepping, argument
 ):
-    loop = Loop(two_replicas, lambda: wrapped(SGD(0.5)), convention, in_function, **argument)
+    loop = Loop(two_replicas, lambda: wrapped(SGD(0.5)), way_of_stepping, in_function, **argument)
     loop.step(0.75, 0.75)
     np.testing.assert_array_equal(loop.weights(), START - 0.5 * 0.75)
     loop.step(INF, 0.75)
@@ -264,15 +264,15 @@ def test_sparse_gradients_of_the_replicas_are_summed(two_replicas, in_function):
 # --- Differentiating in one run and applying in another -------------------------------------------
 
 
-# On one replica each place stands with each convention.
+# On one replica each place stands with each way of stepping.
 @pytest.mark.parametrize(
-    ("convention", "traced"),
+    ("way_of_stepping", "traced"),
     [
         *(("scale_loss", traced) for traced in ("neither", "first", "second", "one_function")),
         *(("documented", traced) for traced in ("first", "both")),
     ],
 )
-def test_gradients_of_one_run_can_be_applied_in_another(two_replicas, convention, traced):
+def test_gradients_of_one_run_can_be_applied_in_another(two_replicas, way_of_stepping, traced):
     with two_replicas.scope():
         weight = keras.Variable(START)
         optimizer = wrapped(SGD(0.5), dynamic_growth_steps=2)
@@ -281,12 +281,12 @@ def test_gradients_of_one_run_can_be_applied_in_another(two_replicas, convention
     def differentiate(gradient):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(weight.value * gradient)
-            if convention == "scale_loss":
+            if way_of_stepping == "scale_loss":
                 loss = optimizer.scale_loss(loss)
             else:
                 loss = optimizer.get_scaled_loss(loss)
         found = [tape.gradient(loss, weight.value)]
-        return found if convention == "scale_loss" else optimizer.get_unscaled_gradients(found)
+        return found if way_of_stepping == "scale_loss" else optimizer.get_unscaled_gradients(found)
 
     def apply(found):
         optimizer.apply_gradients([(found[0], weight)])

@@ -82,7 +82,7 @@ def run(step, batches, in_function):
 
 @pytest.mark.parametrize(
     ("in_function", "how"),
-    # In a function both conventions stand below, wherever they run.
+    # In a function both ways of stepping stand below, wherever they run.
     [(False, "scale_loss"), (False, "documented"), (True, "scale_loss")],
     ids=["eager-scale_loss", "eager-documented", "function-scale_loss"],
 )
@@ -156,7 +156,7 @@ def test_accumulation_counts_whole_windows_and_a_skipped_batch_extends_one():
     assert int(optimizer.inner_optimizer.iterations) == 2
 
 
-# --- The two conventions, in every mixture of eager and traced ------------------------------------
+# --- The two ways of stepping, in every mixture of eager and traced ------------------------------------
 
 
 def all_eager(optimizer, targets, scale, unscale):
@@ -249,7 +249,7 @@ PLACES = [
 ]
 
 
-def conventions(optimizer):
+def ways_of_stepping(optimizer):
     return {
         "scale_loss": (optimizer.scale_loss, list),
         "documented": (optimizer.get_scaled_loss, optimizer.get_unscaled_gradients),
@@ -275,15 +275,15 @@ def plain_path():
 KNOWABLE = [place for place in PLACES if place is not apply_outside]
 
 
-@pytest.mark.parametrize("convention", ["scale_loss", "documented"])
+@pytest.mark.parametrize("way_of_stepping", ["scale_loss", "documented"])
 @pytest.mark.parametrize("place", PLACES)
-def test_both_conventions_give_the_plain_weights_wherever_they_run(place, convention):
+def test_both_ways_of_stepping_give_the_plain_weights_wherever_they_run(place, way_of_stepping):
     batches, expected = plain_path()
     targets = variables(*START)
     optimizer = wrapped(SGD(0.5, momentum=0.9), dynamic_growth_steps=2)
     optimizer.build(targets)
-    ways = conventions(optimizer)
-    step = place(optimizer, targets, *ways.pop(convention))
+    ways = ways_of_stepping(optimizer)
+    step = place(optimizer, targets, *ways.pop(way_of_stepping))
     (other,) = ways.values()
     with loss_scale_warnings() as messages:
         for gradients in (batches[0], spoiled(batches[0]), *batches[1:4]):
@@ -293,7 +293,7 @@ def test_both_conventions_give_the_plain_weights_wherever_they_run(place, conven
         assert status(optimizer)["iterations"] == 5
         if place in KNOWABLE:
             others = [all_eager(optimizer, targets, *other)]
-            if convention == "scale_loss":
+            if way_of_stepping == "scale_loss":
                 others.append(place(optimizer, targets, *other))
             for i, gradients in enumerate(batches[4 : 4 + 4 * len(others)]):
                 (others[i // 4] if i % 2 else step)(*map(tf.constant, gradients))
@@ -595,7 +595,9 @@ def test_where_nothing_tells_two_traced_halves_apart_there_is_one_warning():
     targets = variables(*START)
     optimizer = wrapped(SGD(0.5))
     optimizer.build(targets)
-    steps = [apply_outside(optimizer, targets, *way) for way in conventions(optimizer).values()]
+    steps = [
+        apply_outside(optimizer, targets, *way) for way in ways_of_stepping(optimizer).values()
+    ]
     batches = gradients_for(targets, 6)
     with loss_scale_warnings() as messages:
         for step, gradients in zip(itertools.cycle(steps), batches, strict=False):
