@@ -134,10 +134,9 @@ def _framework(process: Process) -> Any:
     from lossscale.cli.backend import silenced
 
     with silenced():
-        # Keras' trainers import it on every backend.
-        import tensorflow as tf
-
         if process.backend == "tensorflow":
+            import tensorflow as tf
+
             # Possible only before the first operation.
             cpu = tf.config.list_physical_devices("CPU")[0]
             each = [tf.config.LogicalDeviceConfiguration()] * process.devices

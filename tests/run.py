@@ -25,10 +25,13 @@ TF_KERAS = {**TENSORFLOW, "LOSSSCALE_TEST_KERAS": "tf_keras"}
 JAX = {"KERAS_BACKEND": "jax"}
 TORCH = {"KERAS_BACKEND": "torch"}
 
+# What runs the programs of its own backend, in forks of a process that `tests/backends` has forks
+# of as well.
+PROGRAMS = ("tests/docs", "tests/benchmarks/test_command.py")
 # What the TensorFlow process runs in parts; one more job takes all that is in none of them.
 # Each process imports its framework anew, which takes as long as many tests.
 PARTS = (
-    ("tests/conformance", "tests/backends"),
+    ("tests/conformance", "tests/backends", *PROGRAMS),
     ("tests/frameworks/keras", "tests/documents"),
     ("tests/migration", "tests/cli"),
 )
@@ -59,11 +62,13 @@ _IN_PARTS = [*(path for part in PARTS for path in part), *WITHOUT_KERAS]
 _REST = Job(
     "tensorflow, all else", TENSORFLOW, ("tests", *(f"--ignore={path}" for path in _IN_PARTS))
 )
-_TF_KERAS = Job("tf_keras", TF_KERAS, ("tests/conformance", "tests/frameworks/tf_keras"))
-_JAX = Job("jax", JAX, ("tests/conformance", "tests/backends"))
+_TF_KERAS = Job(
+    "tf_keras", TF_KERAS, ("tests/conformance", "tests/frameworks/tf_keras", *PROGRAMS[1:])
+)
+_JAX = Job("jax", JAX, ("tests/conformance", "tests/backends", *PROGRAMS))
 _JAX_ALONE = Job("jax without Keras", JAX, WITHOUT_KERAS[:1])
 _TORCH_ALONE = Job("torch without Keras", TORCH, WITHOUT_KERAS[1:])
-_TORCH = Job("torch", TORCH, ("tests/conformance", "tests/backends"))
+_TORCH = Job("torch", TORCH, ("tests/conformance", "tests/backends", *PROGRAMS))
 
 # By the time they take, longest first: what starts last is then short, and no core waits for long.
 ALL = (

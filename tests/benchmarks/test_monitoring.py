@@ -2,7 +2,18 @@
 
 import json
 
+import pytest
+import tensorflow as tf
+
 from benchmarks import monitoring
+
+
+@pytest.fixture
+def uncompiled():
+    """To compile takes most of the time, and is the same wherever a monitor watches."""
+    tf.config.run_functions_eagerly(True)
+    yield
+    tf.config.run_functions_eagerly(False)
 
 
 def found():
@@ -11,6 +22,8 @@ def found():
     return dict.fromkeys(monitoring.VARIANTS, one)
 
 
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.filterwarnings("ignore:Even though the .* option is set:UserWarning")
 def test_every_variant_trains_and_is_compared_with_no_monitor():
     results = monitoring.measure(rounds=1, steps=2)
     assert list(results) == list(monitoring.VARIANTS)

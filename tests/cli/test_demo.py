@@ -29,7 +29,9 @@ class Outcome(NamedTuple):
 def outcome(tmp_path_factory):
     picture = tmp_path_factory.mktemp("demo") / "digits.png"
     environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
-    environment.pop("KERAS_BACKEND", None)
+    # What a user has not set either, who sees what TensorFlow writes.
+    for name in ("KERAS_BACKEND", "TF_CPP_MIN_LOG_LEVEL"):
+        environment.pop(name, None)
     command = [sys.executable, "-W", "error::UserWarning:lossscale", "-m", "lossscale.cli.main"]
     command += ["demo", "--backend", "tensorflow", "--seed", "0"]
     command += ["--epochs", str(EPOCHS), "--output", str(picture)]

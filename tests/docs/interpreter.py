@@ -1,8 +1,8 @@
-"""Runs programs one after another in one interpreter: a framework is imported once for all.
+"""Runs programs one after another in one process: what one imports serves the next.
 
-Each line of the input is a program, as a JSON string; each line of the output says what became of
-it, as a JSON object with what it printed, what was logged, and its error, if any. A program finds
-the global settings of lossscale and Keras as the first one found them, and a `__main__` of its own.
+Each line of one pipe is a program, as a JSON string; each line of the other says what became of it,
+as a JSON object with what it printed, what was logged, and its error, if any. A program finds the
+global settings of lossscale and Keras as the first one found them, and a `__main__` of its own.
 """
 
 from __future__ import annotations
@@ -73,12 +73,10 @@ def outcome(source: str, number: int) -> dict[str, object]:
     return {"printed": printed.getvalue(), "logged": lines, "error": error}
 
 
-def main() -> None:
-    for number, line in enumerate(sys.stdin):
-        print(json.dumps(outcome(json.loads(line), number)), flush=True)
+def serve(programs: str, outcomes: str) -> None:
+    """Runs each program of a pipe as it comes, and writes to another what became of it."""
+    with open(programs) as given, open(outcomes, "w") as told:
+        for number, line in enumerate(given):
+            print(json.dumps(outcome(json.loads(line), number)), file=told, flush=True)
     # Taking the frameworks down in order takes seconds and tests nothing.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

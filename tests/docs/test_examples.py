@@ -1,16 +1,15 @@
-"""What the README, the docs and examples/ show is run, in one interpreter for each backend."""
+"""What the README, the docs and examples/ show is run, each program by the tests of its backend."""
 
 import json
 import os
 import pathlib
 import re
-import subprocess
-import sys
-import threading
+import select
 
 import pytest
 
 from conformance.shells import TABLE
+from fresh import Program
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -18,7 +17,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Their programs run in a process without Keras: tests/frameworks/torch/test_pages.py.
 PAGES_OF_TORCH = {"from_gradscaler.md", "pytorch_trainers.md"}
 BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{number}")
+    (f"{page.name}-{number}", block)
     for page in PAGES
     if page.name not in PAGES_OF_TORCH
     for number, block in enumerate(
@@ -27,26 +26,44 @@ BLOCKS = [
 ]
 
 
-class Interpreters:
-    """One process for each backend, which runs all its programs (tests/docs/interpreter.py)."""
+def backend_of(source):
+    """The backend that a program runs on."""
+    named = re.search(r"^# KERAS_BACKEND=(\w+)$", source, re.MULTILINE)
+    # A program without Keras runs where Keras computes with the same library.
+    plain = re.search(r"^import torch$", source, re.MULTILINE) and "keras" not in source
+    return named[1] if named else "torch" if plain else "tensorflow"
 
-    def __init__(self):
-        self.processes = {}
+
+# Each process of tests/run.py runs the programs of its own backend.
+BACKEND = os.environ["KERAS_BACKEND"]
+BLOCKS_HERE = [pytest.param(b, id=name) for name, b in BLOCKS if backend_of(b) == BACKEND]
+EXAMPLES_HERE = [path for path in EXAMPLES if backend_of(path.read_text()) == BACKEND]
+
+SERVE = """
+import sys
+from docs import interpreter
+
+interpreter.serve(*sys.argv[1:])
+"""
+
+
+class Interpreter:
+    """A process that runs one program after the other (tests/docs/interpreter.py)."""
+
+    def __init__(self, folder):
+        pipes = [folder / name for name in ("programs", "outcomes")]
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        self.process = Program(SERVE, *pipes)
+        self.programs = pipes[0].open("w")
+        self.outcomes = pipes[1].open()
 
     def run(self, source):
         """Returns what a program prints."""
-        named = re.search(r"^# KERAS_BACKEND=(\w+)$", source, re.MULTILINE)
-        # A program without Keras runs where Keras computes with the same library.
-        plain = re.search(r"^import torch$", source, re.MULTILINE) and "keras" not in source
-        process = self.of(named[1] if named else "torch" if plain else "tensorflow")
-        impatience = threading.Timer(300, process.kill)
-        impatience.start()
-        try:
-            process.stdin.write(json.dumps(source) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        finally:
-            impatience.cancel()
+        self.programs.write(json.dumps(source) + "\n")
+        self.programs.flush()
+        answers, _, _ = select.select([self.outcomes], [], [], 300)
+        line = self.outcomes.readline() if answers else ""
         assert line, "The program took too long, or ended its interpreter."
         outcome = json.loads(line)
         assert outcome["error"] is None, outcome["error"]
@@ -54,43 +71,35 @@ class Interpreters:
         assert outcome["logged"] == []
         return outcome["printed"]
 
-    def of(self, backend):
-        if backend not in self.processes or self.processes[backend].poll() is not None:
-            self.processes[backend] = subprocess.Popen(
-                [sys.executable, str(pathlib.Path(__file__).with_name("interpreter.py"))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "KERAS_BACKEND": backend},
-            )
-        return self.processes[backend]
-
     def close(self):
-        for process in self.processes.values():
-            process.communicate()
+        self.programs.close()
+        self.outcomes.close()
+        self.process.finished(timeout=10)
 
 
 @pytest.fixture(scope="module")
-def interpreters():
-    made = Interpreters()
+def interpreter(tmp_path_factory):
+    made = Interpreter(tmp_path_factory.mktemp("interpreter"))
     yield made
     made.close()
 
 
-def test_a_program_that_logs_is_noticed(interpreters):
+def test_a_program_that_logs_is_noticed(interpreter):
     with pytest.raises(AssertionError, match="slow"):
-        interpreters.run("import logging\nlogging.getLogger('tensorflow').warning('slow')")
+        interpreter.run("import logging\nlogging.getLogger('tensorflow').warning('slow')")
 
 
 def test_there_is_something_to_run():
+    sources = [*(path.read_text() for path in EXAMPLES), *(block for _, block in BLOCKS)]
     assert len(EXAMPLES) >= 4
+    assert {backend_of(source) for source in sources} == {"tensorflow", "jax", "torch"}
     assert len(BLOCKS) >= 7
 
 
-@pytest.mark.parametrize("source", BLOCKS)
-def test_a_program_on_a_page_runs(interpreters, source):
+@pytest.mark.parametrize("source", BLOCKS_HERE)
+def test_a_program_on_a_page_runs(interpreter, source):
     shown = re.search(r"^print\(.*\)  # (.*)$", source, re.MULTILINE)
-    output = interpreters.run(source)
+    output = interpreter.run(source)
     if shown:
         assert output.strip() == shown[1]
 
@@ -107,9 +116,9 @@ LAST_LINES = {
 }
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_runs(interpreters, path):
-    last = interpreters.run(path.read_text()).strip().splitlines()[-1]
+@pytest.mark.parametrize("path", EXAMPLES_HERE, ids=lambda path: path.name)
+def test_an_example_runs(interpreter, path):
+    last = interpreter.run(path.read_text()).strip().splitlines()[-1]
     assert last == (LAST_LINES[path.name] or last)
 
 

@@ -153,7 +153,7 @@ def read_in_a_child(path, folder, mutant_count):
     return outcomes
 
 
-def test_the_bytes_of_an_hdf5_file(tmp_path, capsys, monkeypatch):
+def test_the_bytes_of_an_hdf5_file(tmp_path, monkeypatch):
     outcomes = read_in_a_child(HDF5, tmp_path, 400)
     assert len(outcomes) == 400
     ended = {seed: status for seed, status in outcomes.items() if isinstance(status, int)}
@@ -166,11 +166,6 @@ def test_the_bytes_of_an_hdf5_file(tmp_path, capsys, monkeypatch):
         path.write_bytes(mutants.flipped(HDF5.read_bytes(), seed))
         with pytest.raises(OldFileError, match=r"damaged\.h5: damaged"):
             load_model(path, check_first=True)
-    if ended:
-        assert main(["migrate", str(path)]) == 2
-        out, err = capsys.readouterr()
-        assert (out, err.count("\n")) == ("", 1)
-        assert str(path) in err
 
 
 PROGRAMS = {
@@ -193,9 +188,12 @@ def test_what_reading_can_end_with(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(damage, "_PATIENCE", 1.5)
     with pytest.raises(OldFileError, match=message):
         load_model(HDF5, check_first=True)
-    assert main(["migrate", str(HDF5)]) == 2
-    err = capsys.readouterr().err
-    assert (err.count("\n"), message in err) == (1, True)
+    if name != "no end":  # It would take a second of a processor once more.
+        assert main(["migrate", str(HDF5)]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert message in err
+        assert str(HDF5) in err
     # Without being asked to, load_model does not start another program.
     load_model(HDF5, framework="tf_keras")
 

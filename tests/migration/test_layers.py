@@ -16,10 +16,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:You are saving your model as an 
 L = tf_keras.layers
 random = np.random.default_rng(3)
 FLAT = random.normal(size=(4, 5)).astype("float32")
-ROWS = random.normal(size=(4, 4, 3)).astype("float32")
+ROWS = random.normal(size=(4, 3, 3)).astype("float32")
 IMAGE = random.normal(size=(4, 6, 6, 2)).astype("float32")
-FILM = random.normal(size=(4, 3, 4, 4, 2)).astype("float32")
-IDS = random.integers(0, 6, (4, 4)).astype("int32")
+FILM = random.normal(size=(4, 2, 4, 4, 2)).astype("float32")
+IDS = random.integers(0, 6, (4, 3)).astype("int32")
 WANTED = random.normal(size=(4, 1)).astype("float32")
 
 
@@ -99,9 +99,9 @@ def adapted():
 HERE = "hard_sigmoid"
 MODELS = {
     "dense": (FLAT, lambda: L.Dense(3, "selu", kernel_regularizer="l2", bias_constraint="non_neg")),
-    "einsum": (ROWS, lambda: L.EinsumDense("abc,cd->abd", (4, 4), bias_axes="d")),
+    "einsum": (ROWS, lambda: L.EinsumDense("abc,cd->abd", (3, 4), bias_axes="d")),
     "embedding_masked": (IDS, lambda: [L.Embedding(6, 3, mask_zero=True), L.LSTM(3)]),
-    "embedding_length": (IDS, lambda: L.Embedding(6, 3, input_length=4)),
+    "embedding_length": (IDS, lambda: L.Embedding(6, 3, input_length=3)),
     "convolutions_1d": (
         ROWS,
         lambda: [

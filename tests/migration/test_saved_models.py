@@ -1,5 +1,7 @@
 """A SavedModel of Keras 2 restored into a model: every weight in its own layer, or an error."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -115,6 +117,19 @@ def filled(model, seed):
     return model
 
 
+@functools.cache
+def made(name, module, whose):
+    """The model of a name, made once: what the tests change is set anew by each."""
+    return MODELS[name][0](module)
+
+
+def frozen_in(model, names):
+    """The model with these of its layers frozen and all others free."""
+    for layer in model.layers:
+        layer.trainable = layer.name not in names
+    return model
+
+
 def leaves(model):
     """Name of each layer that has weights and no layer inside, to its weights."""
     return {
@@ -171,23 +186,22 @@ def then_frozen(request):
 @pytest.fixture(scope="module", params=MODELS)
 def saved(request, then_frozen, tmp_path_factory):
     """A SavedModel that tf_keras wrote, and the model that it was written of."""
-    make, frozen, *shapes = MODELS[request.param]
-    model = filled(make(tf_keras), 1)
-    for name in frozen if then_frozen else []:
-        model.get_layer(name).trainable = False
-    folder = tmp_path_factory.mktemp("saved") / request.param
+    name = request.param
+    _, frozen, *shapes = MODELS[name]
+    model = filled(made(name, tf_keras, "theirs"), 1)
+    frozen_in(model, frozen if then_frozen else ())
+    folder = tmp_path_factory.mktemp("saved") / name
     # Without the functions, which take most of the time; what is stored of the layers is the same.
     tf_keras.models.save_model(model, folder, save_format="tf", save_traces=False)
-    return folder, model, make, frozen, shapes
+    return folder, model, name, frozen, shapes
 
 
 @pytest.mark.parametrize("module", [keras, tf_keras], ids=["keras", "tf_keras"])
 def test_every_weight_lands_in_its_layer(saved, then_frozen, module):
-    folder, theirs, make, frozen, shapes = saved
-    mine = filled(make(module), 2)
+    folder, theirs, name, frozen, shapes = saved
+    mine = filled(made(name, module, "mine"), 2)
     # What was frozen then is free now, and the other way round.
-    for name in [] if then_frozen else frozen:
-        mine.get_layer(name).trainable = False
+    frozen_in(mine, () if then_frozen else frozen)
     restored = restore_checkpoint(folder, root=mine)
     assert restored.variables == len(theirs.weights)
     assert_same(mine, theirs, shapes)

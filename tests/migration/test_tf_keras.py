@@ -16,8 +16,8 @@ from migration.test_checkpoints import (
     DYNAMIC,
     FIXED,
     path_id,
-    saved_by_tf_keras,
     trained_model,
+    witnessed,
 )
 
 FAMILIES = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}
@@ -114,19 +114,18 @@ def test_a_slot_is_made_that_the_settings_of_ours_do_not_ask_for():
         if target == "new" or case not in ONLY_NEW
     ],
 )
-def test_training_goes_on(family, case, target, tmp_path):
-    witness, theirs, path = saved_by_tf_keras(family, case, tmp_path)
+def test_training_goes_on(family, case, target):
+    theirs = witnessed(family, case)
     name, arguments = {**OPTIMIZERS, **ONLY_NEW}[case]
     if family == "legacy":
         arguments = {k: 0.3 if k in SAVED_SETTINGS else v for k, v in arguments.items()}
     inner = getattr(FAMILIES[target], name)(learning_rate=0.9, **arguments)
     optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=2.0, dynamic_growth_steps=3)
-    mine = [tf.Variable(tf.zeros_like(v), name=v.name[:-2]) for v in theirs]
-    restore_checkpoint(path, optimizer=optimizer, w=mine[0], u=mine[1])
-    for each, variables in ((witness, theirs), (optimizer, mine)):
-        support.train(each, variables, 4, start=4)
-    np.testing.assert_allclose(support.values(mine), support.values(theirs), rtol=2e-4, atol=2e-6)
-    assert float(optimizer.loss_scale) == float(witness.loss_scale)
+    mine = [tf.Variable(tf.zeros((2, 2)), name=name) for name in theirs.names]
+    restore_checkpoint(theirs.path, optimizer=optimizer, w=mine[0], u=mine[1])
+    support.train(optimizer, mine, 4, start=4)
+    np.testing.assert_allclose(support.values(mine), theirs.later, rtol=2e-4, atol=2e-6)
+    assert float(optimizer.loss_scale) == theirs.later_scale
     assert int(optimizer.iterations) == 8
 
 

@@ -201,6 +201,7 @@ def test_a_loss_and_a_class_of_ones_own(kind, suffix, tmp_path):
         own_loss if kind == "function" else OwnLoss(),
         metrics=[own_loss, "mae"],
         loss_weights=[2.0],
+        run_eagerly=True,
     )
     model.train_on_batch(np.ones((2, 2)), np.ones((2, 1)))
     model.save(path)
@@ -212,6 +213,7 @@ def test_a_loss_and_a_class_of_ones_own(kind, suffix, tmp_path):
     mine = load_model(path, everything, framework="tf_keras")
     assert type(mine.layers[0]) is Own
     assert mine.loss is own_loss or isinstance(mine.loss, OwnLoss)
+    mine.run_eagerly = True
     mine.train_on_batch(np.ones((2, 2)), np.ones((2, 1)))
     assert mine.metrics_names == ["loss", "own_loss", "mae"]
     mine = load_model(path, {"Own": Own}, loss="mae", metrics=[], framework="tf_keras")

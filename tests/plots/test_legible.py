@@ -35,8 +35,11 @@ from lossscale.plots import plot_fidelity, plot_history, plot_layers
 from lossscale.plots.labels import shortened
 
 
-def report(layers, format="float16"):
-    """A report on a model with long names, of which the last layers are the worst."""
+def report(layers, format="float16", of=None):
+    """A report on a model with long names, of which the last layers are the worst.
+
+    With `of` these layers are some of so many, the first and the last among them.
+    """
     magnitudes = np.exp2(np.random.default_rng(0).normal(-8, 3, 200)).astype("float32")
     ranges = [
         TensorRange(
@@ -45,7 +48,7 @@ def report(layers, format="float16"):
             TensorKind.VARIABLE,
             GradientHistogram.from_array(magnitudes).scaled(-n // 4),
         )
-        for n in range(layers)
+        for n in np.linspace(0, (of or layers) - 1, layers).astype(int).tolist()
     ]
     return GradientReport("m", "keras", "float32", "float32", 1, 1, tuple(ranges), format=format)
 
@@ -74,7 +77,7 @@ def drawn(tmp_path_factory):
 @pytest.fixture(scope="module")
 def picture(drawn):
     """The picture of a report of so many layers, drawn once for all that look at it."""
-    return functools.cache(lambda layers, format="float16": drawn(report(layers, format)))
+    return functools.cache(lambda *arguments: drawn(report(*arguments)))
 
 
 def boxes(texts):
@@ -122,9 +125,12 @@ def test_a_number_of_rows_that_is_none(rows):
         plot_layers(report(3), Figure().subplots(), rows=rows)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("float16", 3), *((name, 200) for name in FORMATS)])
-def test_names_of_ranges_are_not_printed_over_each_other(picture, name, layers):
-    figure = picture(layers, name)
+# The axes of a format are as wide as its names and all gradients need; rows take room below.
+@pytest.mark.parametrize(
+    "arguments", [(3,), (200,), *((4, name, 200) for name in FORMATS if name != "float16")], ids=str
+)
+def test_names_of_ranges_are_not_printed_over_each_other(picture, arguments):
+    figure = picture(*arguments)
     for ax in figure.axes[:2]:
         found = boxes(ax.texts)
         assert len(found) >= 3

@@ -156,7 +156,7 @@ def test_accumulation_counts_whole_windows_and_a_skipped_batch_extends_one():
     assert int(optimizer.inner_optimizer.iterations) == 2
 
 
-# --- The two ways of stepping, in every mixture of eager and traced ------------------------------------
+# --- The two ways of stepping, in every mixture of eager and traced ------------------------------
 
 
 def all_eager(optimizer, targets, scale, unscale):
