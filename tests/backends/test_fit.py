@@ -4,6 +4,8 @@ import pytest
 
 from backends.support import BACKEND, arrays, data, model_with, number, status, wrapped
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 # Compiling a training step takes PyTorch most of a minute, so one test there does it.
 JIT = [False] if BACKEND == "torch" else [False, True]
 

@@ -15,6 +15,8 @@ from lossscale.diagnostics import GradientHistogram, SkipReason, StepRecord, Tra
 from lossscale.errors import ArgumentError, LossScaleWarning, TrainingHaltedError
 from seeding import seed
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 # Compiling a training step takes PyTorch most of a minute.
 JIT = [False] if BACKEND == "torch" else [False, True]
 SPOILED = "spoiled/kernel"
@@ -98,6 +100,7 @@ def test_an_overflow_names_the_variable_and_counts_its_elements(tmp_path):
     assert history.header.versions["keras"] == keras.__version__
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.filterwarnings("ignore:The loss scale has fallen")
 @pytest.mark.parametrize(
     ("jit_compile", "every", "histograms"), [(False, 1, False), (JIT[-1], 2, True)]

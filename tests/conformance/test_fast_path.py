@@ -105,6 +105,7 @@ class Plain:
         return finite
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("inner", ["momentum", "adamw-clipnorm"])
 def test_every_step_leaves_the_bits_of_the_plain_path(shell, inner):
     sequence = SEQUENCE

@@ -30,6 +30,7 @@ def test_the_backend_that_was_asked_for_is_the_one_that_runs():
 # 1. A step with a non-finite gradient changes nothing but the scale and the counts.
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("inner", INNER)
 def test_a_non_finite_step_changes_no_parameter_and_no_optimizer_state(shell, inner):
     skipped = 0
@@ -67,6 +68,7 @@ def test_a_non_finite_value_is_found_in_a_gradient_of_another_dtype(shell):
     assert harness.counters() == (0, 1, True, 1)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("inner", INNER)
 def test_training_with_skipped_steps_is_training_without_them(shell, inner):
     for step in recorded(shell, inner):
@@ -126,6 +128,7 @@ RULES = {
 SEQUENCE = [True, True, True, False, True, True, False, False, False, *[True] * 7, False, True]
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_the_scale_follows_the_rule_bit_for_bit(shell, rule):
     harness = shell.make(VALUES, "sgd", rule)
@@ -139,6 +142,7 @@ def test_the_scale_follows_the_rule_bit_for_bit(shell, rule):
 # 4. Gradients are unscaled in float32 or wider, by the scale that multiplied the loss.
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("scale", [2.0**-3, 2.0**60])
 def test_powers_of_two_leave_the_weights_bit_identical(shell, scale):
     # With one optimizer; the rows of promise 1 have all of them, at 2**15.
@@ -165,6 +169,7 @@ def test_small_float16_gradients_survive_a_large_scale(shell):
         np.testing.assert_array_equal(value, np.float32(-1.5 * 2.0**-30))
 
 
+@pytest.mark.usefixtures("optimized")
 def test_other_scales_divide_to_within_a_rounding(shell):
     harness = shell.make(VALUES, "plain", FixedScale(3.0))
     harness.take_for_scaled()
