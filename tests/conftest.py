@@ -9,6 +9,8 @@ import tempfile
 import hypothesis
 import pytest
 
+from quickly import compiling_quickly
+
 # Each is read once, while the framework is imported. A value from outside wins.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 if os.environ.get("LOSSSCALE_TEST_KERAS") == "tf_keras":
@@ -56,20 +58,22 @@ def _tensorflow_logs():
 
 
 @pytest.fixture
-def compiled_quickly():
+def compiled_quickly(request):
     """JAX compiles in less time what then runs slower.
 
-    Not for tests that promise bits: a user's program is optimized, and may round otherwise.
+    Not for tests that promise bits: a user's program is optimized, and may round otherwise. In a
+    module where the others compile quickly these use `optimized`.
     """
-    if os.environ["KERAS_BACKEND"] != "jax":
+    if "optimized" in request.fixturenames:
         yield
         return
-    import jax
+    with compiling_quickly():
+        yield
 
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+
+@pytest.fixture
+def optimized():
+    """What promises bits has them of programs that are optimized as a user's are."""
 
 
 def pytest_collection_finish():

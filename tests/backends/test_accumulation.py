@@ -6,6 +6,8 @@ import pytest
 
 import lossscale
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 STEPS = [np.array([0.5, -1.0, 2.0]), np.array([1.5, 1.0, -4.0])]
 
 

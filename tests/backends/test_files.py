@@ -11,6 +11,8 @@ import pytest
 
 from backends.support import BACKEND, arrays, data, model_with, run, status, wrapped
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 WRITER = """
 import json, sys
 import keras, numpy as np

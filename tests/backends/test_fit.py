@@ -6,6 +6,8 @@ import pytest
 
 from backends.support import BACKEND, arrays, data, model_with, number, status, wrapped
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 # Tracing a training step takes PyTorch many seconds, so one test there does it.
 JIT = [False] if BACKEND == "torch" else [False, True]
 
@@ -18,11 +20,10 @@ def float16():
 
 
 @pytest.mark.usefixtures("float16")
-@pytest.mark.parametrize("jit_compile", JIT)
-def test_compile_keeps_the_optimizer_and_fit_moves_the_scale(jit_compile):
+def test_compile_keeps_the_optimizer_and_fit_moves_the_scale():
     # Below the scale at which this model's float16 gradients overflow.
     optimizer = wrapped(keras.optimizers.Adam(0.01), max_scale=2.0**13)
-    model = model_with(optimizer, jit_compile=jit_compile)
+    model = model_with(optimizer, jit_compile=JIT[-1])
     assert model.optimizer is optimizer
     history = model.fit(*data(), batch_size=8, epochs=3, verbose=0)
     assert history.history["loss"][-1] < history.history["loss"][0]

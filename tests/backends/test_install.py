@@ -6,6 +6,8 @@ import pytest
 import lossscale
 from backends.support import data, model_with
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @pytest.fixture(autouse=True)
 def _mixed_float16():

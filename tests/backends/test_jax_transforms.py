@@ -13,6 +13,8 @@ if keras.backend.backend() != "jax":
 import jax
 import jax.numpy as jnp
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @pytest.mark.parametrize("elements", [3, 2**14])
 @pytest.mark.parametrize("state_axis", [None, 0])

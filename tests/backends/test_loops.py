@@ -5,6 +5,8 @@ import pytest
 import lossscale
 from backends.support import BACKEND, arrays, number, run, status, wrapped
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 on_jax = pytest.mark.skipif(BACKEND != "jax", reason="about JAX")
 on_torch = pytest.mark.skipif(BACKEND != "torch", reason="about PyTorch")
 

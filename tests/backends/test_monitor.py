@@ -15,6 +15,8 @@ from lossscale.diagnostics import GradientHistogram, SkipReason, StepRecord, Tra
 from lossscale.errors import ArgumentError, LossScaleWarning, TrainingHaltedError
 from seeding import seed
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 # Compiling a training step takes PyTorch most of a minute.
 JIT = [False] if BACKEND == "torch" else [False, True]
 SPOILED = "spoiled/kernel"
@@ -98,24 +100,22 @@ def test_an_overflow_names_the_variable_and_counts_its_elements(tmp_path):
     assert history.header.versions["keras"] == keras.__version__
 
 
+def trained(model):
+    """All that training changes, and how often it skipped."""
+    return (
+        arrays(model.trainable_variables)
+        + arrays(model.optimizer.inner_optimizer.variables)
+        + [number(model.optimizer.loss_scale), number(model.optimizer.steps_skipped)]
+    )
+
+
 @pytest.mark.filterwarnings("ignore:The loss scale has fallen")
-@pytest.mark.parametrize(
-    ("jit_compile", "every", "histograms"), [(False, 1, False), (JIT[-1], 2, True)]
-)
-def test_the_weights_are_those_of_a_run_without_a_monitor(tmp_path, jit_compile, every, histograms):
+def test_the_weights_are_those_of_a_run_without_a_monitor(tmp_path):
     data, results = rows(6, spoiled=[1, 4]), []
-    for callbacks in (
-        [],
-        [LossScaleMonitor(tmp_path / "run.jsonl", every=every, histograms=histograms)],
-    ):
-        model = net(jit_compile=jit_compile)
+    for callbacks in ([], [LossScaleMonitor(tmp_path / "run.jsonl")]):
+        model = net(jit_compile=False)
         fit(model, data, callbacks, epochs=2)
-        inner = model.optimizer.inner_optimizer
-        results.append(
-            arrays(model.trainable_variables)
-            + arrays(inner.variables)
-            + [number(model.optimizer.loss_scale), number(model.optimizer.steps_skipped)]
-        )
+        results.append(trained(model))
     for without, monitored in zip(*results, strict=True):
         np.testing.assert_array_equal(without, monitored)
 
@@ -137,11 +137,16 @@ def test_histograms_are_those_of_the_unscaled_gradients(tmp_path):
         np.testing.assert_allclose(found.mass, np.abs(gradient).sum(), rtol=1e-4)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_sampling_reads_every_nth_step_and_the_last_skip_before_it(tmp_path):
-    path = tmp_path / "run.jsonl"
+    path, results = tmp_path / "run.jsonl", []
     monitor = LossScaleMonitor(path, every=4, histograms=True)
-    data = rows(10, spoiled=[1, 2, 7])
-    fit(net(jit_compile=JIT[-1]), data, [monitor])
+    for callbacks in ([], [monitor]):
+        model = net(jit_compile=JIT[-1])
+        fit(model, rows(10, spoiled=[1, 2, 7]), callbacks)
+        results.append(trained(model))
+    for without, monitored in zip(*results, strict=True):
+        np.testing.assert_array_equal(without, monitored)
     history = TrainingHistory.read(path)
     # The first step and the last one; 3 is the last skip before 4; 8 is both sampled and skipped.
     assert history.steps == [1, 3, 4, 8, 10]
@@ -258,12 +263,10 @@ def traces(model):
 
 
 @pytest.mark.skipif(BACKEND == "torch", reason="the step is not traced")
-@pytest.mark.parametrize("jit_compile", JIT)
-def test_a_second_fit_does_not_trace_again(jit_compile):
-    model = net(jit_compile=jit_compile)
-    calls = traces(model) if BACKEND == "tensorflow" or jit_compile else None
-    if calls is None:
-        pytest.skip("JAX without jit runs each step in Python")
+def test_a_second_fit_does_not_trace_again():
+    # TensorFlow traces for XLA as it does without; JAX without jit runs each step in Python.
+    model = net(jit_compile=BACKEND == "jax")
+    calls = traces(model)
     fit(model, rows(4, spoiled=[1]), [LossScaleMonitor()], epochs=2)
     first = len(calls)
     fit(model, rows(4, spoiled=[1]), [LossScaleMonitor()], epochs=2)

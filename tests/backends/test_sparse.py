@@ -7,6 +7,8 @@ from keras.src.optimizers import optimizer_sparse_test
 from backends.support import BACKEND
 from lossscale.frameworks.keras import KerasLossScaleOptimizer
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 CASES = [
     name
     for name in dir(optimizer_sparse_test.OptimizerSparseTest)

@@ -130,7 +130,13 @@ def state_of(optimizer: Any) -> dict[str, Any]:
     return found
 
 
-_NOT_STATE = {"_trainable_variables", "_trained", "_self_unconditional_dependency_names"}
+# What is kept somewhere else too, `_coalesced_children` from the first save on.
+_NOT_STATE = {
+    "_trainable_variables",
+    "_trained",
+    "_self_unconditional_dependency_names",
+    "_coalesced_children",
+}
 
 
 def _walk(path: str, thing: Any, found: dict[str, Any], seen: set[int]) -> None:

@@ -25,8 +25,14 @@ INNER = {
     ),
 }
 
+RECORDED = tuple(name for name in INNER if name != "plain")
+"""Those that each shell is recorded with: all that have code of their own."""
+
 FEW = ("plain", "sgd", "momentum", "adam", "accumulation")
 """Those for a shell that runs another one's code: without a state, with one, with a branch."""
+
+WITH_STATE = ("momentum", "adam", "accumulation")
+"""Those of them whose state a skipped step could touch."""
 
 _NO_HOOKS = "hooks of a fused optimizer run on every step where the device decides"
 MISSING = {

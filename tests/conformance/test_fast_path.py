@@ -7,12 +7,13 @@ each way in which gradients are read: many small ones together, large ones by th
 import numpy as np
 import pytest
 
+from conformance.shells import SHELLS
 from core import oracle
 from lossscale import DynamicScale
 
 SHAPES = [(130, 130), (5,), (3, 2), (20000,), (1,)]
 LARGE, SMALL = 0, 1
-RULE = DynamicScale(2.0**10, growth_interval=3, min_scale=2.0**-4)
+RULE = DynamicScale(2.0**6, growth_interval=3, min_scale=2.0**-4)
 
 
 def values():
@@ -71,10 +72,10 @@ STEPS = {
 # grows until sums overflow again. These come last, since nothing small shows beside them any more.
 SEQUENCE = [
     *[name for name in STEPS if name != OVERFLOWING],
-    *["nan in a small one"] * 15,
-    *["finite"] * 24,
+    *["nan in a small one"] * 8,
+    *["finite"] * 15,
     *[OVERFLOWING] * 4,
-    *["inf and -inf"] * 5,
+    *["inf and -inf"] * 3,
     *[OVERFLOWING] * 2,
 ]
 
@@ -105,6 +106,7 @@ class Plain:
         return finite
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("inner", ["momentum", "adamw-clipnorm"])
 def test_every_step_leaves_the_bits_of_the_plain_path(shell, inner):
     sequence = SEQUENCE
@@ -115,6 +117,8 @@ def test_every_step_leaves_the_bits_of_the_plain_path(shell, inner):
         pytest.skip(f"the code that reads gradients is that of {shell.like}")
     if shell.takes_loss_scales_only:
         pytest.skip("a DynamicLossScale has no floor below 1")
+    if inner != "momentum" and not shell.compiles and any(row.compiles for row in SHELLS):
+        pytest.skip("no compiler puts clipping and dividing together, and promise 1 has it")
     fast, plain = shell.make(values(), inner, RULE), Plain(shell, inner)
     applied = skipped = 0
     for seed, name in enumerate(sequence):

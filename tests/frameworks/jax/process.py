@@ -1,4 +1,4 @@
-"""One of two processes that train together: `process.py INDEX PORT FOLDER first|resumed`.
+"""One of two processes that train together: `main(index, port, folder, "first" or "resumed")`.
 
 The first run writes a checkpoint after two steps, goes on to the end, and is killed there; the
 other one goes on from the file. Each prints the scales of all steps and the bytes of the weights.
@@ -7,7 +7,6 @@ other one goes on from the file. Each prints the scales of all steps and the byt
 import json
 import os
 import signal
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +113,3 @@ def main(index, port, folder, run_name):
         # As a machine that is taken away: nothing is closed.
         os.kill(os.getpid(), signal.SIGKILL)
     checkpointer.close()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -14,6 +14,8 @@ import lossscale.frameworks.jax
 import lossscale.optax
 from lossscale.errors import MissingPackageError
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 PACKAGE = lossscale.frameworks.jax
 MODULES = [found.name for found in pkgutil.walk_packages(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
 

@@ -7,6 +7,8 @@ import pytest
 from frameworks.jax.support import bits
 from lossscale.frameworks.jax.optax import jaxprs
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 @jax.jit
 def halved(x):

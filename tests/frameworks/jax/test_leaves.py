@@ -12,6 +12,8 @@ from frameworks.jax.support import bits, signature
 from lossscale import DynamicScale, FixedScale
 from lossscale.optax import all_finite, loss_scaled, unscale
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 def small(tx=None, **settings):
     return loss_scaled(optax.sgd(0.5) if tx is None else tx, **{"initial_scale": 8, **settings})
@@ -210,6 +212,7 @@ def test_a_gradient_that_unscaling_makes_infinite_is_skipped():
         assert float(state.loss_scale) == 2.0**-9
 
 
+@pytest.mark.usefixtures("optimized")
 def test_finite_gradients_whose_sum_is_infinite_are_finite():
     tx = small()
     for size in (3, 2**15):
@@ -219,6 +222,7 @@ def test_finite_gradients_whose_sum_is_infinite_are_finite():
             assert update(huge, tx.init(huge))[1].last_step_finite
 
 
+@pytest.mark.usefixtures("optimized")
 def test_a_leaf_of_every_size_is_looked_at():
     sizes = [1, 7, 2**14 - 1, 2**14, 2**16]
     tree = [jnp.ones(size, dtype) for size in sizes for dtype in (jnp.float32, jnp.float16)]

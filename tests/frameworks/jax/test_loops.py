@@ -23,6 +23,8 @@ from lossscale.optax import (
     value_and_grad,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 BATCH = (jnp.float16([[1.0, 2.0], [3.0, -1.0]]), jnp.float16([1.0, 0.5]))
 BATCHES = (BATCH, (BATCH[0] * jnp.float16(jnp.inf), BATCH[1]), BATCH, BATCH)
 TRACE = [8.0, 4.0, 4.0, 8.0]
@@ -353,6 +355,7 @@ def test_a_step_can_be_differentiated():
         np.testing.assert_allclose(by_gradients, -0.5 * 1.9 * np.ones(3), rtol=1e-6)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_checkpointing_changes_no_bit():
     tx = optimizer()
     opt_state = tx.init(first_params())

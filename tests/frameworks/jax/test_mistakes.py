@@ -10,6 +10,8 @@ from flax import nnx
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.optax import Monitor, loss_scaled, scale_loss, value_and_grad
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 TX = loss_scaled(optax.sgd(0.5), initial_scale=8)
 PARAMS = {"w": jnp.ones(2)}
 STATE = TX.init(PARAMS)

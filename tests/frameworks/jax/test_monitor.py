@@ -26,6 +26,8 @@ from lossscale.errors import (
     UnsupportedError,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 RULE = lossscale.DynamicScale(initial_scale=8, growth_interval=4)
 PARAMS = {"dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}}
 BARE = lossscale.optax.loss_scaled(optax.adam(0.1), rule=RULE)
@@ -313,6 +315,7 @@ def test_a_loss_that_knows_nothing_of_float16_is_refused_before_anything_is_read
 # What is noted changes nothing else.
 
 
+@pytest.mark.usefixtures("optimized")
 def test_what_the_optimizer_does_is_the_same():
     runs = []
     for tx in (BARE, NOTED):

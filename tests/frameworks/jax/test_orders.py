@@ -12,6 +12,8 @@ from frameworks.jax import inner_transformations as inner
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
 from lossscale.optax import loss_scale, loss_scaled, scale_loss, unscale, value_and_grad
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 
 def wrapped():
     return loss_scaled(optax.sgd(0.1), initial_scale=8)

@@ -14,6 +14,7 @@ from flax import nnx
 import lossscale
 import lossscale.optax
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from quickly import compiling_quickly
 
 RULE = lossscale.DynamicScale(initial_scale=8, growth_interval=2)
 INNER = optax.adamw(optax.linear_schedule(0.1, 0.0, 10))
@@ -43,6 +44,12 @@ def trained(params, opt_state, first, last):
     for x in batches(first, last):
         params, opt_state = step(params, opt_state, x)
     return params, opt_state
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_way_of_compiling():
+    with compiling_quickly():
+        yield
 
 
 @pytest.fixture(scope="module")

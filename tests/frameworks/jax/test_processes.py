@@ -4,37 +4,39 @@ Processes of their own, since those that train together are made known to JAX wh
 """
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
+from fresh import Program
 from two_workers import free_ports
 
-PROGRAM = pathlib.Path(__file__).with_name("process.py")
+PROGRAM = """
+import sys
+from frameworks.jax.process import main
+from quickly import compiling_quickly
+
+with compiling_quickly():
+    main(*sys.argv[1:])
+"""
 
 
 def both(folder, run_name):
-    """What the two processes print, and their exit statuses."""
+    """What the two processes print."""
     (port,) = free_ports(1)
     workers = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, str(index), str(port), folder, run_name],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+        Program(
+            PROGRAM,
+            index,
+            port,
+            folder,
+            run_name,
+            environment={"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+            module="frameworks.jax.process",
         )
         for index in range(2)
     ]
-    try:
-        found = [worker.communicate(timeout=300) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    for output, errors in found:
-        assert output.strip(), errors[-3000:]
-    return [json.loads(output.splitlines()[-1]) for output, _ in found]
+    found = [worker.finished() for worker in workers]
+    for each in found:
+        assert each.stdout.strip(), each.stderr[-3000:]
+    return [json.loads(each.stdout.splitlines()[-1]) for each in found]
 
 
 def test_two_processes_agree_and_go_on_from_a_checkpoint_bit_for_bit(tmp_path):

@@ -11,7 +11,11 @@ from frameworks.jax import inner_transformations as inner
 from frameworks.jax.inner_transformations import INNER
 from frameworks.jax.support import bits, scaled, signature, spoiled
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 SCALE = 2.0**15
+# With sums and products of matrices; tests/conformance has ten more that are optimized.
+OPTIMIZED = ("adafactor", "muon")
 
 
 def step_of(tx, name):
@@ -26,8 +30,7 @@ def step_of(tx, name):
     return jax.jit(step, donate_argnums=(0, 1)), traces
 
 
-@pytest.mark.parametrize("name", INNER)
-def test_a_skipped_step_changes_no_bit_and_the_others_are_those_of_the_bare_optimizer(name):
+def check_every_step(name):
     tx = lossscale.optax.loss_scaled(INNER[name](), initial_scale=SCALE)
     step, traces = step_of(tx, name)
     # With a scale of 1 nothing is scaled; the same step, so that XLA rounds it in the same way.
@@ -60,6 +63,17 @@ def test_a_skipped_step_changes_no_bit_and_the_others_are_those_of_the_bare_opti
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("name", [each for each in INNER if each not in OPTIMIZED])
+def test_a_skipped_step_changes_no_bit_and_the_others_are_those_of_the_bare_optimizer(name):
+    check_every_step(name)
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("name", OPTIMIZED)
+def test_what_xla_optimizes_most_keeps_every_bit_too(name):
+    check_every_step(name)
+
+
 # A step that is not compiled runs the same code: one transformation for each kind of it will do.
 EAGER = (
     "adamw_clip",
@@ -77,7 +91,6 @@ EAGER = (
 
 
 # Each operation is a program of its own here, and the same one for both optimizers.
-@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("name", EAGER)
 def test_an_eager_step_is_skipped_and_applied_too(name):
     tx = lossscale.optax.loss_scaled(INNER[name](), initial_scale=8)

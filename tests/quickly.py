@@ -1,0 +1,33 @@
+"""Compiling on JAX in less time what then runs slower."""
+
+import contextlib
+import os
+from unittest import mock
+
+# A program in one part, by the older emitters: XLA takes a quarter of the time.
+_OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+
+
+@contextlib.contextmanager
+def compiling_quickly():
+    """JAX compiles so while this is open; elsewhere nothing happens."""
+    if os.environ["KERAS_BACKEND"] != "jax":
+        yield
+        return
+    import jax
+    from jax._src import compiler
+
+    usual = compiler.get_compile_options
+
+    def options(*arguments, env_options_overrides=None, **named):
+        overrides = {**_OPTIONS, **(env_options_overrides or {})}
+        return usual(*arguments, env_options_overrides=overrides, **named)
+
+    before = jax.config.values["jax_disable_most_optimizations"]
+    # They are no settings of JAX, and XLA reads its flags only once.
+    with mock.patch.object(compiler, "get_compile_options", options):
+        jax.config.update("jax_disable_most_optimizations", True)
+        try:
+            yield
+        finally:
+            jax.config.update("jax_disable_most_optimizations", before)
