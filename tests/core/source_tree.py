@@ -61,13 +61,24 @@ def imports(module):
     return frozenset(_imports_below(ast.parse(module.source), module, lazy=False))
 
 
-def frameworks_named(module):
-    """Returns the modules below `lossscale.frameworks` that stand in a string of their own."""
-    constants = (
-        node for node in ast.walk(ast.parse(module.source)) if isinstance(node, ast.Constant)
-    )
-    texts = [node.value for node in constants if isinstance(node.value, str)]
-    return [text for text in texts if re.fullmatch(r"lossscale\.frameworks[a-z_.]*", text)]
+def modules_named(module):
+    """Returns the `Import`s of this library that a string of their own stands for.
+
+    Such a string is the path of a module, or the start of one that an f-string goes on with:
+    whoever has it can import the module later, whichever way.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(module.source)):
+        if isinstance(node, ast.JoinedStr):
+            start = node.values[0] if node.values else None
+            texts, pattern = [start], r"lossscale\.(?:\w+\.)*\w*"
+        else:
+            texts, pattern = [node], r"lossscale(?:\.\w+)+"
+        for text in texts:
+            value = text.value if isinstance(text, ast.Constant) else None
+            if isinstance(value, str) and re.fullmatch(pattern, value):
+                found.add(Import(value.rstrip("."), lazy=True))
+    return frozenset(found)
 
 
 def _imports_below(node, module, lazy):
@@ -91,8 +102,22 @@ def _names(node, module):
         # A module of the library in use has imported `lossscale` already.
         return names if base == "lossscale" else [base, *names]
     if isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
-        return [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
+        texts = [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
+        return [_below(text, node.args[1:], module) for text in texts]
     return []
+
+
+def _below(name, given, module):
+    """The whole of a name that `import_module` may be given relative to a package."""
+    dots = len(name) - len(name.lstrip("."))
+    if not dots:
+        return name
+    if given and isinstance(given[0], ast.Constant):
+        package = given[0].value
+    else:
+        package = module.name if module.is_package else module.name.rpartition(".")[0]
+    above = package.split(".")
+    return ".".join([*above[: len(above) - dots + 1], name[dots:]])
 
 
 def _absolute(node, module):

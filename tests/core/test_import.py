@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from core.source_tree import FRAMEWORKS, Module, frameworks_named, imports, modules
+from core.source_tree import FRAMEWORKS, Module, imports, modules, modules_named
 
 HEAVY = {*FRAMEWORKS, "numpy", "matplotlib", "rich", "sklearn", "h5py", "ml_dtypes"}
 ROOMS = {
@@ -59,8 +59,13 @@ MAY_IMPORT = {
 }
 """For each part of the library, the parts that it may import besides itself."""
 
-MAY_NAME_FRAMEWORKS = {"registry", "installation"}
-"""The parts that may name a module below `frameworks` in a string, to import it later."""
+MAY_NAME = {
+    # It imports what serves a framework when something of that framework arrives.
+    "lossscale.registry": {"frameworks"},
+    # The package in a registered name, which stands in files.
+    "lossscale.frameworks.shell.loss_scales": {"experimental"},
+}
+"""For a module, the parts that it may name in a string besides those that it may import."""
 
 FRONTS_OF_FRAMEWORKS = {"optax": {"optax"}}
 """The public modules that are for one framework, and what they import of it."""
@@ -100,17 +105,12 @@ def violations(module):
     if module.part not in MAY_IMPORT:
         return [f"{module.name}: give `{module.part}` a place in MAY_IMPORT"]
     found = []
-    if module.part not in {*MAY_NAME_FRAMEWORKS, "frameworks"}:
-        found += [f"{module.name} names {name}" for name in frameworks_named(module)]
+    for named in modules_named(module):
+        if own_part(named.name) not in MAY_NAME.get(module.name, ()):
+            found += wrong_way(module, named.name, "names")
     for imported in imports(module):
         if imported.root == "lossscale":
-            target = own_part(imported.name)
-            if target not in {*MAY_IMPORT[module.part], module.part}:
-                found.append(f"{module.name} imports {imported.name}")
-            elif module.part == "frameworks" and target == "frameworks":
-                here, there = room_of(module.name), room_of(imported.name)
-                if there not in {None, here, *ROOMS.get(here, (set(), set()))[0]}:
-                    found.append(f"{module.name} imports from another room, {imported.name}")
+            found += wrong_way(module, imported.name, "imports")
         elif module.part == "frameworks":
             if imported.root in FRAMEWORKS - frameworks_for(module.name):
                 found.append(f"{module.name} imports {imported.root}")
@@ -121,6 +121,18 @@ def violations(module):
         elif imported.root in {"matplotlib", "rich", "sklearn"} and not imported.lazy:
             found.append(f"{module.name} imports {imported.root} outside a function")
     return found
+
+
+def wrong_way(module, name, verb):
+    """Returns what is wrong with the use of another module of the library, as sentences."""
+    target = own_part(name)
+    if target not in {*MAY_IMPORT[module.part], module.part}:
+        return [f"{module.name} {verb} {name}"]
+    if module.part == target == "frameworks":
+        here, there = room_of(module.name), room_of(name)
+        if there not in {None, here, *ROOMS.get(here, (set(), set()))[0]}:
+            return [f"{module.name} {verb} {name}, which is in another room"]
+    return []
 
 
 def own_part(name):
@@ -300,6 +312,17 @@ def test_the_table_itself_points_one_way():
         ("frameworks", "import tensorflow"),
         ("diagnostics.measuring", "MODULE = 'lossscale.frameworks.keras.diagnose'"),
         ("callbacks", "import importlib\nimportlib.import_module('lossscale.frameworks.keras')"),
+        ("callbacks", "import importlib\nimportlib.import_module('.plots', 'lossscale')"),
+        ("callbacks", "import importlib\nimportlib.import_module('.plots', __package__)"),
+        ("callbacks", "MODULE = f'lossscale.plots.{name}'"),
+        ("callbacks", "MODULE = f'lossscale.{name}'"),
+        ("frameworks.jax.arrays", "MODULE = 'lossscale.frameworks.keras.step'"),
+        ("frameworks.common.sizes", "MODULE = 'lossscale.frameworks.keras.step'"),
+        ("frameworks.keras.backends.jax", "MODULE = 'lossscale.frameworks.tf_keras.step'"),
+        ("frameworks.keras.shell", "MODULE = 'lossscale.experimental'"),
+        ("rules", "MODULE = 'lossscale.optimizer'"),
+        ("registry", "MODULE = 'lossscale.optimizer'"),
+        ("diagnostics.measuring", "MODULE = 'lossscale.migration'"),
         ("experimental.loss_scale", "import tensorflow"),
         ("experimental", "import lossscale.diagnostics"),
         ("experimental", "import lossscale"),
@@ -332,6 +355,9 @@ def test_an_import_that_points_the_wrong_way_is_found(name, source):
         ("registry", "import importlib\nimportlib.import_module(name)"),
         ("optimizer", "from lossscale import registry"),
         ("registry", "MODULE = 'lossscale.frameworks.keras.diagnose'"),
+        ("installation", "MODULE = 'lossscale.frameworks.keras.installing'"),
+        ("frameworks.keras.shell", "MODULE = 'lossscale.frameworks.jax.arrays'"),
+        ("rules", "MODULE = 'lossscale.checks'\nSUFFIX = '.optimizer'"),
         ("diagnostics.measuring", "def f():\n    'See `lossscale.frameworks.keras`.'"),
         ("frameworks.keras", "import keras\nfrom lossscale.rules import ScaleRule"),
         ("frameworks.keras.backends.tensorflow", "import keras, tensorflow"),
