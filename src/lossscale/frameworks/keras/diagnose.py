@@ -141,11 +141,11 @@ def gradients_of(
 
     def in_float32(batch: Any, scale: float) -> list[Derived]:
         with drawn_in_float32(), _computing_in_float32(model):
-            return wide(batch, scale)  # type: ignore[no-any-return]
+            return wide(batch, scale)
 
     def in_float16(batch: Any, scale: float) -> list[Derived]:
         with drawn_in_float32(), _computing_in_float16(model):
-            return narrow(batch, scale)  # type: ignore[no-any-return]
+            return narrow(batch, scale)
 
     return ModelGradients(
         looking_inside(in_float32, tapped_model), in_float16, names, backend.on_host

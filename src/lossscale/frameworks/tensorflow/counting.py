@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from lossscale.diagnostics.exponents import ExponentTable
 from lossscale.diagnostics.measurement import Derived
 from lossscale.diagnostics.tapping import Tap
 from lossscale.frameworks.tensorflow import exponents as histograms
@@ -68,7 +69,7 @@ def differentiator(
     return derive
 
 
-def count(gradient: Any) -> Any:
+def count(gradient: Any) -> ExponentTable:
     """Returns the table of exponents of a gradient, on the host."""
     return histograms.on_host(_count_bins(gradient))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -25,11 +25,20 @@ if TYPE_CHECKING:
 @functools.cache
 def load() -> Backend:
     """Returns the module of Keras' backend."""
+    backend: Backend = module_for()
+    return backend
+
+
+def module_for(purpose: str = "") -> Any:
+    """Returns a module of Keras' backend.
+
+    Args:
+        purpose: What it is for besides steps: "counting" or "own_steps".
+    """
     name = keras.backend.backend()
     if name not in _BACKENDS:
         raise UnsupportedError(
             f"Keras runs on the backend {name!r}; lossscale supports {', '.join(_BACKENDS)}. "
             "Set the environment variable KERAS_BACKEND before importing Keras."
         )
-    backend: Backend = importlib.import_module(f"{__name__}.{name}")
-    return backend
+    return importlib.import_module(f"{__name__}.{name}{purpose and f'_{purpose}'}")

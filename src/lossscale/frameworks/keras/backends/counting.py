@@ -1,40 +1,62 @@
-"""Gradients with respect to variables and to tensors inside a model: a module for each backend.
-
-Each has
-
-- `differentiator(loss_of, variables, fixed, wide=, tapped=)`: a function of a batch and of a loss
-  scale that returns a list of `Derived`;
-- `count(gradient)` and `on_host(gradient)`: its table of exponents, and its array, on the host;
-- `random_state_kept()`: a context that leaves the framework's own random state as it was.
-"""
+"""Gradients with respect to variables and to tensors inside a model: a module for each backend."""
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import keras
 
-from lossscale.diagnostics.measurement import NARROW
+from lossscale.diagnostics.exponents import ExponentTable
+from lossscale.diagnostics.measurement import NARROW, Derived
 from lossscale.diagnostics.tapping import Tap
-from lossscale.errors import UnsupportedError
-
-_BACKENDS = ("jax", "tensorflow", "torch")
+from lossscale.frameworks.keras import backends
 
 Loss = Callable[[Sequence[tuple[Any, Any]], Any, Tap], Any]
 """Given (variable, value) pairs, a batch and a tap, returns the loss."""
 
 
-def load() -> Any:
+class Counting(Protocol):
+    """What a diagnosis needs of a backend of Keras: each is a module with these."""
+
+    def random_state_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Within it random numbers are drawn, and the framework's own state stays as it was."""
+
+    def differentiator(
+        self,
+        loss_of: Loss,
+        variables: Sequence[Any],
+        fixed: Sequence[Any],
+        *,
+        wide: bool,
+        tapped: bool,
+    ) -> Callable[[Any, float], list[Derived]]:
+        """Returns what takes a batch and a scale, and gives the gradients of the scaled loss."""
+
+    def count(self, gradient: Any) -> ExponentTable:
+        """Returns the table of exponents of a gradient, on the host."""
+
+    def on_host(self, gradient: Any) -> Any:
+        """Returns a gradient as a NumPy array."""
+
+
+if TYPE_CHECKING:
+    from lossscale.frameworks.keras.backends import (
+        jax_counting,
+        tensorflow_counting,
+        torch_counting,
+    )
+
+    _JAX: Counting = jax_counting
+    _TENSORFLOW: Counting = tensorflow_counting
+    _TORCH: Counting = torch_counting
+
+
+def load() -> Counting:
     """Returns the module of Keras' backend."""
-    backend = keras.backend.backend()
-    if backend not in _BACKENDS:
-        raise UnsupportedError(
-            f"Keras runs on the backend {backend!r}; gradients can be diagnosed on "
-            f"{', '.join(_BACKENDS)}. Set KERAS_BACKEND before importing Keras."
-        )
-    return importlib.import_module(f"{__package__}.{backend}_counting")
+    module: Counting = backends.module_for("counting")
+    return module
 
 
 def value_of(variable: Any, wide: bool) -> Any:

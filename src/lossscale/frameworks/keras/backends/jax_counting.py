@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lossscale.diagnostics.exponents import ExponentTable
 from lossscale.diagnostics.measurement import Derived
 from lossscale.frameworks.jax import exponents as histograms
 from lossscale.frameworks.keras.backends.counting import Loss, value_of
@@ -81,7 +82,7 @@ def differentiator(
     return derive
 
 
-def count(gradient: Any) -> Any:
+def count(gradient: Any) -> ExponentTable:
     """Returns the table of exponents of a gradient, on the host."""
     return histograms.on_host(_count_bins(gradient))
 

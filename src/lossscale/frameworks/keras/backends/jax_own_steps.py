@@ -24,7 +24,7 @@ def runner(
     *,
     eager: bool,
     helped: bool,
-) -> Callable[[Any, float], Any]:
+) -> Callable[[Any, float], tuple[list[Derived], Any]]:
     """Returns what takes data and a scale, and gives the gradients that a step is taken with.
 
     Args:
@@ -65,7 +65,7 @@ def runner(
 
     function = compute if eager else jax.jit(compute)
 
-    def run(data: Any, scale: float) -> Any:
+    def run(data: Any, scale: float) -> tuple[list[Derived], Any]:
         values = [[variable.value for variable in several] for several in state]
         found = function(values, data, jnp.float32(scale))
         derived = [

@@ -1,23 +1,57 @@
-"""A model's own `train_step`, run for what it gives to its optimizers: a module for each backend.
-
-Each has `runner(step, new_recorder, model, optimizers, eager=, helped=)`, which returns a function
-of data and of a loss scale that returns a list of `Derived` and the recorder. `step(recorder, ...)`
-runs the `train_step` with the recorder in the places of the optimizers, and
-`new_recorder(scale, values)` makes one.
-"""
+"""A model's own `train_step`, run for what it gives to its optimizers: a module each backend."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import keras
 
+from lossscale.diagnostics.measurement import Derived
+from lossscale.frameworks.keras import backends
 
-def load() -> Any:
+
+class OwnSteps(Protocol):
+    """What it takes of a backend of Keras to run a `train_step`: each is a module with this."""
+
+    def runner(
+        self,
+        step: Callable[..., Any],
+        new_recorder: Callable[..., Any],
+        model: Any,
+        optimizers: Sequence[Any],
+        *,
+        eager: bool,
+        helped: bool,
+    ) -> Callable[[Any, float], tuple[list[Derived], Any]]:
+        """Returns what takes data and a scale, and gives the gradients and the recorder.
+
+        Args:
+            step: Runs the `train_step` with a recorder in the places of the optimizers.
+            new_recorder: Makes a recorder for a scale, and on JAX the values of the variables.
+            model: The model.
+            optimizers: Its optimizers.
+            eager: Whether the model is trained eagerly.
+            helped: Whether to scale the loss of a step that does not do so itself.
+        """
+
+
+if TYPE_CHECKING:
+    from lossscale.frameworks.keras.backends import (
+        jax_own_steps,
+        tensorflow_own_steps,
+        torch_own_steps,
+    )
+
+    _JAX: OwnSteps = jax_own_steps
+    _TENSORFLOW: OwnSteps = tensorflow_own_steps
+    _TORCH: OwnSteps = torch_own_steps
+
+
+def load() -> OwnSteps:
     """Returns the module of Keras' backend."""
-    return importlib.import_module(f"{__package__}.{keras.backend.backend()}_own_steps")
+    module: OwnSteps = backends.module_for("own_steps")
+    return module
 
 
 def state_of(model: Any, optimizers: Iterable[Any]) -> list[Any]:

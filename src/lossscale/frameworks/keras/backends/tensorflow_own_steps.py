@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lossscale.diagnostics.measurement import Derived
 from lossscale.frameworks.keras.backends.own_steps import state_of
 from lossscale.frameworks.tensorflow import own_steps
 from lossscale.frameworks.tensorflow.draws import repeatable_draws
@@ -18,7 +19,7 @@ def runner(
     *,
     eager: bool,
     helped: bool,
-) -> Callable[[Any, float], Any]:
+) -> Callable[[Any, float], tuple[list[Derived], Any]]:
     """Returns what takes data and a scale, and gives the gradients that a step is taken with.
 
     Args:
@@ -40,7 +41,7 @@ def runner(
         helped=helped,
     )
 
-    def run(data: Any, scale: float) -> Any:
+    def run(data: Any, scale: float) -> tuple[list[Derived], Any]:
         with repeatable_draws():
             return compiled(data, scale)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lossscale.diagnostics.exponents import ExponentTable
 from lossscale.diagnostics.measurement import Derived
 from lossscale.frameworks.keras.backends.counting import Loss, value_of
 from lossscale.frameworks.torch import exponents as histograms
@@ -61,7 +62,7 @@ def differentiator(
     return derive
 
 
-def count(gradient: Any) -> Any:
+def count(gradient: Any) -> ExponentTable:
     """Returns the table of exponents of a gradient, on the host."""
     return histograms.on_host(histograms.count_bins(gradient))
 

@@ -23,7 +23,7 @@ def runner(
     *,
     eager: bool,
     helped: bool,
-) -> Callable[[Any, float], Any]:
+) -> Callable[[Any, float], tuple[list[Derived], Any]]:
     """Returns what takes data and a scale, and gives the gradients that a step is taken with.
 
     Args:
@@ -37,7 +37,7 @@ def runner(
     del eager
     variables = list(model.trainable_variables)
 
-    def run(data: Any, scale: float) -> Any:
+    def run(data: Any, scale: float) -> tuple[list[Derived], Any]:
         recorder = new_recorder(scale)
         scaling = _scaling_derivatives(recorder) if helped else contextlib.nullcontext()
         tensors = keras.tree.map_structure(_to_tensor, data)
