@@ -154,7 +154,8 @@ def install() -> Installation:
 
 def _put_in_place(stack: contextlib.ExitStack, module: str, names: DocumentedNames) -> None:
     if module not in _reached:
-        stack.enter_context(importlib.import_module(module).put_in_place(names))
+        installing: registry.Installs = importlib.import_module(module)
+        stack.enter_context(installing.put_in_place(names))
         _reached.add(module)
         stack.callback(_reached.remove, module)
 

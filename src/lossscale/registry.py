@@ -11,11 +11,38 @@ import functools
 import importlib
 import os
 import sys
+from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.packages import PACKAGES, is_installed, lacking_for_keras, not_installed
+
+
+class MeasuresModels(Protocol):
+    """What `package.diagnose` has where a row names a monitor."""
+
+    def measure(
+        self, model: Any, batches: Any, after_batch: Any, *, thresholds: Any, quick: bool
+    ) -> Any:
+        """Returns the report on the gradients of a model."""
+
+
+class CountsExponents(Protocol):
+    """What `package.exponents` has where a row names tensors."""
+
+    def count_bins(self, gradient: Any) -> Any:
+        """Returns the table of exponents of a tensor, where the tensor is."""
+
+    def on_host(self, table: Any) -> Any:
+        """Returns such a table as NumPy arrays."""
+
+
+class Installs(Protocol):
+    """What `package.installing` has for each of the `kerases`."""
+
+    def put_in_place(self, names: Any) -> AbstractContextManager[Any]:
+        """Sets the documented names; what it returns takes them out again."""
 
 
 class Framework(NamedTuple):
@@ -209,20 +236,22 @@ def monitor_for(name: str | None) -> type[Any]:
     return found
 
 
-def diagnose_for(model: Any) -> Any:
+def diagnose_for(model: Any) -> MeasuresModels | None:
     """Returns the module that measures a model; None if it is of no known framework."""
     for framework in _TABLE:
         root = framework.loaded_root()
         if framework.monitor and root is not None and isinstance(model, root.Model):
-            return framework.module("diagnose")
+            measuring: MeasuresModels = framework.module("diagnose")
+            return measuring
     return None
 
 
-def exponents_for(package: str) -> Any:
+def exponents_for(package: str) -> CountsExponents | None:
     """Returns the module that counts tensors of a package; None if it has none."""
     for framework in _TABLE:
         if package in framework.tensors:
-            return framework.module("exponents")
+            counting: CountsExponents = framework.module("exponents")
+            return counting
     return None
 
 

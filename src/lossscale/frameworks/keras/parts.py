@@ -13,8 +13,13 @@ from lossscale.frameworks.keras.state import State
 from lossscale.frameworks.shell.parts import SharedParts
 from lossscale.members import VariableList
 
+if TYPE_CHECKING:
+    from lossscale.frameworks.shell.contract import ShellOfKeras3 as _Contract
+else:
+    _Contract = object
 
-class Parts(SharedParts):
+
+class Parts(SharedParts, _Contract):
     """The base of each part: attributes that the constructor sets, and methods of other parts."""
 
     _library = keras

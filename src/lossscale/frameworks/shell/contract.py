@@ -7,7 +7,7 @@ all is a shell.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from lossscale.frameworks.common.handover import Place
@@ -128,6 +128,13 @@ class Shell(ShellClass, Protocol):
 
     _rule: ScaleRule
     _notes: ClassVar[NotesOfVariables | None]
+    # Scalar variables: in steps, and whether.
+    _steps_skipped: Any
+    _last_step_skipped: Any
+
+    @property
+    def _state(self) -> StateVariables | None:
+        """The state; None where a loss scale of the older API moves by its user's own code."""
 
     # For the older API, whose `LossScale` may take the place of a rule.
 
@@ -149,3 +156,36 @@ class Shell(ShellClass, Protocol):
 
     def _set_own_values(self, values: Any) -> None:
         """Sets them, made valid for the rule."""
+
+
+class ShellOfKeras3(Shell, Protocol):
+    """What is asked besides of an optimizer of Keras 3: by the monitor, and by migration."""
+
+    @property
+    def _iterations(self) -> Any:
+        """The variable that counts every step, where `iterations` may be divided."""
+
+    def _can_load(self, count: int) -> bool:
+        """Whether a file with this many arrays can be one of the inner optimizer."""
+
+    def _load_inner(self, values: dict[str, Any]) -> None:
+        """Sets the inner optimizer's variables from the arrays of a file, by number."""
+
+    def _restore_scale(self, values: Mapping[str, Any]) -> None:
+        """Sets the state from numbers of a file by the names of its variables."""
+
+
+class ShellOfTFKeras(Shell, Protocol):
+    """What is asked besides of an optimizer of tf_keras: by the monitor, and by migration."""
+
+    _is_legacy: ClassVar[bool]
+
+    @property
+    def _trained(self) -> tuple[Any, ...]:
+        """The list of variables that it was built with; empty before it is."""
+
+    def _build(self, variables: list[Any], has_gradient: Sequence[bool] = ()) -> None:
+        """Creates the inner optimizer's variables for these."""
+
+    def _build_notes(self, variables: Sequence[Any]) -> None:
+        """Makes room in the notes for the gradients of these variables."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.common.checks import checked_pairs, with_gradient
+from lossscale.frameworks.common.notes import NotesOfVariables
 from lossscale.frameworks.shell.parts import SharedParts
 
 
@@ -70,6 +71,6 @@ class SharedTraining(SharedParts):
         """Takes a step, and returns what `apply_gradients` does."""
         raise NotImplementedError
 
-    def _new_notes(self, histograms_every: int | None) -> Any:
+    def _new_notes(self, histograms_every: int | None) -> NotesOfVariables:
         """Returns what notes steps for a monitor."""
         raise NotImplementedError

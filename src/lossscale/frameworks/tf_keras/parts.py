@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import tf_keras
@@ -13,8 +13,13 @@ from lossscale.frameworks.tf_keras import array_code
 from lossscale.frameworks.tf_keras.iterations import StepCounter
 from lossscale.frameworks.tf_keras.state import State
 
+if TYPE_CHECKING:
+    from lossscale.frameworks.shell.contract import ShellOfTFKeras as _Contract
+else:
+    _Contract = object
 
-class Parts(SharedParts):
+
+class Parts(SharedParts, _Contract):
     """The base of each part: attributes that the constructor sets, and methods of other parts."""
 
     _library = tf_keras
@@ -43,11 +48,9 @@ class Parts(SharedParts):
         def _own_variables(self) -> dict[str, Any]: ...
         def _inner_iterations(self) -> Any: ...
         def _unlisted_variables(self) -> dict[str, Any]: ...
-        def _set_own_values(self, values: Mapping[str, Any]) -> None: ...
         def _find_slot(self, var: Any, slot_name: str) -> Any: ...
 
         # What differs between the two families of optimizers.
-        def _build(self, variables: list[Any], has_gradient: Sequence[bool] = ()) -> None: ...
         def _inner_weights(self) -> list[Any]: ...
         def _inner_gradients(self, loss: Any, variables: list[Any], tape: Any) -> list[Any]: ...
         def _symbolic_gradients(self, loss: Any, variables: Sequence[Any]) -> list[Any]: ...

@@ -12,6 +12,7 @@ from lossscale import registry
 from lossscale.arguments import rule_from_arguments
 from lossscale.frameworks.common.checks import remember_wrapper
 from lossscale.frameworks.common.handover import GradientHandover
+from lossscale.frameworks.shell.contract import StateVariables
 from lossscale.frameworks.shell.reading import SharedReading
 from lossscale.frameworks.tensorflow import replicas
 from lossscale.frameworks.tensorflow.private_names import DelegatingTrackableMixin
@@ -82,8 +83,6 @@ class CommonShell(
     _framework: ClassVar[str | None] = "tf_keras"
     _inner_base: ClassVar[type[Any]]
 
-    # None where a loss scale of the older API moves by its user's own code.
-    _state: Any
     _waiting: list[Any] | None
     _warned_of_none: bool
 
@@ -120,12 +119,14 @@ class CommonShell(
         remember_wrapper(inner_optimizer, self)
 
     def _create_state(self) -> None:
-        self._state = self._first_state()
-        if self._state is not None and not isinstance(self._state, State):
+        first = self._first_state()
+        if first is None or isinstance(first, State):
+            self._state = first
+        else:
             # A LossScale object whose value was asked for before it met an optimizer, in a process
             # that has imported Keras 3 as well.
-            before, self._state = self._state, State(self._rule, new_variable)
-            self._state.write(before.read())
+            self._state = State(self._rule, new_variable)
+            self._state.write(first.read())
             self._loss_scale._state = self._state
         self._steps_skipped = new_variable("steps_skipped", tf.int64, 0)
         self._last_step_skipped = new_variable("last_step_skipped", tf.bool, False)
@@ -139,7 +140,7 @@ class CommonShell(
         older = OlderBaseOptimizer(self._optimizer, self._is_legacy, self._find_slot)
         self._track_trackable(older, "base_optimizer", overwrite=True)
 
-    def _first_state(self) -> State | None:
+    def _first_state(self) -> StateVariables | None:
         return State(self._rule, new_variable)
 
     def _track_variable(self, variable: Any) -> None:

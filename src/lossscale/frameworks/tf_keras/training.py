@@ -77,6 +77,7 @@ class TrainingStep(SharedTraining, Parts):
             self._build_notes(variables)
         scale = tf.convert_to_tensor(self._current_scale())
         step = tf.convert_to_tensor(self.iterations) + 1
+        assert self._notes is not None
         # These gradients are summed over the replicas already.
         self._notes.note(
             DecidedStep(gradients, variables, list, finite, scale, step, is_shared=True)
@@ -86,6 +87,8 @@ class TrainingStep(SharedTraining, Parts):
         return Notes(histograms_every)
 
     def _build_notes(self, variables: Sequence[Any]) -> None:
+        if self._notes is None:
+            return
         names = [variable.name.removesuffix(":0") for variable in variables]
         self._notes.build(variables, names, [variable.dtype.name for variable in variables])
 
