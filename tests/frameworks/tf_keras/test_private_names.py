@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
+from lossscale.callbacks import LossScaleMonitor
 from lossscale.frameworks.tensorflow import private_names as of_tensorflow
 from lossscale.frameworks.tf_keras import private_names
 
@@ -60,6 +61,26 @@ def test_some_have_more():
     assert hasattr(generator, "_generator")
     assert hasattr(generator, "_seed")
     assert hasattr(tf_keras.optimizers.legacy.SGD(0.5, momentum=0.5), "_momentum")
+
+
+def test_logs_stay_on_the_device_if_a_callback_says_so():
+    class Noting(tf_keras.callbacks.Callback):
+        seen = None
+
+        def __init__(self):
+            super().__init__()
+            self._supports_tf_logs = True
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.seen = logs["loss"]
+
+    model = tf_keras.Sequential([tf_keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    noting = Noting()
+    callbacks = tf_keras.callbacks.CallbackList([noting], model=model)
+    callbacks.on_train_batch_end(0, {"loss": tf.constant(1.0)})
+    assert isinstance(noting.seen, tf.Tensor)
+    assert LossScaleMonitor(framework="tf_keras")._supports_tf_logs
 
 
 def test_modules_and_classes_are_those_that_are_meant():

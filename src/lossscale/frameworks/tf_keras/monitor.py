@@ -19,8 +19,11 @@ class TFKerasLossScaleMonitor(MonitorBody, LossScaleMonitor, tf_keras.callbacks.
     _library = tf_keras
     _array_of = staticmethod(tf.convert_to_tensor)
 
-    # tf_keras then leaves `logs` on the device, where nothing waits for them.
-    _supports_tf_logs = True
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # tf_keras then leaves `logs` on the device, where nothing waits for them. Its own
+        # constructor sets the attribute too, so that one of the class would not be seen.
+        self._supports_tf_logs = True
 
     def _instrument(self, model: Any) -> None:
         if not tf.executing_eagerly():
