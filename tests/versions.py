@@ -46,7 +46,11 @@ SETS = {
         ("keras", "jax", "optax"),
         ("jaxlib==0.6.0", "numpy==1.26.4", "ml_dtypes==0.5.0"),
         {"KERAS_BACKEND": "jax"},
-        (PROMISES, "tests/frameworks/keras/test_private_names.py"),
+        (
+            PROMISES,
+            "tests/frameworks/keras/test_private_names.py",
+            "tests/frameworks/jax/test_private_names.py",
+        ),
     ),
     "torch": Set(
         ("keras", "torch"),

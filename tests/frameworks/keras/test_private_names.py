@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-import weakref
 
 import keras
+import numpy as np
 import pytest
 
+import lossscale
+from lossscale.errors import UnsupportedError
 from lossscale.frameworks.keras import private_names
 
 
@@ -23,6 +25,7 @@ def holders():
     compiled.compile(optimizer, "mse")
     return {
         "OF_OPTIMIZERS": optimizer,
+        "OF_OPTIMIZERS_ON_TENSORFLOW": optimizer,
         "OF_MODELS": compiled,
         "OF_SEQUENTIALS": model,
         "OF_LAYERS": layer,
@@ -32,11 +35,14 @@ def holders():
     }
 
 
+ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
 TABLES = [name for name in vars(private_names) if name.startswith("OF_") and name != "OF_SOME"]
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_attribute_is_there(holders, table):
+    if table == "OF_OPTIMIZERS_ON_TENSORFLOW" and not ON_TENSORFLOW:
+        pytest.skip("of TensorFlow")
     for name, purpose in getattr(private_names, table).items():
         assert hasattr(holders[table], name), f"{keras.__version__} has no {name}: {purpose}"
 
@@ -76,16 +82,34 @@ def test_what_is_saved_may_be_a_loss():
     assert model.counted.asked == 1
 
 
-@pytest.mark.skipif(keras.backend.backend() != "jax", reason="of JAX")
-def test_tracers_have_what_is_assumed():
-    import jax
+def test_what_lists_a_variable_is_called_for_those_that_are_added():
+    optimizer = keras.optimizers.SGD(0.5, momentum=0.5)
+    listed = []
+    optimizer.__dict__["_track_variable"] = listed.append
+    optimizer.build([keras.Variable(np.ones(2, "float32"))])
+    assert any(variable is optimizer.momentums[0] for variable in listed)
 
-    from lossscale.frameworks.jax.private_names import OF_TRACERS
 
-    def traced(x):
-        assert all(hasattr(x, name) for name in OF_TRACERS)
-        # The trace is remembered as long as it lives.
-        assert weakref.ref(x._trace)() is x._trace
-        return x
+@pytest.mark.skipif(not ON_TENSORFLOW, reason="of TensorFlow")
+def test_the_sum_over_replicas_is_one_method():
+    optimizer = keras.optimizers.SGD(0.5)
+    summed = []
+    optimizer.__dict__["_all_reduce_sum_gradients"] = lambda pairs: summed.append(1) or list(pairs)
+    weight = keras.Variable(np.ones(2, "float32"))
+    optimizer.apply_gradients([(keras.ops.ones(2), weight)])
+    assert summed == [1]
+    assert weight.numpy().tolist() == [0.5, 0.5]
 
-    jax.jit(traced)(1.0)
+
+@pytest.mark.skipif(not ON_TENSORFLOW, reason="of TensorFlow")
+@pytest.mark.filterwarnings("ignore::lossscale.LossScaleWarning")
+def test_without_it_gradients_are_not_summed_twice_in_silence(monkeypatch):
+    weight = keras.Variable(np.ones(2, "float32"))
+    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    base = next(c for c in keras.optimizers.SGD.__mro__ if "_all_reduce_sum_gradients" in vars(c))
+    monkeypatch.delattr(base, "_all_reduce_sum_gradients")
+    with pytest.raises(
+        UnsupportedError, match=r"SGD\._all_reduce_sum_gradients.* to apply gradients that"
+    ):
+        optimizer.apply_gradients([(keras.ops.ones(2), weight)], skip_gradients_aggregation=True)
+    assert weight.numpy().tolist() == [1.0, 1.0]

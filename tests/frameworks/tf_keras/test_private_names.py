@@ -28,10 +28,12 @@ def holders():
         "OF_COMPILED_LOSSES": model.compiled_loss,
         "OF_TENSORS": model.outputs[0],
         "OF_VARIABLES": model.layers[-1].kernel,
+        "OF_AUTOCAST_VARIABLES": private_names.create_autocast_variable(tf.Variable(1.0)),
     }
 
 
-TABLES = [name for name in vars(private_names) if name.startswith("OF_") and name != "OF_SOME"]
+WITHOUT_HOLDER = {"OF_SOME", "OF_CALLBACKS"}
+TABLES = [t for t in vars(private_names) if t.startswith("OF_") and t not in WITHOUT_HOLDER]
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -61,6 +63,13 @@ def test_some_have_more():
     assert hasattr(generator, "_generator")
     assert hasattr(generator, "_seed")
     assert hasattr(tf_keras.optimizers.legacy.SGD(0.5, momentum=0.5), "_momentum")
+
+
+def test_a_variable_in_another_dtype_passes_assignments_on():
+    held = tf.Variable(1.0)
+    assert private_names.create_autocast_variable(held)._variable is held
+    # What `gated` replaces the methods of is then the variable itself.
+    assert not hasattr(held, "_variable")
 
 
 def test_logs_stay_on_the_device_if_a_callback_says_so():
@@ -108,6 +117,51 @@ def test_tensorflow_has_its_own():
     # False for both where the fallback serves.
     assert found == [True, False]
     assert isinstance(of_tensorflow.strategy_supports_no_merge_call(), bool)
+
+
+@pytest.mark.parametrize("name", of_tensorflow.OF_TRACKABLES)
+def test_a_node_of_a_checkpoint_has_what_is_overridden(name):
+    assert hasattr(of_tensorflow.Trackable, name), of_tensorflow.OF_TRACKABLES[name]
+
+
+def test_a_node_of_a_checkpoint_is_asked_for_what_is_overridden(tmp_path):
+    asked = []
+
+    class Node(of_tensorflow.Trackable):
+        def _trackable_children(self, save_type="checkpoint", **kwargs):
+            asked.append("children")
+            return super()._trackable_children(save_type, **kwargs)
+
+        def _serialize_to_tensors(self):
+            asked.append("written")
+            return {"number": tf.constant(3)}
+
+        def _restore_from_tensors(self, restored_tensors):
+            asked.append(int(restored_tensors["number"]))
+
+    path = tf.train.Checkpoint(node=Node()).write(str(tmp_path / "checkpoint"))
+    tf.train.Checkpoint(node=Node()).read(path)
+    assert {"children", "written", 3} <= set(asked)
+
+
+def test_what_can_be_waited_for_in_a_graph():
+    with tf.Graph().as_default():
+        assert hasattr(tf.compat.v1.Variable(1.0, use_resource=True), "_as_graph_element")
+    assert not hasattr(1.0, "_as_graph_element")
+
+
+def test_a_marked_function_is_not_translated():
+    def branching(x):
+        return x + 1 if x > 0 else x
+
+    def calling(function):
+        return tf.function(lambda x: function(x))(tf.constant(1.0))
+
+    assert float(calling(branching)) == 2.0
+    for name in of_tensorflow.OF_FUNCTIONS:
+        setattr(branching, name, {})
+    with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
+        calling(branching)
 
 
 def test_what_users_wrote_is_translated():

@@ -25,6 +25,47 @@ def test_one_pass_and_two_give_the_same(look, bad):
     assert tensors[0].tolist() == [0.5, 1.0]
 
 
+def test_writing_to_a_tensor_is_counted():
+    tensor = torch.zeros(2)
+    before = tensor._version
+    tensor.fill_(1.0)
+    assert tensor._version > before
+    # Reading is not.
+    before = tensor._version
+    tensor.tolist()
+    assert tensor._version == before
+
+
+def test_casting_is_switched_off_by_an_attribute_that_entering_reads():
+    casting = torch.autocast("cpu", torch.bfloat16)
+    assert casting._enabled
+    casting._enabled = False
+    with casting:
+        assert not torch.is_autocast_enabled("cpu")
+    casting._enabled, casting.fast_dtype = True, torch.float16
+    with casting:
+        assert torch.get_autocast_dtype("cpu") == torch.float16
+
+
+@pytest.mark.parametrize("name", private_names.OF_OPTIMIZERS)
+def test_optimizers_have_what_the_one_around_them_shows(name):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    assert hasattr(optimizer, name), private_names.OF_OPTIMIZERS[name]
+
+
+@pytest.mark.parametrize("name", private_names.OF_SCALERS)
+def test_scalers_have_what_others_read(name):
+    assert hasattr(torch.amp.GradScaler("cpu"), name), private_names.OF_SCALERS[name]
+
+
+def test_hooks_are_where_they_are_shared():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    handle = optimizer.register_step_pre_hook(lambda *given: None)
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    handle.remove()
+    assert len(optimizer._optimizer_step_pre_hooks) == 0
+
+
 def test_some_have_more():
     sparse = torch.tensor([1.0, 0.0]).to_sparse()
     assert sparse._values().tolist() == [1.0]

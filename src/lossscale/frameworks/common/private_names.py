@@ -47,8 +47,28 @@ def private_name(module: str, name: str, purpose: str, fallback: Any = _MISSING)
             raise
         if fallback is not _MISSING:
             return fallback
-        version = getattr(sys.modules.get(root), "__version__", "of an unknown version")
-        raise UnsupportedError(
-            f"{root} {version} has no {module}.{name}, which lossscale needs to {purpose}. "
-            "docs/what_runs_where.md says which releases were tested."
-        ) from error
+        raise _gone(root, f"{module}.{name}", purpose) from error
+
+
+def check_attribute(root: str, holder: Any, name: str, purpose: str) -> None:
+    """Raises unless an object has what a framework keeps to itself, before it is replaced there.
+
+    Args:
+        root: The framework's root module.
+        holder: The object.
+        name: The attribute.
+        purpose: What lossscale uses it for, after "to".
+
+    Raises:
+        UnsupportedError: If there is none. It is a `NotImplementedError`.
+    """
+    if not hasattr(holder, name):
+        raise _gone(root, f"{type(holder).__name__}.{name}", purpose)
+
+
+def _gone(root: str, what: str, purpose: str) -> UnsupportedError:
+    version = getattr(sys.modules.get(root), "__version__", "of an unknown version")
+    return UnsupportedError(
+        f"{root} {version} has no {what}, which lossscale needs to {purpose}. "
+        "docs/what_runs_where.md says which releases were tested."
+    )

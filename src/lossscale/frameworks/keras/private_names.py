@@ -42,6 +42,10 @@ OF_OPTIMIZERS = {
     "_var_key": "what slots are found by",
     "_get_variable_index": "which slot belongs to a variable",
     "_check_variables_are_known": "the error about a variable that it was not built with",
+    "_track_variable": "what lists a variable, to see which of them `add_variable` has made",
+}
+OF_OPTIMIZERS_ON_TENSORFLOW = {
+    "_all_reduce_sum_gradients": "the sum over replicas, left out for gradients that are summed",
 }
 OF_MODELS = {
     "_compute_loss": "the loss with what the layers add",

@@ -54,4 +54,11 @@ def own_loss_scales() -> Any:
     )
 
 
+OF_TRACKABLES = {
+    "_trackable_children": "the children of the loss scale in a checkpoint",
+    "_serialize_to_tensors": "what it writes into a checkpoint besides them",
+    "_restore_from_tensors": "what it reads from there",
+}
+OF_VARIABLES = {"_as_graph_element": "whether what a step has done can be waited for in a graph"}
+OF_FUNCTIONS = {"autograph_info__": "the mark of a function that is translated already"}
 OF_SOME = {"_mesh": "of strategies over DTensor: their mesh"}

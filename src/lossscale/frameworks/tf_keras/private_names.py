@@ -103,6 +103,8 @@ OF_COMPILED_LOSSES = {
 }
 OF_TENSORS = {"_keras_history": "which layer has made a tensor of a graph"}
 OF_VARIABLES = {"_unique_id": "what slots of legacy optimizers are found by"}
+OF_AUTOCAST_VARIABLES = {"_variable": "the variable that assignments are passed on to"}
+OF_CALLBACKS = {"_supports_tf_logs": "whether `logs` may stay on the device"}
 OF_SOME = {
     "_keras_mask": "of tensors that a layer has masked: the mask",
     "_momentum": "of legacy SGD: whether it has slots",
@@ -112,5 +114,6 @@ OF_SOME = {
     "_u_product": "of Nadam: the product that older files lack",
     "_u_product_counter": "of Nadam: which step the product is of, which no file has",
     "_is_wrapped_by_loss_scale_optimizer": "of wrapped optimizers: tf_keras' mark",
+    "_loss_scale_value": "of fixed loss scales under tf.compat.v1: their number",
     "_coalesced_children": "of optimizers that are in a checkpoint: a list that grows stale",
 }

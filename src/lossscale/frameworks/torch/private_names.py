@@ -36,7 +36,24 @@ OF_TORCH = {
     "_foreach_mul_": "many tensors in one call",
     "_foreach_norm": "many tensors in one call",
 }
-OF_SCALERS = {"_check_inf_per_device": "what torch's own GradScaler finds for an optimizer"}
+OF_TENSORS = {"_version": "whether a tensor was written to since"}
+OF_AUTOCASTS = {"_enabled": "whether the model casts by itself, set aside for a run in float32"}
+OF_OPTIMIZERS = {
+    "_optimizer_step_pre_hooks": "the hooks of the optimizer inside",
+    "_optimizer_step_post_hooks": "the hooks of the optimizer inside",
+    "_optimizer_state_dict_pre_hooks": "the hooks of the optimizer inside",
+    "_optimizer_state_dict_post_hooks": "the hooks of the optimizer inside",
+    "_optimizer_load_state_dict_pre_hooks": "the hooks of the optimizer inside",
+    "_optimizer_load_state_dict_post_hooks": "the hooks of the optimizer inside",
+    "_zero_grad_profile_name": "the name of `zero_grad` in profiles",
+    "_warned_capturable_if_run_uncaptured": "that it has warned once",
+}
+OF_SCALERS = {
+    "_check_inf_per_device": "what torch's own GradScaler finds for an optimizer",
+    "_growth_factor": "what other libraries read of a GradScaler",
+    "_backoff_factor": "what other libraries read of a GradScaler",
+    "_growth_interval": "what other libraries read of a GradScaler",
+}
 OF_SOME = {
     "_step_supports_amp_scaling": "of fused optimizers: that they skip by themselves",
     "_device_types": "of process groups: what they can reduce",

@@ -14,6 +14,7 @@ from lossscale.frameworks.common import host_rule
 from lossscale.frameworks.common.autograph import as_written
 from lossscale.frameworks.common.checks import flat_list
 from lossscale.frameworks.common.notes import NotesOfVariables, StepNotes
+from lossscale.frameworks.common.private_names import check_attribute
 from lossscale.frameworks.keras.backends.common import aggregation_name
 from lossscale.frameworks.keras.state import Ledger
 from lossscale.frameworks.keras.step import Arrays, Step
@@ -167,6 +168,13 @@ def _summing(inner_optimizer: Any, aggregate: bool) -> Iterator[None]:
     # Keras 3 has no argument for this; the sum is one method, here replaced on the instance.
     parts = [inner_optimizer, *getattr(inner_optimizer, "optimizers", ())]
     for part in parts:
+        # Without a method of that name they would be summed twice, and nobody would notice.
+        check_attribute(
+            "keras",
+            part,
+            "_all_reduce_sum_gradients",
+            "apply gradients that are summed over the replicas already",
+        )
         part.__dict__["_all_reduce_sum_gradients"] = list
     try:
         yield
