@@ -49,7 +49,8 @@ INCLUDED = {
 }
 """For an extra, others that install nothing that it does not install."""
 
-_BACKENDS = ("tensorflow", "jax", "torch")
+BACKENDS = ("tensorflow", "jax", "torch")
+"""What Keras 3 can compute with; each is a row of the registry."""
 
 
 def is_installed(module: str) -> bool:
@@ -127,4 +128,4 @@ def lacking_for_keras() -> list[str]:
 
     The backend is TensorFlow, as it is in Keras.
     """
-    return ["keras"] if any(map(is_installed, _BACKENDS)) else ["keras", "tensorflow"]
+    return ["keras"] if any(map(is_installed, BACKENDS)) else ["keras", "tensorflow"]

@@ -50,6 +50,7 @@ class Framework(NamedTuple):
 
     Attributes:
         name: How arguments name it.
+        title: How messages name it.
         root: Its root module.
         major_version: What its version must start with; "" for any.
         package: Where the modules are that serve it.
@@ -62,6 +63,7 @@ class Framework(NamedTuple):
     """
 
     name: str
+    title: str
     root: str
     major_version: str
     package: str
@@ -90,6 +92,7 @@ class Framework(NamedTuple):
 
 _KERAS = Framework(
     name="keras",
+    title="Keras 3",
     root="keras",
     major_version="3.",
     package="lossscale.frameworks.keras",
@@ -98,6 +101,7 @@ _KERAS = Framework(
 )
 _TF_KERAS = Framework(
     name="tf_keras",
+    title="tf_keras",
     root="tf_keras",
     major_version="2.",
     package="lossscale.frameworks.tf_keras",
@@ -112,6 +116,7 @@ _TABLE = (
     _TF_KERAS,
     Framework(
         name="tensorflow",
+        title="TensorFlow",
         root="tensorflow",
         major_version="2.",
         package="lossscale.frameworks.tensorflow",
@@ -119,6 +124,7 @@ _TABLE = (
     ),
     Framework(
         name="jax",
+        title="JAX",
         root="jax",
         major_version="",
         package="lossscale.frameworks.jax",
@@ -126,6 +132,7 @@ _TABLE = (
     ),
     Framework(
         name="torch",
+        title="PyTorch",
         root="torch",
         major_version="",
         package="lossscale.frameworks.torch",
@@ -208,6 +215,16 @@ def _lacking(module: str, found: str) -> list[str]:
     if module.startswith(_TF_KERAS.package):
         return [name for name in ("tf_keras", "tensorflow") if not is_installed(name)]
     return [found]
+
+
+def frameworks() -> tuple[Framework, ...]:
+    """Returns the whole table."""
+    return _TABLE
+
+
+def named(name: str) -> Framework:
+    """Returns the framework that arguments name so."""
+    return next(framework for framework in _TABLE if framework.name == name)
 
 
 def kerases() -> tuple[Framework, ...]:

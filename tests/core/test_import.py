@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from core.source_tree import FRAMEWORKS, Module, imports, modules, modules_named
+from lossscale import packages
 
 HEAVY = {*FRAMEWORKS, "numpy", "matplotlib", "rich", "sklearn", "h5py", "ml_dtypes"}
 ROOMS = {
@@ -23,7 +24,7 @@ ROOMS = {
 }
 """For each package below `frameworks`, the others and the frameworks that it may import."""
 
-BACKENDS = {"tensorflow", "jax", "torch"}
+BACKENDS = set(packages.BACKENDS)
 """What only the module of `frameworks.keras.backends` with that name may import."""
 
 CORE = {"errors", "checks", "packages", "rules", "registry"}

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from lossscale.cli.errors import UsageError
-
-BACKENDS = ("tensorflow", "jax", "torch")
+from lossscale.packages import BACKENDS
 
 
 def choose_backend(requested: str | None, others: Iterable[str] = ()) -> str:

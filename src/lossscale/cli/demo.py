@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lossscale.cli.backend import BACKENDS, choose_backend, silenced
+from lossscale.cli.backend import choose_backend, silenced
 from lossscale.cli.console import new_console
 from lossscale.cli.files import check_picture
 from lossscale.cli.numbers import integer, seed
-from lossscale.packages import require
+from lossscale.packages import BACKENDS, require
 
 NATIVE = {
     "torch-native": (("torch",), "PyTorch, without Keras"),

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lossscale.cli.backend import BACKENDS, choose_backend, silenced
+from lossscale.cli.backend import choose_backend, silenced
 from lossscale.cli.console import new_console
 from lossscale.cli.errors import UsageError
 from lossscale.cli.files import check_picture, usage_errors
 from lossscale.cli.numbers import integer
 from lossscale.cli.progress import progress
 from lossscale.diagnostics.formats import FORMATS
-from lossscale.packages import is_installed, require
+from lossscale.packages import BACKENDS, is_installed, require
 
 _BATCHES, _BATCH_SIZE, _ROWS = 4, 32, 20
 _MOST = 2**31 - 1

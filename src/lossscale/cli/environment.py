@@ -12,21 +12,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from lossscale.packages import install_command
+from lossscale import registry
+from lossscale.packages import BACKENDS, install_command
 
 PACKAGES = (
     "numpy",
     "ml_dtypes",
-    "tensorflow",
-    "keras",
-    "tf_keras",
-    "jax",
+    *(framework.root for framework in registry.frameworks()),
     "optax",
-    "torch",
     "matplotlib",
     "rich",
 )
-_MAJOR_VERSIONS = {"keras": "3", "tf_keras": "2"}
+_MAJOR_VERSIONS = {
+    framework.root: framework.major_version.rstrip(".")
+    for framework in registry.frameworks()
+    if framework.major_version
+}
+_KERAS, _TF_KERAS = registry.kerases()
 
 
 class Shell(NamedTuple):
@@ -44,12 +46,17 @@ class Shell(NamedTuple):
 
 
 SHELLS = (
-    Shell("Keras 3 on TensorFlow", ("keras", "tensorflow"), ("tensorflow",)),
-    Shell("Keras 3 on JAX", ("keras", "jax"), ("keras", "jax")),
-    Shell("Keras 3 on PyTorch", ("keras", "torch"), ("keras", "torch")),
-    Shell("Keras 2 (tf_keras)", ("tf_keras", "tensorflow"), ("tf_keras",)),
-    Shell("PyTorch, without Keras", ("torch",), ("torch",)),
-    Shell("JAX with Optax", ("optax", "jax"), ("optax",)),
+    *(
+        Shell(
+            f"{_KERAS.title} on {registry.named(backend).title}",
+            (_KERAS.root, backend),
+            (_KERAS.root, backend),
+        )
+        for backend in BACKENDS
+    ),
+    Shell(f"Keras 2 ({_TF_KERAS.title})", (_TF_KERAS.root, "tensorflow"), (_TF_KERAS.root,)),
+    Shell(f"{registry.named('torch').title}, without Keras", ("torch",), ("torch",)),
+    Shell(f"{registry.named('jax').title} with Optax", ("optax", "jax"), ("optax",)),
 )
 
 

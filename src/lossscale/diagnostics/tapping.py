@@ -11,13 +11,15 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lossscale import registry
+
 if TYPE_CHECKING:
     from lossscale.diagnostics.measurement import Derived
 
 OUTPUT, ACTIVATION = "output:", "activation:"
 """What the names of tensors begin with."""
 
-_LIBRARIES = ("keras", "tf_keras")
+_LIBRARIES = tuple(framework.root for framework in registry.kerases())
 
 Tap = Callable[[str, Any], Any]
 """Given the name of a tensor and the tensor, returns what the computation must go on with."""

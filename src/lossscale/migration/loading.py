@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from lossscale import registry
 from lossscale.errors import ArgumentError, LossScaleError, OldFileError
 from lossscale.migration.compiling import UNSET, compile_arguments
 from lossscale.migration.damage import check_file, damage_named
@@ -58,9 +59,11 @@ def load_model(
         OldFileError: If the file is missing or damaged, has no loss scale optimizer, or Keras 3
             cannot make what it describes. It is a `ValueError`.
     """
-    if framework not in ("keras", "tf_keras"):
+    known = [each.name for each in registry.kerases()]
+    if framework not in known:
         raise ArgumentError(
-            f"`framework` must be 'keras' or 'tf_keras'. Received: framework={framework!r}."
+            f"`framework` must be {' or '.join(map(repr, known))}. "
+            f"Received: framework={framework!r}."
         )
     if check_first:
         check_file(path)

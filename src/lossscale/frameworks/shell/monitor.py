@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from lossscale import registry
 from lossscale.callbacks import Settings
 from lossscale.diagnostics.alarms import float16_without_scaling
 from lossscale.diagnostics.records import StepRecord
@@ -305,9 +306,13 @@ class MonitorBody:
 
 
 def _other_framework(framework: str | None) -> str:
-    other = "keras" if framework == "tf_keras" else "tf_keras"
-    names = {"keras": "Keras 3", "tf_keras": "tf_keras"}
+    own = registry.named(str(framework))
+    others = [
+        f"framework={other.name!r} for a model of {other.title}"
+        for other in registry.kerases()
+        if other is not own
+    ]
     return (
-        f"This LossScaleMonitor is for {names[str(framework)]}, and the model is not. Make it with "
-        f"framework={other!r} for a model of {names[other]}."
+        f"This LossScaleMonitor is for {own.title}, and the model is not. Make it with "
+        f"{' or '.join(others)}."
     )

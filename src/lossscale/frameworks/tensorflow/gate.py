@@ -13,7 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from lossscale import registry
 from lossscale.frameworks.tensorflow.tracing import in_xla
+
+_KERASES = tuple(framework.root for framework in registry.kerases())
 
 
 def can_gate(inner_optimizer: Any, gradients: Sequence[Any]) -> bool:
@@ -30,7 +33,7 @@ def can_gate(inner_optimizer: Any, gradients: Sequence[Any]) -> bool:
         and not tf.distribute.has_strategy()
         and not any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
         and all(
-            type(part).__module__.partition(".")[0] in ("keras", "tf_keras")
+            type(part).__module__.partition(".")[0] in _KERASES
             and not getattr(part, "use_ema", False)
             for part in (inner_optimizer, *getattr(inner_optimizer, "optimizers", ()))
         )

@@ -10,8 +10,7 @@ import keras
 
 from lossscale.errors import UnsupportedError
 from lossscale.frameworks.keras.backends.contract import Backend
-
-_BACKENDS = ("jax", "tensorflow", "torch")
+from lossscale.packages import BACKENDS
 
 if TYPE_CHECKING:
     from lossscale.frameworks.keras.backends import jax, tensorflow, torch
@@ -36,9 +35,9 @@ def module_for(purpose: str = "") -> Any:
         purpose: What it is for besides steps: "counting" or "own_steps".
     """
     name = keras.backend.backend()
-    if name not in _BACKENDS:
+    if name not in BACKENDS:
         raise UnsupportedError(
-            f"Keras runs on the backend {name!r}; lossscale supports {', '.join(_BACKENDS)}. "
+            f"Keras runs on the backend {name!r}; lossscale supports {', '.join(BACKENDS)}. "
             "Set the environment variable KERAS_BACKEND before importing Keras."
         )
     return importlib.import_module(f"{__name__}.{name}{purpose and f'_{purpose}'}")
