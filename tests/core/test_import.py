@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "": {*FRONT, "installation"},
     "callbacks": {*MIDDLE, "diagnostics"},
     # The public fronts of frameworks.
-    "torch": {"errors", "frameworks"},
+    "torch": {"errors", "packages", "frameworks"},
     "diagnostics": CORE,
     "plots": {*CORE, "diagnostics"},
     "demo": {*FRONT, "diagnostics", "plots", "optax", "torch"},
