@@ -3,8 +3,8 @@
 PYTHON ?= python3
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 # One process of pip would compile everything; this takes all cores, and leaves out what nobody here
-# imports. Without bytecode each process of the tests would compile for itself.
-COMPILE := -W ignore -m compileall -qq -j 0 -x '/tests?/|/transformers/models/'
+# imports or what is for a later Python. Without bytecode each process of the tests would compile.
+COMPILE := -W ignore -m compileall -qq -j 0 -x '/tests?/|/transformers/models/|/py312'
 DEMO := .venv-demo
 TEST := .venv-test
 # One more than the cores of a small machine: some tests wait for processes that they start.
