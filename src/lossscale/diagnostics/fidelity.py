@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from lossscale.diagnostics.deviation import Deviation
+from lossscale.diagnostics.json_forms import Conversion, JsonForm
 from lossscale.diagnostics.powers import power_of_two
 from lossscale.diagnostics.verdict import Judgement, Thresholds, Verdict, share
-from lossscale.errors import ArgumentError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,27 +143,7 @@ class Fidelity:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it as a dictionary of lists, texts and numbers."""
-        plain = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("variables", "too_large")
-        }
-        return {
-            **plain,
-            "too_large": list(self.too_large),
-            "variables": [
-                {
-                    "name": variable.name,
-                    "layer": variable.layer,
-                    # With the shares, for other programs; they are not read.
-                    "at": [
-                        {"scale": scale, **found._asdict(), **_shares(found)}
-                        for scale, found in variable.at.items()
-                    ],
-                }
-                for variable in self.variables
-            ],
-        }
+        return _FORM.write(self)
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Fidelity:
@@ -172,23 +152,51 @@ class Fidelity:
         Raises:
             ArgumentError: If it is no such dictionary. It is a `ValueError`.
         """
-        try:
-            variables = tuple(
-                VariableFidelity(
-                    each["name"],
-                    each["layer"],
-                    {
-                        float(at["scale"]): Deviation(**{n: at[n] for n in Deviation._fields})
-                        for at in each["at"]
-                    },
-                )
-                for each in found["variables"]
+        return _FORM.read(found)
+
+
+def _variables_written(variables: Iterable[VariableFidelity]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": variable.name,
+            "layer": variable.layer,
+            # With the shares, for other programs; they are not read.
+            "at": [
+                {"scale": scale, **found._asdict(), **_shares(found)}
+                for scale, found in variable.at.items()
+            ],
+        }
+        for variable in variables
+    ]
+
+
+def _variables_read(found: Iterable[Any]) -> tuple[VariableFidelity, ...]:
+    try:
+        return tuple(
+            VariableFidelity(
+                each["name"],
+                each["layer"],
+                {
+                    float(at["scale"]): Deviation(**{n: at[n] for n in Deviation._fields})
+                    for at in each["at"]
+                },
             )
-            rest = {name: value for name, value in found.items() if name != "variables"}
-            rest["too_large"] = tuple(rest["too_large"])
-            return cls(variables=variables, **rest)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ArgumentError(f"Not the fidelity of a report: {error!r}.") from None
+            for each in found
+        )
+    except KeyError as error:
+        raise ValueError(f"a variable without {error}") from None
+
+
+_FORM = JsonForm(
+    cls=Fidelity,
+    what="the fidelity of a report",
+    subject="`fidelity` of a report",
+    conversions={
+        "variables": Conversion(_variables_written, _variables_read),
+        "too_large": Conversion(list, tuple),
+    },
+    newer=frozenset({"setting"}),
+)
 
 
 class _Judge:
