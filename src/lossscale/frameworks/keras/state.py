@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 
 from keras import ops
 
+from lossscale.frameworks.common.state_names import variable_name
 from lossscale.frameworks.keras.iterations import StepCounter
 from lossscale.frameworks.shell.state import StateBody, kind_of_number
 from lossscale.rules import ScaleRule, ScaleState, Seen
-
-# The names that Keras 3 uses for the first two; other rules may have more fields.
-_VARIABLE_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
 
 
 class State(StateBody):
@@ -37,9 +35,7 @@ class State(StateBody):
         # Keras' order: the counter before the scale.
         fields = sorted(self.first._fields, key=lambda field: field != "good_steps")
         self.variables = {
-            field: add_variable(
-                _VARIABLE_NAMES.get(field, f"loss_scale_{field}"), kind_of_number(value), value
-            )
+            field: add_variable(variable_name(field), kind_of_number(value), value)
             for field, value in ((field, getattr(self.first, field)) for field in fields)
         }
 

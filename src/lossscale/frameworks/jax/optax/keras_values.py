@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.frameworks.common.state_names import variable_name
 from lossscale.frameworks.jax.optax.conversions import (
     converted_state,
     fields_of,
@@ -17,8 +18,6 @@ from lossscale.frameworks.jax.optax.conversions import (
 from lossscale.frameworks.jax.optax.finding import state_in
 from lossscale.frameworks.jax.optax.scale_state import LossScaleState
 from lossscale.rules import ScaleRule
-
-_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
 
 
 def from_keras(rule: ScaleRule, values: Mapping[str, Any], inner_state: Any) -> LossScaleState:
@@ -58,7 +57,7 @@ def from_keras(rule: ScaleRule, values: Mapping[str, Any], inner_state: Any) -> 
             "`values` must have the loss scale as 'dynamic_scale', as the variables of a "
             f"lossscale.LossScaleOptimizer of Keras 3 do. Received: {sorted(map(str, values))}."
         )
-    names = {field: _name(field) for field in rule.init()._fields}
+    names = {field: variable_name(field) for field in rule.init()._fields}
     found = {
         field: number_in(name, values[name]) for field, name in names.items() if name in values
     }
@@ -94,13 +93,9 @@ def to_keras(rule: ScaleRule, opt_state: Any) -> dict[str, Any]:
         8.0
     """
     state = state_in(opt_state)
-    values = {_name(field): value for field, value in fields_of(rule, state).items()}
+    values = {variable_name(field): value for field, value in fields_of(rule, state).items()}
     return {
         **values,
         "steps_skipped": int(value_of(state.skipped_steps)),
         "last_step_skipped": not bool(value_of(state.last_step_finite)),
     }
-
-
-def _name(field: str) -> str:
-    return _NAMES.get(field, f"loss_scale_{field}")
