@@ -36,8 +36,8 @@ class OptimizerMembers:
         name: The optimizer's name.
         dynamic_scale: On Keras 3 the variable that holds the loss scale, float32; elsewhere there
             is none.
-        step_counter: On Keras 3 the variable that `dynamic_counter` is, None if the scale is fixed;
-            elsewhere there is none.
+        step_counter: On Keras 3 the variable of the finite steps since the scale last changed, None
+            if the rule counts none; elsewhere there is none.
     """
 
     inner_optimizer: Any

@@ -98,7 +98,7 @@ class ScaleRule(Protocol):
 
     @property
     def moves(self) -> bool:
-        """Whether the loss scale can ever change."""
+        """Whether `update` can ever change the state, and the loss scale with it."""
         return True
 
     @property

@@ -458,17 +458,18 @@ def test_something_else_is_no_scale_rule():
     assert not isinstance(ScaleState(1.0, 0), ScaleRule)
 
 
+class Own(ScaleRule):
+    def init(self):
+        return ScaleState(4.0, 0)
+
+    def update(self, state, seen, *, xp):
+        return state
+
+    def get_config(self):
+        return {}
+
+
 def test_a_rule_of_ones_own_inherits_the_defaults():
-    class Own(ScaleRule):
-        def init(self):
-            return ScaleState(4.0, 0)
-
-        def update(self, state, seen, *, xp):
-            return state
-
-        def get_config(self):
-            return {}
-
     rule, state = Own(), ScaleState(4.0, 3)
     assert isinstance(rule, ScaleRule)
     assert rule.moves is True
@@ -479,22 +480,12 @@ def test_a_rule_of_ones_own_inherits_the_defaults():
 
 
 def test_a_rule_of_ones_own_may_say_that_its_scale_is_fixed():
-    class Own(ScaleRule):
+    class Fixed(Own):
         moves = False
-        checks_gradients = True
         lowest_scale = 4.0
 
-        def init(self):
-            return ScaleState(4.0, 0)
-
-        def update(self, state, seen, *, xp):
-            return state
-
-        def get_config(self):
-            return {}
-
-    assert config_from_rule(Own())["dynamic"] is False
-    alarms = Alarms(Own())
+    assert config_from_rule(Fixed())["dynamic"] is False
+    alarms = Alarms(Fixed())
     (alarm,) = alarms.observe(StepRecord(1, 4.0, skipped=True))
     assert "the fixed loss scale 4" in alarm.message
 

@@ -156,3 +156,21 @@ def test_an_evaluation_that_scales_nothing_does_not_lower_the_scale():
         optimizer.step(closure)
     assert float(optimizer.loss_scale) == 2.0**15
     assert point.tolist() == pytest.approx([-1.2, 1.0])
+
+
+class Counting(lossscale.FixedScale):
+    """A fixed scale that counts finite steps all the same."""
+
+    def update(self, state, seen, *, xp):
+        return state._replace(good_steps=xp.where(seen.finite, state.good_steps + 1, 0))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
+def test_a_fixed_scale_may_remember_something(name):
+    weights = parameters(2)
+    optimizer = wrapped(OPTIMIZERS[name](weights), rule=Counting(8.0))
+    for _ in range(3):
+        fill(optimizer, weights, GRADIENTS)
+        optimizer.step()
+    assert int(optimizer._scales.state.good_steps) == 3
+    assert float(optimizer.loss_scale) == 8.0

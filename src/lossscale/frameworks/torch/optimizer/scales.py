@@ -99,7 +99,6 @@ class HostScales(Scales):
     def __init__(self, rule: ScaleRule, devices: Iterable[Any]) -> None:
         super().__init__(rule, devices)
         self._as_numbers = host_rule.host_can_move(rule)
-        self._stays = not rule.moves
         self.counts = Counts(0, 0, False)
         self._set(self.first)
 
@@ -117,8 +116,6 @@ class HostScales(Scales):
 
     def move(self, seen: Seen) -> None:
         """Moves the state; `seen.finite` is a bool, the rest are float32 tensors of the CPU."""
-        if self._stays:
-            return
         if self._as_numbers:
             changed = host_rule.changes(self.rule, self.state, seen.finite)
             if not changed:
