@@ -187,10 +187,6 @@ def arguments_from_config(
         ...     "class_name": "FixedLossScale", "config": {"loss_scale_value": 8.0}}})
         ({}, {'rule': FixedScale(scale=8.0, skip_nonfinite=False)})
     """
-    if not isinstance(config, Mapping):
-        raise ArgumentError(
-            f"A loss scale optimizer's configuration is a dictionary. Received: {config!r}."
-        )
     rest = dict(config)
     inner_key = "optimizer" if "loss_scale" in rest else "inner_optimizer"
     if inner_key not in rest:
@@ -212,11 +208,23 @@ def arguments_from_config(
     return inner, rest
 
 
+def check_config(config: Any) -> None:
+    """Raises if something is no dictionary, and so no configuration of an optimizer.
+
+    Raises:
+        ArgumentError: If it is none.
+    """
+    if not isinstance(config, Mapping):
+        raise ArgumentError(
+            f"A loss scale optimizer's configuration is a dictionary. Received: {config!r}."
+        )
+
+
 def check_described(described: Any, what: str) -> None:
     """Raises if something is not described as Keras does it: by a class's name and settings.
 
     Raises:
-        ArgumentError: It names `what` is described.
+        ArgumentError: If it is not; the message names it by `what`.
     """
     if (
         isinstance(described, Mapping)

@@ -6,7 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lossscale import registry
-from lossscale.arguments import arguments_from_config, growth_steps
+from lossscale.arguments import arguments_from_config, check_config, growth_steps
 from lossscale.members import OptimizerMembers
 from lossscale.rules import ScaleRule
 
@@ -121,8 +121,8 @@ class LossScaleOptimizer(OptimizerMembers):
         cls, shell: Any, config: dict[str, Any], custom_objects: dict[str, Any] | None
     ) -> LossScaleOptimizer:
         """Creates an optimizer with the inner optimizer that this shell makes."""
-        described = config.get("rule") if isinstance(config, dict) else None
-        rules = shell._with_class_named(described, custom_objects)
+        check_config(config)
+        rules = shell._with_class_named(config.get("rule"), custom_objects)
         inner, arguments = arguments_from_config(config, rules)
         return cls(shell._inner_from_config(inner, custom_objects), **arguments)
 

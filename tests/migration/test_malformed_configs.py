@@ -20,7 +20,7 @@ SHELLS = {
 
 NO_DESCRIPTION = (None, 3, "sgd", {}, {"class_name": "SGD"}, {"class_name": 3, "config": {}})
 MALFORMED = [
-    *(config for config in (None, 3, "sgd", [], {})),
+    *(None, 3, "sgd", [], {}),
     *({"inner_optimizer": described} for described in NO_DESCRIPTION),
     *({"inner_optimizer": INNER, "rule": described} for described in NO_DESCRIPTION),
     {"inner_optimizer": {"class_name": "Nope", "config": {}}},

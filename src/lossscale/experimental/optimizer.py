@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from lossscale import optimizer
-from lossscale.arguments import arguments_from_config, rule_from_arguments
+from lossscale.arguments import arguments_from_config, check_config, rule_from_arguments
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.experimental.loss_scale import (
     DynamicLossScale,
@@ -107,15 +107,15 @@ class LossScaleOptimizer(_Base):
     def _from_config(
         cls, shell: Any, config: dict[str, Any], custom_objects: dict[str, Any] | None
     ) -> Any:
-        described = config if isinstance(config, dict) else {}
-        if "loss_scale" in described:
+        check_config(config)
+        if "loss_scale" in config:
             inner, name = config.get("optimizer"), config.get("name")
             described = config["loss_scale"]
             classes = shell._with_class_named(described, custom_objects)
             loss_scale = deserialize(described, classes)
         else:
             # Written by a later release, whose optimizer took the numbers themselves.
-            rules = shell._with_class_named(described.get("rule"), custom_objects)
+            rules = shell._with_class_named(config.get("rule"), custom_objects)
             inner, arguments = arguments_from_config(config, rules)
             name = arguments.pop("name", None)
             if unknown := arguments.keys() - _ARGUMENTS_OF_RULES:
