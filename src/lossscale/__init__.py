@@ -33,7 +33,6 @@ _SUBMODULES = frozenset(
         "cli",
         "demo",
         "diagnostics",
-        "frameworks",
         "migration",
         "optax",
         "plots",
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from lossscale import cli as cli
     from lossscale import demo as demo
     from lossscale import diagnostics as diagnostics
-    from lossscale import frameworks as frameworks
     from lossscale import migration as migration
     from lossscale import optax as optax
     from lossscale import plots as plots

@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from lossscale import registry
-from lossscale.frameworks.common import replacing
-from lossscale.frameworks.common.checks import living_wrapper
-from lossscale.frameworks.common.documented_names import DocumentedNames
+from lossscale.common import replacing
+from lossscale.common.checks import living_wrapper
+from lossscale.common.documented_names import DocumentedNames
 from lossscale.older.configurations import OPTIMIZER_NAMES
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.packages import not_installed
@@ -129,7 +129,7 @@ def install() -> Installation:
         ...     tf.keras.mixed_precision.experimental.LossScaleOptimizer.__module__
         'lossscale.experimental.optimizer'
     """
-    tensorflow_names = "lossscale.frameworks.tensorflow.names"
+    tensorflow_names = "lossscale.tensorflow.names"
     try:
         importlib.import_module(tensorflow_names)
     except ModuleNotFoundError as error:

@@ -13,7 +13,7 @@ import os
 import sys
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.packages import PACKAGES, is_installed, lacking_for_keras, not_installed
@@ -90,12 +90,26 @@ class Framework(NamedTuple):
         return None
 
 
+if TYPE_CHECKING:
+    # mypy holds what stands in the rows to what is expected of it.
+    from lossscale.jax import exponents as jax_exponents
+    from lossscale.keras import diagnose as keras_diagnose
+    from lossscale.keras import installing as keras_installing
+    from lossscale.tensorflow import exponents as tensorflow_exponents
+    from lossscale.tf_keras import diagnose as tf_keras_diagnose
+    from lossscale.tf_keras import installing as tf_keras_installing
+    from lossscale.torch import exponents as torch_exponents
+
+    _MEASURING: tuple[MeasuresModels, ...] = (keras_diagnose, tf_keras_diagnose)
+    _COUNTING: tuple[CountsExponents, ...] = (jax_exponents, tensorflow_exponents, torch_exponents)
+    _INSTALLING: tuple[Installs, ...] = (keras_installing, tf_keras_installing)
+
 _KERAS = Framework(
     name="keras",
     title="Keras 3",
     root="keras",
     major_version="3.",
-    package="lossscale.frameworks.keras",
+    package="lossscale.keras",
     shells=(("optimizers.Optimizer", "KerasLossScaleOptimizer"),),
     monitor="KerasLossScaleMonitor",
 )
@@ -104,7 +118,7 @@ _TF_KERAS = Framework(
     title="tf_keras",
     root="tf_keras",
     major_version="2.",
-    package="lossscale.frameworks.tf_keras",
+    package="lossscale.tf_keras",
     shells=(
         ("optimizers.Optimizer", "TFKerasLossScaleOptimizer"),
         ("optimizers.legacy.Optimizer", "TFKerasLegacyLossScaleOptimizer"),
@@ -119,7 +133,7 @@ _TABLE = (
         title="TensorFlow",
         root="tensorflow",
         major_version="2.",
-        package="lossscale.frameworks.tensorflow",
+        package="lossscale.tensorflow",
         tensors=("tensorflow", "tf_keras"),
     ),
     Framework(
@@ -127,7 +141,7 @@ _TABLE = (
         title="JAX",
         root="jax",
         major_version="",
-        package="lossscale.frameworks.jax",
+        package="lossscale.jax",
         tensors=("jax", "jaxlib"),
     ),
     Framework(
@@ -135,7 +149,7 @@ _TABLE = (
         title="PyTorch",
         root="torch",
         major_version="",
-        package="lossscale.frameworks.torch",
+        package="lossscale.torch",
         shells=(("optim.Optimizer", "optimizer.optimizer.TorchLossScaleOptimizer"),),
         tensors=("torch",),
     ),

@@ -4,8 +4,8 @@ import keras
 import pytest
 
 from lossscale.errors import UnsupportedError
-from lossscale.frameworks.keras import backends
-from lossscale.frameworks.keras.backends import counting, own_steps
+from lossscale.keras import backends
+from lossscale.keras.backends import counting, own_steps
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from backends.support import BACKEND, number
-from lossscale.frameworks.keras import backends
+from lossscale.keras import backends
 
 # Below and above the size from which on a gradient is read by its sum.
 SIZES = [1, 5, 2**14 - 1, 2**14, 20_011]

@@ -5,7 +5,7 @@ import pytest
 from keras.src.optimizers import optimizer_sparse_test
 
 from backends.support import BACKEND
-from lossscale.frameworks.keras import KerasLossScaleOptimizer
+from lossscale.keras import KerasLossScaleOptimizer
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

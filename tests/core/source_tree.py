@@ -21,9 +21,9 @@ class Module:
     is_package: bool = False
 
     @property
-    def part(self):
-        """The name below `lossscale`: "rules", "frameworks"; "" for `lossscale` itself."""
-        return (*self.name.split("."), "")[1]
+    def room(self):
+        """The file or folder below `lossscale`: "rules", "keras"; for itself "lossscale"."""
+        return (*self.name.split("."), "lossscale")[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,7 @@ def imports(module):
     return frozenset(_imports_below(ast.parse(module.source), module, lazy=False))
 
 
+@functools.cache
 def modules_named(module):
     """Returns the `Import`s of this library that a string of their own stands for.
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lossscale import errors
-from lossscale.frameworks.common import checks
+from lossscale.common import checks
 
 DRAWN = re.compile(r"^(?P<indent>[│├└─ ]*)(?P<name>[A-Z]\w+)(?:\((?P<parents>[\w, ]+)\))?")
 

@@ -10,9 +10,9 @@ import pytest
 
 import lossscale
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.frameworks.shell.contract import Shell, ShellClass
-from lossscale.frameworks.torch.names import LossScaleOptimizer as TorchLossScaleOptimizer
+from lossscale.keras_common.contract import Shell, ShellClass
 from lossscale.members import OptimizerMembers
+from lossscale.torch.names import LossScaleOptimizer as TorchLossScaleOptimizer
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -69,7 +69,7 @@ def test_every_public_name_is_documented(module):
 
 
 def test_every_member_of_the_keras_optimizer_is_documented():
-    from lossscale.frameworks.keras import KerasLossScaleOptimizer
+    from lossscale.keras import KerasLossScaleOptimizer
 
     for cls in KerasLossScaleOptimizer.__mro__:
         if cls.__module__.startswith("lossscale"):
@@ -146,7 +146,7 @@ def test_every_shell_offers_all_of_the_contract():
 
 
 def shells():
-    from lossscale.frameworks import keras, tf_keras
+    from lossscale import keras, tf_keras
 
     return [
         keras.KerasLossScaleOptimizer,

@@ -54,7 +54,7 @@ def test_what_may_list_them_does(name):
 @pytest.mark.parametrize("purpose", ["", "_counting", "_own_steps"])
 def test_each_backend_has_a_row_and_each_of_its_modules(backend, purpose):
     assert registry.named(backend).root in PACKAGES
-    assert (PACKAGE / "frameworks" / "keras" / "backends" / f"{backend}{purpose}.py").exists()
+    assert (PACKAGE / "keras" / "backends" / f"{backend}{purpose}.py").exists()
 
 
 def test_rows_differ():

@@ -23,9 +23,9 @@ from jax.experimental.sparse import BCOO
 import lossscale.diagnostics
 from lossscale.diagnostics import GradientHistogram
 from lossscale.errors import ArgumentTypeError
-from lossscale.frameworks.jax import exponents as on_jax
-from lossscale.frameworks.tensorflow import exponents as on_tensorflow
-from lossscale.frameworks.torch import exponents as on_torch
+from lossscale.jax import exponents as on_jax
+from lossscale.tensorflow import exponents as on_tensorflow
+from lossscale.torch import exponents as on_torch
 
 
 class Way(NamedTuple):

@@ -153,7 +153,6 @@ def write_keras(folder, keras, inner_of, kinds, forms):
 def write_torch(folder):
     import torch
 
-
     found = {}
     for kind, make in of_users.TORCH_OPTIMIZERS.items():
         weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))

@@ -10,7 +10,7 @@ import tf_keras
 import lossscale
 from lossscale import DynamicScale, FixedScale
 from lossscale.errors import ArgumentError
-from lossscale.frameworks.keras import KerasLossScaleOptimizer
+from lossscale.keras import KerasLossScaleOptimizer
 from lossscale.older.configurations import inner_config
 from migration.support import WITNESS
 

@@ -12,7 +12,7 @@ import tf_keras
 
 import lossscale
 from lossscale.errors import OldFileError
-from lossscale.frameworks.keras import KerasLossScaleOptimizer
+from lossscale.keras import KerasLossScaleOptimizer
 from lossscale.migration import describe_file, load_model, migrate_file
 from migration import support
 from migration.support import FIXTURES, ONLY_NEW, OPTIMIZERS, WITNESS

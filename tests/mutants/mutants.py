@@ -32,20 +32,20 @@ class Mutant:
 
 
 _RULE = "rules.py"
-_ARRAYS = "frameworks/tensorflow/arrays.py"
-_REPLICAS = "frameworks/tensorflow/replicas.py"
-_STEP_TENSORFLOW = "frameworks/tensorflow/step.py"
-_GATE = "frameworks/tensorflow/gate.py"
-_FINITE = "frameworks/tensorflow/finite.py"
-_FINITE_JAX = "frameworks/jax/finite.py"
-_STEP = "frameworks/keras/step.py"
-_LEDGER = "frameworks/keras/state.py"
-_BACKEND_JAX = "frameworks/keras/backends/jax.py"
-_BACKEND_TORCH = "frameworks/keras/backends/torch.py"
-_HANDOVER = "frameworks/common/handover.py"
-_VERBS = "frameworks/keras/verbs.py"
-_STEP_TF_KERAS = "frameworks/tf_keras/training.py"
-_SAVING = "frameworks/keras/persistence.py"
+_ARRAYS = "tensorflow/arrays.py"
+_REPLICAS = "tensorflow/replicas.py"
+_STEP_TENSORFLOW = "tensorflow/step.py"
+_GATE = "tensorflow/gate.py"
+_FINITE = "tensorflow/finite.py"
+_FINITE_JAX = "jax/finite.py"
+_STEP = "keras/step.py"
+_LEDGER = "keras/state.py"
+_BACKEND_JAX = "keras/backends/jax.py"
+_BACKEND_TORCH = "keras/backends/torch.py"
+_HANDOVER = "common/handover.py"
+_VERBS = "keras/verbs.py"
+_STEP_TF_KERAS = "tf_keras/training.py"
+_SAVING = "keras/persistence.py"
 
 PROMISES = "tests/conformance/test_promises.py"
 DOCUMENTS = "tests/documents/test_documented_members.py"
@@ -202,14 +202,14 @@ ARRAYS = [
     ),
     Mutant(_FINITE_JAX, "jnp.all(jnp.stack(verdicts))", "verdicts[0]", _fast("jit"), JAX),
     Mutant(
-        "frameworks/torch/finite.py",
+        "torch/finite.py",
         "fits if bool(fits) else _each_finite(parts)",
         "fits",
         ("tests/backends/test_finite.py",),
         TORCH,
     ),
     Mutant(
-        "frameworks/jax/arrays.py",
+        "jax/arrays.py",
         "    loss = widened(loss)",
         "    loss = jnp.asarray(loss)",
         _JAX_JIT,
@@ -281,7 +281,7 @@ STEPS = [
         (TRAINING, "-k", "overwritten"),
     ),
     Mutant(
-        "frameworks/shell/training.py",
+        "keras_common/training.py",
         "experimental_aggregate_gradients and not skip_gradients_aggregation",
         "True",
         (REPLICAS, "-k", "summed"),
@@ -293,38 +293,38 @@ STEPS = [
         _documented("minimize"),
     ),
     Mutant(
-        "frameworks/shell/verbs.py",
+        "keras_common/verbs.py",
         "return [self._apply_unscaled(place, pairs, None)]",
         "return [self._apply_unscaled(place, pairs[:0], None)]",
         _documented("get_updates"),
     ),
     Mutant(
-        "frameworks/shell/verbs.py",
+        "keras_common/verbs.py",
         "        if callable(loss):\n            gradients, _",
         "        if True:\n            gradients, _",
         _documented("works_in_a_graph"),
     ),
     Mutant(
-        "frameworks/keras/backends/torch_state.py",
+        "keras/backends/torch_state.py",
         "            skipped.add_(1)",
         "            pass",
         _TORCH,
         TORCH,
     ),
     Mutant(
-        "frameworks/keras/iterations.py",
+        "keras/iterations.py",
         "keras.ops.minimum(self._skipped, value)",
         "self._skipped + 0",
         _COUNTERS,
     ),
     Mutant(
-        "frameworks/keras/iterations.py",
+        "keras/iterations.py",
         "self._applied.assign(value - skipped)",
         "self._applied.assign(value)",
         _COUNTERS,
     ),
     Mutant(
-        "frameworks/keras/weights.py",
+        "keras/weights.py",
         "targets = everything",
         "targets = counted",
         _documented("set_weights"),
@@ -346,13 +346,13 @@ STEPS = [
         TF_KERAS,
     ),
     Mutant(
-        "frameworks/common/autograph.py",
+        "common/autograph.py",
         "function.autograph_info__ = {}  # type: ignore[attr-defined]",
         "pass",
         ("tests/frameworks/keras/test_autograph.py",),
     ),
     Mutant(
-        "frameworks/tensorflow/tracing.py",
+        "tensorflow/tracing.py",
         "if tf.executing_eagerly():\n        return function",
         "if True:\n        return function",
         ("tests/frameworks/keras/test_autograph.py",),
@@ -361,7 +361,7 @@ STEPS = [
 
 ASKED = [
     Mutant(
-        "frameworks/jax/magnitudes.py",
+        "jax/magnitudes.py",
         "if needs == Needs():",
         "if False:",
         ("tests/conformance/test_needs_nothing.py",),
@@ -375,7 +375,7 @@ ASKED = [
         TORCH,
     ),
     Mutant(
-        "frameworks/common/checks.py",
+        "common/checks.py",
         "return UnknownSettingError(message)",
         "return UnknownSettingError(message())",
         ("tests/core/test_errors.py",),
@@ -396,13 +396,13 @@ SAVED = [
         ("tests/backends/test_files.py", "-k", "keras_own_class"),
     ),
     Mutant(
-        "frameworks/shell/files.py",
+        "keras_common/files.py",
         'frozenset({"inner_optimizer", "get_slot_names"})',
         'frozenset({"get_slot_names"})',
         ("tests/backends/test_files.py", "-k", "plain_optimizer"),
     ),
     Mutant(
-        "frameworks/shell/files.py",
+        "keras_common/files.py",
         "            store[name] = value\n",
         "            pass\n",
         _EAGER,
@@ -420,20 +420,20 @@ SAVED = [
         ("tests/backends/test_files.py", "-k", "plain_optimizer or own_class"),
     ),
     Mutant(
-        "frameworks/keras/state.py",
+        "keras/state.py",
         "self.write(self.rule.restored(state))",
         "self.write(state)",
         (FILES, "-k", "saved_scale"),
     ),
     Mutant(
-        "frameworks/tf_keras/persistence.py",
+        "tf_keras/persistence.py",
         "self._rule.restored(state.first._replace(**read))",
         "state.first._replace(**read)",
         ("tests/frameworks/tf_keras/test_files.py", "-k", "outside_the_limits"),
         TF_KERAS,
     ),
     Mutant(
-        "frameworks/tf_keras/state.py",
+        "tf_keras/state.py",
         "self._extras[name].assign(value, read_value=False)",
         "tf.no_op()",
         (PROMISES, "-k", "tf_keras-new-eager and loaded"),
@@ -447,84 +447,84 @@ _OWN_STEPS = "tests/frameworks/torch/test_steps.py"
 
 TORCH_ITSELF = [
     Mutant(
-        "frameworks/torch/optimizer/judging.py",
+        "torch/optimizer/judging.py",
         "return _BAD if factors.found.item() else _GOOD",
         "return _GOOD",
         _HOST,
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/optimizer/step.py",
+        "torch/optimizer/step.py",
         "returned = self.inner_optimizer.step() if quickly.applied else None",
         "returned = self.inner_optimizer.step()",
         _HOST,
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/optimizer/judging.py",
+        "torch/optimizer/judging.py",
         "may_grow = scales.scale < 1.0",
         "may_grow = False",
         _HOST,
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/optimizer/judging.py",
+        "torch/optimizer/judging.py",
         "        return layout.started >= stepped\n",
         "        return True\n",
         (_OWN_STEPS, "-k", "garbage or joins_late"),
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/optimizer/handing.py",
+        "torch/optimizer/handing.py",
         "inner.found_inf = found",
         "pass",
         _DEVICE,
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/optimizer/handing.py",
+        "torch/optimizer/handing.py",
         "inner.__dict__.pop(name, None)",
         "inner.__dict__.setdefault(name, None)",
         (_OWN_STEPS, "-k", "raises"),
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/optimizer/closures.py",
+        "torch/optimizer/closures.py",
         "            scales.move(seen)\n",
         "            pass\n",
         ("tests/frameworks/torch/test_closures.py",),
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/optimizer/clipping.py",
+        "torch/optimizer/clipping.py",
         "max=1.0",
         "max=2.0",
         ("tests/frameworks/torch/test_clipping.py",),
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/optimizer/saving.py",
+        "torch/optimizer/saving.py",
         "        self._restore_numbers(checked)\n",
         "",
         _HOST,
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/optimizer/guard.py",
+        "torch/optimizer/guard.py",
         "now.made > before.made and now.applied == before.applied",
         "False",
         ("tests/frameworks/torch/test_guard.py",),
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/optimizer/scales.py",
+        "torch/optimizer/scales.py",
         "        if scale != self.scale:\n            self._show(scale)\n",
         "",
         _HOST,
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/optimizer/step.py",
+        "torch/optimizer/step.py",
         "if any(as_they_were) and not all(as_they_were):",
         "if False:",
         (_OWN_STEPS, "-k", "gradients_of_some"),
@@ -533,8 +533,8 @@ TORCH_ITSELF = [
 ]
 
 
-_GATING = "frameworks/jax/optax/gating.py"
-_JUDGING = "frameworks/jax/optax/judging.py"
+_GATING = "optax/gating.py"
+_JUDGING = "optax/judging.py"
 
 OPTAX = [
     Mutant(
@@ -552,14 +552,14 @@ OPTAX = [
         JAX,
     ),
     Mutant(
-        "frameworks/jax/optax/jaxprs.py",
+        "jax/jaxprs.py",
         "if not chosen_already:",
         "if False:",
         ("tests/frameworks/jax/test_jaxprs.py", "-k", "kept_old"),
         JAX,
     ),
     Mutant(
-        "frameworks/jax/optax/jaxprs.py",
+        "jax/jaxprs.py",
         "        if called is not None:\n            below",
         "        if False:\n            below",
         ("tests/frameworks/jax/test_memory.py",),
@@ -580,14 +580,14 @@ OPTAX = [
         JAX,
     ),
     Mutant(
-        "frameworks/jax/optax/scale_state.py",
+        "optax/scale_state.py",
         "if id(leaf) in known and isinstance(leaf, jax.Array):",
         "if False:",
         ("tests/frameworks/jax/test_skipping.py", "-k", "lbfgs"),
         JAX,
     ),
     Mutant(
-        "frameworks/jax/optax/transformation.py",
+        "optax/transformation.py",
         "if judging.has_elements(gradients):",
         "if True:",
         ("tests/frameworks/jax/test_leaves.py", "-k", "without_a_gradient"),
@@ -595,7 +595,7 @@ OPTAX = [
     ),
 ]
 
-_SCALER = "frameworks/torch/grad_scaler/scaler.py"
+_SCALER = "torch/grad_scaler/scaler.py"
 _DEFECTS = "tests/frameworks/torch/test_grad_scaler_defects.py"
 
 SCALER = [
@@ -615,21 +615,21 @@ SCALER = [
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/grad_scaler/steps.py",
+        "torch/grad_scaler/steps.py",
         "del optimizer.grad_scale, optimizer.found_inf",
         "pass",
         (_DEFECTS, "-k", "d25"),
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/grad_scaler/scale.py",
+        "torch/grad_scaler/scale.py",
         "and left[1] == scale._version",
         "",
         ("tests/frameworks/torch/test_grad_scaler.py", "-k", "others_write"),
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/ranks.py",
+        "torch/ranks.py",
         "if not placement.is_replicate() and mesh.size(dimension) > 1",
         "if placement.is_shard() and mesh.size(dimension) > 1",
         ("tests/frameworks/torch/test_ranks.py",),
@@ -637,7 +637,7 @@ SCALER = [
     ),
     *(
         Mutant(
-            f"frameworks/torch/{path}",
+            f"torch/{path}",
             right,
             wrong,
             ("tests/frameworks/torch/test_processes.py", "-k", which),
@@ -650,21 +650,21 @@ SCALER = [
         )
     ),
     Mutant(
-        "frameworks/torch/gradients.py",
+        "torch/gradients.py",
         "and not gradient.is_coalesced():",
         "and False:",
         ("tests/frameworks/torch/test_mistakes.py", "-k", "one_index"),
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/optimizer/guard.py",
+        "torch/optimizer/guard.py",
         "if start is before.start:",
         "if True:",
         ("tests/frameworks/torch/test_guard.py",),
         TORCH,
     ),
     Mutant(
-        "frameworks/torch/optimizer/step.py",
+        "torch/optimizer/step.py",
         "            if verdict.empty:\n",
         "            if False:\n",
         ("tests/frameworks/torch/test_mistakes.py", "-k", "before_there_are_gradients"),
@@ -679,49 +679,49 @@ _WATCHED = ("tests/frameworks/jax/test_monitor.py", "-k")
 
 AROUND_OPTAX = [
     Mutant(
-        "frameworks/jax/optax/conversions.py",
+        "optax/conversions.py",
         "dynamic_scale.growth_interval)) + 1,",
         "dynamic_scale.growth_interval)),",
         (*_CONVERSIONS, "run_of_flax_goes_on"),
         JAX,
     ),
     Mutant(
-        "frameworks/jax/optax/conversions.py",
+        "optax/conversions.py",
         'return rule, converted_state(rule, {"good_steps": good_steps}, inner_state)\n    if',
         "return rule, converted_state(rule, {}, inner_state)\n    if",
         (*_CONVERSIONS, "run_of_jmp_goes_on"),
         JAX,
     ),
     Mutant(
-        "frameworks/jax/optax/noting.py",
+        "optax/noting.py",
         "return unscaled(by_row, before.loss_scale, self.rule.powers_of_two)",
         "return by_row",
         (*_WATCHED, "exponents"),
         JAX,
     ),
     Mutant(
-        "frameworks/jax/optax/monitor.py",
+        "optax/monitor.py",
         "self._scale = jnp.copy(shown.scale)",
         "pass",
         (*_WATCHED, "recorded_with_its_scale"),
         JAX,
     ),
     Mutant(
-        "frameworks/common/loop_monitor.py",
+        "common/loop_monitor.py",
         "            self._unread = read, loss",
         "            pass",
         (*_WATCHED, "sampled_steps_count"),
         JAX,
     ),
     Mutant(
-        "frameworks/common/loop_monitor.py",
+        "common/loop_monitor.py",
         "if not self._has_probed or status.step // every > before.step // every:",
         "if True:",
         (*_WATCHED, "fidelity_is_measured"),
         JAX,
     ),
     Mutant(
-        "frameworks/jax/diagnosis/tapping.py",
+        "optax/diagnosis/tapping.py",
         "made = [made[0] + next(probes)]",
         "made = [made[0] * 2 + next(probes)]",
         ("tests/frameworks/jax/test_diagnose.py", "-k", "has_named"),
@@ -735,49 +735,49 @@ AROUND_OPTAX = [
         JAX,
     ),
     Mutant(
-        "frameworks/jax/optax/loops.py",
+        "optax/loops.py",
         "    if scale.ndim:",
         "    if False:",
         (*_MISTAKES, "state_of_several"),
         JAX,
     ),
     Mutant(
-        "frameworks/jax/optax/loops.py",
+        "optax/loops.py",
         "and isinstance(found[0][1], _Result)",
         "",
         (*_MISTAKES, "returns_no_value"),
         JAX,
     ),
     Mutant(
-        "frameworks/jax/optax/scale_state.py",
+        "optax/scale_state.py",
         "count < most, count + jnp.asarray(1, count.dtype), most",
         "count < most, count + jnp.asarray(1, count.dtype), count + 1",
         ("tests/frameworks/jax/test_leaves.py", "-k", "counter"),
         JAX,
     ),
     Mutant(
-        "frameworks/jax/optax/scale_state.py",
+        "optax/scale_state.py",
         "return lowest is None or lowest < 1.0",
         "return False",
         ("tests/conformance/test_promises.py", "-k", "optax-native-jit and makes_infinite"),
         JAX,
     ),
     Mutant(
-        "frameworks/jax/optax/transformation.py",
+        "optax/transformation.py",
         "finite = judging.agreed(finite & scale_state.is_usable(rule, scale), axis_names, scale)",
         "finite = judging.agreed(finite, axis_names, scale)",
         ("tests/frameworks/jax/test_leaves.py", "tests/frameworks/jax/test_loops.py"),
         JAX,
     ),
     Mutant(
-        "frameworks/jax/optax/transformation.py",
+        "optax/transformation.py",
         "inner_state = self._inner.init(jax.tree.map(_widened, params))",
         "inner_state = self._inner.init(params)",
         ("tests/frameworks/jax/test_leaves.py", "-k", "float16 or narrow or half or dtype"),
         JAX,
     ),
     Mutant(
-        "frameworks/jax/optax/transformation.py",
+        "optax/transformation.py",
         "[jnp.where(finite, part, jnp.zeros_like(part)) for part in divided]",
         "divided",
         ("tests/frameworks/jax/test_skipping.py", "-k", "nothing_inside"),
@@ -789,41 +789,41 @@ _OWN_STEPS = "tests/conformance/test_own_steps.py"
 
 OWN_STEPS = [
     Mutant(
-        "frameworks/shell/stand_ins.py",
+        "keras_common/stand_ins.py",
         "divisor = 1.0 if scaled else 1.0 / self.scale",
         "divisor = 1.0",
         (_OWN_STEPS, "-k", "gives_to_its_optimizers"),
         TORCH,
     ),
     Mutant(
-        "frameworks/shell/stand_ins.py",
+        "keras_common/stand_ins.py",
         "self._recorder.forgotten[self._name] = verb",
         "pass",
         (_OWN_STEPS, "-k", "forgets_to_scale"),
         TORCH,
     ),
     Mutant(
-        "frameworks/keras/backends/torch_own_steps.py",
+        "keras/backends/torch_own_steps.py",
         "            tensor.data.copy_(value)\n",
         "",
         (_OWN_STEPS, "-k", "left_as_it_was"),
         TORCH,
     ),
     Mutant(
-        "frameworks/keras/backends/torch_own_steps.py",
+        "keras/backends/torch_own_steps.py",
         "if not all(id(each) in trained for each in _listed(inputs)):",
         "if False:",
         (_OWN_STEPS, "-k", "within_the_loss"),
         TORCH,
     ),
     Mutant(
-        "frameworks/tensorflow/own_steps.py",
+        "tensorflow/own_steps.py",
         "            variable.assign(value)\n",
         "            pass\n",
         (_OWN_STEPS, "-k", "left_as_it_was and Gan"),
     ),
     Mutant(
-        "frameworks/keras/backends/jax_own_steps.py",
+        "keras/backends/jax_own_steps.py",
         "recorder.helped += 1\n            (_, found)",
         "(_, found)",
         (_OWN_STEPS, "-k", "forgets_to_scale and Contrastive"),

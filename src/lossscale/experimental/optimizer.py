@@ -55,6 +55,8 @@ class LossScaleOptimizer(_Base):
     Source: `tf.keras.mixed_precision.experimental.LossScaleOptimizer`, TensorFlow 2.0 to 2.3.
     """
 
+    _package_in_files = "lossscale.experimental"
+
     def __init__(self, optimizer: Any, loss_scale: Any, name: str | None = None) -> None:
         loss_scale = get(loss_scale)
         # The shell's constructor needs it, and Keras refuses attributes before that has run.

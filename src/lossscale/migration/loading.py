@@ -106,7 +106,7 @@ def check_has_scaling(file: ModelFile) -> None:
 
 
 def _optimizer(file: ModelFile, own: dict[str, Any]) -> Any:
-    from lossscale.frameworks.keras import KerasLossScaleOptimizer
+    from lossscale.keras import KerasLossScaleOptimizer
 
     written = (file.optimizer or {}).get("class_name")
     try:

@@ -97,7 +97,7 @@ def _model(tf_keras: Any, file: ModelFile) -> Any:
 
 
 def _optimizer(file: ModelFile, own: dict[str, Any]) -> Any:
-    from lossscale.frameworks.tf_keras import TFKerasLossScaleOptimizer
+    from lossscale.tf_keras import TFKerasLossScaleOptimizer
 
     described = file.optimizer or {}
     written = described.get("registered_name") or described.get("class_name")

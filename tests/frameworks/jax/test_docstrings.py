@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-import lossscale.frameworks.jax
+import lossscale.jax
 import lossscale.optax
 from lossscale.errors import MissingPackageError
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-PACKAGE = lossscale.frameworks.jax
+PACKAGE = lossscale.jax
 MODULES = [found.name for found in pkgutil.walk_packages(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from frameworks.jax.support import bits
-from lossscale.frameworks.jax.optax import jaxprs
+from lossscale.jax import jaxprs
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

@@ -9,20 +9,18 @@ import pytest
 import tensorflow as tf
 
 import lossscale
-import lossscale.frameworks.keras
+import lossscale.keras
 
 MODULES = [
     found.name
-    for found in pkgutil.walk_packages(
-        lossscale.frameworks.keras.__path__, "lossscale.frameworks.keras."
-    )
+    for found in pkgutil.walk_packages(lossscale.keras.__path__, "lossscale.keras.")
     # A backend needs its own backend.
     if ".backends." not in found.name
 ]
 WITH_EXAMPLES = {
-    "lossscale.frameworks.keras.monitor",
-    "lossscale.frameworks.keras.older_activations",
-    "lossscale.frameworks.keras.shell",
+    "lossscale.keras.monitor",
+    "lossscale.keras.older_activations",
+    "lossscale.keras.shell",
 }
 
 

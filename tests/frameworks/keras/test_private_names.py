@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import lossscale
+import undocumented
 from lossscale.errors import UnsupportedError
-from lossscale.frameworks.keras import private_names
+from lossscale.keras import private_names
 
 
 @pytest.fixture(scope="module")
@@ -24,41 +25,40 @@ def holders():
     compiled = keras.Model(model.inputs, model.outputs)
     compiled.compile(optimizer, "mse")
     return {
-        "OF_OPTIMIZERS": optimizer,
-        "OF_OPTIMIZERS_ON_TENSORFLOW": optimizer,
-        "OF_MODELS": compiled,
-        "OF_SEQUENTIALS": model,
-        "OF_LAYERS": layer,
-        "OF_COMPILED_LOSSES": model._compile_loss,
-        "OF_TENSORS": model.outputs[0],
-        "OF_VARIABLES": layer.kernel,
+        "optimizers": optimizer,
+        "optimizers_on_tensorflow": optimizer,
+        "models": compiled,
+        "sequentials": model,
+        "layers": layer,
+        "compiled_losses": model._compile_loss,
+        "tensors": model.outputs[0],
+        "variables": layer.kernel,
     }
 
 
 ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
-TABLES = [name for name in vars(private_names) if name.startswith("OF_") and name != "OF_SOME"]
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", sorted(undocumented.KERAS.keys() - {"some"}))
 def test_every_attribute_is_there(holders, table):
-    if table == "OF_OPTIMIZERS_ON_TENSORFLOW" and not ON_TENSORFLOW:
+    if table == "optimizers_on_tensorflow" and not ON_TENSORFLOW:
         pytest.skip("of TensorFlow")
-    for name, purpose in getattr(private_names, table).items():
+    for name, purpose in undocumented.KERAS[table].items():
         assert hasattr(holders[table], name), f"{keras.__version__} has no {name}: {purpose}"
 
 
 def test_attributes_mean_what_is_assumed(holders):
-    optimizer, layer = holders["OF_OPTIMIZERS"], holders["OF_LAYERS"]
+    optimizer, layer = holders["optimizers"], holders["layers"]
     assert optimizer._iterations is optimizer.iterations
     assert list(optimizer._trainable_variables) == list(layer.trainable_variables)
     assert len({optimizer._var_key(variable) for variable in layer.trainable_variables}) == 2
     with pytest.raises(ValueError, match="variable"):
         optimizer._check_variables_are_known([keras.Variable(1.0)])
-    assert holders["OF_COMPILED_LOSSES"]._user_loss == "mse"
-    assert holders["OF_TENSORS"]._keras_history[0] is layer
-    assert isinstance(holders["OF_SEQUENTIALS"]._functional, keras.Function)
-    assert not isinstance(holders["OF_SEQUENTIALS"], keras.Function)
-    assert isinstance(holders["OF_MODELS"], keras.Function)
+    assert holders["compiled_losses"]._user_loss == "mse"
+    assert holders["tensors"]._keras_history[0] is layer
+    assert isinstance(holders["sequentials"]._functional, keras.Function)
+    assert not isinstance(holders["sequentials"], keras.Function)
+    assert isinstance(holders["models"], keras.Function)
 
 
 def test_modules_and_functions_are_those_that_are_meant():

@@ -9,7 +9,7 @@ import pytest
 from keras.src.optimizers import loss_scale_optimizer_test as tests_of_keras
 
 import lossscale
-from lossscale.frameworks.keras import KerasLossScaleOptimizer
+from lossscale.keras import KerasLossScaleOptimizer
 
 DECIDED_OTHERWISE = {
     "test_init_dynamic_arg": "a fixed scale exists here, and Keras' class must refuse it",

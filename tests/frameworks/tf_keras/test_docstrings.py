@@ -9,9 +9,9 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale
-import lossscale.frameworks.tf_keras
+import lossscale.tf_keras
 
-PACKAGE = lossscale.frameworks.tf_keras
+PACKAGE = lossscale.tf_keras
 MODULES = [found.name for found in pkgutil.walk_packages(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
 WITH_EXAMPLES = {f"{PACKAGE.__name__}.{name}" for name in ("monitor", "verbs")}
 

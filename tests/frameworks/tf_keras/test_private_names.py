@@ -7,9 +7,10 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
+import undocumented
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.frameworks.tensorflow import private_names as of_tensorflow
-from lossscale.frameworks.tf_keras import private_names
+from lossscale.tensorflow import private_names as of_tensorflow
+from lossscale.tf_keras import private_names
 
 
 @pytest.fixture(scope="module")
@@ -21,34 +22,30 @@ def holders():
     model.compile(optimizer, "mse")
     model.train_on_batch(np.ones((1, 2)), np.ones((1, 1)))
     return {
-        "OF_OPTIMIZERS": optimizer,
-        "OF_LEGACY_OPTIMIZERS": tf_keras.optimizers.legacy.SGD(0.5),
-        "OF_MODELS": model,
-        "OF_LAYERS": model.layers[-1],
-        "OF_COMPILED_LOSSES": model.compiled_loss,
-        "OF_TENSORS": model.outputs[0],
-        "OF_VARIABLES": model.layers[-1].kernel,
-        "OF_AUTOCAST_VARIABLES": private_names.create_autocast_variable(tf.Variable(1.0)),
+        "optimizers": optimizer,
+        "legacy_optimizers": tf_keras.optimizers.legacy.SGD(0.5),
+        "models": model,
+        "layers": model.layers[-1],
+        "compiled_losses": model.compiled_loss,
+        "tensors": model.outputs[0],
+        "variables": model.layers[-1].kernel,
+        "autocast_variables": private_names.create_autocast_variable(tf.Variable(1.0)),
     }
 
 
-WITHOUT_HOLDER = {"OF_SOME", "OF_CALLBACKS"}
-TABLES = [t for t in vars(private_names) if t.startswith("OF_") and t not in WITHOUT_HOLDER]
-
-
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", sorted(undocumented.TF_KERAS.keys() - {"some", "callbacks"}))
 def test_every_attribute_is_there(holders, table):
-    for name, purpose in getattr(private_names, table).items():
+    for name, purpose in undocumented.TF_KERAS[table].items():
         assert hasattr(holders[table], name), f"{tf_keras.__version__} has no {name}: {purpose}"
 
 
 def test_attributes_mean_what_is_assumed(holders):
-    optimizer, layer = holders["OF_OPTIMIZERS"], holders["OF_LAYERS"]
+    optimizer, layer = holders["optimizers"], holders["layers"]
     assert {optimizer._var_key(v) for v in layer.trainable_variables} == set(optimizer._index_dict)
-    assert "learning_rate" in holders["OF_LEGACY_OPTIMIZERS"]._hyper
-    assert holders["OF_COMPILED_LOSSES"]._user_losses == "mse"
-    assert holders["OF_TENSORS"]._keras_history[0] is layer
-    assert holders["OF_MODELS"]._is_graph_network
+    assert "learning_rate" in holders["legacy_optimizers"]._hyper
+    assert holders["compiled_losses"]._user_losses == "mse"
+    assert holders["tensors"]._keras_history[0] is layer
+    assert holders["models"]._is_graph_network
     assert layer._compute_dtype_object == tf.float32
 
 
@@ -119,11 +116,6 @@ def test_tensorflow_has_its_own():
     assert isinstance(of_tensorflow.strategy_supports_no_merge_call(), bool)
 
 
-@pytest.mark.parametrize("name", of_tensorflow.OF_TRACKABLES)
-def test_a_node_of_a_checkpoint_has_what_is_overridden(name):
-    assert hasattr(of_tensorflow.Trackable, name), of_tensorflow.OF_TRACKABLES[name]
-
-
 def test_a_node_of_a_checkpoint_is_asked_for_what_is_overridden(tmp_path):
     asked = []
 
@@ -158,7 +150,7 @@ def test_a_marked_function_is_not_translated():
         return tf.function(lambda x: function(x))(tf.constant(1.0))
 
     assert float(calling(branching)) == 2.0
-    for name in of_tensorflow.OF_FUNCTIONS:
+    for name in undocumented.TENSORFLOW["functions"]:
         setattr(branching, name, {})
     with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
         calling(branching)

@@ -34,13 +34,13 @@ from torch.distributed.tensor import (
 from torch.nn.parallel import DistributedDataParallel
 
 from frameworks.torch.seeing import Noting, noted
-from lossscale.frameworks.torch import ranks
-from lossscale.frameworks.torch.grad_scaler.amp_names import (
+from lossscale.rules import Needs
+from lossscale.torch import ranks
+from lossscale.torch.grad_scaler.amp_names import (
     ShardedGradScaler as OurShardedGradScaler,
 )
-from lossscale.frameworks.torch.grad_scaler.scaler import GradScaler
-from lossscale.frameworks.torch.optimizer.optimizer import TorchLossScaleOptimizer
-from lossscale.rules import Needs
+from lossscale.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.optimizer.optimizer import TorchLossScaleOptimizer
 
 INF = float("inf")
 

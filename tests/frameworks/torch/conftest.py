@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-import lossscale.frameworks.torch
+import lossscale.torch
 
-_PREFIX = f"{lossscale.frameworks.torch.__name__}."
+_PREFIX = f"{lossscale.torch.__name__}."
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,7 +16,7 @@ def _no_keras():
     # Other folders of the same process may have imported it before.
     before = {name for name in ("keras", "tf_keras", "tensorflow") if name in sys.modules}
     yield
-    for module in pkgutil.walk_packages(lossscale.frameworks.torch.__path__, _PREFIX):
+    for module in pkgutil.walk_packages(lossscale.torch.__path__, _PREFIX):
         importlib.import_module(module.name)
     now = {name for name in ("keras", "tf_keras", "tensorflow") if name in sys.modules}
     assert now == before

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import lossscale
-import lossscale.frameworks.torch
 import lossscale.torch
 
-PACKAGE = lossscale.frameworks.torch
+PACKAGE = lossscale.torch
 MODULES = [found.name for found in pkgutil.walk_packages(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
 TRIED = {}
 

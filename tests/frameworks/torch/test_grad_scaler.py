@@ -20,7 +20,7 @@ from frameworks.torch.scaling import (
     scale_and_tracker,
 )
 from lossscale import DynamicScale, FixedScale
-from lossscale.frameworks.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.grad_scaler.scaler import GradScaler
 
 SLOPES = {"good": 0.25, "inf": float("inf"), "nan": float("nan")}
 

@@ -14,7 +14,7 @@ from frameworks.torch.scaling import (
     scale_and_tracker,
 )
 from lossscale.errors import ArgumentError, CallOrderError
-from lossscale.frameworks.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.grad_scaler.scaler import GradScaler
 
 both = pytest.mark.parametrize(
     ("make", "mended"), [(make, name == "lossscale") for name, make in MAKERS.items()], ids=MAKERS

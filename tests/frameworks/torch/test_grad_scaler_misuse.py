@@ -11,7 +11,7 @@ import lossscale.torch
 from frameworks.torch.scaling import MAKERS, OPTIMIZERS, numbers, one_step, parameters
 from lossscale import DynamicScale, FixedScale, LossScaleError, LossScaleWarning
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
-from lossscale.frameworks.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.grad_scaler.scaler import GradScaler
 
 
 def scaled(make):

@@ -18,7 +18,7 @@ from lossscale.errors import (
     StateDictError,
     UnknownSettingError,
 )
-from lossscale.frameworks.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.grad_scaler.scaler import GradScaler
 
 INNER = {
     "sgd": lambda given: torch.optim.SGD(given, lr=0.5),

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_de
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lossscale.errors import ArgumentTypeError
-from lossscale.frameworks.torch.ranks import agreed, groups_of, local
+from lossscale.torch.ranks import agreed, groups_of, local
 
 PLACEMENTS = {"R": Replicate(), "S": Shard(0), "P": Partial()}
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import lossscale.torch
 from frameworks.torch.scaling import MAKERS, OPTIMIZERS, numbers, parameters, scale_and_tracker
-from lossscale.frameworks.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.grad_scaler.scaler import GradScaler
 
 BAD = 1
 """The number of the step that overflows."""

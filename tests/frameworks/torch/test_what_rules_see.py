@@ -14,7 +14,7 @@ from frameworks.torch.seeing import EDGES, Noting, expected, noted
 from frameworks.torch.support import fill, wrapped
 from lossscale import Needs
 from lossscale.errors import UnsupportedError
-from lossscale.frameworks.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.grad_scaler.scaler import GradScaler
 
 GRADIENTS = [torch.tensor([0.5, -1.0, 2.0]), torch.tensor([-4.0, -0.125, 0.0])]
 SPOILED = [GRADIENTS[0], torch.tensor([-4.0, torch.inf, 0.0])]

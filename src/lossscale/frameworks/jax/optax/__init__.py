@@ -1,1 +1,0 @@
-"""Loss scaling as an Optax transformation."""

@@ -1,0 +1,61 @@
+"""The monitor as a callback of Keras 3."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, ClassVar
+
+import keras
+
+from lossscale.callbacks import LossScaleMonitor
+from lossscale.keras.weights import numpy_of
+from lossscale.keras_common.monitor import MonitorBody
+
+
+class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callback):
+    __doc__ = LossScaleMonitor.__doc__
+
+    _framework: ClassVar[str | None] = "keras"
+    _library = keras
+    _array_of = staticmethod(numpy_of)
+
+    def _trained(self, model: Any) -> Any:
+        # PyTorch's DistributedDataParallel has the model inside.
+        return getattr(model, "module", model)
+
+    def _instrument(self, model: Any) -> None:
+        optimizer, every = model.optimizer, self._histograms_every()
+        if optimizer._notes is not None and optimizer._notes.serves(every):
+            return
+        with _scope_of(model):
+            optimizer._keep_notes(every)
+        # `fit` has made it already, without the notes.
+        model.train_function = None
+        model.make_train_function()
+
+    def _steps(self, optimizer: Any) -> Any:
+        return optimizer._iterations
+
+    def _new_probe(self, model: Any, batch: Any) -> Any:
+        # With what it imports, which a monitor that measures nothing does without.
+        from lossscale.keras import diagnose
+
+        return diagnose.new_probe(self._trained(model), batch)
+
+    def _sync(self) -> None:
+        # On JAX the variables are out of date within an epoch.
+        if hasattr(self._model, "jax_state_sync"):
+            self._model.jax_state_sync()
+
+    def _scales_by_itself(self, optimizer: Any) -> bool:
+        own = keras.optimizers.LossScaleOptimizer
+        return isinstance(optimizer, own) or bool(getattr(optimizer, "loss_scale_factor", None))
+
+    def _packages(self) -> tuple[str, ...]:
+        return ("keras", keras.backend.backend())
+
+
+def _scope_of(model: Any) -> Any:
+    """Where variables of the model are made, under a strategy of TensorFlow on every replica."""
+    strategy = getattr(model, "distribute_strategy", None)
+    return contextlib.nullcontext() if strategy is None else strategy.scope()

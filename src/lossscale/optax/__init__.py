@@ -1,0 +1,61 @@
+"""Loss scaling for JAX as an Optax transformation, without Keras.
+
+```python
+tx = lossscale.optax.loss_scaled(optax.adamw(1e-3))
+opt_state = tx.init(params)
+
+@jax.jit
+def step(params, opt_state, batch):
+    loss, grads = lossscale.optax.value_and_grad(loss_fn)(opt_state, params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+```
+"""
+
+from lossscale.packages import not_installed
+
+try:
+    from lossscale.optax.conversions import (
+        from_flax,
+        from_jmp,
+        to_flax,
+        to_jmp,
+    )
+    from lossscale.optax.diagnosis.diagnose import diagnose
+    from lossscale.optax.keras_values import from_keras, to_keras
+    from lossscale.optax.loops import (
+        all_finite,
+        loss_scale,
+        scale_loss,
+        unscale,
+        value_and_grad,
+    )
+    from lossscale.optax.monitor import Monitor
+    from lossscale.optax.noting import NotedState, noted
+    from lossscale.optax.scale_state import LossScaleState
+    from lossscale.optax.transformation import loss_scaled
+except ModuleNotFoundError as error:
+    if error.name not in ("jax", "optax"):
+        raise
+    missing = ["jax", "optax"] if error.name == "jax" else ["optax"]
+    raise not_installed(missing, purpose="lossscale.optax") from None
+
+__all__ = [
+    "LossScaleState",
+    "Monitor",
+    "NotedState",
+    "all_finite",
+    "diagnose",
+    "from_flax",
+    "from_jmp",
+    "from_keras",
+    "loss_scale",
+    "loss_scaled",
+    "noted",
+    "scale_loss",
+    "to_flax",
+    "to_jmp",
+    "to_keras",
+    "unscale",
+    "value_and_grad",
+]

@@ -1,0 +1,322 @@
+"""The loss scale of jmp and of Flax as a rule and a state of `loss_scaled`, and back."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
+from lossscale.errors import (
+    AlreadyWrappedError,
+    ArgumentError,
+    ArgumentTypeError,
+    LossScaleWarning,
+    MissingPackageError,
+)
+from lossscale.optax.finding import state_in, states_below
+from lossscale.optax.scale_state import LossScaleState, scale_state_of, state_of
+from lossscale.rules import DynamicScale, FixedScale, ScaleRule
+
+
+def from_jmp(
+    loss_scale: Any, inner_state: Any, *, min_scale: float | None = None
+) -> tuple[ScaleRule, LossScaleState]:
+    """Takes over a run whose loss was scaled with `jmp`.
+
+    The scales that follow are those that `adjust` would give: bit for bit where the factor is a
+    power of two, otherwise but for rounding, since jmp divides by the factor.
+
+    Args:
+        loss_scale: A `jmp.DynamicLossScale`, `StaticLossScale` or `NoOpLossScale`. Of one that
+            went through `pmap` a single replica.
+        inner_state: The state of the Optax optimizer that jmp's loop used, as it is.
+        min_scale: The lowest scale, dimensionless. None takes that of `loss_scale`, which jmp
+            sets back to 1 whenever the object goes through a function of JAX.
+
+    Returns:
+        The rule, for `loss_scaled(inner, rule=rule)`; and the state, in the place of
+        `init(params)`.
+
+    Raises:
+        ArgumentTypeError: If `loss_scale` is none of these. It is a `TypeError`.
+        ArgumentError: If a number in it cannot be used. It is a `ValueError`.
+        AlreadyWrappedError: If `inner_state` has a loss scale already. It is a `TypeError`.
+
+    Example:
+        >>> import jmp
+        >>> scale = jmp.DynamicLossScale(jnp.float32(64), jnp.int32(9), period=10)
+        >>> rule, opt_state = lossscale.optax.from_jmp(scale, optax.sgd(0.5).init(jnp.ones(2)))
+        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), rule=rule)
+        >>> _, opt_state = tx.update(jnp.ones(2), opt_state)
+        >>> float(lossscale.optax.loss_scale(opt_state))
+        128.0
+
+    Source: https://github.com/google-deepmind/jmp, version 0.0.4.
+    """
+    expected = "a jmp.DynamicLossScale, jmp.StaticLossScale or jmp.NoOpLossScale"
+    if hasattr(loss_scale, "period"):
+        _check_attributes(loss_scale, expected, ("loss_scale", "counter", "factor"))
+        factor = number_in("factor", loss_scale.factor)
+        lowest = loss_scale.min_loss_scale if min_scale is None else min_scale
+        rule = _dynamic(
+            number_in("loss_scale", loss_scale.loss_scale),
+            growth_interval=int(number_in("period", loss_scale.period)),
+            growth_factor=factor,
+            backoff_factor=1.0 / factor if factor else 0.0,
+            min_scale=number_in("min_scale", lowest),
+            max_scale=_largest_of(loss_scale.loss_scale),
+        )
+        good_steps = int(number_in("counter", loss_scale.counter))
+        return rule, converted_state(rule, {"good_steps": good_steps}, inner_state)
+    if hasattr(loss_scale, "adjust"):
+        _check_attributes(loss_scale, expected, ("loss_scale",))
+        fixed = FixedScale(number_in("loss_scale", loss_scale.loss_scale))
+        return fixed, converted_state(fixed, {}, inner_state)
+    raise ArgumentTypeError(_no_such("loss_scale", expected, loss_scale))
+
+
+def to_jmp(rule: ScaleRule, opt_state: Any) -> Any:
+    """Gives a loss scale to a program that scales its loss with `jmp`.
+
+    Args:
+        rule: The rule of the optimizer, a `FixedScale` or a `DynamicScale` without `max_scale`
+            whose two factors are the reciprocals of each other.
+        opt_state: Its state; what jmp's loop goes on with is the `inner_state` of it.
+
+    Returns:
+        A `jmp.DynamicLossScale`, or a `jmp.StaticLossScale` for a `FixedScale`.
+
+    Raises:
+        ArgumentError: If jmp has no such rule. It is a `ValueError`.
+        ArgumentTypeError: If `opt_state` has no loss scale. It is a `TypeError`.
+        MissingPackageError: If jmp is not installed. It is an `ImportError`.
+
+    Example:
+        >>> rule = lossscale.DynamicScale(initial_scale=8, growth_interval=5)
+        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), rule=rule)
+        >>> scale = lossscale.optax.to_jmp(rule, tx.init(jnp.ones(2)))
+        >>> float(scale.loss_scale), scale.period, scale.factor
+        (8.0, 5, 2)
+    """
+    fields = fields_of(rule, state_in(opt_state))
+    jmp = _imported("jmp", "jmp")
+    if isinstance(rule, FixedScale):
+        return jmp.StaticLossScale(jnp.asarray(rule.scale, jnp.float32))
+    dynamic = _checked_rule(rule, "jmp")
+    if not math.isclose(dynamic.growth_factor * dynamic.backoff_factor, 1.0, rel_tol=2.0**-23):
+        raise ArgumentError(
+            "jmp lowers the scale by the factor that it is raised by. Received: growth_factor="
+            f"{dynamic.growth_factor!r}, backoff_factor={dynamic.backoff_factor!r}, whose product "
+            "is not 1."
+        )
+    factor = dynamic.growth_factor
+    return jmp.DynamicLossScale(
+        loss_scale=jnp.array(fields["scale"], jnp.float32),
+        counter=jnp.array(fields["good_steps"], jnp.int32),
+        period=dynamic.growth_interval,
+        factor=int(factor) if factor.is_integer() else factor,
+        min_loss_scale=jnp.asarray(dynamic.min_scale, jnp.float32),
+    )
+
+
+def from_flax(dynamic_scale: Any, inner_state: Any) -> tuple[ScaleRule, LossScaleState]:
+    """Takes over a run whose loss was scaled with Flax' `DynamicScale`.
+
+    The scales that follow are those that Flax would give, bit for bit. Flax grows one step later
+    than its `growth_interval` says, so the interval of the rule is one step longer.
+
+    Args:
+        dynamic_scale: A `flax.training.dynamic_scale.DynamicScale`. Of one that went through
+            `pmap` a single replica.
+        inner_state: The state of the Optax optimizer, such as `train_state.opt_state`, as it is.
+
+    Returns:
+        The rule, for `loss_scaled(inner, rule=rule)`; and the state, in the place of
+        `init(params)`.
+
+    Raises:
+        ArgumentTypeError: If `dynamic_scale` is none. It is a `TypeError`.
+        ArgumentError: If a number in it cannot be used. It is a `ValueError`.
+        AlreadyWrappedError: If `inner_state` has a loss scale already. It is a `TypeError`.
+
+    Example:
+        >>> from flax.training.dynamic_scale import DynamicScale
+        >>> scale = DynamicScale(growth_interval=2000, scale=64.0)
+        >>> rule, opt_state = lossscale.optax.from_flax(scale, optax.sgd(0.5).init(jnp.ones(2)))
+        >>> rule.growth_interval, float(lossscale.optax.loss_scale(opt_state))
+        (2001, 64.0)
+
+    Source: https://flax.readthedocs.io, `flax.training.dynamic_scale`, version 0.12.
+    """
+    names = ("growth_factor", "backoff_factor", "growth_interval", "fin_steps", "minimum_scale")
+    expected = "a flax.training.dynamic_scale.DynamicScale"
+    _check_attributes(dynamic_scale, expected, ("scale", *names), "dynamic_scale")
+    lowest = dynamic_scale.minimum_scale
+    rule = _dynamic(
+        number_in("scale", dynamic_scale.scale),
+        growth_interval=int(number_in("growth_interval", dynamic_scale.growth_interval)) + 1,
+        growth_factor=number_in("growth_factor", dynamic_scale.growth_factor),
+        backoff_factor=number_in("backoff_factor", dynamic_scale.backoff_factor),
+        min_scale=0.0 if lowest is None else number_in("minimum_scale", lowest),
+        max_scale=None,
+    )
+    good_steps = int(number_in("fin_steps", dynamic_scale.fin_steps))
+    return rule, converted_state(rule, {"good_steps": good_steps}, inner_state)
+
+
+def to_flax(rule: ScaleRule, opt_state: Any) -> Any:
+    """Gives a loss scale to a program that scales its loss with Flax' `DynamicScale`.
+
+    Args:
+        rule: The rule of the optimizer, a `DynamicScale` without `max_scale`.
+        opt_state: Its state; what the program goes on with is the `inner_state` of it.
+
+    Returns:
+        A `flax.training.dynamic_scale.DynamicScale`.
+
+    Raises:
+        ArgumentError: If Flax has no such rule. It is a `ValueError`.
+        ArgumentTypeError: If `opt_state` has no loss scale. It is a `TypeError`.
+        MissingPackageError: If Flax is not installed. It is an `ImportError`.
+
+    Example:
+        >>> rule = lossscale.DynamicScale(initial_scale=8, growth_interval=5)
+        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), rule=rule)
+        >>> scale = lossscale.optax.to_flax(rule, tx.init(jnp.ones(2)))
+        >>> float(scale.scale), scale.growth_interval
+        (8.0, 4)
+    """
+    fields = fields_of(rule, state_in(opt_state))
+    module = _imported("flax.training.dynamic_scale", "flax")
+    dynamic = _checked_rule(rule, "Flax")
+    return module.DynamicScale(
+        growth_factor=dynamic.growth_factor,
+        backoff_factor=dynamic.backoff_factor,
+        growth_interval=dynamic.growth_interval - 1,
+        fin_steps=jnp.array(fields["good_steps"], jnp.int32),
+        scale=jnp.array(fields["scale"], jnp.float32),
+        minimum_scale=dynamic.min_scale,
+    )
+
+
+def _dynamic(scale: float, *, min_scale: float, max_scale: float | None, **given: Any) -> Any:
+    # Of no floor, and of one that float32 has as a subnormal number, the lowest that there is.
+    lowest = max(min_scale, SMALLEST_SCALE) if min_scale >= 0 else min_scale
+    highest = LARGEST_SCALE if max_scale is None else max_scale
+    usable = math.isfinite(scale) and scale > 0
+    first = min(max(scale if usable else DynamicScale.initial_scale, lowest), highest)
+    rule = DynamicScale(initial_scale=first, min_scale=lowest, max_scale=max_scale, **given)
+    if first != scale:
+        warnings.warn(
+            f"The loss scale was {scale}, which is outside the range of {rule}. Training goes on "
+            f"with {first}.",
+            LossScaleWarning,
+            stacklevel=3,
+        )
+    return rule
+
+
+def converted_state(rule: ScaleRule, fields: Mapping[str, Any], inner_state: Any) -> LossScaleState:
+    """The state for fields of the rule's state, brought into its range, with a warning."""
+    if states_below(inner_state):
+        raise AlreadyWrappedError(
+            "`inner_state` must be the state of the optimizer inside, and has a loss scale "
+            "already. Pass its `inner_state`."
+        )
+    first = rule.init()
+    kept = {name: type(getattr(first, name))(value) for name, value in fields.items()}
+    given = first._replace(**kept)
+    restored = rule.restored(given)
+    if rule.moves and float(restored.scale) != float(given.scale):
+        warnings.warn(
+            f"The loss scale was {given.scale}, which is outside the range of {rule}. Training "
+            f"goes on with {restored.scale}.",
+            LossScaleWarning,
+            stacklevel=3,
+        )
+    return state_of(rule, restored, inner_state)
+
+
+def fields_of(rule: ScaleRule, state: LossScaleState) -> dict[str, Any]:
+    """The rule's state as Python numbers, by field."""
+    values = LossScaleState(
+        value_of(state.loss_scale),
+        {name: value_of(value) for name, value in state.rule_state.items()},
+        *state[2:],
+    )
+    found = scale_state_of(rule, values)._asdict()
+    return {
+        name: value.item() if hasattr(value, "item") else value for name, value in found.items()
+    }
+
+
+def value_of(array: Any) -> Any:
+    """The array that is in a leaf of a state."""
+    # flax.nnx keeps an array in a variable, which gives it when it is asked.
+    return array.get_value() if hasattr(array, "get_value") else array
+
+
+def number_in(name: str, value: Any) -> Any:
+    """The Python number in an array.
+
+    Raises:
+        ArgumentError: If it is no array with one number. It is a `ValueError`.
+    """
+    array = np.asarray(value)
+    if array.size != 1 or array.dtype.kind not in "fiub" + "V":
+        raise ArgumentError(
+            f"`{name}` must be a number, or an array with one. Received: an array of shape "
+            f"{array.shape} and dtype {array.dtype}. Of a state that went through pmap take one "
+            "replica: jax.tree.map(lambda x: x[0], state)."
+        )
+    # bfloat16 is of no kind that NumPy knows.
+    return float(array.item()) if array.dtype.kind == "V" else array.item()
+
+
+def _largest_of(scale: Any) -> float | None:
+    """The number that a scale cannot pass because of its dtype; None if it is above the rule's."""
+    dtype = np.asarray(scale).dtype
+    if dtype != np.float16:
+        return None
+    return float(np.finfo(np.float16).max)
+
+
+def _check_attributes(
+    given: Any, expected: str, names: Sequence[str], argument: str = "loss_scale"
+) -> None:
+    if not all(hasattr(given, name) for name in names):
+        raise ArgumentTypeError(_no_such(argument, expected, given))
+
+
+def _no_such(argument: str, expected: str, given: Any) -> str:
+    return f"`{argument}` must be {expected}. Received: a {type(given).__name__}."
+
+
+def _checked_rule(rule: ScaleRule, library: str) -> DynamicScale:
+    if not isinstance(rule, DynamicScale):
+        raise ArgumentError(
+            f"{library} has no rule like this one. Its dynamic scale is a DynamicScale. "
+            f"Received: {rule}."
+        )
+    if rule.max_scale is not None:
+        raise ArgumentError(
+            f"{library} has no highest scale. Use a rule with max_scale=None, or go on here. "
+            f"Received: {rule}."
+        )
+    return rule
+
+
+def _imported(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingPackageError(
+            f"This makes an object of {package}, which is not installed: pip install {package}. "
+            f"What failed: {error}."
+        ) from error

@@ -1,0 +1,156 @@
+"""Finds the state of loss scaling in an optimizer's state, and says what is around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.optax.scale_state import LossScaleState
+
+_TRANSPARENT = {
+    "InjectHyperparamsState": "inner_state",
+    "InjectStatefulHyperparamsState": "inner_state",
+    "NotedState": "loss_scaled",
+}
+"""States around which nothing changes: class names, and the field with the inner one."""
+
+
+def states_below(tree: Any) -> list[tuple[tuple[Any, ...], LossScaleState]]:
+    """Every state of loss scaling in a tree, with the nodes above it, the outermost first."""
+    found: list[tuple[tuple[Any, ...], LossScaleState]] = []
+
+    def walk(node: Any, above: tuple[Any, ...]) -> None:
+        if isinstance(node, LossScaleState):
+            found.append((above, node))
+            return
+        children = jax.tree.leaves(node, is_leaf=lambda below: below is not node)
+        if len(children) == 1 and children[0] is node:
+            return
+        for child in children:
+            walk(child, (*above, node))
+
+    walk(tree, ())
+    return found
+
+
+def has_loss_scale(opt_state: Any) -> bool:
+    """Whether there is a state of loss scaling in something, wherever it is."""
+    return bool(states_below(_held(opt_state)))
+
+
+def _held(opt_state: Any) -> Any:
+    """The state of an optimizer, of what may hold it."""
+    if not isinstance(opt_state, tuple) and hasattr(opt_state, "opt_state"):
+        return opt_state.opt_state
+    return opt_state
+
+
+def state_in(opt_state: Any) -> LossScaleState:
+    """Returns the state of `loss_scaled` in the state of an optimizer.
+
+    Args:
+        opt_state: What `tx.init` and `tx.update` return; or what holds it as `opt_state`, such as
+            a `TrainState` or an `nnx.Optimizer`.
+
+    Raises:
+        ArgumentTypeError: If there is none. It is a `TypeError`.
+        ArgumentError: If another transformation is around it that must be inside, or if there are
+            several. It is a `ValueError`.
+    """
+    opt_state = _held(opt_state)
+    if isinstance(opt_state, LossScaleState):
+        return opt_state
+    found = states_below(opt_state)
+    if not found:
+        raise ArgumentTypeError(
+            "`opt_state` must be the state of an optimizer with loss scaling: "
+            "tx = lossscale.optax.loss_scaled(inner) and then tx.init(params), or what tx.update "
+            f"returned. Received: {described(opt_state)}."
+        )
+    if len(found) > 1:
+        raise ArgumentError(
+            f"There are {len(found)} loss scales in this state, so that the loss has no single "
+            f"one. They are in {_path(found[0][0])}. Of several optimizers pass the state of one. "
+            "In one optimizer wrap once, and put loss_scaled outside: "
+            "loss_scaled(optax.multi_transform({...}, labels))."
+        )
+    above, state = found[0]
+    for node, below in zip(above, [*above[1:], state], strict=True):
+        if not _is_transparent(node, below):
+            raise ArgumentError(_wrong_order(node, below))
+    return state
+
+
+def _is_transparent(node: Any, below: Any) -> bool:
+    name = type(node).__name__
+    if name in _TRANSPARENT:
+        return getattr(node, _TRANSPARENT[name]) is below
+    return type(node) is tuple and len(node) == 1
+
+
+def _wrong_order(node: Any, below: Any) -> str:
+    if isinstance(node, (dict, list)) or not isinstance(node, tuple):
+        return (
+            "`opt_state` must be the state of one optimizer, what its `init` or `update` "
+            f"returned. Received: {described(node)} that has one inside. Pass that one."
+        )
+    if type(node) is tuple:
+        position = next(index for index, child in enumerate(node) if child is below)
+        others = [
+            type(child).__name__
+            if not isinstance(child, tuple) or hasattr(child, "_fields")
+            else "a tuple"
+            for index, child in enumerate(node)
+            if index != position
+        ]
+        around = (
+            f"optax.chain has it in place {position} of {len(node)}, beside transformations with "
+            f"the states {', '.join(others)}. Those before it get scaled gradients, those after "
+            "it run on skipped steps too"
+        )
+        right = "loss_scaled(optax.chain(...))"
+    else:
+        name = type(node).__name__.removesuffix("State")
+        around = (
+            f"{name} (its state is a {type(node).__name__}) is around it, gets scaled gradients "
+            "and does not know which steps are skipped"
+        )
+        right = f"loss_scaled({_function_name(name)}(...))"
+    return (
+        f"loss_scaled is inside another transformation: {around}. Put loss_scaled outside: {right}."
+    )
+
+
+_FUNCTIONS = {
+    "MultiSteps": "optax.MultiSteps",
+    "ApplyIfFinite": "optax.apply_if_finite",
+    "Partition": "optax.partition",
+    "Masked": "optax.masked",
+    "ScheduleFree": "optax.contrib.schedule_free",
+    "SAM": "optax.contrib.sam",
+    "Lookahead": "optax.lookahead",
+}
+
+
+def _function_name(name: str) -> str:
+    return _FUNCTIONS.get(name, name)
+
+
+def described(value: Any) -> str:
+    """What something is that should be a state."""
+    name = type(value).__name__
+    if value is None:
+        return "None"
+    if isinstance(value, LossScaleState):
+        return "a state of loss_scaled"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array of shape {value.shape}"
+    if hasattr(value, "init") and hasattr(value, "update"):
+        return f"a {name}, which is the optimizer and not its state"
+    return f"a {name}"
+
+
+def _path(above: tuple[Any, ...]) -> str:
+    return " > ".join(type(node).__name__ for node in above) or "it"

@@ -1,0 +1,245 @@
+"""What a training loop asks of the state: the scale, the scaled loss, its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.jax import arrays
+from lossscale.optax import judging
+from lossscale.optax.finding import described, has_loss_scale, state_in
+
+
+def loss_scale(opt_state: Any) -> Any:
+    """Returns the number that multiplies the loss of the next step.
+
+    Args:
+        opt_state: The state of an optimizer that is `loss_scaled`, or what holds it as
+            `opt_state`, such as a `TrainState`.
+
+    Returns:
+        A float32 scalar array, dimensionless.
+
+    Raises:
+        ArgumentTypeError: If there is no loss scale in it. It is a `TypeError`.
+        ArgumentError: If `loss_scaled` is inside a transformation that has to be inside of it. It
+            is a `ValueError`.
+
+    Example:
+        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.1), initial_scale=8)
+        >>> float(lossscale.optax.loss_scale(tx.init(jnp.ones(2))))
+        8.0
+    """
+    scale = state_in(opt_state).loss_scale
+    # flax.nnx keeps an array in a variable, which gives it when it is asked.
+    scale = scale.get_value() if hasattr(scale, "get_value") else scale
+    return jnp.asarray(scale, jnp.float32)
+
+
+def scale_loss(opt_state: Any, loss: Any) -> Any:
+    """Multiplies a loss by the loss scale, in float32 or wider.
+
+    The gradients of the result are what `update` takes.
+
+    Args:
+        opt_state: As for `loss_scale`.
+        loss: Array of any floating-point dtype; a scalar, to be differentiated. Of a float16
+            loss the gradient begins as the scale in float16, which has no number above 65504:
+            cast to float32 before the last sum or mean.
+
+    Returns:
+        An array of the same shape, float32 or wider.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: As for `loss_scale`; or if the state is that of several
+            replicas or members.
+
+    Example:
+        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.1), initial_scale=8)
+        >>> opt_state = tx.init(jnp.ones(2))
+        >>> jax.grad(lambda w: lossscale.optax.scale_loss(opt_state, w.sum()))(jnp.ones(2))
+        Array([8., 8.], dtype=float32)
+    """
+    return arrays.scaled(loss, _single_scale(opt_state))
+
+
+def unscale(opt_state: Any, gradients: Any) -> Any:
+    """Divides gradients of a scaled loss by the loss scale, in float32 or wider.
+
+    For looking at them. `update` does this itself and takes scaled ones.
+
+    Args:
+        opt_state: The state that the loss was scaled with, as for `loss_scale`.
+        gradients: A tree of arrays. None, integers and float0 are left as they are.
+
+    Returns:
+        The same tree; float16 and bfloat16 arrays are float32 in it.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: As for `loss_scale`.
+
+    Example:
+        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.1), initial_scale=8)
+        >>> lossscale.optax.unscale(tx.init(jnp.ones(2)), {"w": jnp.float16([16.0, 4.0])})
+        {'w': Array([2. , 0.5], dtype=float32)}
+    """
+    scale = loss_scale(opt_state)
+
+    def divided(leaf: Any) -> Any:
+        if not judging.is_gradient(leaf):
+            return leaf
+        return arrays.unscaled([leaf], scale, powers_of_two=False)[0]
+
+    return jax.tree.map(divided, gradients)
+
+
+def all_finite(gradients: Any) -> Any:
+    """Whether every element of a tree of arrays is finite.
+
+    Args:
+        gradients: A tree of arrays. None, integers and float0 are not looked at.
+
+    Returns:
+        A boolean scalar array.
+
+    Example:
+        >>> bool(lossscale.optax.all_finite({"w": jnp.float32([1.0, jnp.inf]), "b": None}))
+        False
+    """
+    return judging.each_finite(jax.tree.leaves(gradients))
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    grad: Callable[..., Any] = jax.value_and_grad,
+    **options: Any,
+) -> Callable[..., Any]:
+    """Makes a function that returns a loss and the gradients of the scaled loss.
+
+    It takes the optimizer's state and then what `fun` takes. The loss that it returns is not
+    scaled; the gradients are, as `update` takes them.
+
+    Args:
+        fun: Returns the loss, a scalar; with `has_aux` a pair of it and anything else.
+        argnums: Which of the arguments of `fun` to differentiate by, as in `jax.value_and_grad`.
+        has_aux: As in `jax.value_and_grad`.
+        grad: What differentiates: `jax.value_and_grad`, `flax.nnx.value_and_grad`,
+            `equinox.filter_value_and_grad` or another of the same form.
+        options: Further arguments of `grad`.
+
+    Returns:
+        A function of (opt_state, \\*args, \\*\\*kwargs) that returns (loss, gradients), or
+        ((loss, aux), gradients).
+
+    Raises:
+        ArgumentTypeError: If `fun` is no function or `argnums` a state; and when what is
+            returned is called, if its first argument has no loss scale, `fun` returns no loss or
+            `grad` no value. It is a `TypeError`.
+        ArgumentError: When it is called, as for `scale_loss`; or if the loss is no scalar of
+            floating-point numbers. It is a `ValueError`.
+
+    Example:
+        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8)
+        >>> weight = jnp.float32(1.0)
+        >>> opt_state = tx.init(weight)
+        >>> loss, grads = lossscale.optax.value_and_grad(lambda w: w**2)(opt_state, weight)
+        >>> float(loss), float(grads)
+        (1.0, 16.0)
+        >>> updates, opt_state = tx.update(grads, opt_state, weight)
+        >>> float(optax.apply_updates(weight, updates))
+        0.0
+    """
+    if not callable(fun):
+        raise ArgumentTypeError(
+            f"`fun` must be the loss function. Received: {described(fun)}. {_CALL}"
+        )
+    if has_loss_scale(argnums):
+        raise ArgumentTypeError(
+            f"`argnums` says what to derive by. Received: {described(argnums)}. {_CALL}"
+        )
+    # Not every one has it: Equinox differentiates by the first argument.
+    chosen = {} if argnums == 0 else {"argnums": argnums}
+
+    def value_and_scaled_grad(opt_state: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            scale = _single_scale(opt_state)
+        except ArgumentTypeError as error:
+            raise ArgumentTypeError(f"{error} {_CALL}") from None
+
+        def scaled(*args: Any, **kwargs: Any) -> Any:
+            result = fun(*args, **kwargs)
+            loss = _loss_in(result, has_aux)
+            # The loss itself is returned: scaled and divided again, it could be infinite.
+            return arrays.scaled(loss, scale), _Result(result)
+
+        found = grad(scaled, has_aux=True, **chosen, **options)(*args, **kwargs)
+        if not (_is_pair(found) and _is_pair(found[0]) and isinstance(found[0][1], _Result)):
+            raise ArgumentTypeError(
+                "`grad` must make a function that returns the value and the gradients, as "
+                f"jax.value_and_grad does; jax.grad does not. Received: grad={grad!r}."
+            )
+        return found[0][1].returned, found[1]
+
+    return value_and_scaled_grad
+
+
+class _Result(NamedTuple):
+    """What the function of the user has returned, to be known again."""
+
+    returned: Any
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
+
+
+_CALL = "It is called as value_and_grad(loss_fn)(opt_state, params, ...)."
+
+
+def _single_scale(opt_state: Any) -> Any:
+    scale = loss_scale(opt_state)
+    if scale.ndim:
+        raise ArgumentError(
+            f"There are loss scales of shape {scale.shape} in this state, and one is needed. Do "
+            "this inside the vmap or pmap that the state belongs to."
+        )
+    return scale
+
+
+def _loss_in(result: Any, has_aux: bool) -> Any:
+    if has_aux and not _is_pair(result):
+        raise ArgumentTypeError(
+            "With has_aux=True the function that is differentiated must return (loss, aux). "
+            f"Received: {_described(result)}."
+        )
+    loss = result[0] if has_aux else result
+    if isinstance(loss, (tuple, list, dict)) or loss is None:
+        advice = "" if has_aux else " If it returns more than the loss, pass has_aux=True."
+        raise ArgumentTypeError(
+            "The function that is differentiated must return the loss, a scalar. "
+            f"Received: {_described(loss)}.{advice}"
+        )
+    if jnp.ndim(loss):
+        raise ArgumentError(
+            "The loss must be a scalar. Received: an array of shape "
+            f"{jnp.shape(loss)}. Take its mean, in float32."
+        )
+    if not jnp.issubdtype(jnp.result_type(loss), jnp.inexact):
+        raise ArgumentError(
+            "The loss must be a floating-point number: nothing can be learned from another. "
+            f"Received: an array of dtype {jnp.result_type(loss).name}."
+        )
+    return loss
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,275 @@
+"""The monitor of a training loop that uses Optax."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lossscale.callbacks import checked_settings
+from lossscale.checks import checked_count
+from lossscale.common.loop_monitor import LoopMonitor
+from lossscale.common.notes import Noted, Plan
+from lossscale.common.probing import checked_fidelity
+from lossscale.common.watching import Status, Watch
+from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from lossscale.jax import notes
+from lossscale.optax.diagnosis.diagnose import FidelityProbe
+from lossscale.optax.finding import state_in
+from lossscale.optax.noting import NotedState, plan_of
+from lossscale.rules import ScaleRule
+
+
+class _Shown(NamedTuple):
+    """The arrays of a state that are read, if they are.
+
+    Attributes:
+        noted: Those that `noted` keeps: the number of steps, and what was noted; or None.
+        scale, steps_skipped, last_step_finite: Of the state of `loss_scaled`.
+    """
+
+    noted: tuple[Any, notes.NoteState] | None
+    scale: Any
+    steps_skipped: Any
+    last_step_finite: Any
+
+
+class Monitor(LoopMonitor):
+    """Records what the loss scale does in a loop of your own, and warns when something is wrong.
+
+    Call `step` after each step, outside of compiled functions, and `close` at the end, or use it in
+    a `with`. On sampled steps it waits for the device and reads the loss scale and, if the step was
+    skipped, why. On others it reads nothing.
+
+    An optimizer that is `noted` also says which gradients had infinities or NaN, when it was the
+    last skip between two samples, and the exponents of gradients.
+
+    Args:
+        tx: What `loss_scaled` or `noted` returned; or the rule of it.
+        params: The parameters, or a tree of the same form, for the names of gradients.
+        opt_state: The state before the first step that is watched, or what holds it as
+            `opt_state`, such as a `TrainState`.
+        path: A file for the history, JSON lines; see `lossscale.diagnostics.TrainingHistory.read`.
+            None for none.
+        every: Sample steps whose number is a multiple of this, and the first and the last one; in
+            steps. Skips in between count all the same.
+        tensorboard: A folder for TensorBoard, or None. It needs `lossscale[tensorboard]`.
+        on_floor: What a skip at the lowest scale is: "warn", "raise" to end training, or "ignore".
+        max_consecutive_skips: How many skips in a row end training, in steps. None for no limit.
+        append: Whether to go on with the file `path` if it exists, as a resumed run does.
+        on_write_error: What it is that `path` or `tensorboard` cannot be written any more: "warn"
+            to warn once and train on without it, or "raise" to end training.
+        fidelity_every: After how many steps to measure what float16 loses at the scale in use, and
+            after the first one; in steps, a multiple of `every`. It derives the loss once in
+            float32 and once in float16. None for never. `step` takes the parameters then.
+        loss_fn: The loss, `loss_fn(params, batch, dtype)`, as for `lossscale.optax.diagnose`.
+        fidelity_data: The batch to measure on, the same each time, so that what changes is the
+            model.
+        has_aux, grad: As for `lossscale.optax.diagnose`.
+        steps_before: How many steps the run has behind it. A state of `noted` knows it by itself.
+
+    Raises:
+        ArgumentError: If an argument cannot be used; the message names it. It is a `ValueError`.
+        ArgumentTypeError: If one is of the wrong type. It is a `TypeError`.
+        MissingPackageError: If `tensorboard` is given and tensorboardX is not installed. It is an
+            `ImportError`.
+        RecordingError: If a file cannot be written. It is an `OSError`.
+
+    Example:
+        >>> params = {"w": jnp.ones(2)}
+        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8)
+        >>> tx = lossscale.optax.noted(tx)
+        >>> opt_state = tx.init(params)
+        >>> with lossscale.optax.Monitor(tx, params, opt_state) as monitor:
+        ...     grads = {"w": jnp.float32([1.0, jnp.inf])}
+        ...     _, opt_state = tx.update(grads, opt_state, params)
+        ...     monitor.step(opt_state, loss=0.25)
+        >>> record = monitor.last_record
+        >>> record.scale, record.next_scale, str(record.reason), str(record.nonfinite[0])
+        (8.0, 4.0, 'overflow', 'w (1 inf)')
+    """
+
+    def __init__(
+        self,
+        tx: Any,
+        params: Any,
+        opt_state: Any,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        every: int = 1,
+        tensorboard: str | os.PathLike[str] | None = None,
+        on_floor: str = "warn",
+        max_consecutive_skips: int | None = None,
+        append: bool = False,
+        on_write_error: str = "warn",
+        fidelity_every: int | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        fidelity_data: Any = None,
+        has_aux: bool = False,
+        grad: Callable[..., Any] | None = None,
+        steps_before: int = 0,
+    ) -> None:
+        owner = getattr(getattr(tx, "update", None), "__self__", tx)
+        rule = tx if isinstance(tx, ScaleRule) else getattr(owner, "rule", None)
+        if not isinstance(rule, ScaleRule):
+            raise ArgumentTypeError(
+                "`tx` must be what lossscale.optax.loss_scaled or noted returned, or the rule of "
+                f"it. Received: a {type(tx).__name__}."
+            )
+        histograms_every: int | None = getattr(owner, "histograms_every", None)
+        writes = not (path is None and tensorboard is None)
+        settings = checked_settings(
+            path,
+            every=every,
+            tensorboard=tensorboard,
+            histograms=histograms_every is not None and writes,
+            on_floor=on_floor,
+            max_consecutive_skips=max_consecutive_skips,
+            append=append,
+            on_write_error=on_write_error,
+        )
+        if histograms_every is not None and writes and histograms_every % settings.every:
+            raise ArgumentError(
+                "Exponents are counted on steps that the monitor does not read: "
+                f"noted(histograms_every={histograms_every}) must be a multiple of `every`. "
+                f"Received: every={every}."
+            )
+        probes = checked_fidelity(fidelity_every, loss_fn, fidelity_data, settings.every)
+        if probes is not None and loss_fn is not None:
+            self._fidelity_every = probes
+            self._probe = FidelityProbe(loss_fn, fidelity_data, grad=grad, has_aux=has_aux)
+        self._plan: Plan = plan_of(params, histograms_every)
+        before = checked_count("steps_before", steps_before, lowest=0)
+        start = _status(self._shown(opt_state), before)
+        # That of the next step, where no notes have it.
+        self._scale: Any = start.scale
+        versions = {name: metadata.version(name) for name in ("jax", "optax")}
+        super().__init__(Watch(rule, settings, versions), settings.every, start)
+
+    def step(self, opt_state: Any, loss: Any = None, *, steps: int = 1, params: Any = None) -> None:
+        """Takes note of a step.
+
+        Args:
+            opt_state: The state after it, or what holds it as `opt_state`.
+            loss: The loss of the step, not scaled, a scalar; None if it is not known. Without it
+                nothing tells an overflow from a loss that is not finite.
+            steps: How many steps were run since the last call, where a compiled function runs
+                several. Then the optimizer must be `noted`, and the last one is read.
+            params: The parameters after it, where fidelity is measured: what `loss_fn` takes. Not
+                needed with a `TrainState`.
+
+        Raises:
+            TrainingHaltedError: If an alarm ends training. What was recorded is in the files then.
+            RecordingError: If a file cannot be written and that is to end training.
+            ArgumentError, ArgumentTypeError: If an argument cannot be used; nothing is read then.
+            UnsupportedError: If it is called in a compiled function. It is a `NotImplementedError`.
+        """
+        shown = self._shown(opt_state)
+        if _any_gone(shown):
+            raise ArgumentError(
+                "The arrays of `opt_state` are gone: a step with donate_argnums has taken them. "
+                "Pass the state that the step returned."
+            )
+        if np.ndim(loss):
+            raise ArgumentError(
+                f"`loss` must be a scalar. Received: an array of shape {np.shape(loss)}. Take the "
+                "mean, or that of the last step."
+            )
+        if checked_count("steps", steps) > 1 and shown.noted is None:
+            raise ArgumentError(
+                "The scale of the last of several steps is known only if the steps note it: "
+                f"tx = lossscale.optax.noted(tx). Received: steps={steps}."
+            )
+        position, scale = self._position + steps, self._scale
+
+        def read(before: Status) -> tuple[Status, Noted] | None:
+            if _any_gone(shown):
+                return None
+            status = _status(shown, position)
+            if shown.noted is None:
+                return status, Noted(float(scale), None, None)
+            after = min(before.step, status.step - 1)
+            return status, notes.read(self._plan, shown.noted[1], after, status.step)
+
+        with self._measured(opt_state, params):
+            if shown.noted is None:
+                # A later step may take the buffer.
+                self._scale = jnp.copy(shown.scale)
+            self._took(steps, read, loss)
+
+    @contextlib.contextmanager
+    def _measured(self, opt_state: Any, params: Any) -> Iterator[None]:
+        """Within it fidelity is that of these parameters, if it is measured.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: If it cannot be.
+        """
+        probe = self._probe
+        if not isinstance(probe, FidelityProbe):
+            yield
+            return
+        given = getattr(opt_state, "params", None) if params is None else params
+        if given is None:
+            raise ArgumentError(
+                "Fidelity is that of the parameters: monitor.step(opt_state, loss, params=params). "
+                "Received: params=None."
+            )
+        probe.prepare(given)
+        try:
+            yield
+        finally:
+            probe.release()
+
+    def _shown(self, opt_state: Any) -> _Shown:
+        """The arrays to read, of which none is read yet."""
+        state = state_in(opt_state)
+        if isinstance(_value(state.loss_scale), jax.core.Tracer):
+            raise UnsupportedError(
+                "A Monitor is called outside of compiled functions, and reads what they return. "
+                "Received: a state that is being traced."
+            )
+        whole = opt_state if isinstance(opt_state, tuple) else getattr(opt_state, "opt_state", None)
+        kept = None
+        if isinstance(whole, NotedState):
+            kept = _value(whole.noted_steps), jax.tree.map(_value, whole.notes, is_leaf=_is_kept)
+            if kept[1].nonfinite.shape[0] != len(self._plan.names):
+                raise ArgumentError(
+                    f"`params` has {len(self._plan.names)} arrays that are trained, and the state "
+                    f"has notes of {kept[1].nonfinite.shape[0]}. Pass the parameters that "
+                    "tx.init was called with."
+                )
+        scale = _value(state.loss_scale)
+        if np.ndim(scale):
+            raise ArgumentError(
+                "The loss scale must be a scalar. Received: an array of shape "
+                f"{np.shape(scale)}. Of a state that is replicated for pmap pass one replica: "
+                "jax.tree.map(lambda x: x[0], opt_state)."
+            )
+        return _Shown(kept, scale, _value(state.skipped_steps), _value(state.last_step_finite))
+
+
+def _status(shown: _Shown, position: int) -> Status:
+    number = position if shown.noted is None else shown.noted[0]
+    step, scale, skipped, finite = jax.device_get((number, *shown[1:]))
+    return Status(int(step), float(scale), int(skipped), not bool(finite))
+
+
+def _value(array: Any) -> Any:
+    # flax.nnx keeps an array in a variable, which gives it when it is asked.
+    return array.get_value() if _is_kept(array) else array
+
+
+def _is_kept(leaf: Any) -> bool:
+    return hasattr(leaf, "get_value")
+
+
+def _any_gone(shown: _Shown) -> bool:
+    """Whether a later step has taken the buffer of an array."""
+    leaves = jax.tree.leaves(shown)
+    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves)

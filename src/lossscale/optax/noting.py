@@ -1,0 +1,177 @@
+"""A transformation around `loss_scaled` that notes what a monitor wants to know of the steps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lossscale.checks import checked_count
+from lossscale.common.notes import Plan
+from lossscale.errors import (
+    AlreadyWrappedError,
+    ArgumentError,
+    ArgumentTypeError,
+    UnsupportedError,
+)
+from lossscale.jax import notes
+from lossscale.jax.arrays import unscaled
+from lossscale.jax.notes import NoteState
+from lossscale.optax import judging
+from lossscale.optax.scale_state import LossScaleState
+from lossscale.optax.transformation import LossScaled
+from lossscale.rules import ScaleRule
+
+
+class NotedState(NamedTuple):
+    """The state of `noted`.
+
+    Attributes:
+        noted_steps: int32 scalar; how many steps were noted, skipped ones included.
+        notes: What was noted, arrays.
+        loss_scaled: The state of `loss_scaled`.
+    """
+
+    noted_steps: Any
+    notes: NoteState
+    loss_scaled: LossScaleState
+
+
+def noted(tx: Any, *, histograms_every: int | None = None) -> Any:
+    """Lets an optimizer with loss scaling note, for a `Monitor`, what overflows.
+
+    It notes the scale of each step, how many infinities and NaN each gradient had on the last
+    skipped step, and, if asked, the exponents of all gradients on some steps. All of it
+    is part of the state and stays on the device; nothing waits for it. What is counted is counted
+    only on those steps. What the optimizer does is the same.
+
+    With `pmap` each replica notes its own gradients.
+
+    Args:
+        tx: What `loss_scaled` returned.
+        histograms_every: Count exponents on steps whose number is a multiple of this, in steps.
+            None for never. Make it a multiple of the monitor's `every`.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs`. Its state is a `NotedState`; a state of `tx`
+        goes in as `noted(tx).init(params)._replace(loss_scaled=state)`.
+
+    Raises:
+        ArgumentTypeError: If `tx` is not what `loss_scaled` returned. It is a `TypeError`.
+        AlreadyWrappedError: If it notes already. It is a `TypeError`.
+        ArgumentError: If `histograms_every` is no integer of at least 1. It is a `ValueError`.
+        UnsupportedError: In `update`, if it is in a `shard_map` whose devices have gradients of
+            their own. It is a `NotImplementedError`.
+
+    Example:
+        >>> tx = lossscale.optax.noted(lossscale.optax.loss_scaled(optax.sgd(0.5)))
+        >>> opt_state = tx.init({"w": jnp.ones(2)})
+        >>> _, opt_state = tx.update({"w": jnp.float32([1.0, jnp.inf])}, opt_state)
+        >>> opt_state.notes.nonfinite
+        Array([[1, 0]], dtype=uint32)
+    """
+    owner = getattr(getattr(tx, "update", None), "__self__", None)
+    if isinstance(owner, _Noted):
+        raise AlreadyWrappedError("This optimizer notes already. Use it as it is.")
+    if not isinstance(owner, LossScaled):
+        raise ArgumentTypeError(
+            "`tx` must be what lossscale.optax.loss_scaled returned: "
+            f"noted(loss_scaled(optax.adamw(1e-3))). Received: a {type(tx).__name__}."
+        )
+    every = None
+    if histograms_every is not None:
+        every = checked_count("histograms_every", histograms_every)
+    made = _Noted(tx, owner.rule, every)
+    return optax.GradientTransformationExtraArgs(made.init, made.update)
+
+
+class _Noted:
+    """The two functions of a transformation that notes."""
+
+    def __init__(self, tx: Any, rule: ScaleRule, histograms_every: int | None) -> None:
+        self._tx = tx
+        self.rule = rule
+        self.histograms_every = histograms_every
+
+    def init(self, params: Any) -> NotedState:
+        """Returns the state before the first step."""
+        empty = notes.init(plan_of(params, self.histograms_every))
+        return NotedState(
+            jnp.asarray(0, jnp.int32), jax.tree.map(jnp.array, empty), self._tx.init(params)
+        )
+
+    def update(
+        self, updates: Any, state: NotedState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, NotedState]:
+        """Returns the updates and the state after a step.
+
+        Args:
+            updates: Gradients of the scaled loss.
+            state: The state before the step.
+            params: The parameters, for transformations that read them.
+            extra_args: What the transformation inside takes besides.
+        """
+        if not isinstance(state, NotedState):
+            raise ArgumentTypeError(
+                "The state must be what `init` or `update` of noted(tx) returned. Received: a "
+                f"{type(state).__name__}. One of `tx` goes in as "
+                "noted(tx).init(params)._replace(loss_scaled=state)."
+            )
+        plan = plan_of(updates if params is None else params, self.histograms_every)
+        rows = state.notes.nonfinite.shape[-2]
+        if len(plan.names) != rows:
+            raise ArgumentError(
+                f"The state has notes of {rows} gradients, and there are {len(plan.names)} now. "
+                "Make it with the parameters that are trained: tx.init(params)."
+            )
+        found = dict(named_leaves(updates))
+        if any(map(judging.varying, found.values())):
+            raise UnsupportedError(
+                "noted() keeps what all devices have together, and in this shard_map each has "
+                "gradients of its own. Leave noted() out, or use jit over sharded arrays."
+            )
+        before = state.loss_scaled
+        new_updates, after = self._tx.update(updates, before, params, **extra_args)
+        number = jnp.asarray(state.noted_steps, jnp.int32) + 1
+
+        def gradients() -> list[Any]:
+            by_row = [found.get(name) for name in plan.names]
+            return unscaled(by_row, before.loss_scale, self.rule.powers_of_two)
+
+        noted_now = notes.update(
+            plan,
+            state.notes,
+            gradients,
+            finite=after.last_step_finite if self.rule.checks_gradients else True,
+            scale=before.loss_scale,
+            number=number,
+        )
+        same = jax.tree.map(
+            lambda new, old: jnp.asarray(new, jnp.asarray(old).dtype), noted_now, state.notes
+        )
+        return new_updates, NotedState(number, same, after)
+
+
+def plan_of(params: Any, histograms_every: int | None) -> Plan:
+    """What is noted of gradients by these parameters: the rows are their leaves, in order."""
+    named = named_leaves(params)
+    dtypes = [jnp.result_type(leaf).name for _, leaf in named]
+    return Plan.of([name for name, _ in named], dtypes, histograms_every)
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves that have gradients, each with its path as a name."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(_name(path), leaf) for path, leaf in leaves if judging.is_gradient(leaf)]
+
+
+def _name(path: Any) -> str:
+    parts = [
+        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
+    ]
+    # A variable of flax.nnx is a node with one leaf.
+    if len(parts) > 1 and parts[-1] == "value":
+        parts.pop()
+    return "/".join(parts) or "params"

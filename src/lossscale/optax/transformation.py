@@ -1,0 +1,264 @@
+"""Loss scaling as an Optax transformation around another one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lossscale.arguments import rule_from_arguments
+from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
+from lossscale.jax.arrays import unscaled
+from lossscale.jax.magnitudes import seen
+from lossscale.optax import gating, judging, scale_state
+from lossscale.optax.finding import states_below
+from lossscale.optax.scale_state import LossScaleState
+from lossscale.rules import ScaleRule
+
+
+def loss_scaled(
+    inner: Any,
+    dynamic: bool = True,
+    initial_scale: float | None = None,
+    dynamic_growth_steps: int | None = None,
+    *,
+    rule: ScaleRule | None = None,
+    axis_name: str | Sequence[str] | None = None,
+) -> Any:
+    """Wraps an Optax transformation with loss scaling.
+
+    `update` takes the gradients of the scaled loss. It divides them by the scale, in float32 or
+    wider, and looks at them. If every element is finite, the transformation inside gets them.
+    If not, the updates are -0.0 and the state inside stays as it is, bit for bit; the scale backs
+    off and the skip is counted.
+
+    Put it outside of everything: `loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), ...))`.
+    What clips, decays, averages or accumulates then sees unscaled gradients of applied steps only.
+
+    Args:
+        inner: The transformation to wrap, such as `optax.adamw(1e-3)`.
+        dynamic: Whether the scale moves by itself. If False, `initial_scale` is the fixed scale
+            and, unless a rule says otherwise, gradients are not looked at.
+        initial_scale: The first (or the fixed) loss scale, a dimensionless number from 2**-126
+            to 2**126. None stands for 2**15.
+        dynamic_growth_steps: How many finite steps in a row double the scale, in steps. None
+            stands for 2000.
+        rule: A `DynamicScale`, a `FixedScale` or a rule of your own, instead of the three
+            arguments above.
+        axis_name: One or more axes of a `pmap` or `shard_map` along which devices have gradients
+            of their own. All of them then skip if one has to. Not needed under `jit`, nor where
+            the gradients were averaged along the axis.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs`. Its state is a `LossScaleState`. Arguments of
+        `update` that it does not know go to the transformation inside.
+
+    Raises:
+        AlreadyWrappedError: If `inner` has loss scaling already; if that can only be seen in its
+            state, `init` raises it. It is a `TypeError`.
+        ArgumentTypeError: If `inner` is no Optax transformation, `dynamic` no bool, `rule` no rule
+            or `axis_name` no name. It is a `TypeError`.
+        ArgumentError: If a scale or a number of steps cannot be used. It is a `ValueError`.
+
+    Example:
+        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8)
+        >>> weight = jnp.float32(1.0)
+        >>> opt_state = tx.init(weight)
+        >>> updates, opt_state = tx.update(jnp.float32(8.0 * 0.25), opt_state, weight)
+        >>> float(updates), float(opt_state.loss_scale)
+        (-0.125, 8.0)
+        >>> updates, opt_state = tx.update(jnp.float32(jnp.inf), opt_state, weight)
+        >>> float(updates), float(opt_state.loss_scale), int(opt_state.skipped_steps)
+        (-0.0, 4.0, 1)
+
+    Source: the order of scaling, checking and skipping of Micikevicius et al., "Mixed Precision
+    Training", ICLR 2018, https://arxiv.org/abs/1710.03740, section 3.2.
+    """
+    chosen_rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
+    wrapped = LossScaled(_checked_inner(inner), chosen_rule, _axis_names(axis_name))
+    return optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
+
+
+class LossScaled:
+    """The two functions of a transformation with loss scaling."""
+
+    def __init__(self, inner: Any, rule: ScaleRule, axis_names: tuple[str, ...]) -> None:
+        self._inner = inner
+        self.rule = rule
+        self._axis_names = axis_names
+
+    def init(self, params: Any) -> LossScaleState:
+        """Returns the state before the first step."""
+        # Of float16 parameters the state would be float16, and float32 after the first step.
+        inner_state = self._inner.init(jax.tree.map(_widened, params))
+        if states_below(inner_state):
+            raise AlreadyWrappedError(_TWICE)
+        return scale_state.first_state(self.rule, scale_state.of_its_own(inner_state, params))
+
+    def update(
+        self, updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, LossScaleState]:
+        """Returns the updates and the state after a step.
+
+        Args:
+            updates: Gradients of the scaled loss.
+            state: The state before the step.
+            params: The parameters, for transformations that read them.
+            extra_args: What the transformation inside takes besides.
+        """
+        _check_gradients(updates, params)
+        leaves, structure = jax.tree.flatten(updates)
+        gradients = [leaf for leaf in leaves if judging.is_gradient(leaf)]
+        before = scale_state.scalars_of(self.rule, state)
+        # Where nothing is compiled, this is one call for the host instead of many.
+        traced = judging.is_traced([*gradients, *jax.tree.leaves(before)])
+        finite, divided = (_judge if traced else _judge_jit)(
+            self.rule, self._axis_names, gradients, before.loss_scale
+        )
+        given = iter(divided)
+        unscaled_tree = jax.tree.unflatten(
+            structure, [next(given) if judging.is_gradient(leaf) else leaf for leaf in leaves]
+        )
+
+        def update(gradients: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
+            result: tuple[Any, Any] = self._inner.update(
+                gradients, inner_state, params, **extra_args
+            )
+            return result
+
+        finite, new_updates, inner_state = gating.run(
+            update,
+            finite,
+            unscaled_tree,
+            state.inner_state,
+            jax.tree.map(_widened, params),
+            looks_itself=any(map(callable, extra_args.values())),
+        )
+        after = before
+        # A step without any gradient is no finite step.
+        if judging.has_elements(gradients):
+            traced = traced or judging.is_traced([finite])
+            after = (_move if traced else _move_jit)(
+                self.rule, self._axis_names, before, finite, gradients
+            )
+        return new_updates, after._replace(inner_state=inner_state)
+
+
+def _check_gradients(gradients: Any, params: Any) -> None:
+    """Checks what nothing inside would name.
+
+    Raises:
+        ArgumentTypeError: If it is a state, or what `value_and_grad` returned.
+    """
+    if isinstance(gradients, LossScaleState):
+        raise ArgumentTypeError(
+            "The gradients come first, then the state: tx.update(grads, opt_state, params). "
+            "Received: a state of loss_scaled."
+        )
+    if params is None or not (type(gradients) is tuple and len(gradients) == 2):
+        return
+    whole, second, wanted = map(jax.tree.structure, (gradients, gradients[1], params))
+    if second == wanted != whole:
+        raise ArgumentTypeError(
+            "`update` takes the gradients. Received: a pair, whose second part has the form of the "
+            "parameters, as value_and_grad returns it: loss, grads = ..."
+        )
+
+
+def _judge(
+    rule: ScaleRule, axis_names: tuple[str, ...], gradients: list[Any], scale: Any
+) -> tuple[Any, list[Any]]:
+    """The verdict, None if nobody looks; and the unscaled gradients."""
+    if not (rule.checks_gradients and judging.has_elements(gradients)):
+        return None, unscaled(gradients, scale, rule.powers_of_two)
+    divisor = scale if scale_state.may_be_below_one(rule) else None
+    finite = judging.each_finite(gradients, divisor, rule.powers_of_two)
+    finite = judging.agreed(finite & scale_state.is_usable(rule, scale), axis_names, scale)
+    divided = unscaled(gradients, scale, rule.powers_of_two)
+    # Nothing inside ever sees a number that is not finite.
+    return finite, [jnp.where(finite, part, jnp.zeros_like(part)) for part in divided]
+
+
+def _move(
+    rule: ScaleRule,
+    axis_names: tuple[str, ...],
+    before: LossScaleState,
+    finite: Any,
+    gradients: Any,
+) -> LossScaleState:
+    verdict = jnp.asarray(True) if finite is None else finite
+    looked = seen(rule.needs, verdict, gradients, before.loss_scale, are_scaled=True)
+    return scale_state.moved(rule, before, judging.seen_by_all(looked, axis_names))
+
+
+_judge_jit = functools.partial(jax.jit, static_argnums=(0, 1))(_judge)
+_move_jit = functools.partial(jax.jit, static_argnums=(0, 1))(_move)
+
+_TWICE = (
+    "This optimizer has loss scaling already, and a second one would divide the gradients twice. "
+    "Use it as it is; or wrap the one inside, once and outside of everything: "
+    "loss_scaled(optax.chain(...))."
+)
+
+
+def _widened(leaf: Any) -> Any:
+    """A leaf of the parameters, in float32 if it is an array of a narrower floating-point type."""
+    dtype = getattr(leaf, "dtype", None)
+    narrow = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    if not narrow:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=jnp.float32)
+    return jnp.asarray(leaf, jnp.float32)
+
+
+def _checked_inner(inner: Any) -> Any:
+    """Returns a transformation that takes extra arguments.
+
+    Raises:
+        AlreadyWrappedError: If it is one with loss scaling.
+        ArgumentTypeError: If it is no transformation.
+    """
+    init, update = getattr(inner, "init", None), getattr(inner, "update", None)
+    # A rule has functions of these names too.
+    no_pair = isinstance(inner, (type, ScaleRule)) or not (callable(init) and callable(update))
+    if no_pair or update is None:
+        raise ArgumentTypeError(_not_a_transformation(inner))
+    if isinstance(getattr(update, "__self__", None), LossScaled):
+        raise AlreadyWrappedError(_TWICE)
+    # Optax goes by the class alone, and would drop what MultiSteps takes.
+    kinds = {parameter.kind for parameter in inspect.signature(update).parameters.values()}
+    takes_more = isinstance(inner, optax.GradientTransformationExtraArgs)
+    if takes_more or inspect.Parameter.VAR_KEYWORD in kinds:
+        return optax.GradientTransformationExtraArgs(init, update)
+    return optax.with_extra_args_support(optax.GradientTransformation(init, update))
+
+
+def _not_a_transformation(inner: Any) -> str:
+    message = (
+        "The first argument must be an Optax transformation to wrap, such as optax.adamw(1e-3). "
+        f"Received: {inner!r} of type {type(inner).__name__}."
+    )
+    if callable(inner):
+        name = getattr(inner, "__name__", "it")
+        return f"{message} That has to be called: {name}(...)."
+    if hasattr(inner, "apply_gradients") or hasattr(inner, "zero_grad"):
+        return f"{message} For an optimizer that is an object, use lossscale.LossScaleOptimizer."
+    return message
+
+
+def _axis_names(axis_name: Any) -> tuple[Any, ...]:
+    if axis_name is None:
+        return ()
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+        raise ArgumentTypeError(
+            "`axis_name` must be the name of an axis or a tuple of names, such as 'data'. "
+            f"Received: axis_name={axis_name!r} of type {type(axis_name).__name__}."
+        )
+    return tuple(names)

@@ -1,0 +1,116 @@
+"""Gradients as TensorFlow tensors: what they are made of, widened, scaled and unscaled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from lossscale.tensorflow.tracing import in_xla
+
+
+def stored(gradient: Any) -> Any:
+    """The dense tensor that a gradient is stored in: of `tf.IndexedSlices` their values."""
+    return tf.convert_to_tensor(
+        gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    )
+
+
+def real_parts(gradient: Any) -> list[Any]:
+    """The tensors of real numbers that a gradient is made of, as they are stored.
+
+    Args:
+        gradient: Tensor or `tf.IndexedSlices` of any dtype, or None.
+
+    Returns:
+        One tensor; two for a complex dtype; none for None and for integers.
+    """
+    if gradient is None:
+        return []
+    values = stored(gradient)
+    if values.dtype.is_complex:
+        return [tf.math.real(values), tf.math.imag(values)]
+    return [values] if values.dtype.is_floating else []
+
+
+def widened(tensor: Any) -> Any:
+    """A tensor in float32 or wider."""
+    tensor = tf.convert_to_tensor(tensor)
+    wide = tensor.dtype in (tf.float32, tf.float64) or tensor.dtype.is_complex
+    return tensor if wide else tf.cast(tensor, tf.float32)
+
+
+def scaled(loss: Any, scale: Any) -> Any:
+    """Multiplies a loss by the scale, in float32 or wider."""
+    loss = widened(loss)
+    return loss * tf.cast(scale, loss.dtype)
+
+
+def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[Any]:
+    """Divides gradients by the scale, in float32 or wider.
+
+    Args:
+        gradients: Tensors or `tf.IndexedSlices` of any dtype, or None. Slices stay slices.
+        scale: float32 scalar tensor, or a Python float.
+        powers_of_two: Whether the scale is a power of two, so that multiplying by the reciprocal
+            is exact. Others are divided by.
+    """
+    factors: dict[Any, Any] = {}
+    compiled = in_xla()
+
+    def divided(gradient: Any) -> Any:
+        if gradient is None:
+            return None
+        if isinstance(gradient, tf.IndexedSlices):
+            values = divided(gradient.values)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        gradient = widened(gradient)
+        if gradient.dtype not in factors:
+            divisor = tf.cast(scale, gradient.dtype)
+            factors[gradient.dtype] = tf.math.reciprocal(divisor) if powers_of_two else divisor
+        factor = factors[gradient.dtype]
+        result = gradient * factor if powers_of_two else gradient / factor
+        if compiled:
+            _quotients(result)[result.name] = Quotient(gradient, scale, powers_of_two)
+        return result
+
+    return [divided(gradient) for gradient in gradients]
+
+
+class Quotient(NamedTuple):
+    """What an unscaled gradient was made of."""
+
+    scaled: Any
+    scale: Any
+    powers_of_two: bool
+
+
+def _quotients(tensor: Any) -> dict[str, Quotient]:
+    """The unscaled gradients of a tensor's graph, by name."""
+    # Kept by the graph, so that they are forgotten with it.
+    collection = tensor.graph.get_collection_ref("lossscale_quotients")
+    if not collection:
+        collection.append({})
+    quotients: dict[str, Quotient] = collection[0]
+    return quotients
+
+
+def made_of(gradient: Any) -> Quotient | None:
+    """What an unscaled gradient was made of, if that is known: under XLA."""
+    if not isinstance(gradient, tf.Tensor) or not in_xla():
+        return None
+    # What sums gradients over replicas passes on those of a single one so.
+    while gradient.op.type in ("Identity", "IdentityN"):
+        gradient = gradient.op.inputs[gradient.value_index]
+    return _quotients(gradient).get(gradient.name)
+
+
+def flat_gradients(gradients: Any) -> list[Any]:
+    """The gradients in a nest, of all replicas where it holds values per replica, without None."""
+    return [
+        gradient
+        for value in tf.nest.flatten(gradients)
+        for gradient in tf.distribute.get_strategy().experimental_local_results(value)
+        if gradient is not None
+    ]

@@ -1,0 +1,54 @@
+"""What TensorFlow does not document and is used here.
+
+`tf.__internal__` is its interface for Keras; it is no more documented than the modules below
+`tensorflow.python`. Objects are taken here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lossscale.common.private_names import private_module, private_name
+
+Trackable: Any = private_name(
+    "tensorflow",
+    "__internal__.tracking.Trackable",
+    "have a place in checkpoints that is no `tf.Module`",
+)
+DelegatingTrackableMixin: Any = private_name(
+    "tensorflow",
+    "__internal__.tracking.DelegatingTrackableMixin",
+    "be one node in a checkpoint with the optimizer inside",
+)
+strategy_supports_no_merge_call: Any = private_name(
+    "tensorflow",
+    "__internal__.distribute.strategy_supports_no_merge_call",
+    "see whether replicas can meet inside of a branch",
+    # Then they meet outside of it, which is always right.
+    fallback=lambda: False,
+)
+tf_convert: Any = private_name(
+    "tensorflow",
+    "__internal__.autograph.tf_convert",
+    "translate what users wrote where they called this library",
+)
+control_status_ctx: Any = private_name(
+    "tensorflow",
+    "__internal__.autograph.control_status_ctx",
+    "translate what users wrote where they called this library",
+)
+is_in_xla: Any = private_name(
+    "tensorflow.python.ops.control_flow_util",
+    "GraphOrParentsInXlaContext",
+    "see whether a function that is being traced will be compiled",
+    # XLA then gets what graphs get, which is only slower.
+    fallback=lambda graph: False,
+)
+
+
+def own_loss_scales() -> Any:
+    """Returns the module that tf.compat.v1's loss scale optimizer reads its argument with."""
+    return private_module(
+        "tensorflow.python.training.experimental.loss_scale",
+        "let tf.compat.v1's loss scale optimizer read the loss scales of lossscale.install()",
+    )

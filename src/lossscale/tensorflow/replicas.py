@@ -1,0 +1,98 @@
+"""Replicas of a `tf.distribute` strategy: where loss scaling works, what they decide together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from lossscale.common.autograph import as_written
+from lossscale.common.handover import Place
+from lossscale.errors import ArgumentError, GradientsError
+
+_SUPPORTED_STRATEGIES = (
+    tf.distribute.MirroredStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
+    tf.distribute.OneDeviceStrategy,
+    tf.distribute.experimental.MultiWorkerMirroredStrategy,
+    tf.compat.v1.distribute.MirroredStrategy,
+    tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy,
+    tf.compat.v1.distribute.OneDeviceStrategy,
+)
+_TPU_STRATEGIES = (
+    tf.distribute.TPUStrategy,
+    tf.distribute.experimental.TPUStrategy,
+    tf.compat.v1.distribute.experimental.TPUStrategy,
+)
+
+
+def check_strategy() -> None:
+    """Checks that loss scaling works under the current strategy.
+
+    Raises:
+        ArgumentError: If it does not. It is a `ValueError`.
+    """
+    if not tf.distribute.has_strategy():
+        return
+    strategy = tf.distribute.get_strategy()
+    # Strategies over DTensor have a mesh; their gradients are whole.
+    if isinstance(strategy, _SUPPORTED_STRATEGIES) or getattr(strategy, "_mesh", None) is not None:
+        return
+    if isinstance(strategy, _TPU_STRATEGIES):
+        reason = "TPUs compute in bfloat16, which needs no loss scaling: leave it out"
+    else:
+        reason = (
+            "it does not keep one copy of each variable per replica, so gradients would be "
+            "unscaled another number of times than the loss was scaled"
+        )
+    raise ArgumentError(
+        f"Loss scaling does not work under {type(strategy).__name__}: {reason}. Supported are "
+        "MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, and no strategy."
+    )
+
+
+@as_written
+def current_place() -> Place:
+    """The graph being traced, None in eager mode, and the replica; all of them outside of one."""
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    replica = tf.distribute.get_replica_context()
+    if replica is None:
+        return Place(graph, tuple(range(replica_count())))
+    # A TPU traces all replicas at once: there the number is known only when the function runs.
+    number = tf.get_static_value(replica.replica_id_in_sync_group)
+    return Place(graph, (0 if number is None else int(number),))
+
+
+def replica_count() -> int:
+    """How many replicas train together; 1 without a strategy."""
+    count: int = tf.distribute.get_strategy().num_replicas_in_sync
+    return count
+
+
+def check_replica_context() -> None:
+    """Checks that the call is made where each replica has gradients of its own.
+
+    Raises:
+        GradientsError: If it is not. It is a `ValueError`.
+    """
+    if tf.distribute.in_cross_replica_context():
+        raise GradientsError(
+            "Gradients must be applied in a replica context. Received a call in a cross-replica "
+            "context. Call it inside the function that is given to strategy.run()."
+        )
+
+
+def agreed(finite: Any) -> Any:
+    """Whether the gradients are finite on every replica.
+
+    Args:
+        finite: Whether they are on this one, a boolean scalar tensor; or True, if nobody looks.
+    """
+    if finite is True:
+        return True
+    finite = tf.convert_to_tensor(finite)
+    replica = tf.distribute.get_replica_context()
+    if replica.num_replicas_in_sync == 1:
+        return finite
+    overflowed = tf.where(finite, 0.0, 1.0)
+    return replica.all_reduce(tf.distribute.ReduceOp.SUM, overflowed) < 0.5

@@ -1,0 +1,66 @@
+"""What tf_keras does not document and is used here.
+
+Objects are taken here and nowhere else. Of attributes tests/undocumented.py has a list.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lossscale.common.private_names import private_module, private_name
+
+_LOSS_SCALING = "tf_keras.src.mixed_precision.loss_scale_optimizer"
+
+# Not by the public name, which lossscale.install() replaces.
+BaseLossScaleOptimizer: Any = private_name(
+    _LOSS_SCALING, "BaseLossScaleOptimizer", "see whether an optimizer has loss scaling already"
+)
+LossScaleOptimizerV3: Any = private_name(
+    _LOSS_SCALING, "LossScaleOptimizerV3", "be an instance of tf_keras' class for new optimizers"
+)
+LegacyLossScaleOptimizer: Any = private_name(
+    _LOSS_SCALING, "LossScaleOptimizer", "be an instance of tf_keras' class for legacy optimizers"
+)
+LossScaleOptimizerMetaclass: Any = private_name(
+    _LOSS_SCALING, "LossScaleOptimizerMetaclass", "pick the class by the optimizer to wrap"
+)
+RandomGenerator: Any = private_name(
+    "tf_keras.src.backend", "RandomGenerator", "let layers draw the same numbers in each run"
+)
+AutoCastVariable: Any = private_name(
+    "tf_keras.src.mixed_precision.autocast_variable",
+    "AutoCastVariable",
+    "see whether a layer reads a variable in another dtype",
+)
+create_autocast_variable: Any = private_name(
+    "tf_keras.src.mixed_precision.autocast_variable",
+    "create_autocast_variable",
+    "let a layer read a variable as it would in float16",
+)
+track_variable: Any = private_name(
+    "tf_keras.src.backend",
+    "track_variable",
+    "have variables initialized in graphs of TensorFlow 1",
+    fallback=lambda variable: None,
+)
+
+_UNDER_INSTALL = "let `compile` make the documented class under lossscale.install()"
+
+
+def loss_scaling() -> Any:
+    """Returns the module that has tf_keras' own loss scale optimizers."""
+    return private_module(_LOSS_SCALING, _UNDER_INSTALL)
+
+
+def optimizers() -> Any:
+    """Returns the module whose `convert_to_legacy_optimizer` is what `compile` calls."""
+    return private_module("tf_keras.src.optimizers", _UNDER_INSTALL)
+
+
+def trainers() -> tuple[Any, Any]:
+    """Returns the modules of `compile`: the one of TensorFlow 2, and that of 1."""
+    engine = "tf_keras.src.engine"
+    return (
+        private_module(f"{engine}.training", _UNDER_INSTALL),
+        private_module(f"{engine}.training_v1", _UNDER_INSTALL),
+    )

@@ -1,0 +1,131 @@
+"""`install`: the drop-in in the places of PyTorch's scaler, for code that must run unedited."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from typing import Any, ClassVar
+
+from torch import distributed
+
+from lossscale.common.replacing import Installation, replace
+from lossscale.torch.grad_scaler.arguments import DEFAULTS
+from lossscale.torch.grad_scaler.scaler import GradScaler
+
+
+class _OfOneDevice(GradScaler):
+    """A scaler whose constructor names no device, and which PyTorch has deprecated for that."""
+
+    _type: ClassVar[str]
+
+    def __init__(
+        self,
+        init_scale: float = DEFAULTS.initial_scale,
+        growth_factor: float = DEFAULTS.growth_factor,
+        backoff_factor: float = DEFAULTS.backoff_factor,
+        growth_interval: int = DEFAULTS.growth_interval,
+        enabled: bool = True,
+    ) -> None:
+        warnings.warn(
+            f"torch.{self._type}.amp.GradScaler(...) is deprecated; use "
+            f'torch.amp.GradScaler("{self._type}", ...).',
+            FutureWarning,
+            stacklevel=2,
+        )
+        super().__init__(
+            self._type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+
+
+class CudaGradScaler(_OfOneDevice):
+    """Stands for `torch.cuda.amp.GradScaler`."""
+
+    _type = "cuda"
+
+
+class CpuGradScaler(_OfOneDevice):
+    """Stands for `torch.cpu.amp.GradScaler`."""
+
+    _type = "cpu"
+
+
+class ShardedGradScaler(GradScaler):
+    """Stands for `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`.
+
+    Its arguments are in another order, and all processes have to agree unless it is given a group.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = DEFAULTS.initial_scale,
+        backoff_factor: float = DEFAULTS.backoff_factor,
+        growth_factor: float = DEFAULTS.growth_factor,
+        growth_interval: int = DEFAULTS.growth_interval,
+        enabled: bool = True,
+        process_group: Any = None,
+    ) -> None:
+        if process_group is None and distributed.is_available() and distributed.is_initialized():
+            process_group = distributed.group.WORLD
+        super().__init__(
+            device,
+            init_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            enabled,
+            process_group=process_group,
+        )
+
+
+_PLACES: dict[str, type[GradScaler]] = {
+    "torch": GradScaler,
+    "torch.amp": GradScaler,
+    "torch.amp.grad_scaler": GradScaler,
+    "torch.cuda.amp": CudaGradScaler,
+    "torch.cuda.amp.grad_scaler": CudaGradScaler,
+    "torch.cpu.amp": CpuGradScaler,
+    "torch.cpu.amp.grad_scaler": CpuGradScaler,
+}
+_SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
+
+
+class ScalerInstallation(Installation):
+    """The drop-in in the places of PyTorch's scaler; a context manager that takes it out again."""
+
+
+def install() -> ScalerInstallation:
+    """Puts `GradScaler` in the places of PyTorch's, for programs that must run unedited.
+
+    `torch.amp.GradScaler`, `torch.GradScaler`, `torch.amp.grad_scaler.GradScaler`, those of
+    `torch.cuda.amp` and `torch.cpu.amp`, and `ShardedGradScaler` of FSDP1. Call it before the
+    program is imported: a name that was imported already stays what it was. A class that is made
+    while it stands, as a subclass of `torch.amp.GradScaler`, stays a subclass of this one.
+
+    Returns:
+        An object whose `undo()` puts PyTorch's back; also a context manager that does.
+
+    Example:
+        >>> with lossscale.torch.install():
+        ...     isinstance(torch.amp.GradScaler("cpu"), lossscale.torch.GradScaler)
+        True
+        >>> torch.amp.GradScaler.__module__
+        'torch.amp.grad_scaler'
+    """
+    with contextlib.ExitStack() as stack:
+        if not ScalerInstallation._standing:
+            # First: what is imported while the others stand, is made of them and stays so.
+            _replace_sharded(stack)
+            for place, scaler in _PLACES.items():
+                replace(stack, importlib.import_module(place), "GradScaler", scaler)
+        return ScalerInstallation._made(stack)
+
+
+def _replace_sharded(stack: contextlib.ExitStack) -> None:
+    try:
+        sharded = importlib.import_module(_SHARDED)
+    except ImportError:
+        # A PyTorch that was built without torch.distributed.
+        return
+    replace(stack, sharded, "ShardedGradScaler", ShardedGradScaler)

@@ -1,0 +1,117 @@
+"""What the monitors in trainers of other libraries have in common."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from lossscale.callbacks import checked_settings
+from lossscale.diagnostics.records import StepRecord
+from lossscale.errors import ArgumentError
+from lossscale.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.monitors.monitor import Monitor
+from lossscale.torch.optimizer.optimizer import TorchLossScaleOptimizer
+
+
+class HostedMonitor:
+    """A monitor that is made when training begins, and closed when it ends.
+
+    Args:
+        path, every, tensorboard, histograms, on_floor, max_consecutive_skips, append,
+            on_write_error: As of `lossscale.torch.Monitor`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError, MissingPackageError: As of `lossscale.torch.Monitor`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        every: int = 1,
+        tensorboard: str | os.PathLike[str] | None = None,
+        histograms: bool = False,
+        on_floor: str = "warn",
+        max_consecutive_skips: int | None = None,
+        append: bool = False,
+        on_write_error: str = "warn",
+    ) -> None:
+        super().__init__()
+        self._settings = checked_settings(
+            path,
+            every=every,
+            tensorboard=tensorboard,
+            histograms=histograms,
+            on_floor=on_floor,
+            max_consecutive_skips=max_consecutive_skips,
+            append=append,
+            on_write_error=on_write_error,
+        )
+        self._monitor: Monitor | None = None
+        self._last: StepRecord | None = None
+
+    @property
+    def last_record(self) -> StepRecord | None:
+        """The last record of this monitor, or None."""
+        return self._last if self._monitor is None else self._monitor.last_record
+
+    def _begin(self, found: list[Any], model: Any, steps: int, is_first_process: bool) -> None:
+        """Begins to watch.
+
+        Args:
+            found: What may have a loss scale.
+            model: For the names of parameters.
+            steps: How many steps the run has behind it.
+            is_first_process: Whether this process writes the files.
+        """
+        self._end()
+        watched = [
+            each for each in found if isinstance(each, (TorchLossScaleOptimizer, GradScaler))
+        ]
+        if not watched:
+            raise ArgumentError(
+                "There is no loss scale of lossscale to watch in this trainer. Give it a "
+                "lossscale.torch.GradScaler, or wrap the optimizer in "
+                "lossscale.torch.LossScaleOptimizer." + _what_there_is(found)
+            )
+        settings = self._settings
+        if not is_first_process:
+            settings = settings._replace(path=None, tensorboard=None, histograms=False)
+        self._monitor = Monitor(
+            watched[0],
+            model,
+            settings.path,
+            every=settings.every,
+            tensorboard=settings.tensorboard,
+            histograms=settings.histograms,
+            on_floor=settings.on_floor,
+            max_consecutive_skips=settings.max_consecutive_skips,
+            append=settings.append,
+            on_write_error=settings.on_write_error,
+            steps_before=steps,
+        )
+        self._steps = steps
+
+    def _took(self, steps: int, loss: Any) -> None:
+        """Takes note of a step, if one was made.
+
+        Args:
+            steps: How many steps were made so far.
+            loss: The loss of the last one, not scaled, or None.
+        """
+        if self._monitor is not None and steps > self._steps:
+            self._steps = steps
+            self._monitor.step(loss)
+
+    def _end(self) -> None:
+        if self._monitor is not None:
+            monitor, self._monitor = self._monitor, None
+            monitor.close()
+            self._last = monitor.last_record
+
+
+def _what_there_is(found: list[Any]) -> str:
+    scaler = [each for each in found if isinstance(each, torch.amp.GradScaler)]
+    return f" Received: a {type(scaler[0]).__module__}.GradScaler." if scaler else ""

@@ -1,0 +1,136 @@
+"""The optimizer inside, seen through the one around it: its groups, its state, its settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lossscale.common.checks import check_own_name, unknown_setting
+from lossscale.errors import UnknownSettingError
+
+_OF_SCALERS = {
+    "scale": "call scale_loss(loss)",
+    "update": "step() moves the scale by itself",
+    "get_scale": "read float(optimizer.loss_scale)",
+    "is_enabled": "to train without a loss scale, leave the wrapper out",
+    **{
+        f"{verb}_{name}": "the rule has it, a frozen object: see optimizer.rule"
+        for verb in ("get", "set")
+        for name in ("growth_factor", "backoff_factor", "growth_interval")
+    },
+}
+"""What programs for a GradScaler ask for, and what to do instead."""
+
+_OWN_ATTRIBUTES = frozenset({"inner_optimizer", "name"})
+
+
+def _shared(name: str, doc: str) -> property:
+    """A property that reads and writes an attribute of the optimizer inside."""
+
+    def read(self: Any) -> Any:
+        return getattr(self.inner_optimizer, name)
+
+    def write(self: Any, value: Any) -> None:
+        setattr(self.inner_optimizer, name, value)
+
+    return property(read, write, doc=doc)
+
+
+class InnerSettings:
+    """Hyperparameters (`lr`, `momentum`, `betas`, ...), hooks, and what else is inside."""
+
+    inner_optimizer: Any
+
+    param_groups = _shared("param_groups", "The parameter groups of the optimizer inside.")
+    state = _shared("state", "The state of the optimizer inside, by parameter.")
+    defaults = _shared("defaults", "The settings of groups that do not say otherwise.")
+
+    # A hook is called by the optimizer inside, once, and only when it steps.
+    _optimizer_step_pre_hooks = _shared("_optimizer_step_pre_hooks", "")
+    _optimizer_step_post_hooks = _shared("_optimizer_step_post_hooks", "")
+    _optimizer_state_dict_pre_hooks = _shared("_optimizer_state_dict_pre_hooks", "")
+    _optimizer_state_dict_post_hooks = _shared("_optimizer_state_dict_post_hooks", "")
+    _optimizer_load_state_dict_pre_hooks = _shared("_optimizer_load_state_dict_pre_hooks", "")
+    _optimizer_load_state_dict_post_hooks = _shared("_optimizer_load_state_dict_post_hooks", "")
+    _zero_grad_profile_name = _shared("_zero_grad_profile_name", "")
+    _warned_capturable_if_run_uncaptured = _shared("_warned_capturable_if_run_uncaptured", "")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients of all parameters, as the optimizer inside does it."""
+        self.inner_optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group to the optimizer inside.
+
+        Args:
+            param_group: A dictionary with `params`, and settings for them.
+        """
+        self.inner_optimizer.add_param_group(param_group)
+
+    @property
+    def learning_rate(self) -> Any:
+        return self._setting("lr")
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self._set_setting("lr", value)
+
+    @property
+    def lr(self) -> Any:
+        return self._setting("lr")
+
+    @lr.setter
+    def lr(self, value: Any) -> None:
+        self._set_setting("lr", value)
+
+    def _setting(self, name: str) -> Any:
+        if not self._is_setting(name):
+            raise unknown_setting(type(self), self.inner_optimizer, name)
+        values = [group[name] for group in self.param_groups]
+        first = values[0]
+        if any(value is not first and value != first for value in values):
+            raise UnknownSettingError(
+                f"The parameter groups have different values of {name!r}: {values}. Read "
+                f"param_groups[i][{name!r}]."
+            )
+        return first
+
+    def _set_setting(self, name: str, value: Any) -> None:
+        for group in self.param_groups:
+            group[name] = value
+
+    def _is_setting(self, name: str) -> bool:
+        return all(name in group for group in self.param_groups)
+
+    def __getattr__(self, name: str) -> Any:
+        # Called only for names that are not found here.
+        inner = self.__dict__.get("inner_optimizer")
+        if inner is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if self._is_setting(name):
+            return self._setting(name)
+        try:
+            return getattr(inner, name)
+        except AttributeError:
+            if name in _OF_SCALERS:
+                raise UnknownSettingError(
+                    f"A LossScaleOptimizer has no {name!r}, which is of a GradScaler: "
+                    f"{_OF_SCALERS[name]}."
+                ) from None
+            raise unknown_setting(type(self), inner, name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = self.__dict__.get("inner_optimizer")
+        own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        # Schedulers replace `step`, a method of the class, by one that counts its calls.
+        if inner is None or own or name in _OWN_ATTRIBUTES:
+            object.__setattr__(self, name, value)
+            return
+        if self._is_setting(name):
+            self._set_setting(name, value)
+        elif hasattr(inner, name):
+            setattr(inner, name, value)
+        else:
+            check_own_name(inner, name, torch.optim)
+            object.__setattr__(self, name, value)
