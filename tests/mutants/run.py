@@ -19,9 +19,10 @@ import time
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(HERE))
+# In the place of this folder, whose mutants.py would be the package `mutants` otherwise.
+sys.path[0] = str(HERE.parent)
 
-from mutants import ALL, TF_KERAS, Mutant  # noqa: E402
+from mutants.mutants import ALL, TF_KERAS, Mutant  # noqa: E402
 
 SECONDS = 1800
 PASSED, FAILED, INTERRUPTED = 0, 1, 2
@@ -39,14 +40,8 @@ def environment(backend: str) -> dict[str, str]:
 def mutated(mutant: Mutant, folder: pathlib.Path) -> None:
     """Writes a copy of the sources into a folder, with the edit."""
     shutil.copytree(ROOT / "src", folder, dirs_exist_ok=True)
-    path = folder / "lossscale" / mutant.file
-    text = path.read_text()
-    if text.count(mutant.old) != 1:
-        raise SystemExit(
-            f"{mutant.file} must have the text {mutant.old!r} exactly once. Received: "
-            f"{text.count(mutant.old)} times. Bring the mutant up to date with the source."
-        )
-    path.write_text(text.replace(mutant.old, mutant.new))
+    path, text = mutant.apply(folder / "lossscale")
+    path.write_text(text, encoding="utf-8")
 
 
 def forked(sources: pathlib.Path, tests: tuple[str, ...], log: pathlib.Path) -> int:
@@ -83,7 +78,7 @@ def run_backend(backend: str, words: list[str]) -> int:
     if backend == TF_KERAS:
         import tf_keras  # noqa: F401
     os.chdir(ROOT)
-    chosen = [m for m in ALL if m.backend == backend and all(w in m.file for w in words)]
+    chosen = [m for m in ALL if m.backend == backend and all(w in m.place for w in words)]
     survivors = 0
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
@@ -103,8 +98,8 @@ def run_backend(backend: str, words: list[str]) -> int:
                 raise SystemExit(f"pytest {' '.join(mutant.tests)} ended with status {status}.")
             survivors += status == PASSED
             said = "SURVIVED" if status == PASSED else "killed"
-            line = mutant.new.strip().splitlines()[0] if mutant.new.strip() else "(left out)"
-            print(f"{said} ({time.monotonic() - start:.0f} s) {mutant.file}: {line}", flush=True)
+            seconds = time.monotonic() - start
+            print(f"{said} ({seconds:.0f} s) {mutant.place}: {mutant.new}", flush=True)
     print(f"{backend}: {len(chosen) - survivors} of {len(chosen)} killed", flush=True)
     return survivors
 
@@ -116,7 +111,7 @@ def main() -> int:
     )
     # What this program calls itself with, once the environment is that of the backend.
     parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("words", nargs="*", help="only mutants of files whose path has all these")
+    parser.add_argument("words", nargs="*", help="only mutants whose room.function has all these")
     arguments = parser.parse_args()
     if arguments.in_this_process:
         return 1 if run_backend(arguments.backend, arguments.words) else 0
