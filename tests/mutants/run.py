@@ -99,7 +99,8 @@ def run_backend(backend: str, words: list[str]) -> int:
             survivors += status == PASSED
             said = "SURVIVED" if status == PASSED else "killed"
             seconds = time.monotonic() - start
-            print(f"{said} ({seconds:.0f} s) {mutant.place}: {mutant.new}", flush=True)
+            edit = f"{mutant.place}: {mutant.old} -> {mutant.new}"
+            print(f"{said} ({seconds:.0f} s) {edit}", flush=True)
     print(f"{backend}: {len(chosen) - survivors} of {len(chosen)} killed", flush=True)
     return survivors
 
