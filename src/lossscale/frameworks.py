@@ -13,7 +13,7 @@ _NOW = {
     "jax.optax.noting": "optax.noting",
     "jax.optax.scale_state": "optax.scale_state",
     "keras.shell": "keras",
-    "shell.copies": "keras_common.copies",
+    "shell.copies": "keras_common",
     "tf_keras.for_current_optimizers": "tf_keras",
     "tf_keras.for_legacy_optimizers": "tf_keras",
     "torch.grad_scaler.scaler": "torch.grad_scaler.scaler",

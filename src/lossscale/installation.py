@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from lossscale import registry
-from lossscale.common import replacing
+from lossscale.common import monkeypatch
 from lossscale.common.checks import living_wrapper
-from lossscale.common.documented_names import DocumentedNames
+from lossscale.common.monkeypatch import DocumentedNames
 from lossscale.older.configurations import OPTIMIZER_NAMES
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.packages import not_installed
@@ -102,7 +102,7 @@ def register_later() -> None:
 _reached: set[str] = set()
 
 
-class Installation(replacing.Installation):
+class Installation(monkeypatch.Installation):
     """The documented names in TensorFlow; a context manager that takes them out again."""
 
 

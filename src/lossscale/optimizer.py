@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from lossscale import registry
 from lossscale.arguments import arguments_from_config, check_config, growth_steps
 from lossscale.members import OptimizerMembers
 from lossscale.rules import ScaleRule
+
+
+def public(package: str, qualname: str | None = None) -> Callable[[type[Any]], type[Any]]:
+    """Gives a wrapper its public name, so that its file may move, and pickles and files load.
+
+    Args:
+        package: Where it is found by its `__qualname__`.
+        qualname: That name, if it is not the one of the class statement.
+    """
+
+    def renamed(cls: type[Any]) -> type[Any]:
+        cls.__module__, cls.__name__ = package, "LossScaleOptimizer"
+        cls.__qualname__ = qualname or cls.__qualname__
+        return cls
+
+    return renamed
 
 
 class LossScaleOptimizer(OptimizerMembers):

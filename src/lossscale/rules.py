@@ -376,3 +376,41 @@ class DynamicScale(ScaleRule):
 
 RULES: dict[str, type[Any]] = {rule.__name__: rule for rule in (FixedScale, DynamicScale)}
 """The rules that a configuration can name without `custom_objects`."""
+
+
+def host_can_update(rule: ScaleRule) -> bool:
+    """Whether `updates_on_host` gives what the rule gives on tensors, and waits for nothing."""
+    # What else a rule needs to see would have to be waited for.
+    return rule.moves_on_host and rule.needs == Needs()
+
+
+class _Numbers:
+    """The one function of a namespace that rules need, for Python numbers."""
+
+    @staticmethod
+    def where(condition: bool, one: Any, other: Any) -> Any:
+        return one if condition else other
+
+
+def updates_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[str, Any]:
+    """Returns the fields of a state that a step changes, with their new values.
+
+    A few Python numbers take the place of some twenty small operations. That pays where the host
+    starts each operation, and knows anyway whether the step is applied.
+
+    Args:
+        rule: One that `host_can_update`.
+        before: The state before the step, as Python numbers.
+        applied: Whether the step was applied.
+
+    Example:
+        >>> updates_on_host(DynamicScale(), ScaleState(32768.0, 7), applied=False)
+        {'scale': 16384.0, 'good_steps': 0}
+    """
+    after = rule.update(before, Seen(applied), xp=_Numbers)
+    # A NaN is unequal to itself, and written again.
+    return {
+        field: new
+        for field, old, new in zip(before._fields, before, after, strict=True)
+        if new != old
+    }

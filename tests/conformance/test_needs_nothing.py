@@ -17,7 +17,7 @@ class Asking(DynamicScale):
 @pytest.fixture
 def looked(monkeypatch):
     """How often gradients were taken apart to see how large they are."""
-    magnitudes = importlib.import_module(f"lossscale.{BACKEND}.magnitudes")
+    magnitudes = importlib.import_module(f"lossscale.{BACKEND}.gradient_stats")
     calls, take_apart = [], magnitudes.real_parts
     monkeypatch.setattr(magnitudes, "real_parts", lambda g: calls.append(g) or take_apart(g))
     return calls

@@ -137,6 +137,7 @@ def test_the_scale_follows_the_rule_bit_for_bit(shell, rule):
     seen = []
     for finite in SEQUENCE:
         harness.step(GRADIENTS if finite else spoiled(np.nan))
+        assert harness.counters()[2] == (not finite)
         seen.append((float(harness.scale()), harness.counters()[0]))
     assert seen == oracle.trace(rule, SEQUENCE)
 

@@ -57,6 +57,8 @@ def test_a_rule_sees_what_numpy_sees(shell):
         seen = harness.rule_state()
         flat = np.abs(np.concatenate([gradient.ravel() for gradient in given]))
         finite = np.isfinite(flat).all()
+        # Also where the host updates nothing, since such a rule has to see more than a verdict.
+        assert harness.counters()[2] == (not finite)
         assert float(seen.largest) == (flat.max() if finite else np.inf)
         assert [float(seen.low), float(seen.high)] == [(flat * scale >= e).sum() for e in EDGES]
         assert float(seen.elements) == 5

@@ -29,8 +29,8 @@ def documented():
     return [
         name
         for name in by_name
-        # Importing a `__main__` runs it.
-        if not name.endswith("__main__") and not needs_a_framework(name, by_name)
+        # Importing a `__main__` runs it, and what is asked of `torch` imports PyTorch.
+        if not name.endswith(("__main__", ".torch")) and not needs_a_framework(name, by_name)
     ]
 
 

@@ -46,6 +46,10 @@ _jax = functools.partial(Mutant, "jax", backend=JAX)
 _optax = functools.partial(Mutant, "optax", backend=JAX)
 _torch = functools.partial(Mutant, "torch", backend=TORCH)
 
+_STEP = "KerasLossScaleOptimizer._step"
+_UPDATE = "KerasLossScaleOptimizer._update_scale"
+_TFK_UPDATE = "TFKerasCommonOptimizer._update_scale"
+
 # Tests, and the mutants that they kill: function, old, new, and words if not all of these tests
 # are needed.
 KILLED_BY = {
@@ -75,44 +79,48 @@ KILLED_BY = {
         _update("xp.where(seen.finite, ..., lowered)", "xp.where(seen.finite, ..., scale)"),
         _update("xp.where(lowered > self.min_scale, lowered, self.min_scale)", "lowered"),
         _rules("FixedScale.checks_gradients", "self.skip_nonfinite", "True"),
-        _keras("Step.is_finite", "not self.checks_gradients", "False"),
-        _keras_common("StoreOfValues.save_own_variables", "store[name] = value", "pass"),
+        _keras("Backend.check", "not rule.checks_gradients", "False"),
+        _keras_common("ValueStore.save_own_variables", "store[name] = value", "pass"),
         _keras(
-            "Persistence.save_own_variables",
-            "self.inner_optimizer.save_own_variables(store)",
+            "save",
+            "optimizer.inner_optimizer.save_own_variables(store)",
             "pass",
         ),
     ],
     "tests/conformance/test_promises.py -k tensorflow-function": [
-        _tensorflow("apply_or_skip", "lambda: _done(move(...))", "_done"),
+        _tensorflow("apply_or_skip", "lambda: _finished(update_scale(...))", "_finished"),
         _tensorflow(
             "apply_or_skip",
-            "_done(apply(gradients, scale), move(...))",
-            "_done(apply(gradients, scale))",
+            "_finished(apply(gradients, divisor), update_scale(...))",
+            "_finished(apply(gradients, divisor))",
         ),
-        _keras("Ledger.move", "self.last_step_skipped.assign(skipped)", "pass"),
-        _keras("Ledger.move", "self.steps_skipped.assign_add(1)", "pass"),
-        _keras("Ledger.move", "self.iterations.follow()", "pass"),
+        _keras(_UPDATE, "self._last_step_skipped.assign(skipped)", "pass"),
+        _keras(_UPDATE, "self._steps_skipped.assign_add(1)", "pass"),
+        _keras(_UPDATE, "self._iterations.follow()", "pass"),
     ],
     "tests/conformance/test_promises.py -k tensorflow-xla": [
-        _tensorflow("apply_or_skip", "gated(gate(), finite)", "gated(gate(), tf.constant(True))"),
         _tensorflow(
-            "_gated_methods", "variable.read_value() - delta", "variable.read_value() + delta"
+            "apply_or_skip",
+            "_keeping_old_values(kept(), finite)",
+            "_keeping_old_values(kept(), tf.constant(True))",
         ),
-        _tensorflow("_gated_methods", "tf.where(finite, value, old)", "value"),
         _tensorflow(
-            "_gated_methods",
+            "_choosing_assignments",
+            "variable.read_value() - delta",
+            "variable.read_value() + delta",
+        ),
+        _tensorflow("_choosing_assignments", "tf.where(finite, value, old)", "value"),
+        _tensorflow(
+            "_choosing_assignments",
             "{'assign': assign, 'assign_add': assign_add, 'assign_sub': assign_sub}",
             "{'assign': assign, 'assign_add': assign_add}",
         ),
-        _keras("Ledger.move", "self.steps_skipped.assign_add(ops.cast(...))", "pass"),
+        _keras(_UPDATE, "self._steps_skipped.assign_add(ops.cast(...))", "pass"),
     ],
     "tests/conformance/test_promises.py -k tf_keras-new-function": [
-        _tf_keras("TrainingStep._is_finite", "... if self._rule.checks_gradients else True", "..."),
-        _tf_keras(
-            "TrainingStep._move_scale", "done.append(self._steps_skipped.assign_add(...))", "pass"
-        ),
-        _tf_keras("TrainingStep._move_scale", "[self._state.update(seen)]", "[]"),
+        _tf_keras("TFKerasCommonOptimizer._step", "... if rule.checks_gradients else True", "..."),
+        _tf_keras(_TFK_UPDATE, "results.append(self._steps_skipped.assign_add(...))", "pass"),
+        _tf_keras(_TFK_UPDATE, "[self._state.update(seen)]", "[]"),
     ],
     "tests/conformance/test_promises.py -k 'tf_keras-new-eager and loaded'": [
         _tf_keras(
@@ -120,26 +128,24 @@ KILLED_BY = {
         ),
     ],
     "tests/conformance/test_promises.py -k tf_keras-legacy-eager": [
-        _tf_keras(
-            "TrainingStep._move_scale", "done.append(self._last_step_skipped.assign(...))", "pass"
-        ),
+        _tf_keras(_TFK_UPDATE, "results.append(self._last_step_skipped.assign(...))", "pass"),
     ],
     "tests/conformance/test_promises.py -k jax-eager": [
-        Mutant("keras.backends.jax", "run_step", "bool(finite)", "True", backend=JAX),
+        _keras("JaxBackend.apply_or_skip", "bool(seen.finite)", "True", backend=JAX),
     ],
     "tests/conformance/test_promises.py -k jax-jit": [
         _jax("scaled", "widened(loss)", "jnp.asarray(loss)"),
         _keras(
-            "_apply_if_traced",
-            "(*inner.variables, *trained, *variables)",
-            "(*inner.variables, *trained[1:], *variables[1:])",
+            "JaxBackend.apply_or_skip",
+            "(*inner.variables, *inner._trainable_variables, *step.variables)",
+            "(*inner.variables, *inner._trainable_variables[1:], *step.variables[1:])",
             backend=JAX,
         ),
     ],
     "tests/conformance/test_promises.py": [
-        _keras("unscale_and_judge", "not state.scale >= 1.0", "False", backend=TORCH),
-        _keras("unscale_and_judge", "found + ...", "found", backend=TORCH),
-        _keras("move", "skipped.add_(1)", "pass", backend=TORCH),
+        _keras("TorchBackend.check", "not state.scale >= 1.0", "False", backend=TORCH),
+        _keras("TorchBackend.check", "found_inf + ...", "found_inf", backend=TORCH),
+        _keras("TorchBackend.update_on_host", "skipped.add_(1)", "pass", backend=TORCH),
     ],
     "tests/conformance/test_promises.py -k torch-native-host": [
         _torch("Judging._judge_ordinary", "_BAD if factors.found.item() else _GOOD", "_GOOD"),
@@ -165,8 +171,8 @@ KILLED_BY = {
         _jax("_all_true", "jnp.all(jnp.stack(verdicts))", "verdicts[0]", "jit and momentum"),
     ],
     "tests/conformance/test_needs_nothing.py": [
-        _jax("seen", "needs == Needs()", "False"),
-        _keras("Step.seen", "self.needs == Needs()", "False", backend=TORCH),
+        _optax("_move", "rule.needs != Needs()", "True"),
+        _keras(_STEP, "rule.needs != Needs()", "True", backend=TORCH),
     ],
     "tests/conformance/test_own_steps.py": [
         _keras_common(
@@ -211,20 +217,24 @@ KILLED_BY = {
         _keras("_copies", "torch.empty_like(gradient)", "gradient", backend=TORCH),
     ],
     "tests/backends/test_handover.py": [
-        _common("GradientHandover.are_scaled", "self._are_scaled_by(...)", "False"),
-        _common("_Mark.count", "times + 1", "times"),
+        _common(
+            "ScaledGradientTracker.gradients_are_scaled",
+            "self._are_scaled_by_record(...)",
+            "False",
+        ),
+        _common("_ReplicaRecord.count", "times + 1", "times"),
     ],
     "tests/backends/test_files.py": [
-        _keras("Persistence._load_inner", "self._restore_scale(own)", "pass", "keras_own_class"),
+        _keras("load_inner", "restore_scale(optimizer, own)", "pass", "keras_own_class"),
         _keras_common(
-            "SavedBesideInner",
+            "KerasCommonOptimizer",
             "{'inner_optimizer', 'get_slot_names'}",
             "{'get_slot_names'}",
             "plain_optimizer",
         ),
         _keras(
-            "Persistence._load_inner",
-            "self._iterations.follow()",
+            "load_inner",
+            "optimizer._iterations.follow()",
             "pass",
             "plain_optimizer or own_class",
         ),
@@ -246,41 +256,48 @@ KILLED_BY = {
         ),
         _tensorflow("unscaled", "divided(gradient.values)", "gradient.values", "indexed_slices"),
         _keras(
-            "DocumentedVerbs._differentiated",
+            "KerasLossScaleOptimizer._differentiated",
             "self.get_scaled_loss",
             "lambda loss: loss() if callable(loss) else loss",
             "minimize",
         ),
         _keras_common(
-            "SharedVerbs.get_updates",
-            "self._apply_unscaled(place, pairs, None)",
-            "self._apply_unscaled(place, pairs[:0], None)",
+            "KerasCommonOptimizer.get_updates",
+            "self._apply_unscaled(location, pairs, None)",
+            "self._apply_unscaled(location, pairs[:0], None)",
             "get_updates",
         ),
-        _keras_common("SharedVerbs._gradients_of", "callable(loss)", "True", "works_in_a_graph"),
+        _keras_common(
+            "KerasCommonOptimizer.get_gradients", "callable(loss)", "True", "works_in_a_graph"
+        ),
         _keras(
-            "DocumentedWeights.set_weights",
-            "targets = everything",
-            "targets = counted",
+            "set_weights",
+            "targets = all_variables",
+            "targets = weights",
             "set_weights",
         ),
     ],
     "tests/frameworks/keras/test_distribution.py": [
-        _tensorflow("agreed", "... < 0.5", "... < 1.5", "overflow_on_one_replica"),
+        _tensorflow("all_replicas_finite", "... < 0.5", "... < 1.5", "overflow_on_one_replica"),
         _keras_common(
-            "SharedTraining.apply_gradients",
+            "KerasCommonOptimizer.apply_gradients",
             "experimental_aggregate_gradients and not skip_gradients_aggregation",
             "True",
             "summed",
         ),
     ],
     "tests/frameworks/keras/test_training.py": [
-        _tensorflow("can_gate", "not getattr(part, 'use_ema', False)", "True", "xla_function"),
+        _tensorflow(
+            "can_keep_old_values", "not getattr(part, 'use_ema', False)", "True", "xla_function"
+        ),
         _common(
-            "_elsewhere", "graph is None or graph is not place.graph", "False", "wherever_they_run"
+            "_is_in_another_graph",
+            "graph is None or graph is not location.graph",
+            "False",
+            "wherever_they_run",
         ),
         _keras(
-            "of_the_loss",
+            "scaled_by_loss",
             "getattr(variable, 'overwrite_with_gradient', False)",
             "False",
             "overwritten",
@@ -290,9 +307,7 @@ KILLED_BY = {
         "tests/frameworks/keras/test_keras_defects.py tests/frameworks/keras/test_settings.py"
         " -k 'iterations or counter or number_of_steps'"
     ): [
-        _keras(
-            "StepCounter.assign", "keras.ops.minimum(self._skipped, value)", "self._skipped + 0"
-        ),
+        _keras("StepCounter.assign", "ops.minimum(self._skipped, value)", "self._skipped + 0"),
         _keras("StepCounter.assign", "value - skipped", "value"),
     ],
     "tests/frameworks/keras/test_autograph.py": [
@@ -300,12 +315,24 @@ KILLED_BY = {
         _tensorflow("translated", "tf.executing_eagerly()", "True"),
     ],
     "tests/frameworks/keras/test_persistence.py": [
-        _keras("State.restore", "self.rule.restored(state)", "state", "saved_scale"),
+        _keras("KerasScaleVariables.restore", "self.rule.restored(state)", "state", "saved_scale"),
     ],
     "tests/frameworks/tf_keras/test_files.py": [
-        _tf_keras(
-            "Persistence._make_valid", "self._rule.restored(...)", "...", "outside_the_limits"
+        _tf_keras("_make_valid", "state.rule.restored(...)", "...", "outside_the_limits"),
+    ],
+    "tests/conformance/test_what_rules_see.py": [
+        _keras(
+            _UPDATE,
+            "self._rule.checks_gradients",
+            "not isinstance(seen.finite, bool)",
+            backend=TORCH,
         ),
+    ],
+    "tests/frameworks/jax/test_state_form.py": [
+        _jax("gated.only_if_applied", "jax.lax.cond(finite, run, silent)", "run()", "callbacks"),
+        _jax("lasting_dtype", "new.dtype if _kind(new) > _kind(old) else old.dtype", "old.dtype"),
+        _optax("_old_values", "path not in after", "False", "cannot_be_kept"),
+        _optax("_untraced", "np.zeros(...)", "leaf", "float0"),
     ],
     "tests/frameworks/jax/test_skipping.py": [
         _optax("skipped_like", "complex(-0.0, -0.0) if ... else -0.0", "0.0", "momentum"),

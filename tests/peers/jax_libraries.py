@@ -72,7 +72,8 @@ def _adjusted(self: Any, grads_finite: Any) -> Any:
     # Every call has a rule of its own, which would be compiled.
     with jax.disable_jit():
         _, state = lossscale.optax.loss_scaled(inner, rule=rule).update(gradient, state)
-    return lossscale.optax.to_jmp(rule, state)
+    counter = state.rule_state["good_steps"]
+    return dataclasses.replace(self, loss_scale=state.loss_scale, counter=counter)
 
 
 def _through_state(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

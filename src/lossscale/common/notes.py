@@ -174,6 +174,10 @@ class NotesOfVariables(StepNotes):
         """Makes the tensors."""
         raise NotImplementedError
 
+    def note_step(self, **step: Any) -> None:
+        """Notes a step, given the attributes of a `DecidedStep`."""
+        self.note(DecidedStep(**step))
+
     def count_from(self, step: int) -> None:
         """Nothing to do where the optimizer's own counter is read."""
 

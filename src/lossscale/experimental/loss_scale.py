@@ -191,8 +191,9 @@ class DynamicLossScale(_RuleLossScale):
             gradients are finite, a boolean scalar tensor.
         """
         shell = registry.default_shell()
-        gradients = shell._flat_gradients(grads)
-        finite = shell._all_finite(gradients)
+        arrays = shell._arrays()
+        gradients = arrays.flat_gradients(grads)
+        finite = arrays.all_finite(gradients)
         moved = self._bound_state().update(Seen(finite)) if gradients else None
         return shell._operation(moved), finite
 

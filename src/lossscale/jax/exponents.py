@@ -19,7 +19,7 @@ from lossscale.diagnostics.exponents import (
     Layout,
 )
 from lossscale.errors import ArgumentTypeError
-from lossscale.jax.arrays import real_parts, stored
+from lossscale.jax.scaling import real_parts, stored
 
 _PIECE = 2**16
 """Elements counted at a time. A column of 12 bits then sums up to less than 2**32."""

@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 Choose = Callable[[Any, Any], Any]
 """Takes what was made and what is given for an output; returns which of them goes on."""
+
+Guard = Callable[[Callable[[], list[Any]], Sequence[Any]], list[Any]]
+"""Takes what runs an equation and the types of what it makes; returns arrays of these types."""
 
 _CONTROL_FLOW = {"cond", "while", "scan"}
 _CALLS = {"jit", "pjit", "closed_call", "core_call"}
@@ -25,6 +28,7 @@ def evaluate(
     *,
     gates: Mapping[int, Any] | None = None,
     choose: Choose | None = None,
+    guard: Guard | None = None,
 ) -> list[Any]:
     """Evaluates a closed jaxpr.
 
@@ -34,6 +38,7 @@ def evaluate(
         gates: By number of an output, what `choose` is given with it.
         choose: What becomes of these outputs. It must be idempotent: what is chosen from what was
             chosen is the same.
+        guard: Runs the equations that do something besides making arrays, such as printing.
 
     Returns:
         The outputs.
@@ -51,18 +56,19 @@ def evaluate(
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
-        given = [read(atom) for atom in equation.invars]
+        arguments = [read(atom) for atom in equation.invars]
         here = {
             index: wanted[variable]
             for index, variable in enumerate(equation.outvars)
             if variable in wanted
         }
-        called = _called(equation) if here else None
+        guarded = guard is not None and bool(equation.effects)
+        called = _called(equation) if here or guarded else None
         if called is not None:
             below = {index: gates[number] for index, number in here.items()}
-            made = evaluate(called, given, gates=below, choose=choose)
+            made = evaluate(called, arguments, gates=below, choose=choose, guard=guard)
         else:
-            made = bind(equation, given)
+            made = bind(jaxpr, equation, arguments, guard if guarded else None)
             for index, number in here.items():
                 made[index] = choose(made[index], gates[number])  # type: ignore[misc]
         values.update(zip(equation.outvars, made, strict=True))
@@ -84,7 +90,7 @@ def made_by_control_flow(closed: Any, first: int) -> bool:
     makers = {variable: equation for equation in closed.jaxpr.eqns for variable in equation.outvars}
     for variable in closed.jaxpr.outvars[first:]:
         equation = None if isinstance(variable, Literal) else makers.get(variable)
-        if equation is None or variable.aval.size < _LARGE:
+        if equation is None or (static_size(variable.aval) or 0) < _LARGE:
             continue
         if equation.primitive.name in _CONTROL_FLOW:
             return True
@@ -94,14 +100,39 @@ def made_by_control_flow(closed: Any, first: int) -> bool:
     return False
 
 
-def bind(equation: Any, given: list[Any]) -> list[Any]:
-    """Returns what an equation makes of its inputs."""
-    parameters = equation.primitive.get_bind_params(equation.params)
-    # JAX before 0.10 gives functions beside the parameters.
-    functions, parameters = parameters if isinstance(parameters, tuple) else ((), parameters)
-    with equation.ctx.manager:
-        made = equation.primitive.bind(*functions, *given, **parameters)
-    return list(made) if equation.primitive.multiple_results else [made]
+def bind(jaxpr: Any, equation: Any, arguments: list[Any], guard: Guard | None = None) -> list[Any]:
+    """Returns what an equation makes of its inputs.
+
+    Args:
+        jaxpr: Where it stands.
+        equation: The equation. The scopes it was traced in name what it becomes.
+        arguments: Arrays, one for each of its inputs.
+        guard: As for `evaluate`.
+    """
+    given = [
+        (atom, argument)
+        for atom, argument in zip(equation.invars, arguments, strict=True)
+        if not isinstance(atom, Literal)
+    ]
+    alone = jaxpr.replace(
+        constvars=[],
+        invars=[atom for atom, _ in given],
+        outvars=list(equation.outvars),
+        eqns=[equation],
+        effects=equation.effects,
+    )
+
+    def run() -> list[Any]:
+        return list(jaxpr_as_fun(ClosedJaxpr(alone, []))(*(argument for _, argument in given)))
+
+    if guard is None:
+        return run()
+    return guard(run, [variable.aval for variable in equation.outvars])
+
+
+def static_size(array: Any) -> int | None:
+    """How many elements an array has; None if that is a symbol (`jax.export`)."""
+    return array.size if isinstance(array.size, int) else None
 
 
 def _called(equation: Any) -> Any:

@@ -15,8 +15,8 @@ import numpy as np
 
 from lossscale.common.notes import DecidedStep, Noted, NotesOfVariables, Plan, Skip
 from lossscale.diagnostics.exponents import ExponentTable, Layout
-from lossscale.jax.arrays import real_parts
 from lossscale.jax.exponents import count_bins, on_host
+from lossscale.jax.scaling import real_parts
 
 
 class NoteState(NamedTuple):

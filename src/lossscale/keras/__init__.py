@@ -1,5 +1,6 @@
 """Keras 3, on each of its backends."""
 
-from lossscale.keras.shell import KerasLossScaleOptimizer
+from lossscale.keras.arguments import hard_sigmoid as hard_sigmoid
+from lossscale.keras.optimizer import KerasLossScaleOptimizer
 
 __all__ = ["KerasLossScaleOptimizer"]

@@ -26,7 +26,7 @@ from lossscale.diagnostics.verdict import Thresholds
 from lossscale.keras.backends import counting
 from lossscale.keras.draws import drawn_in_float32
 from lossscale.keras.own_step import new_step
-from lossscale.keras.weights import numpy_of
+from lossscale.keras.slots import numpy_of
 from lossscale.keras_common.measuring import (
     check_ready,
     computing_in_float16,

@@ -6,8 +6,7 @@ import contextlib
 
 import keras
 
-from lossscale.common.documented_names import DocumentedNames, Wrapping
-from lossscale.common.replacing import replace
+from lossscale.common.monkeypatch import DocumentedNames, Wrapping, replace
 from lossscale.keras import private_names
 
 

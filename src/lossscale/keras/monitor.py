@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import keras
 
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.keras.weights import numpy_of
+from lossscale.keras.slots import numpy_of
 from lossscale.keras_common.monitor import MonitorBody
 
 
@@ -28,7 +28,9 @@ class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callb
         if optimizer._notes is not None and optimizer._notes.serves(every):
             return
         with _scope_of(model):
-            optimizer._keep_notes(every)
+            optimizer._keep_notes(_new_notes(every))
+            if optimizer.built:
+                optimizer._build_notes()
         # `fit` has made it already, without the notes.
         model.train_function = None
         model.make_train_function()
@@ -53,6 +55,28 @@ class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callb
 
     def _packages(self) -> tuple[str, ...]:
         return ("keras", keras.backend.backend())
+
+
+def _new_notes(histograms_every: int | None) -> Any:
+    """Returns what notes steps: of JAX in variables that compiled steps are passed."""
+    backend = keras.backend.backend()
+    if backend == "jax":
+        from lossscale.jax.notes import Notes as NotesOfJax
+
+        return NotesOfJax(histograms_every, _new_variable)
+    if backend == "torch":
+        from lossscale.torch.notes import Notes as NotesOfTorch
+
+        return NotesOfTorch(histograms_every)
+    from lossscale.tensorflow.notes import Notes as NotesOfTensorFlow
+
+    return NotesOfTensorFlow(histograms_every)
+
+
+def _new_variable(name: str, dtype: str, shape: tuple[int, ...]) -> Any:
+    return keras.Variable(
+        initializer="zeros", shape=shape, dtype=dtype, trainable=False, name=f"noted_{name}"
+    )
 
 
 def _scope_of(model: Any) -> Any:

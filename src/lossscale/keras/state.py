@@ -1,43 +1,41 @@
-"""The variables that hold a rule's state, and those that count steps."""
+"""The variables that a step updates besides the inner optimizer's: the rule's, and the counter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+import keras
+import numpy as np
 from keras import ops
 
-from lossscale.common.state_names import variable_name
-from lossscale.keras.iterations import StepCounter
-from lossscale.keras_common.state import StateBody, kind_of_number
+from lossscale.keras_common.state import ScaleVariables, kind_of_number
 from lossscale.rules import ScaleRule, ScaleState, Seen
 
+# The names of Keras' own class, in files too; other rules may have more fields.
+_NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
 
-class State(StateBody):
-    """A rule and the variables that hold its state.
+
+class KerasScaleVariables(ScaleVariables):
+    """A rule and the variables that hold its state, one for each field.
 
     Args:
         rule: The rule that moves the state.
         add_variable: Makes a scalar variable of a name, a dtype and a first value.
-        backend: What loss scaling needs of the Keras backend.
+        backend: The `Backend` of Keras.
     """
 
     def __init__(
-        self,
-        rule: ScaleRule,
-        add_variable: Callable[[str, str, Any], Any],
-        backend: Any,
+        self, rule: ScaleRule, add_variable: Callable[[str, str, Any], Any], backend: Any
     ) -> None:
-        self.rule = rule
-        self._read = backend.read
-        self._namespace = backend.namespace
-        self.first = rule.init()
+        self.rule, self.first = rule, rule.init()
+        self._read, self._namespace = backend.read, backend.namespace
         # Keras' order: the counter before the scale.
         fields = sorted(self.first._fields, key=lambda field: field != "good_steps")
-        self.variables = {
-            field: add_variable(variable_name(field), kind_of_number(value), value)
-            for field, value in ((field, getattr(self.first, field)) for field in fields)
-        }
+        self.variables = {}
+        for field in fields:
+            name, value = _NAMES.get(field, f"loss_scale_{field}"), getattr(self.first, field)
+            self.variables[field] = add_variable(name, kind_of_number(value), value)
 
     def write(self, state: ScaleState) -> None:
         """Sets the state from tensors, arrays or Python numbers."""
@@ -46,8 +44,8 @@ class State(StateBody):
 
     def update(self, seen: Seen) -> None:
         """Moves the state after a step."""
-        if seen.finite is True:
-            seen = seen._replace(finite=ops.convert_to_tensor(True))
+        if isinstance(seen.finite, bool):
+            seen = seen._replace(finite=ops.convert_to_tensor(seen.finite))
         before = self.read()
         after = self.rule.update(before, seen, xp=self._namespace)
         if after is not before:
@@ -59,33 +57,44 @@ class State(StateBody):
         self.write(self.rule.restored(state))
 
 
-class Ledger(NamedTuple):
-    """All that a step moves besides what the inner optimizer does.
+class StepCounter(keras.Variable):
+    """Counts applied and skipped steps; assigning to it moves the inner optimizer's counter.
 
-    Attributes:
-        state: The rule's state; None where a loss scale of the older API moves by itself.
+    The documents count every call of `apply_gradients`, also one whose step was skipped. The inner
+    optimizer must not: Adam's bias correction and learning rate schedules follow its counter, and
+    would run ahead of the updates (Adam's first step after ten skipped ones would be 0.48 of its
+    size). So there are two counters, `inner.iterations` (applied steps) and this one (all steps),
+    and their difference is the number of skipped steps.
+
+    Args:
+        inner_optimizer: The optimizer whose counter is followed.
         steps_skipped: Integer scalar variable, in steps.
-        last_step_skipped: Boolean scalar variable.
-        iterations: All steps, skipped ones included.
-        known: Returns a verdict as a bool where it is known before the step runs, else None.
     """
 
-    state: State | None
-    steps_skipped: Any
-    last_step_skipped: Any
-    iterations: StepCounter
-    known: Callable[[Any], bool | None]
+    def __init__(self, inner_optimizer: Any, steps_skipped: Any) -> None:
+        super().__init__(
+            initializer=np.zeros,
+            shape=(),
+            dtype="int",
+            trainable=False,
+            aggregation="only_first_replica",
+            name="iteration",
+        )
+        self._applied = inner_optimizer._iterations
+        self._skipped = steps_skipped
 
-    def move(self, seen: Seen) -> None:
-        """Moves the loss scale after a step, and counts the step."""
-        if self.state is not None:
-            self.state.update(seen)
-        if seen.finite is not True:
-            known = self.known(seen.finite)
-            skipped = ops.logical_not(seen.finite) if known is None else not known
-            self.last_step_skipped.assign(skipped)
-            if known is None:
-                self.steps_skipped.assign_add(ops.cast(skipped, self.steps_skipped.dtype))
-            elif skipped:
-                self.steps_skipped.assign_add(1)
-        self.iterations.follow()
+    def assign(self, value: Any) -> Any:
+        """Sets the number of steps; the inner optimizer's counter becomes it less the skips.
+
+        A number below that of the skips lowers that too: no optimizer works with a negative
+        counter (Adam's bias correction becomes NaN).
+        """
+        value = super().assign(value)
+        skipped = ops.minimum(self._skipped, value)
+        self._skipped.assign(skipped)
+        self._applied.assign(value - skipped)
+        return value
+
+    def follow(self) -> None:
+        """Sets the number of steps from the inner optimizer's counter and the skips."""
+        super().assign(self._applied + self._skipped)

@@ -1,1 +1,3 @@
-"""What the optimizers and monitors of both generations of Keras share."""
+"""What the loss scale optimizers and monitors of Keras 3 and of tf_keras share; imports neither."""
+
+from lossscale.keras_common.optimizer import _rebuild as _rebuild

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lossscale import registry
-from lossscale.common.autograph import as_written
+from lossscale.common.user_code import as_written
 from lossscale.diagnostics.tapping import replaced
 from lossscale.optimizer import LossScaleOptimizer
 

@@ -1,14 +1,16 @@
-"""The variables that hold a rule's state, as far as the generations of Keras share them."""
+"""The variables of a rule's state, and their place in a model file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from lossscale.rules import ScaleRule, ScaleState
 
 
-class StateBody:
+class ScaleVariables:
     """A rule and the variables that hold its state.
 
     Attributes:
@@ -21,6 +23,7 @@ class StateBody:
     first: ScaleState
     variables: dict[str, Any]
 
+    # Returns the value of a variable as a tensor that does not change with it.
     _read: Callable[[Any], Any]
 
     def read(self) -> ScaleState:
@@ -35,3 +38,43 @@ def kind_of_number(value: Any) -> str:
     if isinstance(value, bool):
         return "bool"
     return "int" if isinstance(value, int) else "float32"
+
+
+class ValueStore:
+    """Values in a model file, by name. The libraries save only what is one of their own classes.
+
+    So each has a subclass that is a Loss, too: of what they save, a loss is the least.
+
+    Args:
+        read: Returns the values to write, by name.
+        write: Takes the values that were read, by name.
+    """
+
+    def __init__(
+        self, read: Callable[[], dict[str, Any]], write: Callable[[dict[str, Any]], None]
+    ) -> None:
+        super().__init__(name="loss_scale_state")  # type: ignore[call-arg]
+        # Callables and not the optimizer: Keras walks into every attribute that can be saved.
+        self._read = read
+        self._write = write
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Computes nothing; nobody compiles a model with it."""
+        raise NotImplementedError
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes the values into a place of a file."""
+        for name, value in self._read().items():
+            store[name] = value
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads them; a file of an optimizer without loss scaling has none."""
+        values = arrays_in(store)
+        if values:
+            self._write(values)
+
+
+def arrays_in(store: Any) -> dict[str, Any]:
+    """Returns what stands in a place of a file, as arrays by name."""
+    # A place in an HDF5 file is no Mapping and yields no items.
+    return {key: np.array(store[key]) for key in store.keys()}  # noqa: SIM118

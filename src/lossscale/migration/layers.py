@@ -170,7 +170,7 @@ def _function_name(value: Any) -> Any:
 
 def _hard_sigmoid() -> Any:
     # It was another function: clip(0.2 x + 0.5, 0, 1).
-    from lossscale.keras.older_activations import hard_sigmoid
+    from lossscale.keras.arguments import hard_sigmoid
 
     return hard_sigmoid
 

@@ -15,14 +15,8 @@ def step(params, opt_state, batch):
 from lossscale.packages import not_installed
 
 try:
-    from lossscale.optax.conversions import (
-        from_flax,
-        from_jmp,
-        to_flax,
-        to_jmp,
-    )
+    from lossscale.optax.conversions import from_flax, from_jmp
     from lossscale.optax.diagnosis.diagnose import diagnose
-    from lossscale.optax.keras_values import from_keras, to_keras
     from lossscale.optax.loops import (
         all_finite,
         loss_scale,
@@ -35,9 +29,10 @@ try:
     from lossscale.optax.scale_state import LossScaleState
     from lossscale.optax.transformation import loss_scaled
 except ModuleNotFoundError as error:
-    if error.name not in ("jax", "optax"):
+    # NumPy comes with JAX.
+    if error.name not in ("jax", "numpy", "optax"):
         raise
-    missing = ["jax", "optax"] if error.name == "jax" else ["optax"]
+    missing = ["optax"] if error.name == "optax" else ["jax", "optax"]
     raise not_installed(missing, purpose="lossscale.optax") from None
 
 __all__ = [
@@ -48,14 +43,10 @@ __all__ = [
     "diagnose",
     "from_flax",
     "from_jmp",
-    "from_keras",
     "loss_scale",
     "loss_scaled",
     "noted",
     "scale_loss",
-    "to_flax",
-    "to_jmp",
-    "to_keras",
     "unscale",
     "value_and_grad",
 ]

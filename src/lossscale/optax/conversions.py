@@ -1,14 +1,12 @@
-"""The loss scale of jmp and of Flax as a rule and a state of `loss_scaled`, and back."""
+"""The loss scale of jmp and of Flax as a rule and a state of `loss_scaled`."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
@@ -17,10 +15,9 @@ from lossscale.errors import (
     ArgumentError,
     ArgumentTypeError,
     LossScaleWarning,
-    MissingPackageError,
 )
-from lossscale.optax.finding import state_in, states_below
-from lossscale.optax.scale_state import LossScaleState, scale_state_of, state_of
+from lossscale.optax.finding import states_below
+from lossscale.optax.scale_state import LossScaleState, state_of
 from lossscale.rules import DynamicScale, FixedScale, ScaleRule
 
 
@@ -62,67 +59,23 @@ def from_jmp(
     expected = "a jmp.DynamicLossScale, jmp.StaticLossScale or jmp.NoOpLossScale"
     if hasattr(loss_scale, "period"):
         _check_attributes(loss_scale, expected, ("loss_scale", "counter", "factor"))
-        factor = number_in("factor", loss_scale.factor)
+        factor = _number_in("factor", loss_scale.factor)
         lowest = loss_scale.min_loss_scale if min_scale is None else min_scale
         rule = _dynamic(
-            number_in("loss_scale", loss_scale.loss_scale),
-            growth_interval=int(number_in("period", loss_scale.period)),
+            _number_in("loss_scale", loss_scale.loss_scale),
+            growth_interval=int(_number_in("period", loss_scale.period)),
             growth_factor=factor,
             backoff_factor=1.0 / factor if factor else 0.0,
-            min_scale=number_in("min_scale", lowest),
+            min_scale=_number_in("min_scale", lowest),
             max_scale=_largest_of(loss_scale.loss_scale),
         )
-        good_steps = int(number_in("counter", loss_scale.counter))
-        return rule, converted_state(rule, {"good_steps": good_steps}, inner_state)
+        good_steps = int(_number_in("counter", loss_scale.counter))
+        return rule, _converted_state(rule, {"good_steps": good_steps}, inner_state)
     if hasattr(loss_scale, "adjust"):
         _check_attributes(loss_scale, expected, ("loss_scale",))
-        fixed = FixedScale(number_in("loss_scale", loss_scale.loss_scale))
-        return fixed, converted_state(fixed, {}, inner_state)
+        fixed = FixedScale(_number_in("loss_scale", loss_scale.loss_scale))
+        return fixed, _converted_state(fixed, {}, inner_state)
     raise ArgumentTypeError(_no_such("loss_scale", expected, loss_scale))
-
-
-def to_jmp(rule: ScaleRule, opt_state: Any) -> Any:
-    """Gives a loss scale to a program that scales its loss with `jmp`.
-
-    Args:
-        rule: The rule of the optimizer, a `FixedScale` or a `DynamicScale` without `max_scale`
-            whose two factors are the reciprocals of each other.
-        opt_state: Its state; what jmp's loop goes on with is the `inner_state` of it.
-
-    Returns:
-        A `jmp.DynamicLossScale`, or a `jmp.StaticLossScale` for a `FixedScale`.
-
-    Raises:
-        ArgumentError: If jmp has no such rule. It is a `ValueError`.
-        ArgumentTypeError: If `opt_state` has no loss scale. It is a `TypeError`.
-        MissingPackageError: If jmp is not installed. It is an `ImportError`.
-
-    Example:
-        >>> rule = lossscale.DynamicScale(initial_scale=8, growth_interval=5)
-        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), rule=rule)
-        >>> scale = lossscale.optax.to_jmp(rule, tx.init(jnp.ones(2)))
-        >>> float(scale.loss_scale), scale.period, scale.factor
-        (8.0, 5, 2)
-    """
-    fields = fields_of(rule, state_in(opt_state))
-    jmp = _imported("jmp", "jmp")
-    if isinstance(rule, FixedScale):
-        return jmp.StaticLossScale(jnp.asarray(rule.scale, jnp.float32))
-    dynamic = _checked_rule(rule, "jmp")
-    if not math.isclose(dynamic.growth_factor * dynamic.backoff_factor, 1.0, rel_tol=2.0**-23):
-        raise ArgumentError(
-            "jmp lowers the scale by the factor that it is raised by. Received: growth_factor="
-            f"{dynamic.growth_factor!r}, backoff_factor={dynamic.backoff_factor!r}, whose product "
-            "is not 1."
-        )
-    factor = dynamic.growth_factor
-    return jmp.DynamicLossScale(
-        loss_scale=jnp.array(fields["scale"], jnp.float32),
-        counter=jnp.array(fields["good_steps"], jnp.int32),
-        period=dynamic.growth_interval,
-        factor=int(factor) if factor.is_integer() else factor,
-        min_loss_scale=jnp.asarray(dynamic.min_scale, jnp.float32),
-    )
 
 
 def from_flax(dynamic_scale: Any, inner_state: Any) -> tuple[ScaleRule, LossScaleState]:
@@ -159,50 +112,15 @@ def from_flax(dynamic_scale: Any, inner_state: Any) -> tuple[ScaleRule, LossScal
     _check_attributes(dynamic_scale, expected, ("scale", *names), "dynamic_scale")
     lowest = dynamic_scale.minimum_scale
     rule = _dynamic(
-        number_in("scale", dynamic_scale.scale),
-        growth_interval=int(number_in("growth_interval", dynamic_scale.growth_interval)) + 1,
-        growth_factor=number_in("growth_factor", dynamic_scale.growth_factor),
-        backoff_factor=number_in("backoff_factor", dynamic_scale.backoff_factor),
-        min_scale=0.0 if lowest is None else number_in("minimum_scale", lowest),
+        _number_in("scale", dynamic_scale.scale),
+        growth_interval=int(_number_in("growth_interval", dynamic_scale.growth_interval)) + 1,
+        growth_factor=_number_in("growth_factor", dynamic_scale.growth_factor),
+        backoff_factor=_number_in("backoff_factor", dynamic_scale.backoff_factor),
+        min_scale=0.0 if lowest is None else _number_in("minimum_scale", lowest),
         max_scale=None,
     )
-    good_steps = int(number_in("fin_steps", dynamic_scale.fin_steps))
-    return rule, converted_state(rule, {"good_steps": good_steps}, inner_state)
-
-
-def to_flax(rule: ScaleRule, opt_state: Any) -> Any:
-    """Gives a loss scale to a program that scales its loss with Flax' `DynamicScale`.
-
-    Args:
-        rule: The rule of the optimizer, a `DynamicScale` without `max_scale`.
-        opt_state: Its state; what the program goes on with is the `inner_state` of it.
-
-    Returns:
-        A `flax.training.dynamic_scale.DynamicScale`.
-
-    Raises:
-        ArgumentError: If Flax has no such rule. It is a `ValueError`.
-        ArgumentTypeError: If `opt_state` has no loss scale. It is a `TypeError`.
-        MissingPackageError: If Flax is not installed. It is an `ImportError`.
-
-    Example:
-        >>> rule = lossscale.DynamicScale(initial_scale=8, growth_interval=5)
-        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), rule=rule)
-        >>> scale = lossscale.optax.to_flax(rule, tx.init(jnp.ones(2)))
-        >>> float(scale.scale), scale.growth_interval
-        (8.0, 4)
-    """
-    fields = fields_of(rule, state_in(opt_state))
-    module = _imported("flax.training.dynamic_scale", "flax")
-    dynamic = _checked_rule(rule, "Flax")
-    return module.DynamicScale(
-        growth_factor=dynamic.growth_factor,
-        backoff_factor=dynamic.backoff_factor,
-        growth_interval=dynamic.growth_interval - 1,
-        fin_steps=jnp.array(fields["good_steps"], jnp.int32),
-        scale=jnp.array(fields["scale"], jnp.float32),
-        minimum_scale=dynamic.min_scale,
-    )
+    good_steps = int(_number_in("fin_steps", dynamic_scale.fin_steps))
+    return rule, _converted_state(rule, {"good_steps": good_steps}, inner_state)
 
 
 def _dynamic(scale: float, *, min_scale: float, max_scale: float | None, **given: Any) -> Any:
@@ -222,7 +140,9 @@ def _dynamic(scale: float, *, min_scale: float, max_scale: float | None, **given
     return rule
 
 
-def converted_state(rule: ScaleRule, fields: Mapping[str, Any], inner_state: Any) -> LossScaleState:
+def _converted_state(
+    rule: ScaleRule, fields: Mapping[str, Any], inner_state: Any
+) -> LossScaleState:
     """The state for fields of the rule's state, brought into its range, with a warning."""
     if states_below(inner_state):
         raise AlreadyWrappedError(
@@ -243,26 +163,7 @@ def converted_state(rule: ScaleRule, fields: Mapping[str, Any], inner_state: Any
     return state_of(rule, restored, inner_state)
 
 
-def fields_of(rule: ScaleRule, state: LossScaleState) -> dict[str, Any]:
-    """The rule's state as Python numbers, by field."""
-    values = LossScaleState(
-        value_of(state.loss_scale),
-        {name: value_of(value) for name, value in state.rule_state.items()},
-        *state[2:],
-    )
-    found = scale_state_of(rule, values)._asdict()
-    return {
-        name: value.item() if hasattr(value, "item") else value for name, value in found.items()
-    }
-
-
-def value_of(array: Any) -> Any:
-    """The array that is in a leaf of a state."""
-    # flax.nnx keeps an array in a variable, which gives it when it is asked.
-    return array.get_value() if hasattr(array, "get_value") else array
-
-
-def number_in(name: str, value: Any) -> Any:
+def _number_in(name: str, value: Any) -> Any:
     """The Python number in an array.
 
     Raises:
@@ -296,27 +197,3 @@ def _check_attributes(
 
 def _no_such(argument: str, expected: str, given: Any) -> str:
     return f"`{argument}` must be {expected}. Received: a {type(given).__name__}."
-
-
-def _checked_rule(rule: ScaleRule, library: str) -> DynamicScale:
-    if not isinstance(rule, DynamicScale):
-        raise ArgumentError(
-            f"{library} has no rule like this one. Its dynamic scale is a DynamicScale. "
-            f"Received: {rule}."
-        )
-    if rule.max_scale is not None:
-        raise ArgumentError(
-            f"{library} has no highest scale. Use a rule with max_scale=None, or go on here. "
-            f"Received: {rule}."
-        )
-    return rule
-
-
-def _imported(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingPackageError(
-            f"This makes an object of {package}, which is not installed: pip install {package}. "
-            f"What failed: {error}."
-        ) from error

@@ -1,13 +1,4 @@
-"""Runs an inner transformation so that a step which is skipped changes nothing.
-
-Choosing between the new and the old state after the update costs memory: the new moments are used
-twice, as the output and in the update, and XLA copies the old ones to compute them twice. Here each
-new leaf of the state is chosen where it is made, and everything after reads what was chosen. If
-the step is applied, that is the new leaf. If not, it is the old one, and what is computed from it
-is not used. So nothing is copied, nothing branches, and all devices run the same operations.
-
-To know where a leaf is made, the transformation is traced once, and what was traced is evaluated.
-"""
+"""Runs an inner transformation so that a step which is skipped changes nothing."""
 
 from __future__ import annotations
 
@@ -17,15 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from lossscale.errors import ArgumentError
 from lossscale.jax import jaxprs
-from lossscale.optax.judging import (
-    each_finite,
-    is_gradient,
-    is_laid_out,
-    is_traced,
-    varying,
-)
+from lossscale.jax.apply_or_skip import chosen, gated, lasting_dtype, must_branch, strong
+from lossscale.optax.judging import each_finite, is_gradient, is_traced
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 """Takes gradients, state and parameters; returns updates and the new state."""
@@ -48,13 +36,6 @@ def is_array(leaf: Any) -> bool:
     return bool(dtype != jax.dtypes.float0)
 
 
-def chosen(finite: Any, new: Any, old: Any) -> Any:
-    """The new leaf of a state if the step is applied, else the old one, in the dtype of that."""
-    if new is old:
-        return old
-    return _strong(jnp.where(finite, jnp.asarray(new, old.dtype), old))
-
-
 class Traced(NamedTuple):
     """What a transformation does, as JAX traced it.
 
@@ -62,12 +43,14 @@ class Traced(NamedTuple):
         jaxpr: From the leaves of gradients, state and parameters to those of updates and state.
         inputs: The leaves.
         updates: How many of the outputs are updates.
+        state: The new state, with the type of each array in its place.
         rebuild: Makes the updates and the new state from the outputs.
     """
 
     jaxpr: Any
     inputs: list[Any]
     updates: int
+    state: Any
     rebuild: Callable[[Sequence[Any]], tuple[Any, Any]]
 
 
@@ -84,7 +67,7 @@ def trace(update: Update, gradients: Any, state: Any, params: Any) -> Traced:
         parts = [jax.tree.flatten(updates), jax.tree.flatten(new_state)]
         found["structures"] = [part[1] for part in parts]
         # Of what is no array nothing is traced, and nothing of this trace may stay.
-        found["kept"] = [[None if is_array(x) else x for x in part[0]] for part in parts]
+        found["kept"] = [[None if is_array(x) else _untraced(x) for x in part[0]] for part in parts]
         return [x for part in parts for x in part[0] if is_array(x)]
 
     jaxpr = jax.make_jaxpr(flat)(*inputs)
@@ -98,7 +81,12 @@ def trace(update: Update, gradients: Any, state: Any, params: Any) -> Traced:
         return updates, new_state
 
     number = sum(x is None for x in found["kept"][0])
-    return Traced(jaxpr, inputs, number, rebuild)
+    _, new_state = rebuild(jaxpr.out_avals)
+    return Traced(jaxpr, inputs, number, new_state, rebuild)
+
+
+def _untraced(leaf: Any) -> Any:
+    return np.zeros(leaf.shape, leaf.dtype) if getattr(leaf, "dtype", None) is not None else leaf
 
 
 def run(
@@ -118,6 +106,10 @@ def run(
     Returns:
         The verdict, of the updates too if they were looked at; the updates, -0.0 on a skip; the
         new state.
+
+    Raises:
+        ArgumentError: If a step could not be skipped, since the state changes its form in it. It
+            is a `ValueError`.
     """
     if finite is None:
         updates, new_state = update(gradients, state, params)
@@ -125,35 +117,25 @@ def run(
     if not is_traced([finite]):
         return _run_at_once(update, finite, gradients, state, params, looks_itself)
     traced = trace(update, gradients, state, params)
-    old = [leaf for leaf in jax.tree.leaves(state) if is_array(leaf)]
-    old = [jnp.asarray(leaf) for leaf in old]
+    old = _old_values(state, traced.state)
     if looks_itself:
         outputs = jaxprs.evaluate(traced.jaxpr, traced.inputs)
         finite = finite & each_finite(outputs[: traced.updates])
-        news = _chosen_after(finite, outputs[traced.updates :], old)
-        updates = outputs[: traced.updates]
-    elif jaxprs.made_by_control_flow(traced.jaxpr, traced.updates) and _may_branch(finite, traced):
-        outputs = _branch(finite, traced, old)
-        return finite, *traced.rebuild(outputs)
+        new = outputs[traced.updates :]
+        outputs[traced.updates :] = [chosen(finite, n, o) for n, o in zip(new, old, strict=True)]
+    elif must_branch(traced.jaxpr, traced.updates, finite, traced.inputs):
+        return finite, *traced.rebuild(_branch(finite, traced, old))
     else:
-        outputs = jaxprs.evaluate(
-            traced.jaxpr,
-            traced.inputs,
-            gates=dict(enumerate(old, start=traced.updates)),
-            choose=lambda new, previous: chosen(finite, new, previous),
-        )
-        updates, news = outputs[: traced.updates], outputs[traced.updates :]
+        olds = dict(enumerate(old, start=traced.updates))
+        outputs = gated(traced.jaxpr, traced.inputs, olds, finite)
+    updates = outputs[: traced.updates]
     updates = [jnp.where(finite, update, skipped_like(update)) for update in updates]
-    return finite, *traced.rebuild([*updates, *news])
+    return finite, *traced.rebuild([*updates, *outputs[traced.updates :]])
 
 
-def _chosen_after(finite: Any, news: Sequence[Any], olds: Sequence[Any]) -> list[Any]:
-    return [chosen(finite, new, old) for new, old in zip(news, olds, strict=True)]
-
-
-def _may_branch(finite: Any, traced: Traced) -> bool:
-    # The two sides of a branch must agree on how devices hold what they return.
-    return not any(varying(leaf) or is_laid_out(leaf) for leaf in [finite, *traced.inputs])
+def lasting(new: Any, old: Any) -> Any:
+    """The new value of an applied step, in the dtype that it has if a step may be skipped."""
+    return strong(jnp.asarray(new, lasting_dtype(new, old)))
 
 
 def _branch(finite: Any, traced: Traced, old: list[Any]) -> list[Any]:
@@ -162,21 +144,20 @@ def _branch(finite: Any, traced: Traced, old: list[Any]) -> list[Any]:
     def applied() -> list[Any]:
         outputs = jaxprs.evaluate(traced.jaxpr, traced.inputs)
         updates, news = outputs[: traced.updates], outputs[traced.updates :]
-        same = [jnp.asarray(n, o.dtype) for n, o in zip(news, old, strict=True)]
-        return [*map(_strong, updates), *map(_strong, same)]
+        return [*map(strong, updates), *(lasting(new, o) for new, o in zip(news, old, strict=True))]
 
     def skipped() -> list[Any]:
         updates = [
             skipped_like(jnp.zeros(shape.shape, shape.dtype)) for shape in shapes[: traced.updates]
         ]
-        return [*map(_strong, updates), *map(_strong, old)]
+        kept = [
+            strong(jnp.asarray(o, lasting_dtype(new, o)))
+            for new, o in zip(shapes[traced.updates :], old, strict=True)
+        ]
+        return [*map(strong, updates), *kept]
 
     outputs: list[Any] = jax.lax.cond(finite, applied, skipped)
     return outputs
-
-
-def _strong(array: Any) -> Any:
-    return jax.lax.convert_element_type(array, array.dtype)
 
 
 def _run_at_once(
@@ -191,7 +172,14 @@ def _run_at_once(
             return finite, updates, _in_dtypes_of(state, new_state)
     else:
         updates = gradients
-    traced = trace(update, gradients, state, params)
+    try:
+        traced = trace(update, gradients, state, params)
+    except jax.errors.JAXTypeError:
+        # It looks at values in Python. Then updates are most likely made as the gradients are.
+        leaves, structure = jax.tree.flatten(updates)
+        arrays = iter(_no_updates(finite, [x for x in leaves if is_array(x)], leaves))
+        same = [next(arrays) if is_array(leaf) else leaf for leaf in leaves]
+        return finite, jax.tree.unflatten(structure, same), state
     shapes = traced.jaxpr.out_avals
     nothing = _no_updates(finite, shapes[: traced.updates], jax.tree.leaves(updates))
     updates, _ = traced.rebuild([*nothing, *shapes[traced.updates :]])
@@ -201,9 +189,9 @@ def _run_at_once(
 def _no_updates(finite: Any, shapes: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
     """Updates of these types that change nothing, divided among devices as the leaves are."""
     arrays = [leaf for leaf in leaves if is_array(leaf)]
-    if [array.shape for array in arrays] != [shape.shape for shape in shapes]:
+    if [jnp.shape(array) for array in arrays] != [jnp.shape(shape) for shape in shapes]:
         arrays = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
-    dtypes = tuple(shape.dtype for shape in shapes)
+    dtypes = tuple(jax.dtypes.result_type(shape) for shape in shapes)
     nothing: list[Any] = _skipped_jit(dtypes, finite, arrays)
     return nothing
 
@@ -215,10 +203,78 @@ def _skipped_jit(dtypes: tuple[Any, ...], finite: Any, arrays: list[Any]) -> lis
     return [jnp.where(finite, array, skipped_like(array)) for array in same]
 
 
-def _in_dtypes_of(old_state: Any, new_state: Any) -> Any:
-    def same(old: Any, new: Any) -> Any:
-        # A user may have put a Python number into the state.
-        dtype = getattr(old, "dtype", None)
-        return _strong(jnp.asarray(new, dtype)) if is_array(new) else new
+# --- The state before and after a step ------------------------------------------------------------
 
-    return jax.tree.map(same, old_state, new_state)
+
+def _by_path(state: Any) -> dict[Any, Any]:
+    """The arrays of a state by their places."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {path: leaf for path, leaf in leaves if is_array(leaf)}
+
+
+def _old_values(old_state: Any, new_state: Any) -> list[Any]:
+    """Returns the value that each array of the new state has if the step is skipped.
+
+    That is the one at its place in the old state. What only a step puts there (optax.monitor's
+    measurements) is 0 until one is applied.
+
+    Args:
+        old_state: The state before the step.
+        new_state: After it; the types of arrays are enough.
+    """
+    before, after = _by_path(old_state), _by_path(new_state)
+    lost = [path for path in before if path not in after]
+    if lost:
+        raise _form_changed(f"{_shown(lost[0])} is gone after the step")
+    if _static_parts_differ(jax.tree.structure(old_state), jax.tree.structure(new_state)):
+        raise _form_changed("what is no array in it is another after the step")
+    values = []
+    for path, new in after.items():
+        old = jnp.asarray(before[path]) if path in before else jnp.zeros(new.shape, new.dtype)
+        if old.shape != new.shape:
+            raise _form_changed(f"{_shown(path)} has the shape {old.shape}, and {new.shape} after")
+        values.append(old)
+    return values
+
+
+def _shown(path: Any) -> str:
+    return f"`{jax.tree_util.keystr(path)}`"
+
+
+def _form_changed(what: str) -> ArgumentError:
+    return ArgumentError(
+        "A step that is skipped must leave the state of the optimizer inside as it is, so the "
+        f"state has to keep its form from `init` on, which this one does not: {what}. Give it its "
+        "final form in `init`, and keep what changes in arrays."
+    )
+
+
+def _static_parts_differ(old: Any, new: Any) -> bool:
+    """Whether nodes of the same class hold other things that are no arrays."""
+    of_old, of_new = old.node_data(), new.node_data()
+    if of_old is None or of_new is None or of_old[0] is not of_new[0]:
+        return False
+    # The keys of a dictionary may become more.
+    if not issubclass(of_old[0], dict) and of_old[1] != of_new[1]:
+        return True
+    children = old.children(), new.children()
+    return len(children[0]) == len(children[1]) and any(
+        _static_parts_differ(a, b) for a, b in zip(*children, strict=True)
+    )
+
+
+def _in_dtypes_of(old_state: Any, new_state: Any) -> Any:
+    """Returns the new state of an applied step, in the dtypes it has if steps may be skipped."""
+
+    def same(old: Any, new: Any) -> Any:
+        if not is_array(new):
+            return new
+        # A user may have put a Python number into the state.
+        return lasting(jnp.asarray(new), jnp.asarray(old) if is_array(old) else jnp.asarray(new))
+
+    if jax.tree.structure(old_state) == jax.tree.structure(new_state):
+        return jax.tree.map(same, old_state, new_state)
+    before = _by_path(old_state)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, new: same(before.get(path, new), new), new_state
+    )

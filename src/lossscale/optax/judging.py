@@ -15,7 +15,9 @@ import jax.numpy as jnp
 
 from lossscale.common.sizes import small_and_large
 from lossscale.errors import ArgumentError, GradientsError
-from lossscale.jax.arrays import real_parts, unscaled, widened
+from lossscale.jax.apply_or_skip import is_laid_out, varying
+from lossscale.jax.jaxprs import static_size
+from lossscale.jax.scaling import real_parts, unscaled, widened
 from lossscale.rules import Seen
 
 
@@ -27,7 +29,7 @@ def is_gradient(leaf: Any) -> bool:
 
 def has_elements(leaves: Sequence[Any]) -> bool:
     """Whether there is anything to look at."""
-    return any(is_gradient(leaf) and leaf.size for leaf in leaves)
+    return any(is_gradient(leaf) and static_size(leaf) != 0 for leaf in leaves)
 
 
 def is_traced(leaves: Sequence[Any]) -> bool:
@@ -46,7 +48,7 @@ def each_finite(leaves: Sequence[Any], scale: Any = None, powers_of_two: bool = 
     if scale is not None:
         parts = unscaled(parts, scale, powers_of_two)
     apart = [part for part in parts if is_laid_out(part)]
-    small, large = small_and_large([p for p in parts if not is_laid_out(p)], lambda p: p.size)
+    small, large = small_and_large([p for p in parts if not is_laid_out(p)], static_size)
     joined = [jnp.concatenate([part.ravel() for part in group]) for group in small]
     sums = [jnp.sum(part - part).astype(jnp.float32) for part in [*joined, *large, *apart]]
     # In a list that is added up, so that parts of different devices need no common layout.
@@ -105,24 +107,3 @@ def seen_by_all(looked: Seen, axis_names: tuple[str, ...]) -> Seen:
         tuple(jax.lax.psum(count, axis_names) for count in looked.counts),
         None if elements is None else jax.lax.psum(elements, axis_names),
     )
-
-
-def varying(array: Any) -> frozenset[str]:
-    """The axes of the `shard_map` around along which an array differs, as far as JAX knows."""
-    kind = _type_of(array)
-    # JAX 0.10 keeps it in one of these, earlier ones in the other.
-    found = getattr(getattr(kind, "mat", None), "varying", None) or getattr(kind, "vma", None)
-    return frozenset(found or ())
-
-
-def is_laid_out(array: Any) -> bool:
-    """Whether the type of an array says how it is divided among devices.
-
-    Such an array cannot be joined with others, unless they are all brought to one place.
-    """
-    spec = getattr(getattr(_type_of(array), "sharding", None), "spec", None)
-    return any(axis is not None for axis in spec or ())
-
-
-def _type_of(array: Any) -> Any:
-    return jax.typeof(array) if hasattr(jax, "typeof") else None

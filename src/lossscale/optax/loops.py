@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.jax import arrays
+from lossscale.jax import scaling
 from lossscale.optax import judging
 from lossscale.optax.finding import described, has_loss_scale, state_in
 
@@ -64,7 +64,7 @@ def scale_loss(opt_state: Any, loss: Any) -> Any:
         >>> jax.grad(lambda w: lossscale.optax.scale_loss(opt_state, w.sum()))(jnp.ones(2))
         Array([8., 8.], dtype=float32)
     """
-    return arrays.scaled(loss, _single_scale(opt_state))
+    return scaling.scaled(loss, _single_scale(opt_state))
 
 
 def unscale(opt_state: Any, gradients: Any) -> Any:
@@ -92,7 +92,7 @@ def unscale(opt_state: Any, gradients: Any) -> Any:
     def divided(leaf: Any) -> Any:
         if not judging.is_gradient(leaf):
             return leaf
-        return arrays.unscaled([leaf], scale, powers_of_two=False)[0]
+        return scaling.unscaled([leaf], scale, powers_of_two=False)[0]
 
     return jax.tree.map(divided, gradients)
 
@@ -177,7 +177,7 @@ def value_and_grad(
             result = fun(*args, **kwargs)
             loss = _loss_in(result, has_aux)
             # The loss itself is returned: scaled and divided again, it could be infinite.
-            return arrays.scaled(loss, scale), _Result(result)
+            return scaling.scaled(loss, scale), _Result(result)
 
         found = grad(scaled, has_aux=True, **chosen, **options)(*args, **kwargs)
         if not (_is_pair(found) and _is_pair(found[0]) and isinstance(found[0][1], _Result)):

@@ -17,8 +17,9 @@ from lossscale.errors import (
     UnsupportedError,
 )
 from lossscale.jax import notes
-from lossscale.jax.arrays import unscaled
+from lossscale.jax.apply_or_skip import varying
 from lossscale.jax.notes import NoteState
+from lossscale.jax.scaling import unscaled
 from lossscale.optax import judging
 from lossscale.optax.scale_state import LossScaleState
 from lossscale.optax.transformation import LossScaled
@@ -127,7 +128,7 @@ class _Noted:
                 "Make it with the parameters that are trained: tx.init(params)."
             )
         found = dict(named_leaves(updates))
-        if any(map(judging.varying, found.values())):
+        if any(map(varying, found.values())):
             raise UnsupportedError(
                 "noted() keeps what all devices have together, and in this shard_map each has "
                 "gradients of its own. Leave noted() out, or use jit over sharded arrays."

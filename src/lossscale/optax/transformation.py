@@ -13,12 +13,12 @@ import optax
 
 from lossscale.arguments import rule_from_arguments
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
-from lossscale.jax.arrays import unscaled
-from lossscale.jax.magnitudes import seen
+from lossscale.jax.gradient_stats import seen
+from lossscale.jax.scaling import unscaled
 from lossscale.optax import gating, judging, scale_state
 from lossscale.optax.finding import states_below
 from lossscale.optax.scale_state import LossScaleState
-from lossscale.rules import ScaleRule
+from lossscale.rules import Needs, ScaleRule, Seen
 
 
 def loss_scaled(
@@ -192,7 +192,9 @@ def _move(
     gradients: Any,
 ) -> LossScaleState:
     verdict = jnp.asarray(True) if finite is None else finite
-    looked = seen(rule.needs, verdict, gradients, before.loss_scale, are_scaled=True)
+    looked = Seen(verdict)
+    if rule.needs != Needs():
+        looked = seen(rule.needs, verdict, gradients, before.loss_scale, are_scaled=True)
     return scale_state.moved(rule, before, judging.seen_by_all(looked, axis_names))
 
 

@@ -18,7 +18,7 @@ from lossscale.diagnostics.exponents import (
     Layout,
 )
 from lossscale.errors import ArgumentTypeError
-from lossscale.tensorflow.arrays import real_parts, stored
+from lossscale.tensorflow.scaling import real_parts, stored
 
 _PIECE = 2**16
 """Elements counted at a time: the intermediate tensors of so many stay in a processor's cache."""

@@ -9,8 +9,12 @@ from typing import Any, cast
 
 import tensorflow as tf
 
-from lossscale.common.documented_names import DocumentedNames, put_into_mixed_precision
-from lossscale.common.replacing import replace, submodule
+from lossscale.common.monkeypatch import (
+    DocumentedNames,
+    put_into_mixed_precision,
+    replace,
+    submodule,
+)
 from lossscale.errors import UnsupportedError
 from lossscale.tensorflow import private_names
 

@@ -11,8 +11,8 @@ import tensorflow as tf
 from lossscale.common.notes import DecidedStep, Noted, NotesOfVariables, Skip
 from lossscale.diagnostics.exponents import ExponentTable, Layout
 from lossscale.diagnostics.histogram import GradientHistogram
-from lossscale.tensorflow.arrays import real_parts
 from lossscale.tensorflow.exponents import count_bins, on_host
+from lossscale.tensorflow.scaling import real_parts
 
 
 class Notes(NotesOfVariables):

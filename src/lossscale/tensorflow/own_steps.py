@@ -8,10 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.common.autograph import as_written
+from lossscale.common.user_code import as_written
 from lossscale.diagnostics.measurement import Derived
-from lossscale.tensorflow.arrays import scaled, unscaled
 from lossscale.tensorflow.counting import summed
+from lossscale.tensorflow.scaling import scaled, unscaled
 
 
 def runner(

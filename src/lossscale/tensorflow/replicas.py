@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.common.autograph import as_written
-from lossscale.common.handover import Place
+from lossscale.common.scaled_gradient_tracker import TraceLocation
+from lossscale.common.user_code import as_written
 from lossscale.errors import ArgumentError, GradientsError
 
 _SUPPORTED_STRATEGIES = (
@@ -52,15 +52,15 @@ def check_strategy() -> None:
 
 
 @as_written
-def current_place() -> Place:
+def current_location() -> TraceLocation:
     """The graph being traced, None in eager mode, and the replica; all of them outside of one."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     replica = tf.distribute.get_replica_context()
     if replica is None:
-        return Place(graph, tuple(range(replica_count())))
+        return TraceLocation(graph, tuple(range(replica_count())))
     # A TPU traces all replicas at once: there the number is known only when the function runs.
     number = tf.get_static_value(replica.replica_id_in_sync_group)
-    return Place(graph, (0 if number is None else int(number),))
+    return TraceLocation(graph, (0 if number is None else int(number),))
 
 
 def replica_count() -> int:
@@ -82,7 +82,7 @@ def check_replica_context() -> None:
         )
 
 
-def agreed(finite: Any) -> Any:
+def all_replicas_finite(finite: Any) -> Any:
     """Whether the gradients are finite on every replica.
 
     Args:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from lossscale.common.autograph import as_written
 from lossscale.common.checks import scaled_value
+from lossscale.common.user_code import as_written
 from lossscale.errors import GradientsError
 from lossscale.tensorflow.tracing import translated
 

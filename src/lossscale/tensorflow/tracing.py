@@ -1,4 +1,8 @@
-"""What is being traced: whether XLA will compile it, and what users wrote that we call there."""
+"""What a function that is being traced needs: what compiles it, what is constant in it, and order.
+
+In a graph an operation runs only if something that is fetched depends on it. In eager mode all of
+this is nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ def translated(function: Callable[..., Any], *, by_default: bool = False) -> Cal
     """Returns a callable of the user's, with Python branches on tensors in it turned into graphs.
 
     AutoGraph translates what it meets in a translated function, and ours are none
-    (`common/autograph.py`).
+    (`common/user_code.py`).
 
     Args:
         function: The callable.
@@ -29,7 +33,68 @@ def translated(function: Callable[..., Any], *, by_default: bool = False) -> Cal
     """
     if tf.executing_eagerly():
         return function
-    found: Callable[..., Any] = tf_convert(
+    converted: Callable[..., Any] = tf_convert(
         function, control_status_ctx(), convert_by_default=by_default
     )
-    return found
+    return converted
+
+
+def static_verdict(finite: Any) -> bool | None:
+    """Whether a step is applied, if that is known already: in eager mode, and in a branch.
+
+    Args:
+        finite: A boolean scalar tensor, or a bool.
+
+    Returns:
+        None where it is known only when the step runs.
+    """
+    if isinstance(finite, bool):
+        return finite
+    value = tf.get_static_value(finite)
+    return None if value is None else bool(value)
+
+
+class ConstantFolding:
+    """A namespace for rules whose `where` chooses at once if the condition is known."""
+
+    def __init__(self, namespace: Any) -> None:
+        self._namespace = namespace
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._namespace, name)
+
+    def where(self, condition: Any, one: Any, other: Any) -> Any:
+        """Chooses between two values; their dtype may stay what it is."""
+        verdict = None if tf.executing_eagerly() else static_verdict(condition)
+        if verdict is None:
+            return self._namespace.where(condition, one, other)
+        return one if verdict else other
+
+
+def grouped(*results: Any) -> Any:
+    """Returns one operation that waits for all of these; None in eager mode.
+
+    Args:
+        results: Operations, tensors and nests of these; anything else in them is left out.
+    """
+    if tf.executing_eagerly():
+        return None
+    return tf.group(*_in_graph(results))
+
+
+def after(results: Any, value: Callable[[], Any]) -> Any:
+    """Returns the value of a callable, in a graph as a tensor that waits for `results`."""
+    if tf.executing_eagerly():
+        return value()
+    with tf.control_dependencies(_in_graph(results)):
+        return tf.identity(value())
+
+
+def _in_graph(results: Any) -> list[Any]:
+    local_results = tf.distribute.get_strategy().experimental_local_results
+    return [
+        part
+        for value in tf.nest.flatten(results)
+        for part in local_results(value)
+        if isinstance(part, (tf.Operation, tf.Tensor)) or hasattr(part, "_as_graph_element")
+    ]

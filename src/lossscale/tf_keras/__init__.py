@@ -1,6 +1,6 @@
-"""tf_keras, the Keras of TensorFlow 2: its new optimizers and its legacy ones."""
+"""tf_keras, the Keras of TensorFlow 2: its current optimizers and its legacy ones."""
 
-from lossscale.tf_keras.for_current_optimizers import TFKerasLossScaleOptimizer
-from lossscale.tf_keras.for_legacy_optimizers import TFKerasLegacyLossScaleOptimizer
+from lossscale.tf_keras.current import TFKerasLossScaleOptimizer
+from lossscale.tf_keras.legacy import TFKerasLegacyLossScaleOptimizer
 
 __all__ = ["TFKerasLegacyLossScaleOptimizer", "TFKerasLossScaleOptimizer"]

@@ -12,14 +12,14 @@ from typing import Any
 
 import tf_keras
 
-from lossscale.common.documented_names import (
+from lossscale.common.monkeypatch import (
     DocumentedNames,
     Wrapping,
     put_into_mixed_precision,
+    replace,
 )
-from lossscale.common.replacing import replace
 from lossscale.tf_keras import private_names
-from lossscale.tf_keras.for_current_optimizers import TFKerasLossScaleOptimizer
+from lossscale.tf_keras.current import TFKerasLossScaleOptimizer
 
 
 def put_in_place(names: DocumentedNames) -> contextlib.ExitStack:

@@ -10,6 +10,7 @@ import tf_keras
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.errors import UnsupportedError
 from lossscale.keras_common.monitor import MonitorBody
+from lossscale.tensorflow.notes import Notes
 
 
 class TFKerasLossScaleMonitor(MonitorBody, LossScaleMonitor, tf_keras.callbacks.Callback):
@@ -34,7 +35,7 @@ class TFKerasLossScaleMonitor(MonitorBody, LossScaleMonitor, tf_keras.callbacks.
         optimizer, every = model.optimizer, self._histograms_every()
         if optimizer._notes is not None and optimizer._notes.serves(every):
             return
-        optimizer._keep_notes(every)
+        optimizer._keep_notes(Notes(every))
         if model.built and model.trainable_variables:
             with model.distribute_strategy.scope():
                 optimizer._build_notes(model.trainable_variables)

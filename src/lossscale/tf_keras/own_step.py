@@ -12,10 +12,10 @@ from lossscale.diagnostics.tapping import replaced
 from lossscale.keras_common.own_step import OwnStep, Ran, Run, attributes_kept, optimizers_of
 from lossscale.keras_common.stand_ins import Recorder, Ways
 from lossscale.tensorflow import own_steps
-from lossscale.tensorflow.arrays import scaled, unscaled
+from lossscale.tensorflow.scaling import scaled, unscaled
 from lossscale.tensorflow.tape import recorded
 from lossscale.tensorflow.tracing import translated
-from lossscale.tf_keras.checks import flat_variables
+from lossscale.tf_keras.arguments import flat_variables
 
 Running = Callable[[bool], contextlib.AbstractContextManager[None]]
 

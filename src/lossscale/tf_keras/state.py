@@ -1,4 +1,4 @@
-"""The variables that hold a rule's state, and their place in a checkpoint."""
+"""The variables of loss scaling, and their place in a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,38 +7,29 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.common import host_rule
-from lossscale.keras_common.state import StateBody, kind_of_number
-from lossscale.rules import ScaleRule, ScaleState, Seen
-from lossscale.tensorflow import step
+from lossscale.keras_common.state import ScaleVariables, kind_of_number
+from lossscale.rules import ScaleRule, ScaleState, Seen, host_can_update, updates_on_host
 from lossscale.tensorflow.private_names import Trackable
-from lossscale.tensorflow.step import grouped
+from lossscale.tensorflow.tracing import ConstantFolding, grouped
 from lossscale.tf_keras.private_names import track_variable
 
 # The names that every release of TensorFlow wrote into checkpoints.
 _VARIABLE_NAMES = {"scale": "current_loss_scale"}
 _DTYPES = {"bool": tf.bool, "int": tf.int64, "float32": tf.float32}
-_NAMESPACE = step.Folding(tf)
+_NAMESPACE = ConstantFolding(tf)
 
 
-class State(StateBody):
-    """A rule and the variables that hold its state; a fixed scale has none.
-
-    Args:
-        rule: The rule that moves the state.
-        add_variable: Makes a scalar variable of a name, a dtype and a first value.
-    """
+class TFKerasScaleVariables(ScaleVariables):
+    """A rule and the variables that hold its state; a fixed scale has none."""
 
     _read = staticmethod(tf.convert_to_tensor)
 
-    def __init__(self, rule: ScaleRule, add_variable: Callable[[str, Any, Any], Any]) -> None:
-        self.rule = rule
-        self.first = rule.init()
-        self.variables: dict[str, Any] = {}
-        if rule.moves:
-            for field, value in zip(self.first._fields, self.first, strict=True):
-                name = _VARIABLE_NAMES.get(field, field)
-                self.variables[field] = add_variable(name, _DTYPES[kind_of_number(value)], value)
+    def __init__(self, rule: ScaleRule) -> None:
+        self.rule, self.first = rule, rule.init()
+        self.variables = {}
+        for field, value in self.first._asdict().items() if rule.moves else ():
+            name = _VARIABLE_NAMES.get(field, field)
+            self.variables[field] = new_variable(name, _DTYPES[kind_of_number(value)], value)
 
     @property
     def named(self) -> dict[str, Any]:
@@ -69,9 +60,10 @@ class State(StateBody):
             The operation that does it in a graph; None in eager mode.
         """
         in_graph = not tf.executing_eagerly() or tf.distribute.has_strategy()
-        if not in_graph and host_rule.host_can_move(self.rule):
-            before = self.first._replace(**step.numbers(self.variables))
-            for field, value in host_rule.changes(self.rule, before, bool(seen.finite)).items():
+        if not in_graph and host_can_update(self.rule):
+            numbers = {field: v.numpy().item() for field, v in self.variables.items()}
+            before = self.first._replace(**numbers)
+            for field, value in updates_on_host(self.rule, before, bool(seen.finite)).items():
                 self.variables[field].assign(value, read_value=False)
             return None
         before = self.read()
@@ -102,8 +94,8 @@ class LossScaleNode(Trackable):
         return {**self._children, **extras, **super()._trackable_children(save_type, **kwargs)}
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
-        found = {**self._children, **self._extras}.get(name)
-        return found if found is not None else super()._lookup_dependency(name, cached_dependencies)
+        own = {**self._children, **self._extras}.get(name)
+        return own if own is not None else super()._lookup_dependency(name, cached_dependencies)
 
     def _serialize_to_tensors(self) -> dict[str, Any]:
         in_graph = not tf.executing_eagerly()
@@ -119,6 +111,182 @@ class LossScaleNode(Trackable):
                 for name, value in restored_tensors.items()
             ]
         )
+
+
+# What the new optimizers call the variables of the older ones.
+_NEW_NAMES = {"iter": "_iterations", "learning_rate": "_learning_rate"}
+
+
+class OlderBaseOptimizer(Trackable):
+    """The child `base_optimizer` of checkpoints of TensorFlow 2.0 to 2.2; writes nothing.
+
+    There the inner optimizer stands below the loss scale optimizer, and its slots belong to that
+    child. Since 2.3 the two are one node, with an empty child of that name.
+
+    Args:
+        optimizer: The inner optimizer.
+        is_legacy: Whether its variables have the names of that time.
+        find_slot: Returns the slot of a variable by name, or None.
+    """
+
+    def __init__(
+        self, optimizer: Any, is_legacy: bool, find_slot: Callable[[Any, str], Any]
+    ) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+        self._is_legacy = is_legacy
+        self._find_slot = find_slot
+
+    @property
+    def _deferred_dependencies(self) -> Any:
+        # A legacy optimizer makes its variables late, and then looks here for their values.
+        return self._optimizer._deferred_dependencies
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        name = name if self._is_legacy else _NEW_NAMES.get(name, name)
+        return self._optimizer._lookup_dependency(name)
+
+    def _create_or_restore_slot_variable(self, **position: Any) -> Any:
+        slot = self._find_slot(position["variable"], position["slot_name"])
+        if slot is not None:
+            return slot
+        # A legacy optimizer makes it now; a new one cannot, and says so.
+        return self._optimizer._create_or_restore_slot_variable(**position)
+
+
+class StepCounter(tf.Variable):
+    """The step counter of the documents: a scalar int64 variable that is the sum of two others.
+
+    The documents count every call of `apply_gradients`. The inner optimizer must not count a
+    skipped one: Adam's bias correction and learning rate schedules follow its counter. In a
+    checkpoint stands the inner optimizer's counter, where every release of TensorFlow wrote its
+    only one, and beside the loss scale the number of skipped steps. So an old file restores as a
+    run without skips, and a plain optimizer reads from ours the counter that its own updates need.
+    Their sum is computed when it is read, and is right at once after any restore.
+
+    Args:
+        applied: Returns the inner optimizer's counter, which older optimizers make late.
+        skipped: Number of skipped steps, an int64 scalar variable.
+    """
+
+    dtype = tf.int64
+    shape = tf.TensorShape(())
+    name = "iteration:0"
+    trainable = False
+    constraint = None
+    synchronization = tf.VariableSynchronization.AUTO
+    aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    # Both parts have their own.
+    initializer = None
+
+    def __init__(self, applied: Callable[[], Any], skipped: Any) -> None:
+        # Past tf.Variable, which is abstract and would make a variable of its own.
+        self._applied = applied
+        self._skipped = skipped
+
+    def value(self) -> Any:
+        """Returns the number of steps, an int64 scalar tensor."""
+        return tf.convert_to_tensor(self._applied()) + tf.convert_to_tensor(self._skipped)
+
+    def read_value(self) -> Any:
+        """Returns the number of steps, an int64 scalar tensor."""
+        return self.value()
+
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Sets the number of steps; the inner optimizer's counter becomes it less the skips.
+
+        A number below that of the skips lowers that too: no optimizer works with a negative
+        counter (Adam's bias correction becomes NaN).
+
+        Returns:
+            This counter in eager mode, otherwise the operation that sets it.
+        """
+        value = tf.cast(value, tf.int64)
+        skipped = tf.minimum(tf.convert_to_tensor(self._skipped), value)
+        done = grouped(
+            self._skipped.assign(skipped, read_value=False),
+            self._applied().assign(value - skipped, read_value=False),
+        )
+        return self if done is None else done
+
+    def assign_add(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Adds to the number of steps; see `assign`."""
+        return self.assign(self.value() + tf.cast(delta, tf.int64))
+
+    def assign_sub(
+        self,
+        delta: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        """Subtracts from the number of steps; see `assign`."""
+        return self.assign(self.value() - tf.cast(delta, tf.int64))
+
+    def numpy(self) -> Any:
+        """Returns the number of steps as a NumPy integer."""
+        return self.value().numpy()
+
+    def eval(self, session: Any = None) -> Any:
+        """Returns the number of steps in a session of TensorFlow 1."""
+        return self.value().eval(session=session)
+
+    def get_shape(self) -> Any:
+        """Returns the shape, which is that of a scalar."""
+        return self.shape
+
+    @property
+    def device(self) -> str:
+        """The device of the inner optimizer's counter."""
+        device: str = self._applied().device
+        return device
+
+    @property
+    def graph(self) -> Any:
+        """The graph of the inner optimizer's counter."""
+        return self._applied().graph
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Any:
+        value = self.value()
+        if dtype is not None and not dtype.is_compatible_with(value.dtype):
+            raise TypeError(f"The step counter has the dtype int64, not {dtype.name}.")
+        return value
+
+    def _as_graph_element(self) -> Any:
+        # What a session fetches.
+        return self.value()
+
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    __index__ = __int__
+
+    def __float__(self) -> float:
+        return float(self.numpy())
+
+    def __bool__(self) -> bool:
+        return bool(self.numpy())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __repr__(self) -> str:
+        if tf.executing_eagerly():
+            return f"<StepCounter numpy={int(self)}>"
+        return "<StepCounter>"
 
 
 def new_variable(name: str, dtype: Any, value: Any) -> Any:

@@ -18,7 +18,7 @@ from lossscale.diagnostics.exponents import (
     Layout,
 )
 from lossscale.errors import ArgumentTypeError
-from lossscale.torch.arrays import real_parts
+from lossscale.torch.scaling import real_parts
 
 _PIECE_ON_CPU, _PIECE = 2**18, 2**24
 """Elements counted at a time: what stays in a processor's cache; elsewhere what fits in memory."""

@@ -10,8 +10,8 @@ import torch
 from lossscale.common.notes import DecidedStep, Noted, NotesOfVariables, Skip
 from lossscale.diagnostics.exponents import ExponentTable
 from lossscale.diagnostics.histogram import GradientHistogram
-from lossscale.torch.arrays import real_parts
 from lossscale.torch.exponents import count_bins, on_host
+from lossscale.torch.scaling import real_parts
 
 
 class Notes(NotesOfVariables):

@@ -1,6 +1,4 @@
-"""Loss scales of jmp, Flax and Keras go over and back: the scales that follow are the same."""
-
-import dataclasses
+"""Loss scales of jmp and Flax go over: the scales that follow are the same."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,6 @@ from lossscale.errors import (
     ArgumentError,
     ArgumentTypeError,
     LossScaleWarning,
-    MissingPackageError,
 )
 
 INNER = optax.sgd(0.5)
@@ -40,7 +37,7 @@ def ours(rule, opt_state, verdicts):
         for finite in verdicts:
             _, opt_state = tx.update(jnp.float32(1.0 if finite else np.inf), opt_state, PARAMS)
             found.append((float(opt_state.loss_scale), int(opt_state.rule_state["good_steps"])))
-    return found, opt_state
+    return found
 
 
 def theirs_jmp(scale, verdicts):
@@ -48,7 +45,7 @@ def theirs_jmp(scale, verdicts):
     for finite in verdicts:
         scale = scale.adjust(jnp.asarray(finite))
         found.append((float(scale.loss_scale), int(scale.counter)))
-    return found, scale
+    return found
 
 
 def theirs_flax(scale, verdicts):
@@ -59,7 +56,7 @@ def theirs_flax(scale, verdicts):
             grad = scale.value_and_grad(lambda weight, factor=factor: weight * factor)
             scale = grad(jnp.float32(1.0)).dynamic_scale
             found.append((float(scale.scale), int(scale.fin_steps)))
-    return found, scale
+    return found
 
 
 @st.composite
@@ -95,14 +92,14 @@ def flax_scales(draw):
 @given(jmp_scales(), steps)
 def test_a_run_of_jmp_goes_on_with_the_same_scales(scale, verdicts):
     rule, opt_state = lossscale.optax.from_jmp(scale, STATE)
-    assert ours(rule, opt_state, verdicts)[0] == theirs_jmp(scale, verdicts)[0]
+    assert ours(rule, opt_state, verdicts) == theirs_jmp(scale, verdicts)
 
 
 @settings(max_examples=10)
 @given(jmp_scales(factors=(3, 10, 1.5)), steps)
 def test_other_factors_of_jmp_differ_by_the_rounding_of_a_division(scale, verdicts):
     rule, opt_state = lossscale.optax.from_jmp(scale, STATE)
-    found, expected = ours(rule, opt_state, verdicts)[0], theirs_jmp(scale, verdicts)[0]
+    found, expected = ours(rule, opt_state, verdicts), theirs_jmp(scale, verdicts)
     assert [count for _, count in found] == [count for _, count in expected]
     np.testing.assert_allclose([s for s, _ in found], [s for s, _ in expected], rtol=2.0**-19)
 
@@ -111,47 +108,24 @@ def test_other_factors_of_jmp_differ_by_the_rounding_of_a_division(scale, verdic
 @given(flax_scales(), steps)
 def test_a_run_of_flax_goes_on_with_the_same_scales(scale, verdicts):
     rule, opt_state = lossscale.optax.from_flax(scale, STATE)
-    assert ours(rule, opt_state, verdicts)[0] == theirs_flax(scale, verdicts)[0]
-
-
-@settings(max_examples=10)
-@given(jmp_scales(), steps)
-def test_a_run_goes_on_with_jmp(scale, verdicts):
-    rule, opt_state = lossscale.optax.from_jmp(scale, STATE)
-    before, after = verdicts[:5], verdicts[5:]
-    _, opt_state = ours(rule, opt_state, before)
-    expected = theirs_jmp(theirs_jmp(scale, before)[1], after)[0]
-    assert theirs_jmp(lossscale.optax.to_jmp(rule, opt_state), after)[0] == expected
-
-
-@settings(max_examples=10)
-@given(flax_scales(), steps)
-def test_a_run_goes_on_with_flax(scale, verdicts):
-    rule, opt_state = lossscale.optax.from_flax(scale, STATE)
-    before, after = verdicts[:5], verdicts[5:]
-    _, opt_state = ours(rule, opt_state, before)
-    expected = theirs_flax(theirs_flax(scale, before)[1], after)[0]
-    assert theirs_flax(lossscale.optax.to_flax(rule, opt_state), after)[0] == expected
+    assert ours(rule, opt_state, verdicts) == theirs_flax(scale, verdicts)
 
 
 # What goes over.
 
 
-def test_every_setting_of_jmp_goes_over_and_back():
+def test_every_setting_of_jmp_goes_over():
     scale = jmp.DynamicLossScale(jnp.float32(64), jnp.int32(3), 7, 4, jnp.float32(0.25))
     rule, opt_state = lossscale.optax.from_jmp(scale, STATE)
     assert rule == DynamicScale(64, 7, 4, 0.25, min_scale=0.25)
-    back = lossscale.optax.to_jmp(rule, opt_state)
-    assert dataclasses.astuple(back) == dataclasses.astuple(scale)
-    assert type(back.factor) is int
-    assert (back.loss_scale.dtype, back.counter.dtype) == (jnp.float32, jnp.int32)
+    assert (float(opt_state.loss_scale), int(opt_state.rule_state["good_steps"])) == (64, 3)
 
 
-def test_every_setting_of_flax_goes_over_and_back():
+def test_every_setting_of_flax_goes_over():
     scale = FlaxScale(4.0, 0.25, 6, 3, 64.0, 0.5)
     rule, opt_state = lossscale.optax.from_flax(scale, STATE)
     assert rule == DynamicScale(64, 7, 4, 0.25, min_scale=0.5)
-    assert lossscale.optax.to_flax(rule, opt_state) == scale
+    assert (float(opt_state.loss_scale), int(opt_state.rule_state["good_steps"])) == (64, 3)
 
 
 @pytest.mark.parametrize("scale", [jmp.StaticLossScale(128), jmp.NoOpLossScale()])
@@ -159,9 +133,6 @@ def test_fixed_scales_of_jmp(scale):
     rule, opt_state = lossscale.optax.from_jmp(scale, STATE)
     assert rule == FixedScale(scale.loss_scale)
     assert float(opt_state.loss_scale) == scale.loss_scale
-    back = lossscale.optax.to_jmp(rule, opt_state)
-    assert isinstance(back, jmp.StaticLossScale)
-    assert back.loss_scale == scale.loss_scale
 
 
 def test_the_lowest_scale_can_be_given_since_jmp_loses_it():
@@ -185,7 +156,7 @@ def test_a_float16_scale_of_jmp_stays_below_its_largest_number():
     )
     rule, opt_state = lossscale.optax.from_jmp(scale, STATE)
     verdicts = [True, True, False, True]
-    assert ours(rule, opt_state, verdicts)[0] == theirs_jmp(scale, verdicts)[0]
+    assert ours(rule, opt_state, verdicts) == theirs_jmp(scale, verdicts)
 
 
 def test_the_state_inside_goes_on():
@@ -207,26 +178,6 @@ def test_the_state_inside_goes_on():
         jax.jit(tx.update, donate_argnums=1)(PARAMS, jax.tree.map(jnp.copy, opt_state), PARAMS)
 
 
-def test_the_values_of_keras_go_over_and_back():
-    rule = DynamicScale(growth_interval=9)
-    values = {
-        "dynamic_scale": np.float32(64),
-        "step_counter": jnp.int32(3),
-        "steps_skipped": 5,
-        "last_step_skipped": True,
-        "iteration": 12,
-        "learning_rate": 0.1,
-    }
-    opt_state = lossscale.optax.from_keras(rule, values, STATE)
-    assert (float(opt_state.loss_scale), int(opt_state.skipped_steps)) == (64, 5)
-    assert not opt_state.last_step_finite
-    assert int(opt_state.consecutive_skips) == 1
-    back = lossscale.optax.to_keras(rule, opt_state)
-    assert back == {name: values[name] for name in list(values)[:4]}
-    like = lossscale.optax.loss_scaled(INNER, rule=rule).init(PARAMS)
-    jax.tree.map(lambda a, b: np.testing.assert_equal(a.dtype, b.dtype), like, opt_state)
-
-
 # What cannot go over.
 
 
@@ -245,10 +196,6 @@ def test_another_object_is_refused():
         lossscale.optax.from_flax(jmp.DynamicLossScale(jnp.float32(64)), STATE)
     with pytest.raises(ArgumentTypeError, match=r"jmp\.DynamicLossScale.*a DynamicScale"):
         lossscale.optax.from_jmp(FlaxScale(), STATE)
-    with pytest.raises(ArgumentTypeError, match=r"optimizer\.variables"):
-        lossscale.optax.from_keras(DynamicScale(), [64.0], STATE)
-    with pytest.raises(ArgumentError, match="'dynamic_scale'"):
-        lossscale.optax.from_keras(DynamicScale(), {"current_loss_scale": 64.0}, STATE)
 
 
 def test_a_state_that_has_a_loss_scale_already_is_refused():
@@ -264,30 +211,3 @@ def test_a_scale_that_no_rule_can_have_is_brought_back_with_a_warning(number):
         rule, opt_state = lossscale.optax.from_jmp(scale, STATE)
     expected = 2.0**126 if number == 2.0**127 else 2.0**15
     assert (rule.initial_scale, float(opt_state.loss_scale)) == (expected, expected)
-    with pytest.warns(LossScaleWarning, match="Training goes on with"):
-        lossscale.optax.from_keras(DynamicScale(), {"dynamic_scale": number}, STATE)
-
-
-def test_rules_that_the_others_do_not_have_are_refused():
-    def state_for(rule):
-        return lossscale.optax.loss_scaled(INNER, rule=rule).init(PARAMS)
-
-    capped = DynamicScale(max_scale=2.0**20)
-    for convert in (lossscale.optax.to_jmp, lossscale.optax.to_flax):
-        with pytest.raises(ArgumentError, match="no highest scale"):
-            convert(capped, state_for(capped))
-    uneven = DynamicScale(growth_factor=2, backoff_factor=0.25)
-    with pytest.raises(ArgumentError, match="by the factor that it is raised by"):
-        lossscale.optax.to_jmp(uneven, state_for(uneven))
-    with pytest.raises(ArgumentError, match="Flax has no rule like this"):
-        lossscale.optax.to_flax(FixedScale(8), state_for(FixedScale(8)))
-    with pytest.raises(ArgumentTypeError, match="with loss scaling"):
-        lossscale.optax.to_jmp(DynamicScale(), STATE)
-
-
-def test_a_library_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "jmp", None)
-    rule = DynamicScale()
-    state = lossscale.optax.loss_scaled(INNER, rule=rule).init(PARAMS)
-    with pytest.raises(MissingPackageError, match="pip install jmp"):
-        lossscale.optax.to_jmp(rule, state)

@@ -16,8 +16,11 @@ from lossscale.errors import MissingPackageError
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
-PACKAGE = lossscale.jax
-MODULES = [found.name for found in pkgutil.walk_packages(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
+MODULES = [
+    found.name
+    for package in (lossscale.jax, lossscale.optax)
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -13,15 +13,13 @@ import lossscale.tf_keras
 
 PACKAGE = lossscale.tf_keras
 MODULES = [found.name for found in pkgutil.walk_packages(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
-WITH_EXAMPLES = {f"{PACKAGE.__name__}.{name}" for name in ("monitor", "verbs")}
+WITH_EXAMPLES = {f"{PACKAGE.__name__}.{name}" for name in ("monitor", "optimizer")}
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_print_what_they_show(name):
     module = importlib.import_module(name)
     names = {**vars(module), "tf_keras": tf_keras, "tf": tf, "lossscale": lossscale}
-    if name.endswith((".for_current_optimizers", ".for_legacy_optimizers")):
-        pytest.skip("its docstring is the one of lossscale.LossScaleOptimizer, for Keras 3")
     failed, tried = doctest.testmod(module, globs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert failed == 0
     assert (tried > 0) == (name in WITH_EXAMPLES)

@@ -1,30 +1,23 @@
-"""What differs between the backends of Keras 3: one module each, as `contract` describes it."""
+"""What differs between the backends of Keras 3: a file for each, with a subclass of `Backend`."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
 from lossscale.errors import UnsupportedError
-from lossscale.keras.backends.contract import Backend
+from lossscale.keras.backends.backend import Backend
 from lossscale.packages import BACKENDS
-
-if TYPE_CHECKING:
-    from lossscale.keras.backends import jax, tensorflow, torch
-
-    _JAX: Backend = jax
-    _TENSORFLOW: Backend = tensorflow
-    _TORCH: Backend = torch
 
 
 # Cached also because AutoGraph, in a function that is being traced, cannot translate an import.
 @functools.cache
 def load() -> Backend:
-    """Returns the module of Keras' backend."""
-    backend: Backend = module_for()
+    """Returns the `Backend` that Keras runs on."""
+    backend: Backend = module_for().BACKEND
     return backend
 
 

@@ -12,7 +12,7 @@ import keras
 
 from lossscale.diagnostics.measurement import Derived
 from lossscale.diagnostics.tapping import replaced
-from lossscale.jax.arrays import scaled, unscaled
+from lossscale.jax.scaling import scaled, unscaled
 from lossscale.keras.backends.own_steps import dtype_of
 
 

@@ -1,192 +1,207 @@
-"""PyTorch: eager, with one look at the verdict on the host for each step."""
+"""PyTorch: eager, with one wait for the verdict in each step.
+
+The state of the rule comes along with the verdict, so that the rule can run on Python numbers, and
+only what has changed goes back to the device. The rule's own operations would be some twenty
+kernels on scalars.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import keras
 import torch
 
 from lossscale.common.checks import scaled_value
-from lossscale.common.notes import NotesOfVariables, StepNotes
 from lossscale.errors import ArgumentError, GradientsError
-from lossscale.keras.backends import torch_state
-from lossscale.keras.backends.common import (
-    aggregation_name,
-    check_strategy,
-    known,
-    outside_traces,
-)
-from lossscale.keras.backends.common import flat_keras_variables as flat_variables
-from lossscale.keras.backends.common import is_keras_variable as is_variable
-from lossscale.keras.backends.common import only_place as current_place
-from lossscale.keras.state import Ledger
-from lossscale.keras.step import Arrays, Step
-from lossscale.rules import ScaleState
-from lossscale.torch import finite as finite_check
-from lossscale.torch import magnitudes
-from lossscale.torch.arrays import WIDE, scaled, unscaled
-from lossscale.torch.finite import all_finite
-
-__all__ = [
-    "aggregation_name",
-    "all_finite",
-    "cast",
-    "check_strategy",
-    "current_place",
-    "differentiate",
-    "flat_gradients",
-    "flat_variables",
-    "is_variable",
-    "known",
-    "namespace",
-    "new_notes",
-    "outside_traces",
-    "read",
-    "replica_count",
-    "run_step",
-    "scaled",
-    "symbolic_gradients",
-    "unscaled",
-]
-
-# Functions of Keras take a few times as long in eager mode.
-namespace = torch
+from lossscale.keras.backends.backend import Backend, OverflowCheck, Step
+from lossscale.keras.private_names import in_stateless_scope
+from lossscale.keras_common.state import ScaleVariables
+from lossscale.rules import ScaleRule, ScaleState, Seen, host_can_update, updates_on_host
+from lossscale.torch import gradient_stats, overflow_check, scaling
 
 
-def read(variable: Any) -> Any:
-    """The value of a Keras variable now, as a tensor of its own: variables change in place."""
-    return variable.value.detach().clone()
+class TorchBackend(Backend):
+    """What Keras computes with PyTorch."""
 
+    # Functions of Keras take a few times as long in eager mode.
+    namespace = torch
+    gradient_stats = staticmethod(gradient_stats.seen)
+    scaled = staticmethod(scaling.scaled)
+    unscaled = staticmethod(scaling.unscaled)
+    all_finite = staticmethod(overflow_check.all_finite)
+    no_gradients = staticmethod(torch.no_grad)
 
-def flat_gradients(gradients: Any) -> list[Any]:
-    """The gradients in a nest, without None."""
-    return [gradient for gradient in keras.tree.flatten(gradients) if gradient is not None]
+    # --- One step -----------------------------------------------------------------------------
 
-
-def replica_count() -> int:
-    """Always 1: this process applies its own gradients."""
-    return 1
-
-
-def cast(gradient: Any, dtype: str) -> Any:
-    """Returns a gradient, dense or sparse, in another dtype."""
-    return gradient.to(getattr(torch, dtype))
-
-
-_ARRAYS = Arrays(unscaled, all_finite, cast)
-
-
-def run_step(step: Step, inner: Any, ledger: Ledger, notes: StepNotes | None) -> None:
-    """Unscales and applies gradients or skips the step, with one wait for the verdict.
-
-    Args:
-        step: The step; this process applies its own gradients.
-        inner: The inner optimizer, built.
-        ledger: What the step moves besides.
-        notes: What a monitor wants noted, or None.
-    """
-    with torch.no_grad():
-        judged = unscale_and_judge(step, inner, ledger)
-        done = step._replace(gradients=judged.gradients, are_scaled=False)
-        seen = done.seen(magnitudes.seen, judged.finite)
-        if notes is not None:
-            notes.note(done.decided(_ARRAYS, judged.applied, None, is_shared=True))
-        if judged.applied:
-            inner.apply(done.for_inner(inner, _ARRAYS), step.variables)
-        if judged.on_host:
-            torch_state.move(ledger, inner, judged.state, judged.applied)
+    def check(
+        self, step: Step, rule: ScaleRule, inner: Any, scale_variables: ScaleVariables
+    ) -> OverflowCheck:
+        """Unscales dense gradients in the pass that checks them, and waits for the verdict."""
+        if step.divisor is None or not rule.powers_of_two or torch.compiler.is_compiling():
+            check = super().check(step, rule, inner, scale_variables)
+            return check._replace(all_finite=bool(check.all_finite))
+        gradients, dense, others = list(step.gradients), [], []
+        unscaled = Step(gradients, step.variables, None)
+        for index, gradient in enumerate(step.scaled_by_loss()):
+            if gradient is None:
+                if gradients[index] is not None:
+                    others.append(gradients[index])
+            elif gradient.dtype in scaling.WIDE and not gradient.is_sparse:
+                dense.append(index)
+            else:
+                [gradients[index]] = self.unscaled([gradient], step.divisor, True)
+                others.append(gradients[index])
+        if not dense:
+            finite = not rule.checks_gradients or bool(self.all_finite(gradients))
+            return OverflowCheck(finite, unscaled)
+        # A `.grad` is its user's: it may be added to or filled again, in ways that leave no trace.
+        keys = [(index, id(step.variables[index])) for index in dense]
+        copies = _copies(inner, [gradients[index] for index in dense], keys)
+        for index, copy in zip(dense, copies, strict=True):
+            gradients[index] = copy
+        scale = torch.as_tensor(step.divisor, dtype=torch.float32, device=copies[0].device)
+        if not rule.checks_gradients:
+            overflow_check.multiply_(copies, scale.reciprocal())
+            return OverflowCheck(True, unscaled)
+        found_inf: Any = overflow_check.unscale_(copies, scale.reciprocal())
+        if others:
+            found_inf = found_inf + torch.logical_not(self.all_finite(others)).to(found_inf)
+        state = None
+        if _host_can_update(scale_variables):
+            overflowed, state = _read_with(scale_variables, found_inf)
+            may_grow = not state.scale >= 1.0
         else:
-            ledger.move(seen)
+            # One number for the host.
+            answer = int((found_inf > 0) + 2 * torch.logical_not(scale >= 1.0))
+            overflowed, may_grow = bool(answer & 1), bool(answer & 2)
+        if may_grow and not overflowed:
+            # With a scale below 1 unscaling may overflow what was finite.
+            overflowed = not bool(self.all_finite(copies))
+        return OverflowCheck(not overflowed, unscaled, state)
 
+    def apply_or_skip(
+        self,
+        seen: Seen,
+        step: Step,
+        inner: Any,
+        apply: Callable[[Sequence[Any], Any], None],
+        update_scale: Callable[[Seen], None],
+    ) -> None:
+        """A Python `if`."""
+        if bool(seen.finite):
+            apply(step.gradients, step.divisor)
+        update_scale(seen)
 
-def new_notes(histograms_every: int | None, new_variable: Callable[..., Any]) -> NotesOfVariables:
-    """Returns what notes steps for a monitor.
-
-    Args:
-        histograms_every: At which multiples of this step number exponents are counted.
-        new_variable: Makes a Keras variable of a name, a dtype and a shape, with zeros in it.
-    """
-    from lossscale.torch.notes import Notes
-
-    return Notes(histograms_every)
-
-
-class Judged(NamedTuple):
-    """A step that was decided on.
-
-    Attributes:
-        gradients: Unscaled gradients; None where there is none.
-        finite: The verdict as a boolean scalar tensor, or as a bool if the host moves the state;
-            True if nothing was checked.
-        applied: The verdict on the host.
-        on_host: Whether the host can move the state.
-        state: The state before the step, as Python numbers; None if it was not read.
-    """
-
-    gradients: list[Any]
-    finite: Any
-    applied: bool
-    on_host: bool = False
-    state: ScaleState | None = None
-
-
-def unscale_and_judge(step: Step, inner: Any, ledger: Ledger) -> Judged:
-    """Unscales gradients and finds out whether the step is applied.
-
-    Args:
-        step: The step.
-        inner: The inner optimizer.
-        ledger: What the step moves besides.
-    """
-    on_host = torch_state.host_can_move(step, ledger)
-    in_one_pass = step.are_scaled and step.decide is None and step.powers_of_two
-    if not in_one_pass or torch.compiler.is_compiling():
-        finite = step.is_finite(_ARRAYS)
-        return Judged(step.unscaled(_ARRAYS), finite, finite is True or bool(finite))
-
-    result, copied, others = list(step.gradients), [], []
-    multiplied = step.of_the_loss
-    for index, gradient in enumerate(multiplied):
-        if gradient is None:
-            if result[index] is not None:
-                others.append(result[index])
-        elif gradient.dtype in WIDE and not gradient.is_sparse:
-            copied.append(index)
+    def update_on_host(self, optimizer: Any, seen: Seen, state_on_host: ScaleState | None) -> bool:
+        """Updates the loss scale and the counters, if the host has read it or nothing moves it."""
+        state, skipped = optimizer._state, optimizer._steps_skipped._value
+        if state is None or not _host_can_update(state):
+            return False
+        if state_on_host is None:
+            if state.rule.checks_gradients:
+                return False
         else:
-            [result[index]] = unscaled([gradient], step.scale, True)
-            others.append(result[index])
+            updates = updates_on_host(state.rule, state_on_host, seen.finite)
+            for field, value in updates.items():
+                state.variables[field]._value.fill_(value)
+            optimizer._last_step_skipped._value.fill_(not seen.finite)
+            if not seen.finite:
+                skipped.add_(1)
+        applied = optimizer.inner_optimizer._iterations._value
+        optimizer._iterations._value.copy_(applied + skipped)
+        return True
 
-    if not copied:
-        finite = all_finite(result) if step.checks_gradients else True
-        return Judged(result, finite, finite is True or bool(finite))
-    # A `.grad` is its user's: it may be added to or filled again, in ways that leave no trace.
-    keys = [(index, id(step.variables[index])) for index in copied]
-    in_place = _copies(inner, [multiplied[index] for index in copied], keys)
-    for index, tensor in zip(copied, in_place, strict=True):
-        result[index] = tensor
-    scale = torch.as_tensor(step.scale, dtype=torch.float32, device=in_place[0].device)
-    if not step.checks_gradients:
-        finite_check.multiply_(in_place, scale.reciprocal())
-        return Judged(result, True, True, on_host)
-    found: Any = finite_check.unscale_(in_place, scale.reciprocal())
-    if others:
-        found = found + torch.logical_not(all_finite(others)).to(found)
-    state = None
-    if on_host:
-        overflowed, state = torch_state.read_with(ledger, found)
-        may_grow = not state.scale >= 1.0
-    else:
-        # One number for the host.
-        answer = int((found > 0) + 2 * torch.logical_not(scale >= 1.0))
-        overflowed, may_grow = bool(answer & 1), bool(answer & 2)
-    if may_grow and not overflowed:
-        # With a scale below 1 unscaling may overflow what was finite.
-        finite = all_finite(in_place)
-        return Judged(result, finite, bool(finite), on_host, state)
-    finite = not overflowed if on_host else found == 0
-    return Judged(result, finite, not overflowed, on_host, state)
+    def step_number(self, iterations: Any) -> None:
+        """Nobody asks: the notes of PyTorch count by themselves."""
+
+    # --- Variables and arrays -----------------------------------------------------------------
+
+    def read(self, variable: Any) -> Any:
+        """The value of a Keras variable now, as a tensor of its own: variables change in place."""
+        return variable.value.detach().clone()
+
+    def cast(self, gradient: Any, dtype: str) -> Any:
+        """Returns a gradient, dense or sparse, in another dtype."""
+        return gradient.to(getattr(torch, dtype))
+
+    # --- Gradients of a loss ------------------------------------------------------------------
+
+    def differentiate(
+        self,
+        loss: Any,
+        variables: Any,
+        scale: Callable[[Any], Any],
+        *,
+        tape: Any = None,
+        grad_loss: Any = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the gradients of a scaled loss, and the variables they belong to."""
+        if tape is not None:
+            raise ArgumentError("`tape` is for the TensorFlow backend. Leave it out.")
+        scaled_loss = scaled_value(loss, scale)
+        if callable(variables):
+            variables = variables()
+        if variables is None:
+            raise ArgumentError(
+                "`var_list` must be given on the PyTorch backend, which does not record the "
+                "variables a loss was computed from. Pass model.trainable_variables."
+            )
+        variables = self.flat_variables(variables)
+        if not scaled_loss.requires_grad:
+            raise GradientsError(
+                "The loss does not depend on any variable, so that it has no gradient."
+            )
+        if grad_loss is None and scaled_loss.ndim:
+            grad_loss = torch.ones_like(scaled_loss)
+        gradients = torch.autograd.grad(
+            scaled_loss, [v.value for v in variables], grad_loss, allow_unused=True
+        )
+        return list(gradients), variables
+
+    def symbolic_gradients(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
+        """Returns the gradients of a tensor, which knows how it was computed."""
+        gradients, _ = self.differentiate(loss, list(variables), lambda value: value)
+        return gradients
+
+
+def _host_can_update(state: ScaleVariables) -> bool:
+    """Whether the host updates the rule's state as the rule does on the device."""
+    return (
+        host_can_update(state.rule)
+        # Where values are passed in and out, variables do not hold them.
+        and not in_stateless_scope()
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _read_with(state: ScaleVariables, found_inf: Any) -> tuple[bool, ScaleState]:
+    """Waits for a verdict, and brings the rule's state along.
+
+    Args:
+        state: The state.
+        found_inf: float32 scalar tensor; not 0 if a gradient is not finite.
+
+    Returns:
+        Whether `found_inf` is not 0, and the state as Python numbers.
+    """
+    tensors = [state.variables[field]._value for field in state.first._fields]
+    together = [_bits(tensor).to(found_inf.device) for tensor in (found_inf, *tensors)]
+    overflowed, *bits = torch.stack(together).tolist()
+    numbers = [_number(tensor.dtype, bit) for tensor, bit in zip(tensors, bits, strict=True)]
+    return overflowed != 0, type(state.first)(*numbers)
+
+
+def _bits(tensor: Any) -> Any:
+    """The bits of a float32 scalar as an integer; of others their value."""
+    return tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor
+
+
+def _number(dtype: Any, bits: int) -> Any:
+    if dtype == torch.float32:
+        return struct.unpack("=f", struct.pack("=i", bits))[0]
+    return bool(bits) if dtype == torch.bool else bits
 
 
 def _copies(optimizer: Any, gradients: Sequence[Any], keys: Sequence[Any]) -> list[Any]:
@@ -213,47 +228,4 @@ def _copies(optimizer: Any, gradients: Sequence[Any], keys: Sequence[Any]) -> li
     return copies
 
 
-def differentiate(
-    loss: Any,
-    variables: Any,
-    scale: Callable[[Any], Any],
-    *,
-    tape: Any = None,
-    grad_loss: Any = None,
-) -> tuple[list[Any], list[Any]]:
-    """Returns the gradients of a scaled loss, and the variables they belong to.
-
-    Args:
-        loss: A callable without arguments, or a tensor with a gradient function.
-        variables: A list, one variable, or a callable that returns either.
-        scale: Multiplies a loss by the loss scale.
-        tape: Must be None: PyTorch has no tapes.
-        grad_loss: Tensor of the loss's shape that multiplies the gradients, or None.
-    """
-    if tape is not None:
-        raise ArgumentError("`tape` is for the TensorFlow backend. Leave it out.")
-    scaled_loss = scaled_value(loss, scale)
-    if callable(variables):
-        variables = variables()
-    if variables is None:
-        raise ArgumentError(
-            "`var_list` must be given on the PyTorch backend, which does not record the "
-            "variables a loss was computed from. Pass model.trainable_variables."
-        )
-    variables = flat_variables(variables)
-    if not scaled_loss.requires_grad:
-        raise GradientsError(
-            "The loss does not depend on any variable, so that it has no gradient."
-        )
-    if grad_loss is None and scaled_loss.ndim:
-        grad_loss = torch.ones_like(scaled_loss)
-    gradients = torch.autograd.grad(
-        scaled_loss, [v.value for v in variables], grad_loss, allow_unused=True
-    )
-    return list(gradients), variables
-
-
-def symbolic_gradients(loss: Any, variables: Sequence[Any]) -> list[Any]:
-    """Returns the gradients of a tensor, which knows how it was computed."""
-    gradients, _ = differentiate(loss, list(variables), lambda value: value)
-    return gradients
+BACKEND = TorchBackend()

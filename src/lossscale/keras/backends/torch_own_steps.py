@@ -12,7 +12,7 @@ import torch
 from lossscale.diagnostics.measurement import Derived
 from lossscale.diagnostics.tapping import replaced
 from lossscale.keras.backends.own_steps import dtype_of, state_of
-from lossscale.torch.arrays import scaled, unscaled
+from lossscale.torch.scaling import scaled, unscaled
 
 
 def runner(

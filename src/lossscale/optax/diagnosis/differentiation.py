@@ -13,7 +13,7 @@ import numpy as np
 from lossscale.diagnostics.measurement import Derived
 from lossscale.diagnostics.tapping import ACTIVATION
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.jax import arrays
+from lossscale.jax import scaling
 from lossscale.optax.diagnosis import tapping
 from lossscale.optax.noting import named_leaves
 
@@ -118,7 +118,7 @@ class Differentiation:
     def _gradients_of(self, form: _Form, dtype: Any) -> Callable[..., Any]:
         def gradients(traced: list[Any], scale: Any) -> Any:
             def scaled_loss(params: Any, data: Any) -> Any:
-                return arrays.scaled(self._loss(params, data, dtype), scale)
+                return scaling.scaled(self._loss(params, data, dtype), scale)
 
             if self._grad is None:
                 derive = jax.value_and_grad(scaled_loss, allow_int=True)

@@ -67,7 +67,7 @@ def _evaluated(
         if called is not None:
             made = _evaluated(*called, given, probes)
         else:
-            made = bind(equation, given)
+            made = bind(jaxpr, equation, given)
             if _is_named(equation):
                 made = [made[0] + next(probes)]
         values.update(zip(equation.outvars, made, strict=True))

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.diagnostics.measurement import NARROW, Derived
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.torch.arrays import real_parts, scaled, stored
 from lossscale.torch.diagnosis.kept import (
     KeptModel,
     copied,
@@ -23,6 +22,7 @@ from lossscale.torch.diagnosis.kept import (
 )
 from lossscale.torch.diagnosis.precisions import Precision
 from lossscale.torch.diagnosis.tapping import TappedModel
+from lossscale.torch.scaling import real_parts, scaled, stored
 
 LossFn = Callable[[Any, Any], Any]
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import distributed
 
-from lossscale.common.replacing import Installation, replace
+from lossscale.common.monkeypatch import Installation, replace
 from lossscale.torch.grad_scaler.arguments import DEFAULTS
 from lossscale.torch.grad_scaler.scaler import GradScaler
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lossscale.errors import ScalerArgumentError
-from lossscale.torch.arrays import scaled
+from lossscale.torch.scaling import scaled
 
 
 def first_tensor(outputs: Any) -> Any:

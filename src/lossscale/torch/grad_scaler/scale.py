@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from lossscale.common.host_rule import changes, host_can_move
 from lossscale.errors import CallOrderError
-from lossscale.rules import ScaleRule, ScaleState, Seen
+from lossscale.rules import ScaleRule, ScaleState, Seen, host_can_update, updates_on_host
 from lossscale.torch.grad_scaler import files as scaler_files
 from lossscale.torch.grad_scaler.arguments import as_of_a_scaler
 
@@ -38,8 +37,8 @@ def moved(rule: ScaleRule, state: ScaleState, seen: Seen) -> ScaleState:
         >>> moved(rule, rule.init(), Seen(False))
         ScaleState(scale=4.0, good_steps=0)
     """
-    if host_can_move(rule):
-        return state._replace(**changes(rule, state, seen.finite))
+    if host_can_update(rule):
+        return state._replace(**updates_on_host(rule, state, seen.finite))
     # Numbers of Python would be rounded otherwise than tensors.
     tensors = [
         torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float32)

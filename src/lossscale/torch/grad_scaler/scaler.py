@@ -20,7 +20,6 @@ from lossscale.errors import (
     UnsupportedError,
 )
 from lossscale.rules import Needs, ScaleRule, Seen
-from lossscale.torch.finite import all_finite
 from lossscale.torch.grad_scaler import steps as scaler_steps
 from lossscale.torch.grad_scaler.arguments import (
     DEFAULTS,
@@ -30,10 +29,11 @@ from lossscale.torch.grad_scaler.arguments import (
 from lossscale.torch.grad_scaler.outputs import first_tensor, held, scaled_nest
 from lossscale.torch.grad_scaler.scale import shown
 from lossscale.torch.grad_scaler.skips import SkipsOfScaler
+from lossscale.torch.gradient_stats import seen_by_all, together, with_verdict
 from lossscale.torch.gradients import Gradients, gradients_of, look_and_multiply_
 from lossscale.torch.layout import Layout
-from lossscale.torch.magnitudes import seen_by_all, together, with_verdict
 from lossscale.torch.optimizer.handing import is_dummy_step
+from lossscale.torch.overflow_check import all_finite
 from lossscale.torch.ranks import agreed, groups_of
 
 _READY, _UNSCALED, _STEPPED = OptState.READY, OptState.UNSCALED, OptState.STEPPED

@@ -12,9 +12,9 @@ import torch
 from lossscale.diagnostics.records import NonfiniteTensor
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, CallOrderError
 from lossscale.optimizer import LossScaleOptimizer
-from lossscale.torch.arrays import real_parts
 from lossscale.torch.optimizer.handing import FUSED
 from lossscale.torch.ranks import local
+from lossscale.torch.scaling import real_parts
 
 
 def check_optimizer(optimizer: Any) -> None:

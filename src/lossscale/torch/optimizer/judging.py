@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lossscale.common import host_rule
-from lossscale.rules import Needs, ScaleRule, Seen
-from lossscale.torch import gradients, magnitudes, ranks
+from lossscale.rules import Needs, ScaleRule, Seen, host_can_update
+from lossscale.torch import gradient_stats, gradients, ranks
 from lossscale.torch.gradients import Gradients
 from lossscale.torch.layout import Layout
 from lossscale.torch.optimizer import clipping, handing
@@ -57,7 +56,7 @@ def is_ordinary(inner: Any, rule: ScaleRule, scales: Any, clip_norm: float | Non
     return (
         clip_norm is None
         and isinstance(scales, HostScales)
-        and host_rule.host_can_move(rule)
+        and host_can_update(rule)
         and rule.checks_gradients
         and rule.powers_of_two
         and rule.lowest_scale is not None
@@ -183,7 +182,7 @@ class Judging:
         """Divides gradients that nobody looks at; the rule may move all the same."""
         sizes = self._magnitudes(given, scaled, layout)
         divisor = self._divide_unlooked(given, scaled, in_place)
-        return Verdict(True, magnitudes.on_host(sizes or Seen(True)), divisor=divisor)
+        return Verdict(True, gradient_stats.on_host(sizes or Seen(True)), divisor=divisor)
 
     def _divide_unlooked(self, given: Gradients, scaled: bool, in_place: bool) -> Any:
         """Divides gradients that nobody looks at; returns what a fused optimizer divides by."""
@@ -206,7 +205,7 @@ class Judging:
             here = found + _FINITE if given.given else found
             answer = ranks.agreed(here, layout.ranks).item()
             applied = answer != _NON_FINITE
-            seen = magnitudes.with_verdict(magnitudes.on_host(sizes or Seen(True)), applied)
+            seen = gradient_stats.with_verdict(gradient_stats.on_host(sizes or Seen(True)), applied)
             return Verdict(applied, seen, empty=answer == _ABSENT)
         if sizes is None:
             applied = not found.item()
@@ -235,7 +234,7 @@ class Judging:
         if needs == Needs():
             return None
         scale = self._scales.factors(given.device).scale
-        return magnitudes.seen_by_all(needs, given.given, layout, scale, are_scaled=scaled)
+        return gradient_stats.seen_by_all(needs, given.given, layout, scale, are_scaled=scaled)
 
     def _judge_and_clip(
         self, given: Gradients, scaled: bool, layout: Layout, scales: HostScales
@@ -316,7 +315,7 @@ class Judging:
         else:
             self._divide_unlooked(given, scaled, in_place=True)
             found = torch.zeros((), device=scales.home)
-        seen = magnitudes.with_verdict(sizes or Seen(None), found == 0)
+        seen = gradient_stats.with_verdict(sizes or Seen(None), found == 0)
         if self._clip_norm is not None and not in_place:
             self._clip(given, layout)
         if self._can_be_handed_a_verdict(layout):
@@ -357,5 +356,5 @@ def _told(found: Any, sizes: Seen) -> Verdict:
     largest = None if sizes.largest is None else next(numbers)
     counts = tuple(next(numbers) for _ in sizes.counts)
     elements = None if sizes.elements is None else next(numbers)
-    seen = magnitudes.with_verdict(Seen(finite, largest, counts, elements), finite)
+    seen = gradient_stats.with_verdict(Seen(finite, largest, counts, elements), finite)
     return Verdict(bool(finite), seen._replace(finite=bool(finite)))

@@ -12,7 +12,7 @@ from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checked_above_zero
 from lossscale.common.checks import check_not_wrapped, remember_wrapper
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, UnsupportedError
-from lossscale.optimizer import LossScaleOptimizer
+from lossscale.optimizer import LossScaleOptimizer, public
 from lossscale.torch.layout import Layout
 from lossscale.torch.optimizer import handing
 from lossscale.torch.optimizer.judging import is_ordinary
@@ -23,6 +23,7 @@ from lossscale.torch.optimizer.settings import InnerSettings
 from lossscale.torch.optimizer.verbs import Verbs
 
 
+@public("lossscale.torch", "LossScaleOptimizer")
 class TorchLossScaleOptimizer(
     InnerSettings,
     Verbs,

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lossscale.common import host_rule
-from lossscale.rules import ScaleRule, ScaleState, Seen
+from lossscale.rules import ScaleRule, ScaleState, Seen, host_can_update, updates_on_host
 
 CPU = torch.device("cpu")
 
@@ -98,7 +97,7 @@ class HostScales(Scales):
 
     def __init__(self, rule: ScaleRule, devices: Iterable[Any]) -> None:
         super().__init__(rule, devices)
-        self._as_numbers = host_rule.host_can_move(rule)
+        self._as_numbers = host_can_update(rule)
         self.counts = Counts(0, 0, False)
         self._set(self.first)
 
@@ -117,7 +116,7 @@ class HostScales(Scales):
     def move(self, seen: Seen) -> None:
         """Moves the state; `seen.finite` is a bool, the rest are float32 tensors of the CPU."""
         if self._as_numbers:
-            changed = host_rule.changes(self.rule, self.state, seen.finite)
+            changed = updates_on_host(self.rule, self.state, seen.finite)
             if not changed:
                 return
             self.state = self.state._replace(**changed)

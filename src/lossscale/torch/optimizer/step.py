@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lossscale.common.callers import stack_level
+from lossscale.common.user_code import stack_level
 from lossscale.errors import GradientsError, LossScaleWarning
 from lossscale.torch.gradients import Gradients
 from lossscale.torch.optimizer import handing

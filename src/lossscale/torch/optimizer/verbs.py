@@ -9,7 +9,7 @@ import torch
 
 from lossscale.common.checks import checked_pairs, flat_list
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError
-from lossscale.torch import arrays, ranks
+from lossscale.torch import ranks, scaling
 from lossscale.torch.optimizer import handing
 from lossscale.torch.optimizer.closures import Closures
 from lossscale.torch.optimizer.marks import JUDGED, SCALED, SCALED_BY_HAND, UNSCALED
@@ -50,13 +50,13 @@ class Verbs(Closures):
             # In compiled code too this is a tensor, never a number that it would be compiled for.
             scale = self._scales.factors(loss.device).scale
             if torch.compiler.is_compiling():
-                return arrays.widened(loss) * scale
+                return scaling.widened(loss) * scale
             if self._marks.was_scaled(loss):
                 raise GradientsError(
                     "This loss is scaled already, and its gradients would be too large by the loss "
                     "scale. Call scale_loss() once."
                 )
-            scaled = arrays.widened(loss) * scale
+            scaled = scaling.widened(loss) * scale
             self._marks.remember(scaled)
             return scaled
         try:
@@ -101,7 +101,7 @@ class Verbs(Closures):
             ) from None
         device = next((g.device for g in given if g is not None), torch.device("cpu"))
         scale = self._scales.factors(device).scale
-        unscaled = arrays.unscaled(given, scale, self._rule.powers_of_two)
+        unscaled = scaling.unscaled(given, scale, self._rule.powers_of_two)
         self._marks.stage = UNSCALED
         self._marks.divided += [(g, g._version) for g in given if g is not None]
         return unscaled

@@ -1,0 +1,112 @@
+"""What the optimizer is given: checks, made before anything changes, and configurations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from lossscale.arguments import check_described
+from lossscale.common.checks import check_not_wrapped
+from lossscale.errors import AlreadyWrappedError, ArgumentError
+from lossscale.older import configurations as older_configs
+
+# Keras' base class sets these on every optimizer. On a wrapper they would hide the settings of
+# the optimizer inside, which are the ones that have an effect.
+SETTINGS_OF_THE_BASE = (
+    "weight_decay",
+    "clipnorm",
+    "global_clipnorm",
+    "clipvalue",
+    "use_ema",
+    "ema_momentum",
+    "ema_overwrite_frequency",
+    "gradient_accumulation_steps",
+)
+
+
+def check_names(kwargs: dict[str, Any]) -> None:
+    """Checks that no argument was given that the constructor does not have.
+
+    Raises:
+        ArgumentError: If one was. It is a `ValueError`.
+    """
+    for setting in (*SETTINGS_OF_THE_BASE, "loss_scale_factor", "learning_rate"):
+        if setting in kwargs:
+            raise ArgumentError(
+                f"LossScaleOptimizer has no argument `{setting}`. "
+                f"Set `{setting}` on the `inner_optimizer`."
+            )
+    if kwargs:
+        raise ArgumentError(
+            f"LossScaleOptimizer has no arguments: `{'`, `'.join(kwargs)}`. It takes "
+            "inner_optimizer, dynamic, initial_scale, dynamic_growth_steps, rule and name."
+        )
+
+
+def check_inner(inner: Any) -> None:
+    """Checks that an optimizer can be wrapped.
+
+    Raises:
+        AlreadyWrappedError: If it has loss scaling already. It is a `TypeError`.
+        ArgumentError: If it has a fixed scale of its own. It is a `ValueError`.
+    """
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        raise AlreadyWrappedError(
+            "The optimizer to wrap is a LossScaleOptimizer itself; the gradients would be "
+            f"divided twice. Wrap the optimizer inside it. Received: {inner!r}."
+        )
+    check_not_wrapped(inner)
+    factor = getattr(inner, "loss_scale_factor", None)
+    if factor is not None:
+        raise ArgumentError(
+            f"The optimizer to wrap has a fixed loss scale of its own, loss_scale_factor="
+            f"{factor!r}, and the loss would be scaled twice. Leave `loss_scale_factor` out; for "
+            f"a fixed scale make LossScaleOptimizer(..., dynamic=False, initial_scale={factor!r})."
+        )
+
+
+def inner_from_config(config: Any, custom_objects: Any) -> Any:
+    """Returns the inner optimizer that a configuration of any release describes.
+
+    Args:
+        config: The configuration, or an optimizer, which is returned as it is.
+        custom_objects: Classes that Keras does not know, by class name.
+    """
+    if isinstance(config, keras.optimizers.Optimizer):
+        return config
+    check_described(config, "inner optimizer")
+    names = [config.get("class_name"), config.get("registered_name")]
+    registered = keras.saving.get_registered_object
+    own = {name: None for name in names if name and registered(name, custom_objects) is not None}
+    # A copy: Keras lower-cases the class name in the dictionary it is given.
+    config = older_configs.inner_config(config, own)
+    inner = keras.optimizers.deserialize(config, custom_objects=custom_objects)
+    if not isinstance(inner, str):
+        return inner
+    # Keras' way of saying that its own list has no optimizer of this name. It lacks some that
+    # Keras has (Lamb).
+    if config.get("module") is None and hasattr(keras.optimizers, inner):
+        config = {**config, "module": "keras.optimizers"}
+    try:
+        return keras.saving.deserialize_keras_object(config, custom_objects=custom_objects)
+    except TypeError as error:
+        raise ArgumentError(
+            f"The optimizer {inner!r} in the configuration is not known. Pass its class in "
+            f"custom_objects={{{inner!r}: ...}}."
+        ) from error
+
+
+@keras.saving.register_keras_serializable(package="lossscale")  # type: ignore[untyped-decorator]
+def hard_sigmoid(x: Any) -> Any:
+    """Returns TensorFlow's hard sigmoid: 0.2 x + 0.5, between 0 and 1. Keras 3's is x / 6 + 0.5.
+
+    Args:
+        x: A tensor of any shape.
+
+    Example:
+        >>> [round(float(hard_sigmoid(x)), 1) for x in (-3.0, 0.0, 1.0)]
+        [0.0, 0.5, 0.7]
+    """
+    return ops.clip(ops.add(ops.multiply(x, 0.2), 0.5), 0.0, 1.0)

@@ -1,0 +1,283 @@
+"""What loss scaling needs of a backend of Keras: each backend is a subclass of this class."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+
+from lossscale.common.checks import flat_list
+from lossscale.common.scaled_gradient_tracker import TraceLocation
+from lossscale.common.user_code import as_written
+from lossscale.keras_common.state import ScaleVariables
+from lossscale.rules import ScaleRule, ScaleState, Seen
+
+
+class Step(NamedTuple):
+    """The gradients of a step.
+
+    Attributes:
+        gradients: Those of this replica; None where there is none.
+        variables: Their variables.
+        divisor: What they still have to be divided by, a float32 scalar tensor or a number; None
+            if they are unscaled.
+    """
+
+    gradients: list[Any]
+    variables: list[Any]
+    divisor: Any
+
+    def scaled_by_loss(self) -> list[Any]:
+        """The gradients that the loss scale multiplied, None for others."""
+        return scaled_by_loss(self.gradients, self.variables)
+
+
+class OverflowCheck(NamedTuple):
+    """What a look at the gradients of a step gives.
+
+    Attributes:
+        all_finite: Whether all are once they are unscaled: a boolean scalar tensor, or a bool where
+            the host knows; True if nobody looked.
+        step: The step; unscaled, where that was done on the way.
+        state_on_host: The rule's state before the step as Python numbers, where the host has read
+            it.
+    """
+
+    all_finite: Any
+    step: Step
+    state_on_host: ScaleState | None = None
+
+
+class Backend:
+    """A backend of Keras. What stands here is right where nothing is replicated."""
+
+    # The array functions for `ScaleRule.update`, and what takes the stats that a rule needs.
+    namespace: Any
+    gradient_stats: Callable[..., Seen]
+
+    # --- One step, in this order --------------------------------------------------------------
+
+    def no_gradients(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it nothing is recorded to be differentiated."""
+        return contextlib.nullcontext()
+
+    def check_context(self) -> None:
+        """Raises where no step can be taken."""
+
+    def scale_for_trace(self, scale: Any, gradients: Sequence[Any]) -> Any:
+        """Returns the scale of the step as something that gradients can be divided by."""
+        return scale
+
+    def check(
+        self, step: Step, rule: ScaleRule, inner: Any, scale_variables: ScaleVariables
+    ) -> OverflowCheck:
+        """Finds out whether the gradients of a step are finite once they are unscaled.
+
+        Args:
+            step: The step of this replica.
+            rule: What says whether anybody looks, and whether the divisor is a power of two.
+            inner: The inner optimizer.
+            scale_variables: The rule's state.
+        """
+        if not rule.checks_gradients:
+            finite: Any = True
+        elif step.divisor is None:
+            finite = self.all_finite(step.gradients)
+        else:
+            scaled = step.scaled_by_loss()
+            finite = self.all_finite(scaled, step.divisor, rule.powers_of_two)
+            others = [
+                gradient
+                for gradient, multiplied in zip(step.gradients, scaled, strict=True)
+                if multiplied is None and gradient is not None
+            ]
+            if others:
+                finite = keras.ops.logical_and(finite, self.all_finite(others))
+        return OverflowCheck(finite, step)
+
+    def all_replicas_finite(self, finite: Any) -> Any:
+        """Whether the gradients are finite on every replica."""
+        return finite
+
+    def apply_or_skip(
+        self,
+        seen: Seen,
+        step: Step,
+        inner: Any,
+        apply: Callable[[Sequence[Any], Any], None],
+        update_scale: Callable[[Seen], None],
+    ) -> None:
+        """Applies gradients or does not, then updates the loss scale.
+
+        Args:
+            seen: What the rule sees.
+            step: The step.
+            inner: The inner optimizer.
+            apply: Divides a list of gradients by a divisor and applies it.
+            update_scale: Updates the loss scale and the counters, given what the rule sees.
+        """
+        raise NotImplementedError
+
+    def apply(self, inner: Any, step: Step, rule: ScaleRule, *, aggregate: bool) -> None:
+        """Unscales the gradients of a step and lets the inner optimizer apply them.
+
+        Args:
+            inner: The inner optimizer.
+            step: The step.
+            rule: What says whether the divisor is a power of two.
+            aggregate: Whether the inner optimizer sums the gradients of the replicas.
+        """
+        gradients = self.unscale(step, rule)
+        parts = (inner, *getattr(inner, "optimizers", ()))
+        if any(part.gradient_accumulation_steps for part in parts):
+            # It adds them to sums of the variables' dtype, and adds no two dtypes.
+            dtype_of = keras.backend.standardize_dtype
+            gradients = [
+                gradient
+                if gradient is None or dtype_of(gradient.dtype) == dtype_of(variable.dtype)
+                else self.cast(gradient, dtype_of(variable.dtype))
+                for gradient, variable in zip(gradients, step.variables, strict=True)
+            ]
+        self.apply_inner(inner, gradients, step.variables, aggregate=aggregate)
+
+    def unscale(self, step: Step, rule: ScaleRule) -> list[Any]:
+        """Returns the gradients of a step divided by the loss scale, if they have to be."""
+        if step.divisor is None:
+            return step.gradients
+        scaled = step.scaled_by_loss()
+        unscaled = self.unscaled(scaled, step.divisor, rule.powers_of_two)
+        return where_scaled(scaled, unscaled, step.gradients)
+
+    def apply_inner(
+        self, inner: Any, gradients: list[Any], variables: list[Any], *, aggregate: bool
+    ) -> None:
+        """Calls the inner optimizer."""
+        inner.apply(gradients, variables)
+
+    def update_on_host(self, optimizer: Any, seen: Seen, state_on_host: ScaleState | None) -> bool:
+        """Updates the loss scale and the counters of an optimizer with Python numbers.
+
+        Args:
+            optimizer: The loss scale optimizer.
+            seen: What the rule sees.
+            state_on_host: That of `OverflowCheck`.
+
+        Returns:
+            Whether it did; if not, the optimizer updates them with tensors.
+        """
+        return False
+
+    def static_verdict(self, finite: Any) -> bool | None:
+        """Whether the step is applied, if that is known before it runs, else None."""
+        return finite if isinstance(finite, bool) else None
+
+    def step_number(self, iterations: Any) -> Any:
+        """The number of the step that is taken, counted from 1; None where nobody asks."""
+        return self.read(iterations) + 1
+
+    # --- Where calls are made -----------------------------------------------------------------
+
+    def check_strategy(self) -> None:
+        """Raises under a distribution where loss scaling does not work."""
+
+    def current_location(self) -> TraceLocation:
+        """The function being traced, and the replica."""
+        return TraceLocation(graph=None, replicas=(0,))
+
+    def replica_count(self) -> int:
+        """How many replicas train together."""
+        return 1
+
+    def eager_scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it variables are set now and once, also where a function is being traced."""
+        return contextlib.nullcontext()
+
+    # --- Variables ----------------------------------------------------------------------------
+
+    def is_variable(self, value: Any) -> bool:
+        """Whether a gradient can be applied to it."""
+        return isinstance(value, keras.Variable)
+
+    def flat_variables(self, variables: Any) -> list[Any]:
+        """Returns a list of variables from one variable or a nest of them."""
+        return flat_list(variables, keras.tree.flatten, self.is_variable)
+
+    def read(self, variable: Any) -> Any:
+        """The value of a Keras variable now, as a tensor that does not change with it."""
+        raise NotImplementedError
+
+    # --- Arrays -------------------------------------------------------------------------------
+
+    def scaled(self, loss: Any, scale: Any) -> Any:
+        """Multiplies a loss by the scale, in float32 or wider."""
+        raise NotImplementedError
+
+    def unscaled(self, gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[Any]:
+        """Divides gradients by the scale, in float32 or wider; sparse stays sparse."""
+        raise NotImplementedError
+
+    def all_finite(
+        self, gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True
+    ) -> Any:
+        """Whether gradients are finite once they are unscaled, a boolean scalar tensor."""
+        raise NotImplementedError
+
+    def flat_gradients(self, gradients: Any) -> list[Any]:
+        """The gradients in a nest, without None."""
+        return [gradient for gradient in keras.tree.flatten(gradients) if gradient is not None]
+
+    def cast(self, gradient: Any, dtype: str) -> Any:
+        """Returns a gradient, dense or sparse, in another dtype."""
+        raise NotImplementedError
+
+    # --- Gradients of a loss ------------------------------------------------------------------
+
+    def differentiate(
+        self,
+        loss: Any,
+        variables: Any,
+        scale: Callable[[Any], Any],
+        *,
+        tape: Any = None,
+        grad_loss: Any = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the gradients of a scaled loss, and the variables they belong to.
+
+        Args:
+            loss: A callable without arguments, or a tensor that knows how it was computed.
+            variables: A list, one variable, or a callable that returns either; with a tape None
+                stands for the trainable variables that it watched.
+            scale: Multiplies a loss by the loss scale.
+            tape: A `tf.GradientTape`, or None.
+            grad_loss: Tensor of the loss's shape that multiplies the gradients, or None.
+        """
+        raise NotImplementedError
+
+    def symbolic_gradients(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
+        """Returns the gradients of a tensor of the function that is being traced."""
+        raise NotImplementedError
+
+
+@as_written
+def scaled_by_loss(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Returns the gradients that the loss scale multiplied, None for others.
+
+    A variable that Keras overwrites with its gradient (float8 statistics) has no gradient of the
+    loss, so nothing multiplied it.
+    """
+    return [
+        None if getattr(variable, "overwrite_with_gradient", False) else gradient
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+
+
+def where_scaled(
+    scaled: Sequence[Any], unscaled: Sequence[Any], gradients: Sequence[Any]
+) -> list[Any]:
+    """Returns what was unscaled, and the gradients that the loss scale did not multiply."""
+    return [
+        gradient if multiplied is None else divided
+        for multiplied, divided, gradient in zip(scaled, unscaled, gradients, strict=True)
+    ]

@@ -1,0 +1,489 @@
+"""The loss scale optimizer for Keras 3.
+
+A step goes through `scale_loss` or `get_scaled_loss`, then `apply_gradients` or `apply`, to `_step`
+here; how its parts are done stands in `backends`, a file for each backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import keras
+import numpy as np
+from keras import ops
+
+from lossscale.common.checks import check_own_name, check_some_gradient, with_gradient
+from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
+from lossscale.common.user_code import as_written
+from lossscale.errors import ArgumentError, GradientsError, UnknownSettingError
+from lossscale.keras import backends, saving, slots
+from lossscale.keras.arguments import (
+    SETTINGS_OF_THE_BASE,
+    check_inner,
+    check_names,
+    inner_from_config,
+)
+from lossscale.keras.backends.backend import (
+    Backend,
+    OverflowCheck,
+    Step,
+    scaled_by_loss,
+    where_scaled,
+)
+from lossscale.keras.private_names import no_automatic_dependency_tracking
+from lossscale.keras.state import KerasScaleVariables, StepCounter
+from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
+from lossscale.keras_common.state import arrays_in
+from lossscale.members import VariableList
+from lossscale.optimizer import LossScaleOptimizer, public
+from lossscale.rules import Needs, ScaleRule, Seen
+
+_OWN_ATTRIBUTES = frozenset(
+    {"inner_optimizer", "step_counter", "dynamic_scale", "loss_scale_state", "built", "name"}
+)
+_OWN_VARIABLES = ("step_counter", "dynamic_scale")
+
+
+@keras.saving.register_keras_serializable(package="lossscale", name="LossScaleOptimizer")
+@public("lossscale.keras")
+class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimizer):
+    __doc__ = LossScaleOptimizer.__doc__
+
+    _framework: ClassVar[str | None] = "keras"
+    _library = keras
+    _inner_attribute = "inner_optimizer"
+    _hidden = KerasCommonOptimizer._hidden | {"_inner_parts"}
+    _backend: Backend
+    _state: KerasScaleVariables | None
+    # Of Keras' base class.
+    built: bool
+    _tracker: Any
+
+    _check_names = staticmethod(check_names)
+    _check_inner = staticmethod(check_inner)
+
+    def _construct(self, inner_optimizer: Any, rule: ScaleRule, name: str | None) -> None:
+        backend = backends.load()
+        backend.check_strategy()
+        # Past Keras' own class, whose constructor would clear the inner optimizer's settings.
+        super(keras.optimizers.LossScaleOptimizer, self).__init__(  # type: ignore[call-arg]
+            learning_rate=0.0, name=name or "loss_scale_optimizer"
+        )
+        for setting in SETTINGS_OF_THE_BASE:
+            del self.__dict__[setting]
+        # Two variables of Keras' base class have no effect here. A new list, because TensorFlow
+        # saves no checkpoint of a list that something was taken out of.
+        del self._learning_rate, self._iterations
+        self._variables: Any = []
+        self._tracker = type(self._tracker)(
+            {"variables": (lambda value: isinstance(value, keras.Variable), self._variables)}
+        )
+        self._backend = backend
+        self.inner_optimizer = inner_optimizer
+        self._rule = rule
+        self._scaling = ScaledGradientTracker()
+        # What was loaded before the variables exist that it belongs to.
+        self._pending_values: dict[str, Any] | None = None
+        # Past attribute tracking, which would count these variables as own ones.
+        self.__dict__["_added_slots"] = {}
+        self.loss_scale_state = saving.LossScaleStore(self._own_values, self._set_own_values)
+        self._create_state()
+
+    def _create_state(self) -> None:
+        self._state = self._first_state()
+        variables = self._state.variables if self._state is not None else {}
+        self.step_counter = variables.get("good_steps")
+        self.dynamic_scale = variables.get("scale")
+        self._steps_skipped = self._add_own_variable("steps_skipped", "int", 0)
+        self._last_step_skipped = self._add_own_variable("last_step_skipped", "bool", False)
+        with keras.name_scope(self.name):
+            self._iterations = StepCounter(self.inner_optimizer, self._steps_skipped)
+        if all(variable is not self._iterations for variable in self._variables):
+            # Keras switches attribute tracking off while it compiles a model.
+            self._track_variable(self._iterations)
+        self._iterations.follow()
+
+    def _first_state(self) -> KerasScaleVariables | None:
+        return KerasScaleVariables(self._rule, self._add_own_variable, self._backend)
+
+    def _add_own_variable(self, name: str, dtype: str, value: Any) -> Any:
+        return self.add_variable(
+            shape=(),
+            dtype=dtype,
+            # An initializer of Keras would be looked up by its name, and compute.
+            initializer=lambda shape, dtype: np.full(shape, value, dtype),
+            # Every replica computes the same value.
+            aggregation="only_first_replica",
+            name=name,
+        )
+
+    def build(self, variables: Sequence[Any]) -> None:
+        if self.built:
+            return
+        inner = self.inner_optimizer
+        # Keras switches attribute tracking off for all objects at once, and by it an optimizer
+        # lists the variables that its `build` sets as attributes.
+        if not inner.built:
+            inner.build(list(variables))
+        self._remember_trained(list(variables))
+        self.built = True
+        saving.load_pending(self)
+        self._build_notes()
+
+    @no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
+    def _remember_trained(self, variables: list[Any]) -> None:
+        self._trainable_variables = variables
+        self._trainable_variables_indices = {
+            self._var_key(variable): index for index, variable in enumerate(variables)
+        }
+        # An optimizer of several keeps them where TensorFlow's checkpoints do not look.
+        parts = list(getattr(self.inner_optimizer, "optimizers", ()))
+        if parts:
+            self._inner_parts = parts
+
+    # --- What Keras' trainer calls; the documented loop is in the base class ------------------
+
+    @as_written
+    def scale_loss(self, loss: Any) -> Any:
+        self._scaling.note_scale_loss(self._backend.current_location())
+        return self._scaled(loss)
+
+    @as_written
+    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        grads = list(grads)
+        if not grads:
+            return
+        if trainable_variables is None:
+            trainable_variables = self._trainable_variables
+            if len(grads) != len(trainable_variables):
+                raise GradientsError(
+                    f"Expected one gradient for each of the {len(trainable_variables)} variables "
+                    f"the optimizer was built with. Received: {len(grads)} gradients. Pass the "
+                    "variables as `trainable_variables`, or call build(variables) first."
+                )
+        check_some_gradient(grads)
+        variables = list(trainable_variables)
+        self._scaling.check_apply()
+        self._step(grads, variables, scaled=True)
+        updated = with_gradient(grads, variables)
+        self._scaling.note_apply(self._backend.current_location(), updated)
+
+    def stateless_apply(
+        self,
+        optimizer_variables: Sequence[Any],
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any],
+    ) -> Any:
+        if not self.built or keras.backend.backend() == "tensorflow":
+            # The inner optimizer says why.
+            self.inner_optimizer.stateless_apply(optimizer_variables, grads, trainable_variables)
+        for name, values, expected in (
+            ("optimizer_variables", optimizer_variables, self.variables),
+            ("trainable_variables", trainable_variables, self._trainable_variables),
+        ):
+            if len(values) != len(expected):
+                raise ArgumentError(
+                    f"`{name}` must hold {len(expected)} values, one for each of the variables "
+                    f"of the optimizer. Received: {len(values)}."
+                )
+        # Past Keras' own class, which would skip the step itself. It calls `apply`.
+        return super(keras.optimizers.LossScaleOptimizer, self).stateless_apply(
+            optimizer_variables, grads, trainable_variables
+        )
+
+    # --- The step -----------------------------------------------------------------------------
+
+    def _step(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        *,
+        scaled: bool,
+        aggregate: bool = True,
+        name: str | None = None,
+    ) -> Any:
+        """Takes a step: checks the gradients, applies them or skips, updates the loss scale.
+
+        Args:
+            gradients: Those of this replica; None where there is none.
+            variables: Their variables.
+            scaled: Whether the gradients are those of the scaled loss.
+            aggregate: Whether the inner optimizer sums the gradients of the replicas.
+            name: Name of the operations, or None.
+        """
+        backend, rule, inner = self._backend, self._rule, self.inner_optimizer
+        with keras.name_scope(name or self.name), backend.no_gradients():
+            self.build(variables)
+            self._check_variables(variables)
+            backend.check_context()
+            needs_stats = rule.needs != Needs()
+            needs_scale = scaled or needs_stats or self._notes is not None
+            scale = self._current_scale() if needs_scale else None
+            divisor = backend.scale_for_trace(scale, gradients) if scaled else None
+            step = Step(list(gradients), list(variables), divisor)
+
+            if self._state is None:
+                # A loss scale of the older API sees the gradients, and decides itself.
+                step = step._replace(gradients=backend.unscale(step, rule), divisor=None)
+                check = OverflowCheck(self._decide(step.gradients), step)
+            else:
+                check = backend.check(step, rule, inner, self._state)
+                step = check.step
+            finite = backend.all_replicas_finite(check.all_finite)
+            seen = Seen(finite)
+            if needs_stats:
+                are_scaled = step.divisor is not None
+                seen = backend.gradient_stats(
+                    rule.needs, finite, step.scaled_by_loss(), scale, are_scaled=are_scaled
+                )
+            if self._notes is not None:
+                self._note(step, finite, scale, is_shared=not aggregate)
+
+            def apply(gradients: Sequence[Any], divisor: Any) -> None:
+                # On several replicas each has gradients and a divisor of its own.
+                own = Step(list(gradients), step.variables, divisor)
+                backend.apply(inner, own, rule, aggregate=aggregate)
+
+            def update_scale(seen: Seen) -> None:
+                if not backend.update_on_host(self, seen, check.state_on_host):
+                    self._update_scale(seen)
+
+            backend.apply_or_skip(seen, step, inner, apply, update_scale)
+        return self.iterations
+
+    def _check_variables(self, variables: Sequence[Any]) -> None:
+        """Raises for a variable that the inner optimizer does not know, before anything is done."""
+        # Once for each list: in eager mode looking every variable up takes longer than the rest.
+        # The optimizer keeps the variables it knows, so that no id is given to another one.
+        ids = tuple(map(id, variables))
+        if ids != self.__dict__.get("_checked_ids"):
+            self.inner_optimizer._check_variables_are_known(variables)
+            self.__dict__["_checked_ids"] = ids
+
+    def _update_scale(self, seen: Seen) -> None:
+        """Updates the loss scale after a step, and counts the step."""
+        if self._state is not None:
+            self._state.update(seen)
+        if self._rule.checks_gradients:
+            verdict = self._backend.static_verdict(seen.finite)
+            skipped = ops.logical_not(seen.finite) if verdict is None else not verdict
+            self._last_step_skipped.assign(skipped)
+            if verdict is None:
+                self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
+            elif skipped:
+                self._steps_skipped.assign_add(1)
+        self._iterations.follow()
+
+    # --- What a monitor reads of a step -------------------------------------------------------
+
+    def _note(self, step: Step, finite: Any, scale: Any, *, is_shared: bool) -> None:
+        def unscale(gradients: Sequence[Any]) -> list[Any]:
+            return self._backend.unscale(step._replace(gradients=list(gradients)), self._rule)
+
+        self._notes.note_step(
+            gradients=step.gradients,
+            variables=step.variables,
+            unscale=unscale,
+            finite=finite,
+            scale=scale,
+            number=self._backend.step_number(self._iterations),
+            is_shared=is_shared,
+        )
+
+    def _build_notes(self) -> None:
+        if self._notes is not None:
+            trained = self._trainable_variables
+            names = [getattr(variable, "path", variable.name) for variable in trained]
+            dtypes = [keras.backend.standardize_dtype(variable.dtype) for variable in trained]
+            with self._backend.eager_scope():
+                self._notes.build(trained, names, dtypes)
+
+    # --- Gradients of a loss ------------------------------------------------------------------
+
+    def minimize(
+        self,
+        loss: Any,
+        var_list: Any = None,
+        grad_loss: Any = None,
+        name: str | None = None,
+        tape: Any = None,
+    ) -> Any:
+        location = self._backend.current_location()
+        with self._scaling.isolated_step(location):
+            gradients, variables = self._differentiated(loss, var_list, grad_loss, tape)
+            unscaled = self._unscaled_by_verb(gradients, variables)
+            pairs = list(zip(unscaled, variables, strict=True))
+            return self._apply_unscaled(location, pairs, name)
+
+    def _unscaled_by_verb(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        scaled = scaled_by_loss(gradients, variables)
+        return where_scaled(scaled, self.get_unscaled_gradients(scaled), gradients)
+
+    def _differentiated(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> tuple[list[Any], list[Any]]:
+        return self._backend.differentiate(
+            loss, var_list, self.get_scaled_loss, tape=tape, grad_loss=grad_loss
+        )
+
+    def _symbolic(self, loss: Any, params: Sequence[Any]) -> list[Any]:
+        return self._backend.symbolic_gradients(self.get_scaled_loss(loss), params)
+
+    # --- What can be read ---------------------------------------------------------------------
+
+    @property
+    def loss_scale(self) -> Any:
+        return ops.cast(self._current_scale(), "float32")
+
+    @property
+    def dynamic_counter(self) -> Any:
+        return self.step_counter if self.dynamic else None
+
+    @property
+    def iterations(self) -> Any:
+        if self.gradient_accumulation_steps:
+            return ops.floor_divide(self._iterations, self.gradient_accumulation_steps)
+        return self._iterations
+
+    @iterations.setter
+    def iterations(self, value: Any) -> None:
+        self._iterations.assign(value)
+
+    @property
+    def variables(self) -> VariableList:
+        return VariableList([*self._lasting_variables, *getattr(self._notes, "variables", ())])
+
+    @property
+    def _lasting_variables(self) -> VariableList:
+        return VariableList([*self._variables, *self.inner_optimizer.variables])
+
+    # --- Settings -----------------------------------------------------------------------------
+
+    @property
+    def loss_scale_factor(self) -> None:
+        """Always None: Keras' own fixed loss scale, which this optimizer replaces."""
+        return None
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: Any) -> None:
+        if value is not None:
+            raise ArgumentError(
+                "`loss_scale_factor` would scale the loss a second time. For a fixed scale make "
+                f"LossScaleOptimizer(inner_optimizer, dynamic=False, initial_scale={value!r})."
+            )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_lock" not in (name, *self.__dict__) and not isinstance(value, keras.Variable):
+            # A subclass may set attributes before it calls Keras' constructor, as in TensorFlow.
+            object.__setattr__(self, name, value)
+            return
+        inner = self.__dict__.get("inner_optimizer")
+        if name in _OWN_VARIABLES and self.__dict__.get(name) is not None:
+            raise UnknownSettingError(
+                f"{name!r} is a variable. Set its value with {name}.assign({value!r})."
+            )
+        own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if inner is None or own or "_state" not in self.__dict__ or name in _OWN_ATTRIBUTES:
+            super().__setattr__(name, value)
+        elif hasattr(inner, name):
+            setattr(inner, name, value)
+        else:
+            check_own_name(inner, name, keras.optimizers)
+            # Only variables are tracked, to be saved: Keras' own lists cannot be copied.
+            if isinstance(value, keras.Variable):
+                super().__setattr__(name, value)
+            else:
+                object.__setattr__(self, name, value)
+            self._remember_name(name)
+
+    # --- Weights and slots; see `slots` -------------------------------------------------------
+
+    @property
+    def weights(self) -> VariableList:
+        return VariableList(slots.weights_of(self.inner_optimizer))
+
+    get_weights = slots.get_weights
+    set_weights = slots.set_weights
+    add_weight = slots.add_weight
+
+    def get_slot_names(self) -> list[str]:
+        return list(dict.fromkeys(name for names, _ in self._slots() for name in names))
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Excludes variables from the inner optimizer's weight decay; call it before `build`."""
+        self.inner_optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+    def _slots_of_inner(self) -> Slots:
+        return slots.slots_of(self.inner_optimizer, self._var_key)
+
+    def _names_of_slot(self, slot_name: str) -> set[str]:
+        return slots.names_of(self.inner_optimizer, slot_name)
+
+    def _new_slot(self, var: Any, slot_name: str, initializer: Any) -> Any:
+        return self.inner_optimizer.add_variable_from_reference(
+            var, name=slot_name, initializer=initializer
+        )
+
+    # --- Files, copies and configurations; see `saving` and `arguments` -----------------------
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes the inner optimizer's variables as an optimizer without loss scaling does."""
+        saving.save(self, store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads the inner optimizer's variables from a file of any of these optimizers.
+
+        Args:
+            store: A place of a Keras file that was written by this class, by an optimizer
+                without loss scaling, or by Keras' own LossScaleOptimizer. Before `build` the
+                values wait for it, unless they come from before `build` too.
+        """
+        saving.load(self, arrays_in(store))
+
+    _own_values = saving.own_values
+    _set_own_values = saving.set_own_values
+    _restore_scale = saving.restore_scale
+    _can_load = saving.can_load
+    _load_inner = saving.load_inner
+    _set_inner_values = saving.load
+
+    def _build_alike(self, other: Any) -> None:
+        if self.built:
+            other.build(self._trainable_variables)
+
+    def _inner_values(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        self.save_own_variables(values)
+        return {key: np.array(value) for key, value in values.items()}
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            **self._described_rule(),
+        }
+
+    _inner_from_config = staticmethod(inner_from_config)
+
+    # --- For loss scale objects without an optimizer ------------------------------------------
+
+    _arrays = staticmethod(backends.load)
+
+    @staticmethod
+    def _new_variable(name: str, dtype: Any, value: Any) -> Any:
+        return keras.Variable(
+            value,
+            dtype=None if dtype is None else keras.backend.standardize_dtype(dtype),
+            trainable=False,
+            aggregation="only_first_replica",
+            name=name,
+        )
+
+    @classmethod
+    def _new_state(cls, rule: ScaleRule) -> KerasScaleVariables:
+        return KerasScaleVariables(rule, cls._new_variable, backends.load())
+
+    @staticmethod
+    def _constant(value: float) -> Any:
+        return ops.convert_to_tensor(value, dtype="float32")

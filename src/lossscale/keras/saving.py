@@ -1,0 +1,193 @@
+"""What stands in Keras' files of an optimizer, and how it is loaded.
+
+In Keras' files the variables of an optimizer stand at one place, numbered. There the inner
+optimizer's variables are written exactly as an optimizer without loss scaling writes its own,
+and the loss scale beside them. So weights go from a plain Adam into a wrapped one, and back.
+
+Files of Keras' own LossScaleOptimizer lack what an optimizer sets as attributes in `build`, such as
+Nadam's product: it builds the optimizer inside it with attribute tracking off.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from lossscale.errors import LossScaleWarning
+from lossscale.keras.slots import numpy_of
+from lossscale.keras_common.state import ValueStore
+from lossscale.older.slots import kind_of, nadam_product
+
+# Keras' own LossScaleOptimizer writes these before the inner optimizer's variables. The first
+# two have no effect there.
+_KERAS_OWN_VARIABLES = ("iteration", "learning_rate", "step_counter", "dynamic_scale")
+
+
+class LossScaleStore(ValueStore, keras.losses.Loss):
+    """The place in a Keras file where the loss scale and the counters stand, by name."""
+
+
+# --- The inner optimizer's variables, by number ---------------------------------------------------
+
+
+def save(optimizer: Any, store: Any) -> None:
+    """Writes the inner optimizer's variables, or the values that wait for them."""
+    if optimizer._pending_values:
+        for key, value in optimizer._pending_values.items():
+            store[key] = value
+    else:
+        optimizer.inner_optimizer.save_own_variables(store)
+
+
+def load(optimizer: Any, values: dict[str, Any]) -> None:
+    """Sets the inner optimizer's variables, or lets the values wait until they exist."""
+    optimizer._pending_values = values
+    if optimizer.built or len(values) == len(optimizer.inner_optimizer.variables):
+        load_pending(optimizer)
+
+
+def load_pending(optimizer: Any) -> None:
+    """Sets the inner optimizer's variables that were loaded before they existed."""
+    values, optimizer._pending_values = optimizer._pending_values, None
+    if not values:
+        return
+    # The first step of a tf.function may be what builds the optimizer. Traced, these values
+    # would be set again on every step.
+    with optimizer._backend.eager_scope():
+        load_inner(optimizer, values)
+
+
+def can_load(optimizer: Any, count: int) -> bool:
+    """Whether a file with this many arrays can be one of the inner optimizer."""
+    inner, ahead = len(optimizer.inner_optimizer.variables), len(_KERAS_OWN_VARIABLES)
+    lacking = len(_variables_files_may_lack(optimizer, count))
+    return count in (inner, inner + ahead, inner - lacking, inner + ahead - lacking)
+
+
+def load_inner(optimizer: Any, values: dict[str, Any]) -> None:
+    """Sets the inner optimizer's variables from the arrays of a file, by number."""
+    inner, ahead = optimizer.inner_optimizer, len(_KERAS_OWN_VARIABLES)
+    lacking = _variables_files_may_lack(optimizer, len(values))
+    listed = len(inner.variables)
+    if lacking and len(values) in (listed - len(lacking), listed - len(lacking) + ahead):
+        before = len(values) - (listed - len(lacking))
+        values = _completed(values, before, lacking, inner)
+    if len(values) == listed + ahead:
+        own = {name: values[str(i)] for i, name in enumerate(_KERAS_OWN_VARIABLES)}
+        numbered = {int(key) - ahead: value for key, value in values.items()}
+        values = {str(key): value for key, value in numbered.items() if key >= 0}
+        restore_scale(optimizer, own)
+    inner.load_own_variables(values)
+    optimizer._iterations.follow()
+
+
+def _variables_files_may_lack(optimizer: Any, count: int) -> list[int]:
+    inner, ahead = optimizer.inner_optimizer, len(_KERAS_OWN_VARIABLES)
+    listed = len(inner.variables)
+    whole = count in (listed, listed + ahead)
+    if not optimizer.built or whole or hasattr(inner, "optimizers"):
+        return []
+    return _places_of_attributes(inner, optimizer._trainable_variables)
+
+
+# --- The loss scale and the counters, by name -----------------------------------------------------
+
+
+def own_values(optimizer: Any) -> dict[str, Any]:
+    """Returns the loss scale and the counters, by the names of their variables."""
+    return {variable.name: numpy_of(variable) for variable in optimizer._variables}
+
+
+def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
+    """Sets the loss scale and the counters, made valid for the rule."""
+    restore_scale(optimizer, values)
+    of_the_rule = [] if optimizer._state is None else optimizer._state.variables.values()
+    excluded = {id(variable) for variable in (optimizer._iterations, *of_the_rule)}
+    for variable in optimizer._variables:
+        if id(variable) not in excluded and variable.name in values:
+            variable.assign(values[variable.name])
+    if optimizer.built or "iteration" not in values:
+        optimizer._iterations.follow()
+    else:
+        # The inner optimizer's own count waits with its other variables.
+        optimizer._iterations.assign(values["iteration"])
+
+
+def restore_scale(optimizer: Any, values: Mapping[str, Any]) -> None:
+    """Sets the state of the rule from numbers of a file by the names of its variables."""
+    state, rule = optimizer._state, optimizer._rule
+    if state is None:
+        return
+    saved = {f: values[v.name].item() for f, v in state.variables.items() if v.name in values}
+    state.restore(saved)
+    scale = state.read().scale
+    if rule.moves and "scale" in saved and float(scale) != np.float32(saved["scale"]):
+        warnings.warn(
+            f"The saved loss scale, {saved['scale']}, is outside the range of {rule}. "
+            f"Training goes on with {float(scale)}.",
+            LossScaleWarning,
+            stacklevel=2,
+        )
+
+
+# --- Files that lack what an optimizer sets as attributes -----------------------------------------
+
+
+def _places_of_attributes(inner: Any, trained: Sequence[Any]) -> list[int]:
+    """Returns which of an optimizer's variables its `build` sets as attributes, by their places.
+
+    Args:
+        inner: A Keras optimizer that is built.
+        trained: The variables it was built with.
+    """
+    # Only while it builds can it be seen who lists a variable, so another one is built.
+    twin = type(inner).from_config(inner.get_config())
+    added = {id(variable) for variable in twin.variables}
+    track = twin._track_variable
+
+    def track_and_note(variable: Any) -> None:
+        added.add(id(variable))
+        track(variable)
+
+    twin.__dict__["_track_variable"] = track_and_note
+    twin.build(list(trained))
+    return [place for place, variable in enumerate(twin.variables) if id(variable) not in added]
+
+
+def _completed(
+    values: Mapping[str, Any], own: int, lacking: Sequence[int], inner: Any
+) -> dict[str, Any]:
+    """Returns the values of a file with the missing ones put in.
+
+    Args:
+        values: Arrays by number: `own` others, then the inner optimizer's, of which some lack.
+        own: How many come before those of the inner optimizer.
+        lacking: Places of the missing ones among the inner optimizer's variables.
+        inner: The inner optimizer.
+    """
+    saved = [values[str(number)] for number in range(len(values))]
+    arrays = iter(saved[own:])
+    variables = inner.variables
+    filled = [
+        numpy_of(variable) if place in lacking else next(arrays)
+        for place, variable in enumerate(variables)
+    ]
+    missing = [variables[place] for place in lacking]
+    product = getattr(inner, "_u_product", None)
+    if kind_of(inner) == "Nadam" and [id(v) for v in missing] == [id(product)]:
+        # These files count applied steps alone, so it can be computed.
+        steps = int(filled[0])
+        filled[lacking[0]] = nadam_product(float(inner.beta_1), steps)
+    else:
+        names = sorted({variable.path for variable in missing})
+        warnings.warn(
+            f"The file has no values for the variables {names} of {type(inner).__name__}: Keras' "
+            "own LossScaleOptimizer does not write them. They stay as they are.",
+            LossScaleWarning,
+            stacklevel=2,
+        )
+    return {str(number): value for number, value in enumerate([*saved[:own], *filled])}

@@ -1,0 +1,129 @@
+"""The variables of an optimizer of Keras 3 as the documents have them: weights and slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.keras_common.optimizer import Slots, check_shapes
+from lossscale.older.slots import kind_of, names_for
+
+
+def weights_of(inner: Any) -> list[Any]:
+    """Returns the counter of applied steps, then the state of an optimizer, without its rate."""
+    parts = [inner, *getattr(inner, "optimizers", ())]
+    excluded = {id(inner._iterations), *(id(part._learning_rate) for part in parts)}
+    rest = [variable for variable in inner.variables if id(variable) not in excluded]
+    return [inner._iterations, *rest]
+
+
+def names_of(inner: Any, slot_name: str) -> set[str]:
+    """Returns all names of a kind of slot."""
+    return set(names_for(kind_of(inner), [slot_name]))
+
+
+def slots_of(inner: Any, key_of: Callable[[Any], Any]) -> Slots:
+    """Yields the slots that an optimizer, or each one of several, made.
+
+    Args:
+        inner: The optimizer.
+        key_of: Returns the key of a reference variable.
+    """
+    for part in getattr(inner, "optimizers", None) or [inner]:
+        # Keras optimizers keep each kind of state in an attribute, a list with one variable (or
+        # None) for every variable they were built with; the slot's name ends the variable's. The
+        # two lists of Keras' base class can be as long, by chance.
+        references = part._trainable_variables
+        for attribute, values in vars(part).items():
+            if attribute in ("_trainable_variables", "_variables"):
+                continue
+            if not isinstance(values, (list, tuple)) or len(values) != len(references):
+                continue
+            slots = [
+                (reference, slot)
+                for reference, slot in zip(references, values, strict=True)
+                if isinstance(slot, keras.Variable)
+            ]
+            if slots:
+                names = {_slot_name(reference, slot) for reference, slot in slots}
+                yield sorted(names), {key_of(reference): slot for reference, slot in slots}
+
+
+def _slot_name(reference: Any, slot: Any) -> str:
+    # The prefix that Keras' add_variable_from_reference puts before the slot's name.
+    path = getattr(reference, "path", None) or str(reference.name).replace(":", "_")
+    return str(slot.name).removeprefix(path.replace("/", "_")).lstrip("_")
+
+
+def numpy_of(variable: Any) -> Any:
+    """Returns the value of a Keras variable as a new NumPy array."""
+    # NumPy 2 warns when it copies a tf.Variable, not when it copies its value.
+    return keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(variable))
+
+
+# Methods of the loss scale optimizer; `lossscale.members` documents them.
+
+
+def get_weights(optimizer: Any) -> list[Any]:
+    return [numpy_of(variable) for variable in optimizer.weights]
+
+
+def set_weights(optimizer: Any, weights: Sequence[Any]) -> None:
+    values = list(weights)
+    weights, all_variables = optimizer.weights, optimizer._lasting_variables
+    if len(values) == len(weights):
+        targets = weights
+    elif len(values) == len(all_variables):
+        targets = all_variables
+    else:
+        unbuilt = "" if optimizer.built else " It is not built yet: call build(variables) first."
+        raise ArgumentError(
+            f"The optimizer has {len(weights)} weights, or {len(all_variables)} variables with "
+            f"the loss scale and the learning rate. Received: {len(values)} arrays.{unbuilt}"
+        )
+    check_shapes(targets, [tuple(keras.ops.shape(value)) for value in values])
+    for variable, value in zip(targets, values, strict=True):
+        variable.assign(value)
+    optimizer._restore_scale(optimizer._own_values())
+    optimizer._iterations.follow()
+
+
+def add_weight(
+    optimizer: Any,
+    name: str,
+    shape: Any,
+    dtype: Any = None,
+    initializer: Any = "zeros",
+    trainable: bool | None = None,
+    synchronization: Any = None,
+    aggregation: Any = "none",
+) -> Any:
+    if getattr(synchronization, "name", "AUTO") != "AUTO":
+        raise ArgumentError(
+            "Keras 3 synchronizes the variables of an optimizer by itself. Leave "
+            f"`synchronization` out. Received: synchronization={synchronization!r}."
+        )
+    variable = optimizer.inner_optimizer.add_variable(
+        shape=tuple(shape),
+        initializer=initializer,
+        dtype=None if dtype is None else keras.backend.standardize_dtype(dtype),
+        aggregation=_aggregation_name(aggregation),
+        name=name,
+    )
+    if trainable:
+        variable.trainable = True
+    return variable
+
+
+def _aggregation_name(aggregation: Any) -> str:
+    """Returns Keras' name of an aggregation over replicas, from it or from an enumeration."""
+    name = getattr(aggregation, "name", aggregation)
+    if isinstance(name, str) or name is None:
+        return (name or "none").lower()
+    raise ArgumentTypeError(
+        "`aggregation` must be a tf.VariableAggregation or its name, such as 'none' or 'mean'. "
+        f"Received: aggregation={aggregation!r}."
+    )

@@ -1,0 +1,380 @@
+"""The base class of the loss scale optimizers of Keras 3 and of both families of tf_keras."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+from lossscale.arguments import config_from_rule, rule_from_arguments
+from lossscale.common.checks import (
+    checked_pairs,
+    remember_wrapper,
+    unknown_setting,
+    with_gradient,
+)
+from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
+from lossscale.common.user_code import as_written
+from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnknownSlotError
+from lossscale.keras_common.state import ScaleVariables
+from lossscale.optimizer import LossScaleOptimizer
+
+Slots = Iterator[tuple[list[str], dict[Any, Any]]]
+"""The names of each kind of slot, and its variables by the key of the reference variable."""
+
+
+class KerasCommonOptimizer(LossScaleOptimizer):
+    """What does not depend on the generation of Keras: verbs, settings, slots, copies.
+
+    A class for one generation adds its attributes, its step and its files; what it has to define
+    is declared here first.
+    """
+
+    # The module `keras` or `tf_keras`, and under which name `__dict__` has the inner optimizer.
+    _library: ClassVar[Any]
+    _inner_attribute: ClassVar[str]
+    # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
+    _notes: ClassVar[Any] = None
+    # Keras saves every object that dir() names and that can be saved. The inner optimizer's
+    # variables are written by the optimizer around it; named here, they would stand in the file
+    # twice, and a file of a plain optimizer would be missing the second copy. TensorFlow asks
+    # dir() for get_slot_names, and writes no checkpoint if slots are attributes as well.
+    _hidden: ClassVar[frozenset[str]] = frozenset({"inner_optimizer", "get_slot_names"})
+
+    # What is asked of arrays and variables: a `Backend` of Keras 3, or the `Arrays` of tf_keras.
+    _backend: Any
+    _scaling: ScaledGradientTracker
+    # None where a loss scale of the older API moves by its user's own code.
+    _state: ScaleVariables | None
+    # Scalar variables: in steps, and whether.
+    _steps_skipped: Any
+    _last_step_skipped: Any
+    # By the name of the slot and the key of its variable.
+    _added_slots: dict[tuple[str, Any], Any]
+
+    # Checks of arguments that nobody knows, and of the optimizer to wrap; then all attributes.
+    _check_names: Callable[[dict[str, Any]], None]
+    _check_inner: Callable[[Any], None]
+    _construct: Callable[[Any, Any, str | None], None]
+    # Takes a step, and returns what `apply_gradients` does.
+    _step: Callable[..., Any]
+    # The gradients of a scaled loss, given as a callable, and the variables they belong to; those
+    # of a tensor of the function that is being traced.
+    _differentiated: Callable[..., tuple[list[Any], list[Any]]]
+    _symbolic: Callable[..., list[Any]]
+    # The slots that the inner optimizer made; a new one, of a variable, a name and an initializer.
+    _slots_of_inner: Callable[[], Slots]
+    _new_slot: Callable[[Any, str, Any], Any]
+    # Builds a copy for the same variables: an optimizer knows them by identity.
+    _build_alike: Callable[[Any], None]
+    # The inner optimizer's variables as arrays; set, they wait until the variables exist.
+    _inner_values: Callable[[], Any]
+    _set_inner_values: Callable[[Any], None]
+    # The loss scale's variables and the counters by name; set, they are made valid for the rule.
+    _own_values: Callable[[], dict[str, Any]]
+    _set_own_values: Callable[[Any], None]
+    # For `LossScale` objects of the older API, which may be used without an optimizer: what others
+    # have as `_backend`; a new scalar variable, the variables of a rule, a constant.
+    _arrays: Callable[[], Any]
+    _new_variable: Callable[[str, Any, Any], Any]
+    _new_state: Callable[[Any], ScaleVariables]
+    _constant: Callable[[float], Any]
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        dynamic: Any = True,
+        initial_scale: Any = None,
+        dynamic_growth_steps: Any = None,
+        *,
+        rule: Any = None,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._check_names(kwargs)
+        rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
+        self._check_inner(inner_optimizer)
+        self._construct(inner_optimizer, rule, name)
+        remember_wrapper(inner_optimizer, self)
+
+    # --- The documented loop: scale the loss, unscale the gradients, apply them ---------------
+
+    @as_written
+    def get_scaled_loss(self, loss: Any) -> Any:
+        self._scaling.note_get_scaled_loss()
+        return self._scaled(loss)
+
+    def _scaled(self, loss: Any) -> Any:
+        if callable(loss):
+            return lambda: self._scaled(loss())
+        return self._backend.scaled(loss, self._current_scale())
+
+    @as_written
+    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+        try:
+            gradients = list(grads)
+        except TypeError:
+            raise ArgumentTypeError(
+                f"`grads` must be a list of gradients. Received: {grads!r}."
+            ) from None
+        number = sum(gradient is not None for gradient in gradients)
+        self._scaling.note_unscaled(self._backend.current_location(), number)
+        scale = self._current_scale()
+        return list(self._backend.unscaled(gradients, scale, self._rule.powers_of_two))
+
+    @as_written
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        name: str | None = None,
+        skip_gradients_aggregation: bool = False,
+        experimental_aggregate_gradients: bool = True,
+    ) -> Any:
+        gradients, variables = checked_pairs(grads_and_vars, self._backend.is_variable)
+        self._check_context()
+        location, updated = self._backend.current_location(), with_gradient(gradients, variables)
+        scaled = self._scaling.gradients_are_scaled(location, updated)
+        aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
+        result = self._step(gradients, variables, scaled=scaled, aggregate=aggregate, name=name)
+        self._scaling.note_applied(location, updated)
+        return result
+
+    def _check_context(self) -> None:
+        """Raises where no step can be taken."""
+
+    # --- Calls that do several of these -------------------------------------------------------
+
+    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+        location = self._backend.current_location()
+        params = self._backend.flat_variables(params)
+        with self._scaling.isolated_step(location):
+            if callable(loss):
+                gradients, _ = self._differentiated(loss, params)
+            else:
+                gradients = self._symbolic(loss, params)
+            for gradient, variable in zip(gradients, params, strict=True):
+                if gradient is None:
+                    raise GradientsError(
+                        f"The loss has no gradient with respect to {variable.name!r}: it does "
+                        "not depend on it, or an operation between them has no gradient. Leave "
+                        "the variable out of `params`."
+                    )
+            unscaled = self._unscaled_by_verb(gradients, params)
+        self._scaling.note_unscaled(location, len(unscaled))
+        return unscaled
+
+    def get_updates(self, loss: Any, params: Any) -> list[Any]:
+        location = self._backend.current_location()
+        with self._scaling.isolated_step(location):
+            gradients = self.get_gradients(loss, params)
+            pairs = list(zip(gradients, self._backend.flat_variables(params), strict=True))
+            return [self._apply_unscaled(location, pairs, None)]
+
+    def _unscaled_by_verb(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Returns what `get_unscaled_gradients`, maybe that of a subclass, makes of gradients."""
+        return list(self.get_unscaled_gradients(gradients))
+
+    def _apply_unscaled(self, location: Any, pairs: list[Any], name: str | None) -> Any:
+        # Also where a subclass unscales by itself, without the method that notes it.
+        self._scaling.note_all_unscaled(location)
+        named: dict[str, Any] = {} if name is None else {"name": name}
+        return self.apply_gradients(pairs, **named)
+
+    # --- What can be read ---------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        inner = type(self.inner_optimizer).__name__
+        return f"<LossScaleOptimizer {self.name!r} around {inner}, {self._rule}>"
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in self._hidden]
+
+    @property
+    def steps_skipped(self) -> Any:
+        return self._backend.read(self._steps_skipped)
+
+    @property
+    def last_step_skipped(self) -> Any:
+        return self._backend.read(self._last_step_skipped)
+
+    def _current_scale(self) -> Any:
+        # A loss scale that moves by itself has a method of its own in this place.
+        assert self._state is not None
+        return self._rule.loss_scale(self._state.read())
+
+    def _keep_notes(self, notes: Any) -> None:
+        """Lets steps note what a monitor reads; takes effect in functions that are traced later."""
+        # Past the attribute tracking of Keras and TensorFlow.
+        self.__dict__["_notes"] = notes
+
+    # --- The settings of the optimizer inside -------------------------------------------------
+
+    @property
+    def learning_rate(self) -> Any:
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    lr = learning_rate
+
+    def __getattr__(self, name: str) -> Any:
+        # Called only for names that are not found here.
+        inner = self.__dict__.get(type(self)._inner_attribute)
+        if inner is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            return getattr(inner, name)
+        except AttributeError:
+            raise unknown_setting(type(self), inner, name) from None
+
+    def _remember_name(self, name: str) -> None:
+        """Notes an attribute of the user's, which copies keep."""
+        self.__dict__.setdefault("_names_of_the_user", set()).add(name)
+
+    # --- Slots --------------------------------------------------------------------------------
+
+    def get_slot(self, var: Any, slot_name: str) -> Any:
+        slot = self._find_slot(var, slot_name)
+        if slot is None:
+            raise UnknownSlotError(
+                f"{type(self.inner_optimizer).__name__} has no slot {slot_name!r} for the "
+                f"variable {var.name!r}. Its slots are {self.get_slot_names()}; they exist for "
+                "the variables it was built with."
+            )
+        return slot
+
+    def add_slot(self, var: Any, slot_name: str, initializer: Any = "zeros") -> Any:
+        slot = self._find_slot(var, slot_name)
+        if slot is None:
+            slot = self._new_slot(var, slot_name, initializer)
+            self._added_slots[slot_name, self.inner_optimizer._var_key(var)] = slot
+        return slot
+
+    def _find_slot(self, var: Any, slot_name: str) -> Any:
+        wanted = self._names_of_slot(slot_name)
+        key = self.inner_optimizer._var_key(var)
+        for names, slots in self._slots():
+            if wanted & set(names) and key in slots:
+                return slots[key]
+        return None
+
+    def _names_of_slot(self, slot_name: str) -> set[str]:
+        """Returns all names of a kind of slot."""
+        return {slot_name}
+
+    def _slots(self) -> Slots:
+        yield from self._slots_of_inner()
+        by_name: dict[str, dict[Any, Any]] = {}
+        for (name, key), slot in self._added_slots.items():
+            by_name.setdefault(name, {})[key] = slot
+        for name, slots in by_name.items():
+            yield [name], slots
+
+    # --- Copies: made anew, from configurations and arrays ------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        rebuild, arguments = self.__reduce__()
+        other = rebuild(*copy.deepcopy(arguments, memo))
+        self._build_alike(other)
+        memo[id(self)] = other
+        return other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        cls, inner = type(self), self.inner_optimizer
+        return _rebuild, (
+            # The class as it stands in a module, of one that was combined with a wrapper's.
+            cls.__mro__[1] if vars(cls).get("_is_combined") else cls,
+            type(inner),
+            inner.get_config(),
+            self._constructor_arguments(),
+            self._inner_values(),
+            self._own_values(),
+            {name: getattr(self, name) for name in self.__dict__.get("_names_of_the_user", ())},
+        )
+
+    def _constructor_arguments(self) -> dict[str, Any]:
+        """Returns the arguments besides the inner optimizer that make this one again."""
+        return {"rule": self._rule, "name": self.__dict__.get("_given_name", self.name)}
+
+    # --- Configurations, and the library's registry of classes --------------------------------
+
+    def _described_rule(self) -> dict[str, Any]:
+        described = config_from_rule(self._rule)
+        if "rule" in described:
+            described["rule"]["class_name"] = self._registered_name(type(self._rule))
+        return described
+
+    @classmethod
+    def _registered_name(cls, named: type[Any]) -> str:
+        """Returns the name by which a configuration can name a class."""
+        name: str = cls._library.saving.get_registered_name(named)
+        return name
+
+    @classmethod
+    def _with_class_named(cls, described: Any, custom_objects: Any) -> dict[str, Any]:
+        """Returns `custom_objects` and the class that `described` names, if the library knows it.
+
+        Keras passes its own registry and the `custom_objects` of `load_model` to nobody.
+        """
+        name = described.get("class_name") if isinstance(described, dict) else None
+        registered = cls._library.saving.get_registered_object(name, custom_objects)
+        return {**(custom_objects or {}), **({} if registered is None else {name: registered})}
+
+    @classmethod
+    def _register(cls, combined: type[Any], written: type[Any]) -> None:
+        """Lets files name a class that was combined with a wrapper's."""
+        saving = cls._library.saving
+        package, _, name = saving.get_registered_name(written).rpartition(">")
+        package = package or vars(written).get("_package_in_files")
+        if package:
+            saving.register_keras_serializable(package=package, name=name)(combined)
+
+    # --- For loss scale objects without an optimizer ------------------------------------------
+
+    @staticmethod
+    def _operation(result: Any) -> Any:
+        """Returns what a caller has to run for an update to be made; None if it is made."""
+        return None
+
+    @staticmethod
+    def _after(result: Any, value: Any) -> Any:
+        """Returns a value that is there once an update was made."""
+        return value
+
+
+def _rebuild(
+    cls: type[Any],
+    inner_class: type[Any],
+    inner_config: dict[str, Any],
+    arguments: dict[str, Any],
+    inner_values: Any,
+    own_values: dict[str, Any],
+    attributes: dict[str, Any],
+) -> Any:
+    """Returns the optimizer that `__reduce__` has described."""
+    optimizer = cls(inner_class.from_config(inner_config), **arguments)
+    for name, value in attributes.items():
+        setattr(optimizer, name, value)
+    optimizer._set_own_values(own_values)
+    optimizer._set_inner_values(inner_values)
+    return optimizer
+
+
+# Pickles name it.
+_rebuild.__module__ = "lossscale.keras_common"
+
+
+def check_shapes(variables: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> None:
+    """Checks that arrays fit to variables, before any is set.
+
+    Raises:
+        ArgumentError: If one does not. It is a `ValueError`.
+    """
+    for variable, shape in zip(variables, shapes, strict=True):
+        if tuple(variable.shape) != shape:
+            raise ArgumentError(
+                f"The weight {variable.name!r} has the shape {tuple(variable.shape)}. "
+                f"Received: an array of shape {shape}. Nothing was changed."
+            )

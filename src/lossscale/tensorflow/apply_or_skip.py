@@ -1,0 +1,152 @@
+"""Applies a step or skips it, for every wrapper whose variables are TensorFlow's.
+
+A branch in eager mode, in a `tf.function`, on replicas of a `tf.distribute` strategy and in graphs
+of TensorFlow 1. Under XLA a branch around an optimizer would copy every variable. Instead each
+assignment chooses, by element, between the new value and the old one. What is read afterwards is
+the chosen value, so a skipped step is skipped whole, and XLA fuses the choice into the update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lossscale import registry
+from lossscale.common.user_code import as_written
+from lossscale.rules import Seen
+from lossscale.tensorflow.private_names import strategy_supports_no_merge_call
+from lossscale.tensorflow.tracing import after, grouped, in_xla
+
+_KERASES = tuple(framework.root for framework in registry.kerases())
+_ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
+
+
+def apply_or_skip(
+    seen: Seen,
+    gradients: Sequence[Any],
+    divisor: Any,
+    apply: Callable[[Sequence[Any], Any], Any],
+    update_scale: Callable[[Seen], Any],
+    kept: Callable[[], Sequence[Any]] | None = None,
+) -> Any:
+    """Applies gradients or does not, on all replicas alike, then updates the loss scale once.
+
+    Args:
+        seen: What the rule sees, with the replicas' common verdict, a boolean scalar tensor; or
+            True, to apply always.
+        gradients: Those of this replica.
+        divisor: What they have to be divided by, as this replica reads it; None if by nothing.
+        apply: Divides a list of gradients by a divisor and applies it; called in a replica context.
+        update_scale: Updates the loss scale, given what the rule sees; called once.
+        kept: Returns all variables that `apply` may change, if a step may be skipped by keeping
+            their old values instead of by a branch.
+
+    Returns:
+        The operation that does all this in a graph; None in eager mode.
+    """
+    finite = seen.finite
+    if kept is not None and finite is not True:
+        with _keeping_old_values(kept(), finite):
+            applied = apply(gradients, divisor)
+        return grouped(applied, update_scale(seen))
+    if not tf.distribute.has_strategy() and finite is not True:
+        # Where the verdict is a constant, most of a rule's operations are constants too.
+        return grouped(
+            tf.cond(
+                finite,
+                lambda: _finished(
+                    apply(gradients, divisor),
+                    update_scale(seen._replace(finite=tf.constant(True))),
+                ),
+                lambda: _finished(update_scale(seen._replace(finite=tf.constant(False)))),
+            )
+        )
+    if not tf.distribute.has_strategy() or strategy_supports_no_merge_call():
+        return grouped(_apply_if(finite, lambda: apply(gradients, divisor)), update_scale(seen))
+
+    @as_written
+    def in_cross_replica(strategy: Any, seen: Seen, gradients: Sequence[Any], divisor: Any) -> Any:
+        # All replicas see the same by now.
+        seen = tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], seen)
+        # The condition must stand outside the replicas: inside one of its branches they could
+        # not meet to sum their gradients.
+        applied = _apply_if(
+            seen.finite,
+            lambda: strategy.extended.call_for_each_replica(apply, args=(gradients, divisor)),
+        )
+        return grouped(applied, update_scale(seen))
+
+    replica = tf.distribute.get_replica_context()
+    return replica.merge_call(in_cross_replica, args=(seen, list(gradients), divisor))
+
+
+def _apply_if(finite: Any, apply: Callable[[], Any]) -> Any:
+    if finite is True:
+        return apply()
+    return tf.cond(finite, lambda: _finished(apply()), _finished)
+
+
+def _finished(*results: Any) -> Any:
+    """What a branch returns that has done all this."""
+    return after(results, lambda: tf.constant(True))
+
+
+def can_keep_old_values(inner_optimizer: Any, gradients: Sequence[Any]) -> bool:
+    """Whether the step that is being traced can be skipped by keeping old values.
+
+    Args:
+        inner_optimizer: It must be one of Keras' own: another may write to variables that it does
+            not list, or with operations that cannot be seen here. And it must not average
+            variables: XLA would round the averages otherwise than without a choice before them.
+        gradients: They must be dense: a scattered update has no old value to choose.
+    """
+    return (
+        in_xla()
+        and not tf.distribute.has_strategy()
+        and not any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients)
+        and all(
+            type(part).__module__.partition(".")[0] in _KERASES
+            and not getattr(part, "use_ema", False)
+            for part in (inner_optimizer, *getattr(inner_optimizer, "optimizers", ()))
+        )
+    )
+
+
+@contextlib.contextmanager
+def _keeping_old_values(variables: Sequence[Any], finite: Any) -> Iterator[None]:
+    """Within it assignments to these variables keep the old value unless `finite`.
+
+    Args:
+        variables: TensorFlow variables.
+        finite: A boolean scalar tensor of the function being traced.
+    """
+    # A mixed precision variable of tf_keras passes assignments on to the one it holds.
+    targets = list({id(v): v for v in (getattr(v, "_variable", v) for v in variables)}.values())
+    for target in targets:
+        target.__dict__.update(_choosing_assignments(target, finite))
+    try:
+        yield
+    finally:
+        for target in targets:
+            for name in _ASSIGNMENTS:
+                target.__dict__.pop(name, None)
+
+
+def _choosing_assignments(variable: Any, finite: Any) -> dict[str, Callable[..., Any]]:
+    write = variable.assign
+
+    def assign(value: Any, *args: Any, **kwargs: Any) -> Any:
+        old = variable.read_value()
+        value = tf.convert_to_tensor(value, dtype=old.dtype)
+        return write(tf.where(finite, value, old), *args, **kwargs)
+
+    def assign_add(delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return assign(variable.read_value() + delta, *args, **kwargs)
+
+    def assign_sub(delta: Any, *args: Any, **kwargs: Any) -> Any:
+        return assign(variable.read_value() - delta, *args, **kwargs)
+
+    return {"assign": assign, "assign_add": assign_add, "assign_sub": assign_sub}

@@ -1,0 +1,70 @@
+"""How large gradients are, with TensorFlow, for rules that need to see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lossscale.rules import Needs, Seen
+from lossscale.tensorflow.scaling import real_parts, widened
+
+
+def seen(
+    needs: Needs,
+    finite: Any,
+    gradients: Sequence[Any],
+    scale: Any,
+    *,
+    are_scaled: bool,
+    are_shared: bool = False,
+) -> Seen:
+    """Returns what a rule sees of a step, on all replicas together.
+
+    Args:
+        needs: What the rule needs, something; nothing else is computed.
+        finite: The verdict of all replicas, a boolean scalar tensor, or True if nobody looked.
+        gradients: Those of this replica: tensors, `tf.IndexedSlices` or None.
+        scale: The loss scale of the step, float32 scalar tensor.
+        are_scaled: Whether the gradients still have to be divided by it.
+        are_shared: Whether all replicas have the same gradients, summed already.
+    """
+
+    def together(value: Any, reduce: Any) -> Any:
+        return value if are_shared else _over_replicas(value, reduce)
+
+    parts = [tf.abs(widened(p)) for gradient in gradients for p in real_parts(gradient)]
+    largest = None
+    if needs.largest:
+        # Of no element the maximum is minus infinity.
+        maxima = [tf.cast(tf.reduce_max(part), tf.float32) for part in parts]
+        largest = together(tf.reduce_max(tf.stack([tf.constant(0.0), *maxima])), tf.reduce_max)
+        largest = tf.where(finite, largest / scale if are_scaled else largest, float("inf"))
+    if not needs.counts_from:
+        return Seen(finite, largest)
+    scaled = parts if are_scaled else [part * tf.cast(scale, part.dtype) for part in parts]
+    counts = tuple(
+        together(
+            tf.add_n(
+                [
+                    tf.constant(0.0),
+                    *(tf.math.count_nonzero(part >= edge, dtype=tf.float32) for part in scaled),
+                ]
+            ),
+            tf.reduce_sum,
+        )
+        for edge in needs.counts_from
+    )
+    sizes = [tf.size(part, tf.int64) for part in parts]
+    elements = tf.cast(tf.add_n([tf.constant(0, tf.int64), *sizes]), tf.float32)
+    return Seen(finite, largest, counts, together(elements, tf.reduce_sum))
+
+
+def _over_replicas(value: Any, reduce: Any) -> Any:
+    """Puts a scalar of each replica together, by the maximum or the sum."""
+    replica = tf.distribute.get_replica_context()
+    if replica is None or replica.num_replicas_in_sync == 1:
+        return value
+    # Strategies reduce by sums and means only.
+    return reduce(replica.all_gather(value[tf.newaxis], axis=0))

@@ -1,0 +1,129 @@
+"""Whether gradients are finite, with TensorFlow, reading each of them once.
+
+The sum of a tensor is infinite or NaN if an element is, and reading it needs no second tensor.
+But finite elements can add up to infinity too. So a sum that is not finite only asks the question
+again, of each element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from lossscale.common.sizes import SMALL, TOGETHER, small_and_large
+from lossscale.tensorflow.scaling import made_of, real_parts, unscaled, widened
+from lossscale.tensorflow.tracing import in_xla
+
+
+def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
+    """Whether every element of every gradient is finite once it is unscaled.
+
+    Args:
+        gradients: Tensors, `tf.IndexedSlices` (their values are looked at) or None (skipped).
+        scale: What they will be divided by; None if they are unscaled already.
+        powers_of_two: As for `unscaled`.
+
+    Returns:
+        A boolean scalar tensor.
+    """
+    if scale is None:
+        quotients = [made_of(gradient) for gradient in gradients if gradient is not None]
+        first = quotients[0] if quotients else None
+        if first is not None and all(q is not None and q.scale is first.scale for q in quotients):
+            # XLA would not keep the quotients, but divide once more here, and more slowly than it
+            # reads what is in memory already.
+            gradients = [quotient.scaled for quotient in quotients if quotient is not None]
+            _, scale, powers_of_two = first
+    parts = [widened(part) for gradient in gradients for part in real_parts(gradient)]
+    if not parts:
+        return tf.constant(True)
+    compiled = in_xla()
+    small, large = small_and_large(parts, _size, TOGETHER if compiled else SMALL)
+    if large and not compiled:
+        # Tensors of one shape are added up below, which is faster than to join them. Only if there
+        # are few elements in all, that and a branch take longer.
+        small, large = [], parts
+    looked_at = [_as_one(group) for group in small]
+    if compiled:
+        # These XLA would convert for the sum once more, and more slowly than it looks at each
+        # element on the way.
+        looked_at += [part for part in large if part.op.type == "Cast"]
+        large = [part for part in large if part.op.type != "Cast"]
+
+    def each_finite(parts: list[Any]) -> list[Any]:
+        results = parts if scale is None else unscaled(parts, scale, powers_of_two)
+        return [tf.reduce_all(tf.math.is_finite(result)) for result in results]
+
+    # A branch takes longer than these elements.
+    verdicts = each_finite(looked_at)
+    if large:
+        alike = [[part] for part in large] if compiled else _of_one_shape(large)
+        fits = _sums(alike)
+        if scale is not None:
+            # A scale below 1 makes numbers larger.
+            fits = tf.logical_and(fits, tf.logical_not(scale < 1.0))
+        ask_again = _in_turn if compiled else _at_once
+        verdicts.append(
+            tf.cond(fits, lambda: tf.constant(True), lambda: ask_again(each_finite, large))
+        )
+    return _all_true(verdicts)
+
+
+def _at_once(each_finite: Callable[[list[Any]], list[Any]], parts: list[Any]) -> Any:
+    return _all_true(each_finite(parts))
+
+
+def _in_turn(each_finite: Callable[[list[Any]], list[Any]], parts: list[Any]) -> Any:
+    # XLA would hold a copy of every tensor at once for this, and sets the room aside at each step.
+    finite = tf.constant(True)
+    for part in parts:
+        finite = tf.cond(
+            finite, lambda part=part: each_finite([part])[0], lambda: tf.constant(False)
+        )
+    return finite
+
+
+def _all_true(verdicts: list[Any]) -> Any:
+    return verdicts[0] if len(verdicts) == 1 else tf.reduce_all(tf.stack(verdicts))
+
+
+def _size(part: Any) -> int | None:
+    elements: int | None = part.shape.num_elements()
+    return elements
+
+
+def _as_one(parts: list[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    return tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
+
+
+def _of_one_shape(parts: list[Any]) -> list[list[Any]]:
+    """Returns the tensors in groups of one dtype and shape, of up to `TOGETHER` elements."""
+    groups: dict[Any, list[list[Any]]] = {}
+    for part in parts:
+        size = _size(part)
+        if size is None:
+            groups[id(part)] = [[part]]
+            continue
+        found = groups.setdefault((part.dtype, tuple(part.shape)), [[]])
+        if found[-1] and (len(found[-1]) + 1) * size > TOGETHER:
+            found.append([])
+        found[-1].append(part)
+    return [group for found in groups.values() for group in found]
+
+
+def _sums(groups: list[list[Any]]) -> Any:
+    """Whether the sums of groups of tensors are finite: a boolean scalar tensor.
+
+    Args:
+        groups: Lists of tensors of one dtype and shape, which are added up first.
+    """
+    sums: dict[Any, list[Any]] = {}
+    for group in groups:
+        together = group[0] if len(group) == 1 else tf.add_n(group)
+        sums.setdefault(together.dtype, []).append(tf.reduce_sum(together))
+    finite = [tf.math.is_finite(tf.stack(totals)) for totals in sums.values()]
+    return tf.reduce_all(finite[0] if len(finite) == 1 else tf.concat(finite, 0))

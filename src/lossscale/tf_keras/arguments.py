@@ -1,0 +1,119 @@
+"""What the optimizer is given: checks, made before anything changes, and configurations."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import tensorflow as tf
+import tf_keras
+
+from lossscale.arguments import check_described
+from lossscale.common.checks import check_not_wrapped, flat_list
+from lossscale.common.user_code import as_written
+from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
+from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
+
+
+def check_names(kwargs: dict[str, Any]) -> None:
+    """Checks that no argument was given that the constructor does not have.
+
+    Raises:
+        ArgumentError: If one was. It is a `ValueError`.
+    """
+    if kwargs:
+        raise ArgumentError(
+            f"LossScaleOptimizer has no arguments: `{'`, `'.join(kwargs)}`. It takes "
+            "inner_optimizer, dynamic, initial_scale, dynamic_growth_steps, rule and name; set "
+            "everything else on the `inner_optimizer`."
+        )
+
+
+def check_inner(inner: Any, base: type[Any]) -> None:
+    """Checks that an optimizer can be wrapped.
+
+    Args:
+        inner: The optimizer.
+        base: The base class of the optimizers that the class wraps.
+
+    Raises:
+        AlreadyWrappedError: If it has loss scaling already.
+        ArgumentTypeError: If it is of another family. Both are `TypeError`s.
+    """
+    if isinstance(inner, BaseLossScaleOptimizer):
+        raise AlreadyWrappedError(
+            "The optimizer to wrap is a LossScaleOptimizer itself; the gradients would be "
+            f"divided twice. Wrap the optimizer inside it. Received: {inner!r}."
+        )
+    if not isinstance(inner, base):
+        raise ArgumentTypeError(
+            f"This class wraps optimizers of {base.__module__}.{base.__name__}. Received: "
+            f"{inner!r} of type {type(inner).__name__}. Use lossscale.LossScaleOptimizer, which "
+            "picks the class by the optimizer."
+        )
+    check_not_wrapped(inner)
+    if getattr(inner, "_is_wrapped_by_loss_scale_optimizer", False):
+        raise AlreadyWrappedError(
+            f"This {type(inner).__name__} is already wrapped by a LossScaleOptimizer of tf_keras, "
+            "and two of them would both move it. Make a new optimizer to wrap."
+        )
+
+
+def is_variable(value: Any) -> bool:
+    """Whether a gradient can be applied to `value`."""
+    return isinstance(value, tf.Variable)
+
+
+@as_written
+def flat_variables(variables: Any) -> list[Any]:
+    """Returns a list of variables from one variable or a nest of them.
+
+    Raises:
+        GradientsError: If something in it is no variable. It is a `ValueError`.
+    """
+    return flat_list(variables, tf.nest.flatten, is_variable)
+
+
+def inner_from_config(config: Any, custom_objects: Any) -> Any:
+    """Returns the inner optimizer that a configuration describes.
+
+    Args:
+        config: The configuration, or an optimizer, which is returned as it is.
+        custom_objects: Classes that tf_keras does not know, by class name.
+    """
+    families = (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer)
+    if isinstance(config, families):
+        return config
+    check_described(config, "inner optimizer")
+    known = {**_only_new_optimizers(), **(custom_objects or {})}
+    # Below an HDF5 file tf_keras looks for the class name alone.
+    own = tf_keras.saving.get_registered_object(config.get("registered_name"), custom_objects)
+    if own is not None:
+        known[config["class_name"]] = own
+    # tf_keras lower-cases the class name in the dictionary it is given.
+    inner = tf_keras.optimizers.deserialize(
+        copy.deepcopy(config),
+        custom_objects=known,
+        # Files of releases before 2.13 do not name the module of a class.
+        use_legacy_format="module" not in config,
+    )
+    if not isinstance(inner, str):
+        return inner
+    # tf_keras' way of saying that its own list has no optimizer of this name.
+    try:
+        return tf_keras.saving.deserialize_keras_object(copy.deepcopy(config), custom_objects=known)
+    except TypeError as error:
+        raise ArgumentError(
+            f"The optimizer {inner!r} in the configuration is not known. Pass its class in "
+            f"custom_objects={{{inner!r}: ...}}."
+        ) from error
+
+
+def _only_new_optimizers() -> dict[str, type[Any]]:
+    """The classes that have no legacy counterpart; tf_keras' own list lacks some of them."""
+    new, legacy = tf_keras.optimizers, tf_keras.optimizers.legacy
+    return {
+        name: cls
+        for name, cls in vars(new).items()
+        if isinstance(cls, type) and issubclass(cls, new.Optimizer) and not hasattr(legacy, name)
+    }

@@ -1,0 +1,259 @@
+"""The loss scale optimizer around the new optimizers of tf_keras."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+from lossscale.errors import ArgumentError
+from lossscale.keras_common.optimizer import Slots, check_shapes
+from lossscale.keras_common.state import arrays_in
+from lossscale.older.slots import documented_name, kind_of
+from lossscale.optimizer import LossScaleOptimizer, public
+from lossscale.tensorflow.apply_or_skip import can_keep_old_values
+from lossscale.tensorflow.tracing import in_xla, translated
+from lossscale.tf_keras.optimizer import (
+    ByFamily,
+    TFKerasCommonOptimizer,
+    register_family,
+)
+from lossscale.tf_keras.private_names import LossScaleOptimizerV3
+from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, values_of
+
+
+@public("lossscale.tf_keras")
+class TFKerasLossScaleOptimizer(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=ByFamily):
+    __doc__ = LossScaleOptimizer.__doc__
+
+    _inner_base = tf_keras.optimizers.Optimizer
+    _is_legacy = False
+
+    def _build(self, variables: list[Any], has_gradient: Sequence[bool] = ()) -> None:
+        self._optimizer.build(variables)
+        self._trained = (variables,)
+        self._load_pending()
+
+    def _unlisted_variables(self) -> dict[str, Any]:
+        # tf_keras lists what `add_variable` made, and not what `build` set as an attribute.
+        inner, unlisted = self._optimizer, {}
+        listed = [*inner.variables, inner.iterations, *(self._trained[0] if self._trained else ())]
+        seen = {id(variable) for variable in (*listed, inner._learning_rate)}
+        for name, variable in _variables_in(vars(inner), UNLISTED.removesuffix(".")):
+            if id(variable) not in seen:
+                seen.add(id(variable))
+                unlisted[name] = variable
+        return unlisted
+
+    def _inner_weights(self) -> list[Any]:
+        return list(self._optimizer.variables)
+
+    def _inner_gradients(self, loss: Any, variables: list[Any], tape: Any) -> list[Any]:
+        pairs: list[Any] = self._optimizer.compute_gradients(loss, variables, tape=tape)
+        return pairs
+
+    def _symbolic_gradients(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
+        gradients: list[Any] = tf.gradients(loss, list(variables))
+        return gradients
+
+    def _aggregated(self, pairs: list[Any]) -> Any:
+        inner = self._optimizer
+        # Gradients over DTensor are whole already.
+        if inner._run_with_dtensor or inner._mesh:
+            return pairs
+        return translated(inner.aggregate_gradients)(pairs)
+
+    def _apply_inner(self, pairs: list[Any], name: str | None) -> Any:
+        inner = self._optimizer
+        if "_u_product_counter" in vars(inner) and tf.executing_eagerly():
+            # By this number Nadam tells whether this step has multiplied its product already, and
+            # no file has it. A traced function keeps what it was when it was traced.
+            inner._u_product_counter = int(inner.iterations) + 1
+        with _without_own_function(inner) if in_xla() else contextlib.nullcontext():
+            apply = translated(inner.apply_gradients)
+            return apply(pairs, name=name, skip_gradients_aggregation=True)
+
+    def _kept_on_a_skip(self, gradients: Sequence[Any], trained: Sequence[Any]) -> Any:
+        def written() -> list[Any]:
+            inner, unlisted = self._optimizer, self._unlisted_variables().values()
+            return [*inner.variables, inner.iterations, *unlisted, *trained]
+
+        return written if can_keep_old_values(self._optimizer, gradients) else None
+
+    # --- Model files --------------------------------------------------------------------------
+
+    @property
+    def loss_scale_state(self) -> LossScaleStore:
+        """Where files keep the loss scale and the counters."""
+        # Made anew: as an attribute it would be a child in checkpoints.
+        return LossScaleStore(self._own_values, self._set_own_values)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Writes the inner optimizer's variables as an optimizer without loss scaling does."""
+        self._optimizer.save_own_variables(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads the inner optimizer's variables.
+
+        Args:
+            store: A place of a file that was written by this class, by tf_keras' own, or by an
+                optimizer without loss scaling. Before `build` the values wait for it.
+        """
+        values = arrays_in(store)
+        if values:
+            self._pending_values = [values[str(i)] for i in range(len(values))]
+            self._load_pending()
+
+    # --- Weights and slots, which tf_keras itself has lost ------------------------------------
+
+    def get_weights(self) -> list[Any]:
+        return values_of(self.weights)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        # Datasets of an HDF5 file are no arrays yet.
+        values = [np.asarray(weight) for weight in weights]
+        weights, all_variables = self.weights, self.variables
+        named = {**self._own_variables(), **self._unlisted_variables()}
+        # Files of older releases of this class have no others.
+        own = len(weights) + len(self._own_variables())
+        if len(values) not in (len(weights), own, len(all_variables)):
+            raise ArgumentError(
+                f"The optimizer has {len(weights)} weights, or {len(all_variables)} variables with "
+                f"the loss scale. Received: {len(values)} arrays. Before build(variables) it has "
+                "no state."
+            )
+        targets = all_variables[: len(values)]
+        check_shapes(targets, [value.shape for value in values])
+        tf_keras.backend.batch_set_value(list(zip(weights, values, strict=False)))
+        if len(values) > len(weights):
+            names = {id(variable): name for name, variable in named.items()}
+            rest = zip(targets[len(weights) :], values[len(weights) :], strict=True)
+            self._set_own_values({names[id(variable)]: value for variable, value in rest})
+
+    def get_slot_names(self) -> list[str]:
+        return list(dict.fromkeys(names[0] for names, _ in self._slots()))
+
+    def _new_slot(self, var: Any, slot_name: str, initializer: Any) -> Any:
+        first = initializer
+        if isinstance(initializer, str) or callable(initializer):
+            first = tf_keras.initializers.get(initializer)(var.shape, _dtype_of(var))
+        with tf.init_scope():
+            slot = self._optimizer.add_variable_from_reference(var, slot_name, initial_value=first)
+        self._children_have_changed()
+        return slot
+
+    def add_weight(
+        self,
+        name: str,
+        shape: Any,
+        dtype: Any = None,
+        initializer: Any = "zeros",
+        trainable: bool | None = None,
+        synchronization: Any = tf.VariableSynchronization.AUTO,
+        aggregation: Any = tf.VariableAggregation.NONE,
+    ) -> Any:
+        if trainable and synchronization == tf.VariableSynchronization.ON_READ:
+            raise ArgumentError(
+                "A variable that is synchronized on reading cannot be trainable. Received: "
+                f"trainable={trainable!r}, synchronization={synchronization!r}."
+            )
+        dtype = tf.as_dtype(dtype or tf.float32)
+        with tf.init_scope():
+            variable = tf.Variable(
+                tf_keras.initializers.get(initializer)(tuple(shape), dtype),
+                name=name,
+                trainable=bool(trainable),
+                synchronization=synchronization,
+                aggregation=aggregation,
+            )
+        self._optimizer._variables.append(variable)
+        self._children_have_changed()
+        return variable
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Excludes variables from the inner optimizer's weight decay; call it before `build`."""
+        self._optimizer.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+    def _slots_of_inner(self) -> Slots:
+        inner = self._optimizer
+        # The new optimizers keep each kind of state in an attribute, a list with one variable (or
+        # None) for every variable they were built with.
+        keys = list(getattr(inner, "_index_dict", ()))
+        for attribute, values in vars(inner).items():
+            if attribute == "_variables" or not isinstance(values, (list, tuple)):
+                continue
+            slots = {
+                key: value
+                for key, value in zip(keys, values, strict=False)
+                if isinstance(value, tf.Variable)
+            }
+            if slots and len(values) == len(keys):
+                yield _slot_names(inner, attribute, slots), slots
+
+    # Methods of the base class that would use variables and settings it has not got here.
+
+    def aggregate_gradients(self, grads_and_vars: Any) -> Any:
+        """Sums gradients over the replicas, as the inner optimizer does."""
+        return self._optimizer.aggregate_gradients(grads_and_vars)
+
+    def update_step(self, gradient: Any, variable: Any) -> Any:
+        """Updates a variable as the inner optimizer does, whatever the gradient is."""
+        return self._optimizer.update_step(gradient, variable)
+
+    def add_variable(self, *args: Any, **kwargs: Any) -> Any:
+        """Adds a state variable to the inner optimizer, and returns it."""
+        return self._optimizer.add_variable(*args, **kwargs)
+
+    def add_variable_from_reference(self, *args: Any, **kwargs: Any) -> Any:
+        """Adds a state variable for a variable to the inner optimizer, and returns it."""
+        return self._optimizer.add_variable_from_reference(*args, **kwargs)
+
+
+def _variables_in(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yields the variables in nested containers, by their places."""
+    if isinstance(thing, tf.Variable):
+        yield path, thing
+    elif isinstance(thing, Mapping):
+        for key, value in thing.items():
+            yield from _variables_in(value, f"{path}.{key}")
+    elif isinstance(thing, (list, tuple)):
+        for number, value in enumerate(thing):
+            yield from _variables_in(value, f"{path}.{number}")
+
+
+def _slot_names(inner: Any, attribute: str, slots: dict[Any, Any]) -> list[str]:
+    """The names of a kind of slot, the one that the documents use first."""
+    # tf_keras puts the slot's name before that of the reference variable.
+    prefixes = {str(slot.name).partition("/")[0] for slot in slots.values()}
+    plural = attribute.lstrip("_")
+    singular = f"{plural[:-3]}y" if plural.endswith("ies") else plural.removesuffix("s")
+    names = [*sorted(prefixes), singular]
+    documented = documented_name(kind_of(inner), [attribute])
+    names = [*([] if documented is None else [documented]), *names]
+    return list(dict.fromkeys(names))
+
+
+def _dtype_of(variable: Any) -> Any:
+    # Under a mixed precision policy a variable shows the dtype that it is cast to.
+    return getattr(variable, "true_dtype", variable.dtype)
+
+
+@contextlib.contextmanager
+def _without_own_function(inner_optimizer: Any) -> Iterator[None]:
+    """Within it an update is part of the function that is being traced.
+
+    The optimizers compile each update as a function of its own. Where all is compiled anyway,
+    that only hides from XLA what the update is part of.
+    """
+    before, inner_optimizer.jit_compile = inner_optimizer.jit_compile, False
+    try:
+        yield
+    finally:
+        inner_optimizer.jit_compile = before
+
+
+register_family(TFKerasLossScaleOptimizer)

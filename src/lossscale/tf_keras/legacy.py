@@ -1,0 +1,151 @@
+"""The loss scale optimizer around the legacy optimizers of tf_keras."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+from lossscale.common.user_code import as_written
+from lossscale.errors import ArgumentError, UnknownSlotError
+from lossscale.optimizer import LossScaleOptimizer, public
+from lossscale.tensorflow.tracing import translated
+from lossscale.tf_keras.optimizer import (
+    ByFamily,
+    TFKerasCommonOptimizer,
+    register_family,
+)
+from lossscale.tf_keras.private_names import LegacyLossScaleOptimizer
+
+
+@public("lossscale.tf_keras")
+class TFKerasLegacyLossScaleOptimizer(
+    TFKerasCommonOptimizer, LegacyLossScaleOptimizer, metaclass=ByFamily
+):
+    __doc__ = LossScaleOptimizer.__doc__
+
+    _inner_base = tf_keras.optimizers.legacy.Optimizer
+    _is_legacy = True
+    # Here TensorFlow's checkpoints ask dir() for the slots.
+    _hidden = frozenset()
+
+    @as_written
+    def apply_gradients(  # type: ignore[override]
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        name: str | None = None,
+        experimental_aggregate_gradients: bool = True,
+        skip_gradients_aggregation: bool = False,
+    ) -> Any:
+        # The order of the legacy optimizers' arguments.
+        return super().apply_gradients(
+            grads_and_vars,
+            name,
+            skip_gradients_aggregation=skip_gradients_aggregation,
+            experimental_aggregate_gradients=experimental_aggregate_gradients,
+        )
+
+    def _create_all_weights(self, var_list: Sequence[Any]) -> None:
+        # What tf_keras calls before it loads an HDF5 file.
+        self._build(list(var_list))
+
+    def _build(self, variables: list[Any], has_gradient: Sequence[bool] = ()) -> None:
+        # As without loss scaling, a variable without a gradient gets no slots.
+        kept = [v for i, v in enumerate(variables) if i >= len(has_gradient) or has_gradient[i]]
+        self._optimizer._create_all_weights(kept)
+        self._trained = (kept,)
+        self._load_pending()
+
+    def _inner_weights(self) -> list[Any]:
+        return list(self._optimizer.weights)
+
+    def _inner_gradients(self, loss: Any, variables: list[Any], tape: Any) -> list[Any]:
+        pairs: list[Any] = self._optimizer._compute_gradients(loss, variables, tape=tape)
+        return pairs
+
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> list[tuple[Any, Any]]:
+        # Code of that time calls it by this name.
+        return self.compute_gradients(loss, var_list, tape=tape, grad_loss=grad_loss)
+
+    def _computed(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> Any:
+        return self._compute_gradients(loss, var_list, grad_loss=grad_loss, tape=tape)
+
+    def _symbolic_gradients(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
+        gradients: list[Any] = self._optimizer.get_gradients(loss, list(variables))
+        return gradients
+
+    def _aggregated(self, pairs: list[Any]) -> Any:
+        pairs = self._optimizer._transform_unaggregated_gradients(pairs)
+        return self._optimizer._aggregate_gradients(pairs)
+
+    def _apply_inner(self, pairs: list[Any], name: str | None) -> Any:
+        return translated(self._optimizer.apply_gradients)(
+            pairs, name=name, experimental_aggregate_gradients=False
+        )
+
+    # --- Weights and slots, which the legacy optimizers have themselves -----------------------
+
+    def get_weights(self) -> list[Any]:
+        weights: list[Any] = self._optimizer.get_weights()
+        return weights
+
+    def get_slot_names(self) -> list[str]:
+        names: list[str] = self._optimizer.get_slot_names()
+        return names
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        shapes, expected = [np.shape(w) for w in weights], [tuple(w.shape) for w in self.weights]
+        if shapes != expected:
+            raise ArgumentError(
+                f"The optimizer has {len(expected)} weights of the shapes {expected}. Received: "
+                f"{len(shapes)} arrays of the shapes {shapes}. Nothing was changed. The weights "
+                "exist after the first step."
+            )
+        self._optimizer.set_weights(weights)
+
+    def get_slot(self, var: Any, slot_name: str) -> Any:
+        try:
+            return self._optimizer.get_slot(var, slot_name)
+        except KeyError:
+            raise UnknownSlotError(
+                f"{type(self._optimizer).__name__} has no slot {slot_name!r} for the variable "
+                f"{var.name!r}. Its slots are {self.get_slot_names()}; they exist for the "
+                "variables it has updated."
+            ) from None
+
+    def _find_slot(self, var: Any, slot_name: str) -> None:
+        # The inner optimizer finds its own.
+        return None
+
+    def add_slot(
+        self, var: Any, slot_name: str, initializer: Any = "zeros", shape: Any = None
+    ) -> Any:
+        return self._optimizer.add_slot(var, slot_name, initializer, shape)
+
+    def add_weight(
+        self,
+        name: str,
+        shape: Any,
+        dtype: Any = None,
+        initializer: Any = "zeros",
+        trainable: bool | None = None,
+        synchronization: Any = tf.VariableSynchronization.AUTO,
+        aggregation: Any = tf.VariableAggregation.NONE,
+    ) -> Any:
+        return self._optimizer.add_weight(
+            name,
+            shape,
+            dtype=None if dtype is None else tf.as_dtype(dtype),
+            initializer=initializer,
+            trainable=trainable,
+            synchronization=synchronization,
+            aggregation=aggregation,
+        )
+
+
+register_family(TFKerasLegacyLossScaleOptimizer)

@@ -1,0 +1,485 @@
+"""What the loss scale optimizers of both families of tf_keras optimizers share."""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import tensorflow as tf
+import tf_keras
+
+from lossscale import registry
+from lossscale.common.checks import check_own_name, scaled_value
+from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
+from lossscale.keras_common.optimizer import KerasCommonOptimizer
+from lossscale.members import VariableList
+from lossscale.rules import Needs, ScaleRule, Seen
+from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scaling, tracing
+from lossscale.tensorflow.apply_or_skip import apply_or_skip
+from lossscale.tensorflow.private_names import DelegatingTrackableMixin
+from lossscale.tensorflow.tape import check_symbolic, recorded
+from lossscale.tf_keras import saving
+from lossscale.tf_keras.arguments import (
+    check_inner,
+    check_names,
+    flat_variables,
+    inner_from_config,
+    is_variable,
+)
+from lossscale.tf_keras.private_names import LossScaleOptimizerMetaclass
+from lossscale.tf_keras.state import (
+    LossScaleNode,
+    OlderBaseOptimizer,
+    StepCounter,
+    TFKerasScaleVariables,
+    new_variable,
+)
+
+
+class Arrays:
+    """What loss scaling needs of TensorFlow's arrays and variables."""
+
+    scaled = staticmethod(scaling.scaled)
+    unscaled = staticmethod(scaling.unscaled)
+    all_finite = staticmethod(overflow_check.all_finite)
+    flat_gradients = staticmethod(scaling.flat_gradients)
+    current_location = staticmethod(replicas.current_location)
+    replica_count = staticmethod(replicas.replica_count)
+    read = staticmethod(tf.convert_to_tensor)
+
+    is_variable = staticmethod(is_variable)
+    flat_variables = staticmethod(flat_variables)
+
+
+class ByFamily(LossScaleOptimizerMetaclass):
+    """Makes an object of the class that fits the optimizer to wrap.
+
+    A file names one class for both families.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        wrapped = args[0] if args else kwargs.get("inner_optimizer", kwargs.get("optimizer"))
+        families = (family for base, family in _FAMILIES.items() if isinstance(wrapped, base))
+        family = next(families, None)
+        cls: type[Any] = self
+        # The constructor says what is wrong with something that is no optimizer.
+        if family is not None and not issubclass(cls, family):
+            if vars(cls).get("_is_combined"):
+                cls = registry.combined(cls.__mro__[1], family)
+            elif cls in _FAMILIES.values():
+                cls = family
+        return type.__call__(cls, *args, **kwargs)
+
+
+_FAMILIES: dict[type[Any], type[Any]] = {}
+"""The classes by the base class of the optimizers that they wrap."""
+
+
+def register_family(cls: type[Any]) -> None:
+    """Lets a class be found by the optimizers that it wraps, and tf_keras' files name it."""
+    _FAMILIES[cls._inner_base] = cls
+    register = tf_keras.saving.register_keras_serializable
+    register(package="lossscale", name="LossScaleOptimizer")(cls)
+
+
+class TFKerasCommonOptimizer(KerasCommonOptimizer):
+    """The constructor, the step, and what can be read; what a family adds stands at the end."""
+
+    _framework: ClassVar[str | None] = "tf_keras"
+    _library = tf_keras
+    _inner_attribute = "_optimizer"
+    _backend = Arrays
+    _state: TFKerasScaleVariables | None
+
+    # What a family defines.
+
+    _inner_base: ClassVar[type[Any]]
+    _is_legacy: ClassVar[bool]
+    # Creates the inner optimizer's variables for these, of which some may have no gradient.
+    _build: Callable[..., None]
+    # The weights that the inner optimizer lists.
+    _inner_weights: Callable[[], list[Any]]
+    # Pairs of a scaled loss, variables and a tape; gradients of a tensor of the traced function.
+    _inner_gradients: Callable[[Any, list[Any], Any], list[Any]]
+    _symbolic_gradients: Callable[[Any, Sequence[Any]], list[Any]]
+    # Sums the gradients of pairs over the replicas; applies pairs that are summed.
+    _aggregated: Callable[[list[Any]], Any]
+    _apply_inner: Callable[[list[Any], str | None], Any]
+
+    _check_names = staticmethod(check_names)
+
+    def _check_inner(self, inner_optimizer: Any) -> None:
+        check_inner(inner_optimizer, self._inner_base)
+
+    def _construct(self, inner_optimizer: Any, rule: ScaleRule, name: str | None) -> None:
+        replicas.check_strategy()
+        # The constructors of tf_keras are not called: they would make a second counter and hide
+        # the inner optimizer's settings. In a checkpoint both optimizers are one node.
+        DelegatingTrackableMixin.__init__(self, inner_optimizer)
+        self._optimizer = inner_optimizer
+        self._given_name = name
+        self._rule = rule
+        self._scaling = ScaledGradientTracker()
+        # What was loaded before the variables exist that it belongs to: the inner optimizer's
+        # weights, and by name what it does not list. A checkpoint holds no arrays.
+        self._pending_values: list[Any] | None = None
+        self.__dict__["_pending_named"] = {}
+        self._warned_of_none = False
+        # The list of variables that it was built with; empty before it is.
+        self._trained: tuple[Any, ...] = ()
+        # Variables of a LossScale object, by name.
+        self._loss_scale_variables: dict[str, Any] = {}
+        self._added_slots = {}
+        self._create_state()
+
+    def _create_state(self) -> None:
+        first = self._first_state()
+        if first is not None and not isinstance(first, TFKerasScaleVariables):
+            # A LossScale object whose value was asked for before it met an optimizer, in a process
+            # that has imported Keras 3 as well.
+            values = first.read()
+            first = self._loss_scale._state = self._new_state(self._rule)
+            first.write(values)
+        self._state = first
+        self._steps_skipped = new_variable("steps_skipped", tf.int64, 0)
+        self._last_step_skipped = new_variable("last_step_skipped", tf.bool, False)
+        self._step_counter = StepCounter(self._inner_iterations, self._steps_skipped)
+        own = self._own_variables()
+        extras = {name: own.pop(name) for name in ("steps_skipped", "last_step_skipped")}
+        self._children_have_changed()
+        if own or self._rule.checks_gradients:
+            self._track_trackable(LossScaleNode(own, extras), "loss_scale", overwrite=True)
+        older = OlderBaseOptimizer(self._optimizer, self._is_legacy, self._find_slot)
+        self._track_trackable(older, "base_optimizer", overwrite=True)
+
+    def _first_state(self) -> Any:
+        return self._new_state(self._rule)
+
+    def _track_variable(self, variable: Any) -> None:
+        """Counts a variable of a LossScale object as one of this optimizer's."""
+        self._loss_scale_variables[variable.name.removesuffix(":0")] = variable
+
+    def _children_have_changed(self) -> None:
+        # The first checkpoint, maybe written before the optimizer was wrapped, left a list.
+        self._optimizer.__dict__.pop("_coalesced_children", None)
+
+    def build(self, var_list: Sequence[Any]) -> None:
+        self._build(list(var_list))
+
+    # --- The step -----------------------------------------------------------------------------
+
+    def _check_context(self) -> None:
+        replicas.check_replica_context()
+
+    def _step(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        *,
+        scaled: bool = False,
+        aggregate: bool = True,
+        name: str | None = None,
+    ) -> Any:
+        """Takes a step: checks the gradients, applies them or skips, moves the loss scale.
+
+        Args:
+            gradients: Those of this replica; None where there is none.
+            variables: Their variables.
+            scaled: Never: nothing here leaves scaled gradients to be applied.
+            aggregate: Whether the gradients of the replicas are summed.
+            name: Name of the operations, or None.
+        """
+        rule = self._rule
+        # An optimizer is often made outside the strategy that it is used under.
+        replicas.check_strategy()
+        with tf.init_scope():
+            self._build(list(variables), [g is not None for g in gradients])
+        pairs = self._with_gradients(gradients, variables)
+        if aggregate:
+            pairs = list(self._aggregated(pairs))
+        gradients, trained = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+        def apply(gradients: Sequence[Any], scale: None) -> Any:
+            return self._apply_inner(list(zip(gradients, trained, strict=True)), name)
+
+        if self._state is None:
+            # A loss scale of the older API sees the gradients, and decides itself.
+            finite = self._decide(gradients)
+        else:
+            finite = overflow_check.all_finite(gradients) if rule.checks_gradients else True
+        # Summed gradients are the same on all replicas; others are not, and neither must be what
+        # an aggregation of the user's returned.
+        finite = replicas.all_replicas_finite(finite)
+        seen = Seen(finite)
+        if rule.needs != Needs():
+            scale = self._current_scale()
+            seen = gradient_stats.seen(
+                rule.needs, finite, gradients, scale, are_scaled=False, are_shared=aggregate
+            )
+        if self._notes is not None:
+            self._note(gradients, trained, finite)
+        kept = self._kept_on_a_skip(gradients, trained)
+        return self._result(apply_or_skip(seen, gradients, None, apply, self._update_scale, kept))
+
+    def _kept_on_a_skip(self, gradients: Sequence[Any], trained: Sequence[Any]) -> Any:
+        """Returns what `apply_or_skip` takes as `kept`: by default a branch skips."""
+        return None
+
+    def _with_gradients(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        pairs = list(zip(gradients, variables, strict=True))
+        without = [variable.name for gradient, variable in pairs if gradient is None]
+        if without and not self._warned_of_none:
+            self._warned_of_none = True
+            warnings.warn(
+                f"Gradients do not exist for the variables {without}; they stay as they are.",
+                UserWarning,
+                stacklevel=4,
+            )
+        return [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+
+    def _update_scale(self, seen: Seen) -> Any:
+        """Updates the loss scale after a step, and counts a skipped one."""
+        results = [] if self._state is None else [self._state.update(seen)]
+        if self._rule.checks_gradients:
+            verdict = tracing.static_verdict(seen.finite)
+            skipped = tf.logical_not(seen.finite) if verdict is None else not verdict
+            results.append(self._last_step_skipped.assign(skipped, read_value=False))
+            if verdict is None or skipped:
+                count = tf.cast(skipped, tf.int64)
+                results.append(self._steps_skipped.assign_add(count, read_value=False))
+        return results
+
+    def _result(self, operation: Any) -> Any:
+        """Returns what `apply_gradients` does, given the operation of the step."""
+        if tf.executing_eagerly():
+            return self.iterations
+        if tf.compat.v1.get_default_graph().building_function:
+            return tracing.after(operation, self.iterations.value)
+        return operation
+
+    # --- What a monitor reads of a step -------------------------------------------------------
+
+    def _note(self, gradients: Sequence[Any], variables: Sequence[Any], finite: Any) -> None:
+        with tf.init_scope():
+            self._build_notes(variables)
+        self._notes.note_step(
+            gradients=gradients,
+            variables=variables,
+            # They are unscaled, and summed over the replicas already.
+            unscale=list,
+            finite=finite,
+            scale=tf.convert_to_tensor(self._current_scale()),
+            number=tf.convert_to_tensor(self.iterations) + 1,
+            is_shared=True,
+        )
+
+    def _build_notes(self, variables: Sequence[Any]) -> None:
+        if self._notes is not None:
+            names = [variable.name.removesuffix(":0") for variable in variables]
+            self._notes.build(variables, names, [variable.dtype.name for variable in variables])
+
+    # --- Gradients of a loss ------------------------------------------------------------------
+
+    def minimize(
+        self,
+        loss: Any,
+        var_list: Any = None,
+        grad_loss: Any = None,
+        name: str | None = None,
+        tape: Any = None,
+    ) -> Any:
+        if isinstance(grad_loss, tf.GradientTape):
+            # The new optimizers of tf_keras take the tape in this place.
+            grad_loss, tape = None, grad_loss
+        location = replicas.current_location()
+        with self._scaling.isolated_step(location):
+            pairs = list(self._computed(loss, var_list, grad_loss, tape))
+            if not pairs and var_list is not None:
+                return self._result(tracing.grouped())
+            return self._apply_unscaled(location, pairs, name)
+
+    def _computed(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> Any:
+        # As TensorFlow did: an override need not know an argument that nobody gives.
+        given = {} if grad_loss is None else {"grad_loss": grad_loss}
+        return self.compute_gradients(loss, var_list, tape=tape, **given)
+
+    def compute_gradients(
+        self, loss: Any, var_list: Any = None, tape: Any = None, grad_loss: Any = None
+    ) -> list[tuple[Any, Any]]:
+        """Returns (gradient, variable) pairs for `apply_gradients`; the first half of `minimize`.
+
+        Args:
+            loss: As for `minimize`.
+            var_list: As for `minimize`.
+            tape: As for `minimize`.
+            grad_loss: As for `minimize`.
+
+        Raises:
+            ValueError: If `var_list` holds something else than variables, or if `loss` is a
+                tensor without a tape.
+
+        Example:
+            >>> optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.SGD())
+            >>> weight = tf.Variable(3.0)
+            >>> [(gradient, _)] = optimizer.compute_gradients(lambda: weight**2, [weight])
+            >>> float(gradient)
+            6.0
+        """
+        location = replicas.current_location()
+        with self._scaling.isolated_step(location):
+            scaled, variables = self._differentiated(loss, var_list, grad_loss, tape)
+            gradients = self._unscaled_by_verb(scaled, variables)
+        self._scaling.note_unscaled(location, len(gradients))
+        return list(zip(gradients, variables, strict=True))
+
+    def _differentiated(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> tuple[list[Any], list[Any]]:
+        def scale(loss: Any) -> Any:
+            scaled = scaled_value(loss, self.get_scaled_loss)
+            if grad_loss is None:
+                return scaled
+            return tf.reduce_sum(scaled * tf.stop_gradient(tf.cast(grad_loss, scaled.dtype)))
+
+        given = var_list is not None and not callable(var_list)
+        watch = flat_variables(var_list) if given else []
+        recording = recorded(loss, var_list, scale, tape=tape, watch=watch)
+        variables = flat_variables(recording.variables)
+        pairs = self._inner_gradients(recording.loss, variables, recording.tape)
+        return [gradient for gradient, _ in pairs], variables
+
+    def _symbolic(self, loss: Any, params: Sequence[Any]) -> list[Any]:
+        check_symbolic(loss)
+        return self._symbolic_gradients(self.get_scaled_loss(loss), params)
+
+    # --- What can be read ---------------------------------------------------------------------
+
+    @property
+    def inner_optimizer(self) -> Any:
+        """The optimizer inside."""
+        return self._optimizer
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The optimizer's name."""
+        return self._given_name or "loss_scale_optimizer"
+
+    @property
+    def loss_scale(self) -> Any:
+        return tf.cast(self._current_scale(), tf.float32)
+
+    @property
+    def dynamic_counter(self) -> Any:
+        return None if self._state is None else self._state.variables.get("good_steps")
+
+    @property
+    def iterations(self) -> StepCounter:
+        return self._step_counter
+
+    @iterations.setter
+    def iterations(self, value: Any) -> None:
+        if isinstance(value, tf.Variable):
+            self._optimizer.iterations = value
+        else:
+            self._step_counter.assign(value)
+
+    def _inner_iterations(self) -> Any:
+        # A legacy optimizer makes its counter when it is first read, maybe in a traced function.
+        with tf.init_scope():
+            return self._optimizer.iterations
+
+    @property
+    def variables(self) -> VariableList:
+        # Last come those that the inner optimizer keeps and does not list (Nadam).
+        listed = [*self._inner_weights(), *self._own_variables().values()]
+        # HDF5 files name a variable by its name alone.
+        others = self._unlisted_variables().values()
+        names = collections.Counter(variable.name for variable in (*listed, *others))
+        return VariableList([*listed, *(other for other in others if names[other.name] == 1)])
+
+    @property
+    def weights(self) -> VariableList:
+        return VariableList(self._inner_weights())
+
+    def _own_variables(self) -> dict[str, Any]:
+        """The variables of the loss scale and of the skips, by their names in saving."""
+        return {
+            **(self._state.named if self._state is not None else self._loss_scale_variables),
+            "steps_skipped": self._steps_skipped,
+            "last_step_skipped": self._last_step_skipped,
+        }
+
+    # --- Settings -----------------------------------------------------------------------------
+
+    def __getattribute__(self, name: str) -> Any:
+        # Past tf_keras, whose own passing on leaves out what an optimizer does not call a
+        # hyperparameter, such as Adam's epsilon.
+        return object.__getattribute__(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = self.__dict__.get("_optimizer")
+        own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if inner is None or own:
+            # Past attribute tracking: what belongs into a checkpoint is named explicitly.
+            object.__setattr__(self, name, value)
+        elif name in getattr(inner, "_hyper", ()) or hasattr(inner, name):
+            setattr(inner, name, value)
+        else:
+            family = tf_keras.optimizers.legacy if self._is_legacy else tf_keras.optimizers
+            check_own_name(inner, name, family)
+            object.__setattr__(self, name, value)
+            self._remember_name(name)
+
+    # --- Files, copies and configurations; see `saving` and `arguments` --------------------------
+
+    _own_values = saving.own_values
+    _set_own_values = saving.set_own_values
+    _load_pending = saving.load_pending
+    _inner_values = saving.inner_values
+    _set_inner_values = saving.set_inner_values
+
+    def _build_alike(self, other: Any) -> None:
+        if self._trained:
+            other._build(*self._trained)
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            **({} if self._given_name is None else {"name": self._given_name}),
+            "inner_optimizer": tf_keras.optimizers.serialize(self._optimizer),
+            "dynamic": self.dynamic,
+            **self._described_rule(),
+        }
+
+    _inner_from_config = staticmethod(inner_from_config)
+
+    # --- For loss scale objects without an optimizer ------------------------------------------
+
+    _new_variable = staticmethod(new_variable)
+
+    @staticmethod
+    def _arrays() -> type[Arrays]:
+        return Arrays
+
+    @staticmethod
+    def _new_state(rule: ScaleRule) -> TFKerasScaleVariables:
+        return TFKerasScaleVariables(rule)
+
+    @staticmethod
+    def _constant(value: float) -> Any:
+        return tf.constant(value, tf.float32)
+
+    @staticmethod
+    def _operation(result: Any) -> Any:
+        if tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function:
+            return None
+        return tracing.grouped(result)
+
+    @staticmethod
+    def _after(result: Any, value: Any) -> Any:
+        return value if result is None else tracing.after(result, lambda: value)
+
+    def _unlisted_variables(self) -> dict[str, Any]:
+        """Returns variables that the inner optimizer does not list, by their names in saving."""
+        return {}

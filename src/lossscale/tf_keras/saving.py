@@ -1,0 +1,113 @@
+"""What stands in files and copies of an optimizer, and how it is loaded.
+
+In tf_keras' own files (`.keras`, `.weights.h5` and HDF5) the variables of an optimizer stand at one
+place, numbered. There the inner optimizer's variables are written exactly as an optimizer without
+loss scaling writes its own, and the loss scale beside them. So weights go from a plain Adam into a
+wrapped one, and back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+from lossscale.errors import LossScaleWarning
+from lossscale.keras_common.state import ValueStore
+from lossscale.tf_keras.state import TFKerasScaleVariables
+
+# What begins the name of a variable that the inner optimizer does not list.
+UNLISTED = "inner."
+
+
+class LossScaleStore(ValueStore, tf_keras.losses.Loss):
+    """The place in a file where the loss scale and the counters stand, by name."""
+
+
+def own_values(optimizer: Any) -> dict[str, Any]:
+    """Returns the loss scale, the counters, and what the inner optimizer does not list, by name."""
+    named = _named_variables(optimizer)
+    return {**optimizer._pending_named, **dict(zip(named, values_of(named), strict=True))}
+
+
+def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
+    """Sets these, made valid for the rule; what has no variable yet waits for it."""
+    # A dataset of an HDF5 file is no array yet.
+    arrays = {name: np.asarray(values[name][()]) for name in values}
+    named = _named_variables(optimizer)
+    pairs = [(variable, arrays.pop(name)) for name, variable in named.items() if name in arrays]
+    # Before `build` there is no place for what it makes.
+    pending = {name: value for name, value in arrays.items() if name.startswith(UNLISTED)}
+    optimizer._pending_named.update(pending)
+    tf_keras.backend.batch_set_value(pairs)
+    state = optimizer._state
+    if state is not None and any(name in values for name in state.named):
+        _make_valid(state)
+
+
+def _named_variables(optimizer: Any) -> dict[str, Any]:
+    return {**optimizer._own_variables(), **optimizer._unlisted_variables()}
+
+
+def _make_valid(state: TFKerasScaleVariables) -> None:
+    saved = {f: v.item() for f, v in zip(state.variables, values_of(state.variables), strict=True)}
+    valid = state.rule.restored(state.first._replace(**saved))._asdict()
+    tf_keras.backend.batch_set_value(
+        [
+            (variable, np.asarray(valid[field], variable.dtype.as_numpy_dtype))
+            for field, variable in state.variables.items()
+        ]
+    )
+    if np.float32(valid["scale"]) != np.float32(saved["scale"]):
+        warnings.warn(
+            f"The saved loss scale, {saved['scale']}, is outside the range of {state.rule}. "
+            f"Training goes on with {valid['scale']}.",
+            LossScaleWarning,
+            stacklevel=2,
+        )
+
+
+def load_pending(optimizer: Any) -> None:
+    """Sets the inner optimizer's variables that were loaded before they existed."""
+    named, weights = optimizer._pending_named, optimizer._inner_weights()
+    unlisted = optimizer._unlisted_variables()
+    pairs = [(variable, named.pop(name)) for name, variable in unlisted.items() if name in named]
+    values = optimizer._pending_values
+    if values is not None and len(values) == len(weights):
+        optimizer._pending_values = None
+        pairs += zip(weights, values, strict=True)
+    # The first step of a tf.function may be what builds the optimizer. Traced, these values
+    # would be set again on every step.
+    with tf.init_scope():
+        tf_keras.backend.batch_set_value(pairs)
+
+
+def inner_values(optimizer: Any) -> list[Any]:
+    """Returns the inner optimizer's variables as arrays that nothing changes."""
+    pending = optimizer._pending_values
+    values = values_of(optimizer._inner_weights()) if pending is None else pending
+    return [np.array(value) for value in values]
+
+
+def set_inner_values(optimizer: Any, values: Sequence[Any]) -> None:
+    """Sets them, or keeps them until the variables exist that they belong to."""
+    if values:
+        optimizer._pending_values = list(values)
+        # The count is asked for before the variables exist that are trained.
+        optimizer._inner_iterations().assign(values[0])
+        load_pending(optimizer)
+
+
+def values_of(variables: Any) -> list[Any]:
+    """Returns the values of variables as NumPy arrays.
+
+    Args:
+        variables: A sequence, or a mapping whose values they are.
+    """
+    if isinstance(variables, Mapping):
+        variables = list(variables.values())
+    return [np.asarray(value) for value in tf_keras.backend.batch_get_value(list(variables))]
