@@ -1,32 +1,33 @@
 """What the programs of the benchmarks do, where the short form would not show it."""
 
+import dataclasses
 import gc
 import weakref
 
 import numpy as np
 import pytest
 
-from benchmarks.methods import METHODS, SCALE
-from benchmarks.optimizers import OPTIMIZERS
+from benchmarks.methods import METHODS, TORCH
+from benchmarks.rows import Row, table
 from benchmarks.workloads import Workload, equal
 
 
 def test_the_bytes_of_a_sum_are_those_of_all_its_arrays():
     pytest.importorskip("jax")
-    from benchmarks.frameworks import collectives_jax
+    from benchmarks.frameworks import jax
 
     program = """
       %all-reduce = (f32[10,2]{1,0}, pred[], bf16[3]{0}) all-reduce(%a, %b, %c), to_apply=%add
       %start = f32[] all-reduce-start(%d), to_apply=%add
       %no = f32[7]{0} add(%all-reduce, %e)
     """
-    sums = collectives_jax._SUM.findall(program)
-    assert [collectives_jax._bytes(result) for result in sums] == [80 + 1 + 6, 4]
+    sums = jax._SUM.findall(program)
+    assert [jax._bytes(result) for result in sums] == [80 + 1 + 6, 4]
 
 
 def test_every_wait_for_the_host_is_counted():
     torch = pytest.importorskip("torch")
-    from benchmarks.frameworks.keras_torch import Calls
+    from benchmarks.frameworks.torch import Calls
 
     tensor = torch.ones(3)
     with Calls() as counted:
@@ -40,24 +41,20 @@ def test_every_wait_for_the_host_is_counted():
 
 @pytest.fixture(scope="module")
 def tensorflow():
-    """The module of the programs on TensorFlow; the tests of this folder run with it."""
+    """Makes programs on TensorFlow; the tests of this folder run with it."""
     import keras
 
     if keras.backend.backend() != "tensorflow":
         pytest.skip("another backend")
-    from benchmarks.frameworks import keras_tensorflow
+    from benchmarks.frameworks.tensorflow import FRAMEWORK
 
-    return keras_tensorflow
+    return FRAMEWORK
 
 
-def program(framework, name, workload, mode, optimizer="SGD"):
+def program(framework, name, workload, mode):
     """A program for a method."""
-    optimizers = framework.optimizers("keras-tensorflow")
-
-    def new_inner(**settings):
-        return OPTIMIZERS[optimizer](optimizers, **settings)
-
-    return framework.Apply(METHODS[name], workload, new_inner, mode=mode, scale=SCALE)
+    row = Row("small", "keras-tensorflow", mode, (name,), workload=workload, optimizer="SGD")
+    return framework.program(row, name, True)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -98,3 +95,58 @@ def test_the_graph_of_a_program_that_is_gone_is_let_go(tensorflow, mode):
     tensorflow.forget()
     gc.collect()
     assert graph() is None
+
+
+def after(framework, row, steps):
+    """The programs of a row's methods after some steps, uncompiled and tiny."""
+    workload = row.workload and equal(3, 60)
+    row, found = dataclasses.replace(row, mode="eager", workload=workload), {}
+    for name in row.methods:
+        found[name] = framework.program(row, name, True)
+        for _ in range(steps):
+            found[name].step()
+    return found
+
+
+def off(one, other):
+    """How far the parameters of two programs are apart."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(np.max(np.abs(first - second)) for first, second in pairs)
+
+
+@pytest.mark.parametrize("model", ["", "mlp", "cnn", "transformer"])
+def test_the_methods_of_optax_come_to_the_same_parameters(model):
+    pytest.importorskip("jax")
+    from benchmarks.frameworks.optax import FRAMEWORK
+
+    row = next(row for row in table("optax") if row.model == model)
+    if model in ("cnn", "transformer"):
+        row = dataclasses.replace(row, methods=("lossscale", "jmp"))
+    before = after(FRAMEWORK, dataclasses.replace(row, methods=("lossscale",)), 0)["lossscale"]
+    # The scale of the convolutional network is too large at first.
+    found = after(FRAMEWORK, row, 8 if model == "cnn" else 2)
+    # In float16 the gradients of an unscaled loss are others.
+    for name in row.methods if not model else {"lossscale", "jmp", "flax"} & set(row.methods):
+        assert off(found[name], found["lossscale"]) < 1e-6
+    for program in found.values():
+        assert 1e-4 < off(program, before) < 1e-3
+        assert model == "" or np.isfinite(program._read)
+
+
+def test_the_methods_of_pytorch_come_to_the_same_gradients():
+    torch = pytest.importorskip("torch")
+    from benchmarks.frameworks.torch_native import FRAMEWORK
+
+    row = dataclasses.replace(table("torch_native")[1], workload=equal(3, 12))
+    assert row.methods == TORCH
+    gradients = {}
+    for name in TORCH:
+        made = FRAMEWORK.program(row, name, True)
+        made.prepare()
+        made.step()
+        gradients[name] = [tensor.grad.clone() for tensor in made._tensors]
+    for name, found in gradients.items():
+        # torch.amp.GradScaler leaves those that a fused optimizer divides as that leaves them.
+        expected = gradients["bare, clip" if name.endswith("clip") else "bare"]
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
