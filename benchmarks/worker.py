@@ -56,8 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     gpus = {process.backend: kinds["gpu"]} if "gpu" in kinds else {}
     results: dict[str, Any] = {"gpus": gpus, "rows": [], "not_run": [], "wrong": []}
     if process.backend in ("jax", "torch") and process.devices == 1 and not gpus:
-        no_gpu = {"what": f"{process.backend} on a GPU", "why": "there is no GPU"}
-        results["not_run"].append(no_gpu)
+        results["not_run"].append({"what": f"{process.backend} on a GPU", "why": "there is no GPU"})
     _warm_up(process, framework)
     for row in process.rows(kinds):
         _measure(row, framework, process, results)
