@@ -62,12 +62,7 @@ def test_a_wrong_argument_ends_it_with_one_line(arguments, message, capsys):
     assert message in error
 
 
-WORKER = """
-import sys
-from benchmarks import worker
-
-sys.exit(worker.main(sys.argv[1:]))
-"""
+WORKER = "import sys; from benchmarks import worker; sys.exit(worker.main(sys.argv[1:]))"
 
 
 def by_forks(monkeypatch):

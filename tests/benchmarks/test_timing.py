@@ -134,11 +134,6 @@ def test_quartiles_are_those_of_numpy(numbers):
     assert np.allclose(list(found.values()), np.percentile(numbers, [50, 25, 75]), rtol=1e-12)
 
 
-def test_the_quartiles_of_nothing_are_an_error():
-    with pytest.raises(Exception, match="data point"):
-        quartiles([])
-
-
 @hypothesis.given(st.floats(1e-9, 10), st.floats(0, 10), st.integers(1, 1000))
 def test_a_burst_is_long_enough_unless_it_has_all_its_steps(seconds, step_seconds, most):
     steps = steps_for(seconds, step_seconds, most)
