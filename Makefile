@@ -62,13 +62,10 @@ table: $(TEST)/installed
 	KERAS_BACKEND=tensorflow LOSSSCALE_TEST_KERAS=tf_keras $(CONFORMANCE)
 	$(TEST)/bin/python tests/conformance/results.py $(RESULTS) README.md docs/what_runs_where.md
 
-# What loss scaling costs: build/bench/results.json, and the tables of the README and docs/benchmarks.md.
+# What loss scaling costs: build/bench/results.json, and the tables of the README and of pages in docs.
 bench: $(TEST)/installed
 	$(TEST)/bin/python -m benchmarks
-	$(TEST)/bin/python -m benchmarks.pages build/bench/results.json README.md docs/benchmarks.md
-	$(TEST)/bin/python -m benchmarks.optax --output build/bench/optax.json --page docs/jax_speed.md
-	$(TEST)/bin/python -m benchmarks.monitoring --output build/bench/monitoring.json --page docs/monitoring.md
-	$(TEST)/bin/python -m benchmarks.torch_native --output build/bench/torch_native.json --page docs/pytorch.md
+	$(TEST)/bin/python -m benchmarks.pages build/bench/results.json
 
 # Is the verdict of a diagnosis right? Trainings beside it, and their table in the page about it.
 calibration: $(TEST)/installed

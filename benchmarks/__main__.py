@@ -1,13 +1,14 @@
-"""Measures what loss scaling costs, beside the inner optimizer alone and beside Keras' own class.
+"""Measures what loss scaling costs, beside the inner optimizer alone and beside other classes.
 
 Each backend runs in a process of its own, and within it all methods of a row take turns, round by
-round. Results go to a JSON file, tables to the standard output.
+round. Results go to a JSON file, tables to the standard output. docs/benchmarks.md says what the
+cases, the modes and the methods are.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
+import dataclasses
 import datetime
 import functools
 import json
@@ -16,71 +17,59 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from benchmarks import machine, plan, tables, worker
-from benchmarks.methods import METHODS
-from benchmarks.plan import Process
+from benchmarks import machine, tables, worker
+from benchmarks.rows import ALL_MODES, BACKENDS, CASES, Process
 
-_LISTS = ("rows", "collectives", "host_syncs", "not_run", "wrong")
+OUTPUT = pathlib.Path("build", "bench", "results.json")
+_LISTS = ("rows", "not_run", "wrong")
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
     """Runs the benchmarks; returns the exit status."""
     options = _parser().parse_args(command_line)
-    processes = plan.processes(options.backend, options.case, options.mode, options.quick)
+    common = options.case, options.mode, options.quick, options.rounds
+    processes = [p for backend in options.backend for p in Process(backend, *common).split()]
     if not processes:
-        asked = [*options.backend, *options.case, *options.mode]
-        print(f"error: nothing runs with {', '.join(asked)} together", file=sys.stderr)
+        names = ", ".join([*options.backend, *options.case, *options.mode])
+        print(f"error: nothing runs with {names} together", file=sys.stderr)
         return 2
     results: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {**machine.describe(), "gpus": {}},
-        "versions": {},
-        "options": {
-            "backends": options.backend,
-            "cases": options.case,
-            "modes": options.mode,
-            "rounds": options.rounds,
-            "quick": options.quick,
-        },
-        "measured_by": {},
+        "versions": machine.versions(),
+        "options": {name: value for name, value in vars(options).items() if name != "output"},
         **{name: [] for name in _LISTS},
     }
     failed: list[str] = []
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    # Nobody looks at the times of the short form, so that there processes may disturb each other.
-    at_once = 2 if options.quick else 1
-    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        for part, message in pool.map(lambda process: _run(process, options), processes):
-            results["versions"].update(part.get("versions", {}))
-            results["measured_by"].update(part.get("measured_by", {}))
-            results["machine"]["gpus"].update(part.get("gpus", {}))
-            for name in _LISTS:
-                known = results[name]
-                known += [found for found in part.get(name, []) if found not in known]
-            if message:
-                failed.append(message)
-            options.output.write_text(json.dumps(results, indent=1) + "\n")
+    for process in processes:
+        part, message = _run(process)
+        results["machine"]["gpus"].update(part.get("gpus", {}))
+        for name in _LISTS:
+            results[name] += part.get(name, [])
+        failed += [message] if message else []
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
     print(tables.page(results))
     for message in [*failed, *results["wrong"]]:
         print(f"error: {message}", file=sys.stderr)
     return 1 if failed or results["wrong"] else 0
 
 
-def _run(process: Process, options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def _run(process: Process) -> tuple[dict[str, Any], str]:
     """Returns what a process measured, and what went wrong."""
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder, "part.json")
-        command = [sys.executable, "-m", "benchmarks.worker"]
-        command += worker.arguments(process, options.rounds, options.quick, output)
-        environment = {**os.environ, **worker.environment(process, options.quick)}
+        fields = json.dumps(dataclasses.asdict(process))
+        command = [sys.executable, "-m", "benchmarks.worker", fields, str(output)]
+        # What it leaves behind goes with the folder.
+        environment = {**os.environ, "TMPDIR": folder, **worker.environment(process)}
         status = subprocess.run(command, env=environment, check=False).returncode
         part = json.loads(output.read_text()) if output.exists() else {}
-    name = f"{process.backend} on {process.devices} devices"
-    return part, f"{name} ended with status {status}, see above" if status else ""
+    ended = f"{process.backend} on {process.devices} devices ended with status {status}, see above"
+    return part, ended if status else ""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -91,18 +80,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m benchmarks",
-        description=__doc__,
-        epilog=_listed("cases", plan.CASES)
-        + _listed("methods", {one.title: one.meaning for one in METHODS.values()}),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    for kind, known in (
-        ("backend", plan.BACKENDS),
-        ("case", list(plan.CASES)),
-        ("mode", plan.ALL_MODES),
-    ):
+    parser = _Parser(prog="python -m benchmarks", description=__doc__)
+    for kind, known in (("backend", BACKENDS), ("case", CASES), ("mode", ALL_MODES)):
         parser.add_argument(
             f"--{kind}",
             type=functools.partial(_names, kind, known),
@@ -110,32 +89,13 @@ def _parser() -> argparse.ArgumentParser:
             metavar="NAMES",
             help=f"some of {','.join(known)}; all by default",
         )
-    parser.add_argument(
-        "--rounds",
-        type=_positive,
-        help="how many rounds of each row are timed; by default as many as fit in a few seconds",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="tiny workloads, to see that everything runs; the times mean nothing",
-    )
-    parser.add_argument(
-        "--output",
-        type=pathlib.Path,
-        default=pathlib.Path("build", "bench", "results.json"),
-        help="the JSON file to write; %(default)s by default",
-    )
+    rounds = "how many rounds of each row are timed; by default as many as fit in some seconds"
+    parser.add_argument("--rounds", type=_positive, help=rounds)
+    quick = "tiny workloads, to see that everything runs; the times mean nothing"
+    parser.add_argument("--quick", action="store_true", help=quick)
+    output = "the JSON file to write; %(default)s by default"
+    parser.add_argument("--output", type=pathlib.Path, default=OUTPUT, help=output)
     return parser
-
-
-def _listed(title: str, entries: dict[str, str]) -> str:
-    lines = [f"{title}:"]
-    for name, meaning in entries.items():
-        lines += textwrap.wrap(
-            meaning, 98, initial_indent=f"  {name:16}", subsequent_indent=" " * 18
-        )
-    return "\n".join(lines) + "\n\n"
 
 
 def _names(kind: str, known: Sequence[str], text: str) -> list[str]:

@@ -1,40 +1,91 @@
-"""What the measurements ran on."""
+"""What the measurements ran on, and how much memory there is and was taken."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
+import importlib.metadata
+import math
 import os
 import pathlib
 import platform
 import re
+from collections.abc import Callable
 from typing import Any
+
+_PACKAGES = ("keras", "tensorflow", "tf_keras", "jax", "jaxlib", "torch", "optax")
+_CPUS = pathlib.Path("/proc/cpuinfo")
+_MEMINFO = pathlib.Path("/proc/meminfo")
+_STATUS = pathlib.Path("/proc/self/status")
 
 
 def describe() -> dict[str, Any]:
     """Returns the machine and the interpreter, JSON-ready."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        memory = None
+    # platform.processor() is empty or the architecture's name on Linux.
+    found = re.search(r"^model name\s*:\s*(.+)$", _CPUS.read_text() if _CPUS.exists() else "", re.M)
     return {
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "memory_bytes": _memory(),
+        "processor": found[1].strip() if found else platform.processor() or platform.machine(),
+        "cores": len(cores),
+        "memory_bytes": memory,
         "system": platform.system(),
         "architecture": platform.machine(),
         "python": platform.python_version(),
     }
 
 
-def _processor() -> str:
-    # platform.processor() is empty or the architecture's name on Linux.
-    try:
-        text = pathlib.Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+def versions() -> dict[str, str]:
+    """Returns the versions of the frameworks that are installed."""
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
-def _memory() -> int | None:
+def peak_above_rest(run: Callable[[], None]) -> int | None:
+    """Runs something and returns how far resident memory rose meanwhile, in bytes.
+
+    Whole pages are counted, and memory that the allocator had kept is not; so it is given back to
+    the system first.
+
+    Returns:
+        None where the system does not tell, that is elsewhere than on Linux with the GNU C library.
+    """
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
+        trim = ctypes.CDLL("libc.so.6").malloc_trim
+    except (OSError, AttributeError):
         return None
+    gc.collect()
+    trim(0)
+    try:
+        # Resets the peak.
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+        rest = _kibibytes(_STATUS, "VmRSS")
+    except OSError:
+        return None
+    run()
+    return max(0, _kibibytes(_STATUS, "VmHWM") - rest) * 1024
+
+
+def available() -> float:
+    """Returns how much memory can be had, in bytes; infinite where the system does not tell.
+
+    What this process holds counts too: allocators keep what they will give out again.
+    """
+    try:
+        return (_kibibytes(_MEMINFO, "MemAvailable") + _kibibytes(_STATUS, "VmRSS")) * 1024
+    except OSError:
+        return math.inf
+
+
+def _kibibytes(file: pathlib.Path, field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB", file.read_text(), re.M)
+    if found is None:
+        raise OSError(f"{file} has no {field}")
+    return int(found[1])

@@ -1,4 +1,4 @@
-"""Measures a row: builds its programs, checks that they agree, and times them."""
+"""Measures a row: makes its programs, checks that they agree, and times them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.memory import available
-from benchmarks.methods import METHODS, SCALE
-from benchmarks.optimizers import OPTIMIZERS
-from benchmarks.plan import SKIPPED, Row
-from benchmarks.timing import as_numbers, interleave, quartiles, ratios, steps_for
+from benchmarks.frameworks import Framework
+from benchmarks.machine import available
+from benchmarks.methods import SKIPPED, method
+from benchmarks.rows import Row
+from benchmarks.timing import Program, interleave, quartiles, ratios, steps_for
 
-WARM_STEPS = 3
 BURST_SECONDS = 0.02
 MOST_STEPS_IN_A_BURST = 100
-MOST_ROUNDS = 41
-FEWEST_ROUNDS = 7
 # A scale of 2**15 that halves at each overflow stays a normal number for so many steps.
 MOST_OVERFLOWS = 135
 # What is built first in a row can run a tenth faster (JAX) or slower (TensorFlow) than the same
@@ -38,18 +35,15 @@ class TooBigError(Exception):
 
 
 def measure(
-    row: Row, framework: Any, *, rounds: int | None = None, quick: bool = False
+    row: Row, framework: Framework, *, rounds: int | None = None, quick: bool = False
 ) -> dict[str, Any]:
-    """Measures a row.
+    """Measures a row; returns what was found, JSON-ready.
 
     Args:
         row: The row.
-        framework: A module of `benchmarks.frameworks`.
-        rounds: How many rounds are timed; None for as many as its seconds allow.
+        framework: What makes its programs.
+        rounds: How many rounds are timed; None for what the row says.
         quick: Whether models are tiny, and a burst is a single step.
-
-    Returns:
-        What was found, JSON-ready.
 
     Raises:
         WrongResultError: If a method came to other weights than it must, or traced again.
@@ -58,91 +52,74 @@ def measure(
     if row.workload is not None:
         programs = len(row.methods) + (row.mode in COMPILED)
         needed = row.workload.parameters * BYTES_PER_PARAMETER * programs
-        if (free := available()) is not None and needed > free:
+        if needed > (free := available()):
             raise TooBigError(f"needs {needed / 2**30:.0f} GiB of memory, {free / 2**30:.0f} free")
+    fields = ("case", "point", "shell", "mode", "device", "optimizer")
+    found = {field: getattr(row, field) for field in fields}
     try:
         with framework.on_device(row.device):
-            return _measured(row, framework, rounds, quick)
+            if row.timing is not None:
+                return {**found, **_timed(row, framework, rounds, quick)}
+            made = {name: framework.program(row, name, quick) for name in row.methods}
+            return {**found, "methods": {name: one.structure() for name, one in made.items()}}
     finally:
         # A row's arrays hang in cycles with its compiled functions; the next one needs the room.
         framework.forget()
         gc.collect()
 
 
-def _measured(row: Row, framework: Any, rounds: int | None, quick: bool) -> dict[str, Any]:
-    programs: dict[str, Any] = {}
+def _timed(row: Row, framework: Framework, rounds: int | None, quick: bool) -> dict[str, Any]:
+    timing, first = row.timing, row.methods[0]
+    programs: dict[str, Program] = {}
+    before: dict[str, Any] = {}
     found: dict[str, dict[str, Any]] = {}
     if row.mode in COMPILED:
-        first = _program(row, "bare", framework, quick)
-        _timed_step(first)
+        uncompared = framework.program(row, first, quick)
+        _timed_step(uncompared)
     for name in row.methods:
         try:
-            program = _program(row, name, framework, quick)
+            program = framework.program(row, name, quick)
+            before[name] = program.parameters() if row.model else None
             found[name] = {"first_step_seconds": _timed_step(program)}
         except Exception as error:
             if not name.startswith("peer"):
                 raise
             found[name] = {"does_not_run": f"{type(error).__name__}: {str(error)[:200]}"}
             continue
-        for _ in range(WARM_STEPS - 1):
+        for _ in range(timing.warm - 1):
             _timed_step(program)
         programs[name] = program
-    _check(row, programs)
-    overflowing = any(name.endswith(SKIPPED) for name in row.methods)
-    limit = MOST_OVERFLOWS if overflowing else 10**9
-    most = min(rounds or MOST_ROUNDS, limit)
-    steps = steps_for(
-        BURST_SECONDS,
-        min(_timed_step(programs["bare"]) for _ in range(3)),
-        1 if quick else min(MOST_STEPS_IN_A_BURST, limit // most),
-    )
+    _check(row, programs, before)
+    limit = MOST_OVERFLOWS if any(name.endswith(SKIPPED) for name in programs) else 10**9
+    most = min(rounds or timing.rounds, limit)
+    steps = 1 if quick else timing.steps
+    if steps is None:
+        step_seconds = min(_timed_step(programs[first]) for _ in range(3))
+        steps = steps_for(BURST_SECONDS, step_seconds, min(MOST_STEPS_IN_A_BURST, limit // most))
     traces = {name: program.traces for name, program in programs.items()}
     times = interleave(
         programs,
         rounds=most,
         steps=steps,
-        seconds=row.seconds if rounds is None else math.inf,
-        fewest=FEWEST_ROUNDS,
+        seconds=timing.seconds if rounds is None else math.inf,
+        fewest=timing.fewest,
+        clock=getattr(time, timing.clock),
     )
     for name, program in programs.items():
         if program.traces != traces[name]:
             raise WrongResultError(f"{row.name} {name}: it was traced again while it was timed")
-        found[name]["seconds"] = as_numbers(quartiles(times[name]))
-        found[name]["ratio"] = as_numbers(ratios(times[name], times["bare"]))
+        found[name]["seconds"] = quartiles([each / program.inner_steps for each in times[name]])
+        base = "bare, clip" if name.endswith(", clip") else first
+        found[name]["ratio"] = ratios(times[name], times[base])
         if name.endswith(SKIPPED):
             applied = times[name.removesuffix(SKIPPED)]
-            found[name]["ratio_to_applied"] = as_numbers(ratios(times[name], applied))
+            found[name]["ratio_to_applied"] = ratios(times[name], applied)
         if row.structure:
             found[name].update(program.structure())
-    return {
-        **{
-            field: getattr(row, field)
-            for field in ("case", "point", "shell", "mode", "device", "optimizer")
-        },
-        "rounds": len(times["bare"]),
-        "steps_per_round": steps,
-        "methods": found,
-    }
+    return {"rounds": len(times[first]), "steps_per_round": steps, "methods": found}
 
 
-def _program(row: Row, name: str, framework: Any, quick: bool) -> Any:
-    method = METHODS[name.removesuffix(SKIPPED)]
-    optimizers = framework.optimizers(row.shell)
-
-    def new_inner(**settings: Any) -> Any:
-        return OPTIMIZERS[row.optimizer](optimizers, **settings)
-
-    if row.workload is None:
-        return framework.Train(
-            method, row.model, new_inner, mode=row.mode, scale=SCALE, small=quick
-        )
-    workload = row.workload.overflowing() if name.endswith(SKIPPED) else row.workload
-    if row.replicas:
-        return framework.Replicated(method, workload, new_inner, row.replicas, scale=SCALE)
-    return framework.Apply(method, workload, new_inner, mode=row.mode, scale=SCALE)
-
-
-def _timed_step(program: Any) -> float:
+def _timed_step(program: Program) -> float:
     program.prepare()
     program.wait()
     begin = time.perf_counter()
@@ -151,52 +128,51 @@ def _timed_step(program: Any) -> float:
     return time.perf_counter() - begin
 
 
-def _check(row: Row, programs: dict[str, Any]) -> None:
-    """Checks that all methods did the same work.
-
-    Raises:
-        WrongResultError: If one did not.
-    """
-    if row.workload is None:
-        _check_training(row, programs)
+def _check(row: Row, programs: dict[str, Program], before: dict[str, Any]) -> None:
+    """Checks that all methods did the same work; `before` has the first weights of training."""
+    bare = programs[row.methods[0]].parameters()
+    if bare is None:
         return
-    first, bare = row.workload.values(), programs["bare"].parameters()
+    if row.workload is None:
+        _check_training(row, programs, before)
+        return
+    first = row.workload.values()
     if all(np.array_equal(one, other) for one, other in zip(bare, first, strict=True)):
         raise WrongResultError(f"{row.name} bare: no weight changed")
     for name, program in programs.items():
         skips = name.endswith(SKIPPED)
-        exact = skips or (METHODS[name].exact and row.exact)
-        weights = program.parameters()
-        for index, (one, other) in enumerate(zip(weights, first if skips else bare, strict=True)):
+        exact = skips or (row.exact and method(name).exact)
+        expected, found = first if skips else bare, program.parameters()
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
             if np.array_equal(one, other):
                 continue
             if exact or not np.allclose(one, other, rtol=1e-5, atol=1e-6):
                 raise WrongResultError(
                     f"{row.name} {name}: variable {index} is off by up to "
                     f"{np.max(np.abs(one - other)):.3g} in {np.mean(one != other):.2%} of its "
-                    f"elements, after {WARM_STEPS} steps"
+                    f"elements, after {row.timing.warm} steps"
                 )
 
 
-def _check_training(row: Row, programs: dict[str, Any]) -> None:
+def _check_training(row: Row, programs: dict[str, Program], before: dict[str, Any]) -> None:
     # Without loss scaling small gradients flush to zero, so that `bare` goes elsewhere.
-    weights = {
-        name: np.concatenate([value.ravel() for value in program.parameters()])
-        for name, program in programs.items()
-    }
+    weights = {name: _flat(program.parameters()) for name, program in programs.items()}
     for name, found in weights.items():
         if not np.all(np.isfinite(found)):
             raise WrongResultError(f"{row.name} {name}: a weight is not finite")
     if "peer_dynamic" not in weights:
         return
-    expected, first = weights["peer_dynamic"], programs["peer_dynamic"].first_parameters
-    moved = np.mean(np.abs(expected - np.concatenate([value.ravel() for value in first])))
+    expected = weights["peer_dynamic"]
+    moved = np.mean(np.abs(expected - _flat(before["peer_dynamic"])))
     for name in ("ours_dynamic", "ours_monitored", "ours_fixed", "peer_fixed", "unscale"):
-        if name in weights:
-            apart = np.mean(np.abs(weights[name] - expected))
-            # Half precision rounds where another compilation fuses, and Adam magnifies it.
-            if not apart < 0.1 * moved:
-                raise WrongResultError(
-                    f"{row.name} {name}: after {WARM_STEPS} steps it is {apart:.3g} from the "
-                    f"peer, which moved {moved:.3g}"
-                )
+        apart = np.mean(np.abs(weights.get(name, expected) - expected))
+        # Half precision rounds where another compilation fuses, and Adam magnifies it.
+        if not apart < 0.1 * moved:
+            raise WrongResultError(
+                f"{row.name} {name}: after {row.timing.warm} steps it is {apart:.3g} from the "
+                f"peer, which moved {moved:.3g}"
+            )
+
+
+def _flat(arrays: list[Any]) -> Any:
+    return np.concatenate([array.ravel() for array in arrays])

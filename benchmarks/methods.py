@@ -1,4 +1,4 @@
-"""The columns: the ways to apply gradients that are compared. A new way is a new entry."""
+"""The columns: the ways to make a step that are compared. A new way is a new entry."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import lossscale
+
 SCALE = 2.0**15
 # No scale grows while it is timed: growth is one step in thousands, and not what is measured.
 NEVER = 2**31 - 1
+SKIPPED = "/skipped"
+"""At the end of a method's name: every one of its steps overflows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A way to apply gradients.
+    """A way to apply gradients with an optimizer of Keras 3 or tf_keras.
 
     Args:
         title: The heading of its column.
-        meaning: What it does, for the documentation.
-        wrapped: Returns the optimizer, given a function that makes the inner one, the loss scale
-            and the package, `keras` or `tf_keras`. None stands for the inner optimizer alone.
+        wrapped: Returns the optimizer, given a function that makes the inner one and the package,
+            `keras` or `tf_keras`. None stands for the inner optimizer alone.
         scaled: Whether it receives gradients of the scaled loss.
         exact: Whether its weights must be those of the bare optimizer, bit for bit.
         reads: Whether a sum of every gradient is taken beside the inner optimizer.
@@ -27,105 +30,68 @@ class Method:
     """
 
     title: str
-    meaning: str
-    wrapped: Callable[[Callable[..., Any], float, Any], Any] | None = None
+    wrapped: Callable[[Callable[..., Any], Any], Any] | None = None
     scaled: bool = True
     exact: bool = False
     reads: bool = False
     unscales: bool = False
 
-    def optimizer(self, new_inner: Callable[..., Any], scale: float, package: Any) -> Any:
-        """Returns a new optimizer."""
-        return new_inner() if self.wrapped is None else self.wrapped(new_inner, scale, package)
 
-
-def _ours_dynamic(new_inner: Callable[..., Any], scale: float, package: Any) -> Any:
-    import lossscale
-
-    rule = lossscale.DynamicScale(initial_scale=scale, growth_interval=NEVER)
+def _ours_dynamic(new_inner: Callable[..., Any], package: Any) -> Any:
+    rule = lossscale.DynamicScale(initial_scale=SCALE, growth_interval=NEVER)
     return lossscale.LossScaleOptimizer(new_inner(), rule=rule)
 
 
-def _ours_fixed(new_inner: Callable[..., Any], scale: float, package: Any) -> Any:
-    import lossscale
-
-    return lossscale.LossScaleOptimizer(new_inner(), rule=lossscale.FixedScale(scale))
+def _ours_fixed(new_inner: Callable[..., Any], package: Any) -> Any:
+    return lossscale.LossScaleOptimizer(new_inner(), rule=lossscale.FixedScale(SCALE))
 
 
-def _ours_monitored(new_inner: Callable[..., Any], scale: float, package: Any) -> Any:
-    optimizer = _ours_dynamic(new_inner, scale, package)
+def _ours_monitored(new_inner: Callable[..., Any], package: Any) -> Any:
+    optimizer = _ours_dynamic(new_inner, package)
+    # What a monitor calls when `fit` begins.
     optimizer._keep_notes(None)
     return optimizer
 
 
-def _peer_dynamic(new_inner: Callable[..., Any], scale: float, package: Any) -> Any:
-    return package.mixed_precision.LossScaleOptimizer(
-        new_inner(), initial_scale=scale, dynamic_growth_steps=NEVER
-    )
+def _peer_dynamic(new_inner: Callable[..., Any], package: Any) -> Any:
+    peer = package.mixed_precision.LossScaleOptimizer
+    return peer(new_inner(), initial_scale=SCALE, dynamic_growth_steps=NEVER)
 
 
-def _peer_fixed(new_inner: Callable[..., Any], scale: float, package: Any) -> Any:
+def _peer_fixed(new_inner: Callable[..., Any], package: Any) -> Any:
     if package.__name__ == "tf_keras":
-        return package.mixed_precision.LossScaleOptimizer(
-            new_inner(), dynamic=False, initial_scale=scale
-        )
-    return new_inner(loss_scale_factor=scale)
+        peer = package.mixed_precision.LossScaleOptimizer
+        return peer(new_inner(), dynamic=False, initial_scale=SCALE)
+    return new_inner(loss_scale_factor=SCALE)
 
 
+# docs/benchmarks.md says what each of them does.
 METHODS = {
-    "bare": Method(
-        "bare", "The inner optimizer alone, given gradients of the unscaled loss.", scaled=False
-    ),
-    "ours_dynamic": Method(
-        "ours, dynamic",
-        "`lossscale.LossScaleOptimizer` with a `DynamicScale`.",
-        _ours_dynamic,
-        exact=True,
-    ),
-    "ours_fixed": Method(
-        "ours, fixed",
-        "`lossscale.LossScaleOptimizer` with a `FixedScale`, which checks nothing.",
-        _ours_fixed,
-        exact=True,
-    ),
-    "ours_monitored": Method(
-        "ours, monitored",
-        "The same as ours, dynamic, in a step that notes what a `LossScaleMonitor` reads: its "
-        "scale, and for a skipped step which gradients are not finite.",
-        _ours_monitored,
-        exact=True,
-    ),
-    "peer_dynamic": Method(
-        "peer, dynamic",
-        "`keras.optimizers.LossScaleOptimizer`; for tf_keras "
-        "`tf_keras.mixed_precision.LossScaleOptimizer`.",
-        _peer_dynamic,
-    ),
-    "peer_fixed": Method(
-        "peer, fixed",
-        "The inner optimizer's own `loss_scale_factor`; for tf_keras "
-        "`tf_keras.mixed_precision.LossScaleOptimizer(..., dynamic=False)`.",
-        _peer_fixed,
-    ),
-    "read": Method(
-        "floor: read",
-        "The inner optimizer, and a sum of every gradient that nothing depends on: what it costs "
-        "to look at each gradient once.",
-        scaled=False,
-        exact=True,
-        reads=True,
-    ),
-    "unscale": Method(
-        "floor: unscale",
-        "The inner optimizer, given each gradient times the reciprocal of a scale that a variable "
-        "holds, without any check.",
-        exact=True,
-        unscales=True,
-    ),
-    "bare_again": Method(
-        "bare, again",
-        "The same as bare, built a second time: as far as it is from 1, a ratio is chance.",
-        scaled=False,
-        exact=True,
-    ),
+    "bare": Method("bare", scaled=False),
+    "ours_dynamic": Method("ours, dynamic", _ours_dynamic, exact=True),
+    "ours_fixed": Method("ours, fixed", _ours_fixed, exact=True),
+    "ours_monitored": Method("ours, monitored", _ours_monitored, exact=True),
+    "peer_dynamic": Method("peer, dynamic", _peer_dynamic),
+    "peer_fixed": Method("peer, fixed", _peer_fixed),
+    "read": Method("floor: read", scaled=False, exact=True, reads=True),
+    "unscale": Method("floor: unscale", exact=True, unscales=True),
+    "bare_again": Method("bare, again", scaled=False, exact=True),
 }
+OPTAX = ("bare", "read", "lossscale", "apply_if_finite", "jmp", "flax")
+TORCH = (
+    *("bare", "wrapper", "device", "fixed", "drop-in", "GradScaler"),
+    *("bare, clip", "wrapper, clip", "GradScaler, clip"),
+)
+MONITORS: dict[str, dict[str, Any]] = {
+    "no monitor": {},
+    "every step": {"every": 1},
+    "every 100 steps": {"every": 100},
+    "every 100 steps, with histograms": {"every": 100, "histograms": True},
+    "every 100 steps, with fidelity": {"every": 100, "fidelity_every": 100},
+}
+"""The arguments of each monitor."""
+
+
+def method(name: str) -> Method:
+    """Returns the method of a name, also of one whose steps overflow."""
+    return METHODS[name.removesuffix(SKIPPED)]

@@ -1,4 +1,4 @@
-"""Writes the tables into pages: `python -m benchmarks.pages RESULTS README DOCUMENT`."""
+"""Writes the tables into the pages: `python -m benchmarks.pages RESULTS`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,22 @@ import sys
 
 from benchmarks import tables
 
-BEGIN, END = "<!-- bench: make bench -->", "<!-- end of bench -->"
+PAGES = {
+    "README.md": ("bench", tables.short),
+    "docs/benchmarks.md": ("bench", tables.page),
+    "docs/jax_speed.md": ("optax", tables.alone),
+    "docs/monitoring.md": ("monitoring", tables.alone),
+    "docs/pytorch.md": ("torch_native", tables.alone),
+}
+"""For each page the name in its markers, and what writes its tables."""
 
 
-def insert(page: pathlib.Path, text: str, begins: str = BEGIN, ends: str = END) -> None:
+def markers(name: str) -> tuple[str, str]:
+    """Returns what stands before and after tables."""
+    return f"<!-- {name}: make bench -->", f"<!-- end of {name} -->"
+
+
+def insert(page: pathlib.Path, text: str, begins: str, ends: str) -> None:
     """Replaces what stands between two markers of a page."""
     before, begin, rest = page.read_text(encoding="utf-8").partition(begins)
     _, end, after = rest.partition(ends)
@@ -21,11 +33,12 @@ def insert(page: pathlib.Path, text: str, begins: str = BEGIN, ends: str = END) 
     page.write_text(f"{before}{begins}\n{text}\n{ends}{after}", encoding="utf-8")
 
 
-def main(results: str, readme: str, document: str) -> None:
-    """Writes the short table into the README and all tables into the document."""
+def main(results: str, root: str = ".") -> None:
+    """Writes the tables of all that was measured into the pages of a checkout."""
     found = json.loads(pathlib.Path(results).read_text(encoding="utf-8"))
-    insert(pathlib.Path(readme), tables.short(found))
-    insert(pathlib.Path(document), tables.page(found))
+    for page, (name, text) in PAGES.items():
+        if tables.sections(found, name):
+            insert(pathlib.Path(root, page), text(found, name), *markers(name))
 
 
 if __name__ == "__main__":

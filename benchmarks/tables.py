@@ -5,145 +5,146 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks.methods import METHODS
-from benchmarks.plan import SKIPPED
+from benchmarks.methods import METHODS, MONITORS, OPTAX, SKIPPED, TORCH
 
 Row = dict[str, Any]
 _DYNAMIC = ("ours_dynamic", "peer_dynamic")
 
 
-def page(results: dict[str, Any]) -> str:
-    """Returns all tables, each under a heading, and what they were measured with."""
-    sections = (
-        ("The optimizer alone", ("big", "small", "sparse"), ratios),
-        ("Other optimizers", ("optimizers",), ratios),
-        ("Whole training steps", ("mlp", "cnn"), ratios),
-        ("Skipped steps", ("skip",), skips),
-        ("As work grows", ("variables", "parameters", "replicas"), growth),
-        ("Memory, compilation and graphs", ("big", "small"), structure),
-    )
-    parts = []
-    for title, cases, table in sections:
-        rows = [row for row in results["rows"] if row["case"] in cases]
-        if rows:
-            parts.append(f"### {title}\n\n{table(rows)}")
-    if results["host_syncs"]:
-        parts.append(f"### PyTorch: host syncs and graph breaks\n\n{syncs(results['host_syncs'])}")
-    if results["collectives"]:
-        parts.append(f"### Sums over devices\n\n{collectives(results['collectives'])}")
-    parts.append(f"### Measured with\n\n{circumstances(results)}")
-    return "\n\n".join(parts)
+def page(results: dict[str, Any], name: str | None = None) -> str:
+    """Returns the tables of a page, or all, under headings; then what they were measured with."""
+    parts = {**sections(results, name), "Measured with": _circumstances(results)}
+    return "\n\n".join(f"### {title}\n\n{text}" for title, text in parts.items())
 
 
-def short(results: dict[str, Any]) -> str:
+def sections(results: dict[str, Any], name: str | None = None) -> dict[str, str]:
+    """Returns the tables of a page, or all, by title; those without rows are left out."""
+    found = {}
+    for of, title, values, table in SECTIONS:
+        rows = [row for row in results["rows"] if row["case"] in values or row["shell"] in values]
+        if rows and name in (None, of):
+            found[title] = table(rows)
+    return found
+
+
+def alone(results: dict[str, Any], name: str) -> str:
+    """Returns the one table of a page."""
+    (found,) = sections(results, name).values()
+    return found
+
+
+def short(results: dict[str, Any], name: str) -> str:
     """Returns the table for the README: the dynamic scale, ours and the peer's."""
     cases = ("big", "small", "mlp", "cnn")
-    found: dict[tuple[str, str], dict[str, Row]] = {}
+    found: dict[str, dict[str, list[str]]] = {}
     for row in results["rows"]:
         compiled = row["mode"] != "eager" or row["shell"] == "keras-torch"
         if row["case"] in cases and compiled:
-            found.setdefault((row["shell"], _where(row)), {})[row["case"]] = row
-    lines = _header(["", *cases])
-    for (shell, where), rows in found.items():
-        cells = [
-            f"{_median(rows.get(case), 'ours_dynamic')} / {_median(rows.get(case), 'peer_dynamic')}"
-            for case in cases
-        ]
-        lines.append(_line([f"{shell}, {where}", *cells]))
-    return "\n".join(lines)
-
-
-def _median(row: Row | None, method: str) -> str:
-    ratio = row["methods"].get(method, {}).get("ratio") if row else None
-    return f"{ratio['median']:.2f}" if ratio else "-"
-
-
-def ratios(rows: Sequence[Row]) -> str:
-    """Returns times as ratios to the bare optimizer: the median and the quartiles."""
-    names = [name for name in METHODS if any(name in row["methods"] for row in rows)]
-    return _by_method(rows, names, _time)
-
-
-def _time(method: Row, name: str) -> str:
-    if name == "bare":
-        return _milliseconds(method)
-    return _quartiles(method["ratio"])
-
-
-def skips(rows: Sequence[Row]) -> str:
-    """Returns what a skipped step costs, beside the bare optimizer and beside an applied step."""
-    titles = [
-        f"{METHODS[name].title}: {what}"
-        for name in _DYNAMIC
-        for what in ("applied", "skipped", "skipped to applied")
+            cells = found.setdefault(f"{row['shell']}, {_where(row)}", {})
+            cells[row["case"]] = _cells(row, _DYNAMIC, _median, "-")
+    lines = [
+        [name, *(" / ".join(cells.get(case, ["-", "-"])) for case in cases)]
+        for name, cells in found.items()
     ]
-    lines = _header(["", "bare, ms", *titles])
+    return _table(["", *cases], lines)
+
+
+def _ratios(rows: Sequence[Row]) -> str:
+    """Times as ratios to the bare optimizer: the median and the quartiles."""
+    names = [name for name in _present(rows) if name != "bare"]
+    lines = [[_title(row), _bare(row), *_cells(row, names, _ratio)] for row in rows]
+    return _table(["", "bare, ms", *_titles(names)], lines)
+
+
+def _skips(rows: Sequence[Row]) -> str:
+    """What a skipped step costs, beside the bare optimizer and beside an applied step."""
+    what = ("applied", "skipped", "skipped to applied")
+    lines = []
     for row in rows:
-        cells = [_title(row), _milliseconds(row["methods"]["bare"])]
+        lines.append([_title(row), _bare(row)])
         for name in _DYNAMIC:
             applied, skipped = row["methods"][name], row["methods"][name + SKIPPED]
-            cells += [_quartiles(applied["ratio"]), _quartiles(skipped["ratio"])]
-            cells.append(_quartiles(skipped["ratio_to_applied"]))
-        lines.append(_line(cells))
-    return "\n".join(lines)
+            to_applied = _ratio(skipped, "ratio_to_applied")
+            lines[-1] += [_ratio(applied), _ratio(skipped), to_applied]
+    titles = [f"{title}: {each}" for title in _titles(_DYNAMIC) for each in what]
+    return _table(["", "bare, ms", *titles], lines)
 
 
-def growth(rows: Sequence[Row]) -> str:
-    """Returns how the time of the bare optimizer, and the ratios to it, grow with the work."""
-    lines = _header(["", "", "bare, ms", *(METHODS[name].title for name in _DYNAMIC)])
+def _growth(rows: Sequence[Row]) -> str:
+    """How the time of the bare optimizer, and the ratios to it, grow with the work."""
+    lines = []
     for row in sorted(rows, key=lambda row: (row["case"], row["shell"], _where(row))):
-        methods = row["methods"]
-        cells = [_quartiles(methods[name]["ratio"]) if name in methods else "" for name in _DYNAMIC]
-        name = f"{row['shell']}, {_where(row)}"
-        point = f"{row['point']} {row['case']}"
-        lines.append(_line([name, point, _milliseconds(methods["bare"]), *cells]))
-    return "\n".join(lines)
+        names = f"{row['shell']}, {_where(row)}", f"{row['point']} {row['case']}"
+        lines.append([*names, _bare(row), *_cells(row, _DYNAMIC, _ratio)])
+    return _table(["", "", "bare, ms", *_titles(_DYNAMIC)], lines)
 
 
-def structure(rows: Sequence[Row]) -> str:
-    """Returns the seconds of the first step, the size of the graph and the peak of memory."""
-    rows = [row for row in rows if "memory_bytes" in row["methods"]["bare"]]
-    names = [name for name in METHODS if any(name in row["methods"] for row in rows)]
-    names = [name for name in names if name != "bare_again"]
+def _structure(rows: Sequence[Row]) -> str:
+    """The seconds of the first step, the size of the graph and the peak of memory."""
 
-    def cell(method: Row, name: str) -> str:
-        parts = [f"{method['first_step_seconds']:.1f} s"]
-        parts.append(f"{method['graph_size']:,}" if "graph_size" in method else "-")
-        memory = method["memory_bytes"]
-        parts.append("-" if memory is None else _bytes(memory))
-        return " · ".join(parts)
+    def text(method: Row) -> str:
+        size, memory = method.get("graph_size"), method["memory_bytes"]
+        parts = ("-" if size is None else f"{size:,}", "-" if memory is None else _bytes(memory))
+        return " · ".join([f"{method['first_step_seconds']:.1f} s", *parts])
 
-    return _by_method(rows, names, cell)
+    names = [name for name in _present(rows) if name != "bare_again"]
+    return _table(["", *_titles(names)], [[_title(row), *_cells(row, names, text)] for row in rows])
 
 
-def syncs(found: Iterable[Row]) -> str:
-    """Returns the counts of a PyTorch step, in the optimizer alone and in a training step."""
-    columns = {
-        "apply_host_syncs": "host syncs",
-        "train_host_syncs": "in a training step",
-        "apply_graph_breaks": "graph breaks",
-        "train_graph_breaks": "in a training step",
-        "apply_calls": "operations",
-        "train_calls": "in a training step",
-    }
-    lines = _header(["", *columns.values()])
-    for row in found:
-        cells = [f"{row[column]:,}" if column in row else "-" for column in columns]
-        lines.append(_line([METHODS[row["method"]].title, *cells]))
-    return "\n".join(lines)
+def _monitors(rows: Sequence[Row]) -> str:
+    """What a monitor costs in `fit`, beside none."""
+    base, *names = MONITORS
+    lines = []
+    for row in sorted(rows, key=lambda row: row["shell"].startswith("tf_keras")):
+        backend = row["shell"].removeprefix("keras-").removesuffix("-new")
+        place = "" if row["device"] == "cpu" else f", {row['device'].upper()}"
+        milliseconds = _milliseconds(row["methods"][base])
+        lines.append([backend + place, milliseconds, *_cells(row, names, _ratio)])
+    return _table(["Keras on", f"ms a step, {base}", *names], lines)
 
 
-def collectives(found: Iterable[Row]) -> str:
-    """Returns how many sums over devices a step does, and how many bytes each device gives."""
-    lines = _header(["", "devices", "sums in a step", "bytes"])
-    for row in found:
-        name = f"{row['backend']}, {METHODS[row['method']].title}"
-        lines.append(_line([name, str(row["devices"]), f"{row['sums']:,}", f"{row['bytes']:,}"]))
-    return "\n".join(lines)
+def _optax(rows: Sequence[Row]) -> str:
+    """Ratios to the transformation alone."""
+    names = OPTAX[1:]
+    return _table(["", *names], [[row["point"], *_cells(row, names, _median)] for row in rows])
 
 
-def circumstances(results: dict[str, Any]) -> str:
-    """Returns the machine, the versions, the date, and what was not run."""
+def _torch(rows: Sequence[Row]) -> str:
+    """Ratios to PyTorch's optimizer alone."""
+    names = [name for name in TORCH if not name.startswith("bare")]
+    lines = []
+    for row in rows:
+        milliseconds = _milliseconds(row["methods"]["bare"])
+        lines.append([row["point"], milliseconds, *_cells(row, names, _median, "-")])
+    return _table(["AdamW", "ms a step, bare", *names], lines)
+
+
+def _syncs(rows: Sequence[Row]) -> str:
+    """The counts of a PyTorch step, in the optimizer alone and in a training step."""
+    counts = ("host_syncs", "graph_breaks", "operations")
+    titles = [(count.replace("_", " "), "in a training step") for count in counts]
+    lines = [
+        [METHODS[name].title]
+        + [f"{found[f'{part}_{count}']:,}" for count in counts for part in ("apply", "train")]
+        for row in rows
+        for name, found in row["methods"].items()
+    ]
+    return _table(["", *(title for both in titles for title in both)], lines)
+
+
+def _collectives(rows: Sequence[Row]) -> str:
+    """How many sums over devices a step does, and how many bytes each device gives."""
+    lines = []
+    for row in rows:
+        backend = row["shell"].removeprefix("keras-")
+        for name, found in row["methods"].items():
+            title = f"{backend}, {METHODS[name].title}"
+            lines.append([title, row["point"], f"{found['sums']:,}", f"{found['bytes']:,}"])
+    return _table(["", "devices", "sums in a step", "bytes"], lines)
+
+
+def _circumstances(results: dict[str, Any]) -> str:
+    """The machine, the versions, the date, and what was not run."""
     machine = results["machine"]
     memory = machine["memory_bytes"]
     about = [
@@ -160,48 +161,76 @@ def circumstances(results: dict[str, Any]) -> str:
     return "\n".join(about)
 
 
-def _by_method(rows: Sequence[Row], names: Sequence[str], cell: Callable[[Row, str], str]) -> str:
-    titles = [METHODS[name].title + (", ms" if name == "bare" else "") for name in names]
-    if cell is not _time:
-        titles = [METHODS[name].title for name in names]
-    lines = _header(["", *titles])
-    for row in rows:
-        cells = []
-        for name in names:
-            method = row["methods"].get(name, {})
-            if "does_not_run" in method:
-                cells.append(f"does not run: {method['does_not_run'].partition(':')[0]}")
-            else:
-                cells.append(cell(method, name) if method else "")
-        lines.append(_line([_title(row), *cells]))
-    return "\n".join(lines)
+def _present(rows: Sequence[Row]) -> list[str]:
+    return [name for name in METHODS if any(name in row["methods"] for row in rows)]
+
+
+def _titles(names: Iterable[str]) -> list[str]:
+    return [METHODS[name].title for name in names]
+
+
+def _cells(
+    row: Row, names: Iterable[str], text: Callable[[Row], str], missing: str = ""
+) -> list[str]:
+    """What a row has of each method, as `text` puts it."""
+    found = []
+    for name in names:
+        method = row["methods"].get(name)
+        if method and "does_not_run" in method:
+            found.append(f"does not run: {method['does_not_run'].partition(':')[0]}")
+        else:
+            found.append(text(method) if method else missing)
+    return found
+
+
+def _bare(row: Row) -> str:
+    return f"{1e3 * row['methods']['bare']['seconds']['median']:.3g}"
+
+
+def _milliseconds(method: Row) -> str:
+    return f"{1e3 * method['seconds']['median']:.2f}"
+
+
+def _median(method: Row) -> str:
+    return f"{method['ratio']['median']:.2f}"
+
+
+def _ratio(method: Row, key: str = "ratio") -> str:
+    found = method[key]
+    return f"{found['median']:.2f} ({found['q1']:.2f}-{found['q3']:.2f})"
 
 
 def _title(row: Row) -> str:
-    parts = (row["shell"], _where(row), row["case"], row["point"])
     optimizer = "" if row["optimizer"] == "Adam" else row["optimizer"]
-    return ", ".join(part for part in (*parts, optimizer) if part)
+    parts = (row["shell"], _where(row), row["case"], row["point"], optimizer)
+    return ", ".join(part for part in parts if part)
 
 
 def _where(row: Row) -> str:
     return row["mode"] if row["device"] == "cpu" else f"{row['mode']}, {row['device'].upper()}"
 
 
-def _milliseconds(method: Row) -> str:
-    return f"{1e3 * method['seconds']['median']:.3g}"
-
-
 def _bytes(number: int) -> str:
     return f"{number / 1e6:,.1f} MB" if number >= 1e5 else f"{number / 1e3:,.1f} kB"
 
 
-def _quartiles(found: dict[str, float]) -> str:
-    return f"{found['median']:.2f} ({found['q1']:.2f}-{found['q3']:.2f})"
+def _table(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Returns a table in Markdown."""
+    texts = ["| " + " | ".join(cells) + " |" for cells in (titles, *lines)]
+    return "\n".join([texts[0], "|---" * len(titles) + "|", *texts[1:]])
 
 
-def _header(titles: Sequence[str]) -> list[str]:
-    return [_line(titles), "|---" * len(titles) + "|"]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+SECTIONS = (
+    ("bench", "The optimizer alone", ("big", "small", "sparse"), _ratios),
+    ("bench", "Other optimizers", ("optimizers",), _ratios),
+    ("bench", "Whole training steps", ("mlp", "cnn"), _ratios),
+    ("bench", "Skipped steps", ("skip",), _skips),
+    ("bench", "As work grows", ("variables", "parameters", "replicas"), _growth),
+    ("bench", "Memory, compilation and graphs", ("big", "small"), _structure),
+    ("bench", "PyTorch: host syncs and graph breaks", ("host_syncs",), _syncs),
+    ("bench", "Sums over devices", ("collectives",), _collectives),
+    ("monitoring", "Monitors", ("monitor",), _monitors),
+    ("optax", "Optax", ("optax",), _optax),
+    ("torch_native", "PyTorch alone", ("torch",), _torch),
+)
+"""For each table its page, its title, the cases or shells that it has, and what writes it."""

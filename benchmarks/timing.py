@@ -8,34 +8,39 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 
-class Program(Protocol):
-    """Something that runs step after step.
+class Program:
+    """Something that runs step after step: one method on one row.
 
     Attributes:
         fresh_each_step: Whether `prepare` must be called before each step, not each burst.
+        traces: How often a compiler has asked for the step.
+        inner_steps: How many steps of training a step is.
     """
 
-    fresh_each_step: bool
+    fresh_each_step = False
+    traces = 0
+    inner_steps = 1
 
     def prepare(self) -> None:
         """Brings the inputs into place; not timed."""
 
     def step(self) -> None:
         """Starts a step."""
+        raise NotImplementedError
 
     def wait(self) -> None:
         """Waits for all steps that were started."""
 
+    def parameters(self) -> list[Any] | None:
+        """Returns the values of what is trained, NumPy arrays; None if nobody may compare them."""
+        return None
 
-class Quartiles(NamedTuple):
-    """The middle of a distribution."""
-
-    median: float
-    q1: float
-    q3: float
+    def structure(self) -> dict[str, Any]:
+        """Returns what is measured beside time: numbers by name."""
+        return {}
 
 
 def burst(program: Program, steps: int, clock: Callable[[], float]) -> float:
@@ -60,7 +65,6 @@ def interleave(
     steps: int,
     seconds: float = math.inf,
     fewest: int = 1,
-    seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Times programs round by round, in a new order each round.
@@ -73,13 +77,12 @@ def interleave(
         steps: How many steps of each program a round runs.
         seconds: When this much time is gone, no new round begins.
         fewest: But so many rounds are run whatever they take.
-        seed: Of the order.
         clock: Returns seconds.
 
     Returns:
         For each program the seconds for a step, one number for each round.
     """
-    order, shuffled = list(programs), random.Random(seed)
+    order, shuffled = list(programs), random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in programs}
     collecting = gc.isenabled()
     gc.collect()
@@ -103,19 +106,14 @@ def steps_for(seconds: float, step_seconds: float, most: int) -> int:
     return max(1, min(most, math.ceil(seconds / max(step_seconds, 1e-9))))
 
 
-def quartiles(numbers: Sequence[float]) -> Quartiles:
+def quartiles(numbers: Sequence[float]) -> dict[str, float]:
     """Returns the median and the quartiles around it; of one number that number."""
     if len(numbers) == 1:
-        return Quartiles(numbers[0], numbers[0], numbers[0])
+        return dict.fromkeys(("median", "q1", "q3"), numbers[0])
     q1, median, q3 = statistics.quantiles(numbers, n=4, method="inclusive")
-    return Quartiles(median, q1, q3)
+    return {"median": median, "q1": q1, "q3": q3}
 
 
-def ratios(times: Sequence[float], baseline: Sequence[float]) -> Quartiles:
+def ratios(times: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
     """Returns the quartiles of the ratios of two programs' times, taken within each round."""
     return quartiles([a / b for a, b in zip(times, baseline, strict=True)])
-
-
-def as_numbers(found: Quartiles) -> dict[str, Any]:
-    """Returns quartiles as a JSON-ready dictionary."""
-    return dict(found._asdict())

@@ -1,8 +1,29 @@
-"""How each framework runs a step: one file for each backend, with the same two classes.
+"""How each framework runs a step: a module for each, with a `FRAMEWORK`."""
 
-`Apply` applies gradients that were computed before. `Train` is a whole training step. Both are
-programs for `benchmarks.timing`, with a few members more:
+from __future__ import annotations
 
-- `parameters()`: the values of the trained variables, NumPy arrays;
-- `structure()`: what is measured beside time, a dictionary of numbers.
-"""
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from benchmarks.rows import Row
+from benchmarks.timing import Program
+
+
+class Framework(NamedTuple):
+    """What a framework does for a measurement.
+
+    Args:
+        program: Returns the program of a row's method, given the row, the name of the method and
+            whether models are tiny.
+        start: Takes the number of virtual devices, before the first operation.
+        devices: Returns the kinds of device there are, with the GPU's name.
+        on_device: Within it arrays are made on a device of this kind.
+        forget: Lets go of what is kept of programs that are gone.
+    """
+
+    program: Callable[[Row, str, bool], Program]
+    start: Callable[[int], None] = lambda devices: None
+    devices: Callable[[], dict[str, str]] = lambda: {"cpu": ""}
+    on_device: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    forget: Callable[[], None] = lambda: None

@@ -6,88 +6,72 @@ import os
 import pathlib
 import subprocess
 import sys
-import threading
 import types
 
 import pytest
 
 import benchmarks.__main__
 from benchmarks.__main__ import main
-from benchmarks.methods import METHODS
-from benchmarks.plan import ALL_MODES, MODES, processes
+from benchmarks.rows import ALL_MODES, Process
 from fresh import Program
 
 REPOSITORY = pathlib.Path(__file__).parents[2]
 UNOPTIMIZED = "--xla_backend_optimization_level=0"
 
-# Each program of each backend. What only has other sizes is built in test_workloads.py; networks
-# and inner optimizers are the same on all of Keras 3, and take PyTorch the least time. What comes
-# first is run once more, to warm up.
+# Each program of each backend. What only has other sizes is built in test_rows.py; networks, inner
+# optimizers and monitors are the same on all of Keras 3, and take PyTorch the least time. Whole
+# steps of Optax are compared in test_frameworks.py.
 PROGRAMS = {
     "tensorflow": ["sparse", "big", "mlp", "replicas", "collectives"],
     "tf_keras": ["mlp", "big"],
     "jax": ["big", "mlp", "collectives"],
-    "torch": ["big", "optimizers", "mlp", "cnn", "skip", "host_syncs"],
+    "torch": ["big", "optimizers", "mlp", "cnn", "skip", "host_syncs", "monitor"],
+    "optax": ["alone"],
+    "torch_native": ["alone", "whole"],
 }
 # XLA compiles the steps of both Kerases in the same way.
-MODES_TO_RUN = {**MODES, "tf_keras": ("function", "eager")}
+MODES_TO_RUN = {"tf_keras": ["function", "eager"]}
+# What runs without Keras, and what it needs.
+WITHOUT_KERAS = {"optax": "jax", "torch_native": "torch"}
 # Each process of tests/run.py runs the programs of its own backend.
 BACKEND = os.environ.get("LOSSSCALE_TEST_KERAS") or os.environ["KERAS_BACKEND"]
+BACKENDS = [BACKEND, *(name for name, framework in WITHOUT_KERAS.items() if framework == BACKEND)]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--backend", "mxnet"], "there is no backend 'mxnet'; there are tensorflow, tf_keras"),
-        (["--case", "big,huge"], "there is no case 'huge'; there are big, small"),
-        (["--mode", "warp"], "there is no mode 'warp'; there are function, xla"),
-        (["--rounds", "0"], "must be a whole number from 1 up, not '0'"),
-        (["--rounds", "few"], "must be a whole number from 1 up, not 'few'"),
-        (["--what"], "unrecognized arguments: --what"),
+        ("--backend mxnet", "there is no backend 'mxnet'; there are tensorflow, tf_keras"),
+        ("--case big,huge", "there is no case 'huge'; there are big, small"),
+        ("--mode warp", "there is no mode 'warp'; there are function, xla"),
+        ("--rounds 0", "must be a whole number from 1 up, not '0'"),
+        ("--rounds few", "must be a whole number from 1 up, not 'few'"),
+        ("--what", "unrecognized arguments: --what"),
+        # Together they leave nothing to do.
+        ("--backend jax --case sparse", "nothing runs with jax, sparse, function"),
+        ("--backend torch --mode xla", "nothing runs with torch, big"),
     ],
 )
 def test_a_wrong_argument_ends_it_with_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
+    try:
+        status = main(arguments.split())
+    except SystemExit as ended:
+        status = ended.code
     error = capsys.readouterr().err
-    assert error.count("\n") == 1
+    assert (status, error.count("\n")) == (2, 1)
     assert message in error
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--backend", "jax", "--case", "sparse"], ["--backend", "torch", "--mode", "xla"]],
-)
-def test_so_do_arguments_that_leave_nothing_to_do(arguments, capsys):
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "nothing runs with" in error
-
-
-def check_quartiles(found):
-    assert set(found) == {"median", "q1", "q3"}
-    assert all(math.isfinite(number) and number > 0 for number in found.values())
-    assert found["q1"] <= found["median"] <= found["q3"]
-
-
-WORKER = """
-import sys
-from benchmarks import worker
-
-sys.exit(worker.main(sys.argv[1:]))
-"""
+WORKER = "import sys; from benchmarks import worker; sys.exit(worker.main(sys.argv[1:]))"
 
 
 def by_forks(monkeypatch):
     """Lets workers be forks of a process that has imported the framework already."""
-    one_at_a_time = threading.Lock()
 
     def run(command, *, env, check):
         assert (command[:3], check) == ([sys.executable, "-m", "benchmarks.worker"], False)
-        with one_at_a_time:
-            done = Program(WORKER, *command[3:], environment=env).finished()
+        module = WITHOUT_KERAS.get(json.loads(command[3])["backend"], "keras")
+        done = Program(WORKER, *command[3:], environment=env, module=module).finished()
         print(done.stderr, file=sys.stderr)
         return done
 
@@ -96,22 +80,17 @@ def by_forks(monkeypatch):
 
 def run_the_command(arguments):
     """Runs it as its users do: the processes that it starts are what the forks stand for."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "benchmarks", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_short_form_runs_every_program(tmp_path, monkeypatch, capfd):
-    output, backend, cases = tmp_path / "folder" / "results.json", BACKEND, PROGRAMS[BACKEND]
-    modes = MODES_TO_RUN[backend]
-    arguments = ["--quick", "--rounds", "2", "--backend", backend]
-    arguments += [] if modes == MODES[backend] else ["--mode", ",".join(modes)]
-    arguments += ["--case", ",".join(cases), "--output", str(output)]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_short_form_runs_every_program(backend, tmp_path, monkeypatch, capfd):
+    output, cases = tmp_path / "folder" / "results.json", PROGRAMS[backend]
+    modes = MODES_TO_RUN.get(backend, list(ALL_MODES))
+    arguments = ["--quick", "--rounds", "2", "--backend", backend, "--case", ",".join(cases)]
+    arguments += ["--mode", ",".join(modes), "--output", str(output)]
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
     # Compiled code that runs twice need not be fast.
     monkeypatch.setenv("XLA_FLAGS", UNOPTIMIZED)
@@ -122,68 +101,57 @@ def test_the_short_form_runs_every_program(tmp_path, monkeypatch, capfd):
         status, (printed, errors) = main(arguments), capfd.readouterr()
     assert status == 0, errors
     results = json.loads(output.read_text())
-    assert set(results) == {
-        "date",
-        "machine",
-        "versions",
-        "options",
-        "measured_by",
-        "rows",
-        "collectives",
-        "host_syncs",
-        "not_run",
-        "wrong",
-    }
-    assert results["wrong"] == []
-    assert results["options"] == {
-        "backends": [backend],
-        "cases": cases,
-        "modes": list(ALL_MODES if modes == MODES[backend] else modes),
-        "rounds": 2,
-        "quick": True,
-    }
+    asked = {"backend": [backend], "case": cases, "mode": modes, "rounds": 2, "quick": True}
+    assert (results["options"], results["wrong"]) == (asked, [])
+    assert set(results) >= {"date", "machine", "versions", "rows", "not_run"}
     assert set(results["machine"]) >= {"processor", "cores", "memory_bytes", "python", "gpus"}
-    expected = {case for p in processes([backend], cases, modes, True) for case in p.cases}
-    assert {row["case"] for row in results["rows"]} == expected - {"collectives", "host_syncs"}
-    assert {row["mode"] for row in results["rows"]} == set(modes)
-    for row in results["rows"]:
-        check_row(row)
-    check_counts(backend, results)
-    for row in results["rows"]:
-        assert row["shell"] in printed
+    assert set(results["versions"]) >= {"keras", "tensorflow", "jax", "torch"}
+    processes = Process(backend, cases, modes, quick=True).split()
+    expected = [row for process in processes for row in process.rows()]
+    assert {row.case for row in expected} == set(cases)
+    for row, found in zip(expected, results["rows"], strict=True):
+        for field in ("case", "shell", "mode", "point", "optimizer", "device"):
+            assert found[field] == getattr(row, field)
+        assert tuple(found["methods"]) == row.methods
+        (check_times if row.timing else check_counts)(row, found)
+        assert row.point in printed
+        assert row.shell.removeprefix("keras-") in printed or backend in WITHOUT_KERAS
     if backend in ("jax", "torch") and not results["machine"]["gpus"]:
         assert f"Not run: {backend} on a GPU, because there is no GPU" in printed
 
 
-def check_row(row):
-    assert row["rounds"] == 2
-    assert row["steps_per_round"] >= 1
-    assert "bare" in row["methods"]
-    for name, method in row["methods"].items():
-        assert name.removesuffix("/skipped") in METHODS
+def check_quartiles(found):
+    assert set(found) == {"median", "q1", "q3"}
+    assert all(math.isfinite(number) and number > 0 for number in found.values())
+    assert found["q1"] <= found["median"] <= found["q3"]
+
+
+def check_times(row, found):
+    assert found["rounds"] == 2
+    assert found["steps_per_round"] >= 1
+    for name, method in found["methods"].items():
         if "does_not_run" in method:
-            assert (name, row["case"]) == ("peer_fixed", "sparse")
+            assert (name, row.case) == ("peer_fixed", "sparse")
             continue
         assert method["first_step_seconds"] > 0
-        check_quartiles(method["seconds"])
-        check_quartiles(method["ratio"])
-        if name.endswith("/skipped"):
-            check_quartiles(method["ratio_to_applied"])
-        if row["case"] in ("big", "small"):
-            assert method["memory_bytes"] is None or method["memory_bytes"] >= 0
-            assert ("graph_size" in method) == (row["mode"] != "eager" or "torch" in row["shell"])
+        for field in ("seconds", "ratio", *["ratio_to_applied"] * name.endswith("/skipped")):
+            check_quartiles(method[field])
+        if name in (row.methods[0], "bare, clip"):
+            assert method["ratio"]["median"] == 1.0
+        compiled = row.mode != "eager" or row.shell == "keras-torch"
+        assert ("graph_size" in method) == (row.structure and compiled)
+        assert ("memory_bytes" in method) == row.structure
+        assert (method.get("memory_bytes") or 0) >= 0
 
 
-def check_counts(backend, results):
-    if backend == "torch":
-        (found,) = results["host_syncs"]
-        assert found["method"] == "ours_dynamic"
-        # The verdict is read once, by the optimizer.
-        assert found["apply_host_syncs"] == found["train_host_syncs"] == 1
-        assert min(found["apply_graphs"], found["apply_graph_breaks"]) >= 1
-    if backend in ("tensorflow", "jax"):
-        assert results["collectives"]
-        for one in results["collectives"]:
+def check_counts(row, found):
+    for method in found["methods"].values():
+        if row.case == "host_syncs":
+            # The verdict is read once, by the optimizer.
+            assert method["apply_host_syncs"] == method["train_host_syncs"] == 1
+            assert method["apply_graph_breaks"] >= 1
+            assert method["train_operations"] > method["apply_operations"] > 1
+        else:
             # The gradients of 10 variables of 1,000 float32 numbers, and perhaps a verdict.
-            assert one["sums"] >= 1
-            assert 40_000 <= one["bytes"] < 41_000
+            assert method["sums"] >= 1
+            assert 40_000 <= method["bytes"] < 41_000

@@ -1,32 +1,33 @@
 """What the programs of the benchmarks do, where the short form would not show it."""
 
+import dataclasses
 import gc
 import weakref
 
 import numpy as np
 import pytest
 
-from benchmarks.methods import METHODS, SCALE
-from benchmarks.optimizers import OPTIMIZERS
+from benchmarks.methods import METHODS, TORCH
+from benchmarks.rows import Row, table
 from benchmarks.workloads import Workload, equal
 
 
 def test_the_bytes_of_a_sum_are_those_of_all_its_arrays():
-    pytest.importorskip("jax")
-    from benchmarks.frameworks import collectives_jax
+    from benchmarks.frameworks import jax
 
     program = """
       %all-reduce = (f32[10,2]{1,0}, pred[], bf16[3]{0}) all-reduce(%a, %b, %c), to_apply=%add
       %start = f32[] all-reduce-start(%d), to_apply=%add
       %no = f32[7]{0} add(%all-reduce, %e)
     """
-    sums = collectives_jax._SUM.findall(program)
-    assert [collectives_jax._bytes(result) for result in sums] == [80 + 1 + 6, 4]
+    sums = jax._SUM.findall(program)
+    assert [jax._bytes(result) for result in sums] == [80 + 1 + 6, 4]
 
 
 def test_every_wait_for_the_host_is_counted():
-    torch = pytest.importorskip("torch")
-    from benchmarks.frameworks.keras_torch import Calls
+    import torch
+
+    from benchmarks.frameworks.torch import Calls
 
     tensor = torch.ones(3)
     with Calls() as counted:
@@ -40,24 +41,20 @@ def test_every_wait_for_the_host_is_counted():
 
 @pytest.fixture(scope="module")
 def tensorflow():
-    """The module of the programs on TensorFlow; the tests of this folder run with it."""
+    """Makes programs on TensorFlow; the tests of this folder run with it."""
     import keras
 
     if keras.backend.backend() != "tensorflow":
         pytest.skip("another backend")
-    from benchmarks.frameworks import keras_tensorflow
+    from benchmarks.frameworks.tensorflow import FRAMEWORK
 
-    return keras_tensorflow
+    return FRAMEWORK
 
 
-def program(framework, name, workload, mode, optimizer="SGD"):
+def program(framework, name, workload, mode):
     """A program for a method."""
-    optimizers = framework.optimizers("keras-tensorflow")
-
-    def new_inner(**settings):
-        return OPTIMIZERS[optimizer](optimizers, **settings)
-
-    return framework.Apply(METHODS[name], workload, new_inner, mode=mode, scale=SCALE)
+    row = Row("small", "keras-tensorflow", mode, (name,), workload=workload, optimizer="SGD")
+    return framework.program(row, name, True)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -98,3 +95,44 @@ def test_the_graph_of_a_program_that_is_gone_is_let_go(tensorflow, mode):
     tensorflow.forget()
     gc.collect()
     assert graph() is None
+
+
+@pytest.mark.parametrize("model", ["", "mlp", "cnn", "transformer"])
+def test_the_methods_of_optax_come_to_the_same_parameters(model):
+    from benchmarks.frameworks.optax import FRAMEWORK
+
+    row = next(row for row in table("optax") if row.model == model)
+    row = dataclasses.replace(row, mode="eager", workload=None if model else equal(3, 60))
+    found = {}
+    for name in ("lossscale",) if model in ("cnn", "transformer") else row.methods:
+        made = FRAMEWORK.program(row, name, True)
+        before = np.concatenate([value.ravel() for value in made.parameters()])
+        # The scale of the convolutional network is too large at first.
+        for _ in range(8 if model == "cnn" else 2):
+            made.step()
+        found[name] = np.concatenate([value.ravel() for value in made.parameters()])
+        assert 1e-4 < np.max(np.abs(found[name] - before)) < 1e-3
+        assert model == "" or np.isfinite(made._read)
+    # In float16 the gradients of an unscaled loss are others.
+    for name in {"lossscale", "jmp", "flax"} & set(found) if model else found:
+        np.testing.assert_allclose(found[name], found["lossscale"], rtol=0, atol=1e-6)
+
+
+def test_the_methods_of_pytorch_come_to_the_same_gradients():
+    import torch
+
+    from benchmarks.frameworks.torch_native import FRAMEWORK
+
+    row = dataclasses.replace(table("torch_native")[1], workload=equal(3, 12))
+    assert row.methods == TORCH
+    gradients = {}
+    for name in TORCH:
+        made = FRAMEWORK.program(row, name, True)
+        made.prepare()
+        made.step()
+        gradients[name] = [tensor.grad.clone() for tensor in made._tensors]
+    for name, found in gradients.items():
+        # torch.amp.GradScaler leaves those that a fused optimizer divides as that leaves them.
+        expected = gradients["bare, clip" if name.endswith("clip") else "bare"]
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=0)

@@ -1,35 +1,29 @@
 """What is done before anything is timed: the work of all methods is compared."""
 
-import contextlib
-import types
+import math
 
 import numpy as np
 import pytest
 
 from benchmarks import measure as measured
+from benchmarks.frameworks import Framework
 from benchmarks.measure import TooBigError, WrongResultError, measure
-from benchmarks.plan import SKIPS, Row
+from benchmarks.methods import SKIPPED
+from benchmarks.rows import SKIPS, Row
+from benchmarks.timing import Program
 from benchmarks.workloads import equal
 
+WORK = equal(2, 20)
 
-class Descent:
+
+class Descent(Program):
     """Gradient descent in NumPy, with whatever a test does to it."""
 
-    fresh_each_step = False
-
-    def __init__(self, workload, scaled, spoil):
-        self.values, self.gradients = workload.values(), workload.gradients()
-        self.skips = scaled and workload.overflows
-        self.spoil, self.traces, self.steps = spoil, 0, 0
-
-    def prepare(self):
-        pass
-
-    def wait(self):
-        pass
+    def __init__(self, skips, spoil):
+        self.values, self.gradients = WORK.values(), WORK.gradients()
+        self.skips, self.spoil = skips, spoil
 
     def step(self):
-        self.steps += 1
         if not self.skips:
             self.values = [v - g for v, g in zip(self.values, self.gradients, strict=True)]
         self.spoil(self)
@@ -41,33 +35,24 @@ class Descent:
         return {"memory_bytes": 0, "graph_size": 1}
 
 
-def framework(**spoilers):
-    """A framework whose programs are `Descent`; `ours_dynamic=spoil` spoils that method's."""
+def found(*methods, rounds=1, spoil=lambda program: None, whose="", **settings):
+    """What is measured of a small row, with one method's programs spoiled."""
 
-    def apply(method, workload, new_inner, *, mode, scale):
-        name = next(name for name, known in measured.METHODS.items() if known is method)
-        return Descent(workload, method.scaled, spoilers.get(name, lambda program: None))
+    def program(row, name, small):
+        is_it = name.removesuffix(SKIPPED) == whose
+        return Descent(name.endswith(SKIPPED), spoil if is_it else lambda program: None)
 
-    return types.SimpleNamespace(
-        Apply=apply,
-        optimizers=lambda shell: None,
-        on_device=lambda device: contextlib.nullcontext(),
-        forget=lambda: None,
-    )
-
-
-def row(*methods, **settings):
-    """A row of a small workload."""
-    return Row("small", "numpy", "eager", methods, workload=equal(2, 20), **settings)
+    row = Row("small", "numpy", "eager", methods, workload=WORK, **settings)
+    return measure(row, Framework(program), rounds=rounds)
 
 
 def test_what_is_found_is_a_ratio_for_each_method():
     names = ("bare", "ours_dynamic", "peer_dynamic")
-    found = measure(row(*names, structure=True), framework(), rounds=3)
-    assert found["rounds"] == 3
-    assert tuple(found["methods"]) == names
-    assert found["methods"]["bare"]["ratio"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}
-    for method in found["methods"].values():
+    result = found(*names, rounds=3, structure=True)
+    assert result["rounds"] == 3
+    assert tuple(result["methods"]) == names
+    assert result["methods"]["bare"]["ratio"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}
+    for method in result["methods"].values():
         assert method["seconds"]["median"] > 0
         assert method["graph_size"] == 1
 
@@ -80,74 +65,90 @@ def far_off(program):
     program.values[1][3] += 1
 
 
-def test_one_wrong_bit_of_ours_stops_the_row():
-    with pytest.raises(WrongResultError, match="eager cpu small Adam ours_dynamic: variable 1"):
-        measure(row("bare", "ours_dynamic"), framework(ours_dynamic=off_by_one_bit), rounds=1)
+def undo(program):
+    program.values = WORK.values()
+
+
+def change_if_skipped(program):
+    if program.skips:
+        off_by_one_bit(program)
+
+
+def trace(program):
+    program.traces += 1
+
+
+def fail(program):
+    raise TypeError("no such thing")
+
+
+OURS, PEER, WRONG = ("bare", "ours_dynamic"), ("bare", "peer_dynamic"), WrongResultError
+
+
+@pytest.mark.parametrize(
+    ("methods", "spoil", "error", "message"),
+    [
+        (OURS, off_by_one_bit, WRONG, "numpy eager cpu small Adam ours_dynamic: variable 1 is off"),
+        (PEER, far_off, WRONG, "peer_dynamic: variable 1 is off by up to"),
+        (("bare",), undo, WRONG, "bare: no weight changed"),
+        (SKIPS, change_if_skipped, WRONG, "peer_dynamic/skipped: variable 1"),
+        (OURS, trace, WRONG, "it was traced again"),
+        (OURS, fail, TypeError, "no such thing"),
+    ],
+)
+def test_a_method_that_does_something_else_stops_the_row(methods, spoil, error, message):
+    with pytest.raises(error, match=message):
+        found(*methods, spoil=spoil, whose=methods[-1].removesuffix(SKIPPED))
 
 
 def test_a_peer_may_round_otherwise():
-    measure(row("bare", "peer_dynamic"), framework(peer_dynamic=off_by_one_bit), rounds=1)
+    found("bare", "peer_dynamic", spoil=off_by_one_bit, whose="peer_dynamic")
 
 
-def test_but_it_must_do_the_same():
-    with pytest.raises(WrongResultError, match="peer_dynamic: variable 1 is off by up to"):
-        measure(row("bare", "peer_dynamic"), framework(peer_dynamic=far_off), rounds=1)
+def test_a_peer_that_does_not_run_is_told():
+    result = found("bare", "peer_fixed", spoil=fail, whose="peer_fixed")
+    assert result["methods"]["peer_fixed"] == {"does_not_run": "TypeError: no such thing"}
 
 
-def test_a_method_that_does_nothing_is_no_baseline():
-    def undo(program):
-        program.values = equal(2, 20).values()
-
-    with pytest.raises(WrongResultError, match="bare: no weight changed"):
-        measure(row("bare"), framework(bare=undo), rounds=1)
-
-
-def test_a_skipped_step_must_change_nothing():
-    found = measure(row(*SKIPS), framework(), rounds=2)
-    assert found["methods"]["ours_dynamic/skipped"]["ratio_to_applied"]["median"] > 0
-    assert "ratio_to_applied" not in found["methods"]["ours_dynamic"]
-
-    def changes(program):
-        if program.skips:
-            off_by_one_bit(program)
-
-    with pytest.raises(WrongResultError, match="peer_dynamic/skipped: variable 1"):
-        measure(row(*SKIPS), framework(peer_dynamic=changes), rounds=2)
+def test_a_skipped_step_is_compared_with_an_applied_one():
+    methods = found(*SKIPS, rounds=2)["methods"]
+    assert methods["ours_dynamic/skipped"]["ratio_to_applied"]["median"] > 0
+    assert "ratio_to_applied" not in methods["ours_dynamic"]
 
 
 def test_so_few_steps_overflow_that_a_scale_stays_a_normal_number():
     seen = []
-    counted = framework(peer_dynamic=lambda program: seen.append(program) if program.skips else 0)
-    found = measure(row(*SKIPS), counted, rounds=10_000)
-    assert found["rounds"] * found["steps_per_round"] <= measured.MOST_OVERFLOWS
+
+    def count(program):
+        seen.extend([program] * program.skips)
+
+    result = found(*SKIPS, rounds=10_000, spoil=count, whose="peer_dynamic")
+    assert result["rounds"] * result["steps_per_round"] <= measured.MOST_OVERFLOWS
     assert np.float32(2.0**15) * np.float32(2.0 ** -len(seen)) >= np.finfo(np.float32).tiny
-
-
-def test_a_second_trace_while_it_is_timed_stops_the_row():
-    def traces(program):
-        program.traces += 1
-
-    with pytest.raises(WrongResultError, match="it was traced again"):
-        measure(row("bare", "ours_dynamic"), framework(ours_dynamic=traces), rounds=1)
-
-
-def fails(program):
-    raise TypeError("no such thing")
-
-
-def test_a_peer_that_does_not_run_is_told():
-    found = measure(row("bare", "peer_fixed"), framework(peer_fixed=fails), rounds=1)
-    assert found["methods"]["peer_fixed"] == {"does_not_run": "TypeError: no such thing"}
-
-
-def test_ours_has_to_run():
-    with pytest.raises(TypeError, match="no such thing"):
-        measure(row("bare", "ours_fixed"), framework(ours_fixed=fails), rounds=1)
 
 
 def test_a_row_that_does_not_fit_is_left_out(monkeypatch):
     monkeypatch.setattr(measured, "available", lambda: 100)
     with pytest.raises(TooBigError, match="GiB of memory"):
-        measure(row("bare"), framework(), rounds=1)
-    monkeypatch.setattr(measured, "available", lambda: None)
-    assert measure(row("bare"), framework(), rounds=1)["rounds"] == 1
+        found("bare")
+    monkeypatch.setattr(measured, "available", lambda: math.inf)
+    assert found("bare")["rounds"] == 1
+
+
+def test_a_step_of_many_takes_the_time_of_one():
+    def is_many(program):
+        program.inner_steps = 1000
+
+    methods = found("bare", "ours_dynamic", rounds=3, spoil=is_many, whose="ours_dynamic")[
+        "methods"
+    ]
+    one, many = (methods[name]["seconds"]["median"] for name in ("bare", "ours_dynamic"))
+    assert 0 < many < one / 10
+
+
+def test_methods_that_clip_are_compared_with_the_one_that_does(monkeypatch):
+    # Nobody may compare what these train.
+    monkeypatch.setattr(Descent, "parameters", lambda program: None)
+    names = ("bare", "wrapper", "bare, clip", "wrapper, clip")
+    methods = found(*names, rounds=3)["methods"]
+    assert [len(set(methods[name]["ratio"].values())) for name in names] == [1, 3, 1, 3]

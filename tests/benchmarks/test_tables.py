@@ -1,101 +1,76 @@
 """From results to pages."""
 
 import json
+import pathlib
 
 import pytest
 
 from benchmarks import pages, tables
+from benchmarks.methods import MONITORS
+from benchmarks.pages import PAGES, markers
 
-QUARTILES = {"median": 1.5, "q1": 1.25, "q3": 2.0}
+REPOSITORY = pathlib.Path(__file__).parents[2]
 
 
-def method(**more):
+def method(ratio=1.5, **more):
     """What is found of a method."""
     seconds = {"median": 0.012, "q1": 0.011, "q3": 0.013}
-    return {"first_step_seconds": 2.0, "seconds": seconds, "ratio": QUARTILES, **more}
+    quartiles = {"median": ratio, "q1": 1.25, "q3": 2.0}
+    sizes = {"memory_bytes": 2492, "graph_size": 4108}
+    return {"first_step_seconds": 2.0, "seconds": seconds, "ratio": quartiles, **sizes, **more}
 
 
-def row(case, methods, **more):
+def row(case, *names, methods=None, **more):
     """A row of results."""
+    methods = {**{name: method() for name in names}, **(methods or {})}
     common = {"point": "", "shell": "keras-jax", "mode": "jit", "device": "cpu"}
-    return {"case": case, "optimizer": "Adam", **common, "methods": methods, **more}
+    return {"case": case, "optimizer": "Adam", **common, "methods": methods} | more
 
 
 def results(*rows, **more):
     """Results of a run."""
-    machine = {
-        "processor": "Some CPU",
-        "cores": 2,
-        "memory_bytes": 2**34,
-        "system": "Linux",
-        "architecture": "x86_64",
-        "python": "3.11.0",
-        "gpus": {},
-    }
-    lists = {"collectives": [], "host_syncs": [], "not_run": [], "wrong": []}
-    return {
-        "date": "2026-01-02T03:04:05+00:00",
-        "machine": machine,
-        "versions": {"jax": "1.0"},
-        "rows": list(rows),
-        **lists,
-        **more,
-    }
+    machine = {"processor": "Some CPU", "cores": 2, "memory_bytes": 2**34, "system": "Linux"}
+    machine |= {"architecture": "x86_64", "python": "3.11.0", "gpus": {}}
+    about = {"date": "2026-01-02T03:04:05+00:00", "machine": machine, "versions": {"jax": "1.0"}}
+    return {**about, "rows": list(rows), "not_run": [], "wrong": []} | more
 
 
-def cells(page, beginning):
-    """The cells of the line of a page that begins so."""
-    (line,) = [line for line in page.splitlines() if line.startswith(f"| {beginning}")]
-    return [cell.strip() for cell in line.strip("|").split("|")]
+FAILED = {"peer_fixed": {"does_not_run": "TypeError: unsupported operand"}}
+SKIPPED = method(ratio_to_applied={"median": 0.5, "q1": 0.25, "q3": 0.75})
+SKIPS = {"ours_dynamic/skipped": SKIPPED, "peer_dynamic/skipped": SKIPPED}
+COUNTS = {"host_syncs": 1, "graph_breaks": 4, "operations": 1042}
+COUNTS = {f"{part}_{name}": n for name, n in COUNTS.items() for part in ("apply", "train")}
+THREE = ("bare", "ours_dynamic", "peer_dynamic")
+ROWS = (
+    row("big", "bare", "ours_dynamic"),
+    row("sparse", "bare", methods=FAILED, optimizer="SGD", device="gpu"),
+    row("skip", *THREE, methods=SKIPS, point="10 parameters"),
+    row("variables", "bare", "ours_dynamic", point="1,000"),
+    row("host_syncs", methods={"ours_dynamic": COUNTS}),
+    row("collectives", methods={"bare": {"sums": 1, "bytes": 40_000}}, point="2"),
+)
+# A method that a row does not have is an empty cell.
+LINES = """\
+|  | bare, ms | ours, dynamic | peer, fixed |
+| keras-jax, jit, big | 12 | 1.50 (1.25-2.00) |  |
+| keras-jax, jit, GPU, sparse, SGD | 12 |  | does not run: TypeError |
+| keras-jax, jit, skip, 10 parameters | 12 | 1.50 (1.25-2.00) | 1.50 (1.25-2.00) | \
+0.50 (0.25-0.75) | 1.50 (1.25-2.00) | 1.50 (1.25-2.00) | 0.50 (0.25-0.75) |
+| keras-jax, jit | 1,000 variables | 12 | 1.50 (1.25-2.00) |  |
+| ours, dynamic | 1 | 1 | 4 | 4 | 1,042 | 1,042 |
+| jax, bare | 2 | 1 | 40,000 |"""
 
 
-def test_ratios_stand_with_their_quartiles():
-    found = results(row("big", {"bare": method(), "ours_dynamic": method()}))
-    page = tables.page(found)
-    assert cells(page, "keras-jax, jit, big") == ["keras-jax, jit, big", "12", "1.50 (1.25-2.00)"]
-    assert cells(page, " | bare") == ["", "bare, ms", "ours, dynamic"]
-
-
-def test_a_peer_that_does_not_run_says_so():
-    failed = {"does_not_run": "TypeError: unsupported operand"}
-    page = tables.page(results(row("sparse", {"bare": method(), "peer_fixed": failed})))
-    assert cells(page, "keras-jax, jit, sparse")[-1] == "does not run: TypeError"
-
-
-def test_a_method_that_a_row_does_not_have_is_an_empty_cell():
-    rows = (
-        row("mlp", {"bare": method(), "peer_fixed": method()}),
-        row("cnn", {"bare": method()}),
-    )
-    page = tables.page(results(*rows))
-    assert cells(page, "keras-jax, jit, cnn") == ["keras-jax, jit, cnn", "12", ""]
-
-
-def test_skips_are_compared_with_applied_steps():
-    to_applied = {"median": 0.5, "q1": 0.25, "q3": 0.75}
-    skipped = method(ratio_to_applied=to_applied)
-    names = ("ours_dynamic", "peer_dynamic")
-    methods = {"bare": method()}
-    for name in names:
-        methods |= {name: method(), f"{name}/skipped": skipped}
-    page = tables.page(results(row("skip", methods, point="10 parameters")))
-    found = cells(page, "keras-jax, jit, skip, 10 parameters")
-    assert found[1:] == ["12", *["1.50 (1.25-2.00)", "1.50 (1.25-2.00)", "0.50 (0.25-0.75)"] * 2]
-
-
-def test_a_point_without_the_peer_is_a_point():
-    one = row("variables", {"bare": method(), "ours_dynamic": method()}, point="1,000")
-    page = tables.page(results(one))
-    found = ["keras-jax, jit", "1,000 variables", "12", "1.50 (1.25-2.00)", ""]
-    assert cells(page, "keras-jax, jit") == found
+@pytest.mark.parametrize("line", LINES.split("\n"))
+def test_a_row_is_a_line(line):
+    assert line in tables.page(results(*ROWS)).splitlines()
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(0, "0.0 kB"), (2492, "2.5 kB"), (50_016_949, "50.0 MB")]
+    ("number", "text"), [(0, "0.0 kB"), (2492, "2.5 kB"), (50_016_949, "50.0 MB"), (None, "-")]
 )
 def test_memory_is_readable(number, text):
-    methods = {"bare": method(memory_bytes=number, graph_size=4108)}
-    page = tables.page(results(row("big", methods)))
+    page = tables.page(results(row("big", methods={"bare": method(memory_bytes=number)})))
     assert f"2.0 s · 4,108 · {text}" in page
 
 
@@ -109,23 +84,65 @@ def test_the_page_says_what_it_was_measured_with_and_what_was_not_run():
 
 
 def test_the_short_table_has_ours_beside_the_peer():
-    peer = method(ratio={"median": 2.25, "q1": 2.0, "q3": 3.0})
-    methods = {"bare": method(), "ours_dynamic": method(), "peer_dynamic": peer}
-    short = tables.short(results(row("big", methods), row("sparse", methods)))
-    assert cells(short, "keras-jax, jit") == ["keras-jax, jit", "1.50 / 2.25", *["- / -"] * 3]
+    rows = [row(c, *THREE, methods={"peer_dynamic": method(2.25)}) for c in ("big", "sparse")]
+    short = tables.short(results(*rows), "bench")
+    assert short.splitlines()[2:] == ["| keras-jax, jit | 1.50 / 2.25 | - / - | - / - | - / - |"]
 
 
-def test_tables_go_between_the_markers_of_a_page(tmp_path, capsys):
-    page, plain, file = tmp_path / "page.md", tmp_path / "plain.md", tmp_path / "results.json"
-    page.write_text(f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n")
-    plain.write_text("no markers\n")
-    file.write_text(json.dumps(results(row("big", {"bare": method()}))))
-    pages.main(str(file), str(plain), str(page))
-    text = page.read_text()
-    assert text.startswith(f"before\n{pages.BEGIN}\n### The optimizer alone")
-    assert text.endswith(f"{pages.END}\nafter\n")
-    assert "old" not in text
-    assert plain.read_text() == "no markers\n"
+# For each page with one table a row of results, and its line.
+OTHERS = {
+    "docs/jax_speed.md": (
+        row("alone", "bare", "jmp", shell="optax", point="adam"),
+        "| adam |  |  |  | 1.50 |  |",
+    ),
+    "docs/monitoring.md": (
+        row("monitor", *MONITORS),
+        "| jax | 12.00" + " | 1.50 (1.25-2.00)" * 4 + " |",
+    ),
+    "docs/pytorch.md": (
+        row("alone", "bare", "fixed", shell="torch", point="fused, 1"),
+        "| fused, 1 | 12.00 | - | - | 1.50 | - | - | - | - |",
+    ),
+}
+
+
+@pytest.mark.parametrize("page", OTHERS)
+def test_other_pages_have_one_table(page):
+    measured, line = OTHERS[page]
+    titles, _, found = tables.alone(results(measured, row("big", "bare")), PAGES[page][0]).split(
+        "\n"
+    )
+    assert found == line
+    known = (REPOSITORY / page).read_text(encoding="utf-8").replace("| | read", "|  | read")
+    assert titles in known.splitlines()
+
+
+def test_tf_keras_stands_below_keras_among_the_monitors():
+    shells = ("keras-tensorflow", "tf_keras-new", "keras-torch")
+    rows = [row("monitor", *MONITORS, shell=shell) for shell in shells]
+    lines = tables.alone(results(*rows), "monitoring").splitlines()[2:]
+    assert [line.split()[1] for line in lines] == ["tensorflow", "torch", "tf_keras"]
+
+
+def test_tables_go_between_the_markers_of_the_pages_that_they_are_for(tmp_path, capsys):
+    (tmp_path / "docs").mkdir()
+    around = {}
+    for page, (name, _) in PAGES.items():
+        begins, ends = markers(name)
+        assert begins in (REPOSITORY / page).read_text(encoding="utf-8").partition(ends)[0]
+        around[page] = f"before\n{begins}\n", f"\n{ends}\nafter\n"
+        (tmp_path / page).write_text("old".join(around[page]))
+    (tmp_path / "README.md").write_text("no markers\n")
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(results(row("big", "bare"), OTHERS["docs/pytorch.md"][0])))
+    written = {"docs/benchmarks.md": "### The optimizer alone", "docs/pytorch.md": "| AdamW"}
+    for _ in range(2):
+        pages.main(str(file), str(tmp_path))
+        assert (tmp_path / "README.md").read_text() == "no markers\n"
+        for page in (page for page in PAGES if page != "README.md"):
+            text, (before, after) = (tmp_path / page).read_text(), around[page]
+            # What was not measured keeps its table.
+            assert text.startswith(before + written.get(page, "old"))
+            assert text.endswith(after)
+            assert ("old" in text) == (page not in written)
     assert "has no markers" in capsys.readouterr().err
-    pages.main(str(file), str(plain), str(page))
-    assert page.read_text() == text

@@ -1,0 +1,264 @@
+"""The table of rows: everything that is measured, and the processes that measure it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from benchmarks.methods import MONITORS, OPTAX, SKIPPED, TORCH
+from benchmarks.workloads import Workload, equal
+
+MODES = {
+    "tensorflow": ("function", "xla", "eager", "fit"),
+    "tf_keras": ("function", "xla", "eager", "fit"),
+    "jax": ("jit", "fit"),
+    "torch": ("eager", "fit"),
+    "optax": ("jit", "eager"),
+    "torch_native": ("fused", "foreach", "single"),
+}
+"""For each backend how it runs a step."""
+BACKENDS = tuple(MODES)
+ALL_MODES = tuple(dict.fromkeys(mode for modes in MODES.values() for mode in modes))
+CASES = (
+    *("big", "small", "sparse", "optimizers", "mlp", "cnn", "skip", "variables", "parameters"),
+    *("replicas", "collectives", "host_syncs", "monitor", "alone", "whole"),
+)
+"""What can be asked for; docs/benchmarks.md says what each of them is."""
+
+STEP = ("bare", "ours_dynamic", "ours_fixed", "ours_monitored", "peer_dynamic", "peer_fixed")
+FLOORS = (*STEP, "read", "unscale")
+ALONE = (*FLOORS, "bare_again")
+GROWTH = ("bare", "ours_dynamic", "peer_dynamic")
+SKIPS = ("bare", *(name + end for name in GROWTH[1:] for end in ("", SKIPPED)))
+
+# A peer compiles its branches in a time that grows with the square of the number of variables.
+MOST_XLA_VARIABLES = 100
+# XLA rounds this update otherwise as soon as a number that it does not know multiplies the
+# gradient, also if that number is a power of two; the floor `unscale` shows the same bits.
+_ROUNDS_OTHERWISE = ("tf_keras-new", "xla", "SGD momentum")
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """How a row is timed.
+
+    Args:
+        seconds: When this much time is gone, no new round begins.
+        rounds: How many rounds there are at most.
+        fewest: How many there are whatever they take.
+        steps: How many steps a burst has; None for about 20 milliseconds.
+        warm: How many steps come before.
+        clock: The name of a function of `time`.
+    """
+
+    seconds: float = math.inf
+    rounds: int = 41
+    fewest: int = 7
+    steps: int | None = None
+    warm: int = 3
+    clock: str = "perf_counter"
+
+
+LONG, SHORT = Timing(6.0), Timing(3.0)
+OF_FIT = Timing(rounds=15, steps=1, warm=1)
+# The processor's time, so that what else the machine does counts less.
+OF_OPTAX = Timing(10.0, rounds=400, fewest=3, steps=3, clock="process_time")
+OF_TORCH = Timing(steps=4, warm=5, clock="thread_time")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of a table: methods that are compared with each other.
+
+    Args:
+        case: One of `CASES`.
+        shell: The shell of the optimizers, such as "keras-jax".
+        mode: How the step is run, such as "jit".
+        methods: Names of the methods; most are compared with the first.
+        point: What distinguishes it from the other rows of the case.
+        workload: What an optimizer is applied to; None for a whole training step.
+        timing: How it is timed; None if its structure is all that is measured.
+        optimizer: Name of the inner optimizer.
+        model: Name of the model of a whole training step.
+        devices: How many virtual devices its process has.
+        structure: Whether memory and graph size are measured too.
+        exact: Whether loss scaling must leave the bits of the weights as they are without it.
+        device: The kind of device it runs on.
+    """
+
+    case: str
+    shell: str
+    mode: str
+    methods: tuple[str, ...]
+    point: str = ""
+    workload: Workload | None = None
+    timing: Timing | None = SHORT
+    optimizer: str = "Adam"
+    model: str = ""
+    devices: int = 1
+    structure: bool = False
+    exact: bool = True
+    device: str = "cpu"
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        parts = (self.shell, self.mode, self.device, self.case, self.point, self.optimizer)
+        return " ".join(part for part in parts if part)
+
+
+def table(backend: str) -> list[Row]:
+    """Returns all rows of a backend."""
+    if backend == "optax":
+        return list(_of_optax())
+    if backend == "torch_native":
+        return list(_of_torch())
+    return list(_of_keras(backend))
+
+
+def _of_keras(backend: str) -> Iterator[Row]:
+    tf_keras = ("tf_keras-new", "tf_keras-legacy")
+    shells = tf_keras if backend == "tf_keras" else (f"keras-{backend}",)
+    mode, *others, fit = MODES[backend]
+    for shell in shells:
+        for each in (mode, *others):
+            yield from _of_shell(backend, shell, each)
+    for devices in (1, 2, 4) if backend == "tensorflow" else ():
+        work, point = equal(8, 2_000_000), str(devices)
+        yield Row("replicas", *shells, mode, GROWTH, point, work, devices=devices)
+    for devices in (2, 4) if backend in ("tensorflow", "jax") else ():
+        work, point = equal(10, 10_000), str(devices)
+        yield Row("collectives", *shells, mode, GROWTH, point, work, None, devices=devices)
+    if backend == "torch":
+        yield Row("host_syncs", *shells, mode, STEP, "", equal(50, 50_000), None, model="mlp")
+    yield Row("monitor", shells[0], fit, tuple(MONITORS), timing=OF_FIT)
+
+
+def _of_shell(backend: str, shell: str, mode: str) -> Iterator[Row]:
+    # tf_keras takes as long as all the others, and so has fewer rows.
+    tf_keras, legacy = backend == "tf_keras", shell == "tf_keras-legacy"
+    # Operation by operation, TensorFlow takes ten times as long.
+    slow = mode == "eager" and backend != "torch"
+    row = functools.partial(Row, shell=shell, mode=mode)
+    alone = functools.partial(row, methods=GROWTH if slow else ALONE, structure=True)
+    yield alone("big", workload=equal(100, 10_000_000), timing=SHORT if slow else LONG)
+    if not tf_keras or mode == "function":
+        yield alone("small", workload=equal(200, 200_000), timing=SHORT if slow else LONG)
+    if backend == "tensorflow":
+        work = Workload(((400_000, 64),), rows_touched=512)
+        yield row("sparse", methods=ALONE, workload=work, optimizer="SGD")
+    for variables, parameters in () if tf_keras else ((8, 10**7), (20, 20_000)):
+        work, point = equal(variables, parameters), f"{parameters:,} parameters"
+        yield row("skip", methods=SKIPS, point=point, workload=work)
+    if slow:
+        return
+    for model in ("mlp", "cnn"):
+        if not legacy or (model, mode) == ("mlp", "function"):
+            methods = STEP if tf_keras else FLOORS
+            yield row(model, methods=methods, model=model, timing=LONG)
+    for optimizer in () if legacy else ("SGD momentum", "AdamW clipnorm"):
+        work, exact = equal(8, 2_000_000), (shell, mode, optimizer) != _ROUNDS_OTHERWISE
+        yield row("optimizers", methods=FLOORS, workload=work, optimizer=optimizer, exact=exact)
+    if tf_keras:
+        return
+    for variables in (1, 10, 100, 1000):
+        if mode == "xla" and variables > MOST_XLA_VARIABLES:
+            continue
+        # To trace a variable takes TensorFlow long, and a peer is measured with fewer.
+        methods = GROWTH[:2] if mode == "function" and variables > 100 else GROWTH
+        work, point = equal(variables, variables * 1000), f"{variables:,}"
+        yield row("variables", methods=methods, point=point, workload=work)
+    for parameters in [10**power for power in range(4, 9)]:
+        work, point = equal(8, parameters), f"{parameters:,}"
+        yield row("parameters", methods=GROWTH, point=point, workload=work)
+
+
+def _of_optax() -> Iterator[Row]:
+    whole = tuple(name for name in OPTAX if name != "read")
+    # A check of each array by itself, added up one by one, compiles for minutes with more of them.
+    few = tuple(name for name in OPTAX if name not in ("jmp", "flax"))
+    row = functools.partial(Row, shell="optax", timing=OF_OPTAX, exact=False)
+    for mode, point, optimizer, methods, work in (
+        ("jit", "adam, 10M in 100 arrays", "adam", OPTAX, equal(100, 10**7)),
+        ("jit", "adam, 10M in 20 arrays", "adam", OPTAX, equal(20, 10**7)),
+        ("jit", "adam, 10M in 1 array", "adam", OPTAX, equal(1, 10**7)),
+        ("jit", "adam, 200 arrays of 1,000", "adam", few, equal(200, 200_000)),
+        ("jit", "adamw with clipping, 10M in 100 arrays", "adamw_clip", OPTAX, equal(100, 10**7)),
+        ("eager", "adam, not compiled, 10 arrays of 1,000", "adam", whole, equal(10, 10_000)),
+    ):
+        made = row("alone", mode=mode, methods=methods, point=point, workload=work)
+        yield dataclasses.replace(made, optimizer=optimizer, structure=mode == "jit")
+    for model in ("transformer", "mlp", "cnn"):
+        made = row("whole", mode="jit", methods=whole, point=f"whole step: {model}")
+        yield dataclasses.replace(made, optimizer="adam", model=model, structure=True)
+
+
+def _of_torch() -> Iterator[Row]:
+    row = functools.partial(Row, shell="torch", timing=OF_TORCH, optimizer="AdamW")
+    shapes = {"10M in 100": ((320, 312),) * 100, "200 x 1000": ((1000,),) * 200}
+    for mode in MODES["torch_native"]:
+        methods = tuple(name for name in TORCH if name != "device" or mode == "fused")
+        for name, each in shapes.items():
+            work, point = Workload(each), f"{mode}, {name}"
+            yield row("alone", mode=mode, methods=methods, point=point, workload=work)
+    for model in ("mlp", "cnn"):
+        point = f"whole step, {model}"
+        yield row("whole", mode="fused", methods=TORCH, point=point, model=model)
+
+
+def _short_form(rows: Sequence[Row]) -> Iterator[Row]:
+    """Returns tiny rows: every case and method in one mode, and every mode in one case."""
+    seen, first_mode = set(), {}
+    for row in rows:
+        kind = (row.case, row.shell, row.mode, row.optimizer, row.model, row.devices)
+        is_first = row.mode == first_mode.setdefault(row.case, row.mode)
+        if kind in seen or row.devices > 2 or not (is_first or row.case in ("big", "alone")):
+            continue
+        seen.add(kind)
+        work = row.workload
+        if work is not None and row.case != "collectives":
+            work = Workload(((40, 4),), 4) if work.rows_touched else equal(3, 60)
+        yield dataclasses.replace(row, workload=work, methods=_few(row, is_first))
+
+
+def _few(row: Row, is_first_mode: bool) -> tuple[str, ...]:
+    """The methods of a row in the short form."""
+    if row.case in ("variables", "parameters", "small", "cnn", "optimizers"):
+        return GROWTH[:2]
+    if row.case in ("mlp", "replicas") or (row.case == "big" and not is_first_mode):
+        return GROWTH
+    return ("ours_dynamic",) if row.case == "host_syncs" else row.methods
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """A process that measures what was asked for of one backend.
+
+    How many virtual devices it has is fixed when it starts.
+    """
+
+    backend: str
+    cases: Sequence[str]
+    modes: Sequence[str]
+    quick: bool = False
+    rounds: int | None = None
+    devices: int = 1
+
+    def rows(self, kinds: Iterable[str] = ("cpu",)) -> list[Row]:
+        """Returns what it times on each kind of device, and then what it counts on the CPU."""
+        own = [row for row in self._asked() if row.devices == self.devices]
+        timed = [row for row in own if row.timing is not None]
+        timed = [dataclasses.replace(row, device=kind) for kind in kinds for row in timed]
+        # What `torch.compile` leaves behind makes first steps slow that come after it.
+        return [*timed, *(row for row in own if row.timing is None)]
+
+    def split(self) -> list[Process]:
+        """Returns the processes that are needed, one for each number of devices."""
+        needed = sorted({row.devices for row in self._asked()})
+        return [dataclasses.replace(self, devices=devices) for devices in needed]
+
+    def _asked(self) -> list[Row]:
+        rows = [r for r in table(self.backend) if r.case in self.cases and r.mode in self.modes]
+        return list(_short_form(rows)) if self.quick else rows
