@@ -627,3 +627,52 @@ def test_unscaled_gradients_can_be_looked_at_before_the_scaled_ones_go_to_apply(
         optimizer.apply([scaled], targets)
     assert targets[0].numpy().tolist() == [0.5]
     assert messages == []
+
+
+# What a graph makes of an update is what it makes of it without loss scaling.
+
+
+def third(gradient):
+    # Two constants, which TensorFlow makes one of, and so rounds once.
+    return gradient / 3.0 * 0.7
+
+
+FOLDED = {
+    "itself": third,
+    "in a branch": lambda g: tf.cond(tf.reduce_sum(g) > -1e9, lambda: third(g), lambda: g),
+    "in a function": lambda g: tf.function(third)(g),
+}
+
+
+@pytest.mark.parametrize("place", FOLDED)
+def test_constants_of_an_update_are_folded_as_without_loss_scaling(place):
+    class Third(SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            self.assign_sub(variable, FOLDED[place](gradient))
+
+    good = gradients_for(START, 5)
+    expected = train_plain(Third(), good, in_function=True)
+    _, *found = train_ours(Third(), good, "scale_loss", in_function=True)
+    for ours, plain in zip(found, expected, strict=True):
+        assert_same(ours, plain)
+
+
+@pytest.mark.parametrize("second", ["CPU:0", "CPU:1"])
+def test_a_step_is_skipped_wherever_its_variables_are(second):
+    targets = []
+    for device, value in zip(("CPU:0", second), START, strict=True):
+        with tf.device(device):
+            targets += variables(value)
+    optimizer = wrapped(Adam(0.01))
+    optimizer.build(targets)
+
+    @tf.function
+    def step(*gradients):
+        STEPS["scale_loss"](optimizer, targets, gradients)
+
+    [good] = gradients_for(targets, 1)
+    step(*good)
+    before = values(targets)
+    step(*spoiled(good, INF))
+    assert_same(values(targets), before)
+    assert status(optimizer)["skipped"] == 1

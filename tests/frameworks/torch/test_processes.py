@@ -22,7 +22,7 @@ def said(tmp_path_factory):
     done = subprocess.run(
         [
             sys.executable,
-            str(TESTS / "torch/processes.py"),
+            str(TESTS / "frameworks/torch/processes.py"),
             str(tmp_path_factory.mktemp("p")),
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), SOURCES])},
