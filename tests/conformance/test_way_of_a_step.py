@@ -1,0 +1,103 @@
+"""The files that a step passes through, in their order, are those that docs/design.md names."""
+
+import os
+import pathlib
+import re
+import sys
+
+import numpy as np
+import pytest
+
+import lossscale
+
+SOURCES = pathlib.Path(lossscale.__file__).parent
+PAGE = pathlib.Path(__file__).parents[2] / "docs/design.md"
+PROCESS = os.environ.get("LOSSSCALE_TEST_KERAS") or os.environ["KERAS_BACKEND"]
+# By the process that runs it; the column of the table.
+COLUMNS = {
+    "jax": "`fit` on JAX",
+    "tensorflow": "a loop on TensorFlow",
+    "tf_keras": "tf_keras legacy",
+}
+
+
+def documented(column):
+    """The files of a column of the table, from top to bottom."""
+    section = PAGE.read_text(encoding="utf-8").split("## The way of a step")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")]
+    number = [cell.strip() for cell in rows[0]].index(column)
+    return [name for row in rows[1:] for name in re.findall(r"`([\w/]+\.py)`", row[number])]
+
+
+def passed_through(run):
+    """The files whose functions `run` calls, by when each is entered first."""
+    entered = {}
+
+    def profile(frame, event, _):
+        path = pathlib.Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(SOURCES):
+            entered.setdefault(path.relative_to(SOURCES).as_posix())
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return [name for name in entered if name not in ("__init__.py", "installation.py")]
+
+
+def fit_on_jax():
+    import keras
+
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(lossscale.LossScaleOptimizer(keras.optimizers.Adam()), "mse")
+    model.optimizer.build(model.trainable_variables)
+    return lambda: model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+
+
+def loop_on_tensorflow():
+    import keras
+    import tensorflow as tf
+
+    weight = keras.Variable([1.0, 2.0])
+    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.Adam())
+    optimizer.build([weight])
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(weight.value**2))
+        optimizer.apply(tape.gradient(loss, [weight.value]), [weight])
+
+    return step
+
+
+def documented_loop_on_tf_keras():
+    import tensorflow as tf
+    import tf_keras
+
+    weight = tf.Variable([1.0, 2.0])
+    optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.legacy.Adam())
+    optimizer.inner_optimizer._create_all_weights([weight])
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = optimizer.get_scaled_loss(tf.reduce_sum(weight**2))
+        gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [weight]))
+        optimizer.apply_gradients(zip(gradients, [weight], strict=True))
+
+    return step
+
+
+STEPS = {
+    "jax": fit_on_jax,
+    "tensorflow": loop_on_tensorflow,
+    "tf_keras": documented_loop_on_tf_keras,
+}
+
+
+@pytest.mark.skipif(PROCESS not in STEPS, reason="a compiled step of Keras; PyTorch compiles none")
+def test_a_step_passes_through_the_files_that_the_design_names():
+    assert passed_through(STEPS[PROCESS]()) == documented(COLUMNS[PROCESS])
