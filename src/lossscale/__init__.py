@@ -33,6 +33,7 @@ _SUBMODULES = frozenset(
         "cli",
         "demo",
         "diagnostics",
+        "experimental",
         "migration",
         "optax",
         "plots",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from lossscale import cli as cli
     from lossscale import demo as demo
     from lossscale import diagnostics as diagnostics
+    from lossscale import experimental as experimental
     from lossscale import migration as migration
     from lossscale import optax as optax
     from lossscale import plots as plots

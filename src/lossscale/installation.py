@@ -28,38 +28,41 @@ def register() -> None:
     Example:
         >>> register()
     """
-    experimental = importlib.import_module("lossscale.experimental")
     for framework in registry.kerases():
         root = framework.loaded_root()
         # Of a framework that is being imported, not all may be there yet.
         saving = getattr(root, "saving", None)
         if saving is None:
             continue
-        plain = _reader(LossScaleOptimizer, framework)
-        classes = (plain, _reader(experimental.LossScaleOptimizer, framework))
-        for name, cls in zip(("lossscale", "lossscale.experimental"), classes, strict=True):
+        for name in ("lossscale", "lossscale.experimental"):
             if saving.get_registered_object(f"{name}>LossScaleOptimizer") is None:
-                saving.register_keras_serializable(package=name, name="LossScaleOptimizer")(cls)
+                register_as = saving.register_keras_serializable(name, "LossScaleOptimizer")
+                register_as(_reader(name, framework))
         if framework.name == "keras":
             known = saving.get_custom_objects()
             for name in OPTIMIZER_NAMES:
                 # One that somebody else has registered stays theirs.
-                known.setdefault(name, plain)
+                known.setdefault(name, _reader("lossscale", framework))
 
 
 @functools.cache
-def _reader(cls: type[LossScaleOptimizer], framework: registry.Framework) -> type[Any]:
-    """Returns a class to register for `cls`: what it reads is wrapped by the framework's shell.
+def _reader(package: str, framework: registry.Framework) -> type[Any]:
+    """Returns a class to register: what it reads becomes a package's LossScaleOptimizer.
 
-    Its shell is imported when something is read.
+    That package and the framework's wrapper are imported when something is read.
     """
 
     def from_config(
         config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> LossScaleOptimizer:
-        return cls._from_config(registry.first_shell(framework), config, custom_objects)
+        cls = importlib.import_module(package).LossScaleOptimizer
+        made: LossScaleOptimizer = cls._from_config(
+            registry.first_shell(framework), config, custom_objects
+        )
+        return made
 
-    return type(cls.__name__, (cls,), {"from_config": staticmethod(from_config)})
+    members = {"from_config": staticmethod(from_config)}
+    return type(LossScaleOptimizer.__name__, (LossScaleOptimizer,), members)
 
 
 class _AfterImport:

@@ -262,3 +262,21 @@ assert keras.saving.get_registered_object("lossscale>LossScaleOptimizer") is not
     found = imported_by(program, KERAS_BACKEND="jax")
     assert "keras" in found
     assert not [name for name in found if name.startswith("lossscale.keras")]
+
+
+# How many of ours are loaded by a program that makes an optimizer. Of TensorFlow's arrays a wrapper
+# needs more than of the others': graphs, replicas and tapes.
+LOADED = {"jax": 37, "torch": 40, "tensorflow": 42, "tf_keras": 40}
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_wrapper_loads_little_and_nothing_of_diagnosis(name):
+    keras = "tf_keras" if name == "tf_keras" else "keras"
+    found = imported_by(
+        f"import {keras}, lossscale; lossscale.LossScaleOptimizer({keras}.optimizers.Adam())",
+        KERAS_BACKEND="tensorflow" if name == "tf_keras" else name,
+    )
+    ours = [module for module in found if module.partition(".")[0] == "lossscale"]
+    assert len(ours) <= LOADED[name]
+    measuring = ("diagn", "monitor", "notes", "plots", "own_step")
+    assert not [module for module in ours if any(word in module for word in measuring)]
