@@ -6,6 +6,14 @@ import torch
 
 import lossscale
 
+SHAPES = ((3,), (2, 2))
+ONES = [torch.ones(shape) for shape in SHAPES]
+KINDS = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "single": {"foreach": False},
+}
+
 
 def parameters(*shapes, dtype=torch.float32):
     """Parameters with different values."""
@@ -17,20 +25,54 @@ def wrapped(inner, **settings):
     return lossscale.torch.LossScaleOptimizer(inner, **settings)
 
 
+def made(decide="host", **settings):
+    """Parameters of `SHAPES`, and an SGD with momentum around them that is wrapped."""
+    given = parameters(*SHAPES)
+    inner = torch.optim.SGD(given, lr=0.5, momentum=0.9, fused=decide == "device")
+    return given, wrapped(inner, decide=decide, **settings)
+
+
+def scaled(optimizer, loss):
+    """The loss to backpropagate: through the scale if there is one."""
+    return optimizer.scale_loss(loss) if hasattr(optimizer, "scale_loss") else loss
+
+
 def backward(optimizer, given, gradients, factor=1.0):
     """Backpropagates a loss that has these gradients; through the scale if there is one."""
     total = sum((p * (g * factor)).sum() for p, g in zip(given, gradients, strict=True))
-    loss = optimizer.scale_loss(total) if hasattr(optimizer, "scale_loss") else total
-    loss.backward()
+    scaled(optimizer, total).backward()
 
 
 def fill(optimizer, given, gradients):
     """Sets the gradients, multiplied by the scale if there is one, as they are."""
-    scale = 1.0
-    if hasattr(optimizer, "scale_loss"):
-        scale = optimizer.scale_loss(torch.ones(()))
+    scale = scaled(optimizer, torch.ones(()))
     for p, g in zip(given, gradients, strict=True):
         p.grad = None if g is None else (g * scale).to(p.dtype)
+
+
+def step(optimizer, given, gradients):
+    """A step with these gradients."""
+    fill(optimizer, given, gradients)
+    optimizer.step()
+
+
+def train_step(optimizer, loss):
+    """A step of a training loop."""
+    optimizer.zero_grad()
+    scaled(optimizer, loss).backward()
+    optimizer.step()
+
+
+def spoiled(value, place):
+    """`ONES`, of which one has another last element."""
+    gradients = [gradient.clone() for gradient in ONES]
+    gradients[place].view(-1)[-1] = value
+    return gradients
+
+
+def assert_same_without_scaling(run):
+    """Whether a run ends alike with what it is given: what wraps an optimizer, or leaves it."""
+    assert run(wrapped) == run(lambda inner, **_: inner)
 
 
 def bits(value):

@@ -123,41 +123,6 @@ def test_a_rule_that_does_not_check_is_moved_all_the_same(needs, decide, clip):
     assert saved == [largest if needs.largest else 0.0, *counts]
 
 
-def test_lbfgs_lowers_the_scale_by_a_rule_that_looks():
-    point = torch.nn.Parameter(torch.tensor([-1.2, 1.0]))
-    inner = torch.optim.LBFGS([point], line_search_fn="strong_wolfe")
-    optimizer = wrapped(inner, rule=Noting())
-    calls = []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = point.square().sum()
-        calls.append(float(optimizer.loss_scale))
-        factor = torch.tensor(torch.inf if len(calls) < 3 else 1.0)
-        (optimizer.scale_loss(loss) * factor).backward()
-        return loss
-
-    optimizer.step(closure)
-    assert calls[:4] == [8.0, 4.0, 2.0, 2.0]
-    assert optimizer.steps_skipped == 0
-
-
-def test_an_evaluation_that_scales_nothing_does_not_lower_the_scale():
-    point = torch.nn.Parameter(torch.tensor([-1.2, 1.0]))
-    optimizer = wrapped(torch.optim.LBFGS([point]))
-
-    def closure():
-        optimizer.zero_grad()
-        loss = point.square().sum()
-        (loss * torch.inf).backward()
-        return loss
-
-    with pytest.warns(lossscale.LossScaleWarning, match=r"scale_loss\(\)"):
-        optimizer.step(closure)
-    assert float(optimizer.loss_scale) == 2.0**15
-    assert point.tolist() == pytest.approx([-1.2, 1.0])
-
-
 class Counting(lossscale.FixedScale):
     """A fixed scale that counts finite steps all the same."""
 
