@@ -8,16 +8,14 @@ import pytest
 import torch
 
 import lossscale.torch
-from frameworks.torch.scaling import MAKERS, OPTIMIZERS, numbers, one_step, parameters
+from frameworks.torch.scaling import MAKERS, OPTIMIZERS, made, numbers, one_step, parameters
 from lossscale import DynamicScale, FixedScale, LossScaleError, LossScaleWarning
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
 from lossscale.torch.grad_scaler.scaler import GradScaler
 
 
 def scaled(make):
-    weights = parameters(1)
-    optimizer = OPTIMIZERS["sgd"](weights)
-    scaler = make("cpu")
+    weights, optimizer, scaler = made("sgd", make)
     scaler.scale(weights[0].sum()).backward()
     return scaler, optimizer, weights
 
@@ -121,7 +119,9 @@ def test_arguments(arguments, message):
     assert isinstance(caught.value, ValueError)
 
 
-def test_rules():
+def test_rules_and_groups():
+    with pytest.raises(ArgumentTypeError, match="process_group"):
+        GradScaler("cpu", process_group="world")
     with pytest.raises(ArgumentTypeError, match="scaling rule"):
         GradScaler("cpu", rule=8.0)
     fixed = GradScaler("cpu", rule=FixedScale(8.0))
@@ -129,11 +129,6 @@ def test_rules():
         with pytest.raises(LossScaleError, match="rule"):
             misuse()
     assert fixed.get_scale() == 8
-
-
-def test_process_group_is_checked():
-    with pytest.raises(ArgumentTypeError, match="process_group"):
-        GradScaler("cpu", process_group="world")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")

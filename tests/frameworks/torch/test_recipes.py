@@ -10,7 +10,14 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import lossscale.torch
-from frameworks.torch.scaling import MAKERS, OPTIMIZERS, numbers, parameters, scale_and_tracker
+from frameworks.torch.scaling import (
+    MAKERS,
+    OPTIMIZERS,
+    made,
+    numbers,
+    parameters,
+    scale_and_tracker,
+)
 from lossscale.torch.grad_scaler.scaler import GradScaler
 
 BAD = 1
@@ -40,9 +47,7 @@ class Net(torch.nn.Module):
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
 def test_a_plain_loop_with_clipping_and_accumulation(make, name):
-    weights = parameters(1)
-    optimizer = OPTIMIZERS[name](weights)
-    scaler = make("cpu", init_scale=8.0)
+    weights, optimizer, scaler = made(name, make, init_scale=8.0)
     trace = []
     for batch in data():
         for part in batch:
