@@ -28,10 +28,6 @@ def test_a_program_on_a_page_prints_what_it_says(source):
         warnings.filterwarnings("error", module="lossscale")
         exec(compile(source, "<page>", "exec"), {"__name__": "__main__"})
     assert printed.getvalue().strip().splitlines()[-1] == expected
-    if "accelerate" in source:
-        from accelerate.state import AcceleratorState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_the_pages_have_programs():
