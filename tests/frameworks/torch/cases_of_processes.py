@@ -84,20 +84,21 @@ class Wrapper:
         return [float(self.optimizer.loss_scale), int(self.optimizer.dynamic_counter)]
 
 
+def starting(arguments, name):
+    """Arguments with a first scale of 8, where no rule has one."""
+    return arguments if "rule" in arguments else {name: 8.0, **arguments}
+
+
 def theirs(optimizer):
     return WithScaler(optimizer, torch.amp.GradScaler("cpu", init_scale=8.0))
 
 
 def scaler(optimizer, **arguments):
-    return WithScaler(optimizer, GradScaler("cpu", init_scale=8.0, **arguments))
+    return WithScaler(optimizer, GradScaler("cpu", **starting(arguments, "init_scale")))
 
 
 def wrapper(optimizer, **arguments):
-    return Wrapper(TorchLossScaleOptimizer(optimizer, initial_scale=8.0, **arguments))
-
-
-def on_device(optimizer):
-    return wrapper(optimizer, decide="device")
+    return Wrapper(TorchLossScaleOptimizer(optimizer, **starting(arguments, "initial_scale")))
 
 
 OURS = {"scaler": scaler, "wrapper": wrapper}
@@ -255,42 +256,25 @@ LAYOUTS = {
 }
 
 
-def spread(mesh, placements, value):
-    local = torch.full((2,), value)
-    return DTensor.from_local(local, mesh, placements, run_check=False)
-
-
-def verdict(make, mesh, layouts, bad, *, here):
-    """One step with an overflow in the part of a parameter that the processes `here` hold."""
-    parameters = [torch.nn.Parameter(spread(mesh, LAYOUTS[layout], 1.0)) for layout in layouts]
-    run = make(torch.optim.SGD(parameters, lr=0.5))
-    run.scale_loss(torch.zeros(()))
-    for layout, parameter in zip(layouts, parameters, strict=True):
-        parameter.grad = spread(mesh, LAYOUTS[layout], INF if layout == bad and here else 0.0)
-    with counted() as reduced:
-        run.step()
-    return run.shown()[0], len(reduced)
-
-
 def mesh_2x2(folder):
     """Every order of the four layouts, and every one that is not replicated overflowing: 72."""
-    found = {}
-    for order in itertools.permutations(LAYOUTS):
-        for bad in ("RS", "SR", "SS"):
-            found[f"{' '.join(order)}: {bad}"] = {
-                name: verdict(make, mesh_of_four(), order, bad, here=is_last())
-                for name, make in {**OURS, "torch": theirs}.items()
-            }
-    return found
 
+    def spread(layout, value):
+        local = torch.full((2,), value)
+        return DTensor.from_local(local, mesh_of_four(), LAYOUTS[layout], run_check=False)
 
-def mesh_dimensions(folder):
-    """How often something is sent, for parameters of one layout."""
     found = {}
-    pair, in_pair = divmod(rank(), 2)
-    holders = {"RR": True, "RS": in_pair == 1, "SR": pair == 1, "SS": is_last()}
-    for (layout, here), (name, make) in itertools.product(holders.items(), OURS.items()):
-        found[f"{layout} {name}"] = verdict(make, mesh_of_four(), [layout], layout, here=here)
+    for order, bad in itertools.product(itertools.permutations(LAYOUTS), ("RS", "SR", "SS")):
+        case = found[f"{' '.join(order)}: {bad}"] = {}
+        for name, make in {**OURS, "torch": theirs}.items():
+            parameters = [torch.nn.Parameter(spread(layout, 1.0)) for layout in order]
+            run = make(torch.optim.SGD(parameters, lr=0.5))
+            run.scale_loss(torch.zeros(()))
+            for layout, parameter in zip(order, parameters, strict=True):
+                parameter.grad = spread(layout, INF if layout == bad and is_last() else 0.0)
+            with counted() as reduced:
+                run.step()
+            case[name] = [run.shown()[0], len(reduced)]
     return found
 
 
@@ -300,7 +284,7 @@ def partial(folder):
     In turn: one part is infinite; the parts are finite and their sum is not; two are good.
     """
     mesh, found = mesh_of_four(), {}
-    makers = {**OURS, "device": on_device}
+    makers = {**OURS, "device": functools.partial(wrapper, decide="device")}
     for (name, make), layout in itertools.product(makers.items(), ("RR", "SR", "RS")):
         weight = distribute_tensor(torch.ones(4), mesh, LAYOUTS[layout])
         parameter = torch.nn.Parameter(weight)
@@ -361,23 +345,20 @@ def seen(folder):
     """What a rule sees: the same on a mesh as in one process."""
     found = {}
 
-    def wrapped(inner, rule, **settings):
-        return Wrapper(TorchLossScaleOptimizer(inner, rule=rule, **settings))
-
-    rule, unchecked = Noting(), Noting(checks_gradients=False)
-    makers = {
-        "scaler": lambda inner: WithScaler(inner, GradScaler("cpu", rule=rule)),
-        "wrapper": lambda inner: wrapped(inner, rule),
-        "device": lambda inner: wrapped(inner, rule, decide="device"),
-        "clipping": lambda inner: wrapped(inner, rule, clip_norm=1.0),
-        "largest": lambda inner: wrapped(inner, Noting(needs=Needs(largest=True))),
-        "unchecked": lambda inner: wrapped(inner, unchecked),
-        "unchecked, device": lambda inner: wrapped(inner, unchecked, decide="device"),
+    looks, unchecked = {"rule": Noting()}, {"rule": Noting(checks_gradients=False)}
+    kinds = {
+        "scaler": looks,
+        "wrapper": looks,
+        "device": {**looks, "decide": "device"},
+        "clipping": {**looks, "clip_norm": 1.0},
+        "largest": {"rule": Noting(needs=Needs(largest=True))},
+        "unchecked": unchecked,
+        "unchecked, device": {**unchecked, "decide": "device"},
     }
     good = whole_gradients()
-    for name, make in makers.items():
+    for name, settings in kinds.items():
         weights = in_all_layouts()
-        run, trace = make(fused(weights)), []
+        run, trace = (scaler if name == "scaler" else wrapper)(fused(weights), **settings), []
         with counted("all_gather") as sent:
             for gradients in (good, [None, *good[1:]], spoiled(good), good):
                 if name.startswith("unchecked") and gradients is not good:
@@ -420,13 +401,10 @@ def minimized(folder):
 def seen_by_hand(folder):
     """Each process has a weight of its own, and the last one no gradient in the second step."""
     found = {}
-    for name, make in {"scaler": GradScaler, "wrapper": TorchLossScaleOptimizer}.items():
+    for name, make in OURS.items():
         weight = torch.nn.Parameter(torch.ones(5))
-        inner, group = torch.optim.SGD([weight], lr=0.1), distributed.group.WORLD
-        if name == "scaler":
-            run = WithScaler(inner, make("cpu", rule=Noting(), process_group=group))
-        else:
-            run = Wrapper(make(inner, rule=Noting(), process_group=group))
+        inner = torch.optim.SGD([weight], lr=0.1)
+        run = make(inner, rule=Noting(), process_group=distributed.group.WORLD)
         trace = []
         for absent in (False, is_last()):
             factor = run.scale_loss(torch.ones(()))
@@ -643,7 +621,6 @@ CASES = {
         "ddp unused": ddp_unused,
         "fsdp": fsdp,
         "mesh 2x2": mesh_2x2,
-        "mesh dimensions": mesh_dimensions,
         "partial": partial,
         "shards by hand": shards_by_hand,
         "seen": seen,

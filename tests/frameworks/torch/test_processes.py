@@ -70,14 +70,6 @@ def test_a_mesh_in_every_order_of_placements(found):
         assert {tuple(p[case][name]) for p in by_case for case in p} == {(4.0, 2)}
 
 
-def test_one_number_is_sent_for_each_dimension_that_is_sharded(found):
-    expected = {"RR": 0, "RS": 1, "SR": 1, "SS": 2}
-    outcome = of_all(found, 4, "mesh dimensions")
-    assert outcome == {
-        f"{layout} {name}": [4.0, sent] for layout, sent in expected.items() for name in cases.OURS
-    }
-
-
 def test_gradients_that_are_parts_of_a_sum(found):
     outcome = of_all(found, 4, "partial")
     assert len(outcome) == 3 * 3
