@@ -38,6 +38,7 @@ from torch.distributed.tensor import (
 from torch.nn.parallel import DistributedDataParallel
 
 from frameworks.torch.seeing import Noting, noted
+from frameworks.torch.support import OURS, WithScaler, Wrapper, scaler, theirs, wrapper
 from lossscale.rules import Needs
 from lossscale.torch import ranks
 from lossscale.torch.grad_scaler.amp_names import (
@@ -47,61 +48,6 @@ from lossscale.torch.grad_scaler.scaler import GradScaler
 from lossscale.torch.optimizer.optimizer import TorchLossScaleOptimizer
 
 INF = float("inf")
-
-
-class WithScaler:
-    """An optimizer and a gradient scaler, with the calls that a wrapper has."""
-
-    def __init__(self, optimizer, scaler):
-        self.optimizer, self.scaler = optimizer, scaler
-
-    def scale_loss(self, loss):
-        return self.scaler.scale(loss)
-
-    def step(self):
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def zero_grad(self):
-        self.optimizer.zero_grad()
-
-    def shown(self):
-        return [self.scaler.get_scale(), self.scaler._get_growth_tracker()]
-
-    def saved(self):
-        return self.scaler.state_dict()
-
-
-class Wrapper:
-    """The wrapper, as the one above."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-        self.scale_loss, self.step = optimizer.scale_loss, optimizer.step
-        self.zero_grad, self.saved = optimizer.zero_grad, optimizer.state_dict
-
-    def shown(self):
-        return [float(self.optimizer.loss_scale), int(self.optimizer.dynamic_counter)]
-
-
-def starting(arguments, name):
-    """Arguments with a first scale of 8, where no rule has one."""
-    return arguments if "rule" in arguments else {name: 8.0, **arguments}
-
-
-def theirs(optimizer):
-    return WithScaler(optimizer, torch.amp.GradScaler("cpu", init_scale=8.0))
-
-
-def scaler(optimizer, **arguments):
-    return WithScaler(optimizer, GradScaler("cpu", **starting(arguments, "init_scale")))
-
-
-def wrapper(optimizer, **arguments):
-    return Wrapper(TorchLossScaleOptimizer(optimizer, **starting(arguments, "initial_scale")))
-
-
-OURS = {"scaler": scaler, "wrapper": wrapper}
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import copy
 import torch
 
 import lossscale
+from lossscale.torch.grad_scaler.scaler import GradScaler
 
 SHAPES = ((3,), (2, 2))
 ONES = [torch.ones(shape) for shape in SHAPES]
@@ -94,3 +95,65 @@ def snapshot(given, optimizer):
     """The bits of parameters and of the state of the optimizer inside."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return bits([list(given), copy.deepcopy(inner.state_dict()["state"])])
+
+
+# The wrapper and the scaler, where both are tried with the same calls.
+
+
+class WithScaler:
+    """An optimizer and a gradient scaler, with the calls that a wrapper has."""
+
+    def __init__(self, optimizer, scaler):
+        self.optimizer, self.scaler = optimizer, scaler
+
+    def scale_loss(self, loss):
+        return self.scaler.scale(loss)
+
+    def step(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def unscale(self):
+        self.scaler.unscale_(self.optimizer)
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def shown(self):
+        return [self.scaler.get_scale(), self.scaler._get_growth_tracker()]
+
+    def saved(self):
+        return self.scaler.state_dict()
+
+
+class Wrapper:
+    """The wrapper, as the one above."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.scale_loss, self.unscale = optimizer.scale_loss, optimizer.unscale_
+        self.step = optimizer.step
+        self.zero_grad, self.saved = optimizer.zero_grad, optimizer.state_dict
+
+    def shown(self):
+        return [float(self.optimizer.loss_scale), int(self.optimizer.dynamic_counter)]
+
+
+def starting(arguments, name):
+    """Arguments with a first scale of 8, where no rule has one."""
+    return arguments if "rule" in arguments else {name: 8.0, **arguments}
+
+
+def theirs(optimizer):
+    return WithScaler(optimizer, torch.amp.GradScaler("cpu", init_scale=8.0))
+
+
+def scaler(optimizer, **arguments):
+    return WithScaler(optimizer, GradScaler("cpu", **starting(arguments, "init_scale")))
+
+
+def wrapper(optimizer, **arguments):
+    return Wrapper(wrapped(optimizer, **starting(arguments, "initial_scale")))
+
+
+OURS = {"scaler": scaler, "wrapper": wrapper}
