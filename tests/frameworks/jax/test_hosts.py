@@ -15,7 +15,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.errors import ArgumentError
 from lossscale.optax import loss_scale, loss_scaled, value_and_grad
 
 EXAMPLES = sorted((pathlib.Path(__file__).parents[3] / "examples/jax").glob("*.py"))
@@ -98,12 +98,6 @@ def test_an_nnx_optimizer_with_the_wrappers_in_the_wrong_order_is_refused():
     step = value_and_grad(lambda m: jnp.sum(m(jnp.ones((2, 4)))))
     with pytest.raises(ArgumentError, match=r"optax\.chain.*Put loss_scaled outside"):
         step(optimizer.opt_state, model)
-
-
-def test_a_host_without_loss_scaling_is_told_how_to_get_it():
-    state = train_state(optax.adam(0.1))
-    with pytest.raises(ArgumentTypeError, match=r"tx = lossscale\.optax\.loss_scaled\(inner\)"):
-        value_and_grad(loss_of(state, jnp.ones((2, 4))))(state, state.params)
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,10 @@ def ddp(folder, *, accumulate=False):
     return in_ddp(model, lambda p: torch.optim.SGD(p, lr=0.1), losses_of)
 
 
+def ddp_no_sync(folder):
+    return ddp(folder, accumulate=True)
+
+
 class Branches(torch.nn.Module):
     """One parameter for each process, one that none uses, and one that all do."""
 
@@ -561,31 +565,25 @@ def on_one(folder):
 
 
 CASES = {
-    4: {
-        "ddp": ddp,
-        "ddp no_sync": functools.partial(ddp, accumulate=True),
-        "ddp unused": ddp_unused,
-        "fsdp": fsdp,
-        "mesh 2x2": mesh_2x2,
-        "partial": partial,
-        "shards by hand": shards_by_hand,
-        "seen": seen,
-        "seen by hand": seen_by_hand,
-        "as given": as_given,
-        "minimized": minimized,
-        "clipped": clipped,
-        "fsdp clipped": fsdp_clipped,
-        "sharded scaler": sharded_scaler,
-        "killed": killed,
-    },
-    2: {"ddp": ddp, "fsdp": fsdp, "fsdp clipped": fsdp_clipped, "resumed": resumed},
-    1: {
-        "on one": on_one,
-        "seen": seen,
-        "clipped": clipped,
-        "fsdp clipped": fsdp_clipped,
-        "minimized": minimized,
-    },
+    4: (
+        ddp,
+        ddp_no_sync,
+        ddp_unused,
+        fsdp,
+        mesh_2x2,
+        partial,
+        shards_by_hand,
+        seen,
+        seen_by_hand,
+        as_given,
+        minimized,
+        clipped,
+        fsdp_clipped,
+        sharded_scaler,
+        killed,
+    ),
+    2: (ddp, fsdp, fsdp_clipped, resumed),
+    1: (on_one, seen, clipped, fsdp_clipped, minimized),
 }
 """Of each size of a set, in the order in which they run: what was saved is gone on from."""
 
@@ -605,8 +603,8 @@ def main(number, size, folder):
             timeout=datetime.timedelta(seconds=60),
         )
     found = {}
-    for name, case in CASES[size].items():
-        found[name] = case(folder)
+    for case in CASES[size]:
+        found[case.__name__] = case(folder)
         (folder / f"{size}-{number}.json").write_text(json.dumps(found))
     # No clean-up, which would wait for the process that was killed.
     os._exit(0)

@@ -36,7 +36,7 @@ def of_all(found, size, case):
 
 
 @pytest.mark.parametrize(
-    ("size", "case"), [(4, "ddp"), (4, "ddp no_sync"), (4, "ddp unused"), (2, "ddp")]
+    ("size", "case"), [(4, "ddp"), (4, "ddp_no_sync"), (4, "ddp_unused"), (2, "ddp")]
 )
 def test_ddp_agrees_by_itself_and_sends_nothing_more(found, size, case):
     outcome = of_all(found, size, case)
@@ -58,7 +58,7 @@ def test_fsdp_skips_together_with_one_number_sent_for_each_step(found, size):
 
 
 def test_a_mesh_in_every_order_of_placements(found):
-    by_case = [process["mesh 2x2"] for process in found[4]]
+    by_case = [process["mesh_2x2"] for process in found[4]]
     assert len(by_case[0]) == 72
     disagree = {
         name: sum(len({process[case][name][0] for process in by_case}) > 1 for case in by_case[0])
@@ -95,7 +95,7 @@ def test_a_rule_sees_on_a_mesh_what_it_sees_in_one_process(found):
 
 
 def test_of_a_given_group_each_process_has_what_nobody_else_has(found):
-    outcome = of_all(found, 4, "seen by hand")
+    outcome = of_all(found, 4, "seen_by_hand")
     one = cases.whole_gradients()[0]
     every, but_the_last = ([one * (rank + 1) for rank in range(n)] for n in (4, 3))
     trace = [expected(every, 8.0), expected(but_the_last, 8.0)]
@@ -103,7 +103,7 @@ def test_of_a_given_group_each_process_has_what_nobody_else_has(found):
 
 
 def test_a_step_whose_loss_nobody_scaled_is_skipped_by_all(found):
-    outcome = of_all(found, 4, "as given")
+    outcome = of_all(found, 4, "as_given")
     assert len(outcome) == 6
     for name, trace in outcome.items():
         looked = [False, True] if "unscaled" in name else [None, None]
@@ -137,14 +137,14 @@ def test_minimize_reaches_what_is_sharded(found):
 
 @pytest.mark.parametrize("size", [4, 2])
 def test_the_norm_of_a_sharded_model_is_that_of_one_process(found, size):
-    of_one = found[1][0]["fsdp clipped"]
-    for name, numbers in of_all(found, size, "fsdp clipped").items():
+    of_one = found[1][0]["fsdp_clipped"]
+    for name, numbers in of_all(found, size, "fsdp_clipped").items():
         assert numbers == pytest.approx(of_one[name], rel=1e-4, abs=1e-9)
         assert sum(number**2 for number in numbers) ** 0.5 == pytest.approx(0.05, rel=1e-5)
 
 
 def test_a_given_group_agrees_also_where_a_process_has_no_gradient(found):
-    outcome = of_all(found, 4, "shards by hand")
+    outcome = of_all(found, 4, "shards_by_hand")
     assert len(outcome) == len(cases.OURS) * 2 * len(cases.OPTIMIZERS)
     for trace, finite in outcome.values():
         # One without a gradient among good ones; one overflows, others have none; nobody has any.
@@ -153,9 +153,9 @@ def test_a_given_group_agrees_also_where_a_process_has_no_gradient(found):
 
 
 def test_d4_the_sharded_scaler_with_a_fused_optimizer(found):
-    theirs = [process["sharded scaler"]["torch"] for process in found[4]]
+    theirs = [process["sharded_scaler"]["torch"] for process in found[4]]
     assert theirs == [[4.0, 0], [8.0, 1], [8.0, 1], [8.0, 1]]
-    assert [process["sharded scaler"]["ours"] for process in found[4]] == [[4.0, 0]] * 4
+    assert [process["sharded_scaler"]["ours"] for process in found[4]] == [[4.0, 0]] * 4
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
@@ -173,7 +173,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(found, kind):
 def test_a_checkpoint_of_two_processes_is_loaded_by_one(found, kind):
     (trace, saved), (loaded, bits, finite) = (
         found[4][2]["killed"][kind],
-        found[1][0]["on one"][kind],
+        found[1][0]["on_one"][kind],
     )
     assert bits == saved
     assert loaded == trace[-1] == found[4][0]["killed"][kind][0][cases.SAVED - 1]
