@@ -1,7 +1,9 @@
 """State dictionaries: into and out of the plain optimizer, damaged, flattened, with a scheduler."""
 
 import copy
+import importlib
 import io
+import sys
 import warnings
 
 import pytest
@@ -165,3 +167,11 @@ def test_the_state_dictionary_functions_of_distributed_checkpoint():
 @pytest.mark.parametrize("name", read.of("torch", ""))
 def test_a_file_of_an_earlier_release_loads_as_it_read_it_itself(name):
     read.check_torch(name)
+
+
+def test_the_modules_that_they_name_hold_nothing_for_who_looks_through_all():
+    importlib.import_module("lossscale.frameworks")
+    names = [name for name in sys.modules if name.startswith("lossscale.frameworks.")]
+    assert names
+    for name in names:
+        assert not hasattr(sys.modules[name], "__file__")
