@@ -505,7 +505,7 @@ class Training:
         set_optimizer_state_dict(self.net, self.saved, state["optimizer"])
 
     def shown(self):
-        """All that a run can be told from another by: as bits, in hexadecimal."""
+        """All by which runs can differ: as bits, in hexadecimal."""
         whole = get_model_state_dict(self.net, options=StateDictOptions(full_state_dict=True))
         moments = get_optimizer_state_dict(
             self.net, self.saved, options=StateDictOptions(full_state_dict=True)

@@ -1,4 +1,4 @@
-"""What somebody new to the wrapper gets wrong, and is told."""
+"""What somebody new to the wrapper gets wrong, and what the wrapper answers."""
 
 import copy
 import functools
@@ -114,17 +114,17 @@ def test_a_scaler_of_pytorch_that_is_given_the_wrapper():
 
 
 @each_inner
-def test_who_leaves_a_step_out_is_told_that_the_scale_stays(inner):
+def test_who_leaves_a_step_out_is_warned_that_the_scale_stays(inner):
     given, optimizer = made(inner)
     before = snapshot(given, optimizer)
     optimizer.scale_loss(loss_of(given) * torch.inf).backward()
     assert not optimizer.unscale_()
     optimizer.zero_grad()
-    with pytest.warns(LossScaleWarning, match=r"Call step\(\) all the same") as told:
+    with pytest.warns(LossScaleWarning, match=r"Call step\(\) all the same") as warned:
         optimizer.scale_loss(loss_of(given)).backward()
-    assert told[0].filename == __file__
+    assert warned[0].filename == __file__
     assert snapshot(given, optimizer) == before
-    # What is called is not told, nor what LBFGS evaluates again.
+    # A step that is called warns of nothing, nor does what LBFGS evaluates again.
     given, optimizer = made(inner)
     optimizer.scale_loss(loss_of(given) * torch.inf).backward()
     if optimizer.unscale_():
@@ -139,7 +139,7 @@ def test_steps_whose_loss_nobody_scaled_are_counted_and_followed_by_a_schedule(r
     given, optimizer = made("momentum", rule=rule)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     scheduler = lossscale.torch.guard(scheduler, optimizer)
-    told = []
+    applied = []
     finite = [True, False, True] if rule.checks_gradients else [True] * 3
     for is_finite in finite:
         optimizer.zero_grad()
@@ -148,8 +148,8 @@ def test_steps_whose_loss_nobody_scaled_are_counted_and_followed_by_a_schedule(r
             warnings.simplefilter("ignore", LossScaleWarning)
             optimizer.step()
         scheduler.step()
-        told.append(not optimizer.last_step_skipped)
-    assert told == finite
+        applied.append(not optimizer.last_step_skipped)
+    assert applied == finite
     assert optimizer.iterations == 3
     assert scheduler.get_last_lr() == [0.5 ** (1 + sum(finite))]
     assert float(optimizer.loss_scale) == float(rule.init().scale)

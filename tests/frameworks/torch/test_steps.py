@@ -118,10 +118,10 @@ def test_a_step_whose_loss_nobody_scaled_hands_over_what_it_gets():
     for p in given:
         p.grad = torch.ones_like(p)
     expected = [p.detach() - 0.5 for p in given]
-    with pytest.warns(LossScaleWarning, match="no loss was scaled") as told:
+    with pytest.warns(LossScaleWarning, match="no loss was scaled") as warned:
         optimizer.step()
     # And not a line of PyTorch or of the library.
-    assert told[0].filename == __file__
+    assert warned[0].filename == __file__
     assert bits(given) == bits(expected)
     before = snapshot(given, optimizer)
     given[0].grad[0] = torch.nan

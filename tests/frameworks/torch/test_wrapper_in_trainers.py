@@ -44,7 +44,7 @@ def made(net, clip=None):
 
 
 def compared(net, optimizer, scheduler):
-    """All that a run can be told from another by."""
+    """All by which runs can differ."""
     counts = [int(optimizer.iterations), int(optimizer.steps_skipped)]
     scale = [float(optimizer.loss_scale), int(optimizer.dynamic_counter)]
     return snapshot(net.parameters(), optimizer), scale, counts, scheduler.get_last_lr()
