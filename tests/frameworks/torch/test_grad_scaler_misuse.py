@@ -25,11 +25,11 @@ def of_float16():
     return torch.optim.SGD([weight], lr=1.0)
 
 
-TWICE = "was called twice|has already been called"
+TWICE = ".. was called twice|has already been called"
 MISUSES = {
-    "unscale_ twice": ("unscale_", lambda s, o: s.unscale_(o), TWICE),
+    "unscale_ twice": ("unscale_", lambda s, o: s.unscale_(o), f"unscale_{TWICE}"),
     "unscale_ after step": ("step", lambda s, o: s.unscale_(o), "after step"),
-    "step twice": ("step", lambda s, o: s.step(o), TWICE),
+    "step twice": ("step", lambda s, o: s.step(o), f"step{TWICE}"),
     "float16": (None, lambda s, o: s.step(of_float16()), "(?i)float16|fp16"),
     "pickle in between": ("step", lambda s, o: pickle.dumps(s), "pickled"),
     "copy in between": ("unscale_", lambda s, o: copy.deepcopy(s), "pickled"),
