@@ -65,9 +65,22 @@ def test_what_says_by_what_to_derive_need_not_be_a_number():
     assert jax.tree.leaves(gradients)[0].tolist() == [[8.0], [8.0]]
 
 
-def test_an_integer_loss_is_none():
-    with pytest.raises(ArgumentError, match=r"floating-point number.*int32"):
-        value_and_grad(lambda params: jnp.sum(params["w"] > 0))(STATE, PARAMS)
+@pytest.mark.parametrize(
+    ("loss_fn", "has_aux", "message"),
+    [
+        (lambda w: (w.sum(), w), False, "a tuple of 2. If it returns more.*pass has_aux=True"),
+        (lambda w: {"loss": w.sum()}, False, "Received: a dict"),
+        (lambda w: None, False, "must return the loss, a scalar. Received: None"),
+        (lambda w: w**2, False, r"must be a scalar.*\(2,\).*Take its mean"),
+        (lambda w: jnp.sum(w > 0), False, r"floating-point number.*int32"),
+        (lambda w: w.sum(), True, r"must return \(loss, aux\)"),
+        (lambda w: (w, w), True, r"must be a scalar.*\(2,\)"),
+    ],
+)
+def test_a_function_that_returns_no_loss_is_named(loss_fn, has_aux, message):
+    step = value_and_grad(lambda params: loss_fn(params["w"]), has_aux=has_aux)
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
+        step(STATE, PARAMS)
 
 
 def test_the_state_of_several_belongs_into_a_vmap():

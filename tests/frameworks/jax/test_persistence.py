@@ -5,7 +5,6 @@ import pickle
 import flax.serialization
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -13,6 +12,8 @@ from flax import nnx
 
 import lossscale
 import lossscale.optax
+from earlier_files import read
+from frameworks.jax.support import bits
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from quickly import compiling_quickly
 
@@ -63,13 +64,6 @@ def midway(start):
     return trained(*start, 0, 4)
 
 
-def assert_same_bytes(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
-
-
 def through_orbax(run, folder, target):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "run", run)
@@ -93,8 +87,8 @@ def test_a_run_goes_on_byte_for_byte(start, midway, through, tmp_path):
     target = jax.eval_shape(lambda: start)
     restored = through(midway, tmp_path, start if through is through_flax else target)
     assert isinstance(restored[1], lossscale.optax.LossScaleState)
-    assert_same_bytes(restored, midway)
-    assert_same_bytes(trained(*restored, 4, 9), trained(*midway, 4, 9))
+    assert bits(restored) == bits(midway)
+    assert bits(trained(*restored, 4, 9)) == bits(trained(*midway, 4, 9))
 
 
 def test_a_checkpoint_of_the_optimizer_alone_goes_in(start, tmp_path):
@@ -104,28 +98,22 @@ def test_a_checkpoint_of_the_optimizer_alone_goes_in(start, tmp_path):
     target = jax.eval_shape(INNER.init, params)
     restored = through_orbax(bare_state, tmp_path, target)
     opt_state = TX.init(params)._replace(inner_state=restored)
-    assert_same_bytes(opt_state.inner_state, bare_state)
+    assert bits(opt_state.inner_state) == bits(bare_state)
     params, opt_state = trained(params, opt_state, 0, 2)
     assert int(optax.tree.get(opt_state.inner_state[0], "count")) == 2
     assert int(opt_state.skipped_steps) == 1
 
 
-def test_a_checkpoint_of_the_optimizer_alone_by_itself_is_refused(start):
-    params, _ = start
-    with pytest.raises(ArgumentTypeError, match=r"_replace\(inner_state=.*\)"):
-        TX.update(params, INNER.init(params), params)
-
-
-def test_what_no_target_has_given_a_class_is_refused(start):
+def test_what_is_no_state_of_the_optimizer_is_refused(start):
     params, opt_state = start
-    with pytest.raises(ArgumentTypeError, match=r"jax\.eval_shape\(tx\.init, params\)"):
-        TX.update(params, opt_state._asdict(), params)
-
-
-def test_the_state_of_another_rule_is_refused(start):
-    params, opt_state = start
-    with pytest.raises(ArgumentError, match=r"of another rule.*no 'good_steps'"):
-        TX.update(params, opt_state._replace(rule_state={}), params)
+    for wrong, error, message in (
+        # A checkpoint of the optimizer alone, and one to which no target has given a class.
+        (opt_state.inner_state, ArgumentTypeError, r"_replace\(inner_state=.*\)"),
+        (opt_state._asdict(), ArgumentTypeError, r"jax\.eval_shape\(tx\.init, params\)"),
+        (opt_state._replace(rule_state={}), ArgumentError, r"of another rule.*no 'good_steps'"),
+    ):
+        with pytest.raises(error, match=message):
+            TX.update(params, wrong, params)
 
 
 def test_a_checkpoint_of_the_optimizer_alone_comes_out(midway):
@@ -159,5 +147,10 @@ def test_an_nnx_run_goes_on_byte_for_byte(tmp_path):
     for x in batches(4, 7):
         step(model, optimizer, x)
         step(other, other_optimizer, x)
-    assert_same_bytes(nnx.state((other, other_optimizer)), nnx.state((model, optimizer)))
+    assert bits(nnx.state((other, other_optimizer))) == bits(nnx.state((model, optimizer)))
     assert int(other_optimizer.opt_state.skipped_steps.get_value()) == 2
+
+
+@pytest.mark.parametrize("name", read.of("optax", ""))
+def test_a_file_of_an_earlier_release_loads_as_it_read_it_itself(name):
+    read.check_optax(name)

@@ -113,9 +113,9 @@ CHANGING = {
 
 @pytest.mark.parametrize("kind", CHANGING)
 def test_a_state_that_cannot_be_kept_is_refused(kind):
-    first, change, said = CHANGING[kind]
+    first, change, message = CHANGING[kind]
     inner = transformation(first, lambda g, state, params=None: (g, change(state)))
-    with pytest.raises(ArgumentError, match=rf"the state has to keep its form.*{said}"):
+    with pytest.raises(ArgumentError, match=rf"the state has to keep its form.*{message}"):
         after(inner, [GOOD])
 
 

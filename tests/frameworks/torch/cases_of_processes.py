@@ -1,14 +1,18 @@
-"""What is tried in several processes: each case is run by all of a set, and says what it saw.
+"""What is tried in several processes that talk over gloo.
 
-A value that is returned is that of one process; `test_processes.py` compares them.
+`main` runs each case of a set in one of its processes. What a case returns is that of one process;
+`test_processes.py` compares them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import itertools
+import json
 import os
+import pathlib
 import signal
 
 import torch
@@ -34,6 +38,7 @@ from torch.distributed.tensor import (
 from torch.nn.parallel import DistributedDataParallel
 
 from frameworks.torch.seeing import Noting, noted
+from frameworks.torch.support import OURS, WithScaler, Wrapper, scaler, theirs, wrapper
 from lossscale.rules import Needs
 from lossscale.torch import ranks
 from lossscale.torch.grad_scaler.amp_names import (
@@ -43,60 +48,6 @@ from lossscale.torch.grad_scaler.scaler import GradScaler
 from lossscale.torch.optimizer.optimizer import TorchLossScaleOptimizer
 
 INF = float("inf")
-
-
-class WithScaler:
-    """An optimizer and a gradient scaler, with the calls that a wrapper has."""
-
-    def __init__(self, optimizer, scaler):
-        self.optimizer, self.scaler = optimizer, scaler
-
-    def scale_loss(self, loss):
-        return self.scaler.scale(loss)
-
-    def step(self):
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def zero_grad(self):
-        self.optimizer.zero_grad()
-
-    def says(self):
-        return [self.scaler.get_scale(), self.scaler._get_growth_tracker()]
-
-    def saved(self):
-        return self.scaler.state_dict()
-
-
-class Wrapper:
-    """The wrapper, as the one above."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-        self.scale_loss, self.step = optimizer.scale_loss, optimizer.step
-        self.zero_grad, self.saved = optimizer.zero_grad, optimizer.state_dict
-
-    def says(self):
-        return [float(self.optimizer.loss_scale), int(self.optimizer.dynamic_counter)]
-
-
-def theirs(optimizer):
-    return WithScaler(optimizer, torch.amp.GradScaler("cpu", init_scale=8.0))
-
-
-def scaler(optimizer, **arguments):
-    return WithScaler(optimizer, GradScaler("cpu", init_scale=8.0, **arguments))
-
-
-def wrapper(optimizer, **arguments):
-    return Wrapper(TorchLossScaleOptimizer(optimizer, initial_scale=8.0, **arguments))
-
-
-def on_device(optimizer):
-    return wrapper(optimizer, decide="device")
-
-
-OURS = {"scaler": scaler, "wrapper": wrapper}
 
 
 @contextlib.contextmanager
@@ -117,6 +68,10 @@ def counted(operation="all_reduce"):
 
 def rank():
     return distributed.get_rank()
+
+
+def fused(weights):
+    return torch.optim.AdamW(weights, lr=0.1, fused=True)
 
 
 def is_last():
@@ -151,26 +106,38 @@ def model():
 # DistributedDataParallel sums gradients, so that an overflow reaches all processes by itself.
 
 
-def ddp(folder, *, accumulate=False):
-    said = {}
+def in_ddp(module, inner, losses_of, **settings):
+    """What a run of each kind shows; `losses_of` gives those of each step in turn."""
+    found = {}
     for name, make in {**OURS, "torch": theirs}.items():
-        net = DistributedDataParallel(model())
-        run = make(torch.optim.SGD(net.parameters(), lr=0.1))
+        net = DistributedDataParallel(module(), **settings)
+        run = make(inner(net.parameters()))
         trace = []
         with counted() as reduced:
             for step in range(4):
-                bad = step == 1 and is_last()
                 run.zero_grad()
-                if accumulate:
-                    with net.no_sync():
-                        part = net(torch.ones(2, 4)).sum() * (INF if bad else 1.0)
-                        run.scale_loss(part).backward()
-                        bad = False
-                run.scale_loss(net(torch.ones(2, 4)).sum() * (INF if bad else 1.0)).backward()
+                for loss in losses_of(net, step):
+                    run.scale_loss(loss).backward()
                 run.step()
-                trace.append(run.says())
-        said[name] = [trace, finite(net.parameters()), len(reduced), total(net.parameters())]
-    return said
+                trace.append(run.shown())
+        found[name] = [trace, finite(net.parameters()), len(reduced), total(net.parameters())]
+    return found
+
+
+def ddp(folder, *, accumulate=False):
+    def losses_of(net, step):
+        factor = INF if step == 1 and is_last() else 1.0
+        if accumulate:
+            with net.no_sync():
+                yield net(torch.ones(2, 4)).sum() * factor
+            factor = 1.0
+        yield net(torch.ones(2, 4)).sum() * factor
+
+    return in_ddp(model, lambda p: torch.optim.SGD(p, lr=0.1), losses_of)
+
+
+def ddp_no_sync(folder):
+    return ddp(folder, accumulate=True)
 
 
 class Branches(torch.nn.Module):
@@ -187,38 +154,30 @@ class Branches(torch.nn.Module):
 
 
 def ddp_unused(folder):
-    said = {}
-    for name, make in {**OURS, "torch": theirs}.items():
-        net = DistributedDataParallel(Branches(), find_unused_parameters=True)
-        run = make(torch.optim.AdamW(net.parameters(), lr=0.1, fused=True))
-        trace = []
-        for factor in (1.0, INF, 0.0, 1.0):
-            run.zero_grad()
-            # In the second step only the last process uses a parameter of its own.
-            own = factor if factor != INF or is_last() else 0.0
-            run.scale_loss(net(rank(), own)).backward()
-            run.step()
-            trace.append(run.says())
-        said[name] = [trace, finite(net.parameters()), 0, total(net.parameters())]
-    return said
+    def losses_of(net, step):
+        # In the second step only the last process uses a parameter of its own.
+        factors = (1.0, INF if is_last() else 0.0, 0.0, 1.0)
+        yield net(rank(), factors[step])
+
+    return in_ddp(Branches, fused, losses_of, find_unused_parameters=True)
 
 
 # FSDP2: each process holds a part of each parameter.
 
 OPTIMIZERS = {
-    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adamw-fused": fused,
     "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
     "sgd-single": lambda p: torch.optim.SGD(p, lr=0.1, foreach=False),
     "sgd-momentum-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
 }
+# PyTorch has no fused SGD for them.
+OF_DTENSORS = [name for name in OPTIMIZERS if name != "sgd-momentum-fused"]
 HALF = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
 
 
 def fsdp(folder):
-    said = {}
-    # PyTorch has no fused SGD for DTensors.
-    inners = [inner for inner in OPTIMIZERS if inner != "sgd-momentum-fused"]
-    for (name, make), inner in itertools.product(OURS.items(), inners):
+    found = {}
+    for (name, make), inner in itertools.product(OURS.items(), OF_DTENSORS):
         net = fully_shard(model(), mesh=mesh_of_all(), mp_policy=HALF)
         run = make(OPTIMIZERS[inner](net.parameters()))
         trace = []
@@ -232,9 +191,9 @@ def fsdp(folder):
                     net[2].weight.grad._local_tensor.fill_(INF)
                     net[0].weight.grad._local_tensor[-1, -1] = INF
                 run.step()
-                trace.append([*run.says(), before == total(net.parameters())])
-        said[f"{name} {inner}"] = [trace, finite(net.parameters()), len(reduced)]
-    return said
+                trace.append([*run.shown(), before == total(net.parameters())])
+        found[f"{name} {inner}"] = [trace, finite(net.parameters()), len(reduced)]
+    return found
 
 
 # A mesh of two dimensions, and parameters that are spread over none, either or both of them.
@@ -247,43 +206,26 @@ LAYOUTS = {
 }
 
 
-def spread(mesh, placements, value):
-    local = torch.full((2,), value)
-    return DTensor.from_local(local, mesh, placements, run_check=False)
-
-
-def verdict(make, mesh, layouts, bad, *, here):
-    """One step with an overflow in the part of a parameter that the processes `here` hold."""
-    parameters = [torch.nn.Parameter(spread(mesh, LAYOUTS[layout], 1.0)) for layout in layouts]
-    run = make(torch.optim.SGD(parameters, lr=0.5))
-    run.scale_loss(torch.zeros(()))
-    for layout, parameter in zip(layouts, parameters, strict=True):
-        parameter.grad = spread(mesh, LAYOUTS[layout], INF if layout == bad and here else 0.0)
-    with counted() as reduced:
-        run.step()
-    return run.says()[0], len(reduced)
-
-
 def mesh_2x2(folder):
     """Every order of the four layouts, and every one that is not replicated overflowing: 72."""
-    said = {}
-    for order in itertools.permutations(LAYOUTS):
-        for bad in ("RS", "SR", "SS"):
-            said[f"{' '.join(order)}: {bad}"] = {
-                name: verdict(make, mesh_of_four(), order, bad, here=is_last())
-                for name, make in {**OURS, "torch": theirs}.items()
-            }
-    return said
 
+    def spread(layout, value):
+        local = torch.full((2,), value)
+        return DTensor.from_local(local, mesh_of_four(), LAYOUTS[layout], run_check=False)
 
-def mesh_dimensions(folder):
-    """How often something is sent, for parameters of one layout."""
-    said = {}
-    pair, in_pair = divmod(rank(), 2)
-    holders = {"RR": True, "RS": in_pair == 1, "SR": pair == 1, "SS": is_last()}
-    for (layout, here), (name, make) in itertools.product(holders.items(), OURS.items()):
-        said[f"{layout} {name}"] = verdict(make, mesh_of_four(), [layout], layout, here=here)
-    return said
+    found = {}
+    for order, bad in itertools.product(itertools.permutations(LAYOUTS), ("RS", "SR", "SS")):
+        case = found[f"{' '.join(order)}: {bad}"] = {}
+        for name, make in {**OURS, "torch": theirs}.items():
+            parameters = [torch.nn.Parameter(spread(layout, 1.0)) for layout in order]
+            run = make(torch.optim.SGD(parameters, lr=0.5))
+            run.scale_loss(torch.zeros(()))
+            for layout, parameter in zip(order, parameters, strict=True):
+                parameter.grad = spread(layout, INF if layout == bad and is_last() else 0.0)
+            with counted() as reduced:
+                run.step()
+            case[name] = [run.shown()[0], len(reduced)]
+    return found
 
 
 def partial(folder):
@@ -291,8 +233,8 @@ def partial(folder):
 
     In turn: one part is infinite; the parts are finite and their sum is not; two are good.
     """
-    mesh, said = mesh_of_four(), {}
-    makers = {**OURS, "device": on_device}
+    mesh, found = mesh_of_four(), {}
+    makers = {**OURS, "device": functools.partial(wrapper, decide="device")}
     for (name, make), layout in itertools.product(makers.items(), ("RR", "SR", "RS")):
         weight = distribute_tensor(torch.ones(4), mesh, LAYOUTS[layout])
         parameter = torch.nn.Parameter(weight)
@@ -306,9 +248,9 @@ def partial(folder):
             before = whole([parameter])
             run.step()
             applied = whole([parameter]) != before
-            trace.append([run.says()[0], whole([parameter.grad]) if applied else []])
-        said[f"{name} {layout}"] = trace
-    return said
+            trace.append([run.shown()[0], whole([parameter.grad]) if applied else []])
+        found[f"{name} {layout}"] = trace
+    return found
 
 
 # What one process would see and clip, of parameters that are spread in every way.
@@ -349,45 +291,38 @@ def whole(tensors):
     return [number for tensor in held for number in tensor.flatten().tolist()]
 
 
-def fused(weights):
-    return torch.optim.AdamW(weights, lr=0.1, fused=True)
-
-
 def seen(folder):
     """What a rule sees: the same on a mesh as in one process."""
-    said = {}
+    found = {}
 
-    def wrapped(inner, rule, **settings):
-        return Wrapper(TorchLossScaleOptimizer(inner, rule=rule, **settings))
-
-    rule, unchecked = Noting(), Noting(checks_gradients=False)
-    makers = {
-        "scaler": lambda inner: WithScaler(inner, GradScaler("cpu", rule=rule)),
-        "wrapper": lambda inner: wrapped(inner, rule),
-        "device": lambda inner: wrapped(inner, rule, decide="device"),
-        "clipping": lambda inner: wrapped(inner, rule, clip_norm=1.0),
-        "largest": lambda inner: wrapped(inner, Noting(needs=Needs(largest=True))),
-        "unchecked": lambda inner: wrapped(inner, unchecked),
-        "unchecked, device": lambda inner: wrapped(inner, unchecked, decide="device"),
+    looks, unchecked = {"rule": Noting()}, {"rule": Noting(checks_gradients=False)}
+    kinds = {
+        "scaler": looks,
+        "wrapper": looks,
+        "device": {**looks, "decide": "device"},
+        "clipping": {**looks, "clip_norm": 1.0},
+        "largest": {"rule": Noting(needs=Needs(largest=True))},
+        "unchecked": unchecked,
+        "unchecked, device": {**unchecked, "decide": "device"},
     }
     good = whole_gradients()
-    for name, make in makers.items():
+    for name, settings in kinds.items():
         weights = in_all_layouts()
-        run, trace = make(fused(weights)), []
+        run, trace = (scaler if name == "scaler" else wrapper)(fused(weights), **settings), []
         with counted("all_gather") as sent:
             for gradients in (good, [None, *good[1:]], spoiled(good), good):
                 if name.startswith("unchecked") and gradients is not good:
                     continue
                 give(run, weights, gradients)
                 run.step()
-                trace.append([*run.says(), noted(run.saved())])
-        said[name] = [trace, sent]
-    return said
+                trace.append([*run.shown(), noted(run.saved())])
+        found[name] = [trace, sent]
+    return found
 
 
 def as_given(folder):
     """An overflow that one process sees, in a step whose loss nobody scaled."""
-    said = {}
+    found = {}
     for layout, by_hand in itertools.product(("RS", "SR", "SS"), (False, True)):
         weight = torch.nn.Parameter(placed(torch.ones(4), layout))
         optimizer = TorchLossScaleOptimizer(torch.optim.SGD([weight], lr=0.5), initial_scale=8.0)
@@ -397,8 +332,8 @@ def as_given(folder):
             looked = optimizer.unscale_() if by_hand else None
             optimizer.step()
             trace.append([looked, optimizer.last_step_skipped, *whole([weight])])
-        said[f"{layout}{' unscaled' if by_hand else ''}"] = trace
-    return said
+        found[f"{layout}{' unscaled' if by_hand else ''}"] = trace
+    return found
 
 
 def minimized(folder):
@@ -415,38 +350,40 @@ def minimized(folder):
 
 def seen_by_hand(folder):
     """Each process has a weight of its own, and the last one no gradient in the second step."""
-    said = {}
-    for name, make in {"scaler": GradScaler, "wrapper": TorchLossScaleOptimizer}.items():
+    found = {}
+    for name, make in OURS.items():
         weight = torch.nn.Parameter(torch.ones(5))
-        inner, group = torch.optim.SGD([weight], lr=0.1), distributed.group.WORLD
-        if name == "scaler":
-            run = WithScaler(inner, make("cpu", rule=Noting(), process_group=group))
-        else:
-            run = Wrapper(make(inner, rule=Noting(), process_group=group))
+        inner = torch.optim.SGD([weight], lr=0.1)
+        run = make(inner, rule=Noting(), process_group=distributed.group.WORLD)
         trace = []
         for absent in (False, is_last()):
             factor = run.scale_loss(torch.ones(()))
             weight.grad = None if absent else whole_gradients()[0] * (rank() + 1) * factor
             run.step()
             trace.append(noted(run.saved()))
-        said[name] = trace
-    return said
+        found[name] = trace
+    return found
 
 
 def clipped(folder):
     """The norm of all gradients, on a mesh as in one process; the gradients that are applied."""
-    said = {}
+    found = {}
     good = whole_gradients()
     large = [gradient * 1e30 for gradient in good]
-    makers = {
-        "fused": (fused, {}),
-        "device": (fused, {"decide": "device"}),
-        "foreach": (lambda weights: torch.optim.AdamW(weights, lr=0.1, foreach=True), {}),
-        "single": (lambda weights: torch.optim.AdamW(weights, lr=0.1, foreach=False), {}),
+    kinds = {
+        "fused": {"fused": True},
+        "device": {"fused": True},
+        "foreach": {"foreach": True},
+        "single": {"foreach": False},
     }
-    for (name, (inner, settings)), by_hand in itertools.product(makers.items(), (False, True)):
+    for (name, kind), by_hand in itertools.product(kinds.items(), (False, True)):
         weights = in_all_layouts()
-        made = TorchLossScaleOptimizer(inner(weights), initial_scale=8.0, clip_norm=1, **settings)
+        made = TorchLossScaleOptimizer(
+            torch.optim.AdamW(weights, lr=0.1, **kind),
+            initial_scale=8.0,
+            clip_norm=1,
+            decide="device" if name == "device" else "host",
+        )
         run, trace = Wrapper(made), []
         # Where the device decides, no norm is read, so that an overflow of its own is not seen.
         later = ([None] * 4, *(() if name == "device" else (large,)))
@@ -457,16 +394,15 @@ def clipped(folder):
             run.step()
             skipped = bool(made.last_step_skipped)
             applied = [] if skipped else whole(weight.grad for weight in weights)
-            trace.append([*run.says(), skipped, applied])
-        said[f"{name}{' unscaled' if by_hand else ''}"] = trace
-    return said
+            trace.append([*run.shown(), skipped, applied])
+        found[f"{name}{' unscaled' if by_hand else ''}"] = trace
+    return found
 
 
 def fsdp_clipped(folder):
     """A model of which some processes hold nothing of some parameters."""
-    said = {}
-    inners = [inner for inner in OPTIMIZERS if inner != "sgd-momentum-fused"]
-    for inner in inners:
+    found = {}
+    for inner in OF_DTENSORS:
         net = model()
         if distributed.is_initialized():
             net = fully_shard(net, mesh=mesh_of_all())
@@ -477,15 +413,15 @@ def fsdp_clipped(folder):
             x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
             made.scale_loss(net(x).square().mean()).backward()
             made.step()
-        said[inner] = whole(p.grad for p in net.parameters())
-    return said
+        found[inner] = whole(p.grad for p in net.parameters())
+    return found
 
 
 # Parameters that are spread by other means: the group is given.
 
 
 def shards_by_hand(folder):
-    said = {}
+    found = {}
     group = distributed.group.WORLD
     groups = [mesh_of_four().get_group(name) for name in ("pairs", "in_pair")]
     for (name, make), given, inner in itertools.product(
@@ -508,21 +444,21 @@ def shards_by_hand(folder):
             if slope is not None:
                 loss.backward()
             run.step()
-            trace.append(run.says())
-        said[f"{name} {given} {inner}"] = [trace, finite([weight])]
-    return said
+            trace.append(run.shown())
+        found[f"{name} {given} {inner}"] = [trace, finite([weight])]
+    return found
 
 
 def sharded_scaler(folder):
     """FSDP1's scaler with a fused optimizer: its own, and the one that `install` puts there."""
-    said = {}
+    found = {}
     for name, make in (("torch", ShardedGradScaler), ("ours", OurShardedGradScaler)):
         weight = torch.nn.Parameter(torch.ones(2))
         run = WithScaler(torch.optim.AdamW([weight], fused=True), make("cpu", init_scale=8.0))
         run.scale_loss((weight * (INF if rank() == 0 else 1.0)).sum()).backward()
         run.step()
-        said[name] = run.says()
-    return said
+        found[name] = run.shown()
+    return found
 
 
 # A run that is killed, and goes on from its checkpoint.
@@ -552,15 +488,15 @@ class Training:
         self.run.zero_grad()
         self.run.scale_loss(self.net(x).float().pow(2).mean()).backward()
         self.run.step()
-        self.trace.append(self.run.says())
+        self.trace.append(self.run.shown())
 
     def state(self):
-        said = {
+        found = {
             "net": get_model_state_dict(self.net),
             "optimizer": get_optimizer_state_dict(self.net, self.saved),
         }
         # A scaler is a Stateful as it is.
-        return {**said, "scaler": self.run.scaler} if self.kind == "scaler" else said
+        return {**found, "scaler": self.run.scaler} if self.kind == "scaler" else found
 
     def load(self, folder):
         state = self.state()
@@ -568,8 +504,8 @@ class Training:
         set_model_state_dict(self.net, state["net"])
         set_optimizer_state_dict(self.net, self.saved, state["optimizer"])
 
-    def says(self):
-        """All that a run can be told from another by: as bits, in hexadecimal."""
+    def shown(self):
+        """All by which runs can differ: as bits, in hexadecimal."""
         whole = get_model_state_dict(self.net, options=StateDictOptions(full_state_dict=True))
         moments = get_optimizer_state_dict(
             self.net, self.saved, options=StateDictOptions(full_state_dict=True)
@@ -581,7 +517,7 @@ class Training:
 
 def killed(folder):
     """The first two processes run to the end; of the others, who save, one is killed."""
-    said = {}
+    found = {}
     mesh = mesh_of_four()["in_pair"]
     runs = {kind: Training(kind, mesh) for kind in KINDS}
     for number in range(1, STEPS + 1):
@@ -594,63 +530,81 @@ def killed(folder):
                 if rank() != 2 or number < KILLED:
                     raise
                 # The other one is gone. What both of them saved:
-                return said
+                return found
             if number == SAVED and rank() >= 2:
                 dcp.save(
                     training.state(),
                     checkpoint_id=str(folder / f"checkpoint-{kind}"),
                     process_group=mesh.get_group(),
                 )
-                said[kind] = training.says()
-    return {kind: training.says() for kind, training in runs.items()}
+                found[kind] = training.shown()
+    return {kind: training.shown() for kind, training in runs.items()}
 
 
 def resumed(folder):
-    said = {}
+    found = {}
     for kind in KINDS:
         training = Training(kind, mesh_of_all())
         training.load(folder)
         for number in range(SAVED + 1, STEPS + 1):
             training.step(number)
-        said[kind] = training.says()
-    return said
+        found[kind] = training.shown()
+    return found
 
 
 def on_one(folder):
     """The checkpoint of two processes, loaded by one whose model is whole."""
-    said = {}
+    found = {}
     for kind in KINDS:
         training = Training(kind, None)
         training.load(folder)
-        said[kind] = [training.run.says(), training.says()[1]]
+        found[kind] = [training.run.shown(), training.shown()[1]]
         training.step(SAVED + 1)
-        said[kind].append(finite(training.net.parameters()))
-    return said
+        found[kind].append(finite(training.net.parameters()))
+    return found
 
 
-OF_FOUR = {
-    "ddp": ddp,
-    "ddp no_sync": functools.partial(ddp, accumulate=True),
-    "ddp unused": ddp_unused,
-    "fsdp": fsdp,
-    "mesh 2x2": mesh_2x2,
-    "mesh dimensions": mesh_dimensions,
-    "partial": partial,
-    "shards by hand": shards_by_hand,
-    "seen": seen,
-    "seen by hand": seen_by_hand,
-    "as given": as_given,
-    "minimized": minimized,
-    "clipped": clipped,
-    "fsdp clipped": fsdp_clipped,
-    "sharded scaler": sharded_scaler,
-    "killed": killed,
+CASES = {
+    4: (
+        ddp,
+        ddp_no_sync,
+        ddp_unused,
+        fsdp,
+        mesh_2x2,
+        partial,
+        shards_by_hand,
+        seen,
+        seen_by_hand,
+        as_given,
+        minimized,
+        clipped,
+        fsdp_clipped,
+        sharded_scaler,
+        killed,
+    ),
+    2: (ddp, fsdp, fsdp_clipped, resumed),
+    1: (on_one, seen, clipped, fsdp_clipped, minimized),
 }
-OF_TWO = {"ddp": ddp, "fsdp": fsdp, "fsdp clipped": fsdp_clipped, "resumed": resumed}
-OF_ONE = {
-    "on one": on_one,
-    "seen": seen,
-    "clipped": clipped,
-    "fsdp clipped": fsdp_clipped,
-    "minimized": minimized,
-}
+"""Of each size of a set, in the order in which they run: what was saved is gone on from."""
+
+
+def main(number, size, folder):
+    """Runs the cases of a set in one of its processes, and writes down what each returns."""
+    number, size, folder = int(number), int(size), pathlib.Path(folder)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if size > 1:
+        store = distributed.FileStore(str(folder / f"store-{size}"), size)
+        distributed.init_process_group(
+            "gloo",
+            store=store,
+            rank=number,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=60),
+        )
+    found = {}
+    for case in CASES[size]:
+        found[case.__name__] = case(folder)
+        (folder / f"{size}-{number}.json").write_text(json.dumps(found))
+    # No clean-up, which would wait for the process that was killed.
+    os._exit(0)

@@ -20,3 +20,17 @@ def _no_keras():
         importlib.import_module(module.name)
     now = {name for name in ("keras", "tf_keras", "tensorflow") if name in sys.modules}
     assert now == before
+
+
+@pytest.fixture(autouse=True)
+def _new_accelerate():
+    """Accelerate, which Hugging Face's Trainer uses too, keeps its state in classes."""
+    yield
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
+@pytest.fixture(scope="session")
+def lightning():
+    return pytest.importorskip("lightning")

@@ -24,13 +24,19 @@ class Cubed(torch.autograd.Function):
         return 3 * x**2 * slope
 
 
-class WithCubed(nn.Module):
-    def __init__(self):
+class Through(nn.Module):
+    """A layer, and how it is called."""
+
+    def __init__(self, inner, call):
         super().__init__()
-        self.inner = nn.Linear(6, 6)
+        self.inner, self.call = inner, call
 
     def forward(self, x):
-        return Cubed.apply(self.inner(x))
+        return self.call(self.inner, x)
+
+
+def _recurrent(kind):
+    return Through(kind(6, 5, batch_first=True), lambda layer, x: layer(x)[0][:, -1])
 
 
 class Casting(nn.Module):
@@ -59,30 +65,12 @@ class OwnAutocast(nn.Module):
                 return self.second(x.to(self.second.weight.dtype))
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.inner = kind(6, 5, batch_first=True)
-
-    def forward(self, x):
-        return self.inner(x)[0][:, -1]
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.MultiheadAttention(6, 2, dropout=0.3, batch_first=True)
-
-    def forward(self, x):
-        return self.inner(x, x, x, need_weights=False)[0]
-
-
 class Tied(nn.Module):
     """One table for what goes in and what comes out."""
 
-    def __init__(self, *, sparse=False):
+    def __init__(self):
         super().__init__()
-        self.table = nn.Embedding(9, 6, sparse=sparse)
+        self.table = nn.Embedding(9, 6)
         self.out = nn.Linear(6, 9, bias=False)
         self.out.weight = self.table.weight
 
@@ -117,16 +105,19 @@ MODELS = {
     "embedding": _embedded,
     "sparse embedding": lambda: _embedded(sparse=True),
     "embedding that writes": lambda: _embedded(max_norm=0.5),
-    "lstm": lambda: Recurrent(nn.LSTM),
-    "gru": lambda: Recurrent(nn.GRU),
+    "lstm": lambda: _recurrent(nn.LSTM),
+    "gru": lambda: _recurrent(nn.GRU),
     "layer norm": lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 2)),
     "batch norm": lambda: nn.Sequential(
         nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.Dropout(0.4), nn.Flatten(), nn.Linear(24, 2)
     ),
-    "attention": Attention,
+    "attention": lambda: Through(
+        nn.MultiheadAttention(6, 2, dropout=0.3, batch_first=True),
+        lambda layer, x: layer(x, x, x, need_weights=False)[0],
+    ),
     "shared": Tied,
     "frozen": _frozen,
-    "own function": WithCubed,
+    "own function": lambda: Through(nn.Linear(6, 6), lambda layer, x: Cubed.apply(layer(x))),
     "casts by itself": Casting,
     "own autocast": OwnAutocast,
     "several losses": Losses,

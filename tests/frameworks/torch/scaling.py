@@ -22,6 +22,12 @@ def parameters(count=2):
     return [torch.nn.Parameter(torch.full((3,), float(i + 1))) for i in range(count)]
 
 
+def made(name="sgd", make=GradScaler, **settings):
+    """A parameter, an optimizer of it, and a scaler."""
+    weights = parameters(1)
+    return weights, OPTIMIZERS[name](weights), make("cpu", **settings)
+
+
 def one_step(scaler, optimizer, parameters, slope=1.0, *, unscale=False, update=True):
     """A step whose gradients are `slope` everywhere; returns what the step returned."""
     optimizer.zero_grad()

@@ -5,6 +5,15 @@ import copy
 import torch
 
 import lossscale
+from lossscale.torch.grad_scaler.scaler import GradScaler
+
+SHAPES = ((3,), (2, 2))
+ONES = [torch.ones(shape) for shape in SHAPES]
+KINDS = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "single": {"foreach": False},
+}
 
 
 def parameters(*shapes, dtype=torch.float32):
@@ -17,20 +26,54 @@ def wrapped(inner, **settings):
     return lossscale.torch.LossScaleOptimizer(inner, **settings)
 
 
+def made(decide="host", **settings):
+    """Parameters of `SHAPES`, and an SGD with momentum around them that is wrapped."""
+    given = parameters(*SHAPES)
+    inner = torch.optim.SGD(given, lr=0.5, momentum=0.9, fused=decide == "device")
+    return given, wrapped(inner, decide=decide, **settings)
+
+
+def scaled(optimizer, loss):
+    """The loss to backpropagate: through the scale if there is one."""
+    return optimizer.scale_loss(loss) if hasattr(optimizer, "scale_loss") else loss
+
+
 def backward(optimizer, given, gradients, factor=1.0):
     """Backpropagates a loss that has these gradients; through the scale if there is one."""
     total = sum((p * (g * factor)).sum() for p, g in zip(given, gradients, strict=True))
-    loss = optimizer.scale_loss(total) if hasattr(optimizer, "scale_loss") else total
-    loss.backward()
+    scaled(optimizer, total).backward()
 
 
 def fill(optimizer, given, gradients):
     """Sets the gradients, multiplied by the scale if there is one, as they are."""
-    scale = 1.0
-    if hasattr(optimizer, "scale_loss"):
-        scale = optimizer.scale_loss(torch.ones(()))
+    scale = scaled(optimizer, torch.ones(()))
     for p, g in zip(given, gradients, strict=True):
         p.grad = None if g is None else (g * scale).to(p.dtype)
+
+
+def step(optimizer, given, gradients):
+    """A step with these gradients."""
+    fill(optimizer, given, gradients)
+    optimizer.step()
+
+
+def train_step(optimizer, loss):
+    """A step of a training loop."""
+    optimizer.zero_grad()
+    scaled(optimizer, loss).backward()
+    optimizer.step()
+
+
+def spoiled(value, place):
+    """`ONES`, of which one has another last element."""
+    gradients = [gradient.clone() for gradient in ONES]
+    gradients[place].view(-1)[-1] = value
+    return gradients
+
+
+def assert_same_without_scaling(run):
+    """Whether a run ends alike with what it is given: what wraps an optimizer, or leaves it."""
+    assert run(wrapped) == run(lambda inner, **_: inner)
 
 
 def bits(value):
@@ -52,3 +95,65 @@ def snapshot(given, optimizer):
     """The bits of parameters and of the state of the optimizer inside."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return bits([list(given), copy.deepcopy(inner.state_dict()["state"])])
+
+
+# The wrapper and the scaler, where both are tried with the same calls.
+
+
+class WithScaler:
+    """An optimizer and a gradient scaler, with the calls that a wrapper has."""
+
+    def __init__(self, optimizer, scaler):
+        self.optimizer, self.scaler = optimizer, scaler
+
+    def scale_loss(self, loss):
+        return self.scaler.scale(loss)
+
+    def step(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def unscale(self):
+        self.scaler.unscale_(self.optimizer)
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def shown(self):
+        return [self.scaler.get_scale(), self.scaler._get_growth_tracker()]
+
+    def saved(self):
+        return self.scaler.state_dict()
+
+
+class Wrapper:
+    """The wrapper, as the one above."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.scale_loss, self.unscale = optimizer.scale_loss, optimizer.unscale_
+        self.step = optimizer.step
+        self.zero_grad, self.saved = optimizer.zero_grad, optimizer.state_dict
+
+    def shown(self):
+        return [float(self.optimizer.loss_scale), int(self.optimizer.dynamic_counter)]
+
+
+def starting(arguments, name):
+    """Arguments with a first scale of 8, where no rule has one."""
+    return arguments if "rule" in arguments else {name: 8.0, **arguments}
+
+
+def theirs(optimizer):
+    return WithScaler(optimizer, torch.amp.GradScaler("cpu", init_scale=8.0))
+
+
+def scaler(optimizer, **arguments):
+    return WithScaler(optimizer, GradScaler("cpu", **starting(arguments, "init_scale")))
+
+
+def wrapper(optimizer, **arguments):
+    return Wrapper(wrapped(optimizer, **starting(arguments, "initial_scale")))
+
+
+OURS = {"scaler": scaler, "wrapper": wrapper}

@@ -1,11 +1,39 @@
 """Steps with a closure: evaluated once, or by LBFGS as often as it likes."""
 
+import contextlib
+
 import pytest
 import torch
 
-import lossscale
-from frameworks.torch.support import bits, parameters, snapshot, wrapped
-from lossscale import DynamicScale
+from frameworks.torch.seeing import Noting
+from frameworks.torch.support import (
+    assert_same_without_scaling,
+    bits,
+    parameters,
+    scaled,
+    snapshot,
+    wrapped,
+)
+from lossscale import DynamicScale, LossScaleWarning
+from lossscale.errors import ArgumentTypeError, GradientsError
+
+
+def closure_of(optimizer, loss_fn, clip=None):
+    """A closure; that of an optimizer which is not wrapped scales nothing."""
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_fn()
+        scaled(optimizer, loss).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], clip)
+        return loss
+
+    return closure
+
+
+def starting_point():
+    return torch.nn.Parameter(torch.tensor([-1.2, 1.0]))
 
 
 def rosenbrock(point):
@@ -13,31 +41,25 @@ def rosenbrock(point):
     return (1 - x) ** 2 + 100 * (y - x**2) ** 2
 
 
-def minimized(wrap, scale=2.0**15, line_search="strong_wolfe", steps=8):
-    point = torch.nn.Parameter(torch.tensor([-1.2, 1.0]))
-    inner = torch.optim.LBFGS([point], lr=0.5, line_search_fn=line_search, max_iter=5)
-    optimizer = wrapped(inner, rule=DynamicScale(scale)) if wrap else inner
-    evaluations, losses = [0], []
-
-    def closure():
-        evaluations[0] += 1
-        optimizer.zero_grad()
-        loss = rosenbrock(point)
-        (optimizer.scale_loss(loss) if wrap else loss).backward()
-        return loss
-
-    for _ in range(steps):
-        losses.append(optimizer.step(closure).detach())
-    return point, optimizer, evaluations[0], losses
+def without_a_finite_gradient(point):
+    """A loss of 0."""
+    return (point - point.detach()).abs().sum().sqrt()
 
 
 @pytest.mark.parametrize("line_search", ["strong_wolfe", None])
 @pytest.mark.parametrize("scale", [2.0**15, 2.0**124])
 def test_lbfgs_ends_bit_identical_to_no_loss_scaling(scale, line_search):
-    point, optimizer, evaluations, losses = minimized(True, scale, line_search)
-    plain, bare, plain_evaluations, plain_losses = minimized(False, line_search=line_search)
-    assert snapshot([point], optimizer) == snapshot([plain], bare)
-    assert bits(losses) == bits(plain_losses)
+    def run(wrap):
+        point, evaluations = starting_point(), []
+        inner = torch.optim.LBFGS([point], lr=0.5, line_search_fn=line_search, max_iter=5)
+        optimizer = wrap(inner, rule=DynamicScale(scale))
+        closure = closure_of(optimizer, lambda: evaluations.append(1) or rosenbrock(point))
+        losses = [optimizer.step(closure).detach() for _ in range(8)]
+        return snapshot([point], optimizer), bits(losses), len(evaluations), optimizer
+
+    *ours, evaluations, optimizer = run(wrapped)
+    *plain, plain_evaluations, _ = run(lambda inner, **_: inner)
+    assert ours == plain
     again = evaluations - plain_evaluations
     assert (again > 0) is (scale == 2.0**124)
     # An evaluation that was made again is no skipped step.
@@ -47,87 +69,116 @@ def test_lbfgs_ends_bit_identical_to_no_loss_scaling(scale, line_search):
 
 
 def test_lbfgs_is_not_stepped_where_no_scale_helps():
-    [point] = parameters((2,))
+    point, scales = starting_point(), []
     optimizer = wrapped(torch.optim.LBFGS([point]), initial_scale=4)
-    evaluations = []
-
-    def closure():
-        evaluations.append(float(optimizer.loss_scale))
-        optimizer.zero_grad()
-        # A finite loss whose gradient never is.
-        loss = (point - point.detach()).abs().sum().sqrt()
-        optimizer.scale_loss(loss).backward()
-        return loss
-
     before = snapshot([point], optimizer)
-    optimizer.step(closure)
+
+    def loss_fn():
+        scales.append(float(optimizer.loss_scale))
+        return without_a_finite_gradient(point)
+
+    optimizer.step(closure_of(optimizer, loss_fn))
     assert snapshot([point], optimizer) == before
-    assert evaluations == [4.0, 2.0, 1.0]
+    assert scales == [4.0, 2.0, 1.0]
     assert (optimizer.steps_skipped, optimizer.last_step_skipped) == (1, True)
-
-    def spoiled():
-        evaluations.append(None)
-        optimizer.zero_grad()
-        loss = (point * torch.nan).sum()
-        optimizer.scale_loss(loss).backward()
-        return loss
-
-    optimizer.step(spoiled)
-    assert evaluations.count(None) == 1
+    evaluations = []
+    nan = closure_of(optimizer, lambda: evaluations.append(1) or (point * torch.nan).sum())
+    optimizer.step(nan)
+    assert len(evaluations) == 1
     assert snapshot([point], optimizer) == before
 
 
-def test_lbfgs_without_a_closure_says_so():
+def test_lbfgs_lowers_the_scale_by_a_rule_that_looks():
+    point, scales = starting_point(), []
+    inner = torch.optim.LBFGS([point], line_search_fn="strong_wolfe")
+    optimizer = wrapped(inner, rule=Noting())
+
+    def loss_fn():
+        scales.append(float(optimizer.loss_scale))
+        loss = point.square().sum()
+        return loss if len(scales) > 2 else loss + without_a_finite_gradient(point)
+
+    optimizer.step(closure_of(optimizer, loss_fn))
+    assert scales[:4] == [8.0, 4.0, 2.0, 2.0]
+    assert optimizer.steps_skipped == 0
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam])
+def test_a_closure_is_evaluated_once_and_its_loss_returned(cls):
+    def run(wrap, factors):
+        given, left = parameters((3,)), list(factors)
+        optimizer = wrap(cls(given, lr=0.1))
+
+        def loss_fn():
+            assert torch.is_grad_enabled()
+            return given[0].square().sum() * left.pop(0)
+
+        with torch.no_grad():
+            losses = [optimizer.step(closure_of(optimizer, loss_fn)) for _ in factors]
+        assert left == []
+        return bits([losses[0], losses[-1]]), snapshot(given, optimizer)
+
+    assert run(wrapped, (1, torch.inf, 1)) == run(lambda inner: inner, (1, 1))
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_minimize_with_lbfgs(clip):
+    def run(wrap):
+        point = starting_point()
+        inner = torch.optim.LBFGS([point], line_search_fn="strong_wolfe")
+        optimizer = wrap(inner, clip_norm=clip)
+        for _ in range(3):
+            if optimizer is inner:
+                inner.step(closure_of(inner, lambda: rosenbrock(point), clip))
+            else:
+                optimizer.minimize(lambda: rosenbrock(point))
+        return snapshot([point], optimizer)
+
+    assert_same_without_scaling(run)
+
+
+# Mistakes.
+
+
+def test_lbfgs_without_a_closure():
     optimizer = wrapped(torch.optim.LBFGS(parameters((2,))))
     with pytest.raises(TypeError, match="closure"):
         optimizer.step()
 
 
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam])
-def test_a_closure_is_evaluated_once_and_its_loss_returned(cls):
-    runs = []
-    for wrap in (True, False):
-        given = parameters((3,))
-        optimizer = cls(given, lr=0.1)
-        optimizer = wrapped(optimizer) if wrap else optimizer
-        calls = []
-
-        def closure(optimizer=optimizer, given=given, calls=calls, wrap=wrap):
-            calls.append(torch.is_grad_enabled())
-            optimizer.zero_grad()
-            loss = given[0].square().sum() * (torch.inf if len(calls) == 2 and wrap else 1)
-            (optimizer.scale_loss(loss) if wrap else loss).backward()
-            return loss
-
-        with torch.no_grad():
-            losses = [optimizer.step(closure) for _ in range(3 if wrap else 2)]
-        assert calls == [True] * len(losses)
-        runs.append((bits([losses[0], losses[-1]]), snapshot(given, optimizer)))
-    assert runs[0] == runs[1]
+def test_lbfgs_and_a_closure_that_returns_the_scaled_loss():
+    point = starting_point()
+    optimizer = wrapped(inner := torch.optim.LBFGS([point]))
+    before = bits(point)
+    with pytest.raises(GradientsError, match=r"returned the scaled loss.*LBFGS"):
+        optimizer.step(closure_of(inner, lambda: optimizer.scale_loss(rosenbrock(point))))
+    assert bits(point) == before
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_minimize_with_lbfgs(clip):
-    runs = []
-    for wrap in (True, False):
-        point = torch.nn.Parameter(torch.tensor([-1.2, 1.0]))
-        inner = torch.optim.LBFGS([point], line_search_fn="strong_wolfe")
-        if wrap:
-            optimizer = lossscale.torch.LossScaleOptimizer(inner, clip_norm=clip)
-            for _ in range(3):
-                optimizer.minimize(lambda point=point: rosenbrock(point))
-        else:
-            optimizer = inner
+def test_lbfgs_and_a_closure_that_returns_nothing():
+    point = starting_point()
+    optimizer = wrapped(torch.optim.LBFGS([point]))
+    with pytest.raises(ArgumentTypeError, match="must return the loss: LBFGS"):
+        optimizer.step(lambda: optimizer.scale_loss(rosenbrock(point)).backward())
 
-            def closure(point=point, inner=inner):
-                inner.zero_grad()
-                loss = rosenbrock(point)
-                loss.backward()
-                if clip is not None:
-                    torch.nn.utils.clip_grad_norm_([point], clip)
-                return loss
 
-            for _ in range(3):
-                optimizer.step(closure)
-        runs.append(snapshot([point], optimizer))
-    assert runs[0] == runs[1]
+def test_lbfgs_and_a_closure_that_scales_nothing():
+    def run(wrap):
+        point = starting_point()
+        optimizer = wrap(inner := torch.optim.LBFGS([point]))
+        # Not of unscale_(), which nobody has called.
+        warns = pytest.warns(LossScaleWarning, match=r"^step\(\) was called, and no loss")
+        with contextlib.nullcontext() if optimizer is inner else warns:
+            optimizer.step(closure_of(inner, lambda: rosenbrock(point)))
+        return bits(point)
+
+    assert_same_without_scaling(run)
+
+
+def test_an_evaluation_that_scales_nothing_does_not_lower_the_scale():
+    point = starting_point()
+    optimizer = wrapped(inner := torch.optim.LBFGS([point]))
+    with pytest.warns(LossScaleWarning, match=r"scale_loss\(\)"):
+        optimizer.step(closure_of(inner, lambda: without_a_finite_gradient(point)))
+    assert float(optimizer.loss_scale) == 2.0**15
+    assert point.tolist() == pytest.approx([-1.2, 1.0])

@@ -42,20 +42,22 @@ def run(step, optimizer):
     assert int(optimizer.iterations) == 8
 
 
-def eager_parameters(inner=torch.optim.SGD):
-    model, optimizer = made(inner)
+def training_step(model, optimizer, scaled_loss=None):
+    """A step of a loop, of which `scaled_loss` may be compiled."""
 
     def step(x):
         optimizer.zero_grad()
-        optimizer.scale_loss(model(x).square().sum()).backward()
+        scale = scaled_loss or (lambda x: optimizer.scale_loss(model(x).square().sum()))
+        scale(x).backward()
         optimizer.step()
 
-    run(step, optimizer)
-    return list(model.parameters())
+    return step
 
 
 def eager(inner=torch.optim.SGD):
-    return bits(eager_parameters(inner))
+    model, optimizer = made(inner)
+    run(training_step(model, optimizer), optimizer)
+    return list(model.parameters())
 
 
 @pytest.mark.parametrize("decide", ["host", "device"])
@@ -66,15 +68,10 @@ def test_forward_and_scale_loss_are_one_graph_while_the_scale_moves(counter, dec
     def scaled_loss(x):
         return optimizer.scale_loss(model(x).square().sum())
 
-    def step(x):
-        optimizer.zero_grad()
-        # The mark that compiled code sets arrives: the gradients are divided, and the scale moves.
-        scaled_loss(x).backward()
-        optimizer.step()
-
-    run(step, optimizer)
+    # The mark that compiled code sets arrives: the gradients are divided, and the scale moves.
+    run(training_step(model, optimizer, scaled_loss), optimizer)
     assert counter.frame_count == 1
-    assert bits(list(model.parameters())) == eager()
+    assert bits(list(model.parameters())) == bits(eager())
 
 
 def test_a_scaled_loss_becomes_machine_code():
@@ -83,16 +80,11 @@ def test_a_scaled_loss_becomes_machine_code():
     model, optimizer = made()
     scaled_loss = torch.compile(lambda x: optimizer.scale_loss(model(x).square().sum()))
 
-    def step(x):
-        optimizer.zero_grad()
-        scaled_loss(x).backward()
-        optimizer.step()
-
     # Processes to compile in would each import PyTorch first.
     with torch._inductor.config.patch(compile_threads=1):
-        run(step, optimizer)
+        run(training_step(model, optimizer, scaled_loss), optimizer)
     # Its sums may round otherwise.
-    torch.testing.assert_close(list(model.parameters()), eager_parameters())
+    torch.testing.assert_close(list(model.parameters()), eager())
 
 
 def test_a_whole_step_breaks_where_pytorch_does_and_is_not_compiled_anew(counter):
@@ -106,7 +98,7 @@ def test_a_whole_step_breaks_where_pytorch_does_and_is_not_compiled_anew(counter
 
     run(step, optimizer)
     assert counter.frame_count == 1
-    assert bits(list(model.parameters())) == eager()
+    assert bits(list(model.parameters())) == bits(eager())
 
 
 def without_momentum(parameters, lr, momentum):
@@ -118,18 +110,12 @@ def test_the_optimizer_inside_may_be_compiled(counter):
     model, optimizer = made(without_momentum)
     inner = optimizer.inner_optimizer
     inner.step = torch.compile(inner.step, backend=counter)
-
-    def step(x):
-        optimizer.zero_grad()
-        optimizer.scale_loss(model(x).square().sum()).backward()
-        optimizer.step()
-
     with warnings.catch_warnings():
         # Raised by Dynamo itself while it traces an optimizer.
         warnings.filterwarnings("ignore", "`torch.jit.script_method", DeprecationWarning)
-        run(step, optimizer)
+        run(training_step(model, optimizer), optimizer)
     assert counter.frame_count == 1
-    assert bits(list(model.parameters())) == eager(without_momentum)
+    assert bits(list(model.parameters())) == bits(eager(without_momentum))
 
 
 class Reads(torch.utils._python_dispatch.TorchDispatchMode):
@@ -154,17 +140,15 @@ class Reads(torch.utils._python_dispatch.TorchDispatchMode):
         ({"clip_norm": 1.0}, 1),
         ({"decide": "device"}, 0),
         ({"decide": "device", "clip_norm": 1.0}, 0),
-        ({"fixed": True}, 0),
+        ({"rule": FixedScale(8.0)}, 0),
     ],
     ids=str,
 )
 def test_a_step_waits_for_one_number_or_for_none(settings, expected):
-    settings = dict(settings)
-    rule = FixedScale(8.0) if settings.pop("fixed", False) else RULE
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     inner = torch.optim.AdamW(model.parameters(), fused=True)
-    optimizer = wrapped(inner, rule=rule, **settings)
+    optimizer = wrapped(inner, **{"rule": RULE, **settings})
     for number in range(4):
         optimizer.zero_grad()
         optimizer.scale_loss(model(X).square().sum()).backward()

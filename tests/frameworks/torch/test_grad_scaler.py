@@ -14,6 +14,7 @@ from core.oracle import trace
 from frameworks.torch.scaling import (
     MAKERS,
     OPTIMIZERS,
+    made,
     numbers,
     one_step,
     parameters,
@@ -87,10 +88,14 @@ def test_random_runs_are_those_of_torch(optimizer, steps, init, growth, backoff,
 def test_the_scale_takes_the_way_of_the_rule(finite, init, growth, backoff, interval, limits):
     lowest, highest = limits
     first = min(max(2.0**init, lowest), 2.0**126 if highest is None else highest)
-    weights = parameters(1)
-    optimizer = OPTIMIZERS["sgd"](weights)
-    arguments = {"growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval}
-    scaler = GradScaler("cpu", first, **arguments, min_scale=lowest, max_scale=highest)
+    arguments = {
+        "growth_factor": growth,
+        "backoff_factor": backoff,
+        "growth_interval": interval,
+        "min_scale": lowest,
+        "max_scale": highest,
+    }
+    weights, optimizer, scaler = made(init_scale=first, **arguments)
     scaler.scale(torch.zeros(1))
     shown = []
     for good in finite:
@@ -99,21 +104,7 @@ def test_the_scale_takes_the_way_of_the_rule(finite, init, growth, backoff, inte
         scaler.update()
         assert scaler.get_scale() == float(scaler._scale)
         shown.append((float(scaler._scale), int(scaler._growth_tracker)))
-    rule = DynamicScale(initial_scale=first, **arguments, min_scale=lowest, max_scale=highest)
-    assert shown == trace(rule, finite)
-
-
-def test_the_trace_of_the_specification():
-    weights = parameters(1)
-    optimizer = OPTIMIZERS["adamw-fused"](weights)
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    shown = []
-    for kind in ["good", "good", "inf", "good", "good", "good", "inf", "nan", "good", "good"]:
-        one_step(scaler, optimizer, weights, SLOPES[kind])
-        shown.append(scale_and_tracker(scaler))
-    expected = [(8, 1), (16, 0), (8, 0), (8, 1), (16, 0), (16, 1), (8, 0), (4, 0), (4, 1), (8, 0)]
-    assert shown == expected
-    assert scaler.steps_skipped == 3
+    assert shown == trace(DynamicScale(initial_scale=first, **arguments), finite)
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -189,14 +180,11 @@ def test_nests_of_losses():
     assert scaler.scale({"x": one, "y": [one]}) == {"x": 4, "y": [4]}
     assert scaler.scale([]) == []
     for iterable in (iter([one, one]), {"a": one}.values()):
-        scaled = scaler.scale(iterable)
-        assert next(scaled) == 4
-
-
-def test_a_nest_without_a_tensor_makes_no_scale():
-    scaler = GradScaler("cpu")
-    assert scaler.scale({"a": []}) == {"a": []}
-    assert scaler._scale is None
+        assert next(scaler.scale(iterable)) == 4
+    # Without a tensor no scale is made.
+    fresh = GradScaler("cpu")
+    assert fresh.scale({"a": []}) == {"a": []}
+    assert fresh._scale is None
 
 
 @pytest.mark.parametrize("shape", [(), (2,)])
@@ -225,9 +213,7 @@ def test_gradient_penalty():
 
 def test_accumulation_keeps_the_scale_and_one_infinity_skips_all_of_it():
     for slopes, expected in (((1.0, 2.0), 1.0 - 1.5), ((torch.inf, 2.0), 1.0)):
-        weights = parameters(1)
-        optimizer = OPTIMIZERS["sgd"](weights)
-        scaler = GradScaler("cpu", init_scale=8.0)
+        weights, optimizer, scaler = made(init_scale=8.0)
         for slope in slopes:
             scaler.scale((weights[0] * slope).sum()).backward()
         assert scaler.get_scale() == 8
@@ -255,9 +241,7 @@ def test_step_returns_what_the_optimizer_returns():
 def test_after_unscale_step_does_not_look_again():
     # PyTorch's tests demand that what is done in between reaches the parameters.
     for name in ("adam", "adamw-fused"):
-        weights = parameters(1)
-        optimizer = OPTIMIZERS[name](weights)
-        scaler = GradScaler("cpu")
+        weights, optimizer, scaler = made(name)
         scaler.scale(weights[0].sum()).backward()
         scaler.unscale_(optimizer)
         weights[0].grad.fill_(torch.inf)
@@ -267,9 +251,7 @@ def test_after_unscale_step_does_not_look_again():
 
 def test_update_after_unscale_alone_moves_the_scale():
     for slope, expected in ((1.0, (8.0, 1)), (torch.inf, (4.0, 0))):
-        weights = parameters(1)
-        optimizer = OPTIMIZERS["sgd"](weights)
-        scaler = GradScaler("cpu", init_scale=8.0)
+        weights, optimizer, scaler = made(init_scale=8.0)
         scaler.scale((weights[0] * slope).sum()).backward()
         scaler.unscale_(optimizer)
         scaler.update()
@@ -277,9 +259,7 @@ def test_update_after_unscale_alone_moves_the_scale():
 
 
 def test_the_tensors_are_changed_in_place():
-    weights = parameters(1)
-    optimizer = OPTIMIZERS["sgd"](weights)
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    weights, optimizer, scaler = made(init_scale=8.0, growth_interval=1)
     one_step(scaler, optimizer, weights)
     scale, tracker = scaler._scale, scaler._growth_tracker
     assert scale.dtype == torch.float32
@@ -293,9 +273,7 @@ def test_the_tensors_are_changed_in_place():
 
 
 def test_what_others_write_into_the_tensors_counts():
-    weights = parameters(1)
-    optimizer = OPTIMIZERS["sgd"](weights)
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    weights, optimizer, scaler = made(init_scale=8.0, growth_interval=3)
     one_step(scaler, optimizer, weights)
     scaler._scale.fill_(64.0)
     assert scale_and_tracker(scaler) == (64.0, 1)
@@ -312,9 +290,7 @@ def test_what_others_write_into_the_tensors_counts():
 
 
 def test_made_in_inference_mode_and_used_outside():
-    weights = parameters(1)
-    optimizer = OPTIMIZERS["sgd"](weights)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    weights, optimizer, scaler = made(init_scale=8.0)
     with torch.inference_mode():
         assert scaler.scale(torch.ones(())) == 8
     one_step(scaler, optimizer, weights, torch.inf)
@@ -324,9 +300,7 @@ def test_made_in_inference_mode_and_used_outside():
 @pytest.mark.parametrize("copied", ["deepcopy", "pickle", "torch.save"])
 @pytest.mark.parametrize("used", [False, True])
 def test_copies(copied, used):
-    weights = parameters(1)
-    optimizer = OPTIMIZERS["sgd"](weights)
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=5, min_scale=2.0)
+    weights, optimizer, scaler = made(init_scale=8.0, growth_interval=5, min_scale=2.0)
     scaler.name_overflows([("w", weights[0])])
     if used:
         for slope in (torch.inf, 1.0, 1.0):
@@ -348,9 +322,7 @@ def test_copies(copied, used):
 
 
 def test_disabled():
-    weights = parameters(1)
-    optimizer = OPTIMIZERS["sgd"](weights)
-    scaler = GradScaler("cpu", enabled=False, growth_interval=7)
+    weights, optimizer, scaler = made(enabled=False, growth_interval=7)
     loss = weights[0].sum()
     assert scaler.scale(loss) is loss
     assert scaler.scale("anything") == "anything"
@@ -369,28 +341,21 @@ def test_disabled():
     assert copy.deepcopy(scaler).state_dict() == {}
 
 
-def test_a_fixed_scale():
-    weights = parameters(1)
-    for rule, applied in (
-        (FixedScale(128.0), True),
-        (FixedScale(128.0, skip_nonfinite=True), False),
-    ):
-        optimizer = OPTIMIZERS["adamw-fused"](weights)
-        scaler = GradScaler("cpu", rule=rule)
-        one_step(scaler, optimizer, weights)
-        assert weights[0].tolist() == pytest.approx([0.899] * 3, abs=1e-3)
-        assert scaler.get_scale() == 128
-        one_step(scaler, optimizer, weights, torch.inf)
-        assert scaler.get_scale() == 128
-        assert scaler.last_step_skipped is not applied
-        assert bool(weights[0].isfinite().all()) is not applied
-        weights = parameters(1)
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_fixed_scale(skips):
+    rule = FixedScale(128.0, skip_nonfinite=skips)
+    weights, optimizer, scaler = made("adamw-fused", rule=rule)
+    one_step(scaler, optimizer, weights)
+    assert weights[0].tolist() == pytest.approx([0.899] * 3, abs=1e-3)
+    assert scaler.get_scale() == 128
+    one_step(scaler, optimizer, weights, torch.inf)
+    assert scaler.get_scale() == 128
+    assert scaler.last_step_skipped is skips
+    assert bool(weights[0].isfinite().all()) is skips
 
 
 def test_a_fixed_scale_read_by_torch_stays_fixed():
-    weights = parameters(1)
-    optimizer = OPTIMIZERS["sgd"](weights)
-    theirs = torch.amp.GradScaler("cpu")
+    weights, optimizer, theirs = made(make=torch.amp.GradScaler)
     theirs.load_state_dict(GradScaler("cpu", rule=FixedScale(128.0)).state_dict())
     for slope in (1.0, torch.inf, 1.0):
         one_step(theirs, optimizer, weights, slope)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from frameworks.torch.scaling import MAKERS, OPTIMIZERS, one_step, parameters, scale_and_tracker
+from frameworks.torch.scaling import MAKERS, made, one_step, scale_and_tracker
 from lossscale import DynamicScale, FixedScale, LossScaleWarning, ScaleState
 from lossscale.errors import ArgumentError, StateDictError
 from lossscale.torch.grad_scaler.scaler import GradScaler
@@ -16,9 +16,7 @@ KEYS = {"scale", "_growth_tracker", *SETTINGS}
 
 
 def used(make):
-    weights = parameters(1)
-    optimizer = OPTIMIZERS["sgd"](weights)
-    scaler = make("cpu", init_scale=64.0, **SETTINGS)
+    weights, optimizer, scaler = made("sgd", make, init_scale=64.0, **SETTINGS)
     for slope in (torch.inf, 0.0, 0.0):
         one_step(scaler, optimizer, weights, slope)
     return scaler, weights, optimizer
@@ -179,9 +177,7 @@ class Patient(DynamicScale):
 
 
 def test_a_rule_of_ones_own_keeps_all_that_it_remembers():
-    weights = parameters(1)
-    optimizer = OPTIMIZERS["sgd"](weights)
-    scaler = GradScaler("cpu", rule=Patient(initial_scale=8.0))
+    weights, optimizer, scaler = made(rule=Patient(initial_scale=8.0))
     one_step(scaler, optimizer, weights, torch.inf)
     assert scaler.get_scale() == 8
     state = through_a_file(scaler.state_dict())

@@ -1,91 +1,72 @@
 """What is refused: with the type that PyTorch raises, and nothing is changed."""
 
 import copy
-import inspect
 import pickle
 
 import pytest
 import torch
 
 import lossscale.torch
-from frameworks.torch.scaling import MAKERS, OPTIMIZERS, numbers, one_step, parameters
+from frameworks.torch.scaling import MAKERS, OPTIMIZERS, made, numbers, one_step, parameters
 from lossscale import DynamicScale, FixedScale, LossScaleError, LossScaleWarning
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
 from lossscale.torch.grad_scaler.scaler import GradScaler
 
 
 def scaled(make):
-    weights = parameters(1)
-    optimizer = OPTIMIZERS["sgd"](weights)
-    scaler = make("cpu")
+    weights, optimizer, scaler = made("sgd", make)
     scaler.scale(weights[0].sum()).backward()
     return scaler, optimizer, weights
 
 
-def unscale_twice(scaler, optimizer, weights):
-    scaler.unscale_(optimizer)
-    scaler.unscale_(optimizer)
-
-
-def unscale_after_step(scaler, optimizer, weights):
-    scaler.step(optimizer)
-    scaler.unscale_(optimizer)
-
-
-def step_twice(scaler, optimizer, weights):
-    scaler.step(optimizer)
-    scaler.step(optimizer)
-
-
-def half(scaler, optimizer, weights):
+def of_float16():
     weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     weight.grad = torch.ones(2, dtype=torch.float16)
-    scaler.step(torch.optim.SGD([weight], lr=1.0))
+    return torch.optim.SGD([weight], lr=1.0)
 
 
-def pickle_in_between(scaler, optimizer, weights):
-    scaler.step(optimizer)
-    pickle.dumps(scaler)
-
-
-def copy_in_between(scaler, optimizer, weights):
-    scaler.unscale_(optimizer)
-    copy.deepcopy(scaler)
-
-
+TWICE = ".. was called twice|has already been called"
 MISUSES = {
-    unscale_twice: "unscale_.. was called twice|has already been called",
-    unscale_after_step: "after step",
-    step_twice: "step.. was called twice|has already been called",
-    half: "(?i)float16|fp16",
-    pickle_in_between: "pickled",
-    copy_in_between: "pickled",
-    lambda s, o, w: s.update(): "without a step|No inf checks",
-    lambda s, o, w: s.step(o, closure=lambda: 1.0): "(?i)closure",
-    lambda s, o, w: s.scale(3): "tensor|Tensor",
-    lambda s, o, w: s.update(torch.ones(2)): "new_scale",
-    lambda s, o, w: s.update(torch.ones(1, requires_grad=True)): "new_scale",
-    lambda s, o, w: s.load_state_dict({}): "empty",
-    lambda s, o, w: type(s)("cpu").step(o): "scale",
-    lambda s, o, w: type(s)("cpu").unscale_(o): "scale",
-    lambda s, o, w: type(s)("cpu").update(): "scale|step",
-    lambda s, o, w: type(s)("cpu")._check_inf_per_device(o): "scale",
-    lambda s, o, w: type(s)("cpu", growth_factor=1.0): "growth",
+    "unscale_ twice": ("unscale_", lambda s, o: s.unscale_(o), f"unscale_{TWICE}"),
+    "unscale_ after step": ("step", lambda s, o: s.unscale_(o), "after step"),
+    "step twice": ("step", lambda s, o: s.step(o), f"step{TWICE}"),
+    "float16": (None, lambda s, o: s.step(of_float16()), "(?i)float16|fp16"),
+    "pickle in between": ("step", lambda s, o: pickle.dumps(s), "pickled"),
+    "copy in between": ("unscale_", lambda s, o: copy.deepcopy(s), "pickled"),
+    "update alone": (None, lambda s, o: s.update(), "without a step|No inf checks"),
+    "closure": (None, lambda s, o: s.step(o, closure=lambda: 1.0), "(?i)closure"),
+    "number": (None, lambda s, o: s.scale(3), "tensor|Tensor"),
+    "two scales": (None, lambda s, o: s.update(torch.ones(2)), "new_scale"),
+    "gradient": (None, lambda s, o: s.update(torch.ones(1, requires_grad=True)), "new_scale"),
+    "empty state": (None, lambda s, o: s.load_state_dict({}), "empty"),
+    "first step": (None, lambda s, o: type(s)("cpu").step(o), "scale"),
+    "first unscale_": (None, lambda s, o: type(s)("cpu").unscale_(o), "scale"),
+    "first update": (None, lambda s, o: type(s)("cpu").update(), "scale|step"),
+    "first look": (None, lambda s, o: type(s)("cpu")._check_inf_per_device(o), "scale"),
+    "no growth": (None, lambda s, o: type(s)("cpu", growth_factor=1.0), "growth"),
 }
+"""What is called before it, the misuse, and what both messages have."""
 
 
-@pytest.mark.parametrize(
-    "misuse", MISUSES, ids=lambda f: inspect.getsource(f).strip().split('": ')[0][:60]
-)
-def test_what_torch_raises_is_caught_by_the_same_clause(misuse):
-    with pytest.raises(Exception, match=MISUSES[misuse]) as theirs:
-        misuse(*scaled(MAKERS["torch"]))
-    scaler, optimizer, weights = scaled(GradScaler)
+def misused(make, case):
+    """The error that a misuse raises, and the state before and after it."""
+    first, misuse, words = MISUSES[case]
+    scaler, optimizer, _ = scaled(make)
+    if first:
+        getattr(scaler, first)(optimizer)
     before = scaler.state_dict()
-    with pytest.raises(type(theirs.value), match=MISUSES[misuse]) as ours:
-        misuse(scaler, optimizer, weights)
-    assert isinstance(ours.value, LossScaleError)
-    assert scaler.state_dict() == before
+    with pytest.raises(Exception, match=words) as caught:
+        misuse(scaler, optimizer)
+    return caught.value, before, scaler.state_dict()
+
+
+@pytest.mark.parametrize("case", MISUSES)
+def test_what_torch_raises_is_caught_by_the_same_clause(case):
+    theirs, _, _ = misused(MAKERS["torch"], case)
+    ours, before, after = misused(GradScaler, case)
+    assert isinstance(ours, type(theirs))
+    assert isinstance(ours, LossScaleError)
+    assert after == before
 
 
 def test_after_a_misuse_the_loop_goes_on():
@@ -121,7 +102,9 @@ def test_arguments(arguments, message):
     assert isinstance(caught.value, ValueError)
 
 
-def test_rules():
+def test_rules_and_groups():
+    with pytest.raises(ArgumentTypeError, match="process_group"):
+        GradScaler("cpu", process_group="world")
     with pytest.raises(ArgumentTypeError, match="scaling rule"):
         GradScaler("cpu", rule=8.0)
     fixed = GradScaler("cpu", rule=FixedScale(8.0))
@@ -129,11 +112,6 @@ def test_rules():
         with pytest.raises(LossScaleError, match="rule"):
             misuse()
     assert fixed.get_scale() == 8
-
-
-def test_process_group_is_checked():
-    with pytest.raises(ArgumentTypeError, match="process_group"):
-        GradScaler("cpu", process_group="world")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")

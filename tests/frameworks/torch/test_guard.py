@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lossscale
-from frameworks.torch.support import backward, parameters, wrapped
+from frameworks.torch.support import ONES, SHAPES, made, parameters, step, wrapped
 
 lr_scheduler = torch.optim.lr_scheduler
 SCHEDULERS = {
@@ -19,105 +19,88 @@ SCHEDULERS = {
     "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.05),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
 }
-FINITE = (False, True, True, False, True)
+GOOD, BAD = ONES, [gradient * torch.inf for gradient in ONES]
 
 
-def rates(name, wrap, finite):
-    given = parameters((3,))
-    optimizer = torch.optim.SGD(given, lr=0.5)
-    optimizer = wrapped(optimizer) if wrap else optimizer
-    scheduler = SCHEDULERS[name](optimizer)
-    if wrap:
-        assert lossscale.torch.guard(scheduler, optimizer) is scheduler
-    metrics = (1.0,) if name == "ReduceLROnPlateau" else ()
-    found = []
-    for is_finite in finite:
-        optimizer.zero_grad()
-        backward(optimizer, given, [torch.ones(3)], 1.0 if is_finite else torch.inf)
-        optimizer.step()
-        scheduler.step(*metrics)
-        if is_finite:
-            found.append(optimizer.param_groups[0]["lr"])
-    return found, scheduler
+def halving(optimizer):
+    """A guarded schedule that halves the rate, which begins with 0.5, at each step."""
+    return lossscale.torch.guard(lr_scheduler.StepLR(optimizer, 1, 0.5), optimizer)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 def test_a_guarded_schedule_is_that_of_the_applied_steps(name):
-    ours, scheduler = rates(name, True, FINITE)
-    plain, other = rates(name, False, [True] * FINITE.count(True))
-    assert ours == plain
+    def rates(optimizer, given, scheduler, steps):
+        metrics = (1.0,) if name == "ReduceLROnPlateau" else ()
+        for gradients in steps:
+            step(optimizer, given, gradients)
+            scheduler.step(*metrics)
+            if gradients is GOOD:
+                yield optimizer.param_groups[0]["lr"]
+
+    given, optimizer = made()
+    scheduler = SCHEDULERS[name](optimizer)
+    assert lossscale.torch.guard(scheduler, optimizer) is scheduler
+    plain = parameters(*SHAPES)
+    bare = torch.optim.SGD(plain, lr=0.5)
+    other = SCHEDULERS[name](bare)
+    found = list(rates(optimizer, given, scheduler, (BAD, GOOD, GOOD, BAD, GOOD)))
+    assert found == list(rates(bare, plain, other, [GOOD] * 3))
     assert type(scheduler).__name__ == name
     assert isinstance(scheduler, type(other))
     assert scheduler.state_dict().keys() == other.state_dict().keys()
     other.load_state_dict(scheduler.state_dict())
 
 
-def test_a_schedule_for_each_epoch_is_held_back_by_no_single_step():
-    given = parameters((3,))
-    optimizer = wrapped(torch.optim.SGD(given, lr=0.5))
-    scheduler = lossscale.torch.guard(lr_scheduler.StepLR(optimizer, 1, 0.5), optimizer)
-    for finite, rate in (((True, False), 0.25), ((False, False), 0.25), ((False, True), 0.125)):
-        for is_finite in finite:
-            optimizer.zero_grad()
-            backward(optimizer, given, [torch.ones(3)], 1.0 if is_finite else torch.nan)
-            optimizer.step()
-        scheduler.step()
+@pytest.mark.parametrize(
+    ("times", "epochs"),
+    [
+        pytest.param(
+            1, (((GOOD, BAD), 0.25), ((BAD, BAD), 0.25), ((BAD, GOOD), 0.125)), id="each epoch"
+        ),
+        # As Accelerate does with two processes.
+        pytest.param(2, (((BAD,), 0.5), ((GOOD,), 0.125), ((BAD,), 0.125)), id="each process"),
+    ],
+)
+def test_a_schedule_is_held_back_by_what_has_skipped_all_since_it_was_stepped(times, epochs):
+    given, optimizer = made()
+    scheduler = halving(optimizer)
+    for steps, rate in epochs:
+        for gradients in steps:
+            step(optimizer, given, gradients)
+        for _ in range(times):
+            scheduler.step()
         assert scheduler.get_last_lr() == [rate]
 
 
 def test_a_schedule_goes_on_after_a_load():
     """Of the steps before the load none counts for what comes after it."""
-    given = parameters((3,))
-    optimizer = wrapped(torch.optim.SGD(given, lr=0.5))
-    for factor in (1.0, torch.inf):
-        optimizer.zero_grad()
-        backward(optimizer, given, [torch.ones(3)], factor)
-        optimizer.step()
-    other = wrapped(torch.optim.SGD(parameters((3,)), lr=0.5))
-    scheduler = lossscale.torch.guard(lr_scheduler.StepLR(other, 1, 0.5), other)
+    given, optimizer = made()
+    for gradients in (GOOD, BAD):
+        step(optimizer, given, gradients)
+    given, other = made()
+    scheduler = halving(other)
     other.load_state_dict(optimizer.state_dict())
-    given = other.param_groups[0]["params"]
-    for factor, rate in ((torch.inf, 0.5), (1.0, 0.25)):
-        other.zero_grad()
-        backward(other, given, [torch.ones(3)], factor)
-        other.step()
+    for gradients, rate in ((BAD, 0.5), (GOOD, 0.25)):
+        step(other, given, gradients)
         scheduler.step()
         assert scheduler.get_last_lr() == [rate]
 
 
-def test_a_schedule_may_be_stepped_once_for_each_process():
-    given = parameters((3,))
-    optimizer = wrapped(torch.optim.SGD(given, lr=0.5))
-    scheduler = lossscale.torch.guard(lr_scheduler.StepLR(optimizer, 1, 0.5), optimizer)
-    for factor, rate in ((torch.inf, 0.5), (1.0, 0.125), (torch.inf, 0.125)):
-        optimizer.zero_grad()
-        backward(optimizer, given, [torch.ones(3)], factor)
-        optimizer.step()
-        # As Accelerate does with two processes.
-        for _ in range(2):
-            scheduler.step()
-        assert scheduler.get_last_lr() == [rate]
-
-
 def test_without_a_guard_there_is_no_false_warning_on_a_first_step_that_is_skipped():
-    given = parameters((3,))
-    optimizer = wrapped(torch.optim.SGD(given, lr=0.5))
+    given, optimizer = made()
     scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
-    backward(optimizer, given, [torch.ones(3)], torch.inf)
-    optimizer.step()
+    step(optimizer, given, BAD)
     scheduler.step()
     assert optimizer.last_step_skipped
     assert scheduler.get_last_lr() == [0.25]
 
 
 def test_a_schedule_may_be_made_for_the_optimizer_inside_and_be_copied():
-    given = parameters((3,))
-    optimizer = wrapped(torch.optim.SGD(given, lr=0.5))
+    given, optimizer = made()
     scheduler = lr_scheduler.StepLR(optimizer.inner_optimizer, 1, 0.5)
     lossscale.torch.guard(scheduler, optimizer)
-    backward(optimizer, given, [torch.ones(3)], torch.inf)
-    optimizer.step()
+    step(optimizer, given, BAD)
     scheduler.step()
     assert scheduler.get_last_lr() == [0.5]
     assert copy.copy(scheduler).get_last_lr() == [0.5]

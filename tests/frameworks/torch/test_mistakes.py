@@ -1,6 +1,7 @@
-"""What somebody new to the wrapper gets wrong, and is told."""
+"""What somebody new to the wrapper gets wrong, and what the wrapper answers."""
 
 import copy
+import functools
 import pickle
 import re
 import warnings
@@ -9,7 +10,18 @@ import pytest
 import torch
 
 import lossscale
-from frameworks.torch.support import bits, parameters, snapshot, wrapped
+from frameworks.torch.support import (
+    OURS,
+    assert_same_without_scaling,
+    bits,
+    parameters,
+    scaled,
+    scaler,
+    snapshot,
+    train_step,
+    wrapped,
+    wrapper,
+)
 from lossscale import LossScaleWarning
 from lossscale.errors import (
     AlreadyWrappedError,
@@ -25,6 +37,9 @@ INNER = {
     "momentum": lambda given: torch.optim.SGD(given, lr=0.5, momentum=0.9, foreach=True),
     "fused": lambda given: torch.optim.AdamW(given, lr=0.5, fused=True),
 }
+
+
+each_inner = pytest.mark.parametrize("inner", INNER)
 
 
 def made(inner="sgd", **settings):
@@ -61,37 +76,31 @@ def test_what_is_remembered_of_a_loss_keeps_nothing_alive_and_is_not_copied():
     assert not optimizer._marks.was_scaled(None)
 
 
-@pytest.mark.parametrize("settings", [{}, {"clip_norm": 100.0}, {"rule": lossscale.FixedScale(8)}])
-@pytest.mark.parametrize("inner", INNER)
-def test_unscaling_before_there_are_gradients_divides_nothing(inner, settings):
+SCALING = {
+    "wrapper": wrapper,
+    "wrapper, clipping": functools.partial(wrapper, clip_norm=100.0),
+    "wrapper, fixed": functools.partial(wrapper, rule=lossscale.FixedScale(8)),
+    "scaler": scaler,
+    "scaler, fixed": functools.partial(scaler, rule=lossscale.FixedScale(8)),
+}
+
+
+@each_inner
+@pytest.mark.parametrize("by", SCALING)
+def test_unscaling_before_there_are_gradients_divides_nothing(inner, by):
     """Gradients that come later are still those of the scaled loss."""
-    runs = []
-    for early in (True, False):
-        given, optimizer = made(inner, **settings)
-        scaled = optimizer.scale_loss(loss_of(given))
-        if early:
-            assert optimizer.unscale_()
-        scaled.backward()
-        optimizer.step()
-        runs.append([snapshot(given, optimizer), optimizer.iterations])
-    assert runs[0] == runs[1]
 
-
-@pytest.mark.parametrize("rule", [None, lossscale.FixedScale(8)])
-@pytest.mark.parametrize("inner", INNER)
-def test_a_scaler_that_unscales_before_there_are_gradients(inner, rule):
-    runs = []
-    for early in (True, False):
+    def run(early):
         given = parameters((3,))
-        optimizer, scaler = INNER[inner](given), GradScaler("cpu", rule=rule)
-        scaled = scaler.scale(loss_of(given))
-        if early:
-            scaler.unscale_(optimizer)
-        scaled.backward()
-        scaler.step(optimizer)
-        scaler.update()
-        runs.append([snapshot(given, optimizer), scaler.state_dict()])
-    assert runs[0] == runs[1]
+        run = SCALING[by](INNER[inner](given))
+        loss = run.scale_loss(loss_of(given))
+        # The wrapper has the verdict: nothing has overflown.
+        assert not early or run.unscale() in (True, None)
+        loss.backward()
+        run.step()
+        return snapshot(given, run.optimizer), bits(run.saved())
+
+    assert run(early=True) == run(early=False)
 
 
 def test_a_scaler_of_pytorch_that_is_given_the_wrapper():
@@ -104,18 +113,18 @@ def test_a_scaler_of_pytorch_that_is_given_the_wrapper():
         GradScaler("cpu").step(optimizer)
 
 
-@pytest.mark.parametrize("inner", INNER)
-def test_who_leaves_a_step_out_is_told_that_the_scale_stays(inner):
+@each_inner
+def test_who_leaves_a_step_out_is_warned_that_the_scale_stays(inner):
     given, optimizer = made(inner)
     before = snapshot(given, optimizer)
     optimizer.scale_loss(loss_of(given) * torch.inf).backward()
     assert not optimizer.unscale_()
     optimizer.zero_grad()
-    with pytest.warns(LossScaleWarning, match=r"Call step\(\) all the same") as told:
+    with pytest.warns(LossScaleWarning, match=r"Call step\(\) all the same") as warned:
         optimizer.scale_loss(loss_of(given)).backward()
-    assert told[0].filename == __file__
+    assert warned[0].filename == __file__
     assert snapshot(given, optimizer) == before
-    # What is called is not told, nor what LBFGS evaluates again.
+    # A step that is called warns of nothing, nor does what LBFGS evaluates again.
     given, optimizer = made(inner)
     optimizer.scale_loss(loss_of(given) * torch.inf).backward()
     if optimizer.unscale_():
@@ -130,7 +139,7 @@ def test_steps_whose_loss_nobody_scaled_are_counted_and_followed_by_a_schedule(r
     given, optimizer = made("momentum", rule=rule)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     scheduler = lossscale.torch.guard(scheduler, optimizer)
-    told = []
+    applied = []
     finite = [True, False, True] if rule.checks_gradients else [True] * 3
     for is_finite in finite:
         optimizer.zero_grad()
@@ -139,8 +148,8 @@ def test_steps_whose_loss_nobody_scaled_are_counted_and_followed_by_a_schedule(r
             warnings.simplefilter("ignore", LossScaleWarning)
             optimizer.step()
         scheduler.step()
-        told.append(not optimizer.last_step_skipped)
-    assert told == finite
+        applied.append(not optimizer.last_step_skipped)
+    assert applied == finite
     assert optimizer.iterations == 3
     assert scheduler.get_last_lr() == [0.5 ** (1 + sum(finite))]
     assert float(optimizer.loss_scale) == float(rule.init().scale)
@@ -162,26 +171,18 @@ def of_the_same_index(scale, *values):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("wrap", [True, False], ids=["wrapper", "scaler"])
+@pytest.mark.parametrize("by", OURS)
 @pytest.mark.parametrize("name", SPARSE)
-def test_values_of_one_index_whose_sum_overflows(name, wrap):
+def test_values_of_one_index_whose_sum_overflows(name, by):
     given = parameters((3, 1))
-    optimizer = SPARSE[name](given)
-    before = snapshot(given, optimizer)
+    run = OURS[by](SPARSE[name](given), rule=lossscale.DynamicScale(1.0))
+    before = snapshot(given, run.optimizer)
+    run.scale_loss(torch.zeros(()))
     # Half of the largest number, three times.
-    if wrap:
-        optimizer = wrapped(optimizer, initial_scale=1.0)
-        optimizer.scale_loss(torch.zeros(()))
-        given[0].grad = of_the_same_index(1.0, *[1.7e38] * 3)
-        optimizer.step()
-        assert optimizer.last_step_skipped
-    else:
-        scaler = GradScaler("cpu", init_scale=1.0)
-        scaler.scale(torch.zeros(()))
-        given[0].grad = of_the_same_index(1.0, *[1.7e38] * 3)
-        scaler.step(optimizer)
-        assert scaler.last_step_skipped
-    assert snapshot(given, optimizer) == before
+    given[0].grad = of_the_same_index(1.0, *[1.7e38] * 3)
+    run.step()
+    assert run.shown() == [1.0, 0]
+    assert snapshot(given, run.optimizer) == before
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -198,56 +199,7 @@ def test_the_norm_of_values_of_one_index(name, by_hand):
     assert given[0].grad.to_dense().flatten().tolist() == pytest.approx([0.5, 0.0, 0.0])
 
 
-# Closures.
-
-
-def test_lbfgs_and_a_closure_that_returns_the_scaled_loss():
-    given = parameters((3,))
-    optimizer = wrapped(torch.optim.LBFGS(given))
-    before = bits(given)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = optimizer.scale_loss(loss_of(given))
-        loss.backward()
-        return loss
-
-    with pytest.raises(GradientsError, match=r"returned the scaled loss.*LBFGS"):
-        optimizer.step(closure)
-    assert bits(given) == before
-
-
-def test_lbfgs_and_a_closure_that_returns_nothing():
-    given = parameters((3,))
-    optimizer = wrapped(torch.optim.LBFGS(given))
-    with pytest.raises(ArgumentTypeError, match="must return the loss: LBFGS"):
-        optimizer.step(lambda: optimizer.scale_loss(loss_of(given)).backward())
-
-
-def test_lbfgs_and_a_closure_that_scales_nothing():
-    runs = []
-    for wrap in (True, False):
-        given = parameters((3,))
-        optimizer = torch.optim.LBFGS(given)
-        optimizer = wrapped(optimizer) if wrap else optimizer
-
-        def closure(optimizer=optimizer, given=given):
-            optimizer.zero_grad()
-            loss = loss_of(given)
-            loss.backward()
-            return loss
-
-        if wrap:
-            # Not of unscale_(), which nobody has called.
-            with pytest.warns(LossScaleWarning, match=r"^step\(\) was called, and no loss"):
-                optimizer.step(closure)
-        else:
-            optimizer.step(closure)
-        runs.append(bits(given))
-    assert runs[0] == runs[1]
-
-
-@pytest.mark.parametrize("inner", INNER)
+@each_inner
 def test_a_loss_in_the_place_of_a_closure(inner):
     given, optimizer = made(inner)
     loss = optimizer.scale_loss(loss_of(given))
@@ -282,7 +234,7 @@ def test_names_of_a_scaler(name, hint):
         getattr(optimizer, name)
 
 
-@pytest.mark.parametrize("inner", INNER)
+@each_inner
 def test_clipping_that_is_set_later(inner):
     runs = []
     for first in (None, 0.5):
@@ -290,9 +242,7 @@ def test_clipping_that_is_set_later(inner):
         assert optimizer.clip_norm == first
         optimizer.clip_norm = 0.5
         for _ in range(2):
-            optimizer.zero_grad()
-            optimizer.scale_loss(loss_of(given)).backward()
-            optimizer.step()
+            train_step(optimizer, loss_of(given))
         runs.append(snapshot(given, optimizer))
     assert runs[0] == runs[1]
     assert float(given[0].grad.norm()) == pytest.approx(0.5)
@@ -300,9 +250,7 @@ def test_clipping_that_is_set_later(inner):
         optimizer.clip_norm = 0
     assert optimizer.clip_norm == 0.5
     optimizer.clip_norm = None
-    optimizer.zero_grad()
-    optimizer.scale_loss(100 * loss_of(given)).backward()
-    optimizer.step()
+    train_step(optimizer, 100 * loss_of(given))
     assert float(given[0].grad.norm()) > 1
 
 
@@ -354,41 +302,34 @@ def test_what_is_no_state_of_an_optimizer(found):
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("clear", ["optimizer", "inner", "model"])
-@pytest.mark.parametrize("inner", INNER)
+@each_inner
 def test_however_gradients_are_cleared(inner, clear, set_to_none):
-    runs = []
-    for wrap in (True, False):
+    def run(wrap):
+        torch.manual_seed(0)
         model = torch.nn.Linear(3, 1)
-        torch.nn.init.ones_(model.weight)
-        torch.nn.init.ones_(model.bias)
-        optimizer = plain = INNER[inner](model.parameters())
-        if wrap:
-            optimizer = wrapped(plain)
+        plain = INNER[inner](model.parameters())
+        optimizer = wrap(plain)
         for _ in range(3):
-            loss = model(torch.ones(2, 3)).square().sum()
-            (optimizer.scale_loss(loss) if wrap else loss).backward()
+            scaled(optimizer, model(torch.ones(2, 3)).square().sum()).backward()
             optimizer.step()
             cleared = {"optimizer": optimizer, "inner": plain, "model": model}[clear]
             cleared.zero_grad(set_to_none=set_to_none)
-        runs.append(snapshot(model.parameters(), optimizer))
-    assert runs[0] == runs[1]
+        return snapshot(model.parameters(), optimizer)
+
+    assert_same_without_scaling(run)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("inner", INNER)
+@each_inner
 def test_a_model_that_is_cast_after_it_was_wrapped(inner, dtype):
-    runs = []
-    for wrap in (True, False):
+    def run(wrap):
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 1)
-        optimizer = INNER[inner](model.parameters())
-        optimizer = wrapped(optimizer) if wrap else optimizer
+        optimizer = wrap(INNER[inner](model.parameters()))
         model.to(dtype)
         for _ in range(3):
-            optimizer.zero_grad()
-            loss = model(torch.ones(2, 3, dtype=dtype)).square().sum()
             # bfloat16 divides as exactly, for the scale is a power of two.
-            (optimizer.scale_loss(loss) if wrap else loss).backward()
-            optimizer.step()
-        runs.append(snapshot(model.parameters(), optimizer))
-    assert runs[0] == runs[1]
+            train_step(optimizer, model(torch.ones(2, 3, dtype=dtype)).square().sum())
+        return snapshot(model.parameters(), optimizer)
+
+    assert_same_without_scaling(run)

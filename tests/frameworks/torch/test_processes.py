@@ -1,68 +1,53 @@
-"""Several processes take every decision alike; `processes.py` runs them, once for all tests."""
+"""Several processes take every decision alike; they run once for all tests."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
+import signal
 
 import pytest
 
-import lossscale
 from frameworks.torch import cases_of_processes as cases
 from frameworks.torch.seeing import expected
+from fresh import Program
 
-TESTS = pathlib.Path(__file__).parents[2]
-SOURCES = str(pathlib.Path(lossscale.__file__).parents[1])
+PROGRAM = f"import sys; from {cases.__name__} import main; main(*sys.argv[1:])"
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    """What each process of each set said of each case, by the size of the set."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(TESTS / "frameworks/torch/processes.py"),
-            str(tmp_path_factory.mktemp("p")),
-        ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), SOURCES])},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    sets = json.loads(done.stdout.splitlines()[-1])
-    for processes in sets.values():
-        for process in processes:
-            for name, outcome in process.items():
-                assert not (isinstance(outcome, dict) and "error" in outcome), (
-                    name,
-                    outcome["error"],
-                )
+def found(tmp_path_factory):
+    """What each process of each set found in each case, by the size of the set."""
+    folder, sets = tmp_path_factory.mktemp("processes"), {}
+    for size in cases.CASES:
+        programs = [
+            Program(PROGRAM, number, size, folder, module=cases.__name__) for number in range(size)
+        ]
+        for number, program in enumerate(programs):
+            done = program.finished()
+            killed = (size, number) == (4, 3)
+            assert done.returncode == (-signal.SIGKILL if killed else 0), done.stderr[-3000:]
+        sets[size] = [json.loads((folder / f"{size}-{n}.json").read_text()) for n in range(size)]
     return sets
 
 
-def of_all(said, size, case):
-    """What all processes of a set said of a case: the same."""
-    first, *others = (process[case] for process in said[str(size)])
+def of_all(found, size, case):
+    """What all processes of a set found in a case: the same."""
+    first, *others = (process[case] for process in found[size])
     assert all(other == first for other in others)
     return first
 
 
 @pytest.mark.parametrize(
-    ("size", "case"), [(4, "ddp"), (4, "ddp no_sync"), (4, "ddp unused"), (2, "ddp")]
+    ("size", "case"), [(4, "ddp"), (4, "ddp_no_sync"), (4, "ddp_unused"), (2, "ddp")]
 )
-def test_ddp_agrees_by_itself_and_sends_nothing_more(said, size, case):
-    outcome = of_all(said, size, case)
+def test_ddp_agrees_by_itself_and_sends_nothing_more(found, size, case):
+    outcome = of_all(found, size, case)
     trace = [[8.0, 1], [4.0, 0], [4.0, 1], [4.0, 2]]
     assert outcome["scaler"] == outcome["wrapper"] == outcome["torch"]
     assert outcome["scaler"][:3] == [trace, True, 0]
 
 
 @pytest.mark.parametrize("size", [4, 2])
-def test_fsdp_skips_together_with_one_number_sent_for_each_step(said, size):
-    for processes in zip(*(process["fsdp"].items() for process in said[str(size)]), strict=True):
+def test_fsdp_skips_together_with_one_number_sent_for_each_step(found, size):
+    for processes in zip(*(process["fsdp"].items() for process in found[size]), strict=True):
         for _, (trace, finite, sent) in processes:
             assert [step[:2] for step in trace] == [[4.0, 0], [4.0, 1], [4.0, 2]]
             # In the skipped step nothing has changed.
@@ -72,8 +57,8 @@ def test_fsdp_skips_together_with_one_number_sent_for_each_step(said, size):
         assert not any(trace[1][2] for _, (trace, _, _) in processes[:1])
 
 
-def test_a_mesh_in_every_order_of_placements(said):
-    by_case = [process["mesh 2x2"] for process in said["4"]]
+def test_a_mesh_in_every_order_of_placements(found):
+    by_case = [process["mesh_2x2"] for process in found[4]]
     assert len(by_case[0]) == 72
     disagree = {
         name: sum(len({process[case][name][0] for process in by_case}) > 1 for case in by_case[0])
@@ -85,25 +70,17 @@ def test_a_mesh_in_every_order_of_placements(said):
         assert {tuple(p[case][name]) for p in by_case for case in p} == {(4.0, 2)}
 
 
-def test_one_number_is_sent_for_each_dimension_that_is_sharded(said):
-    expected = {"RR": 0, "RS": 1, "SR": 1, "SS": 2}
-    outcome = of_all(said, 4, "mesh dimensions")
-    assert outcome == {
-        f"{layout} {name}": [4.0, sent] for layout, sent in expected.items() for name in cases.OURS
-    }
-
-
-def test_gradients_that_are_parts_of_a_sum(said):
-    outcome = of_all(said, 4, "partial")
+def test_gradients_that_are_parts_of_a_sum(found):
+    outcome = of_all(found, 4, "partial")
     assert len(outcome) == 3 * 3
     for trace in outcome.values():
         # Skipped twice. Then the two parts of 2, divided by a scale of 2, are a gradient of 2.
         assert trace == [[4.0, []], [2.0, []], [2.0, [2.0] * 4], [2.0, [2.0] * 4]]
 
 
-def test_a_rule_sees_on_a_mesh_what_it_sees_in_one_process(said):
-    [of_one] = said["1"]
-    outcome = of_all(said, 4, "seen")
+def test_a_rule_sees_on_a_mesh_what_it_sees_in_one_process(found):
+    [of_one] = found[1]
+    outcome = of_all(found, 4, "seen")
     good = cases.whole_gradients()
     for name, (trace, sent) in outcome.items():
         assert trace == of_one["seen"][name][0]
@@ -117,25 +94,25 @@ def test_a_rule_sees_on_a_mesh_what_it_sees_in_one_process(said):
     assert outcome["wrapper"][0] == outcome["device"][0] == outcome["scaler"][0]
 
 
-def test_of_a_given_group_each_process_has_what_nobody_else_has(said):
-    outcome = of_all(said, 4, "seen by hand")
+def test_of_a_given_group_each_process_has_what_nobody_else_has(found):
+    outcome = of_all(found, 4, "seen_by_hand")
     one = cases.whole_gradients()[0]
     every, but_the_last = ([one * (rank + 1) for rank in range(n)] for n in (4, 3))
     trace = [expected(every, 8.0), expected(but_the_last, 8.0)]
     assert outcome == {"scaler": trace, "wrapper": trace}
 
 
-def test_a_step_whose_loss_nobody_scaled_is_skipped_by_all(said):
-    outcome = of_all(said, 4, "as given")
+def test_a_step_whose_loss_nobody_scaled_is_skipped_by_all(found):
+    outcome = of_all(found, 4, "as_given")
     assert len(outcome) == 6
     for name, trace in outcome.items():
         looked = [False, True] if "unscaled" in name else [None, None]
         assert trace == [[looked[0], True, *[1.0] * 4], [looked[1], False, *[0.5] * 4]]
 
 
-def test_the_norm_on_a_mesh_is_that_of_one_process(said):
-    of_one = said["1"][0]["clipped"]
-    outcome = of_all(said, 4, "clipped")
+def test_the_norm_on_a_mesh_is_that_of_one_process(found):
+    of_one = found[1][0]["clipped"]
+    outcome = of_all(found, 4, "clipped")
     assert outcome.keys() == of_one.keys()
     for name, trace in outcome.items():
         for ours, theirs in zip(trace, of_one[name], strict=True):
@@ -151,23 +128,23 @@ def test_the_norm_on_a_mesh_is_that_of_one_process(said):
             assert trace[4][:3] == [4.0, 1, False]
 
 
-def test_minimize_reaches_what_is_sharded(said):
-    weights, gradients = of_all(said, 4, "minimized")
-    assert weights == pytest.approx(said["1"][0]["minimized"][0], rel=1e-4)
+def test_minimize_reaches_what_is_sharded(found):
+    weights, gradients = of_all(found, 4, "minimized")
+    assert weights == pytest.approx(found[1][0]["minimized"][0], rel=1e-4)
     # As on one process, `.grad` stays as it was.
-    assert gradients == said["1"][0]["minimized"][1] == []
+    assert gradients == found[1][0]["minimized"][1] == []
 
 
 @pytest.mark.parametrize("size", [4, 2])
-def test_the_norm_of_a_sharded_model_is_that_of_one_process(said, size):
-    of_one = said["1"][0]["fsdp clipped"]
-    for name, numbers in of_all(said, size, "fsdp clipped").items():
+def test_the_norm_of_a_sharded_model_is_that_of_one_process(found, size):
+    of_one = found[1][0]["fsdp_clipped"]
+    for name, numbers in of_all(found, size, "fsdp_clipped").items():
         assert numbers == pytest.approx(of_one[name], rel=1e-4, abs=1e-9)
         assert sum(number**2 for number in numbers) ** 0.5 == pytest.approx(0.05, rel=1e-5)
 
 
-def test_a_given_group_agrees_also_where_a_process_has_no_gradient(said):
-    outcome = of_all(said, 4, "shards by hand")
+def test_a_given_group_agrees_also_where_a_process_has_no_gradient(found):
+    outcome = of_all(found, 4, "shards_by_hand")
     assert len(outcome) == len(cases.OURS) * 2 * len(cases.OPTIMIZERS)
     for trace, finite in outcome.values():
         # One without a gradient among good ones; one overflows, others have none; nobody has any.
@@ -175,29 +152,29 @@ def test_a_given_group_agrees_also_where_a_process_has_no_gradient(said):
         assert finite
 
 
-def test_d4_the_sharded_scaler_with_a_fused_optimizer(said):
-    theirs = [process["sharded scaler"]["torch"] for process in said["4"]]
+def test_d4_the_sharded_scaler_with_a_fused_optimizer(found):
+    theirs = [process["sharded_scaler"]["torch"] for process in found[4]]
     assert theirs == [[4.0, 0], [8.0, 1], [8.0, 1], [8.0, 1]]
-    assert [process["sharded scaler"]["ours"] for process in said["4"]] == [[4.0, 0]] * 4
+    assert [process["sharded_scaler"]["ours"] for process in found[4]] == [[4.0, 0]] * 4
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
-def test_a_run_that_was_killed_goes_on_bit_for_bit(said, kind):
-    assert "killed" not in said["4"][3]
-    whole, of_the_other = said["4"][0]["killed"][kind], said["4"][1]["killed"][kind]
+def test_a_run_that_was_killed_goes_on_bit_for_bit(found, kind):
+    assert "killed" not in found[4][3]
+    whole, of_the_other = found[4][0]["killed"][kind], found[4][1]["killed"][kind]
     assert whole == of_the_other
     trace, bits = whole
     assert len({scale for scale, _ in trace}) > 1
-    for process in said["2"]:
+    for process in found[2]:
         assert process["resumed"][kind] == [trace[cases.SAVED :], bits]
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
-def test_a_checkpoint_of_two_processes_is_loaded_by_one(said, kind):
+def test_a_checkpoint_of_two_processes_is_loaded_by_one(found, kind):
     (trace, saved), (loaded, bits, finite) = (
-        said["4"][2]["killed"][kind],
-        said["1"][0]["on one"][kind],
+        found[4][2]["killed"][kind],
+        found[1][0]["on_one"][kind],
     )
     assert bits == saved
-    assert loaded == trace[-1] == said["4"][0]["killed"][kind][0][cases.SAVED - 1]
+    assert loaded == trace[-1] == found[4][0]["killed"][kind][0][cases.SAVED - 1]
     assert finite

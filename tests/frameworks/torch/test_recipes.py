@@ -9,8 +9,15 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-import lossscale.torch
-from frameworks.torch.scaling import MAKERS, OPTIMIZERS, numbers, parameters, scale_and_tracker
+from frameworks.torch.scaling import (
+    MAKERS,
+    OPTIMIZERS,
+    made,
+    numbers,
+    one_step,
+    scale_and_tracker,
+)
+from frameworks.torch.trainers import hugging_face_trainer, lightning_trainer
 from lossscale.torch.grad_scaler.scaler import GradScaler
 
 BAD = 1
@@ -40,9 +47,7 @@ class Net(torch.nn.Module):
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
 def test_a_plain_loop_with_clipping_and_accumulation(make, name):
-    weights = parameters(1)
-    optimizer = OPTIMIZERS[name](weights)
-    scaler = make("cpu", init_scale=8.0)
+    weights, optimizer, scaler = made(name, make, init_scale=8.0)
     trace = []
     for batch in data():
         for part in batch:
@@ -61,16 +66,11 @@ def test_a_plain_loop_with_clipping_and_accumulation(make, name):
 
 def test_a_plain_loop_with_a_schedule():
     """A schedule that steps after applied steps only, and does not warn."""
-    weights = parameters(1)
-    optimizer = OPTIMIZERS["adam-fused"](weights)
+    weights, optimizer, scaler = made("adam-fused")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    scaler = GradScaler("cpu", init_scale=8.0)
     rates = []
     for factor in (torch.inf, 1.0, torch.inf, 1.0):
-        optimizer.zero_grad()
-        scaler.scale((weights[0] * factor).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        one_step(scaler, optimizer, weights, factor)
         if not scaler.last_step_skipped:
             scheduler.step()
         rates.append(scheduler.get_last_lr()[0])
@@ -80,23 +80,9 @@ def test_a_plain_loop_with_a_schedule():
 # Lightning
 
 
-@pytest.fixture(scope="module")
-def lightning():
-    return pytest.importorskip("lightning")
-
-
 def trainer(lightning, scaler, folder, **arguments):
     plugin = lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    return lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        plugins=[plugin],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        **arguments,
-    )
+    return lightning_trainer(lightning, folder, plugins=[plugin], **arguments)
 
 
 def module(lightning, name, trace):
@@ -182,11 +168,7 @@ def test_fabric(lightning, clip):
 
 @pytest.fixture
 def accelerator():
-    accelerate = pytest.importorskip("accelerate")
-    made = accelerate.Accelerator(cpu=True)
-    yield made
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
+    return pytest.importorskip("accelerate").Accelerator(cpu=True)
 
 
 def use(accelerator, scaler):
@@ -270,16 +252,6 @@ def test_accelerate_4289_a_step_that_only_makes_state(accelerator, make):
 @pytest.mark.parametrize("name", ["adamw-foreach", "adamw-fused"])
 def test_hf_trainer(make, name, tmp_path):
     transformers = pytest.importorskip("transformers")
-    from accelerate.state import AcceleratorState
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = Net()
-
-        def forward(self, x, labels=None):
-            return {"loss": self.net(x)}
-
     rates, trace = [], []
 
     class Watch(transformers.TrainerCallback):
@@ -287,60 +259,21 @@ def test_hf_trainer(make, name, tmp_path):
             rates.append(lr_scheduler.get_last_lr()[0])
             trace.append(scale_and_tracker(scaler))
 
-    model = Model()
-    optimizer = OPTIMIZERS[name](model.parameters())
+    net, scaler = Net(), make("cpu", init_scale=8.0)
+    optimizer = OPTIMIZERS[name](net.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    scaler = make("cpu", init_scale=8.0)
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=1,
-        num_train_epochs=1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-        logging_strategy="no",
-        data_seed=0,
-        dataloader_pin_memory=False,
-        train_sampling_strategy="sequential",
-    )
-    runner = transformers.Trainer(
-        model,
-        arguments,
-        train_dataset=[{"x": batch} for batch in data()],
-        optimizers=(optimizer, scheduler),
+    runner = hugging_face_trainer(
+        net,
+        (optimizer, scheduler),
+        data(),
+        tmp_path,
         callbacks=[Watch()],
+        num_train_epochs=1,
+        save_strategy="no",
     )
     use(runner.accelerator, scaler)
-    try:
-        runner.train()
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    runner.train()
     assert trace == TRACE
-    assert bool(model.net.weight.isfinite().all())
+    assert bool(net.weight.isfinite().all())
     if make is GradScaler:
         assert rates == [0.05, 0.05, 0.025, 0.0125]
-
-
-def test_programs_that_make_their_own_scaler():
-    """A loop of PyTorch's examples, unedited."""
-    source = """
-import torch
-from torch.amp import GradScaler
-
-def train(weight, optimizer, batches):
-    scaler = GradScaler("cpu", init_scale=8.0)
-    for batch in batches:
-        optimizer.zero_grad()
-        scaler.scale((weight * batch).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return scaler
-"""
-    program = {}
-    with lossscale.torch.install():
-        exec(source, program)
-    (weight,) = parameters(1)
-    scaler = program["train"](weight, OPTIMIZERS["adam-fused"]([weight]), [1.0, torch.inf])
-    assert scaler.last_step_skipped
-    assert scaler.get_scale() == 4

@@ -1,17 +1,27 @@
 """State dictionaries: into and out of the plain optimizer, damaged, flattened, with a scheduler."""
 
 import copy
+import importlib
 import io
+import sys
 import warnings
 
 import pytest
 import torch
 
-from frameworks.torch.support import bits, fill, parameters, snapshot, wrapped
+from earlier_files import read
+from frameworks.torch.support import (
+    ONES,
+    SHAPES,
+    bits,
+    parameters,
+    snapshot,
+    step,
+    train_step,
+    wrapped,
+)
 from lossscale import DynamicScale, FixedScale, LossScaleWarning
 
-SHAPES = ((3,), (2, 2))
-ONES = [torch.ones(shape) for shape in SHAPES]
 KEYS = ("loss_scale", "loss_scale_good_steps", "loss_scale_iterations", "loss_scale_steps_skipped")
 
 
@@ -20,8 +30,7 @@ def trained(decide="host", steps=(True, False, True, True), **settings):
     inner = torch.optim.Adam(given, fused=True)
     optimizer = wrapped(inner, decide=decide, **settings)
     for finite in steps:
-        fill(optimizer, given, ONES if finite else [g * torch.nan for g in ONES])
-        optimizer.step()
+        step(optimizer, given, ONES if finite else [g * torch.nan for g in ONES])
     return given, optimizer
 
 
@@ -33,13 +42,11 @@ def test_the_numbers_are_in_the_first_group_and_are_plain(decide):
     assert numbers == dict(zip(KEYS, (2.0**14, 2, 4, 1), strict=True))
     assert [type(value) for value in numbers.values()] == [float, int, int, int]
     assert not set(KEYS) & set(optimizer.param_groups[0])
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
+    torch.save(saved, file := io.BytesIO())
     for other in ("host", "device"):
+        file.seek(0)
         _, loaded = trained(other, steps=())
         loaded.load_state_dict(state_dict=torch.load(file, weights_only=True))
-        file.seek(0)
         assert bits(loaded.state_dict()) == bits(saved)
         assert not set(KEYS) & set(loaded.param_groups[0])
 
@@ -102,8 +109,7 @@ def test_a_shorter_interval_takes_effect_on_resume():
     _, optimizer = trained(steps=[True] * 5, rule=DynamicScale(8.0, growth_interval=10))
     given, other = trained(steps=(), rule=DynamicScale(8.0, growth_interval=3))
     other.load_state_dict(optimizer.state_dict())
-    fill(other, given, ONES)
-    other.step()
+    step(other, given, ONES)
     assert float(other.loss_scale) == 16.0
 
 
@@ -134,11 +140,8 @@ def test_the_state_dictionary_functions_of_distributed_checkpoint():
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     optimizer = wrapped(torch.optim.AdamW(model.parameters()), initial_scale=8)
-    optimizer.scale_loss(model(torch.ones(1, 3)).sum() * torch.inf).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.scale_loss(model(torch.ones(1, 3)).sum()).backward()
-    optimizer.step()
+    for factor in (torch.inf, 1.0):
+        train_step(optimizer, model(torch.ones(1, 3)).sum() * factor)
     optimizer.zero_grad()
     parameters_before = bits(list(model.parameters()))
     for flatten in (False, True):
@@ -159,3 +162,16 @@ def test_the_state_dictionary_functions_of_distributed_checkpoint():
         assert float(other.loss_scale) == 4.0
         assert (other.steps_skipped, other.iterations) == (1, 2)
     assert bits(list(model.parameters())) == parameters_before
+
+
+@pytest.mark.parametrize("name", read.of("torch", ""))
+def test_a_file_of_an_earlier_release_loads_as_it_read_it_itself(name):
+    read.check_torch(name)
+
+
+def test_the_modules_that_they_name_hold_nothing_for_who_looks_through_all():
+    importlib.import_module("lossscale.frameworks")
+    names = [name for name in sys.modules if name.startswith("lossscale.frameworks.")]
+    assert names
+    for name in names:
+        assert not hasattr(sys.modules[name], "__file__")

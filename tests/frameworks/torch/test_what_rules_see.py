@@ -11,7 +11,7 @@ import torch
 import lossscale
 from frameworks.torch.scaling import OPTIMIZERS, parameters
 from frameworks.torch.seeing import EDGES, Noting, expected, noted
-from frameworks.torch.support import fill, wrapped
+from frameworks.torch.support import WithScaler, fill, scaler, step, wrapped
 from lossscale import Needs
 from lossscale.errors import UnsupportedError
 from lossscale.torch.grad_scaler.scaler import GradScaler
@@ -20,75 +20,49 @@ GRADIENTS = [torch.tensor([0.5, -1.0, 2.0]), torch.tensor([-4.0, -0.125, 0.0])]
 SPOILED = [GRADIENTS[0], torch.tensor([-4.0, torch.inf, 0.0])]
 
 
-def scaler_with(weights, gradients, **settings):
-    scaler = GradScaler("cpu", rule=Noting(**settings))
-    give(scaler, weights, gradients)
-    return scaler
-
-
-def give(scaler, weights, gradients):
-    factor = scaler.scale(torch.ones(()))
-    for weight, gradient in zip(weights, gradients, strict=True):
-        weight.grad = None if gradient is None else (gradient * factor).to(weight.dtype)
-
-
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
 def test_a_scaler_sees_what_the_wrapper_sees(name, unscale):
     weights = parameters(2)
-    optimizer = OPTIMIZERS[name](weights)
-    scaler = scaler_with(weights, GRADIENTS)
+    run = scaler(OPTIMIZERS[name](weights), rule=Noting())
     for gradients in (GRADIENTS, SPOILED, [None, GRADIENTS[0]], GRADIENTS):
-        give(scaler, weights, gradients)
-        scale = scaler.get_scale()
+        fill(run, weights, gradients)
+        scale = run.scaler.get_scale()
         if unscale:
-            scaler.unscale_(optimizer)
+            run.unscale()
             torch.nn.utils.clip_grad_norm_(weights, 0.001)
-        scaler.step(optimizer)
-        scaler.update()
+        run.step()
         given = [gradient for gradient in gradients if gradient is not None]
-        assert noted(scaler.state_dict()) == expected(given, scale)
-    assert scaler.get_scale() == 4
-    assert scaler.steps_skipped == 1
+        assert noted(run.saved()) == expected(given, scale)
+    assert run.scaler.get_scale() == 4
+    assert run.scaler.steps_skipped == 1
+    # What it saw is saved, loaded and copied.
+    other = GradScaler("cpu", rule=Noting())
+    other.load_state_dict(run.saved())
+    assert other.state_dict() == run.saved() == copy.deepcopy(run.scaler).state_dict()
+    fill(run, weights, [None, None])
+    run.step()
+    assert run.saved() == other.state_dict()
 
 
 def test_a_scaler_sees_all_of_its_optimizers_together():
     weights = parameters(2)
-    scaler = scaler_with(weights, GRADIENTS)
+    seeing = GradScaler("cpu", rule=Noting())
     # One of them has no gradient.
-    optimizers = [OPTIMIZERS["sgd"](given) for given in ([weights[0]], [weights[1]], parameters(1))]
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
-    assert noted(scaler.state_dict()) == expected(GRADIENTS, 8.0)
+    groups = ([weights[0]], [weights[1]], parameters(1))
+    runs = [WithScaler(OPTIMIZERS["sgd"](given), seeing) for given in groups]
+    fill(runs[0], weights, GRADIENTS)
+    for run in runs:
+        seeing.step(run.optimizer)
+    seeing.update()
+    assert noted(seeing.state_dict()) == expected(GRADIENTS, 8.0)
 
 
 def test_a_scaler_sees_float16_gradients_that_a_fused_optimizer_divides():
     weights = [torch.nn.Parameter(weight.detach().half()) for weight in parameters(2)]
-    optimizer = OPTIMIZERS["adamw-fused"](weights)
-    scaler = scaler_with(weights, GRADIENTS)
-    scaler.step(optimizer)
-    scaler.update()
-    assert noted(scaler.state_dict()) == expected(GRADIENTS, 8.0)
-
-
-def test_what_a_scaler_saw_is_saved_and_loaded():
-    weights = parameters(2)
-    scaler = scaler_with(weights, GRADIENTS)
-    scaler.step(OPTIMIZERS["sgd"](weights))
-    scaler.update()
-    other = GradScaler("cpu", rule=Noting())
-    other.load_state_dict(scaler.state_dict())
-    assert other.state_dict() == scaler.state_dict() == copy.deepcopy(scaler).state_dict()
-
-
-def test_a_step_without_gradients_moves_nothing():
-    weights = parameters(2)
-    scaler = scaler_with(weights, [None, None])
-    before = scaler.state_dict()
-    scaler.step(OPTIMIZERS["sgd"](weights))
-    scaler.update()
-    assert scaler.state_dict() == before
+    run = scaler(OPTIMIZERS["adamw-fused"](weights), rule=Noting())
+    step(run, weights, GRADIENTS)
+    assert noted(run.saved()) == expected(GRADIENTS, 8.0)
 
 
 def test_a_scaler_whose_subclass_measures_nothing_says_so():
@@ -97,11 +71,9 @@ def test_a_scaler_whose_subclass_measures_nothing_says_so():
             return {found_inf.device: found_inf}
 
     weights = parameters(2)
-    scaler = Replacing("cpu", rule=Noting())
-    give(scaler, weights, GRADIENTS)
-    scaler.step(OPTIMIZERS["sgd"](weights))
+    run = WithScaler(OPTIMIZERS["sgd"](weights), Replacing("cpu", rule=Noting()))
     with pytest.raises(UnsupportedError, match=r"Replacing replaces `_unscale_grads_`.*super"):
-        scaler.update()
+        step(run, weights, GRADIENTS)
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])
@@ -114,48 +86,12 @@ def test_a_rule_that_does_not_check_is_moved_all_the_same(needs, decide, clip):
     inner = OPTIMIZERS["adamw-fused"](weights)
     optimizer = wrapped(inner, rule=rule, decide=decide, clip_norm=clip)
     for _ in range(2):
-        fill(optimizer, weights, GRADIENTS)
-        optimizer.step()
+        step(optimizer, weights, GRADIENTS)
     assert int(optimizer.dynamic_counter) == 2
     largest, low, high, elements = expected(GRADIENTS, 8.0)
     counts = [low, high, elements] if needs.counts_from else [0.0] * 3
     saved = noted(optimizer.state_dict())
     assert saved == [largest if needs.largest else 0.0, *counts]
-
-
-def test_lbfgs_lowers_the_scale_by_a_rule_that_looks():
-    point = torch.nn.Parameter(torch.tensor([-1.2, 1.0]))
-    inner = torch.optim.LBFGS([point], line_search_fn="strong_wolfe")
-    optimizer = wrapped(inner, rule=Noting())
-    calls = []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = point.square().sum()
-        calls.append(float(optimizer.loss_scale))
-        factor = torch.tensor(torch.inf if len(calls) < 3 else 1.0)
-        (optimizer.scale_loss(loss) * factor).backward()
-        return loss
-
-    optimizer.step(closure)
-    assert calls[:4] == [8.0, 4.0, 2.0, 2.0]
-    assert optimizer.steps_skipped == 0
-
-
-def test_an_evaluation_that_scales_nothing_does_not_lower_the_scale():
-    point = torch.nn.Parameter(torch.tensor([-1.2, 1.0]))
-    optimizer = wrapped(torch.optim.LBFGS([point]))
-
-    def closure():
-        optimizer.zero_grad()
-        loss = point.square().sum()
-        (loss * torch.inf).backward()
-        return loss
-
-    with pytest.warns(lossscale.LossScaleWarning, match=r"scale_loss\(\)"):
-        optimizer.step(closure)
-    assert float(optimizer.loss_scale) == 2.0**15
-    assert point.tolist() == pytest.approx([-1.2, 1.0])
 
 
 class Counting(lossscale.FixedScale):
@@ -170,7 +106,6 @@ def test_a_fixed_scale_may_remember_something(name):
     weights = parameters(2)
     optimizer = wrapped(OPTIMIZERS[name](weights), rule=Counting(8.0))
     for _ in range(3):
-        fill(optimizer, weights, GRADIENTS)
-        optimizer.step()
+        step(optimizer, weights, GRADIENTS)
     assert int(optimizer._scales.state.good_steps) == 3
     assert float(optimizer.loss_scale) == 8.0

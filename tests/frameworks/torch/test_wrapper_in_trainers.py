@@ -9,6 +9,7 @@ import torch
 
 import lossscale.torch
 from frameworks.torch.support import snapshot
+from frameworks.torch.trainers import hugging_face_trainer, lightning_trainer
 
 STEPS, SAVED = 6, 3
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -42,8 +43,8 @@ def made(net, clip=None):
     return optimizer, lossscale.torch.guard(scheduler, optimizer)
 
 
-def told(net, optimizer, scheduler):
-    """All that a run can be told from another by."""
+def compared(net, optimizer, scheduler):
+    """All by which runs can differ."""
     counts = [int(optimizer.iterations), int(optimizer.steps_skipped)]
     scale = [float(optimizer.loss_scale), int(optimizer.dynamic_counter)]
     return snapshot(net.parameters(), optimizer), scale, counts, scheduler.get_last_lr()
@@ -59,18 +60,13 @@ def plain(request):
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    result = told(net, optimizer, scheduler)
+    result = compared(net, optimizer, scheduler)
     assert result[2][0] == STEPS
     assert 1 < result[2][1] < STEPS - 1
     return result, request.param
 
 
 # Lightning
-
-
-@pytest.fixture(scope="module")
-def lightning():
-    return pytest.importorskip("lightning")
 
 
 def module(lightning, clip, *, manual):
@@ -113,27 +109,18 @@ def test_lightning(lightning, tmp_path, plain, manual):
     expected, clip = plain
 
     def runner(steps):
-        return lightning.Trainer(
-            accelerator="cpu",
-            devices=1,
-            precision="32-true",
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-            max_steps=steps,
-        )
+        return lightning_trainer(lightning, tmp_path, precision="32-true", max_steps=steps)
 
     loader = torch.utils.data.DataLoader(torch.zeros(STEPS))
     whole = module(lightning, clip, manual=manual)
     runner(STEPS).fit(whole, loader)
-    assert told(whole.net, *whole.made) == expected
+    assert compared(whole.net, *whole.made) == expected
     first = runner(SAVED)
     first.fit(module(lightning, clip, manual=manual), loader)
     first.save_checkpoint(path := tmp_path / "at_three.ckpt")
     resumed = module(lightning, clip, manual=manual)
     runner(STEPS).fit(resumed, loader, ckpt_path=path)
-    assert told(resumed.net, *resumed.made) == expected
+    assert compared(resumed.net, *resumed.made) == expected
 
 
 def test_fabric(lightning, tmp_path, plain):
@@ -164,7 +151,7 @@ def test_fabric(lightning, tmp_path, plain):
     resumed = start()
     resumed[0].load(path, state(resumed))
     train(resumed, data()[SAVED:])
-    assert told(resumed[1], resumed[3], resumed[5]) == expected
+    assert compared(resumed[1], resumed[3], resumed[5]) == expected
 
 
 # Accelerate
@@ -172,10 +159,7 @@ def test_fabric(lightning, tmp_path, plain):
 
 @pytest.fixture
 def accelerate():
-    library = pytest.importorskip("accelerate")
-    yield library
-    library.state.AcceleratorState._reset_state(reset_partial_state=True)
-    library.state.GradientState._reset_state()
+    return pytest.importorskip("accelerate")
 
 
 def test_accelerate(accelerate, tmp_path, plain):
@@ -201,7 +185,7 @@ def test_accelerate(accelerate, tmp_path, plain):
     resumed = start()
     resumed[0].load_state(str(tmp_path))
     train(resumed, data()[SAVED:])
-    assert told(resumed[1], resumed[2], resumed[-1]) == expected
+    assert compared(resumed[1], resumed[2], resumed[-1]) == expected
 
 
 def test_accelerate_accumulates(accelerate):
@@ -227,42 +211,21 @@ def test_accelerate_accumulates(accelerate):
 # Hugging Face's Trainer
 
 
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = Net()
-
-    def forward(self, x, labels=None):
-        return {"loss": self.net(x)}
-
-
-def test_transformers(tmp_path, plain, accelerate):
+def test_transformers(tmp_path, plain):
     expected, clip = plain
-    transformers = pytest.importorskip("transformers")
 
     def start(steps, folder):
-        model = Model()
-        optimizer, scheduler = made(model, clip)
-        arguments = transformers.TrainingArguments(
-            output_dir=str(folder),
-            per_device_train_batch_size=1,
+        net = Net()
+        optimizer, scheduler = made(net, clip)
+        trainer = hugging_face_trainer(
+            net,
+            (optimizer, scheduler),
+            data(),
+            folder,
             max_steps=steps,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
             save_strategy="steps",
             save_steps=SAVED,
-            logging_strategy="no",
-            dataloader_pin_memory=False,
-            train_sampling_strategy="sequential",
             max_grad_norm=0.0,
-        )
-        trainer = transformers.Trainer(
-            model,
-            arguments,
-            data_collator=lambda samples: samples[0],
-            train_dataset=[{"x": batch} for batch in data()],
-            optimizers=(optimizer, scheduler),
         )
         backward = trainer.accelerator.backward
 
@@ -270,11 +233,11 @@ def test_transformers(tmp_path, plain, accelerate):
             backward(optimizer.scale_loss(loss), **more)
 
         trainer.accelerator.backward = scaled_backward
-        return trainer, model.net, optimizer, scheduler
+        return trainer, net, optimizer, scheduler
 
     whole, *run = start(STEPS, tmp_path)
     whole.train()
-    assert told(*run) == expected
+    assert compared(*run) == expected
     resumed, *run = start(STEPS, tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVED}"))
-    assert told(*run) == expected
+    assert compared(*run) == expected

@@ -1,0 +1,66 @@
+"""The examples in docstrings, and the programs on the pages, of what serves PyTorch itself."""
+
+import contextlib
+import doctest
+import importlib
+import io
+import pathlib
+import pkgutil
+import re
+import warnings
+
+import pytest
+import torch
+
+import lossscale
+import lossscale.torch
+
+PACKAGE = lossscale.torch
+# That of the wrapper is found where its class says that it is.
+MODULES = [PACKAGE.__name__]
+MODULES += [m.name for m in pkgutil.walk_packages(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
+TRIED = {}
+
+DOCS = pathlib.Path(__file__).parents[3] / "docs"
+BLOCKS = [
+    pytest.param(block, id=f"{page}-{number}")
+    for page in ("from_gradscaler.md", "pytorch_trainers.md")
+    for number, block in enumerate(
+        re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE), 1
+    )
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_print_what_they_show(name):
+    module = importlib.import_module(name)
+    names = {**vars(module), "torch": torch, "lossscale": lossscale}
+    failed, TRIED[name] = doctest.testmod(
+        module, globs=names, optionflags=doctest.NORMALIZE_WHITESPACE
+    )
+    assert failed == 0
+
+
+def test_the_examples_are_found():
+    with_examples = {name.rpartition(".")[2] for name, tried in TRIED.items() if tried}
+    assert with_examples >= {"amp_names", "scaler", "guard", "torch", "ranks"}
+
+
+def test_there_are_examples_of_all_that_is_public():
+    for name in PACKAGE.__all__:
+        assert ">>>" in (getattr(PACKAGE, name).__doc__ or ""), name
+
+
+@pytest.mark.parametrize("source", BLOCKS)
+def test_a_program_on_a_page_prints_what_it_says(source):
+    expected = re.search(r"^print\(.*\)  # (.*)$", source, re.MULTILINE)[1]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        # Lightning and Accelerate warn of their surroundings; a page must not show our warnings.
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", module="lossscale")
+        exec(compile(source, "<page>", "exec"), {"__name__": "__main__"})
+    assert printed.getvalue().strip().splitlines()[-1] == expected
+
+
+def test_the_pages_have_programs():
+    assert len(BLOCKS) >= 11
