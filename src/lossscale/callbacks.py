@@ -93,8 +93,8 @@ class LossScaleMonitor:
             if cls is LossScaleMonitor:
                 # Before any framework is imported.
                 checked_settings(*args, **kwargs)
-            shell = registry.monitor_for(framework)
-            cls = shell if cls is LossScaleMonitor else registry.combined(cls, shell)
+            monitor = registry.monitor_for(framework)
+            cls = monitor if cls is LossScaleMonitor else registry.combined(cls, monitor)
         return super().__new__(cls)
 
     def __init__(

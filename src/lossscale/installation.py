@@ -57,7 +57,7 @@ def _reader(package: str, framework: registry.Framework) -> type[Any]:
     ) -> LossScaleOptimizer:
         cls = importlib.import_module(package).LossScaleOptimizer
         made: LossScaleOptimizer = cls._from_config(
-            registry.first_shell(framework), config, custom_objects
+            registry.first_wrapper(framework), config, custom_objects
         )
         return made
 

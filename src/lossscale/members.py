@@ -9,7 +9,7 @@ from lossscale.errors import UnsupportedError
 
 
 def not_offered(optimizer: Any, name: str) -> UnsupportedError:
-    """Returns the error for a member that the shell of an optimizer's framework does not have."""
+    """Returns the error for a member that the wrapper of an optimizer's framework does not have."""
     package = type(optimizer.inner_optimizer).__module__.partition(".")[0]
     return UnsupportedError(
         f"`{name}` is not offered for optimizers of {package}, and this one wraps one of them "

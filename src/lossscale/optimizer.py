@@ -1,4 +1,4 @@
-"""The public class: it picks the shell for the optimizer's framework."""
+"""The public class: it picks the wrapper for the optimizer's framework."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ class LossScaleOptimizer(OptimizerMembers):
         rule: ScaleRule | None = None,
         name: str | None = None,
     ) -> None:
-        """Declared for type checkers and `help()`: each shell has a constructor of its own."""
+        """Declared for type checkers and `help()`: each wrapper has a constructor of its own."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if cls._framework is None:
             wrapped = args[0] if args else kwargs.get("inner_optimizer", kwargs.get("optimizer"))
-            shell = registry.shell_for(wrapped)
-            cls = shell if cls is LossScaleOptimizer else registry.combined(cls, shell)
+            wrapper = registry.wrapper_for(wrapped)
+            cls = wrapper if cls is LossScaleOptimizer else registry.combined(cls, wrapper)
         made: Self = super().__new__(cls)
         return made
 
@@ -130,18 +130,18 @@ class LossScaleOptimizer(OptimizerMembers):
             >>> lossscale.LossScaleOptimizer.from_config(optimizer.get_config()).initial_scale
             8.0
         """
-        shell = cls if cls._framework else registry.default_shell(config)
-        return cls._from_config(shell, config, custom_objects)
+        wrapper = cls if cls._framework else registry.default_wrapper(config)
+        return cls._from_config(wrapper, config, custom_objects)
 
     @classmethod
     def _from_config(
-        cls, shell: Any, config: dict[str, Any], custom_objects: dict[str, Any] | None
+        cls, wrapper: Any, config: dict[str, Any], custom_objects: dict[str, Any] | None
     ) -> LossScaleOptimizer:
-        """Creates an optimizer with the inner optimizer that this shell makes."""
+        """Creates an optimizer with the inner optimizer that this wrapper makes."""
         check_config(config)
-        rules = shell._with_class_named(config.get("rule"), custom_objects)
+        rules = wrapper._with_class_named(config.get("rule"), custom_objects)
         inner, arguments = arguments_from_config(config, rules)
-        return cls(shell._inner_from_config(inner, custom_objects), **arguments)
+        return cls(wrapper._inner_from_config(inner, custom_objects), **arguments)
 
     @property
     def rule(self) -> ScaleRule:

@@ -1,4 +1,4 @@
-"""The one table of frameworks: which shell serves which optimizer, model, callback and tensor.
+"""The one table of frameworks: which wrapper serves which optimizer, model, callback and tensor.
 
 A framework is looked for in `sys.modules` only: an optimizer of a framework that was never
 imported cannot exist, and importing lossscale must not import any. What serves a framework is named
@@ -54,7 +54,7 @@ class Framework(NamedTuple):
         root: Its root module.
         major_version: What its version must start with; "" for any.
         package: Where the modules are that serve it.
-        shells: Base classes of its optimizers, and the shells that wrap them; the package has
+        wrappers: Base classes of its optimizers, and the wrappers that wrap them; the package has
             these, or a module of it that is named before a dot.
         monitor: The callback that watches a run, in `package.monitor`. Models of the class
             `root.Model` are measured by `package.diagnose`.
@@ -67,7 +67,7 @@ class Framework(NamedTuple):
     root: str
     major_version: str
     package: str
-    shells: tuple[tuple[str, str], ...] = ()
+    wrappers: tuple[tuple[str, str], ...] = ()
     monitor: str | None = None
     tensors: tuple[str, ...] = ()
 
@@ -82,11 +82,11 @@ class Framework(NamedTuple):
         return _module(f"{self.package}.{name}")
 
     def serves(self, optimizer: Any) -> str | None:
-        """Returns the name of the shell for an optimizer, None if it is of another framework."""
+        """Returns the name of the wrapper for an optimizer, None if it is of another framework."""
         root = self.loaded_root()
-        for base_class, shell in self.shells if root is not None else ():
+        for base_class, wrapper in self.wrappers if root is not None else ():
             if isinstance(optimizer, attrgetter(base_class)(root)):
-                return shell
+                return wrapper
         return None
 
 
@@ -110,7 +110,7 @@ _KERAS = Framework(
     root="keras",
     major_version="3.",
     package="lossscale.keras",
-    shells=(("optimizers.Optimizer", "KerasLossScaleOptimizer"),),
+    wrappers=(("optimizers.Optimizer", "KerasLossScaleOptimizer"),),
     monitor="KerasLossScaleMonitor",
 )
 _TF_KERAS = Framework(
@@ -119,7 +119,7 @@ _TF_KERAS = Framework(
     root="tf_keras",
     major_version="2.",
     package="lossscale.tf_keras",
-    shells=(
+    wrappers=(
         ("optimizers.Optimizer", "TFKerasLossScaleOptimizer"),
         ("optimizers.legacy.Optimizer", "TFKerasLegacyLossScaleOptimizer"),
     ),
@@ -150,7 +150,7 @@ _TABLE = (
         root="torch",
         major_version="",
         package="lossscale.torch",
-        shells=(("optim.Optimizer", "optimizer.optimizer.TorchLossScaleOptimizer"),),
+        wrappers=(("optim.Optimizer", "optimizer.optimizer.TorchLossScaleOptimizer"),),
         tensors=("torch",),
     ),
 )
@@ -159,27 +159,27 @@ _TABLE = (
 _COMBINED: dict[tuple[type[Any], type[Any]], type[Any]] = {}
 
 
-def shell_for(optimizer: Any) -> type[Any]:
-    """Returns the shell class that wraps this optimizer.
+def wrapper_for(optimizer: Any) -> type[Any]:
+    """Returns the wrapper class that wraps this optimizer.
 
     Raises:
         ArgumentTypeError: If it is no optimizer of a supported framework.
     """
     for framework in _TABLE:
-        shell = framework.serves(optimizer)
-        if shell is not None:
-            return _shell(framework, shell)
+        wrapper = framework.serves(optimizer)
+        if wrapper is not None:
+            return _wrapper(framework, wrapper)
     raise ArgumentTypeError(not_an_optimizer(optimizer))
 
 
-def default_shell(config: Any = None) -> type[Any]:
-    """Returns the shell for what does not say what framework it is for.
+def default_wrapper(config: Any = None) -> type[Any]:
+    """Returns the wrapper for what does not say what framework it is for.
 
     Args:
         config: A configuration of a loss scale optimizer, if there is one.
 
     Returns:
-        The shell of tf_keras where `tf.keras` is tf_keras, where it is the only one imported, or
+        The wrapper of tf_keras where `tf.keras` is tf_keras, where it is the only one imported, or
         where the configuration is of one of its optimizers; otherwise that of Keras 3.
     """
     # TensorFlow imports Keras 3 by itself, unless this variable is set.
@@ -187,12 +187,12 @@ def default_shell(config: Any = None) -> type[Any]:
     older = _TF_KERAS.loaded_root() is not None and (
         legacy or _KERAS.loaded_root() is None or _is_of_tf_keras(config)
     )
-    return first_shell(_TF_KERAS if older else _KERAS)
+    return first_wrapper(_TF_KERAS if older else _KERAS)
 
 
-def first_shell(framework: Framework) -> type[Any]:
-    """Returns the shell that reads configurations of a framework."""
-    return _shell(framework, framework.shells[0][1])
+def first_wrapper(framework: Framework) -> type[Any]:
+    """Returns the wrapper that reads configurations of a framework."""
+    return _wrapper(framework, framework.wrappers[0][1])
 
 
 def _is_of_tf_keras(config: Any) -> bool:
@@ -205,10 +205,10 @@ def _is_of_tf_keras(config: Any) -> bool:
     return "is_legacy_optimizer" in settings or "decay" in settings
 
 
-def _shell(framework: Framework, name: str) -> type[Any]:
-    module, _, shell_name = f"{framework.package}.{name}".rpartition(".")
-    shell: type[Any] = getattr(_module(module), shell_name)
-    return shell
+def _wrapper(framework: Framework, name: str) -> type[Any]:
+    module, _, wrapper_name = f"{framework.package}.{name}".rpartition(".")
+    wrapper: type[Any] = getattr(_module(module), wrapper_name)
+    return wrapper
 
 
 # Cached also because AutoGraph, in a function that is being traced, cannot translate an import.
@@ -250,13 +250,13 @@ def monitor_for(name: str | None) -> type[Any]:
     """Returns the callback that watches runs of a framework.
 
     Args:
-        name: Its name; None for that of `default_shell`.
+        name: Its name; None for that of `default_wrapper`.
 
     Raises:
         ArgumentError: If there is no such framework. It is a `ValueError`.
     """
     if name is None:
-        name = default_shell()._framework
+        name = default_wrapper()._framework
     known = {framework.name: framework for framework in _TABLE if framework.monitor}
     if name not in known:
         raise ArgumentError(
@@ -286,14 +286,14 @@ def exponents_for(package: str) -> CountsExponents | None:
     return None
 
 
-def combined(cls: type[Any], shell: type[Any]) -> type[Any]:
-    """Returns `cls` on top of a shell, for a subclass that was written for no framework."""
+def combined(cls: type[Any], wrapper: type[Any]) -> type[Any]:
+    """Returns `cls` on top of a wrapper, for a subclass that was written for no framework."""
     namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_is_combined": True}
-    if (cls, shell) not in _COMBINED:
-        both = type(cls.__name__, (cls, shell), namespace)
-        shell._register(both, cls)
-        _COMBINED[cls, shell] = both
-    return _COMBINED[cls, shell]
+    if (cls, wrapper) not in _COMBINED:
+        both = type(cls.__name__, (cls, wrapper), namespace)
+        wrapper._register(both, cls)
+        _COMBINED[cls, wrapper] = both
+    return _COMBINED[cls, wrapper]
 
 
 def not_an_optimizer(optimizer: Any) -> str:

@@ -119,7 +119,7 @@ def test_every_arrow_is_used():
     [
         ("rules", "import lossscale.optimizer"),
         ("rules", "from . import registry"),
-        ("rules", "def f():\n    from .registry import shell_for"),
+        ("rules", "def f():\n    from .registry import wrapper_for"),
         ("rules", "def f():\n    import torch"),
         ("rules", "from lossscale import LossScaleOptimizer"),
         ("rules", "MODULE = 'lossscale.optimizer'"),

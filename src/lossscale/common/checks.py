@@ -1,4 +1,4 @@
-"""Checks of what an optimizer is given, for every shell, made before anything changes."""
+"""Checks of what an optimizer is given, for every wrapper, made before anything changes."""
 
 from __future__ import annotations
 

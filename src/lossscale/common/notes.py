@@ -126,7 +126,7 @@ class Plan(NamedTuple):
 
 
 class StepNotes(Protocol):
-    """The notes of one optimizer: what a shell asks of those of its framework."""
+    """The notes of one optimizer: what a wrapper asks of those of its framework."""
 
     histograms_every: int | None
     variables: Sequence[Any]

@@ -1,4 +1,4 @@
-"""A rule moved step by step under NumPy, in the dtypes that the frameworks' shells keep."""
+"""A rule moved step by step under NumPy, in the dtypes that the frameworks' wrappers keep."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from lossscale.experimental.loss_scale import (
 from lossscale.rules import ScaleRule, ScaleState, Seen
 
 if TYPE_CHECKING:
-    # The shell that it is combined with has the rest.
+    # The wrapper that it is combined with has the rest.
     _Base: Any
 else:
     _Base = optimizer.LossScaleOptimizer
@@ -59,7 +59,7 @@ class LossScaleOptimizer(_Base):
 
     def __init__(self, optimizer: Any, loss_scale: Any, name: str | None = None) -> None:
         loss_scale = get(loss_scale)
-        # The shell's constructor needs it, and Keras refuses attributes before that has run.
+        # The wrapper's constructor needs it, and Keras refuses attributes before that has run.
         self.__dict__["_loss_scale"] = loss_scale
         rule = loss_scale._rule if _moves_by_its_rule(loss_scale) else _WrittenByUser(loss_scale)
         super().__init__(optimizer, rule=rule, name=name)
@@ -107,17 +107,17 @@ class LossScaleOptimizer(_Base):
 
     @classmethod
     def _from_config(
-        cls, shell: Any, config: dict[str, Any], custom_objects: dict[str, Any] | None
+        cls, wrapper: Any, config: dict[str, Any], custom_objects: dict[str, Any] | None
     ) -> Any:
         check_config(config)
         if "loss_scale" in config:
             inner, name = config.get("optimizer"), config.get("name")
             described = config["loss_scale"]
-            classes = shell._with_class_named(described, custom_objects)
+            classes = wrapper._with_class_named(described, custom_objects)
             loss_scale = deserialize(described, classes)
         else:
             # Written by a later release, whose optimizer took the numbers themselves.
-            rules = shell._with_class_named(config.get("rule"), custom_objects)
+            rules = wrapper._with_class_named(config.get("rule"), custom_objects)
             inner, arguments = arguments_from_config(config, rules)
             name = arguments.pop("name", None)
             if unknown := arguments.keys() - _ARGUMENTS_OF_RULES:
@@ -126,7 +126,7 @@ class LossScaleOptimizer(_Base):
                     "inner_optimizer, dynamic, initial_scale, dynamic_growth_steps, rule and name."
                 )
             loss_scale = from_rule(rule_from_arguments(**arguments))
-        return cls(shell._inner_from_config(inner, custom_objects), loss_scale, name=name)
+        return cls(wrapper._inner_from_config(inner, custom_objects), loss_scale, name=name)
 
     def _constructor_arguments(self) -> dict[str, Any]:
         return {"loss_scale": self._loss_scale, "name": self.name}

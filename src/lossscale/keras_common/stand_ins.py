@@ -153,7 +153,7 @@ class StandIn:
         # What the next gradients are: "scaled" or "unscaled", or "" where nobody said anything.
         self._kind = "unscaled" if inner else ""
         scales = isinstance(optimizer, LossScaleOptimizer) or inner
-        self._class = type(optimizer) if scales else registry.shell_for(optimizer)
+        self._class = type(optimizer) if scales else registry.wrapper_for(optimizer)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
