@@ -1,5 +1,6 @@
 """The clock of the benchmarks, run on a clock of its own."""
 
+import dataclasses
 import gc
 import math
 
@@ -20,14 +21,17 @@ class Clock:
         return self.now
 
 
+@dataclasses.dataclass
 class Work(Program):
     """A program that takes a known time, and writes down what is asked of it."""
 
-    def __init__(self, clock, seconds, name="", log=None, fresh_each_step=False, preparation=0.0):
-        self.clock, self.seconds, self.name = clock, seconds, name
-        self.log = [] if log is None else log
-        self.fresh_each_step, self.preparation = fresh_each_step, preparation
-        self.waiting = 0.0
+    clock: Clock
+    seconds: float
+    name: str = ""
+    log: list = dataclasses.field(default_factory=list)
+    fresh_each_step: bool = False
+    preparation: float = 0.0
+    waiting: float = 0.0
 
     def prepare(self):
         self.log.append(("prepare", self.name))

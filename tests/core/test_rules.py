@@ -50,83 +50,51 @@ def test_the_default_is_the_one_tensorflow_documents():
     assert (rule.min_scale, rule.max_scale, rule.ceiling) == (1.0, None, 2.0**126)
 
 
-# Settings, steps, and the pairs (scale, good_steps) after the last of them.
+# A rule, steps, and the pairs (scale, good_steps) after the last of them.
 TRACES = {
-    "that of TensorFlow 2.0 to 2.21": (
-        {"initial_scale": 1, "growth_interval": 2},
+    "TensorFlow 2.0 to 2.21": (
+        DynamicScale(1, 2),
         [OK, OK, OK, BAD, OK, OK, BAD, BAD, BAD],
         [(1, 1), (2, 0), (2, 1), (1, 0), (1, 1), (2, 0), (1, 0), (1, 0), (1, 0)],
     ),
-    "the default doubles on the 2000th finite step in a row": (
-        {},
-        [OK] * 2001,
-        [(2**15, 1999), (2**16, 0), (2**16, 1)],
-    ),
-    "an overflow halves the scale and starts the count again": (
-        {"initial_scale": 8, "growth_interval": 2},
-        [OK, BAD, OK, OK],
-        [(8, 1), (4, 0), (4, 1), (8, 0)],
-    ),
-    "the count starts again after a growth": (
-        {"initial_scale": 8, "growth_interval": 3},
-        [OK] * 7,
-        [(8, 1), (8, 2), (16, 0), (16, 1), (16, 2), (32, 0), (32, 1)],
-    ),
-    "an interval of 1 grows on every finite step": (
-        {"initial_scale": 8, "growth_interval": 1},
-        [OK, OK, BAD, OK],
-        [(16, 0), (32, 0), (16, 0), (32, 0)],
-    ),
-    "the factors are those given": (
-        {
-            "initial_scale": 16,
-            "growth_interval": 1,
-            "growth_factor": 8,
-            "backoff_factor": 0.25,
-            "min_scale": 0.5,
-        },
+    "default": (DynamicScale(), [OK] * 2001, [(2**15, 1999), (2**16, 0), (2**16, 1)]),
+    "overflow": (DynamicScale(8, 2), [OK, BAD, OK, OK], [(8, 1), (4, 0), (4, 1), (8, 0)]),
+    "growth": (DynamicScale(8, 3), [OK] * 5, [(8, 1), (8, 2), (16, 0), (16, 1), (16, 2)]),
+    "two growths": (DynamicScale(8, 3), [OK] * 7, [(16, 2), (32, 0), (32, 1)]),
+    "interval of 1": (DynamicScale(8, 1), [OK, OK, BAD, OK], [(16, 0), (32, 0), (16, 0), (32, 0)]),
+    "factors": (
+        DynamicScale(16, 1, growth_factor=8, backoff_factor=0.25, min_scale=0.5),
         [OK, BAD, BAD, BAD, BAD],
         [(128, 0), (32, 0), (8, 0), (2, 0), (0.5, 0)],
     ),
-    "by default the scale does not fall below 1": (
-        {"initial_scale": 4},
-        [BAD] * 5,
-        [(2, 0), (1, 0), (1, 0), (1, 0), (1, 0)],
-    ),
-    "a backoff that would pass the floor stops on it": (
-        {"initial_scale": 4, "min_scale": 3},
-        [BAD, BAD],
-        [(3, 0), (3, 0)],
-    ),
-    "a growth that would pass the ceiling is left out and the count starts again": (
-        {"initial_scale": 4, "growth_interval": 2, "max_scale": 7},
+    "floor by default": (DynamicScale(4), [BAD] * 5, [(2, 0), (1, 0), (1, 0), (1, 0), (1, 0)]),
+    "floor between": (DynamicScale(4, min_scale=3), [BAD, BAD], [(3, 0), (3, 0)]),
+    # A growth that would pass the ceiling is left out, and the count starts again.
+    "ceiling between": (
+        DynamicScale(4, 2, max_scale=7),
         [OK, OK, OK, OK, BAD],
         [(4, 1), (4, 0), (4, 1), (4, 0), (2, 0)],
     ),
-    "a growth that reaches the ceiling exactly is taken": (
-        {"initial_scale": 4, "growth_interval": 1, "max_scale": 8},
-        [OK, OK],
-        [(8, 0), (8, 0)],
-    ),
-    # TensorFlow takes max(scale / 2, 1), which lifts 0.25 to 1 on an overflow.
-    "a scale below 1 with a lower floor does not jump up": (
-        {"initial_scale": 0.25, "growth_interval": 2, "min_scale": 2.0**-10},
-        [BAD, OK, OK],
-        [(0.125, 0), (0.125, 1), (0.25, 0)],
-    ),
-    "a floor that is the ceiling": (
-        {"initial_scale": 8, "growth_interval": 1, "min_scale": 8, "max_scale": 8},
+    "ceiling reached exactly": (DynamicScale(4, 1, max_scale=8), [OK, OK], [(8, 0), (8, 0)]),
+    "floor is ceiling": (
+        DynamicScale(8, 1, min_scale=8, max_scale=8),
         [OK, BAD],
         [(8, 0), (8, 0)],
     ),
-    "the highest scale of all": ({"growth_interval": 1}, [OK] * 10_000, [(2.0**126, 0)]),
-    "the lowest by default": ({"growth_interval": 1}, [BAD] * 10_000, [(1, 0)]),
+    # TensorFlow takes max(scale / 2, 1), which lifts 0.25 to 1 on an overflow.
+    "below 1": (
+        DynamicScale(0.25, 2, min_scale=2.0**-10),
+        [BAD, OK, OK],
+        [(0.125, 0), (0.125, 1), (0.25, 0)],
+    ),
+    "highest of all": (DynamicScale(growth_interval=1), [OK] * 10_000, [(2.0**126, 0)]),
+    "lowest by default": (DynamicScale(growth_interval=1), [BAD] * 10_000, [(1, 0)]),
 }
 
 
-@pytest.mark.parametrize(("settings", "steps", "expected"), TRACES.values(), ids=TRACES)
-def test_the_scale_moves_as_documented(settings, steps, expected):
-    assert run(DynamicScale(**settings), steps)[-len(expected) :] == expected
+@pytest.mark.parametrize(("rule", "steps", "expected"), TRACES.values(), ids=TRACES)
+def test_the_scale_moves_as_documented(rule, steps, expected):
+    assert run(rule, steps)[-len(expected) :] == expected
 
 
 @pytest.mark.parametrize("skip_nonfinite", [False, True])
