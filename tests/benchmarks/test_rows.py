@@ -52,21 +52,14 @@ def test_parameters_that_do_not_divide_are_an_error():
 
 
 def test_sizes_are_as_documented():
-    def shapes(backend, case):
-        return [row.workload.shapes for row in rows_of(backend, [case])]
-
-    def sizes(backend, case):
-        return [
-            (len(row.workload.shapes), row.workload.parameters) for row in rows_of(backend, [case])
-        ]
-
     for backend in BACKENDS[:4]:
-        assert set(sizes(backend, "big")) == {(100, 10_000_000)}
-        assert set(shapes(backend, "small")) == {((1000,),) * 200}
-    assert [parameters for _, parameters in sizes("jax", "parameters")] == [
-        10**n for n in range(4, 9)
-    ]
-    assert [variables for variables, _ in sizes("torch", "variables")] == [1, 10, 100, 1000]
+        big = [row.workload for row in rows_of(backend, ["big"])]
+        assert {(len(work.shapes), work.parameters) for work in big} == {(100, 10_000_000)}
+        assert {row.workload.shapes for row in rows_of(backend, ["small"])} == {((1000,),) * 200}
+    parameters = [row.workload.parameters for row in rows_of("jax", ["parameters"])]
+    assert parameters == [10**power for power in range(4, 9)]
+    variables = [len(row.workload.shapes) for row in rows_of("torch", ["variables"])]
+    assert variables == [1, 10, 100, 1000]
 
 
 def test_peers_of_optax_that_compile_for_minutes_are_left_out():

@@ -245,13 +245,14 @@ SUITES = (
 
 
 def tests_of(suite: Suite, parts: list[str]) -> unittest.TestSuite:
-    module = importlib.import_module(suite.module)
-    loader, found = unittest.TestLoader(), unittest.TestSuite()
-    for case in suite.cases:
-        for test in loader.loadTestsFromTestCase(getattr(module, case)):
-            if not parts or any(part in f"{suite.name} {test.id()}" for part in parts):
-                found.addTest(test)
-    return found
+    module, loader = importlib.import_module(suite.module), unittest.TestLoader()
+    cases = [loader.loadTestsFromTestCase(getattr(module, case)) for case in suite.cases]
+    return unittest.TestSuite(
+        test
+        for case in cases
+        for test in case
+        if not parts or any(part in f"{suite.name} {test.id()}" for part in parts)
+    )
 
 
 def meant(suite: Suite, name: str) -> bool:
