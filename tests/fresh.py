@@ -83,9 +83,7 @@ def _server(module: str, *read_at_import: str | None) -> subprocess.Popen[str]:
     return server
 
 
-def _started(
-    source: str, arguments: list[str], environment: dict[str, str], path: list[str], folder: str
-) -> int:
+def _started(source: str, arguments: list, environment: dict, path: list, folder: str) -> int:
     """Returns the number of the process that runs a program; in that process it does not return."""
     if pid := os.fork():
         return pid
