@@ -17,7 +17,7 @@ import sys
 import time
 import unittest
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 # Before JAX looks: the tests of shardings want eight devices.
@@ -97,28 +97,19 @@ def our_jmp() -> Iterator[None]:
 # --- optax.apply_if_finite ----------------------------------------------------------------------
 
 
-class CountedState(NamedTuple):
-    """Ours, with the names of `ApplyIfFiniteState`."""
-
-    notfinite_count: Any
-    last_finite: Any
-    total_notfinite: Any
-    ours: Any
-
-
 def our_apply_if_finite(inner: Any, max_consecutive_errors: int) -> Any:
     """Ours in the place of `apply_if_finite`, giving in after so many skips as that does."""
     inner = optax.with_extra_args_support(inner)
     tx = lossscale.optax.loss_scaled(inner, rule=lossscale.FixedScale(1.0, skip_nonfinite=True))
 
-    def named(state: Any) -> CountedState:
-        return CountedState(
-            state.consecutive_skips, state.last_step_finite, state.skipped_steps, state
-        )
+    def named(state: Any) -> Any:
+        counts = state.consecutive_skips, state.last_step_finite, state.skipped_steps
+        return optax.ApplyIfFiniteState(*counts, inner_state=state)
 
-    def update(updates: Any, state: CountedState, params: Any = None, **extra_args: Any) -> Any:
-        given_in, _ = inner.update(updates, state.ours.inner_state, params, **extra_args)
-        ours, after = tx.update(updates, state.ours, params, **extra_args)
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        ours = state.inner_state
+        given_in, _ = inner.update(updates, ours.inner_state, params, **extra_args)
+        ours, after = tx.update(updates, ours, params, **extra_args)
         too_many = after.consecutive_skips > max_consecutive_errors
         result = jax.tree.map(lambda a, b: jnp.where(too_many, a, b), given_in, ours)
         return result, named(after)
@@ -134,8 +125,11 @@ def our_aliases() -> Iterator[None]:
     """Every optimizer that the tests of optimizers make."""
     tests = importlib.import_module("optax._src.alias_test")
     get = tests._get_opt
-    ours = lambda self, opt_name: wrapping(get(self, opt_name))  # noqa: E731
-    with mock.patch.object(tests, "_get_opt", ours):
+
+    def got(self: Any, opt_name: str) -> Any:
+        return wrapping(get(self, opt_name))
+
+    with mock.patch.object(tests, "_get_opt", got):
         yield
 
 
