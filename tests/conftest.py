@@ -33,26 +33,17 @@ hypothesis.settings.register_profile("lossscale", deadline=None, print_blob=True
 hypothesis.settings.load_profile("lossscale")
 
 
-class _Kept(logging.Handler):
-    """Keeps the messages of a logger."""
-
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.messages = []
-
-    def emit(self, record):
-        self.messages.append(record.getMessage())
-
-
 @pytest.fixture(autouse=True)
 def _tensorflow_logs():
     """What TensorFlow logs during a test; that it cannot translate our code is a failure."""
-    kept, logger = _Kept(), logging.getLogger("tensorflow")
-    logger.addHandler(kept)
-    yield kept.messages
-    logger.removeHandler(kept)
+    messages = []
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("tensorflow")
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
     # Functions of the tests themselves may be written in ways that it does not know.
-    first_lines = [m.splitlines()[0] for m in kept.messages if "AutoGraph could not" in m]
+    first_lines = [m.splitlines()[0] for m in messages if "AutoGraph could not" in m]
     own = ("<locals>", "<function <lambda>")
     assert not [line for line in first_lines if not any(part in line for part in own)]
 

@@ -8,8 +8,6 @@ environment of its own. What has to see the import itself starts an interpreter.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import dataclasses
 import functools
 import importlib
 import json
@@ -20,23 +18,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 import traceback
 import types
 import warnings
-from typing import Any
 
 # Read while a framework is imported, so that each value needs a server.
 _READ_AT_IMPORT = ("KERAS_BACKEND", "TF_USE_LEGACY_KERAS")
-
-
-@dataclasses.dataclass(frozen=True)
-class Finished:
-    """What became of a program: its exit status, below 0 for a signal, and what it wrote."""
-
-    returncode: int
-    stdout: str
-    stderr: str
 
 
 class Program:
@@ -57,68 +45,57 @@ class Program:
         module: str = "keras",
     ) -> None:
         environment = {**os.environ, **(environment or {})}
-        key = tuple((name, environment.get(name)) for name in _READ_AT_IMPORT)
-        self._server = _server(module, key)
+        self._server = _server(module, *map(environment.get, _READ_AT_IMPORT))
         self._folder = tempfile.TemporaryDirectory(prefix="lossscale-program-")
-        self._pid = self._server.ask(
-            {
-                "source": source,
-                "arguments": [str(argument) for argument in arguments],
-                "environment": environment,
-                "path": sys.path,
-                "folder": self._folder.name,
-            }
+        self._pid = self._ask(
+            source=source,
+            arguments=[str(argument) for argument in arguments],
+            environment=environment,
+            path=sys.path,
+            folder=self._folder.name,
         )
 
-    def finished(self, timeout: float = 300.0) -> Finished:
+    def finished(self, timeout: float = 300.0) -> subprocess.CompletedProcess[str]:
         """Waits for the end of the program; one that takes longer is killed."""
-        status = self._server.ask({"pid": self._pid, "timeout": timeout})
+        status = self._ask(pid=self._pid, timeout=timeout)
         folder = pathlib.Path(self._folder.name)
         written = [(folder / name).read_text() for name in ("stdout", "stderr")]
         self._folder.cleanup()
-        return Finished(status, *written)
+        return subprocess.CompletedProcess([], status, *written)
+
+    def _ask(self, **request: object) -> int:
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return int(self._server.stdout.readline())
 
 
-class _Server:
-    def __init__(self, module: str, key: tuple[tuple[str, str | None], ...]) -> None:
-        given = {name: value for name, value in key if value is not None}
-        rest = {name: v for name, v in os.environ.items() if name not in _READ_AT_IMPORT}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**rest, **given},
-            text=True,
-        )
-        atexit.register(self._process.kill)
-
-    def ask(self, request: dict[str, Any]) -> int:
-        pipe = self._process
-        assert pipe.stdin is not None
-        assert pipe.stdout is not None
-        pipe.stdin.write(json.dumps(request) + "\n")
-        pipe.stdin.flush()
-        return int(pipe.stdout.readline())
+@functools.cache
+def _server(module: str, *read_at_import: str | None) -> subprocess.Popen[str]:
+    environment = {**os.environ, **dict(zip(_READ_AT_IMPORT, read_at_import, strict=True))}
+    server = subprocess.Popen(
+        [sys.executable, __file__, module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={name: value for name, value in environment.items() if value is not None},
+        text=True,
+    )
+    atexit.register(server.kill)
+    return server
 
 
-_server = functools.cache(_Server)
-
-
-def _fork(request: dict[str, Any]) -> int:
+def _started(source: str, arguments: list, environment: dict, path: list, folder: str) -> int:
     """Returns the number of the process that runs a program; in that process it does not return."""
-    pid = os.fork()
-    if pid:
+    if pid := os.fork():
         return pid
-    folder = pathlib.Path(request["folder"])
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
-    os.environ.update(request["environment"])
-    sys.path[:] = request["path"]
-    sys.argv = ["-c", *request["arguments"]]
-    source, name = request["source"], "<program>"
+    os.environ.update(environment)
+    sys.path[:] = path
+    sys.argv = ["-c", *arguments]
     # AutoGraph reads the source of what it translates.
+    name = "<program>"
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -130,28 +107,20 @@ def _fork(request: dict[str, Any]) -> int:
 
 
 def _ended(pid: int, timeout: float) -> int:
-    """Waits for a process and returns its exit status."""
-    end = time.monotonic() + timeout
-    found, status = os.waitpid(pid, os.WNOHANG)
-    while not found:
-        if time.monotonic() > end:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            _, status = os.waitpid(pid, 0)
-            break
-        time.sleep(0.01)
-        found, status = os.waitpid(pid, os.WNOHANG)
+    """Waits for a process; returns its exit status, which is below 0 for a signal."""
+    killing = threading.Timer(timeout, os.kill, (pid, signal.SIGKILL))
+    killing.start()
+    _, status = os.waitpid(pid, 0)
+    killing.cancel()
+    # No thread is there when the next program forks.
+    killing.join()
     return os.waitstatus_to_exitcode(status)
 
 
-def _serve() -> None:
+if __name__ == "__main__":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module(sys.argv[1])
     for line in sys.stdin:
         request = json.loads(line)
-        print(_ended(**request) if "pid" in request else _fork(request), flush=True)
-
-
-if __name__ == "__main__":
-    _serve()
+        print(_ended(**request) if "pid" in request else _started(**request), flush=True)

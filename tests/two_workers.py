@@ -1,5 +1,6 @@
 """Two worker processes on this machine that train together."""
 
+import contextlib
 import json
 import socket
 
@@ -7,13 +8,12 @@ from fresh import Program
 
 
 def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+    with contextlib.ExitStack() as stack:
+        # All are taken before any is given back, so that they differ.
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
 
 
 def on_two_workers(source, *arguments, module="keras", **environment):
@@ -22,17 +22,15 @@ def on_two_workers(source, *arguments, module="keras", **environment):
     Returns:
         The last line that each prints, and None for one that failed.
     """
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
     workers = []
     for index in range(2):
-        cluster = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-        given = {**environment, "TF_CONFIG": json.dumps(cluster)}
+        place = {"cluster": cluster, "task": {"type": "worker", "index": index}}
+        given = {**environment, "TF_CONFIG": json.dumps(place)}
         workers.append(Program(source, *arguments, environment=given, module=module))
     lines = []
-    for worker in workers:
-        done = worker.finished(timeout=120)
-        failed = done.returncode != 0
-        lines.append(None if failed else done.stdout.strip().splitlines()[-1])
-        if failed:
+    for done in [worker.finished(timeout=120) for worker in workers]:
+        if done.returncode:
             print(done.stderr[-3000:])
+        lines.append(None if done.returncode else done.stdout.strip().splitlines()[-1])
     return lines

@@ -8,7 +8,6 @@ are those of `constraints.txt`, which `make test` runs with. docs/what_runs_wher
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import pathlib
 import subprocess
@@ -22,67 +21,34 @@ TOOLS = ("pytest", "hypothesis", "h5py", "matplotlib", "rich")
 PROMISES = "tests/conformance/test_promises.py"
 
 
-@dataclasses.dataclass(frozen=True)
-class Set:
-    """Releases that are installed together.
-
-    Attributes:
-        extras: The extras of this project whose lowest releases these are.
-        pins: What else is as old as they need it.
-        environment: What selects the backend.
-        tests: What pytest runs.
-        impossible: Tests of what these releases cannot do themselves.
-    """
-
-    extras: tuple[str, ...]
-    pins: tuple[str, ...]
-    environment: dict[str, str]
-    tests: tuple[str, ...]
-    impossible: tuple[str, ...] = ()
-
-
+# What is installed together: the extras of this project whose lowest releases these are, and what
+# else is as old as they need it; then the folders of tests/frameworks whose private names are
+# looked for.
 SETS = {
-    "jax": Set(
+    "jax": (
         ("keras", "jax", "optax"),
         ("jaxlib==0.6.0", "numpy==1.26.4", "ml_dtypes==0.5.0"),
-        {"KERAS_BACKEND": "jax"},
-        (
-            PROMISES,
-            "tests/frameworks/keras/test_private_names.py",
-            "tests/frameworks/jax/test_private_names.py",
-        ),
+        ("keras", "jax"),
     ),
-    "torch": Set(
-        ("keras", "torch"),
-        ("numpy==1.26.4", "ml_dtypes==0.4.0"),
-        {"KERAS_BACKEND": "torch"},
-        (
-            PROMISES,
-            "tests/frameworks/keras/test_private_names.py",
-            "tests/frameworks/torch/test_private_names.py",
-        ),
-        # A gradient of another dtype than its parameter's.
-        tuple(
-            f"{PROMISES}::{test}[torch-native-{mode}]"
-            for test in (
-                "test_a_non_finite_value_is_found_in_a_gradient_of_another_dtype",
-                "test_small_float16_gradients_survive_a_large_scale",
-            )
-            for mode in ("host", "device")
-        ),
-    ),
-    "tensorflow": Set(
-        ("tensorflow",),
-        (),
-        {"KERAS_BACKEND": "tensorflow"},
-        (PROMISES, "tests/frameworks/keras/test_private_names.py"),
-    ),
-    "tf_keras": Set(
-        ("tf_keras",),
-        (),
-        {"KERAS_BACKEND": "tensorflow", "LOSSSCALE_TEST_KERAS": "tf_keras"},
-        (PROMISES, "tests/frameworks/tf_keras/test_private_names.py"),
-    ),
+    "torch": (("keras", "torch"), ("numpy==1.26.4", "ml_dtypes==0.4.0"), ("keras", "torch")),
+    "tensorflow": (("tensorflow",), (), ("keras",)),
+    "tf_keras": (("tf_keras",), (), ("tf_keras",)),
+}
+ENVIRONMENTS = {
+    **{name: {"KERAS_BACKEND": name} for name in SETS},
+    "tf_keras": {"KERAS_BACKEND": "tensorflow", "LOSSSCALE_TEST_KERAS": "tf_keras"},
+}
+# Tests of what the releases of a set cannot do themselves.
+IMPOSSIBLE = {
+    # A gradient of another dtype than its parameter's.
+    "torch": [
+        f"{PROMISES}::{test}[torch-native-{mode}]"
+        for test in (
+            "test_a_non_finite_value_is_found_in_a_gradient_of_another_dtype",
+            "test_small_float16_gradients_survive_a_large_scale",
+        )
+        for mode in ("host", "device")
+    ],
 }
 
 
@@ -95,10 +61,10 @@ def lowest(extras: tuple[str, ...]) -> list[str]:
 
 def install(name: str, folder: pathlib.Path) -> pathlib.Path:
     """Makes the environment of a set, and returns its interpreter."""
-    found = SETS[name]
+    extras, pins, _ = SETS[name]
     python = folder / name / "bin" / "python"
     venv.create(folder / name, with_pip=True)
-    packages = [*lowest(found.extras), *found.pins, *TOOLS]
+    packages = [*lowest(extras), *pins, *TOOLS]
     print(f"{name}: installing {' '.join(packages)}", flush=True)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, *packages], check=True)
@@ -108,12 +74,13 @@ def install(name: str, folder: pathlib.Path) -> pathlib.Path:
 
 def run(name: str, python: pathlib.Path, further: list[str]) -> int:
     """Runs the tests of a set, and returns the exit status."""
-    found = SETS[name]
-    left_out = [f"--deselect={test}" for test in found.impossible]
+    *_, rooms = SETS[name]
+    tests = [PROMISES, *(f"tests/frameworks/{room}/test_private_names.py" for room in rooms)]
+    left_out = [f"--deselect={test}" for test in IMPOSSIBLE.get(name, [])]
     options = ["-q", "-p", "no:cacheprovider", *left_out, *further]
-    command = [str(python), "-m", "pytest", *found.tests, *options]
+    command = [str(python), "-m", "pytest", *tests, *options]
     print(f"{name}: {' '.join(command[1:])}", flush=True)
-    environment = {**os.environ, **found.environment, "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, **ENVIRONMENTS[name], "PYTHONPATH": str(ROOT / "src")}
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 

@@ -78,13 +78,6 @@ def by_forks(monkeypatch):
     monkeypatch.setattr(benchmarks.__main__, "subprocess", types.SimpleNamespace(run=run))
 
 
-def run_the_command(arguments):
-    """Runs it as its users do: the processes that it starts are what the forks stand for."""
-    command = [sys.executable, "-m", "benchmarks", *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout, done.stderr
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_short_form_runs_every_program(backend, tmp_path, monkeypatch, capfd):
     output, cases = tmp_path / "folder" / "results.json", PROGRAMS[backend]
@@ -95,7 +88,10 @@ def test_the_short_form_runs_every_program(backend, tmp_path, monkeypatch, capfd
     # Compiled code that runs twice need not be fast.
     monkeypatch.setenv("XLA_FLAGS", UNOPTIMIZED)
     if backend == "tf_keras":
-        status, printed, errors = run_the_command(arguments)
+        # As its users do: the processes that it starts are what the forks stand for.
+        command = [sys.executable, "-m", "benchmarks", *arguments]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        status, printed, errors = done.returncode, done.stdout, done.stderr
     else:
         by_forks(monkeypatch)
         status, (printed, errors) = main(arguments), capfd.readouterr()

@@ -1,4 +1,4 @@
-"""What is done before anything is timed: the work of all methods is compared."""
+"""What is done before anything is timed: the work of all methods, and what memory there is."""
 
 import math
 
@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import measure as measured
 from benchmarks.frameworks import Framework
+from benchmarks.machine import available, peak_above_rest
 from benchmarks.measure import TooBigError, WrongResultError, measure
 from benchmarks.methods import SKIPPED
 from benchmarks.rows import SKIPS, Row
@@ -14,6 +15,7 @@ from benchmarks.timing import Program
 from benchmarks.workloads import equal
 
 WORK = equal(2, 20)
+MEBIBYTE = 2**20
 
 
 class Descent(Program):
@@ -127,7 +129,19 @@ def test_so_few_steps_overflow_that_a_scale_stays_a_normal_number():
     assert np.float32(2.0**15) * np.float32(2.0 ** -len(seen)) >= np.finfo(np.float32).tiny
 
 
+def test_the_peak_of_memory_is_what_was_held_at_once():
+    nothing = peak_above_rest(lambda: None)
+    if nothing is None:
+        pytest.skip("this system does not tell")
+    assert nothing < 16 * MEBIBYTE
+    for _ in range(2):
+        # Each is given back before the next is made.
+        peak = peak_above_rest(lambda: [np.ones(64 * MEBIBYTE, np.uint8).size for _ in range(2)])
+        assert 60 * MEBIBYTE < peak < 100 * MEBIBYTE
+
+
 def test_a_row_that_does_not_fit_is_left_out(monkeypatch):
+    assert available() > 0
     monkeypatch.setattr(measured, "available", lambda: 100)
     with pytest.raises(TooBigError, match="GiB of memory"):
         found("bare")
@@ -139,10 +153,8 @@ def test_a_step_of_many_takes_the_time_of_one():
     def is_many(program):
         program.inner_steps = 1000
 
-    methods = found("bare", "ours_dynamic", rounds=3, spoil=is_many, whose="ours_dynamic")[
-        "methods"
-    ]
-    one, many = (methods[name]["seconds"]["median"] for name in ("bare", "ours_dynamic"))
+    result = found("bare", "ours_dynamic", rounds=3, spoil=is_many, whose="ours_dynamic")
+    one, many = (method["seconds"]["median"] for method in result["methods"].values())
     assert 0 < many < one / 10
 
 

@@ -1,5 +1,7 @@
 """The clock of the benchmarks, run on a clock of its own."""
 
+import contextlib
+import dataclasses
 import gc
 import math
 
@@ -20,14 +22,17 @@ class Clock:
         return self.now
 
 
+@dataclasses.dataclass
 class Work(Program):
     """A program that takes a known time, and writes down what is asked of it."""
 
-    def __init__(self, clock, seconds, name="", log=None, fresh_each_step=False, preparation=0.0):
-        self.clock, self.seconds, self.name = clock, seconds, name
-        self.log = [] if log is None else log
-        self.fresh_each_step, self.preparation = fresh_each_step, preparation
-        self.waiting = 0.0
+    clock: Clock
+    seconds: float
+    name: str = ""
+    log: list = dataclasses.field(default_factory=list)
+    fresh_each_step: bool = False
+    preparation: float = 0.0
+    waiting: float = 0.0
 
     def prepare(self):
         self.log.append(("prepare", self.name))
@@ -115,12 +120,10 @@ def test_garbage_is_not_collected_meanwhile(collecting, fails):
                 raise RuntimeError("no")
 
     seen, clock, before = [], Clock(), gc.isenabled()
+    (gc.enable if collecting else gc.disable)()
     try:
-        (gc.enable if collecting else gc.disable)()
-        try:
+        with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
             interleave({"a": Asks(clock, 1.0)}, rounds=2, steps=1, clock=clock)
-        except RuntimeError:
-            assert fails
         assert seen == [False] * (1 if fails else 2)
         assert gc.isenabled() == collecting
     finally:

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import functools
+import importlib.util
 import pathlib
 import re
 
@@ -24,6 +25,11 @@ class Module:
     def room(self):
         """The file or folder below `lossscale`: "rules", "keras"; for itself "lossscale"."""
         return (*self.name.split("."), "lossscale")[1]
+
+    @property
+    def package(self):
+        """What its relative imports are relative to."""
+        return self.name if self.is_package else self.name.rpartition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +90,7 @@ def modules_named(module):
 
 def _imports_below(node, module, lazy):
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and _is_type_checking(child.test):
+        if isinstance(child, ast.If) and _last_name(child.test) == "TYPE_CHECKING":
             for statement in child.orelse:
                 yield from _imports_below(ast.Module([statement], []), module, lazy)
             continue
@@ -95,43 +101,22 @@ def _imports_below(node, module, lazy):
 
 
 def _names(node, module):
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        base = _absolute(node, module)
-        names = [f"{base}.{alias.name}" for alias in node.names]
-        # A module of the library in use has imported `lossscale` already.
-        return names if base == "lossscale" else [base, *names]
-    if isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
-        texts = [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
-        return [_below(text, node.args[1:], module) for text in texts]
+    match node:
+        case ast.Import(names=names):
+            return [alias.name for alias in names]
+        case ast.ImportFrom(module=name, level=level, names=names):
+            base = importlib.util.resolve_name("." * level + (name or ""), module.package)
+            names = [f"{base}.{alias.name}" for alias in names]
+            # A module of the library in use has imported `lossscale` already.
+            return names if base == "lossscale" else [base, *names]
+        case ast.Call(args=[ast.Constant(value=name), *given]) if _last_name(node.func) in (
+            "import_module",
+            "__import__",
+        ):
+            package = given[0].value if given and isinstance(given[0], ast.Constant) else None
+            return [importlib.util.resolve_name(name, package or module.package)]
     return []
 
 
-def _below(name, given, module):
-    """The whole of a name that `import_module` may be given relative to a package."""
-    dots = len(name) - len(name.lstrip("."))
-    if not dots:
-        return name
-    if given and isinstance(given[0], ast.Constant):
-        package = given[0].value
-    else:
-        package = module.name if module.is_package else module.name.rpartition(".")[0]
-    above = package.split(".")
-    return ".".join([*above[: len(above) - dots + 1], name[dots:]])
-
-
-def _absolute(node, module):
-    if not node.level:
-        return node.module
-    package = module.name.split(".")
-    package = package[: len(package) - node.level + module.is_package]
-    return ".".join([*package, *([node.module] if node.module else [])])
-
-
-def _called(node):
-    return getattr(node.func, "attr", getattr(node.func, "id", None))
-
-
-def _is_type_checking(test):
-    return getattr(test, "attr", getattr(test, "id", None)) == "TYPE_CHECKING"
+def _last_name(node):
+    return getattr(node, "attr", getattr(node, "id", None))

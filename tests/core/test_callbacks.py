@@ -1,13 +1,9 @@
 """The monitor's arguments, which are checked before any framework is imported."""
 
-import importlib.util
-import subprocess
-import sys
-
 import pytest
 
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.errors import ArgumentError, ArgumentTypeError, MissingPackageError
+from lossscale.errors import ArgumentError, ArgumentTypeError
 
 
 @pytest.mark.parametrize(
@@ -33,25 +29,3 @@ from lossscale.errors import ArgumentError, ArgumentTypeError, MissingPackageErr
 def test_a_bad_argument_is_named(arguments, error, message):
     with pytest.raises(error, match=message):
         LossScaleMonitor(**arguments)
-
-
-def test_a_missing_package_says_which_extra_has_it(monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "tensorboardX" else found(name)
-    )
-    with pytest.raises(MissingPackageError, match=r'pip install "lossscale\[tensorboard\]"'):
-        LossScaleMonitor(tensorboard="board")
-
-
-def test_importing_brings_no_framework():
-    program = """
-import sys
-import lossscale.callbacks
-heavy = {"tensorflow", "keras", "tf_keras", "jax", "torch", "numpy", "tensorboardX"}
-print(sorted(heavy & set(sys.modules)))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"

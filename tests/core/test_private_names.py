@@ -46,10 +46,6 @@ def is_private(name):
     )
 
 
-def constant(node):
-    return node.value if isinstance(node, ast.Constant) else None
-
-
 def is_dictionary_of_attributes(node):
     """Whether it is `object.__dict__` or `vars(object)`."""
     return (isinstance(node, ast.Attribute) and node.attr == "__dict__") or (
@@ -60,40 +56,42 @@ def is_dictionary_of_attributes(node):
 def names_used(tree):
     """What is asked of any object by a name with an underscore, whichever way."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            yield node.attr
-        elif isinstance(node, ast.Subscript) and is_dictionary_of_attributes(node.value):
-            yield constant(node.slice)
-        elif isinstance(node, ast.Compare) and is_dictionary_of_attributes(node.comparators[0]):
-            yield constant(node.left)
-        elif isinstance(node, ast.Call) and node.args:
-            function = node.func
-            if isinstance(function, ast.Name) and function.id in ASK_BY_NAME:
-                yield constant(node.args[1])
-            elif isinstance(function, ast.Attribute) and is_dictionary_of_attributes(
-                function.value
-            ):
-                yield constant(node.args[0])
+        match node:
+            case ast.Attribute(attr=name):
+                yield name
+            case (
+                ast.Subscript(value=value, slice=ast.Constant(value=name))
+                | ast.Compare(left=ast.Constant(value=name), comparators=[value, *_])
+                | ast.Call(func=ast.Attribute(value=value), args=[ast.Constant(value=name), *_])
+            ) if is_dictionary_of_attributes(value):
+                yield name
+            case ast.Call(func=ast.Name(id=ask), args=[_, ast.Constant(value=name), *_]):
+                if ask in ASK_BY_NAME:
+                    yield name
 
 
 def names_defined(tree):
     """What a module itself calls by such a name: functions, classes, variables, attributes."""
     for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if ast.unparse(node.value) == "self":
-                yield node.attr
-        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-            if is_dictionary_of_attributes(node.value):
-                yield constant(node.slice)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("__dict__.setdefault"):
-            yield constant(node.args[0])
-        elif isinstance(node, ast.Dict):
-            # What takes the place of attributes.
-            yield from map(constant, node.keys)
+        match node:
+            case (
+                ast.FunctionDef(name=name)
+                | ast.ClassDef(name=name)
+                | ast.Name(id=name, ctx=ast.Store())
+                | ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store())
+            ):
+                yield name
+            case ast.Subscript(value=value, slice=ast.Constant(value=name), ctx=ast.Store()):
+                if is_dictionary_of_attributes(value):
+                    yield name
+            case ast.Call(
+                func=ast.Attribute(value=ast.Attribute(attr="__dict__"), attr="setdefault"),
+                args=[ast.Constant(value=name), *_],
+            ):
+                yield name
+            case ast.Dict(keys=keys):
+                # What takes the place of attributes.
+                yield from (key.value for key in keys if isinstance(key, ast.Constant))
 
 
 def collected(function):

@@ -1,14 +1,20 @@
+"""What users are given: names, help on them, types, and examples that print what they say."""
+
+import doctest
 import importlib
 import inspect
 import pathlib
 import pydoc
 import re
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 
 import pytest
 
 import lossscale
+from core.source_tree import FRAMEWORKS, imports, modules
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.members import OptimizerMembers
 from lossscale.torch.names import LossScaleOptimizer as TorchLossScaleOptimizer
@@ -19,50 +25,18 @@ DECLARED = [name for name in vars(OptimizerMembers) if not name.startswith("_")]
 OF_KERAS_3_ONLY = {"scale_loss", "apply", "stateless_apply"}
 
 PUBLIC = {
-    "lossscale": {
-        "DynamicScale",
-        "FixedScale",
-        "Installation",
-        "LossScaleError",
-        "LossScaleOptimizer",
-        "LossScaleWarning",
-        "Needs",
-        "ScaleRule",
-        "ScaleState",
-        "Seen",
-        "__version__",
-        "install",
-        "register",
-    },
-    "lossscale.experimental": {
-        "DynamicLossScale",
-        "FixedLossScale",
-        "LossScale",
-        "LossScaleOptimizer",
-    },
-    "lossscale.migration": {
-        "FileDescription",
-        "OptimizerDescription",
-        "Restored",
-        "check_file",
-        "describe_file",
-        "load_model",
-        "migrate_file",
-        "restore_checkpoint",
-    },
+    "lossscale": "DynamicScale FixedScale Installation LossScaleError LossScaleOptimizer "
+    "LossScaleWarning Needs ScaleRule ScaleState Seen __version__ install register",
+    "lossscale.experimental": "DynamicLossScale FixedLossScale LossScale LossScaleOptimizer",
+    "lossscale.migration": "FileDescription OptimizerDescription Restored check_file describe_file "
+    "load_model migrate_file restore_checkpoint",
 }
 
 
 @pytest.mark.parametrize("module", PUBLIC)
-def test_the_public_names_are_these(module):
+def test_the_public_names_are_these_and_are_documented(module):
     found = importlib.import_module(module)
-    assert set(found.__all__) == PUBLIC[module]
-    assert all(hasattr(found, name) for name in found.__all__)
-
-
-@pytest.mark.parametrize("module", PUBLIC)
-def test_every_public_name_is_documented(module):
-    found = importlib.import_module(module)
+    assert sorted(found.__all__) == sorted(PUBLIC[module].split())
     for name in found.__all__:
         assert (getattr(found, name).__doc__ or "").strip(), name
 
@@ -143,16 +117,12 @@ def test_every_wrapper_defines_what_its_base_classes_declare():
         assert missing == own, wrapper
 
 
-def test_a_wrapper_is_found_where_its_class_says():
+def test_a_wrapper_is_found_where_its_class_says_and_made_of_few_classes():
     for wrapper in (*wrappers(), TorchLossScaleOptimizer):
         assert wrapper.__name__ == "LossScaleOptimizer"
         package = importlib.import_module(wrapper.__module__)
         assert wrapper.__module__.count(".") == 1
         assert getattr(package, wrapper.__qualname__) is wrapper
-
-
-def test_a_wrapper_is_made_of_few_classes():
-    for wrapper in (*wrappers(), TorchLossScaleOptimizer):
         assert len(ours_in(wrapper)) <= (5 if wrapper is not TorchLossScaleOptimizer else 9)
 
 
@@ -180,3 +150,112 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
     assert not hasattr(lossscale, "plotting")
     with pytest.raises(AttributeError, match="'lossscale' has no attribute 'plotting'"):
         lossscale.plotting  # noqa: B018
+
+
+# --- what a type checker knows, by a user's program, right and wrong
+
+PROGRAM = """\
+from typing import Any
+
+import lossscale
+
+
+def train(inner: Any, loss: Any, gradients: list[Any], weights: list[Any]) -> float:
+    optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=2.0**10, dynamic_growth_steps=5)
+    scaled = optimizer.get_scaled_loss(loss)
+    unscaled = optimizer.get_unscaled_gradients([scaled])
+    optimizer.apply_gradients(zip(unscaled, weights))
+    optimizer.minimize(lambda: loss, weights)
+    optimizer.learning_rate = 0.5
+    skipped: int = int(optimizer.steps_skipped)
+    rule: lossscale.ScaleRule = optimizer.rule
+    again: lossscale.LossScaleOptimizer = type(optimizer).from_config(optimizer.get_config())
+    return float(again.loss_scale) + skipped + float(rule.init().scale)
+
+
+class Counting(lossscale.LossScaleOptimizer):
+    def get_scaled_loss(self, loss: Any) -> Any:
+        return super().get_scaled_loss(loss)
+
+
+Counting(None, rule=lossscale.FixedScale(128.0))
+"""
+MISTAKES = {
+    "lossscale.LossScaleOptimizer(None, initial_scal=3)": "call-arg",
+    "lossscale.LossScaleOptimizer(None, dynamic='dynamic')": "arg-type",
+    "lossscale.LossScaleOptimizer()": "call-arg",
+    "lossscale.LossScaleOptimizer(None).get_scaled_loss()": "call-arg",
+    "lossscale.LossScaleOptimizer(None).minimize(los=None)": "call-arg",
+    "lossscale.LossScaleOptimizer(None).apply_gradients(3)": "arg-type",
+    "lossscale.DynamicScale(initial_scale='high')": "arg-type",
+}
+
+
+def test_a_type_checker_knows_the_members_and_finds_mistakes(tmp_path):
+    program = tmp_path / "program.py"
+    first = PROGRAM.count("\n") + 1
+    program.write_text(PROGRAM + "".join(f"{mistake}\n" for mistake in MISTAKES))
+    # As the package itself is checked, so that what was found then need not be found again.
+    settings = ["--config-file", str(ROOT / "pyproject.toml")]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *settings, "--follow-imports", "silent", str(program)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    found = re.findall(r"program\.py:(\d+): error: .* \[([a-z-]+)\]", done.stdout)
+    expected = [(str(first + row), code) for row, code in enumerate(MISTAKES.values())]
+    assert found == expected, done.stdout + done.stderr
+
+
+# --- the examples in the docstrings of every module that needs no framework to be imported
+
+
+def needs_a_framework(name):
+    """Whether importing this module imports a framework, itself or through another module."""
+    seen, waiting = set(), [name]
+    while waiting:
+        current = waiting.pop()
+        if current in seen or current not in BY_NAME:
+            continue
+        seen.add(current)
+        at_once = {imported for imported in imports(BY_NAME[current]) if not imported.lazy}
+        if FRAMEWORKS & {imported.root for imported in at_once}:
+            return True
+        waiting += [current.rpartition(".")[0], *(imported.name for imported in at_once)]
+    return False
+
+
+BY_NAME = {module.name: module for module in modules()}
+DOCUMENTED = [
+    name
+    for name in BY_NAME
+    # Importing a `__main__` runs it, and what is asked of `torch` imports PyTorch.
+    if not name.endswith(("__main__", ".torch")) and not needs_a_framework(name)
+]
+
+
+def run_examples(name):
+    given = {}
+    if name == "lossscale.members":
+        # Its examples say once what holds for every framework.
+        given = {root: importlib.import_module(root) for root in ("keras", "lossscale")}
+        given["tf"] = importlib.import_module("tensorflow")
+    return doctest.testmod(
+        importlib.import_module(name),
+        extraglobs=given,
+        optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE,
+    )
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_the_examples_of_a_module_print_what_they_say(name):
+    assert run_examples(name).failed == 0
+
+
+def test_the_examples_are_found():
+    assert {"lossscale", "lossscale.errors", "lossscale.rules"} <= set(DOCUMENTED)
+    assert run_examples("lossscale.rules").attempted >= 5
+    assert run_examples("lossscale.members").attempted >= 30
+    rooms = ("lossscale.keras.", "lossscale.tf_keras.")
+    assert [name for name in DOCUMENTED if name.startswith(rooms)] == []

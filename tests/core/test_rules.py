@@ -1,11 +1,11 @@
 import dataclasses
-import json
 import math
+import pickle
 
 import numpy as np
 import pytest
 
-from core import oracle
+from earlier_files import read
 from lossscale.arguments import config_from_rule
 from lossscale.diagnostics import Alarms, StepRecord
 from lossscale.errors import ArgumentError
@@ -22,23 +22,6 @@ from lossscale.rules import (
 )
 
 OK, BAD = True, False
-
-NOT_A_SCALE = [0, -1.0, math.inf, -math.inf, math.nan, "8", True, None, 2.0**127, 2.0**-127]
-NOT_AN_INTERVAL = [0, 0.0, -5, 2.5, math.nan, 2.0**31, True, "8", None, math.inf, 2**31]
-RULES_TO_STORE = [
-    FixedScale(128),
-    FixedScale(2.0**-126, skip_nonfinite=True),
-    DynamicScale(),
-    DynamicScale(
-        initial_scale=3,
-        growth_interval=7,
-        growth_factor=1.7,
-        backoff_factor=0.3,
-        min_scale=0.1,
-        max_scale=1e9,
-    ),
-    DynamicScale(min_scale=2.0**-126, max_scale=2.0**126),
-]
 
 
 def started(rule):
@@ -57,21 +40,7 @@ def run(rule, finite_steps, state=None):
     return pairs
 
 
-def is_normal_float32(value):
-    with np.errstate(all="ignore"):
-        magnitude = np.float32(value)
-    return np.finfo(np.float32).tiny <= magnitude <= np.finfo(np.float32).max
-
-
-def assert_scale_and_reciprocal_stay_normal(rule, finite, steps):
-    seen = {scale for scale, _ in run(rule, [finite] * steps)}
-    for scale in seen:
-        assert is_normal_float32(scale)
-        assert is_normal_float32(np.float32(1) / np.float32(scale))
-    return seen
-
-
-# --- how the dynamic scale moves
+# --- how the scale moves
 
 
 def test_the_default_is_the_one_tensorflow_documents():
@@ -81,80 +50,58 @@ def test_the_default_is_the_one_tensorflow_documents():
     assert (rule.min_scale, rule.max_scale, rule.ceiling) == (1.0, None, 2.0**126)
 
 
-def test_the_trace_is_that_of_tensorflow_2_0_to_2_21():
-    rule = DynamicScale(initial_scale=1, growth_interval=2)
-    steps = [OK, OK, OK, BAD, OK, OK, BAD, BAD, BAD]
-    expected = [(1, 1), (2, 0), (2, 1), (1, 0), (1, 1), (2, 0), (1, 0), (1, 0), (1, 0)]
-    assert run(rule, steps) == expected
-    assert oracle.trace(rule, steps) == expected
-
-
-def test_the_default_doubles_on_the_2000th_finite_step_in_a_row():
-    pairs = run(DynamicScale(), [OK] * 2001)
-    assert pairs[1998] == (2.0**15, 1999)
-    assert pairs[1999] == (2.0**16, 0)
-    assert pairs[2000] == (2.0**16, 1)
-
-
-def test_with_an_interval_of_2_the_scale_doubles_on_the_second_finite_step():
-    rule = DynamicScale(initial_scale=8, growth_interval=2)
-    assert run(rule, [OK, OK]) == [(8, 1), (16, 0)]
-
-
-def test_an_overflow_halves_the_scale_and_starts_the_count_again():
-    rule = DynamicScale(initial_scale=8, growth_interval=2)
-    assert run(rule, [OK, BAD, OK, OK]) == [(8, 1), (4, 0), (4, 1), (8, 0)]
-
-
-def test_the_count_starts_again_after_a_growth():
-    rule = DynamicScale(initial_scale=8, growth_interval=3)
-    assert [scale for scale, _ in run(rule, [OK] * 7)] == [8, 8, 16, 16, 16, 32, 32]
-
-
-def test_an_interval_of_1_grows_on_every_finite_step():
-    rule = DynamicScale(initial_scale=8, growth_interval=1)
-    assert run(rule, [OK, OK, BAD, OK]) == [(16, 0), (32, 0), (16, 0), (32, 0)]
-
-
-def test_the_factors_are_those_given():
-    rule = DynamicScale(
-        initial_scale=16, growth_interval=1, growth_factor=8, backoff_factor=0.25, min_scale=0.5
-    )
-    assert run(rule, [OK, BAD, BAD, BAD, BAD]) == [(128, 0), (32, 0), (8, 0), (2, 0), (0.5, 0)]
-
-
-def test_the_scale_never_falls_below_1_by_default():
-    rule = DynamicScale(initial_scale=4)
-    assert run(rule, [BAD] * 5) == [(2, 0), (1, 0), (1, 0), (1, 0), (1, 0)]
-
-
-def test_a_backoff_that_would_pass_the_floor_stops_on_it():
-    rule = DynamicScale(initial_scale=4, min_scale=3)
-    assert run(rule, [BAD, BAD]) == [(3, 0), (3, 0)]
-
-
-def test_a_growth_that_would_pass_the_ceiling_is_left_out_and_the_count_starts_again():
-    rule = DynamicScale(initial_scale=4, growth_interval=2, max_scale=7)
-    assert run(rule, [OK, OK, OK, OK, BAD]) == [(4, 1), (4, 0), (4, 1), (4, 0), (2, 0)]
-
-
-def test_a_growth_that_reaches_the_ceiling_exactly_is_taken():
-    rule = DynamicScale(initial_scale=4, growth_interval=1, max_scale=8)
-    assert run(rule, [OK, OK]) == [(8, 0), (8, 0)]
-
-
-def test_a_scale_below_1_with_a_lower_floor_does_not_jump_up():
+# A rule, steps, and the pairs (scale, good_steps) after the last of them.
+TRACES = {
+    "TensorFlow 2.0 to 2.21": (
+        DynamicScale(1, 2),
+        [OK, OK, OK, BAD, OK, OK, BAD, BAD, BAD],
+        [(1, 1), (2, 0), (2, 1), (1, 0), (1, 1), (2, 0), (1, 0), (1, 0), (1, 0)],
+    ),
+    "default": (DynamicScale(), [OK] * 2001, [(2**15, 1999), (2**16, 0), (2**16, 1)]),
+    "overflow": (DynamicScale(8, 2), [OK, BAD, OK, OK], [(8, 1), (4, 0), (4, 1), (8, 0)]),
+    "growth": (DynamicScale(8, 3), [OK] * 5, [(8, 1), (8, 2), (16, 0), (16, 1), (16, 2)]),
+    "two growths": (DynamicScale(8, 3), [OK] * 7, [(16, 2), (32, 0), (32, 1)]),
+    "interval of 1": (DynamicScale(8, 1), [OK, OK, BAD, OK], [(16, 0), (32, 0), (16, 0), (32, 0)]),
+    "factors": (
+        DynamicScale(16, 1, growth_factor=8, backoff_factor=0.25, min_scale=0.5),
+        [OK, BAD, BAD, BAD, BAD],
+        [(128, 0), (32, 0), (8, 0), (2, 0), (0.5, 0)],
+    ),
+    "floor by default": (DynamicScale(4), [BAD] * 5, [(2, 0), (1, 0), (1, 0), (1, 0), (1, 0)]),
+    "floor between": (DynamicScale(4, min_scale=3), [BAD, BAD], [(3, 0), (3, 0)]),
+    # A growth that would pass the ceiling is left out, and the count starts again.
+    "ceiling between": (
+        DynamicScale(4, 2, max_scale=7),
+        [OK, OK, OK, OK, BAD],
+        [(4, 1), (4, 0), (4, 1), (4, 0), (2, 0)],
+    ),
+    "ceiling reached exactly": (DynamicScale(4, 1, max_scale=8), [OK, OK], [(8, 0), (8, 0)]),
+    "floor is ceiling": (
+        DynamicScale(8, 1, min_scale=8, max_scale=8),
+        [OK, BAD],
+        [(8, 0), (8, 0)],
+    ),
     # TensorFlow takes max(scale / 2, 1), which lifts 0.25 to 1 on an overflow.
-    rule = DynamicScale(initial_scale=0.25, growth_interval=2, min_scale=2.0**-10)
-    assert run(rule, [BAD, OK, OK]) == [(0.125, 0), (0.125, 1), (0.25, 0)]
+    "below 1": (
+        DynamicScale(0.25, 2, min_scale=2.0**-10),
+        [BAD, OK, OK],
+        [(0.125, 0), (0.125, 1), (0.25, 0)],
+    ),
+    "highest of all": (DynamicScale(growth_interval=1), [OK] * 10_000, [(2.0**126, 0)]),
+    "lowest by default": (DynamicScale(growth_interval=1), [BAD] * 10_000, [(1, 0)]),
+}
 
 
-def test_a_shorter_interval_on_resume_takes_effect_on_the_next_finite_step():
-    rule = DynamicScale(growth_interval=10)
-    state = rule.restored(ScaleState(scale=64.0, good_steps=20))
-    assert state == (64.0, 20)
-    state = ScaleState(np.float32(state.scale), np.int64(state.good_steps))
-    assert run(rule, [OK, OK], state) == [(128, 0), (128, 1)]
+@pytest.mark.parametrize(("rule", "steps", "expected"), TRACES.values(), ids=TRACES)
+def test_the_scale_moves_as_documented(rule, steps, expected):
+    assert run(rule, steps)[-len(expected) :] == expected
+
+
+@pytest.mark.parametrize("skip_nonfinite", [False, True])
+def test_a_fixed_scale_never_moves(skip_nonfinite):
+    rule = FixedScale(128, skip_nonfinite=skip_nonfinite)
+    assert run(rule, [OK, BAD] * 20) == [(128, 0)] * 40
+    assert rule.loss_scale(started(rule)) == 128
 
 
 @pytest.mark.parametrize(
@@ -186,20 +133,6 @@ def test_many_scales_move_at_once():
     assert after.good_steps.tolist() == [0, 0, 1]
 
 
-@pytest.mark.parametrize("counter", [np.int32, np.int64])
-@pytest.mark.parametrize("finite", [OK, BAD, np.True_, np.False_])
-def test_the_types_of_the_state_are_kept(counter, finite):
-    # An interval of 1 takes the branch that writes the zero.
-    for interval in (1, 5):
-        rule = DynamicScale(growth_interval=interval)
-        after = rule.update(ScaleState(np.float32(8), counter(0)), Seen(finite), xp=np)
-        assert isinstance(after, ScaleState)
-        assert after.scale.dtype == np.float32
-        assert after.good_steps.dtype == counter
-
-
-# --- long runs
-
 LONG_RUNS = {
     "default": DynamicScale(growth_interval=1),
     "lowest floor": DynamicScale(growth_interval=1, min_scale=2.0**-126),
@@ -212,35 +145,19 @@ LONG_RUNS = {
 
 
 @pytest.mark.parametrize("rule", LONG_RUNS.values(), ids=LONG_RUNS)
-def test_after_10000_overflows_scale_and_reciprocal_are_normal(rule):
-    seen = assert_scale_and_reciprocal_stay_normal(rule, BAD, 10_000)
-    assert min(seen) == np.float32(rule.min_scale)
-
-
-@pytest.mark.parametrize("rule", LONG_RUNS.values(), ids=LONG_RUNS)
-def test_after_10000_growths_scale_and_reciprocal_are_normal(rule):
-    seen = assert_scale_and_reciprocal_stay_normal(rule, OK, 10_000)
-    assert 2.0**126 / rule.growth_factor < max(seen) <= 2.0**126
-
-
-def test_the_default_reaches_both_ends_exactly():
-    rule = DynamicScale(growth_interval=1)
-    assert run(rule, [OK] * 10_000)[-1] == (2.0**126, 0)
-    assert run(rule, [BAD] * 10_000)[-1] == (1.0, 0)
+@pytest.mark.parametrize("finite", [OK, BAD], ids=["growths", "overflows"])
+def test_after_10000_steps_scale_and_reciprocal_are_normal(rule, finite):
+    scales = np.float32([scale for scale, _ in run(rule, [finite] * 10_000)])
+    for numbers in (scales, 1 / scales):
+        assert np.all(numbers >= np.finfo(np.float32).tiny)
+        assert np.all(numbers <= np.finfo(np.float32).max)
+    if finite:
+        assert 2.0**126 / rule.growth_factor < max(scales) <= 2.0**126
+    else:
+        assert min(scales) == np.float32(rule.min_scale)
 
 
 # --- against a float16 gradient
-
-
-def overflows_in_float16(amax, scale):
-    with np.errstate(over="ignore"):
-        return not np.isfinite(np.float16(np.float64(amax) * scale))
-
-
-def test_a_scaled_gradient_overflows_in_float16_from_65520():
-    assert np.float16(65519.99) == 65504
-    assert not overflows_in_float16(65519.99, 1)
-    assert overflows_in_float16(65520, 1)
 
 
 @pytest.mark.parametrize(
@@ -261,8 +178,8 @@ def test_the_first_steps_are_skipped_until_the_gradient_fits(amax, initial_scale
     rule = DynamicScale(initial_scale=initial_scale)
     state, skipped = started(rule), []
     for _ in range(40):
-        overflowed = overflows_in_float16(amax, state.scale)
-        assert overflowed == (amax * float(state.scale) >= 65520)
+        with np.errstate(over="ignore"):
+            overflowed = not np.isfinite(np.float16(np.float64(amax) * state.scale))
         skipped.append(overflowed)
         state = rule.update(state, Seen(not overflowed), xp=np)
     assert skipped == [True] * skips + [False] * (40 - skips)
@@ -299,87 +216,43 @@ def test_under_random_bad_batches_the_scale_drifts_as_the_renewal_formula_says(
     assert drift == pytest.approx(1000 * (p * q_n / (1 - q_n) - p), abs=tolerance)
 
 
-# --- the fixed scale
-
-
-@pytest.mark.parametrize("skip_nonfinite", [False, True])
-def test_a_fixed_scale_never_moves(skip_nonfinite):
-    rule = FixedScale(128, skip_nonfinite=skip_nonfinite)
-    assert run(rule, [OK, BAD] * 20) == [(128, 0)] * 40
-    assert rule.loss_scale(started(rule)) == 128
-
-
-def test_a_fixed_scale_takes_its_number_from_the_code_and_not_from_a_file():
-    rule = FixedScale(128)
-    stored = ScaleState(scale=64.0, good_steps=17)
-    assert rule.restored(stored) == (128.0, 0)
-    assert rule.loss_scale(stored) == 128
-
-
-def test_a_fixed_scale_checks_gradients_only_when_asked():
-    assert FixedScale(128).checks_gradients is False
-    assert FixedScale(128, skip_nonfinite=True).checks_gradients is True
-
-
-def test_a_dynamic_scale_checks_gradients_and_is_read_from_the_state():
-    assert DynamicScale().checks_gradients is True
-    assert DynamicScale().loss_scale(ScaleState(scale=4.0, good_steps=0)) == 4.0
-
-
 # --- arguments
+
+NOT_A_SCALE = [0, -1.0, math.inf, -math.inf, math.nan, "8", True, None, 2.0**127, 2.0**-127]
+NOT_AN_INTERVAL = [0, 0.0, -5, 2.5, math.nan, 2.0**31, True, "8", None, math.inf, 2**31]
+# float32 rounds the last two to a factor that moves nothing, or to nothing at all.
+NO_GROWTH = [1, 1.0, 0.5, 0, -2, math.inf, math.nan, "2", True, None, 1 + 2.0**-25, 1e300]
+NO_BACKOFF = [1, 0, 2.0, -0.5, math.inf, math.nan, "0.5", True, None, -0.0, False]
+NO_BACKOFF += [1 - 2.0**-26, 1e-60]
+WRONG = [
+    (FixedScale, "scale", "", NOT_A_SCALE),
+    (FixedScale, "skip_nonfinite", "True or False", [0, 1, None, "no"]),
+    (DynamicScale, "initial_scale", "", NOT_A_SCALE),
+    (DynamicScale, "min_scale", "", NOT_A_SCALE),
+    # None stands for the highest scale there is.
+    (DynamicScale, "max_scale", "", [value for value in NOT_A_SCALE if value is not None]),
+    (DynamicScale, "growth_interval", "an integer", NOT_AN_INTERVAL),
+    (DynamicScale, "growth_factor", "", NO_GROWTH),
+    (DynamicScale, "backoff_factor", "", NO_BACKOFF),
+]
 
 
 @pytest.mark.parametrize(
-    ("make", "name", "value"),
-    [
-        (make, name, value)
-        for make, name in [
-            (FixedScale, "scale"),
-            (DynamicScale, "initial_scale"),
-            (DynamicScale, "min_scale"),
-            (DynamicScale, "max_scale"),
-        ]
-        for value in NOT_A_SCALE
-        # None stands for the highest scale there is.
-        if (name, value) != ("max_scale", None)
-    ],
+    ("make", "name", "what", "value"), [(*row, value) for *row, values in WRONG for value in values]
 )
-def test_a_bad_scale_is_a_value_error_that_names_it(make, name, value):
-    with pytest.raises(ValueError, match=f"^`{name}` must be ") as caught:
-        make(**{name: value})
+def test_a_bad_argument_is_a_value_error_that_names_it(make, name, what, value):
+    given = {"scale": 8} if name == "skip_nonfinite" else {}
+    with pytest.raises(ValueError, match=f"^`{name}` must be {what}") as caught:
+        make(**given, **{name: value})
     assert isinstance(caught.value, ArgumentError)
-    assert f"{name}={value!r}" in str(caught.value)
+    shown = float(value) if name.endswith("factor") and type(value) is int else value
+    assert f"{name}={shown!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [2000.0, np.float64(2000), np.float32(2000), np.int64(2000)])
 def test_a_whole_number_may_be_written_as_a_float(value):
     interval = DynamicScale(growth_interval=value).growth_interval
     assert (interval, type(interval)) == (2000, int)
-
-
-@pytest.mark.parametrize("value", NOT_AN_INTERVAL, ids=repr)
-def test_a_bad_growth_interval_is_a_value_error_that_names_it(value):
-    with pytest.raises(ValueError, match=r"^`growth_interval` must be an integer") as caught:
-        DynamicScale(growth_interval=value)
-    assert f"growth_interval={value!r}" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("growth_factor", v) for v in (1, 1.0, 0.5, 0, -2, math.inf, math.nan, "2", True, None)),
-        *(("backoff_factor", v) for v in (1, 0, 2.0, -0.5, math.inf, math.nan, "0.5", True, None)),
-        *(("backoff_factor", v) for v in (-0.0, False)),
-        # float32 rounds these to a factor that moves nothing, or to nothing at all.
-        *(("growth_factor", v) for v in (1 + 2.0**-25, 1e300)),
-        *(("backoff_factor", v) for v in (1 - 2.0**-26, 1e-60)),
-    ],
-    ids=repr,
-)
-def test_a_bad_factor_is_a_value_error_that_names_it(name, value):
-    with pytest.raises(ValueError, match=f"^`{name}` must be ") as caught:
-        DynamicScale(**{name: value})
-    assert f"{name}=" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -397,19 +270,11 @@ def test_a_first_scale_outside_the_range_is_a_value_error(settings):
         DynamicScale(**settings)
 
 
-@pytest.mark.parametrize("value", [0, 1, None, "no"], ids=repr)
-def test_a_bad_skip_nonfinite_is_a_value_error_that_names_it(value):
-    with pytest.raises(ValueError, match=r"^`skip_nonfinite` must be True or False"):
-        FixedScale(8, skip_nonfinite=value)
-
-
 def test_the_ends_of_every_range_are_valid():
     assert FixedScale(SMALLEST_SCALE).scale == 2.0**-126
     assert FixedScale(LARGEST_SCALE).scale == 2.0**126
     assert DynamicScale(growth_interval=1).growth_interval == 1
     assert DynamicScale(growth_interval=LONGEST_INTERVAL).growth_interval == 2**31 - 1
-    rule = DynamicScale(initial_scale=8, min_scale=8, max_scale=8, growth_interval=1)
-    assert run(rule, [OK, BAD]) == [(8, 0), (8, 0)]
 
 
 def test_numbers_of_numpy_are_kept_as_numbers_of_python():
@@ -422,35 +287,34 @@ def test_numbers_of_numpy_are_kept_as_numbers_of_python():
 # --- a rule as an object
 
 
-@pytest.mark.parametrize("rule", RULES_TO_STORE, ids=repr)
+def test_rules_are_found_by_their_class_names():
+    assert {"FixedScale": FixedScale, "DynamicScale": DynamicScale} == RULES
+
+
+@pytest.mark.parametrize("rule", [FixedScale(128), DynamicScale()], ids=repr)
 def test_a_rule_is_frozen(rule):
     for field in dataclasses.fields(rule):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(rule, field.name, 1.0)
 
 
-@pytest.mark.parametrize("rule", RULES_TO_STORE, ids=repr)
-def test_a_rule_is_made_again_from_its_config_through_json(rule):
-    config = json.loads(json.dumps(rule.get_config(), allow_nan=False))
-    again = RULES[type(rule).__name__](**config)
-    assert again == rule
-    assert hash(again) == hash(rule)
-
-
 def test_rules_are_equal_when_their_arguments_are_and_only_then():
     assert DynamicScale(8) == DynamicScale(8.0)
     assert hash(DynamicScale(8)) == hash(DynamicScale(8.0))
-    assert len(set(RULES_TO_STORE)) == len(RULES_TO_STORE)
-    assert DynamicScale(8) != FixedScale(8)
+    different = [FixedScale(8), FixedScale(8, True), DynamicScale(8), DynamicScale(8, max_scale=9)]
+    assert len(set(different)) == len(different)
 
 
-@pytest.mark.parametrize("rule", RULES_TO_STORE, ids=repr)
-def test_a_rule_is_a_scale_rule_and_starts_with_python_numbers(rule):
-    assert isinstance(rule, ScaleRule)
-    scale, good_steps = rule.init()
-    assert type(scale) is float
-    assert type(good_steps) is int
-    assert rule.init()._fields[0] == "scale"
+def test_whether_gradients_are_checked():
+    assert FixedScale(128).checks_gradients is False
+    assert FixedScale(128, skip_nonfinite=True).checks_gradients is True
+    assert DynamicScale().checks_gradients is True
+
+
+@pytest.mark.parametrize("name", read.of("rules", ""))
+def test_a_pickle_of_an_earlier_release_loads_without_a_framework(name):
+    path, shown = read.path_and_facts("rules", name)
+    assert repr(pickle.loads(path.read_bytes())) == shown
 
 
 def test_something_else_is_no_scale_rule():
@@ -490,10 +354,6 @@ def test_a_rule_of_ones_own_may_say_that_its_scale_is_fixed():
     assert "the fixed loss scale 4" in alarm.message
 
 
-def test_the_named_rules_are_found_by_their_class_names():
-    assert {"FixedScale": FixedScale, "DynamicScale": DynamicScale} == RULES
-
-
 # --- a state that comes from a file
 
 
@@ -513,29 +373,39 @@ def test_the_named_rules_are_found_by_their_class_names():
         ((3.0, 3), (4.0, 3)),
         ((2.0**-149, 3), (4.0, 3)),
         ((16.0, -1), (16.0, 0)),
+        ((np.float32(8), np.int64(3)), (8.0, 3)),
     ],
     ids=repr,
 )
 def test_a_stored_state_is_brought_into_the_range_of_the_rule(stored, expected):
     rule = DynamicScale(initial_scale=32, min_scale=4, max_scale=64)
-    assert rule.restored(ScaleState(*stored)) == expected
+    state = rule.restored(ScaleState(*stored))
+    assert state == expected
+    assert isinstance(state, ScaleState)
+    assert [type(number) for number in state] == [float, int]
 
 
 def test_a_stored_scale_is_clamped_at_the_highest_scale_without_a_max_scale():
     assert DynamicScale().restored(ScaleState(2.0**127, 0)).scale == 2.0**126
 
 
-def test_a_restored_state_is_made_of_python_numbers():
-    state = DynamicScale().restored(ScaleState(np.float32(8), np.int64(3)))
-    assert isinstance(state, ScaleState)
-    assert (type(state.scale), type(state.good_steps)) == (float, int)
+def test_a_fixed_scale_takes_its_number_from_the_code_and_not_from_a_file():
+    stored = ScaleState(scale=64.0, good_steps=17)
+    assert FixedScale(128).restored(stored) == (128.0, 0)
+    assert FixedScale(128).loss_scale(stored) == 128
+    assert DynamicScale().loss_scale(stored) == 64
 
 
-def test_a_stored_count_of_any_length_can_be_counted_on_in_32_bits():
-    rule = DynamicScale(growth_interval=LONGEST_INTERVAL)
-    scale, good_steps = rule.restored(ScaleState(8.0, 2**40))
+@pytest.mark.parametrize(
+    ("interval", "stored"),
+    # A shorter interval on resume takes effect at once; any count can be counted on in 32 bits.
+    [(10, 20), (LONGEST_INTERVAL, 2**40)],
+)
+def test_a_stored_count_is_counted_on(interval, stored):
+    scale, good_steps = DynamicScale(growth_interval=interval).restored(ScaleState(8.0, stored))
+    assert (scale, good_steps) == (8, min(stored, LONGEST_INTERVAL - 1))
     state = ScaleState(np.float32(scale), np.int32(good_steps))
-    assert run(rule, [OK, OK], state) == [(16, 0), (16, 1)]
+    assert run(DynamicScale(growth_interval=interval), [OK, OK], state) == [(16, 0), (16, 1)]
 
 
 # --- powers of two

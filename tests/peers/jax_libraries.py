@@ -12,11 +12,12 @@ import contextlib
 import dataclasses
 import importlib
 import os
+import re
 import sys
 import time
 import unittest
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 # Before JAX looks: the tests of shardings want eight devices.
@@ -54,12 +55,8 @@ def wrapping(factory: Callable[..., Any]) -> Callable[..., Any]:
         return around(factory(*args, **kwargs))
 
     # Optax reads the signatures of factories.
-    return _as(factory, wrapped)
-
-
-def _as(factory: Any, function: Any) -> Any:
-    function.__wrapped__ = factory
-    return function
+    wrapped.__wrapped__ = factory
+    return wrapped
 
 
 # --- jmp ----------------------------------------------------------------------------------------
@@ -76,42 +73,28 @@ def _adjusted(self: Any, grads_finite: Any) -> Any:
     return dataclasses.replace(self, loss_scale=state.loss_scale, counter=counter)
 
 
-def _through_state(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def method(self: Any, tree: Any) -> Any:
-        _, state = lossscale.optax.from_jmp(self, ())
-        return function(state, tree)
-
-    return method
-
-
-def _scaled_tree(state: Any, tree: Any) -> Any:
+def _scale(self: Any, tree: Any) -> Any:
+    _, state = lossscale.optax.from_jmp(self, ())
     return jax.tree.map(lambda leaf: lossscale.optax.scale_loss(state, leaf), tree)
+
+
+def _unscale(self: Any, tree: Any) -> Any:
+    _, state = lossscale.optax.from_jmp(self, ())
+    return lossscale.optax.unscale(state, tree)
 
 
 @contextlib.contextmanager
 def our_jmp() -> Iterator[None]:
     module = importlib.import_module("jmp._src.loss_scale")
-    with contextlib.ExitStack() as stack:
-        replaced = {"scale": _scaled_tree, "unscale": lossscale.optax.unscale}
-        for name, function in replaced.items():
-            stack.enter_context(
-                mock.patch.object(module.DynamicLossScale, name, _through_state(function))
-            )
-        stack.enter_context(mock.patch.object(module.DynamicLossScale, "adjust", _adjusted))
-        stack.enter_context(mock.patch.object(module, "all_finite", lossscale.optax.all_finite))
+    methods = {"scale": _scale, "unscale": _unscale, "adjust": _adjusted}
+    with (
+        mock.patch.multiple(module.DynamicLossScale, **methods),
+        mock.patch.object(module, "all_finite", lossscale.optax.all_finite),
+    ):
         yield
 
 
 # --- optax.apply_if_finite ----------------------------------------------------------------------
-
-
-class CountedState(NamedTuple):
-    """Ours, with the names of `ApplyIfFiniteState`."""
-
-    notfinite_count: Any
-    last_finite: Any
-    total_notfinite: Any
-    ours: Any
 
 
 def our_apply_if_finite(inner: Any, max_consecutive_errors: int) -> Any:
@@ -119,26 +102,19 @@ def our_apply_if_finite(inner: Any, max_consecutive_errors: int) -> Any:
     inner = optax.with_extra_args_support(inner)
     tx = lossscale.optax.loss_scaled(inner, rule=lossscale.FixedScale(1.0, skip_nonfinite=True))
 
-    def named(state: Any) -> CountedState:
-        return CountedState(
-            state.consecutive_skips, state.last_step_finite, state.skipped_steps, state
-        )
+    def named(state: Any) -> Any:
+        counts = state.consecutive_skips, state.last_step_finite, state.skipped_steps
+        return optax.ApplyIfFiniteState(*counts, inner_state=state)
 
-    def update(updates: Any, state: CountedState, params: Any = None, **extra_args: Any) -> Any:
-        given_in, _ = inner.update(updates, state.ours.inner_state, params, **extra_args)
-        ours, after = tx.update(updates, state.ours, params, **extra_args)
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        ours = state.inner_state
+        given_in, _ = inner.update(updates, ours.inner_state, params, **extra_args)
+        ours, after = tx.update(updates, ours, params, **extra_args)
         too_many = after.consecutive_skips > max_consecutive_errors
         result = jax.tree.map(lambda a, b: jnp.where(too_many, a, b), given_in, ours)
         return result, named(after)
 
     return optax.GradientTransformationExtraArgs(lambda params: named(tx.init(params)), update)
-
-
-@contextlib.contextmanager
-def our_conditionality() -> Iterator[None]:
-    module = importlib.import_module("optax.transforms._conditionality")
-    with mock.patch.object(module, "apply_if_finite", our_apply_if_finite):
-        yield
 
 
 # --- Optax' optimizers and wrappers, inside of ours ---------------------------------------------
@@ -157,43 +133,20 @@ def our_aliases() -> Iterator[None]:
         yield
 
 
-def wrapping_in(module_name: str, *names: str) -> Callable[[], Any]:
+@contextlib.contextmanager
+def wrapping_in(module_name: str, *names: str) -> Iterator[None]:
     """Puts ours around what some functions of a module make."""
-
-    @contextlib.contextmanager
-    def patched() -> Iterator[None]:
-        module = importlib.import_module(module_name)
-        with contextlib.ExitStack() as stack:
-            for name in names:
-                stack.enter_context(
-                    mock.patch.object(module, name, wrapping(getattr(module, name)))
-                )
-            yield
-
-    return patched
+    module = importlib.import_module(module_name)
+    made = {name: wrapping(getattr(module, name)) for name in names}
+    with mock.patch.multiple(module, **made):
+        yield
 
 
 # --- The suites ---------------------------------------------------------------------------------
 
 
-class Otherwise(NamedTuple):
-    """Tests that ours does not pass.
-
-    Attributes:
-        name: Of the method, without the number of its parameters.
-        why: What ours does otherwise.
-        numbers: Which of the numbers, where it is not all of them.
-    """
-
-    name: str
-    why: str
-    numbers: Callable[[int], bool] = lambda number: True
-
-    def covers(self, method: str) -> bool:
-        number = method.removeprefix(self.name)
-        if number == method or not (number.isdigit() or number[:1] in ("", "_")):
-            return False
-        return self.numbers(int(number)) if number.isdigit() else True
+def every(number: int) -> bool:
+    return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,15 +158,18 @@ class Suite:
         module: Where they are.
         cases: The names of their classes.
         ours: Puts ours in the place of theirs.
-        otherwise: Tests that ours does not pass, and why it does not.
+        otherwise: Tests that ours does not pass, by their names without the number of their
+            parameters: why it does not, and with which of the numbers.
         imported_with_ours: Whether the module makes what it tests while it is imported.
     """
 
     name: str
     module: str
     cases: tuple[str, ...]
-    ours: Callable[[], Any]
-    otherwise: tuple[Otherwise, ...] = ()
+    ours: contextlib.AbstractContextManager[Any]
+    otherwise: dict[str, tuple[str, Callable[[int], bool]]] = dataclasses.field(
+        default_factory=dict
+    )
     imported_with_ours: bool = False
 
 
@@ -223,39 +179,37 @@ _LBFGS = "without loss scaling it does not pass either"
 _INSIDE = "looks at the state of the transformation, which is the `inner_state` of ours"
 
 SUITES = (
-    Suite("jmp", "jmp._src.loss_scale_test", ("LossScaleTest",), our_jmp),
+    Suite("jmp", "jmp._src.loss_scale_test", ("LossScaleTest",), our_jmp()),
     Suite(
         "optax apply_if_finite",
         "optax.transforms._conditionality_test",
         ("ConditionalityTest",),
-        our_conditionality,
+        mock.patch("optax.transforms._conditionality.apply_if_finite", our_apply_if_finite),
     ),
     Suite(
         "optax optimizers",
         "optax._src.alias_test",
         ("AliasTest",),
-        our_aliases,
-        (
+        our_aliases(),
+        {
             # Each with bfloat16, then float32.
-            Otherwise("test_preserve_dtype", _WIDE, lambda number: number % 2 == 0),
+            "test_preserve_dtype": (_WIDE, lambda number: number % 2 == 0),
             # Adam and AdamW with parameters in bfloat16, and no dtype for their moments.
-            Otherwise("test_explicit_dtype", _MOMENTS, lambda number: number in (10, 11)),
+            "test_explicit_dtype": (_MOMENTS, lambda number: number in (10, 11)),
             # Each with float16, bfloat16, and four wider ones.
-            Otherwise(
-                "test_state_shape_dtype_shard_stability", _WIDE, lambda number: number % 6 < 2
-            ),
-        ),
+            "test_state_shape_dtype_shard_stability": (_WIDE, lambda number: number % 6 < 2),
+        },
     ),
     Suite(
         "optax masked",
         "optax.transforms._masking_test",
         ("MaskedTest",),
         wrapping_in("optax.transforms._masking", "masked"),
-        (
-            Otherwise("test_masked_state_structure", _INSIDE),
-            Otherwise("test_tree_map_params", _INSIDE),
-            Otherwise("test_nested_mask", "a mask in a mask would be loss scaling twice"),
-        ),
+        {
+            "test_masked_state_structure": (_INSIDE, every),
+            "test_tree_map_params": (_INSIDE, every),
+            "test_nested_mask": ("a mask in a mask would be loss scaling twice", every),
+        },
     ),
     Suite(
         "optax chain, partition",
@@ -268,10 +222,10 @@ SUITES = (
         "optax._src.sharding_test",
         ("ShardingTest",),
         wrapping_in("optax", "adam", "sgd", "adamw", "rmsprop", "adafactor", "lamb", "lbfgs"),
-        (
-            Otherwise("test_state_sharding_type_init_match_update_lbfgs", _LBFGS),
-            Otherwise("test_state_sharding_type_preserved_with_jit_lbfgs", _LBFGS),
-        ),
+        {
+            "test_state_sharding_type_init_match_update_lbfgs": (_LBFGS, every),
+            "test_state_sharding_type_preserved_with_jit_lbfgs": (_LBFGS, every),
+        },
         imported_with_ours=True,
     ),
     Suite(
@@ -285,49 +239,43 @@ SUITES = (
 
 
 def tests_of(suite: Suite, parts: list[str]) -> unittest.TestSuite:
-    module = importlib.import_module(suite.module)
-    loader, found = unittest.TestLoader(), unittest.TestSuite()
-    for case in suite.cases:
-        for test in loader.loadTestsFromTestCase(getattr(module, case)):
-            if not parts or any(part in f"{suite.name} {test.id()}" for part in parts):
-                found.addTest(test)
-    return found
+    module, loader = importlib.import_module(suite.module), unittest.TestLoader()
+    cases = [loader.loadTestsFromTestCase(getattr(module, case)) for case in suite.cases]
+    return unittest.TestSuite(
+        test
+        for case in cases
+        for test in case
+        if not parts or any(part in f"{suite.name} {test.id()}" for part in parts)
+    )
 
 
 def meant(suite: Suite, name: str) -> bool:
     """Whether ours is not to pass a test."""
-    return any(otherwise.covers(name.rpartition(".")[2]) for otherwise in suite.otherwise)
-
-
-class Outcome(unittest.TestResult):
-    """Notes what passed, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.passed: list[str] = []
-
-    def addSuccess(self, test: Any) -> None:  # noqa: N802
-        self.passed.append(test.id())
+    for start, (_, numbers) in suite.otherwise.items():
+        found = re.fullmatch(rf"{start}(\d*)(_.*)?", name.rpartition(".")[2])
+        if found and (not found[1] or numbers(int(found[1]))):
+            return True
+    return False
 
 
 def run(suite: Suite, parts: list[str]) -> bool:
     """Runs a suite and reports; returns whether all is as it should be."""
     start = time.process_time()
-    outcome = Outcome()
+    outcome = unittest.TestResult()
     with contextlib.ExitStack() as stack:
         # Some compare versions as texts, and take 0.10 to be older than 0.7.
         stack.enter_context(mock.patch.object(jax, "__version__", "0.9.0"))
-        if suite.imported_with_ours:
-            with suite.ours():
-                tests = tests_of(suite, parts)
-        else:
-            tests = tests_of(suite, parts)
-            stack.enter_context(suite.ours())
+        if not suite.imported_with_ours:
+            importlib.import_module(suite.module)
+        stack.enter_context(suite.ours)
+        tests = tests_of(suite, parts)
+        names = [test.id() for test in tests]
         tests.run(outcome)
     if not outcome.testsRun:
         return True
     failed = {test.id().partition(" ")[0]: text for test, text in outcome.failures + outcome.errors}
-    alike = [name for name in outcome.passed if meant(suite, name) and name not in failed]
+    skipped = {test.id() for test, _ in outcome.skipped}
+    alike = [name for name in names if meant(suite, name) and name not in {*failed, *skipped}]
     wrong = {name: text for name, text in failed.items() if not meant(suite, name)}
     for name, text in wrong.items():
         print(f"--- {name}: FAILED\n{text}")

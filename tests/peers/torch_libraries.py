@@ -11,7 +11,7 @@ a checkout of its repository at the tag of the version that is installed, or of 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import collections
 import importlib.metadata
 import os
 import pathlib
@@ -23,23 +23,6 @@ import tarfile
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@dataclasses.dataclass(frozen=True)
-class Suite:
-    """A suite of somebody else.
-
-    Attributes:
-        name: For the reader.
-        folder: Where it runs.
-        files: What pytest runs there.
-        options: Of pytest.
-    """
-
-    name: str
-    folder: pathlib.Path
-    files: tuple[str, ...]
-    options: tuple[str, ...] = ()
-
-
 ACCELERATE = ("tests/test_optimizer.py", "tests/test_scheduler.py", "tests/test_kwargs_handlers.py")
 LIGHTNING = (
     "tests_fabric/plugins/precision/test_amp.py",
@@ -49,9 +32,13 @@ LIGHTNING = (
 )
 
 
-def accelerate(folder: pathlib.Path) -> Suite:
-    """Returns the suite of the Accelerate that is installed; its source distribution has it."""
-    version = importlib.metadata.version("accelerate")
+# Runs pytest; what is imported from a module stays what it was, so ours come first.
+PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+WITH_OURS = f"import lossscale.torch; lossscale.torch.install(); {PYTEST}"
+
+
+def unpacked_accelerate(version: str, folder: pathlib.Path) -> pathlib.Path:
+    """Returns where the source distribution of Accelerate is, which has its tests."""
     unpacked = folder / f"accelerate-{version}"
     if not unpacked.exists():
         subprocess.run(
@@ -64,20 +51,18 @@ def accelerate(folder: pathlib.Path) -> Suite:
         (archive,) = folder.glob(f"accelerate-{version}.tar.gz")
         with tarfile.open(archive) as packed:
             packed.extractall(folder, filter="data")
-    # It brings no settings for pytest, and those of this project are not meant for it.
-    options = ("--rootdir", str(unpacked), "-c", os.devnull)
-    return Suite(f"Accelerate {version}", unpacked, ACCELERATE, options)
+    return unpacked
 
 
-def outcomes(suite: Suite, scaler: str) -> dict[str, str]:
-    """Runs a suite; returns what became of each test, by its name."""
+def outcomes(program: str, folder: pathlib.Path, arguments: tuple[str, ...]) -> dict[str, str]:
+    """Runs tests in a folder; returns what became of each, by its name."""
     done = subprocess.run(
         [
-            *(sys.executable, str(ROOT / "tests/peers/substituted.py"), scaler),
-            *("-v", "--color=no", "-p", "no:cacheprovider", *suite.options, *suite.files),
+            *(sys.executable, "-c", program, "-v", "--color=no", "-p", "no:cacheprovider"),
+            *arguments,
         ],
-        cwd=suite.folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(suite.folder)])},
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(folder)])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -91,19 +76,17 @@ def outcomes(suite: Suite, scaler: str) -> dict[str, str]:
     return dict(found)
 
 
-def report(suite: Suite) -> bool:
+def report(package: str, folder: pathlib.Path, *arguments: str) -> bool:
     """Runs a suite both ways and prints what came of it; returns whether ours does as well."""
-    plain, ours = outcomes(suite, "torch"), outcomes(suite, "lossscale")
-    for name, found in (("as it is", plain), ("with lossscale.torch.GradScaler", ours)):
-        counts = [
-            f"{list(found.values()).count(kind)} {kind.lower()}"
-            for kind in dict.fromkeys(found.values())
-        ]
-        print(f"{suite.name}, {name}: {', '.join(counts) or 'nothing ran'}", flush=True)
+    name = f"{package} {importlib.metadata.version(package)}"
+    plain, ours = (outcomes(program, folder, arguments) for program in (PYTEST, WITH_OURS))
+    for way, found in (("as it is", plain), ("with lossscale.torch.GradScaler", ours)):
+        counts = [f"{n} {kind.lower()}" for kind, n in collections.Counter(found.values()).items()]
+        print(f"{name}, {way}: {', '.join(counts) or 'nothing ran'}", flush=True)
     worse = [test for test, outcome in plain.items() if ours.get(test) != outcome]
     for test in worse:
         print(f"    {plain[test]} as it is, {ours.get(test)} with ours: {test}")
-    return bool(plain) and "PASSED" in plain.values() and not worse
+    return "PASSED" in plain.values() and not worse
 
 
 def main() -> int:
@@ -113,16 +96,18 @@ def main() -> int:
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    good = report(accelerate(folder))
-    if not arguments.lightning:
-        print(
-            "Lightning: not run; its tests are in its repository only:"
-            + __doc__.partition("it:")[2]
-        )
-        return 0 if good else 1
-    tests = pathlib.Path(arguments.lightning).resolve() / "tests"
-    version = importlib.metadata.version("lightning")
-    return 0 if report(Suite(f"Lightning {version}", tests, LIGHTNING)) and good else 1
+    accelerate = unpacked_accelerate(importlib.metadata.version("accelerate"), folder)
+    # It brings no settings for pytest, and those of this project are not meant for it.
+    good = report(
+        "accelerate", accelerate, "--rootdir", str(accelerate), "-c", os.devnull, *ACCELERATE
+    )
+    if arguments.lightning:
+        tests = pathlib.Path(arguments.lightning).resolve() / "tests"
+        good = report("lightning", tests, *LIGHTNING) and good
+    else:
+        how = __doc__.partition("it:")[2]
+        print(f"lightning: not run; its tests are in its repository only:{how}")
+    return 0 if good else 1
 
 
 if __name__ == "__main__":
