@@ -13,7 +13,7 @@ from lossscale.cli.main import main
 from lossscale.diagnostics import HistoryHeader, StepRecord, TrainingHistory
 from lossscale.errors import ArgumentError, OldFileError, UnsupportedError
 from lossscale.migration import check_file, damage, describe_file, hdf5_reader, load_model
-from migration import mutants
+from migration import damaged
 from migration.support import FIXTURES
 
 ZOO = FIXTURES / "zoo" / "2.15.1"
@@ -37,16 +37,16 @@ def test_the_bytes_of_a_keras_file(tmp_path):
     read = 0
     # With number 1673 zipfile raises EOFError.
     for seed in range(3000):
-        path.write_bytes(mutants.flipped(content, seed))
+        path.write_bytes(damaged.flipped(content, seed))
         read += outcome(describe_file, OldFileError, path)
     assert 0 < read < 300
 
 
 def with_config_changed(seed, target):
     def change(content):
-        return mutants.changed_json(content, seed).encode()
+        return damaged.changed_json(content, seed).encode()
 
-    mutants.changed_member(ZIPPED, "config.json", change, target)
+    damaged.changed_member(ZIPPED, "config.json", change, target)
 
 
 def test_the_description_in_a_keras_file(tmp_path):
@@ -104,7 +104,7 @@ def test_the_bytes_of_a_history(history, tmp_path):
     path, content = tmp_path / "damaged.jsonl", history.read_bytes()
     read = 0
     for seed in range(2000):
-        path.write_bytes(mutants.flipped(content, seed))
+        path.write_bytes(damaged.flipped(content, seed))
         read += outcome(summed_up, ArgumentError, path)
     assert 0 < read < 200
 
@@ -114,7 +114,7 @@ def test_the_values_in_a_history(history, tmp_path):
     read = 0
     for seed in range(2000):
         turn = random.Random(seed).randrange(len(lines))
-        changed = mutants.changed_json(lines[turn], seed) + "\n"
+        changed = damaged.changed_json(lines[turn], seed) + "\n"
         path.write_text("".join([*lines[:turn], changed, *lines[turn + 1 :]]))
         read += outcome(summed_up, ArgumentError, path)
     assert 0 < read < 1000
@@ -138,7 +138,7 @@ def read_in_a_child(path, folder, mutant_count):
     outcomes, first = {}, 0
     while first < mutant_count:
         done = subprocess.run(
-            [sys.executable, mutants.__file__, path, folder, str(first), str(mutant_count)],
+            [sys.executable, damaged.__file__, path, folder, str(first), str(mutant_count)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             capture_output=True,
             text=True,
@@ -163,7 +163,7 @@ def test_the_bytes_of_an_hdf5_file(tmp_path, monkeypatch):
     monkeypatch.setattr(damage, "_SECONDS", 1.0)
     path = tmp_path / "damaged.h5"
     for seed in list(ended)[:2]:
-        path.write_bytes(mutants.flipped(HDF5.read_bytes(), seed))
+        path.write_bytes(damaged.flipped(HDF5.read_bytes(), seed))
         with pytest.raises(OldFileError, match=r"damaged\.h5: damaged"):
             load_model(path, check_first=True)
 
@@ -210,7 +210,7 @@ def test_the_hdf5_file_in_a_keras_file_is_read_too(tmp_path):
         at = content.index(b"HEAP")
         return content[:at] + b"JUNK" + content[at + 4 :]
 
-    mutants.changed_member(ZIPPED, "model.weights.h5", change, path)
+    damaged.changed_member(ZIPPED, "model.weights.h5", change, path)
     with pytest.raises(OldFileError, match=r"damaged\.keras: damaged or incomplete: "):
         check_file(path)
 

@@ -247,6 +247,9 @@ KILLED_BY = {
             "1.0",
             "floor",
         ),
+        _keras("set_weights", "targets = all_variables", "targets = weights", "set_weights"),
+    ],
+    "tests/documents/test_documented_steps.py": [
         _tensorflow("widened", "tf.cast(tensor, tf.float32)", "tensor", "float32_or_wider"),
         _tensorflow(
             "unscaled",
@@ -269,12 +272,6 @@ KILLED_BY = {
         ),
         _keras_common(
             "KerasCommonOptimizer.get_gradients", "callable(loss)", "True", "works_in_a_graph"
-        ),
-        _keras(
-            "set_weights",
-            "targets = all_variables",
-            "targets = weights",
-            "set_weights",
         ),
     ],
     "tests/frameworks/keras/test_distribution.py": [
