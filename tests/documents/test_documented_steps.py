@@ -12,49 +12,80 @@ import tensorflow as tf
 from documents.forms import INF, assert_same, everything, number, overflow, sgd
 from lossscale import LossScaleWarning
 
-# --- minimize -----------------------------------------------------------------------------------
+# --- Every way to take a step -------------------------------------------------------------------
+
+
+def _minimize(variables):
+    return lambda optimizer, var: optimizer.minimize(lambda: var**2, variables(var), name="a_step")
+
+
+def _minimize_of_a_tensor(optimizer, var):
+    with tf.GradientTape() as tape:
+        loss = var**2
+    return optimizer.minimize(loss, [var], tape=tape)
+
+
+def _unscaled(optimizer, var):
+    """The gradient of the square, from that of the scaled loss."""
+    return optimizer.get_unscaled_gradients([optimizer.get_scaled_loss(2.0 * var)])[0]
+
+
+def _apply(pairs, **arguments):
+    return lambda optimizer, var: optimizer.apply_gradients(
+        pairs(_unscaled(optimizer, var), var), **arguments
+    )
 
 
 _WAYS = {
-    "list": lambda var: [var],
-    "tuple": lambda var: (var,),
-    "variable": lambda var: var,
-    "callable_with_a_list": lambda var: lambda: [var],
-    "callable_with_a_tuple": lambda var: lambda: (var,),
-    "callable_with_a_variable": lambda var: lambda: var,
-    "none": lambda var: None,
+    "list": _minimize(lambda var: [var]),
+    "tuple": _minimize(lambda var: (var,)),
+    "variable": _minimize(lambda var: var),
+    "callable_with_a_list": _minimize(lambda var: lambda: [var]),
+    "callable_with_a_tuple": _minimize(lambda var: lambda: (var,)),
+    "callable_with_a_variable": _minimize(lambda var: lambda: var),
+    "none": _minimize(lambda var: None),
+    "tensor_with_the_tape_that_recorded_it": _minimize_of_a_tensor,
+    "pairs_in_a_list": _apply(lambda gradient, var: [(gradient, var)]),
+    "pairs_in_a_tuple": _apply(lambda gradient, var: ((gradient, var),)),
+    "pairs_in_an_iterator": _apply(lambda gradient, var: iter([(gradient, var)])),
+    "pairs_as_lists": _apply(lambda gradient, var: [[gradient, var]]),
+    "name": _apply(lambda gradient, var: [(gradient, var)], name="a_step"),
+    "no_name": _apply(lambda gradient, var: [(gradient, var)], name=None),
+    "not_aggregated": _apply(
+        lambda gradient, var: [(gradient, var)], experimental_aggregate_gradients=False
+    ),
+    "get_gradients": lambda optimizer, var: optimizer.apply_gradients(
+        zip(optimizer.get_gradients(lambda: var**2, [var]), [var], strict=True)
+    ),
+    "get_updates": lambda optimizer, var: optimizer.get_updates(lambda: var**2, [var])[0],
 }
 
 
-# Every way eagerly. A `tf.function` traces the same Python, so there one way of each kind will do.
 @pytest.mark.parametrize(
-    ("stepped", "make", "way"),
+    ("make", "way"),
     [
-        *[("eager", tf.Variable, way) for way in _WAYS],
-        *[("eager", keras.Variable, way) for way in ("list", "variable", "none")],
-        ("graph", tf.Variable, "callable_with_a_list"),
-        ("graph", tf.Variable, "none"),
-        ("graph", keras.Variable, "list"),
-        ("graph", keras.Variable, "none"),
+        *[(tf.Variable, way) for way in _WAYS],
+        *[(keras.Variable, way) for way in ("list", "variable", "none", "pairs_as_lists")],
     ],
-    indirect=["stepped"],
 )
-def test_minimize_takes_variables_in_every_documented_way(form, stepped, make, way):
-    var, other = make(1.0), make(1.0)
-    variables = _WAYS[way](var)
-    optimizer = form.dynamic(sgd())
-    loss_fn = (lambda: var**2) if variables is None else (lambda: var**2 + other**2)
-    step = stepped(lambda: optimizer.minimize(loss_fn, variables, name="a_step"))
+def test_every_documented_way_is_a_step_and_returns_the_iterations(form, stepped, make, way):
+    var, optimizer = make(1.0), form.dynamic(sgd(), 8, period=2)
+    step = stepped(lambda: _WAYS[way](optimizer, var))
     assert [(number(step()), number(var)) for _ in range(2)] == [(1, 0.5), (2, 0.25)]
-    assert number(other) == 1.0
+    assert optimizer.iterations == 2
+    assert form.scale_of(optimizer) == 16.0
 
 
-def test_without_variables_minimize_takes_the_trainable_ones_the_loss_reads(form):
+# --- minimize -----------------------------------------------------------------------------------
+
+
+def test_minimize_takes_the_variables_that_it_is_given_or_all_trainable_ones_of_the_loss(form):
     first, second = tf.Variable(1.0), tf.Variable(2.0)
     frozen = tf.Variable(3.0, trainable=False)
     optimizer = form.dynamic(sgd())
-    optimizer.minimize(lambda: first**2 + second**2 + frozen**2)
-    assert [v.numpy() for v in (first, second, frozen)] == [0.5, 1.0, 3.0]
+    for variables, expected in ((None, [0.5, 1.0, 3.0]), ([first], [0.25, 1.0, 3.0])):
+        optimizer.minimize(lambda: first**2 + second**2 + frozen**2, variables)
+        assert [v.numpy() for v in (first, second, frozen)] == expected
 
 
 def test_a_callable_can_name_variables_that_the_loss_creates(form):
@@ -102,20 +133,6 @@ def test_grad_loss_multiplies_the_gradient(form, stepped, dtype, grad_loss):
     np.testing.assert_array_equal(var, [0.5, -0.5])
 
 
-def test_minimize_takes_a_tensor_with_the_tape_that_recorded_it(form, stepped, var):
-    optimizer = form.dynamic(sgd())
-
-    def step():
-        with tf.GradientTape() as tape:
-            loss = var**2
-        optimizer.minimize(loss, [var], tape=tape)
-
-    step = stepped(step)
-    step()
-    step()
-    assert var.numpy() == 0.25
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -157,7 +174,7 @@ def test_a_variable_without_a_gradient_stays(form, stepped, var, loss_fn, verb):
         if verb == "minimize":
             optimizer.minimize(loss_fn, [var, other])
         else:
-            optimizer.apply_gradients([(_unscaled_two(optimizer), var), (None, other)])
+            optimizer.apply_gradients([(_unscaled(optimizer, var), var), (None, other)])
 
     # Keras' own optimizers warn of it.
     with pytest.warns(UserWarning, match="Gradients do not exist for variables"):
@@ -314,38 +331,6 @@ def test_the_tape_sequence_is_a_step(form, stepped):
 # --- apply_gradients ----------------------------------------------------------------------------
 
 
-def _unscaled_two(optimizer):
-    return optimizer.get_unscaled_gradients([optimizer.get_scaled_loss(tf.constant(2.0))])[0]
-
-
-@pytest.mark.parametrize(
-    ("make", "pairs"),
-    [
-        pytest.param(tf.Variable, lambda g, v: [(g, v)], id="list"),
-        pytest.param(tf.Variable, lambda g, v: ((g, v),), id="tuple"),
-        pytest.param(tf.Variable, lambda g, v: iter([(g, v)]), id="iterator"),
-        pytest.param(keras.Variable, lambda g, v: [[g, v]], id="list_of_a_keras_variable"),
-    ],
-)
-def test_apply_gradients_takes_pairs_in_any_iterable(form, stepped, make, pairs):
-    var, optimizer = make(1.0), form.dynamic(sgd())
-    stepped(lambda: optimizer.apply_gradients(pairs(_unscaled_two(optimizer), var)))()
-    assert number(var) == 0.5
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"experimental_aggregate_gradients": False}, {"name": None}, {"name": "a_step"}]
-)
-def test_apply_gradients_takes_the_documented_arguments_and_returns_the_iterations(
-    form, stepped, var, arguments
-):
-    optimizer = form.dynamic(sgd())
-    step = stepped(
-        lambda: optimizer.apply_gradients([(_unscaled_two(optimizer), var)], **arguments)
-    )
-    assert [(number(step()), number(var)) for _ in range(2)] == [(1, 0.5), (2, 0.0)]
-
-
 def test_apply_gradients_takes_indexed_slices(form, stepped):
     table = tf.Variable(tf.ones([4, 2]))
     optimizer = form.dynamic(sgd(0.5))
@@ -464,31 +449,6 @@ def test_get_gradients_of_a_callable_are_unscaled(form, stepped, var, loss_fn):
     np.testing.assert_array_equal(gradients[1], [1.0, 1.0])
     assert {g.dtype for g in gradients} == {tf.float32}
     assert (var.numpy(), int(optimizer.iterations)) == (1.0, 0)
-
-
-def test_gradients_from_get_gradients_can_be_applied(form, stepped, var, loss_fn):
-    optimizer = form.dynamic(sgd())
-
-    def step():
-        gradients = optimizer.get_gradients(loss_fn, [var])
-        optimizer.apply_gradients(zip(gradients, [var], strict=True))
-
-    step = stepped(step)
-    step()
-    step()
-    assert var.numpy() == 0.25
-
-
-def test_get_updates_takes_a_step(form, stepped, var, loss_fn):
-    optimizer = form.dynamic(sgd(), 8, period=1)
-    step = stepped(lambda: optimizer.get_updates(loss_fn, [var]))
-    (update,) = step()
-    assert number(update) == 1
-    assert var.numpy() == 0.5
-    assert form.scale_of(optimizer) == 16.0
-    step()
-    assert var.numpy() == 0.25
-    assert optimizer.iterations == 2
 
 
 def test_a_tensor_works_in_a_graph(form, var, loss_fn):
