@@ -624,7 +624,9 @@ def test_unaggregated_gradients_are_applied_on_one_replica(stepped):
         ([8.0, float("nan")], {"experimental_aggregate_gradients": False}, (1.0, 1.0, 4.0)),
     ],
 )
-def test_on_two_replicas_gradients_are_summed_unless_told_otherwise(gradients, arguments, expected):
+def test_gradients_of_two_replicas_are_summed_unless_asked_otherwise(
+    gradients, arguments, expected
+):
     strategy = two_devices.strategy()
     with strategy.scope():
         var = tf.Variable(1.0)

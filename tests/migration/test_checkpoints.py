@@ -247,7 +247,7 @@ def test_the_average_of_weights_is_restored(tmp_path):
         np.testing.assert_array_equal(found.numpy(), average.numpy())
 
 
-def test_the_state_of_a_legacy_nadam_is_kept_and_the_difference_said(tmp_path):
+def test_the_state_of_a_legacy_nadam_is_kept_with_a_warning_of_the_difference(tmp_path):
     inner = tf_keras.optimizers.legacy.Nadam(0.05)
     theirs, path = saved(WITNESS(inner), tmp_path)
     optimizer = lossscale.LossScaleOptimizer(keras.optimizers.Nadam(0.5))

@@ -236,7 +236,7 @@ def test_decay_becomes_a_schedule():
     assert optimizer.inner_optimizer.epsilon == 1e-7
 
 
-def test_the_slow_rise_of_nadam_is_said():
+def test_the_slow_rise_of_nadam_is_a_warning():
     with pytest.warns(lossscale.LossScaleWarning, match=r"schedule_decay=0\.004"):
         optimizer = from_inner("Nadam", learning_rate=0.5, decay=0.004)
     # That is no decay of the learning rate.

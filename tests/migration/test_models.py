@@ -61,8 +61,8 @@ def test_a_real_file_holds_what_h5py_finds_and_goes_on_as_computed_by_hand(path)
 
 def save(model, path):
     # tf_keras says of its older form that it is older.
-    said = path.suffix == ".h5" and isinstance(model, tf_keras.Model)
-    with pytest.warns() if said else contextlib.nullcontext():
+    warns = path.suffix == ".h5" and isinstance(model, tf_keras.Model)
+    with pytest.warns() if warns else contextlib.nullcontext():
         model.save(path)
 
 
