@@ -73,42 +73,23 @@ def test_a_run_that_was_killed(folder, capsys):
     assert "The file ends within a line" in out
 
 
-def refused(arguments, capsys):
-    assert main(["plot", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("lossscale: ")
-    assert err.count("\n") == 1
-    return err
-
-
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("change", "message"),
     [
-        (b"", "run.jsonl: the file is empty"),
-        (b"loss,scale\n1,2\n", "run.jsonl: this is no history of a training run"),
-        (b"\x89PNG\r\n\x1a\n\0\0", "run.jsonl: this is no history of a training run"),
-        (b'{"a": 1}\n', "run.jsonl, line 1: a history starts with"),
+        (lambda lines: b"", ": the file is empty"),
+        (lambda lines: b"loss,scale\n1,2\n", ": this is no history of a training run"),
+        (lambda lines: b"\x89PNG\r\n\x1a\n\0\0", ": this is no history of a training run"),
+        (lambda lines: b'{"a": 1}\n', ", line 1: a history starts with"),
+        (lambda lines: b"".join([*lines[:2], lines[2][:20] + b"\n", *lines[3:]]), ", line 3: "),
+        (lambda lines: lines[0], ": the history has no steps yet"),
     ],
+    ids=["empty", "table", "picture", "json", "broken_line", "no_steps"],
 )
-def test_a_file_that_is_no_history(folder, content, message, capsys):
-    (folder / "run.jsonl").write_bytes(content)
-    assert message in refused(["run.jsonl", "-o", "run.png"], capsys)
+def test_a_file_that_is_no_history(folder, change, message, refused):
+    path = folder / "run.jsonl"
+    path.write_bytes(change(path.read_bytes().splitlines(keepends=True)))
+    assert f"run.jsonl{message}" in refused("plot", "run.jsonl", "-o", "run.png")
     assert not (folder / "run.png").exists()
-
-
-def test_a_line_that_is_broken(folder, capsys):
-    path = folder / "run.jsonl"
-    lines = path.read_text().splitlines()
-    lines[2] = lines[2][:20]
-    path.write_text("\n".join(lines) + "\n")
-    assert "run.jsonl, line 3: " in refused(["run.jsonl", "-o", "run.png"], capsys)
-
-
-def test_a_history_without_steps(folder, capsys):
-    path = folder / "run.jsonl"
-    path.write_text(path.read_text().splitlines()[0] + "\n")
-    assert "the history has no steps yet" in refused(["run.jsonl", "-o", "run.png"], capsys)
 
 
 @pytest.mark.usefixtures("folder")
@@ -123,8 +104,8 @@ def test_a_history_without_steps(folder, capsys):
         (["run.jsonl", "-o", "nowhere/run.png"], "a folder that does not exist: 'nowhere'"),
     ],
 )
-def test_what_cannot_be_used(arguments, message, capsys):
-    assert message in refused(arguments, capsys)
+def test_what_cannot_be_used(arguments, message, refused):
+    assert message in refused("plot", *arguments)
 
 
 def test_missing_packages_give_the_command(folder, monkeypatch, capsys):

@@ -1,4 +1,7 @@
-"""The experiment of the demo: that it shows underflow and nothing else, and stays cheap."""
+"""The experiment of the demo: that it shows underflow and nothing else, and stays cheap.
+
+PyTorch's and Optax' runs without Keras are those of the experiment too.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ import pytest
 pytest.importorskip("keras")
 
 from lossscale.cli.main import build_parser
-from lossscale.demo import experiment, images, training
+from lossscale.demo import experiment, images, optax_training, torch_training, training
 from lossscale.diagnostics import FLOAT16, share_flushed
 
 FLOAT32, UNSCALED, FIXED, DYNAMIC = experiment.RECIPES
+NATIVE = {"torch": torch_training, "optax": optax_training}
+WAYS = {"keras": training, **NATIVE}
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +25,8 @@ def data():
 
 
 @pytest.fixture(scope="module")
-def probe(data):
-    return training.make_probe(data, seed=0)
-
-
-@pytest.fixture(scope="module")
 def weights():
-    return training.build_model("float32", seed=0).get_weights()
+    return training.first_weights(seed=0)
 
 
 def test_all_digits_are_there_once(data):
@@ -53,8 +53,8 @@ def test_both_precisions_start_from_the_same_weights(weights):
     assert not np.array_equal(weights[0], changed[0])
 
 
-def test_float32_gradients_lie_below_the_range_of_float16(probe, weights):
-    gradients = probe.gradients("float32", weights)
+def test_float32_gradients_lie_below_the_range_of_float16(data, weights):
+    gradients = training.make_probe(data, 0).gradients("float32", weights)
     assert gradients.size == sum(weight.size for weight in weights)
     assert np.isfinite(gradients).all()
     # Those that all others are computed from, by the logits, are shares of one image of a batch.
@@ -65,14 +65,25 @@ def test_float32_gradients_lie_below_the_range_of_float16(probe, weights):
     assert np.abs(gradients).max() * experiment.OUTPUTS < FLOAT16.overflow_edge
 
 
-def test_measured_in_float16_they_are_zero_without_a_scale_and_right_with_one(probe, weights):
+def test_without_keras_the_gradients_are_the_same(data):
+    found = [
+        way.make_probe(data, 0).gradients("float32", way.first_weights(0))
+        for way in NATIVE.values()
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-3, abs=1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_measured_in_float16_they_are_zero_without_a_scale_and_right_with_one(way, data):
+    probe, weights = way.make_probe(data, 0), way.first_weights(0)
     reference = probe.gradients("float32", weights)
     assert not probe.gradients("mixed_float16", weights).any()
     assert probe.share_flushed("mixed_float16", weights, 1.0) == 1.0
     scaled = probe.gradients("mixed_float16", weights, experiment.OUTPUTS)
     difference = np.linalg.norm(scaled / experiment.OUTPUTS - reference)
     assert difference < 0.1 * np.linalg.norm(reference)
-    assert probe.share_flushed("mixed_float16", weights, experiment.OUTPUTS) < 0.01
+    if way is training:
+        assert probe.share_flushed("mixed_float16", weights, experiment.OUTPUTS) < 0.01
 
 
 def test_the_recorded_gradient_is_the_slope_of_the_loss(data, weights):
@@ -104,12 +115,20 @@ def test_dividing_the_loss_changes_nothing_in_float32(data):
     assert divided.accuracy == plain.accuracy
 
 
-def test_float16_without_scaling_learns_where_the_loss_is_not_divided(data):
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_float16_without_scaling_learns_where_the_loss_is_not_divided(way, data):
     # The control: what stops the demo's second run is the size of the gradients and not float16.
-    plain = training.train(UNSCALED, data, epochs=3, seed=0, outputs=1)
-    divided = training.train(UNSCALED, data, epochs=1, seed=0)
+    plain = way.train(UNSCALED, data, epochs=3 if way is training else 2, seed=0, outputs=1)
     assert plain.accuracy[-1] > 0.8
-    assert divided.accuracy[-1] < 0.3
+
+
+def assert_backs_off(scales, skipped):
+    """Every skip halves the scale, and nothing else moves it; returns the scale after the last."""
+    scale = scales[0]
+    for used, skip in zip(scales, skipped, strict=True):
+        assert used == scale
+        scale = scale / 2 if skip else scale
+    return scale
 
 
 @pytest.mark.parametrize("recipe", [FIXED, DYNAMIC], ids=lambda recipe: recipe.name)
@@ -126,9 +145,25 @@ def test_runs_are_repeatable_and_record_every_step(data, recipe):
         assert first.scales == second.scales
     assert len(first.scales) == len(first.skipped) == 22
     assert calls == [first, *again]
-    scale = first.scales[0]
-    for used, skip in zip(first.scales, first.skipped, strict=True):
-        assert used == scale
-        scale = scale / 2 if skip else scale
-    assert first.final_scale == scale
+    assert first.final_scale == assert_backs_off(first.scales, first.skipped)
     assert any(first.skipped) == (recipe is DYNAMIC)
+
+
+@pytest.mark.parametrize("way", NATIVE.values(), ids=NATIVE)
+def test_without_keras_float16_learns_only_with_scaling(way, data):
+    float32, unscaled, fixed, dynamic = (
+        way.train(recipe, data, epochs=2, seed=0) for recipe in experiment.RECIPES
+    )
+    assert float32.accuracy[-1] > 0.85
+    assert unscaled.accuracy[-1] < 0.3
+    assert fixed.accuracy[-1] == pytest.approx(float32.accuracy[-1], abs=0.05)
+    assert dynamic.accuracy[-1] > 0.7
+    assert any(dynamic.skipped)
+    assert not any(fixed.skipped)
+    assert_backs_off(dynamic.scales[:30], dynamic.skipped[:30])
+
+
+@pytest.mark.parametrize("way", NATIVE.values(), ids=NATIVE)
+def test_the_share_that_is_flushed_is_measured_after_each_epoch(way, data):
+    found = way.train(UNSCALED, data, epochs=2, seed=0, probe=way.make_probe(data, 0))
+    assert found.flushed == [1.0, 1.0]

@@ -1,8 +1,7 @@
 """Runs programs one after another in one process: what one imports serves the next.
 
-Each line of one pipe is a program, as a JSON string; each line of the other says what became of it,
-as a JSON object with what it printed, what was logged, and its error, if any. A program finds the
-global settings of lossscale and Keras as the first one found them, and a `__main__` of its own.
+A program finds the global settings of lossscale and Keras as the first one found them, and a
+`__main__` of its own.
 """
 
 from __future__ import annotations
@@ -73,10 +72,12 @@ def outcome(source: str, number: int) -> dict[str, object]:
     return {"printed": printed.getvalue(), "logged": lines, "error": error}
 
 
-def serve(programs: str, outcomes: str) -> None:
-    """Runs each program of a pipe as it comes, and writes to another what became of it."""
-    with open(programs) as given, open(outcomes, "w") as told:
-        for number, line in enumerate(given):
-            print(json.dumps(outcome(json.loads(line), number)), file=told, flush=True)
+def run_all(programs: str, outcomes: str) -> None:
+    """Runs the programs of a JSON file; writes a line for each, as it ends."""
+    with open(programs) as file:
+        sources = json.load(file)
+    with open(outcomes, "w") as file:
+        for number, source in enumerate(sources):
+            print(json.dumps(outcome(source, number)), file=file, flush=True)
     # Taking the frameworks down in order takes seconds and tests nothing.
     os._exit(0)

@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import re
-import select
 
 import pytest
 
@@ -36,57 +35,35 @@ def backend_of(source):
 
 # Each process of tests/run.py runs the programs of its own backend.
 BACKEND = os.environ["KERAS_BACKEND"]
-BLOCKS_HERE = [pytest.param(b, id=name) for name, b in BLOCKS if backend_of(b) == BACKEND]
+BLOCKS_HERE = {name: block for name, block in BLOCKS if backend_of(block) == BACKEND}
 EXAMPLES_HERE = [path for path in EXAMPLES if backend_of(path.read_text()) == BACKEND]
 
-SERVE = """
-import sys
-from docs import interpreter
-
-interpreter.serve(*sys.argv[1:])
-"""
-
-
-class Interpreter:
-    """A process that runs one program after the other (tests/docs/interpreter.py)."""
-
-    def __init__(self, folder):
-        pipes = [folder / name for name in ("programs", "outcomes")]
-        for pipe in pipes:
-            os.mkfifo(pipe)
-        self.process = Program(SERVE, *pipes)
-        self.programs = pipes[0].open("w")
-        self.outcomes = pipes[1].open()
-
-    def run(self, source):
-        """Returns what a program prints."""
-        self.programs.write(json.dumps(source) + "\n")
-        self.programs.flush()
-        answers, _, _ = select.select([self.outcomes], [], [], 300)
-        line = self.outcomes.readline() if answers else ""
-        assert line, "The program took too long, or ended its interpreter."
-        outcome = json.loads(line)
-        assert outcome["error"] is None, outcome["error"]
-        # Nor must a page show a program that logs anything.
-        assert outcome["logged"] == []
-        return outcome["printed"]
-
-    def close(self):
-        self.programs.close()
-        self.outcomes.close()
-        self.process.finished(timeout=10)
+THAT_LOGS = "import logging\nlogging.getLogger('tensorflow').warning('slow')"
 
 
 @pytest.fixture(scope="module")
-def interpreter(tmp_path_factory):
-    made = Interpreter(tmp_path_factory.mktemp("interpreter"))
-    yield made
-    made.close()
+def outcomes(tmp_path_factory):
+    """What became of each program (tests/docs/interpreter.py), by its source."""
+    sources = [THAT_LOGS, *(path.read_text() for path in EXAMPLES_HERE), *BLOCKS_HERE.values()]
+    folder = tmp_path_factory.mktemp("programs")
+    (folder / "sources").write_text(json.dumps(sources))
+    run_all = "import sys\nfrom docs import interpreter\ninterpreter.run_all(*sys.argv[1:])"
+    Program(run_all, folder / "sources", folder / "outcomes").finished(timeout=1200)
+    lines = (folder / "outcomes").read_text().splitlines()
+    return dict(zip(sources, map(json.loads, lines), strict=False))
 
 
-def test_a_program_that_logs_is_noticed(interpreter):
+def output_of(source, outcomes):
+    """What a program prints, which neither fails nor logs anything."""
+    assert source in outcomes, "The programs took too long, or one ended their process."
+    assert outcomes[source]["error"] is None, outcomes[source]["error"]
+    assert outcomes[source]["logged"] == []
+    return outcomes[source]["printed"]
+
+
+def test_a_program_that_logs_is_noticed(outcomes):
     with pytest.raises(AssertionError, match="slow"):
-        interpreter.run("import logging\nlogging.getLogger('tensorflow').warning('slow')")
+        output_of(THAT_LOGS, outcomes)
 
 
 def test_there_is_something_to_run():
@@ -96,10 +73,10 @@ def test_there_is_something_to_run():
     assert len(BLOCKS) >= 7
 
 
-@pytest.mark.parametrize("source", BLOCKS_HERE)
-def test_a_program_on_a_page_runs(interpreter, source):
-    shown = re.search(r"^print\(.*\)  # (.*)$", source, re.MULTILINE)
-    output = interpreter.run(source)
+@pytest.mark.parametrize("name", BLOCKS_HERE)
+def test_a_program_on_a_page_runs(name, outcomes):
+    output = output_of(BLOCKS_HERE[name], outcomes)
+    shown = re.search(r"^print\(.*\)  # (.*)$", BLOCKS_HERE[name], re.MULTILINE)
     if shown:
         assert output.strip() == shown[1]
 
@@ -117,8 +94,8 @@ LAST_LINES = {
 
 
 @pytest.mark.parametrize("path", EXAMPLES_HERE, ids=lambda path: path.name)
-def test_an_example_runs(interpreter, path):
-    last = interpreter.run(path.read_text()).strip().splitlines()[-1]
+def test_an_example_runs(path, outcomes):
+    last = output_of(path.read_text(), outcomes).strip().splitlines()[-1]
     assert last == (LAST_LINES[path.name] or last)
 
 

@@ -39,10 +39,16 @@ class Form:
             return self.cls(inner, scale)
         return self.cls(inner, dynamic=False, initial_scale=scale)
 
-    def scale_of(self, optimizer: Any) -> float:
-        """Returns the loss scale now, read the way that this form documents."""
-        return float(optimizer.loss_scale() if self.takes_objects else optimizer.loss_scale)
+    def tensor_of(self, optimizer: Any) -> Any:
+        """Returns the loss scale, read the way that this form documents."""
+        return optimizer.loss_scale() if self.takes_objects else optimizer.loss_scale
 
+    def scale_of(self, optimizer: Any) -> float:
+        """Returns the loss scale now, as a number."""
+        return float(self.tensor_of(optimizer))
+
+
+INF = float("inf")
 
 CURRENT = Form("current", lossscale.LossScaleOptimizer, takes_objects=False)
 EXPERIMENTAL = Form("experimental", experimental.LossScaleOptimizer, takes_objects=True)
@@ -50,6 +56,12 @@ EXPERIMENTAL = Form("experimental", experimental.LossScaleOptimizer, takes_objec
 
 def sgd(rate: float = 0.25, **settings: Any) -> Any:
     return keras.optimizers.SGD(rate, **settings)
+
+
+def overflow(optimizer: Any, *variables: Any) -> None:
+    """Takes a step whose gradients are not finite."""
+    gradients = optimizer.get_unscaled_gradients([tf.fill(v.shape, INF) for v in variables])
+    optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
 
 def everything(optimizer: Any, *variables: Any) -> list[np.ndarray]:

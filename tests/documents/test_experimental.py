@@ -49,6 +49,27 @@ class Halving(LossScale):
         return {"start": self._start, "lowest": self._lowest}
 
 
+class Answering(LossScale):
+    """A loss scale of one's own that stays; what `answer` returns for the gradients is done."""
+
+    def __init__(self, scale, answer):
+        self._scale, self._answer = scale, answer
+
+    def __call__(self):
+        return tf.constant(self._scale)
+
+    def update(self, grads):
+        return None, self._answer(grads)
+
+    def get_config(self):
+        return {}
+
+
+TWO_KINDS = pytest.mark.parametrize(
+    "make", [lambda: DynamicLossScale(8, 3), lambda: Halving(8.0)], ids=["dynamic", "own"]
+)
+
+
 # --- LossScale objects --------------------------------------------------------------------------
 
 
@@ -108,24 +129,20 @@ def test_update_of_a_dynamic_loss_scale_says_whether_to_apply(stepped, gradients
     assert _state(loss_scale) == ((8.0, 1) if finite else (4.0, 0))
 
 
+_MOVES = {
+    "good": (True, True, True, False, True, True, False, False, False),
+    "states": [(1, 1), (2, 0), (2, 1), (1, 0), (1, 1), (2, 0), (1, 0), (1, 0), (1, 0)],
+}
+
+
 def test_the_loss_scale_moves_as_documented(stepped):
     loss_scale = DynamicLossScale(initial_loss_scale=1, increment_period=2)
     update = stepped(lambda gradient: loss_scale.update([gradient])[1])
     seen = []
-    for good in (True, True, True, False, True, True, False, False, False):
+    for good in _MOVES["good"]:
         update(tf.constant(1.0 if good else float("nan")))
         seen.append(_state(loss_scale))
-    assert seen == [
-        (1, 1),
-        (2, 0),
-        (2, 1),
-        (1, 0),
-        (1, 1),
-        (2, 0),
-        (1, 0),
-        (1, 0),
-        (1, 0),
-    ]
+    assert seen == _MOVES["states"]
 
 
 def test_an_optimizer_moves_its_loss_scale_the_same_way(stepped):
@@ -139,11 +156,10 @@ def test_an_optimizer_moves_its_loss_scale_the_same_way(stepped):
 
     step = stepped(step)
     seen = []
-    for good in (True, True, True, False, True, True, False, False, False):
+    for good in _MOVES["good"]:
         step(tf.constant(0.0 if good else float("nan")))
         seen.append(_state(loss_scale))
-    expected = [(1, 1), (2, 0), (2, 1), (1, 0), (1, 1), (2, 0), (1, 0), (1, 0), (1, 0)]
-    assert seen == expected
+    assert seen == _MOVES["states"]
     assert var.numpy() == 1.0
     assert (optimizer.iterations, optimizer.steps_skipped) == (9, 4)
 
@@ -239,8 +255,8 @@ def test_a_second_weight_of_one_name_is_an_error():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-@pytest.mark.parametrize("make", [lambda: DynamicLossScale(8, 3), lambda: Halving(8.0)])
-def test_copies_of_a_loss_scale_have_its_value_and_move_by_themselves(make, copied):
+@TWO_KINDS
+def test_copies_of_a_loss_scale_go_on_from_its_state_and_move_by_themselves(make, copied):
     loss_scale = make()
     loss_scale.update([tf.constant(1.0)])
     again = copied(loss_scale)
@@ -248,33 +264,32 @@ def test_copies_of_a_loss_scale_have_its_value_and_move_by_themselves(make, copi
     assert again.get_config() == loss_scale.get_config()
     before = float(loss_scale())
     assert again() == before
-    again.update([tf.constant(float("inf"))])
-    again.update([tf.constant(1.0)])
+    for _ in range(2):
+        again.update([tf.constant(1.0)])
     assert loss_scale() == before
-    assert again() != before
-
-
-def test_a_copy_of_a_dynamic_loss_scale_keeps_the_count():
-    loss_scale = DynamicLossScale(8, 3)
-    loss_scale.update(_GOOD)
-    assert _state(copy.deepcopy(loss_scale)) == (8.0, 1)
+    # The third finite step in a row, and the third step.
+    assert again() == (16.0 if isinstance(again, DynamicLossScale) else 1.0)
 
 
 # --- The optimizer's argument -------------------------------------------------------------------
 
 
-def test_dynamic_stands_for_the_default_dynamic_loss_scale():
-    optimizer = experimental.LossScaleOptimizer(sgd(), "dynamic")
-    assert isinstance(optimizer.loss_scale, DynamicLossScale)
-    assert optimizer.loss_scale.get_config() == DynamicLossScale().get_config()
-
-
-@pytest.mark.parametrize("value", [8, 8.0, np.float32(8), np.int64(8)])
-def test_a_number_stands_for_a_fixed_loss_scale(value):
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("dynamic", DynamicLossScale()),
+        *[(value, FixedLossScale(8)) for value in (8, 8.0, np.float32(8), np.int64(8))],
+        (tf.compat.v1.mixed_precision.DynamicLossScale(8, 3, 4), DynamicLossScale(8, 3, 4)),
+        (tf.compat.v1.mixed_precision.FixedLossScale(8), FixedLossScale(8)),
+    ],
+    ids=["dynamic", "int", "float", "float32", "int64", "tensorflow_dynamic", "tensorflow_fixed"],
+)
+def test_what_stands_for_a_loss_scale(value, expected):
     optimizer = experimental.LossScaleOptimizer(sgd(), value)
-    assert isinstance(optimizer.loss_scale, FixedLossScale)
-    assert optimizer.loss_scale() == 8.0
-    assert optimizer.dynamic is False
+    assert type(optimizer.loss_scale) is type(expected)
+    assert optimizer.loss_scale.get_config() == expected.get_config()
+    assert optimizer.loss_scale() == expected()
+    assert optimizer.dynamic is isinstance(expected, DynamicLossScale)
 
 
 @pytest.mark.parametrize("make", [lambda: FixedLossScale(8), DynamicLossScale, lambda: Halving(8)])
@@ -286,16 +301,8 @@ def test_a_loss_scale_is_used_as_it_is(make):
 @pytest.mark.parametrize(
     ("value", "error"),
     [
-        (None, ValueError),
-        ("static", ValueError),
-        ("8", ValueError),
-        (True, ValueError),
-        (0, ValueError),
-        (-8, ValueError),
-        (float("inf"), ValueError),
-        (float("nan"), ValueError),
-        (object(), TypeError),
-        ([8], TypeError),
+        *[(v, ValueError) for v in (None, "static", "8", True, 0, -8, float("inf"), float("nan"))],
+        *[(v, TypeError) for v in (object(), [8])],
     ],
 )
 def test_something_that_is_no_loss_scale_is_refused(value, error):
@@ -367,41 +374,20 @@ def test_a_loss_scale_of_ones_own_scales_and_unscales():
     assert gradient.numpy() == np.float32(10) / np.float32(6)
 
 
-def test_a_loss_scale_of_ones_own_may_answer_with_a_python_bool():
-    class Never(LossScale):
-        def __call__(self):
-            return tf.constant(2.0)
-
-        def update(self, grads):
-            return None, False
-
-        def get_config(self):
-            return {}
-
-    var = tf.Variable(1.0)
-    optimizer = experimental.LossScaleOptimizer(sgd(), Never())
-    optimizer.minimize(lambda: var**2, [var])
-    assert var.numpy() == 1.0
-    assert (optimizer.iterations, optimizer.steps_skipped) == (1, 1)
-
-
-def test_a_loss_scale_of_ones_own_sees_unscaled_gradients():
+@pytest.mark.parametrize("applied", [True, False])
+def test_a_loss_scale_of_ones_own_sees_unscaled_gradients_and_may_answer_with_a_bool(applied):
     seen = []
 
-    class Own(LossScale):
-        def __call__(self):
-            return tf.constant(8.0)
-
-        def update(self, grads):
-            seen.extend(float(g) for g in grads if g is not None)
-            return None, True
-
-        def get_config(self):
-            return {}
+    def answer(grads):
+        seen.extend(map(float, grads))
+        return applied
 
     var = tf.Variable(1.0)
-    experimental.LossScaleOptimizer(sgd(), Own()).minimize(lambda: var**2, [var])
+    optimizer = experimental.LossScaleOptimizer(sgd(), Answering(8.0, answer))
+    optimizer.minimize(lambda: var**2, [var])
     assert seen == [2.0]
+    assert var.numpy() == (0.5 if applied else 1.0)
+    assert (optimizer.iterations, optimizer.steps_skipped) == (1, 0 if applied else 1)
 
 
 def test_a_subclass_of_a_fixed_loss_scale_is_fixed():
@@ -469,25 +455,6 @@ def test_a_loss_scale_of_ones_own_that_keras_knows_needs_no_custom_objects(tmp_p
     assert type(loaded.optimizer.loss_scale) is Registered
 
 
-# --- TensorFlow's own classes -------------------------------------------------------------------
-
-
-def test_tensorflows_own_loss_scales_are_understood():
-    own = tf.compat.v1.mixed_precision
-    optimizer = experimental.LossScaleOptimizer(
-        sgd(), own.DynamicLossScale(initial_loss_scale=8, increment_period=3, multiplier=4)
-    )
-    assert isinstance(optimizer.loss_scale, DynamicLossScale)
-    assert optimizer.loss_scale.get_config() == {
-        "initial_loss_scale": 8.0,
-        "increment_period": 3,
-        "multiplier": 4.0,
-    }
-    fixed = experimental.LossScaleOptimizer(sgd(), own.FixedLossScale(8))
-    assert isinstance(fixed.loss_scale, FixedLossScale)
-    assert fixed.loss_scale() == 8.0
-
-
 def test_a_step_with_tensorflows_own_loss_scale(stepped):
     own = tf.compat.v1.mixed_precision.DynamicLossScale(initial_loss_scale=8, increment_period=1)
     var = tf.Variable(1.0)
@@ -505,50 +472,31 @@ _SGD = {"class_name": "SGD", "config": {"name": "SGD", "learning_rate": 0.25}}
 @pytest.mark.parametrize(
     ("config", "loss_scale"),
     [
-        pytest.param(
-            {
-                "inner_optimizer": _SGD,
-                "dynamic": True,
-                "initial_scale": 8.0,
-                "dynamic_growth_steps": 3,
-            },
+        (
+            {"inner_optimizer": _SGD, "dynamic": True, "initial_scale": 8.0}
+            | {"dynamic_growth_steps": 3},
             DynamicLossScale(8, 3),
-            id="later_dynamic",
         ),
-        pytest.param(
-            {
-                "inner_optimizer": _SGD,
-                "dynamic": False,
-                "initial_scale": 8.0,
-                "dynamic_growth_steps": None,
-            },
+        (
+            {"inner_optimizer": _SGD, "dynamic": False, "initial_scale": 8.0}
+            | {"dynamic_growth_steps": None},
             FixedLossScale(8),
-            id="later_fixed",
         ),
-        pytest.param(
-            {
-                "optimizer": _SGD,
-                "loss_scale": {
-                    "class_name": "DynamicLossScale",
-                    "config": {
-                        "initial_loss_scale": 8.0,
-                        "increment_period": 3,
-                        "multiplier": 4.0,
+        *[
+            (
+                {
+                    "optimizer": _SGD,
+                    "loss_scale": {
+                        "class_name": type(loss_scale).__name__,
+                        "config": loss_scale.get_config(),
                     },
                 },
-            },
-            DynamicLossScale(8, 3, 4),
-            id="own_dynamic",
-        ),
-        pytest.param(
-            {
-                "optimizer": _SGD,
-                "loss_scale": {"class_name": "FixedLossScale", "config": {"loss_scale_value": 8.0}},
-            },
-            FixedLossScale(8),
-            id="own_fixed",
-        ),
+                loss_scale,
+            )
+            for loss_scale in (DynamicLossScale(8, 3, 4), FixedLossScale(8))
+        ],
     ],
+    ids=["later_dynamic", "later_fixed", "own_dynamic", "own_fixed"],
 )
 def test_configurations_of_every_release_are_read(config, loss_scale):
     before = copy.deepcopy(config)
@@ -576,60 +524,40 @@ def test_a_rule_that_no_loss_scale_can_express_is_a_value_error():
 # --- Saving, copying ----------------------------------------------------------------------------
 
 
-def _trained_model(loss_scale):
+@pytest.mark.parametrize(
+    ("loss_scale", "custom_objects", "batches", "scale"),
+    [
+        pytest.param(DynamicLossScale(8, 3), {}, "good good good bad good", 8.0, id="dynamic"),
+        pytest.param(Halving(64.0), {"Halving": Halving}, "good good good bad good", 4.0, id="own"),
+        pytest.param(FixedLossScale(3), {}, "good good", 3.0, id="fixed"),
+    ],
+)
+def test_a_model_that_was_saved_goes_on_as_if_it_had_not_been(
+    tmp_path, loss_scale, custom_objects, batches, scale
+):
     seed(0)
     model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
     optimizer = experimental.LossScaleOptimizer(sgd(0.125, momentum=0.5), loss_scale)
     model.compile(optimizer, "mse", run_eagerly=True)
-    inputs = np.arange(12, dtype="float32").reshape(4, 3) / 12
-    model.fit(inputs, np.ones((4, 2)), epochs=3, verbose=0)
-    model.train_on_batch(np.full((4, 3), np.inf), np.ones((4, 2)))
-    model.train_on_batch(inputs, np.ones((4, 2)))
-    return model, inputs
-
-
-@pytest.mark.parametrize(
-    ("make", "custom_objects", "scale"),
-    [
-        # Three good steps, one bad, one good.
-        pytest.param(lambda: DynamicLossScale(8, 3), {}, 8.0, id="dynamic"),
-        pytest.param(lambda: Halving(64.0), {"Halving": Halving}, 4.0, id="own"),
-    ],
-)
-def test_a_model_that_was_saved_goes_on_as_if_it_had_not_been(
-    tmp_path, make, custom_objects, scale
-):
-    model, inputs = _trained_model(make())
-    assert model.optimizer.loss_scale() == scale
-    assert model.optimizer.iterations == 5
-    assert model.optimizer.steps_skipped == 1
+    inputs, wanted = np.arange(12, dtype="float32").reshape(4, 3) / 12, np.ones((4, 2))
+    for batch in batches.split():
+        model.train_on_batch(inputs if batch == "good" else np.full_like(inputs, np.inf), wanted)
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras", custom_objects=custom_objects)
     assert isinstance(loaded.optimizer, experimental.LossScaleOptimizer)
-    assert loaded.optimizer.loss_scale() == scale
-    assert loaded.optimizer.iterations == 5
-    assert loaded.optimizer.steps_skipped == 1
+    assert type(loaded.optimizer.loss_scale) is type(loss_scale)
+    for one in (model.optimizer, loaded.optimizer):
+        assert one.loss_scale() == scale
+        assert one.iterations == len(batches.split())
+        assert one.steps_skipped == batches.count("bad")
     assert_same(everything(model.optimizer), everything(loaded.optimizer))
     for one in (model, loaded):
-        one.train_on_batch(inputs, np.ones((4, 2)))
+        one.train_on_batch(inputs, wanted)
     assert_same(everything(model.optimizer), everything(loaded.optimizer))
     assert_same(model.get_weights(), loaded.get_weights())
 
 
-def test_a_fixed_loss_scale_is_saved_with_the_model(tmp_path):
-    seed(0)
-    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
-    optimizer = experimental.LossScaleOptimizer(sgd(momentum=0.5), 3)
-    model.compile(optimizer, "mse", run_eagerly=True)
-    model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
-    assert isinstance(loaded.optimizer.loss_scale, FixedLossScale)
-    assert loaded.optimizer.loss_scale() == 3.0
-    assert_same(model.optimizer.get_weights(), loaded.optimizer.get_weights())
-
-
-@pytest.mark.parametrize("make", [lambda: DynamicLossScale(8, 3), lambda: Halving(8.0)])
+@TWO_KINDS
 def test_a_deep_copy_has_its_own_state(make):
     loss_scale = make()
     var = tf.Variable(1.0)
@@ -646,7 +574,7 @@ def test_a_deep_copy_has_its_own_state(make):
     assert_same(before, everything(optimizer))
 
 
-@pytest.mark.parametrize("make", [lambda: DynamicLossScale(8, 3), lambda: Halving(8.0)])
+@TWO_KINDS
 def test_a_pickle_goes_on_with_the_variables_it_meets(make):
     var, other = tf.Variable(1.0), tf.Variable(1.0)
     optimizer = experimental.LossScaleOptimizer(sgd(momentum=0.5), make())
@@ -685,36 +613,6 @@ def test_unaggregated_gradients_are_applied_on_one_replica(stepped):
     assert number(optimizer.iterations) == 2
 
 
-@pytest.fixture(scope="module")
-def steps_on_two_replicas():
-    """Takes a step with one gradient for each replica; returns their weights, and the scale."""
-    strategy = two_devices.strategy()
-
-    def run(gradients, **arguments):
-        with strategy.scope():
-            var = tf.Variable(1.0)
-            loss_scale = DynamicLossScale(8, increment_period=1)
-            optimizer = experimental.LossScaleOptimizer(sgd(), loss_scale)
-
-        def in_replica(gradient):
-            unscaled = optimizer.get_unscaled_gradients([gradient])
-            optimizer.apply_gradients(zip(unscaled, [var], strict=True), **arguments)
-
-        @tf.function
-        def step(values):
-            strategy.run(in_replica, args=(values,))
-
-        step(
-            strategy.experimental_distribute_values_from_function(
-                lambda context: tf.constant(gradients[context.replica_id_in_sync_group])
-            )
-        )
-        values = [float(v) for v in strategy.experimental_local_results(var)]
-        return (*values, float(loss_scale()))
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("gradients", "arguments", "expected"),
     [
@@ -726,7 +624,27 @@ def steps_on_two_replicas():
         ([8.0, float("nan")], {"experimental_aggregate_gradients": False}, (1.0, 1.0, 4.0)),
     ],
 )
-def test_on_two_replicas_gradients_are_summed_unless_told_otherwise(
-    steps_on_two_replicas, gradients, arguments, expected
+def test_gradients_of_two_replicas_are_summed_unless_asked_otherwise(
+    gradients, arguments, expected
 ):
-    assert steps_on_two_replicas(gradients, **arguments) == expected
+    strategy = two_devices.strategy()
+    with strategy.scope():
+        var = tf.Variable(1.0)
+        loss_scale = DynamicLossScale(8, increment_period=1)
+        optimizer = experimental.LossScaleOptimizer(sgd(), loss_scale)
+
+    def in_replica(gradient):
+        unscaled = optimizer.get_unscaled_gradients([gradient])
+        optimizer.apply_gradients(zip(unscaled, [var], strict=True), **arguments)
+
+    @tf.function
+    def step(values):
+        strategy.run(in_replica, args=(values,))
+
+    step(
+        strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(gradients[context.replica_id_in_sync_group])
+        )
+    )
+    values = [float(v) for v in strategy.experimental_local_results(var)]
+    assert (*values, float(loss_scale())) == expected

@@ -49,14 +49,10 @@ class OfItsTime(keras.Model):
         return {"loss": loss}
 
 
-def sequential():
-    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="float32")])
-
-
-def compiled(optimizer="sgd", **kwargs):
-    model = sequential()
+def compiled(*optimizer, **kwargs):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="float32")])
     # Wrapped or not is settled here: compiled steps are for the train_step below.
-    model.compile(optimizer, "mse", run_eagerly=True, **kwargs)
+    model.compile(*optimizer, loss="mse", run_eagerly=True, **kwargs)
     return model
 
 
@@ -67,15 +63,16 @@ def is_ours(optimizer):
 @pytest.mark.parametrize(
     ("given", "inner"),
     [
-        ("adam", keras.optimizers.Adam),
-        (keras.optimizers.RMSprop(0.5), keras.optimizers.RMSprop),
-        ({"class_name": "SGD", "config": {"learning_rate": 0.5}}, keras.optimizers.SGD),
+        (["adam"], keras.optimizers.Adam),
+        ([keras.optimizers.RMSprop(0.5)], keras.optimizers.RMSprop),
+        ([{"class_name": "SGD", "config": {"learning_rate": 0.5}}], keras.optimizers.SGD),
+        ([], keras.optimizers.RMSprop),
     ],
-    ids=["name", "instance", "configuration"],
+    ids=["name", "instance", "configuration", "none"],
 )
 def test_compile_wraps_in_the_documented_class(given, inner):
     with lossscale.install():
-        optimizer = compiled(given).optimizer
+        optimizer = compiled(*given).optimizer
         assert isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
     assert is_ours(optimizer)
     assert type(optimizer.inner_optimizer) is inner
@@ -91,14 +88,6 @@ def test_an_optimizer_made_while_keras_compiles_has_all_its_variables(given):
     names = [variable.name for variable in optimizer.variables]
     assert names == [variable.name for variable in expected.variables]
     assert any(variable is optimizer.iterations for variable in optimizer.variables)
-
-
-def test_compile_without_an_optimizer_does_too():
-    with lossscale.install():
-        model = sequential()
-        model.compile(loss="mse")
-    assert is_ours(model.optimizer)
-    assert isinstance(model.optimizer.inner_optimizer, keras.optimizers.RMSprop)
 
 
 def trained_by_hand(weights, batches, learning_rate):
@@ -126,31 +115,22 @@ def test_a_train_step_with_the_usual_guard_learns(run_eagerly):
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("wrap", "policy", "arguments"),
     [
-        pytest.param(lambda: lossscale.LossScaleOptimizer(keras.optimizers.SGD()), id="ours"),
-        pytest.param(lambda: experimental.LossScaleOptimizer(keras.optimizers.SGD(), 8), id="old"),
-        pytest.param(lambda: OWN(keras.optimizers.SGD()), id="keras"),
+        (lossscale.LossScaleOptimizer, "mixed_float16", {}),
+        (lambda sgd: experimental.LossScaleOptimizer(sgd, 8), "mixed_float16", {}),
+        (OWN, "mixed_float16", {}),
+        (lambda sgd: sgd, "float32", {}),
+        (lambda sgd: sgd, "mixed_bfloat16", {}),
+        (lambda sgd: sgd, "mixed_float16", {"auto_scale_loss": False}),
     ],
+    ids=["ours", "older", "keras", "float32", "bfloat16", "auto_scale_loss"],
 )
-def test_compile_leaves_an_optimizer_with_loss_scaling_alone(make):
-    optimizer = make()
-    with lossscale.install():
-        assert compiled(optimizer).optimizer is optimizer
-
-
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_compile_wraps_under_mixed_float16_only(policy):
+def test_what_compile_leaves_alone(wrap, policy, arguments):
     keras.mixed_precision.set_global_policy(policy)
-    optimizer = keras.optimizers.SGD()
+    optimizer = wrap(keras.optimizers.SGD())
     with lossscale.install():
-        assert compiled(optimizer).optimizer is optimizer
-
-
-def test_compile_wraps_only_if_it_is_to():
-    optimizer = keras.optimizers.SGD()
-    with lossscale.install():
-        assert compiled(optimizer, auto_scale_loss=False).optimizer is optimizer
+        assert compiled(optimizer, **arguments).optimizer is optimizer
 
 
 def test_a_model_that_is_compiled_again_keeps_its_loss_scale():

@@ -14,6 +14,7 @@ A block that goes on from the one before runs in the namespace of that one.
 import ast
 import contextlib
 import doctest
+import functools
 import inspect
 import io
 import pathlib
@@ -34,21 +35,16 @@ _PAGES = pathlib.Path(__file__).parents[2].parent / "shared" / "seeds"
 if not _PAGES.is_dir():
     pytest.skip("the documentation pages are not beside this checkout", allow_module_level=True)
 
-# The runnable blocks of each page in order. A block that is missing here, or too many, fails.
+# The runnable blocks of each page in order, and its signatures. A block that is missing here, or
+# too many, fails.
 _RUNNABLE = {
     "000": ["pseudocode", "minimize", "tape", "get_weights", "set_weights"],
     "001": ["pseudocode", "minimize", "tape"],
-    "002": ["pseudocode", "minimize_shown", "tape_continued", "aggregated"],
+    "002": ["pseudocode", "minimize_printed", "tape_printed", "aggregated"],
     "003": ["minimize_shown", "tape_continued"],
     "004": ["pseudocode", "minimize", "tape"],
 }
-_SIGNATURES = {
-    "000": 16,
-    "001": 16,
-    "002": 0,
-    "003": 0,
-    "004": 4,
-}
+_SIGNATURES = {"000": 16, "001": 16, "002": 0, "003": 0, "004": 4}
 
 _FILLED = {
     # Where `...` stands: the target of an assignment, or the arguments of a call.
@@ -64,7 +60,9 @@ def _text(page):
 
 
 def _code(page):
-    return [block.text for block in blocks(_text(page)) if block.kind != "signature"]
+    """The text of each runnable block, by its name."""
+    texts = [block.text for block in blocks(_text(page)) if block.kind != "signature"]
+    return dict(zip(_RUNNABLE[page], texts, strict=True))
 
 
 def _signatures(page):
@@ -199,20 +197,17 @@ def _tape(block, before):
     assert isinstance(opt, experimental.LossScaleOptimizer)
 
 
-def _minimize_shown(block, before):
+def _minimize_shown(block, before, printed=()):
     namespace = {"tf": tf, "np": np}
-    shown = _run(block, namespace)
-    # One of the two pages prints the value.
-    assert shown in ([], [0.5])
+    assert _run(block, namespace) == list(printed)
     assert namespace["var"].numpy() == 0.5
 
 
-def _tape_continued(block, before):
+def _tape_continued(block, before, printed=()):
     namespace = {"tf": tf, "np": np}
     _run(before, namespace)
     assert namespace["var"].numpy() == 0.5
-    shown = _run(block, namespace)
-    assert shown in ([], [0.25])
+    assert _run(block, namespace) == list(printed)
     assert namespace["var"].numpy() == 0.25
     assert namespace["opt"].iterations == 2
 
@@ -347,7 +342,9 @@ _RUNS = {
     "minimize": _minimize,
     "tape": _tape,
     "minimize_shown": _minimize_shown,
+    "minimize_printed": functools.partial(_minimize_shown, printed=[0.5]),
     "tape_continued": _tape_continued,
+    "tape_printed": functools.partial(_tape_continued, printed=[0.25]),
     "aggregated": _aggregated,
     "get_weights": _get_weights,
     "set_weights": _set_weights,
@@ -355,45 +352,34 @@ _RUNS = {
 
 
 @pytest.mark.parametrize(
-    ("page", "number"),
-    [
-        pytest.param(page, number, id=f"{page}-{number}-{name}")
-        for page, names in _RUNNABLE.items()
-        for number, name in enumerate(names)
-    ],
+    ("page", "name"),
+    [(page, name) for page, names in _RUNNABLE.items() for name in names],
 )
-def test_a_block_runs_unedited_with_the_documented_result(page, number):
+def test_a_block_runs_unedited_with_the_documented_result(page, name):
     code = _code(page)
-    _RUNS[_RUNNABLE[page][number]](code[number], code[number - 1] if number else None)
+    before = [None, *code.values()][list(code).index(name)]
+    _RUNS[name](code[name], before)
 
 
 @pytest.mark.parametrize("page", _RUNNABLE)
 def test_no_block_is_overlooked(page):
-    assert len(_code(page)) == len(_RUNNABLE[page])
     assert len(_signatures(page)) == _SIGNATURES[page]
     # The extractor sees every place where the page uses the interface in code.
-    calls = re.findall(r"^.*\bopt\.minimize\(|^.*\bapply_gradients\(\w*\(", _text(page), re.M)
-    assert len(calls) == sum(
-        len(re.findall(r"\bopt\.minimize\(|\bapply_gradients\(\w*\(", text)) for text in _code(page)
-    )
+    call = r"\bopt\.minimize\(|\bapply_gradients\(\w*\("
+    lines = [line for line in _text(page).splitlines() if re.search(call, line)]
+    assert len(lines) == sum(len(re.findall(call, text)) for text in _code(page).values())
 
 
-def test_the_page_of_the_interpreter_session_prints_a_half_and_a_quarter():
-    namespace = {"tf": tf}
-    _, first, second, _ = _code("002")
-    assert _run(first, namespace) == [0.5]
-    assert _run(second, namespace) == [0.25]
-
-
-@pytest.mark.parametrize("page", ["002", "003"])
-def test_the_steps_of_a_page_give_the_same_in_a_graph(page):
-    names = _RUNNABLE[page]
-    code = dict(zip(names, _code(page), strict=True))
-    namespace = {"tf": tf}
-    _run_in_graph(code["minimize_shown"], namespace)
+@pytest.mark.parametrize(
+    ("page", "minimize", "tape"),
+    [("002", "minimize_printed", "tape_printed"), ("003", "minimize_shown", "tape_continued")],
+)
+def test_the_steps_of_a_page_give_the_same_in_a_graph(page, minimize, tape):
+    code, namespace = _code(page), {"tf": tf}
+    _run_in_graph(code[minimize], namespace)
     var, opt = namespace["var"], namespace["opt"]
     assert var.numpy() == 0.5
-    step = _run_in_graph(code["tape_continued"], namespace)
+    step = _run_in_graph(code[tape], namespace)
     assert var.numpy() == 0.25
     step()
     assert var.numpy() == 0.125
@@ -402,12 +388,11 @@ def test_the_steps_of_a_page_give_the_same_in_a_graph(page):
 
 
 @pytest.mark.parametrize("page", ["000", "001", "004"])
-@pytest.mark.parametrize("name", ["minimize", "tape"])
-def test_the_open_steps_of_a_page_give_the_same_in_a_graph(page, name):
-    code = dict(zip(_RUNNABLE[page], _code(page), strict=True))
+@pytest.mark.parametrize(("name", "expected"), [("minimize", np.float32(0.8)), ("tape", 0.5)])
+def test_the_open_steps_of_a_page_give_the_same_in_a_graph(page, name, expected):
     namespace = _open_names()
-    step = _run_in_graph(code[name], namespace)
-    assert namespace["var"].numpy() == np.float32({"minimize": 0.8, "tape": 0.5}[name])
+    step = _run_in_graph(_code(page)[name], namespace)
+    assert namespace["var"].numpy() == expected
     step()
     assert namespace["opt"].iterations == 2
     assert step.experimental_get_tracing_count() == 1

@@ -11,6 +11,7 @@ import lossscale
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 WITNESS = tf_keras.mixed_precision.LossScaleOptimizer
+FAMILIES = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}
 
 # Constructor arguments that hold in both families of tf_keras optimizers and in Keras 3.
 OPTIMIZERS = {
@@ -42,10 +43,6 @@ SAVED_SETTINGS = {
     "l1_regularization_strength",
     "l2_regularization_strength",
 }
-
-
-def optimizer_class(module, name):
-    return getattr(module, name)
 
 
 def tf_variables():
@@ -81,12 +78,22 @@ def number(scalar):
 
 def held(model):
     """The weights and all of the inner optimizer: with these, two models go on as one."""
-    return [*model.get_weights(), *values(model.optimizer.inner_optimizer.variables)]
+    state = model.optimizer.inner_optimizer.variables
+    return [*model.get_weights(), *values(state() if callable(state) else state)]
+
+
+def assert_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def assert_close(found, expected, rtol=1e-4, atol=1e-5):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
 
 
 def assert_held(model, expected):
-    for found, value in zip(held(model), expected, strict=True):
-        np.testing.assert_array_equal(found, value)
+    assert_equal(held(model), expected)
 
 
 def ours(inner, **arguments):

@@ -1,11 +1,13 @@
-"""A checkpoint of every release goes on in our optimizer as it would have gone on there."""
+"""A checkpoint of every release goes on in our optimizer as it would have gone on there.
+
+Ours is on Keras 3, or on tf_keras around optimizers of both families.
+"""
 
 import atexit
 import functools
 import pathlib
 import shutil
 import tempfile
-from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -17,20 +19,26 @@ import lossscale
 from lossscale.errors import OldFileError
 from lossscale.migration import migrate_file, restore_checkpoint
 from migration import support
-from migration.support import FIXTURES, ONLY_NEW, OPTIMIZERS, SAVED_SETTINGS, WITNESS
+from migration.support import FAMILIES, FIXTURES, ONLY_NEW, OPTIMIZERS, SAVED_SETTINGS, WITNESS
 
 DYNAMIC = sorted(FIXTURES.glob("ck/*.index"))
 FIXED = sorted(FIXTURES.glob("ckf/*.index"))
+TARGETS = {"keras": keras.optimizers, **FAMILIES}
 
 
 def path_id(path):
     return path.name.removesuffix("-1.index")
 
 
-def sgd_elsewhere():
+def sgd_elsewhere(target="keras", **arguments):
     """Ours, with every number different from those in the files."""
-    inner = keras.optimizers.SGD(0.5, momentum=0.1)
-    return lossscale.LossScaleOptimizer(inner, initial_scale=4.0, dynamic_growth_steps=2)
+    inner = TARGETS[target].SGD(0.5, momentum=0.25)
+    arguments = arguments or {"initial_scale": 4.0, "dynamic_growth_steps": 2}
+    return lossscale.LossScaleOptimizer(inner, **arguments)
+
+
+def momentum_of(optimizer, variable):
+    return optimizer.get_slot(variable, "momentum").numpy()
 
 
 # --- Files that old releases wrote ----------------------------------------------------------------
@@ -42,15 +50,17 @@ def test_there_are_files_of_every_kind():
     assert len(DYNAMIC) == len(FIXED) == 7
 
 
-@pytest.mark.parametrize("kind", ["unbuilt", "built"])
+@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("path", DYNAMIC, ids=path_id)
-def test_a_real_file_restores_everything(path, kind):
-    v, optimizer = tf.Variable([5.0]), sgd_elsewhere()
-    if kind == "built":
-        optimizer.build([v])
+def test_a_real_file_restores_everything_and_goes_on_as_computed_by_hand(path, target, built):
+    v, optimizer = tf.Variable([5.0], name="v"), sgd_elsewhere(target)
+    for _ in range(4 if built else 0):
+        optimizer.minimize(lambda: v * 0.0, [v])
     restored = restore_checkpoint(path, optimizer=optimizer, v=v)
+    assert (restored.variables, restored.slots, restored.left) == (1, 1, ())
     np.testing.assert_allclose(v.numpy(), [0.8])
-    np.testing.assert_allclose(optimizer.get_slot(v, "momentum").numpy(), [-0.2])
+    np.testing.assert_allclose(momentum_of(optimizer, v), [-0.2])
     assert support.number(optimizer.iterations) == 1
     assert support.number(optimizer.inner_optimizer.iterations) == 1
     assert support.number(optimizer.steps_skipped) == 0
@@ -58,55 +68,72 @@ def test_a_real_file_restores_everything(path, kind):
     assert support.number(optimizer.dynamic_counter) == 1
     assert support.number(optimizer.learning_rate) == pytest.approx(0.1)
     # The new optimizers of TensorFlow put no other hyperparameter into a checkpoint.
-    momentum = 0.1 if "v3" in path.name else 0.9
-    assert optimizer.momentum == pytest.approx(momentum)
-    assert (restored.variables, restored.slots, restored.left) == (1, 1, ())
+    momentum = 0.25 if "v3" in path.name else 0.9
+    assert support.number(optimizer.inner_optimizer.momentum) == pytest.approx(momentum)
 
-
-@pytest.mark.parametrize("path", DYNAMIC, ids=path_id)
-def test_a_real_file_goes_on_as_computed_by_hand(path):
-    v = tf.Variable([5.0])
-    optimizer = lossscale.LossScaleOptimizer(
-        keras.optimizers.SGD(0.5, momentum=0.9), initial_scale=4.0, dynamic_growth_steps=2
-    )
-    restore_checkpoint(path, optimizer=optimizer, v=v)
     optimizer.minimize(lambda: v * 2.0, [v])
-    # velocity = 0.9 * -0.2 - 0.1 * 2; and the second finite step in a row doubles the scale.
-    np.testing.assert_allclose(v.numpy(), [0.8 - 0.38], rtol=1e-6)
+    np.testing.assert_allclose(v.numpy(), [0.8 + momentum * -0.2 - 0.1 * 2.0], rtol=1e-6)
+    # The second finite step in a row doubles the scale.
     assert support.number(optimizer.loss_scale) == 16.0
     assert support.number(optimizer.iterations) == 2
 
 
+SAME_FAMILY = [(p, "new" if "v3" in p.name else "legacy") for p in DYNAMIC]
+
+
+@pytest.mark.parametrize(("path", "family"), SAME_FAMILY, ids=lambda p: getattr(p, "name", p))
+def test_tensorflow_itself_restores_it_into_ours(path, family):
+    v, optimizer = tf.Variable([5.0], name="v"), sgd_elsewhere(family, initial_scale=4.0)
+    status = tf.train.Checkpoint(optimizer=optimizer, v=v).restore(str(path)[: -len(".index")])
+    optimizer.minimize(lambda: v * 0.0, [v])
+    # The momentum of the file moved the variable once more.
+    momentum = 0.25 if family == "new" else 0.9
+    np.testing.assert_allclose(v.numpy(), [0.8 - 0.2 * momentum], rtol=1e-6)
+    assert int(optimizer.iterations) == 2
+    assert float(optimizer.learning_rate) == pytest.approx(0.1)
+    assert float(optimizer.loss_scale) == 8.0
+    assert int(optimizer.dynamic_counter) == 2
+    status.assert_existing_objects_matched()
+
+
 @pytest.mark.parametrize("path", FIXED, ids=path_id)
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_file_with_a_fixed_scale_leaves_ours(path, dynamic):
-    v = tf.Variable([5.0])
-    inner = keras.optimizers.SGD(0.5, momentum=0.9)
-    optimizer = lossscale.LossScaleOptimizer(inner, dynamic=dynamic, initial_scale=32.0)
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_file_with_a_fixed_scale_leaves_ours(path, dynamic, target):
+    v = tf.Variable([5.0], name="v")
+    optimizer = sgd_elsewhere(target, dynamic=dynamic, initial_scale=32.0)
     restore_checkpoint(path, optimizer=optimizer, v=v)
     np.testing.assert_allclose(v.numpy(), [0.8])
-    np.testing.assert_allclose(optimizer.get_slot(v, "momentum").numpy(), [-0.2])
+    np.testing.assert_allclose(momentum_of(optimizer, v), [-0.2])
     assert support.number(optimizer.iterations) == 1
     assert support.number(optimizer.loss_scale) == 32.0
 
 
 @pytest.mark.parametrize("path", DYNAMIC, ids=path_id)
 def test_a_fixed_scale_stays_whatever_the_file_has(path):
-    v = tf.Variable([5.0])
-    inner = keras.optimizers.SGD(0.5, momentum=0.9)
-    optimizer = lossscale.LossScaleOptimizer(inner, dynamic=False, initial_scale=32.0)
-    restored = restore_checkpoint(path, optimizer=optimizer, v=v)
+    optimizer = sgd_elsewhere(dynamic=False, initial_scale=32.0)
+    restored = restore_checkpoint(path, optimizer=optimizer, v=tf.Variable([5.0]))
     assert support.number(optimizer.loss_scale) == 32.0
     assert restored.left == ("loss_scale",)
 
 
+def test_a_slot_is_made_that_the_settings_of_ours_do_not_ask_for():
+    v = tf.Variable([5.0], name="v")
+    optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.5))
+    restore_checkpoint(DYNAMIC[0], optimizer=optimizer, v=v)
+    np.testing.assert_allclose(momentum_of(optimizer, v), [-0.2])
+
+
+def restored_with(loss_scale, path):
+    """The older optimizer, which holds a loss scale; and what was restored."""
+    inner = keras.optimizers.SGD(0.5, momentum=0.9)
+    optimizer = lossscale.experimental.LossScaleOptimizer(inner, loss_scale)
+    return optimizer, restore_checkpoint(path, optimizer=optimizer, v=tf.Variable([5.0]))
+
+
 @pytest.mark.parametrize("path", DYNAMIC[:1] + DYNAMIC[-1:], ids=path_id)
 def test_the_older_optimizer_takes_it_too(path):
-    v = tf.Variable([5.0])
-    optimizer = lossscale.experimental.LossScaleOptimizer(
-        keras.optimizers.SGD(0.5, momentum=0.9), "dynamic"
-    )
-    restore_checkpoint(path, optimizer=optimizer, v=v)
+    optimizer, _ = restored_with("dynamic", path)
     assert support.number(optimizer.loss_scale()) == 8.0
 
 
@@ -128,11 +155,8 @@ class Halving(lossscale.experimental.LossScale):
 
 
 def test_a_loss_scale_of_ones_own_gets_its_variables_by_name():
-    v = tf.Variable([5.0])
     scale = Halving()
-    inner = keras.optimizers.SGD(0.5, momentum=0.9)
-    optimizer = lossscale.experimental.LossScaleOptimizer(inner, scale)
-    restored = restore_checkpoint(DYNAMIC[0], optimizer=optimizer, v=v)
+    _, restored = restored_with(scale, DYNAMIC[0])
     assert (support.number(scale()), support.number(scale.steps)) == (8.0, 1)
     assert restored.left == ()
 
@@ -140,93 +164,96 @@ def test_a_loss_scale_of_ones_own_gets_its_variables_by_name():
 # --- Every optimizer, with tf_keras as the witness ------------------------------------------------
 
 
-def saved_by_tf_keras(family, case, folder, steps=4):
-    """The witness after some steps, its variables, and the checkpoint."""
-    module = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}[family]
+def made(module, case, rate, **others):
+    """An optimizer to wrap, with some arguments of the case given otherwise."""
     name, arguments = {**OPTIMIZERS, **ONLY_NEW}[case]
-    inner = getattr(module, name)(learning_rate=0.05, **arguments)
-    witness = WITNESS(inner, initial_scale=16.0, dynamic_growth_steps=3)
-    trained = support.tf_variables()
-    support.train(witness, trained, steps)
-    w, u = trained
-    path = tf.train.Checkpoint(optimizer=witness, w=w, u=u).save(str(folder / "ck"))
-    return witness, trained, path
+    return getattr(module, name)(learning_rate=rate, **{**arguments, **others})
 
 
-class Witness(NamedTuple):
-    """A checkpoint of tf_keras after four steps, and what was there then and after four more."""
+def saved(optimizer, folder, steps=4):
+    """Two variables that an optimizer trained, and the checkpoint of all."""
+    w, u = trained = support.tf_variables()
+    support.train(optimizer, trained, steps)
+    return trained, tf.train.Checkpoint(optimizer=optimizer, w=w, u=u).save(str(folder / "ck"))
 
-    path: str
-    names: list
-    then: list
-    scale: float
-    later: list
-    later_scale: float
+
+def restored(path, optimizer):
+    """Two variables with what a checkpoint holds, as the optimizer now has."""
+    mine = [tf.Variable(tf.zeros((2, 2)), name=name) for name in "wu"]
+    restore_checkpoint(path, optimizer=optimizer, w=mine[0], u=mine[1])
+    return mine
+
+
+def assert_goes_on(optimizer, mine, witness, theirs, steps=4):
+    for each, variables in ((witness, theirs), (optimizer, mine)):
+        support.train(each, variables, steps, start=steps)
+    np.testing.assert_allclose(support.values(mine), support.values(theirs), rtol=1e-5)
 
 
 @functools.cache
 def witnessed(family, case):
+    """A checkpoint after four steps; the variables and the scale then, and after four more."""
     folder = tempfile.TemporaryDirectory()
     # As long as the tests run.
     atexit.register(folder.cleanup)
-    witness, variables, path = saved_by_tf_keras(family, case, pathlib.Path(folder.name))
-    then, scale = support.values(variables), support.number(witness.loss_scale)
+    inner = made(FAMILIES[family], case, 0.05)
+    witness = WITNESS(inner, initial_scale=16.0, dynamic_growth_steps=3)
+    variables, path = saved(witness, pathlib.Path(folder.name))
+    then = support.values(variables), support.number(witness.loss_scale)
     support.train(witness, variables, 4, start=4)
     assert support.number(witness.iterations) == 8
-    later, names = support.values(variables), [v.name[:-2] for v in variables]
-    return Witness(path, names, then, scale, later, support.number(witness.loss_scale))
+    return path, then, (support.values(variables), support.number(witness.loss_scale))
 
 
-def fresh(case, family, module=keras.optimizers):
-    """Ours on Keras 3; what the file holds is set to other numbers."""
-    name, arguments = {**OPTIMIZERS, **ONLY_NEW}[case]
-    if family == "legacy":
-        arguments = {k: 0.3 if k in SAVED_SETTINGS else v for k, v in arguments.items()}
-    inner = getattr(module, name)(learning_rate=0.9, **arguments)
+def fresh(family, case, target="keras"):
+    """Ours; what a file of this family holds is set to other numbers."""
+    _, arguments = {**OPTIMIZERS, **ONLY_NEW}[case]
+    others = {name: 0.3 for name in SAVED_SETTINGS & set(arguments) if family == "legacy"}
+    inner = made(TARGETS[target], case, 0.9, **others)
     return lossscale.LossScaleOptimizer(inner, initial_scale=2.0, dynamic_growth_steps=3)
 
 
-ALL = [("legacy", case) for case in OPTIMIZERS] + [
-    ("new", case) for case in (*OPTIMIZERS, *ONLY_NEW)
-]
-
-
-@pytest.mark.parametrize(("family", "case"), ALL)
-def test_training_goes_on_as_in_tf_keras(family, case):
-    theirs = witnessed(family, case)
-    mine = [tf.Variable(tf.zeros((2, 2)), name=name) for name in theirs.names]
-    optimizer = fresh(case, family)
-    restore_checkpoint(theirs.path, optimizer=optimizer, w=mine[0], u=mine[1])
-    np.testing.assert_array_equal(support.values(mine), theirs.then)
-    assert support.number(optimizer.loss_scale) == theirs.scale == 32.0
+@pytest.mark.parametrize(
+    ("family", "case", "target"),
+    [
+        (family, case, target)
+        for target in TARGETS
+        for family in FAMILIES
+        for case in (*OPTIMIZERS, *(ONLY_NEW if family == "new" else ()))
+        if target != "legacy" or case not in ONLY_NEW
+    ],
+)
+def test_training_goes_on_as_in_tf_keras(family, case, target):
+    path, (then, scale), (later, later_scale) = witnessed(family, case)
+    optimizer = fresh(family, case, target)
+    mine = restored(path, optimizer)
+    np.testing.assert_array_equal(support.values(mine), then)
+    assert support.number(optimizer.loss_scale) == scale == 32.0
     assert support.number(optimizer.dynamic_counter) == 1
     support.train(optimizer, mine, 4, start=4)
-    assert not np.allclose(theirs.then, support.values(mine), atol=1e-5)
-    np.testing.assert_allclose(support.values(mine), theirs.later, rtol=2e-4, atol=2e-6)
+    assert not np.allclose(then, support.values(mine), atol=1e-5)
+    np.testing.assert_allclose(support.values(mine), later, rtol=2e-4, atol=2e-6)
+    assert support.number(optimizer.loss_scale) == later_scale
     assert support.number(optimizer.iterations) == 8
 
 
 def test_the_average_of_weights_is_restored(tmp_path):
-    witness, theirs, path = saved_by_tf_keras("new", "ema", tmp_path)
-    w, u = (tf.Variable(tf.zeros_like(v), name=v.name[:-2]) for v in theirs)
-    optimizer = fresh("ema", "new")
-    restore_checkpoint(path, optimizer=optimizer, w=w, u=u)
+    witness = WITNESS(made(tf_keras.optimizers, "ema", 0.05))
+    _, path = saved(witness, tmp_path)
+    optimizer = fresh("new", "ema")
     averages = witness.inner_optimizer._model_variables_moving_average
-    for variable, average in zip((w, u), averages, strict=True):
+    for variable, average in zip(restored(path, optimizer), averages, strict=True):
         found = optimizer.get_slot(variable, "average")
         np.testing.assert_array_equal(found.numpy(), average.numpy())
 
 
-def test_the_state_of_a_legacy_nadam_is_kept_and_the_difference_said(tmp_path):
+def test_the_state_of_a_legacy_nadam_is_kept_with_a_warning_of_the_difference(tmp_path):
     inner = tf_keras.optimizers.legacy.Nadam(0.05)
-    witness, (w, u) = WITNESS(inner), support.tf_variables()
-    support.train(witness, [w, u], 4)
-    path = tf.train.Checkpoint(optimizer=witness, w=w, u=u).save(str(tmp_path / "ck"))
+    theirs, path = saved(WITNESS(inner), tmp_path)
     optimizer = lossscale.LossScaleOptimizer(keras.optimizers.Nadam(0.5))
-    mine = [tf.Variable(tf.zeros_like(v)) for v in (w, u)]
     with pytest.warns(lossscale.LossScaleWarning, match=r"schedule_decay=0\.004"):
-        restore_checkpoint(path, optimizer=optimizer, w=mine[0], u=mine[1])
-    for variable, original in zip(mine, (w, u), strict=True):
+        mine = restored(path, optimizer)
+    for variable, original in zip(mine, theirs, strict=True):
         for slot in ("m", "v"):
             found = optimizer.get_slot(variable, slot).numpy()
             np.testing.assert_array_equal(found, inner.get_slot(original, slot).numpy())
@@ -235,18 +262,26 @@ def test_the_state_of_a_legacy_nadam_is_kept_and_the_difference_said(tmp_path):
     assert support.number(optimizer.learning_rate) == pytest.approx(0.05)
 
 
-def test_decay_becomes_a_schedule_that_does_the_same(tmp_path):
-    inner = tf_keras.optimizers.legacy.SGD(0.5, momentum=0.5, decay=0.25)
-    witness, theirs = WITNESS(inner), support.tf_variables()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_nadam_goes_on_in_a_legacy_one(family, tmp_path):
+    witness = WITNESS(FAMILIES[family].Nadam(0.05))
+    theirs, path = saved(witness, tmp_path)
+    optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.legacy.Nadam(0.5))
+    assert_goes_on(optimizer, restored(path, optimizer), witness, theirs)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_decay_goes_on(target, tmp_path):
+    witness = WITNESS(tf_keras.optimizers.legacy.SGD(0.5, momentum=0.5, decay=0.25))
+    theirs, mine = support.tf_variables(), support.tf_variables()
     support.train(witness, theirs, 3)
+    # A list of variables is one of the objects.
     path = tf.train.Checkpoint(optimizer=witness, v=theirs).save(str(tmp_path / "ck"))
-    mine = [tf.Variable(tf.zeros_like(v)) for v in theirs]
-    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.9, momentum=0.5))
+    optimizer = lossscale.LossScaleOptimizer(TARGETS[target].SGD(0.9, momentum=0.5))
     restore_checkpoint(path, optimizer=optimizer, v=mine)
-    for each, variables in ((witness, theirs), (optimizer, mine)):
-        support.train(each, variables, 3, start=3)
-    np.testing.assert_allclose(support.values(mine), support.values(theirs), rtol=1e-5)
-    assert support.number(optimizer.learning_rate) == pytest.approx(0.5 / (1 + 0.25 * 6))
+    assert_goes_on(optimizer, mine, witness, theirs, steps=3)
+    if target == "keras":
+        assert support.number(optimizer.learning_rate) == pytest.approx(0.5 / (1 + 0.25 * 6))
 
 
 def test_a_schedule_of_ours_stays(tmp_path):
@@ -263,21 +298,31 @@ def test_skipped_steps_are_counted_as_tensorflow_counted_them(tmp_path):
     witness.apply_gradients([(tf.fill((2, 2), np.inf), w), (tf.zeros((2, 2)), u)])
     path = tf.train.Checkpoint(optimizer=witness, w=w, u=u).save(str(tmp_path / "ck"))
     optimizer = sgd_elsewhere()
-    restore_checkpoint(path, optimizer=optimizer, w=w, u=u)
+    restored(path, optimizer)
     assert support.number(optimizer.iterations) == 3
     assert support.number(optimizer.inner_optimizer.iterations) == 3
     assert support.number(optimizer.steps_skipped) == 0
     assert support.number(optimizer.loss_scale) == 8.0
 
 
-@pytest.mark.parametrize("family", ["legacy", "new"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_of_ours_keeps_its_skips(family, tmp_path):
+    (w, u), ours = support.tf_variables(), sgd_elsewhere(family)
+    support.train(ours, [w, u], 2)
+    ours.minimize(lambda: tf.reduce_sum(w * u) * np.inf, [w, u])
+    path = tf.train.Checkpoint(optimizer=ours, w=w, u=u).save(str(tmp_path / "ck"))
+    optimizer = sgd_elsewhere(family)
+    restored(path, optimizer)
+    assert int(optimizer.steps_skipped) == 1
+    assert int(optimizer.iterations) == 3
+    assert int(optimizer.inner_optimizer.iterations) == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_optimizer_that_was_not_wrapped(family, tmp_path):
-    module = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}[family]
-    plain, (w, u) = module.Adam(0.05), support.tf_variables()
-    support.train(plain, [w, u], 3)
-    path = tf.train.Checkpoint(optimizer=plain, w=w, u=u).save(str(tmp_path / "ck"))
+    _, path = saved(FAMILIES[family].Adam(0.05), tmp_path, steps=3)
     optimizer = lossscale.LossScaleOptimizer(keras.optimizers.Adam(0.5), initial_scale=8.0)
-    restore_checkpoint(path, optimizer=optimizer, w=w, u=u)
+    w, _ = restored(path, optimizer)
     assert support.number(optimizer.iterations) == 3
     assert support.number(optimizer.loss_scale) == 8.0
     assert np.abs(optimizer.get_slot(w, "m").numpy()).min() > 0
@@ -286,26 +331,25 @@ def test_an_optimizer_that_was_not_wrapped(family, tmp_path):
 @pytest.mark.parametrize("kind", ["plain", "keras", "ours"])
 def test_a_checkpoint_of_keras_3(kind, tmp_path):
     inner = keras.optimizers.Adam(0.05)
-    saved = {
+    theirs = {
         "plain": lambda: inner,
         "keras": lambda: keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0),
         "ours": lambda: lossscale.LossScaleOptimizer(inner, initial_scale=8.0),
     }[kind]()
-    w, u = theirs = support.tf_variables()
-    saved.build(theirs)
+    w, u = variables = support.tf_variables()
+    theirs.build(variables)
     for step in support.gradients(3):
         if kind == "ours":
-            saved.minimize(support.loss_of(theirs, step), theirs)
+            theirs.minimize(support.loss_of(variables, step), variables)
         else:
             scale = 8.0 if kind == "keras" else 1.0
-            pairs = zip(step, theirs, strict=True)
-            saved.apply_gradients([(tf.constant(g) * scale, v) for g, v in pairs])
+            pairs = zip(step, variables, strict=True)
+            theirs.apply_gradients([(tf.constant(g) * scale, v) for g, v in pairs])
     if kind == "ours":
-        saved.minimize(lambda: tf.reduce_sum(w) * np.nan, [w, u])
-    path = tf.train.Checkpoint(optimizer=saved, w=w, u=u).save(str(tmp_path / "ck"))
-    mine = [tf.Variable(tf.zeros_like(v)) for v in theirs]
+        theirs.minimize(lambda: tf.reduce_sum(w) * np.nan, [w, u])
+    path = tf.train.Checkpoint(optimizer=theirs, w=w, u=u).save(str(tmp_path / "ck"))
     optimizer = lossscale.LossScaleOptimizer(keras.optimizers.Adam(0.5), initial_scale=2.0)
-    restore_checkpoint(path, optimizer=optimizer, w=mine[0], u=mine[1])
+    restored(path, optimizer)
     expected = {"plain": (2.0, 0), "keras": (8.0, 3), "ours": (4.0, 0)}[kind]
     assert support.number(optimizer.loss_scale) == expected[0]
     assert support.number(optimizer.dynamic_counter) == expected[1]
@@ -319,17 +363,12 @@ def test_a_checkpoint_of_keras_3(kind, tmp_path):
 # --- Whose state is whose -------------------------------------------------------------------------
 
 
-def unnamed_new(folder):
-    """A file of a new optimizer, whose slots are known by the names of variables; here the same."""
+def test_variables_of_one_name_need_the_order_of_then(tmp_path):
+    # The slots of a new optimizer are known by the names of variables; here these are the same.
     witness = WITNESS(tf_keras.optimizers.Adam(0.05))
     first, second = (tf.Variable(v) for v in support.tf_variables())
     support.train(witness, [first, second], 3)
-    path = tf.train.Checkpoint(optimizer=witness, a=second, b=first).save(str(folder / "ck"))
-    return witness, first, second, path
-
-
-def test_variables_of_one_name_need_the_order_of_then(tmp_path):
-    witness, first, second, path = unnamed_new(tmp_path)
+    path = tf.train.Checkpoint(optimizer=witness, a=second, b=first).save(str(tmp_path / "ck"))
     b, a = (tf.Variable(tf.zeros_like(v)) for v in (first, second))
     optimizer = lossscale.LossScaleOptimizer(keras.optimizers.Adam(0.5))
     with pytest.raises(OldFileError, match=r"have the same name.*optimizer\.build\(variables\)"):
@@ -345,18 +384,15 @@ def test_variables_of_one_name_need_the_order_of_then(tmp_path):
 
 
 @pytest.mark.parametrize("order", [("w", "u"), ("u", "w")])
-@pytest.mark.parametrize("family", ["legacy", "new"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_order_of_the_objects_does_not_matter(order, family, tmp_path):
-    witness, theirs, path = saved_by_tf_keras(family, "adam", tmp_path)
+    inner = made(FAMILIES[family], "adam", 0.05)
+    theirs, path = saved(WITNESS(inner), tmp_path)
     mine = {name: tf.Variable(tf.zeros((2, 2))) for name in order}
-    optimizer = fresh("adam", family)
+    optimizer = fresh(family, "adam")
     restore_checkpoint(path, optimizer=optimizer, **mine)
-    slot = witness.inner_optimizer
-    expected = [
-        slot.get_slot(v, "m") if family == "legacy" else slot._momentums[i]
-        for i, v in enumerate(theirs)
-    ]
-    for name, momentum in zip("wu", expected, strict=True):
+    momentums = [inner.get_slot(v, "m") for v in theirs] if family == "legacy" else inner._momentums
+    for name, momentum in zip("wu", momentums, strict=True):
         found = optimizer.get_slot(mine[name], "m").numpy()
         np.testing.assert_array_equal(found, momentum.numpy())
 
@@ -367,9 +403,9 @@ def test_the_order_of_the_objects_does_not_matter(order, family, tmp_path):
 @functools.cache
 def trained_model(family):
     """A folder of checkpoints after two steps, and the weights after two more."""
-    module = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}[family]
     model = support.sequential(tf_keras)
-    model.compile(WITNESS(module.Adam(0.01), initial_scale=16.0, dynamic_growth_steps=100), "mse")
+    inner = FAMILIES[family].Adam(0.01)
+    model.compile(WITNESS(inner, initial_scale=16.0, dynamic_growth_steps=100), "mse")
     support.fit(model, 2)
     folder = tempfile.TemporaryDirectory()
     model.save_weights(f"{folder.name}/weights")
@@ -379,12 +415,16 @@ def trained_model(family):
     return folder, model.get_weights()
 
 
-@pytest.mark.parametrize("family", ["legacy", "new"])
-def test_a_model_goes_on_as_in_tf_keras(family):
+@pytest.mark.parametrize(
+    ("family", "target"),
+    [("legacy", "keras"), ("new", "keras"), ("legacy", "legacy"), ("new", "new")],
+)
+def test_a_model_goes_on_as_in_tf_keras(family, target):
     folder, theirs = trained_model(family)
     for form in ("weights", "both", "model"):
-        mine = support.sequential(keras, seed=2)
-        mine.compile(lossscale.LossScaleOptimizer(keras.optimizers.Adam(0.5)), "mse")
+        mine = support.sequential(keras if target == "keras" else tf_keras, seed=2)
+        inner = TARGETS[target].Adam(0.5)
+        mine.compile(lossscale.LossScaleOptimizer(inner, dynamic_growth_steps=100), "mse")
         objects = {
             "weights": {"root": mine},
             "both": {"model": mine, "optimizer": mine.optimizer},
@@ -397,8 +437,9 @@ def test_a_model_goes_on_as_in_tf_keras(family):
         if form == "weights":
             expected = support.held(mine)
             support.fit(mine, 2)
-            for a, b in zip(mine.get_weights(), theirs, strict=True):
-                np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+            # Keras 3 rounds in other places.
+            rtol, atol = (1e-3, 1e-5) if target == "keras" else (1e-4, 1e-6)
+            support.assert_close(mine.get_weights(), theirs, rtol=rtol, atol=atol)
         else:
             support.assert_held(mine, expected)
 
@@ -432,8 +473,7 @@ def test_a_model_that_is_not_built_or_another_one():
     other.add(keras.layers.Dense(5))
     with pytest.raises(OldFileError, match=r"has the shape \(3, 1\) in the file and \(3, 5\) here"):
         restore_checkpoint(checkpoint, root=other)
-    for a, b in zip(mine.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(a, b)
+    support.assert_equal(mine.get_weights(), before)
 
 
 # --- Where a checkpoint is ------------------------------------------------------------------------
@@ -482,47 +522,30 @@ def test_a_converted_checkpoint_restores_the_same(path, tmp_path):
 # --- What cannot be restored ----------------------------------------------------------------------
 
 
-def damaged(how, folder):
-    """A copy of a real checkpoint with something wrong."""
-    source = FIXTURES / "ck" / "2.4.4_new-1"
-    for end in (".index", ".data-00000-of-00001"):
-        shutil.copy(f"{source}{end}", folder)
-    index, data = folder / "2.4.4_new-1.index", folder / "2.4.4_new-1.data-00000-of-00001"
-    content = data.read_bytes()
-    if how == "no data":
-        data.unlink()
-    elif how == "cut data":
-        data.write_bytes(content[: len(content) // 2])
-    elif how == "empty data":
-        data.write_bytes(b"")
-    elif how == "changed data":
-        data.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    elif how == "cut index":
-        index.write_bytes(index.read_bytes()[:-20])
-    elif how == "empty index":
-        index.write_bytes(b"")
-    return index
-
-
-DAMAGES = ["no data", "cut data", "empty data", "changed data", "cut index", "empty index"]
+DAMAGES = {
+    "no data": lambda index, data: data.unlink(),
+    "cut data": lambda index, data: data.write_bytes(data.read_bytes()[:4]),
+    "empty data": lambda index, data: data.write_bytes(b""),
+    "changed data": lambda index, data: data.write_bytes(b"\xff" + data.read_bytes()[1:]),
+    "cut index": lambda index, data: index.write_bytes(index.read_bytes()[:-20]),
+    "empty index": lambda index, data: index.write_bytes(b""),
+}
 
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_checkpoint_changes_nothing(how, tmp_path):
-    index = damaged(how, tmp_path)
+    index, data = (tmp_path / f"copy{end}" for end in (".index", ".data-00000-of-00001"))
+    for path in (index, data):
+        shutil.copy(FIXTURES / "ck" / path.name.replace("copy", "2.4.4_new-1"), path)
+    restore_checkpoint(index, v=tf.Variable([5.0]))
+    DAMAGES[how](index, data)
     v, optimizer = tf.Variable([5.0]), sgd_elsewhere()
     before = support.values(optimizer.variables)
-    with pytest.raises(OldFileError, match=r"2\.4\.4_new-1: damaged or incomplete: \S"):
+    with pytest.raises(OldFileError, match=r"copy: damaged or incomplete: \S"):
         restore_checkpoint(index, optimizer=optimizer, v=v)
     assert v.numpy() == [5.0]
     assert support.values(optimizer.variables) == before
-    assert optimizer.momentum == 0.1
-
-
-def test_an_undamaged_copy_restores(tmp_path):
-    v = tf.Variable([5.0])
-    restore_checkpoint(damaged("not at all", tmp_path), v=v)
-    assert v.numpy() == np.float32(0.8)
+    assert optimizer.momentum == 0.25
 
 
 @pytest.mark.parametrize(
@@ -555,17 +578,15 @@ def test_what_does_not_fit_is_named_and_changes_nothing(objects, error, message)
     with pytest.raises(error, match=message):
         restore_checkpoint(DYNAMIC[0], **objects(v, optimizer))
     assert v.numpy() == [5.0]
-    assert optimizer.momentum == 0.1
+    assert optimizer.momentum == 0.25
 
 
 def test_state_without_a_place_takes_the_settings_back(tmp_path):
-    witness = WITNESS(tf_keras.optimizers.legacy.RMSprop(0.1, rho=0.5, centered=True))
-    w, u = support.tf_variables()
-    support.train(witness, [w, u], 1)
-    path = tf.train.Checkpoint(optimizer=witness, w=w, u=u).save(str(tmp_path / "ck"))
+    inner = tf_keras.optimizers.legacy.RMSprop(0.1, rho=0.5, centered=True)
+    _, path = saved(WITNESS(inner), tmp_path, steps=1)
     optimizer = lossscale.LossScaleOptimizer(keras.optimizers.RMSprop(0.2, rho=0.25))
     with pytest.raises(OldFileError, match=r"'RMSprop/[wu]/mg', and RMSprop keeps"):
-        restore_checkpoint(path, optimizer=optimizer, w=w, u=u)
+        restored(path, optimizer)
     assert optimizer.rho == 0.25
     assert support.number(optimizer.learning_rate) == pytest.approx(0.2)
 

@@ -1,22 +1,26 @@
-"""Every dictionary that a release of TensorFlow wrote becomes an optimizer of ours."""
+"""Every dictionary that a release of TensorFlow wrote becomes an optimizer of ours.
+
+One that is none says so, whatever part of it is malformed.
+"""
 
 import copy
 import json
 
 import keras
 import pytest
+import tensorflow as tf
 import tf_keras
 
 import lossscale
-from lossscale import DynamicScale, FixedScale
+from lossscale import DynamicScale, FixedScale, experimental
 from lossscale.errors import ArgumentError
 from lossscale.keras import KerasLossScaleOptimizer
 from lossscale.older.configurations import inner_config
-from migration.support import WITNESS
+from migration.support import FAMILIES, WITNESS
 
 OLD_SGD = {"name": "SGD", "learning_rate": 0.1, "decay": 0.0, "momentum": 0.9, "nesterov": False}
-NEW_SGD = {
-    "name": "SGD",
+# What the new optimizers and the wrapper of Keras 3 have besides.
+COMMON = {
     "weight_decay": None,
     "clipnorm": None,
     "global_clipnorm": None,
@@ -24,6 +28,10 @@ NEW_SGD = {
     "use_ema": False,
     "ema_momentum": 0.99,
     "ema_overwrite_frequency": None,
+}
+NEW_SGD = {
+    **COMMON,
+    "name": "SGD",
     "jit_compile": False,
     "is_legacy_optimizer": False,
     "learning_rate": 0.1,
@@ -32,43 +40,29 @@ NEW_SGD = {
 }
 KERAS_3_SGD = keras.optimizers.SGD(0.1, momentum=0.9).get_config()
 
+
+def described(module, config, registered_name=None):
+    """An SGD in the form that names its module, as since 2.12."""
+    return {
+        "module": module,
+        "class_name": "SGD",
+        "config": config,
+        "registered_name": registered_name,
+    }
+
+
 # What stands under `inner_optimizer` or `optimizer`.
 INNERS = {
     "2.0": {"class_name": "SGD", "config": OLD_SGD},
     "lower case": {"class_name": "sgd", "config": OLD_SGD},
     "lr": {"class_name": "SGD", "config": {"lr": 0.1, "momentum": 0.9}},
-    "2.15 legacy": {
-        "module": "keras.optimizers.legacy",
-        "class_name": "SGD",
-        "config": OLD_SGD,
-        "registered_name": None,
-    },
-    "2.12 legacy": {
-        "module": "keras.src.optimizers.legacy.gradient_descent",
-        "class_name": "SGD",
-        "config": OLD_SGD,
-        "registered_name": "SGD",
-    },
+    "2.15 legacy": described("keras.optimizers.legacy", OLD_SGD),
+    "2.12 legacy": described("keras.src.optimizers.legacy.gradient_descent", OLD_SGD, "SGD"),
     "2.8 new": {"class_name": "Custom>SGD", "config": NEW_SGD},
     "2.11 new": {"class_name": "SGD", "config": NEW_SGD},
-    "2.15 new": {
-        "module": "keras.optimizers.experimental",
-        "class_name": "SGD",
-        "config": NEW_SGD,
-        "registered_name": None,
-    },
-    "tf_keras new": {
-        "module": "keras.optimizers",
-        "class_name": "SGD",
-        "config": NEW_SGD,
-        "registered_name": None,
-    },
-    "keras 3": {
-        "module": "keras.optimizers",
-        "class_name": "SGD",
-        "config": KERAS_3_SGD,
-        "registered_name": None,
-    },
+    "2.15 new": described("keras.optimizers.experimental", NEW_SGD),
+    "tf_keras new": described("keras.optimizers", NEW_SGD),
+    "keras 3": described("keras.optimizers", KERAS_3_SGD),
 }
 
 
@@ -103,14 +97,8 @@ OUTERS = {
     "keras 3": (
         "inner_optimizer",
         {
+            **COMMON,
             "name": "loss_scale_optimizer",
-            "weight_decay": None,
-            "clipnorm": None,
-            "global_clipnorm": None,
-            "clipvalue": None,
-            "use_ema": False,
-            "ema_momentum": 0.99,
-            "ema_overwrite_frequency": None,
             "loss_scale_factor": None,
             "gradient_accumulation_steps": None,
             "initial_scale": 8.0,
@@ -185,22 +173,12 @@ def test_what_keras_3_wrote_stays_its_own():
         assert type(deserialize(serialize(own))) is keras.optimizers.LossScaleOptimizer
 
 
-CLASSES = [
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "Adamax",
-    "Ftrl",
-    "RMSprop",
-    "SGD",
-]
-
-
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize("family", ["legacy", "new"])
+@pytest.mark.parametrize(
+    "name", ["Adadelta", "Adagrad", "Adam", "Adamax", "Ftrl", "RMSprop", "SGD"]
+)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_tf_keras_writes_becomes_the_same_optimizer(name, family):
-    module = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}[family]
-    inner = getattr(module, name)(learning_rate=0.25, clipnorm=1.5)
+    inner = getattr(FAMILIES[family], name)(learning_rate=0.25, clipnorm=1.5)
     witness = WITNESS(inner, initial_scale=8.0)
     optimizer = KerasLossScaleOptimizer.from_config(witness.get_config())
     assert type(optimizer.inner_optimizer) is getattr(keras.optimizers, name)
@@ -213,37 +191,24 @@ def test_what_tf_keras_writes_becomes_the_same_optimizer(name, family):
     assert left <= {"jit_compile", "is_legacy_optimizer"}
 
 
-SCHEDULES = [
-    ("ExponentialDecay", {"decay_steps": 4, "decay_rate": 0.5}),
-    ("InverseTimeDecay", {"decay_steps": 4, "decay_rate": 0.5}),
-    ("PolynomialDecay", {"decay_steps": 10}),
-    ("CosineDecay", {"decay_steps": 10}),
-    ("CosineDecayRestarts", {"first_decay_steps": 5}),
-]
+SCHEDULES = {
+    "ExponentialDecay": {"decay_steps": 4, "decay_rate": 0.5},
+    "InverseTimeDecay": {"decay_steps": 4, "decay_rate": 0.5},
+    "PolynomialDecay": {"decay_steps": 10},
+    "CosineDecay": {"decay_steps": 10},
+    "CosineDecayRestarts": {"first_decay_steps": 5},
+}
 
 
-@pytest.mark.parametrize("family", ["legacy", "new"])
-@pytest.mark.parametrize(("name", "settings"), SCHEDULES, ids=[name for name, _ in SCHEDULES])
-def test_schedules_give_the_same_rates(name, settings, family):
-    module = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}[family]
-    schedule = getattr(tf_keras.optimizers.schedules, name)(0.5, **settings)
-    written = WITNESS(module.SGD(schedule)).get_config()
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_give_the_same_rates(name, family):
+    schedule = getattr(tf_keras.optimizers.schedules, name)(0.5, **SCHEDULES[name])
+    written = WITNESS(FAMILIES[family].SGD(schedule)).get_config()
     optimizer = KerasLossScaleOptimizer.from_config(written)
     for step in (0, 3, 7):
         optimizer.inner_optimizer.iterations.assign(step)
         assert float(optimizer.learning_rate) == pytest.approx(float(schedule(step)))
-
-
-def test_piecewise_schedules_without_a_module():
-    rate = {
-        "class_name": "PiecewiseConstantDecay",
-        "config": {"boundaries": [2, 5], "values": [1.0, 0.5, 0.25], "name": None},
-    }
-    inner = {"class_name": "SGD", "config": {"learning_rate": rate}}
-    optimizer = KerasLossScaleOptimizer.from_config(
-        {"inner_optimizer": inner, "dynamic": True, "initial_scale": 8.0}
-    )
-    assert float(optimizer.learning_rate) == 1.0
 
 
 def from_inner(name, **settings):
@@ -257,6 +222,12 @@ def from_inner(name, **settings):
     )
 
 
+def test_piecewise_schedules_without_a_module():
+    settings = {"boundaries": [2, 5], "values": [1.0, 0.5, 0.25], "name": None}
+    rate = {"class_name": "PiecewiseConstantDecay", "config": settings}
+    assert float(from_inner("SGD", learning_rate=rate).learning_rate) == 1.0
+
+
 def test_decay_becomes_a_schedule():
     optimizer = from_inner("Adam", learning_rate=0.5, decay=0.25, epsilon=None)
     for step in (0, 1, 6):
@@ -265,7 +236,7 @@ def test_decay_becomes_a_schedule():
     assert optimizer.inner_optimizer.epsilon == 1e-7
 
 
-def test_the_slow_rise_of_nadam_is_said():
+def test_the_slow_rise_of_nadam_is_a_warning():
     with pytest.warns(lossscale.LossScaleWarning, match=r"schedule_decay=0\.004"):
         optimizer = from_inner("Nadam", learning_rate=0.5, decay=0.004)
     # That is no decay of the learning rate.
@@ -333,3 +304,60 @@ def test_what_keras_3_writes_keeps_its_meaning(optimizer):
     written = keras.optimizers.serialize(made)
     read = keras.optimizers.deserialize(inner_config(written))
     assert read.get_config() == made.get_config()
+
+
+@pytest.mark.parametrize("optimizers", [*FAMILIES.values(), keras.optimizers])
+def test_beside_keras_3_each_optimizer_gets_its_own_class(optimizers):
+    assert tf.keras.optimizers.SGD is keras.optimizers.SGD
+    made = lossscale.LossScaleOptimizer(optimizers.SGD(0.25))
+    assert isinstance(made, optimizers.Optimizer)
+    assert type(lossscale.LossScaleOptimizer.from_config(made.get_config())) is type(made)
+    scale = experimental.DynamicLossScale(8.0)
+    assert float(scale()) == 8.0
+    variable = tf.Variable(1.0)
+    older = experimental.LossScaleOptimizer(optimizers.SGD(0.25), scale)
+    older.minimize(lambda: variable**2, [variable])
+    assert float(variable) == 0.5
+
+
+# --- Malformed ones, in every shell ---------------------------------------------------------------
+
+PLAIN_SGD = {"class_name": "SGD", "config": {"learning_rate": 0.1}}
+SHELLS = {
+    f"{name}-{library.__name__}": type(wrapper(library.optimizers.SGD(), *arguments))
+    for name, wrapper, arguments in (
+        ("documented", lossscale.LossScaleOptimizer, ()),
+        ("experimental", experimental.LossScaleOptimizer, ("dynamic",)),
+    )
+    for library in (keras, tf_keras)
+}
+
+NO_DESCRIPTION = (None, 3, "sgd", {}, {"class_name": "SGD"}, {"class_name": 3, "config": {}})
+MALFORMED = [
+    *(None, 3, "sgd", [], {}),
+    *({"inner_optimizer": described} for described in NO_DESCRIPTION),
+    *({"inner_optimizer": PLAIN_SGD, "rule": described} for described in NO_DESCRIPTION),
+    {"inner_optimizer": {"class_name": "Nope", "config": {}}},
+    {"inner_optimizer": PLAIN_SGD, "rule": {"class_name": "Nope", "config": {}}},
+    {"inner_optimizer": PLAIN_SGD, "rule": {"class_name": "DynamicScale", "config": {"x": 1}}},
+    {"inner_optimizer": PLAIN_SGD, "nonsense": 1},
+    {"inner_optimizer": PLAIN_SGD, "initial_scale": "x"},
+    *({"optimizer": PLAIN_SGD, "loss_scale": described} for described in ({}, {"class_name": "X"})),
+    {"optimizer": PLAIN_SGD, "loss_scale": {"class_name": "DynamicLossScale", "config": {"x": 1}}},
+    {"optimizer": PLAIN_SGD, "loss_scale": {"class_name": "FixedLossScale", "config": {}}},
+]
+
+
+@pytest.mark.parametrize("config", MALFORMED, ids=str)
+@pytest.mark.parametrize("shell", SHELLS.values(), ids=SHELLS)
+def test_one_that_is_malformed_is_a_value_error_that_shows_what_came(shell, config):
+    message = r"Received|[Uu]nknown|not known|cannot be made|has no (keys|argument)"
+    with pytest.raises(ValueError, match=message) as raised:
+        shell.from_config(config)
+    # Which optimizers there are, each library says itself.
+    assert isinstance(raised.value, ArgumentError) or "Nope" in str(raised.value)
+
+
+@pytest.mark.parametrize("shell", SHELLS.values(), ids=SHELLS)
+def test_one_that_is_well_formed_is_taken(shell):
+    assert shell.from_config({"inner_optimizer": PLAIN_SGD}).dynamic

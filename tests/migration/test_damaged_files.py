@@ -1,5 +1,7 @@
 """Whatever is done to a file, its readers end with one of this library's errors."""
 
+import contextlib
+import functools
 import os
 import pathlib
 import random
@@ -13,60 +15,55 @@ from lossscale.cli.main import main
 from lossscale.diagnostics import HistoryHeader, StepRecord, TrainingHistory
 from lossscale.errors import ArgumentError, OldFileError, UnsupportedError
 from lossscale.migration import check_file, damage, describe_file, hdf5_reader, load_model
-from migration import mutants
+from migration import damaged
 from migration.support import FIXTURES
 
 ZOO = FIXTURES / "zoo" / "2.15.1"
 ZIPPED, HDF5 = ZOO / "s_dense_new.keras", ZOO / "s_dense_new.h5"
 
 
-def outcome(read, error, path):
-    """Whether the file could be read; any other error than the one named ends the test."""
-    try:
-        read(path)
-    except error:
-        return False
-    return True
+def readable(path, contents, read, error):
+    """How many of these contents of a file could be read; any other error ends the test."""
+    count = 0
+    for content in contents:
+        path.write_bytes(content)
+        with contextlib.suppress(error):
+            read(path)
+            count += 1
+    return count
 
 
 # --- .keras files ---------------------------------------------------------------------------------
 
 
+def flipped(path, numbers):
+    return (damaged.flipped(path.read_bytes(), number) for number in numbers)
+
+
 def test_the_bytes_of_a_keras_file(tmp_path):
-    path, content = tmp_path / "damaged.keras", ZIPPED.read_bytes()
-    read = 0
     # With number 1673 zipfile raises EOFError.
-    for seed in range(3000):
-        path.write_bytes(mutants.flipped(content, seed))
-        read += outcome(describe_file, OldFileError, path)
-    assert 0 < read < 300
+    contents = flipped(ZIPPED, range(3000))
+    assert 0 < readable(tmp_path / "damaged.keras", contents, describe_file, OldFileError) < 300
 
 
-def with_config_changed(seed, target):
-    def change(content):
-        return mutants.changed_json(content, seed).encode()
-
-    mutants.changed_member(ZIPPED, "config.json", change, target)
+def with_config_changed(numbers):
+    for number in numbers:
+        yield damaged.changed_member(
+            ZIPPED, "config.json", lambda text, n=number: damaged.changed_json(text, n).encode()
+        )
 
 
 def test_the_description_in_a_keras_file(tmp_path):
-    path = tmp_path / "damaged.keras"
-    read = 0
-    for seed in range(400):
-        with_config_changed(seed, path)
-        read += outcome(describe_file, OldFileError, path)
-    assert 0 < read < 400
+    contents = with_config_changed(range(400))
+    assert 0 < readable(tmp_path / "damaged.keras", contents, describe_file, OldFileError) < 400
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("framework", ["keras", "tf_keras"])
 def test_a_model_of_a_damaged_description(framework, tmp_path):
-    path = tmp_path / "damaged.keras"
-    read = 0
-    for seed in range(60):
-        with_config_changed(seed, path)
-        read += outcome(lambda p: load_model(p, framework=framework), OldFileError, path)
-    assert 0 < read < 60
+    read = functools.partial(load_model, framework=framework)
+    contents = with_config_changed(range(60))
+    assert 0 < readable(tmp_path / "damaged.keras", contents, read, OldFileError) < 60
 
 
 # --- Histories ------------------------------------------------------------------------------------
@@ -101,23 +98,19 @@ def summed_up(path):
 
 
 def test_the_bytes_of_a_history(history, tmp_path):
-    path, content = tmp_path / "damaged.jsonl", history.read_bytes()
-    read = 0
-    for seed in range(2000):
-        path.write_bytes(mutants.flipped(content, seed))
-        read += outcome(summed_up, ArgumentError, path)
-    assert 0 < read < 200
+    contents = flipped(history, range(2000))
+    assert 0 < readable(tmp_path / "damaged.jsonl", contents, summed_up, ArgumentError) < 200
 
 
 def test_the_values_in_a_history(history, tmp_path):
-    path, lines = tmp_path / "damaged.jsonl", history.read_text().splitlines(keepends=True)
-    read = 0
-    for seed in range(2000):
-        turn = random.Random(seed).randrange(len(lines))
-        changed = mutants.changed_json(lines[turn], seed) + "\n"
-        path.write_text("".join([*lines[:turn], changed, *lines[turn + 1 :]]))
-        read += outcome(summed_up, ArgumentError, path)
-    assert 0 < read < 1000
+    def contents():
+        for number in range(2000):
+            lines = history.read_text().splitlines(keepends=True)
+            turn = random.Random(number).randrange(len(lines))
+            lines[turn] = damaged.changed_json(lines[turn], number) + "\n"
+            yield "".join(lines).encode()
+
+    assert 0 < readable(tmp_path / "damaged.jsonl", contents(), summed_up, ArgumentError) < 1000
 
 
 @pytest.mark.parametrize("turn", [0, 1])
@@ -133,12 +126,12 @@ def test_whatever_a_line_causes_is_named(turn, history, tmp_path, monkeypatch):
 # --- HDF5 files, which can end the process that reads them ----------------------------------------
 
 
-def read_in_a_child(path, folder, mutant_count):
+def read_in_a_child(path, folder, count):
     """The outcome for each number; of those that ended the child, its exit status."""
     outcomes, first = {}, 0
-    while first < mutant_count:
+    while first < count:
         done = subprocess.run(
-            [sys.executable, mutants.__file__, path, folder, str(first), str(mutant_count)],
+            [sys.executable, damaged.__file__, path, folder, str(first), str(count)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             capture_output=True,
             text=True,
@@ -146,8 +139,8 @@ def read_in_a_child(path, folder, mutant_count):
         )
         lines = done.stdout.splitlines()
         for line in lines:
-            seed, _, what = line.partition(" ")
-            outcomes[int(seed)] = what or done.returncode
+            number, _, what = line.partition(" ")
+            outcomes[int(number)] = what or done.returncode
         assert lines, done.stderr
         first = int(lines[-1].partition(" ")[0]) + 1
     return outcomes
@@ -156,14 +149,14 @@ def read_in_a_child(path, folder, mutant_count):
 def test_the_bytes_of_an_hdf5_file(tmp_path, monkeypatch):
     outcomes = read_in_a_child(HDF5, tmp_path, 400)
     assert len(outcomes) == 400
-    ended = {seed: status for seed, status in outcomes.items() if isinstance(status, int)}
+    ended = [number for number, what in outcomes.items() if isinstance(what, int)]
     others = [what for what in outcomes.values() if not isinstance(what, int)]
     assert set(others) == {"read", "refused"}
     # Those that ended the child: crashes, and reading without an end. It takes a second each.
     monkeypatch.setattr(damage, "_SECONDS", 1.0)
     path = tmp_path / "damaged.h5"
-    for seed in list(ended)[:2]:
-        path.write_bytes(mutants.flipped(HDF5.read_bytes(), seed))
+    for content in flipped(HDF5, ended[:2]):
+        path.write_bytes(content)
         with pytest.raises(OldFileError, match=r"damaged\.h5: damaged"):
             load_model(path, check_first=True)
 
@@ -210,7 +203,7 @@ def test_the_hdf5_file_in_a_keras_file_is_read_too(tmp_path):
         at = content.index(b"HEAP")
         return content[:at] + b"JUNK" + content[at + 4 :]
 
-    mutants.changed_member(ZIPPED, "model.weights.h5", change, path)
+    path.write_bytes(damaged.changed_member(ZIPPED, "model.weights.h5", change))
     with pytest.raises(OldFileError, match=r"damaged\.keras: damaged or incomplete: "):
         check_file(path)
 

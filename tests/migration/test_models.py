@@ -15,7 +15,7 @@ from lossscale.errors import OldFileError
 from lossscale.keras import KerasLossScaleOptimizer
 from lossscale.migration import describe_file, load_model, migrate_file
 from migration import support
-from migration.support import FIXTURES, ONLY_NEW, OPTIMIZERS, WITNESS
+from migration.support import FAMILIES, FIXTURES, ONLY_NEW, OPTIMIZERS, WITNESS
 
 H5 = sorted(FIXTURES.glob("h5/*.h5"))
 # Keras says so on every HDF5 file; it is the format that this is about.
@@ -32,54 +32,60 @@ def arrays(path):
 
 
 @pytest.mark.parametrize("path", H5, ids=lambda path: path.stem)
-def test_a_real_file_holds_what_h5py_finds(path):
+def test_a_real_file_holds_what_h5py_finds_and_goes_on_as_computed_by_hand(path):
     model, (weights, state) = load_model(path), arrays(path)
     optimizer = model.optimizer
     assert type(optimizer) is KerasLossScaleOptimizer
     assert optimizer.rule == lossscale.DynamicScale(8.0, 3)
     assert model.loss == "mse"
-    for found, expected in zip(model.get_weights(), weights, strict=True):
-        np.testing.assert_array_equal(found, expected)
-    for found, expected in zip(optimizer.get_weights(), state, strict=True):
-        np.testing.assert_array_equal(found, expected)
+    support.assert_equal(model.get_weights(), weights)
+    support.assert_equal(optimizer.get_weights(), state)
     assert support.number(optimizer.iterations) == 1
     assert support.number(optimizer.loss_scale) == 8.0
 
-
-@pytest.mark.parametrize("path", H5, ids=lambda path: path.stem)
-def test_a_real_file_goes_on_as_computed_by_hand(path):
-    model, ((kernel, bias), (_, *velocities)) = load_model(path), arrays(path)
     x, y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
     # Loaded models are all compiled alike.
     model.run_eagerly = path != H5[0]
     model.fit(x, y, batch_size=4, epochs=1, verbose=0)
+    (kernel, bias), (_, *velocities) = weights, state
     error = 2.0 * (x @ kernel + bias - y) / len(x)
     slopes = [x.T @ error, error.sum(axis=0)]
     expected = [
         value + 0.9 * velocity - 0.1 * slope
-        for value, velocity, slope in zip((kernel, bias), velocities, slopes, strict=True)
+        for value, velocity, slope in zip(weights, velocities, slopes, strict=True)
     ]
-    for found, by_hand in zip(model.get_weights(), expected, strict=True):
-        np.testing.assert_allclose(found, by_hand, rtol=1e-5, atol=1e-6)
-    assert support.number(model.optimizer.iterations) == 2
-    assert support.number(model.optimizer.dynamic_counter) == 1
+    support.assert_close(model.get_weights(), expected, rtol=1e-5, atol=1e-6)
+    assert support.number(optimizer.iterations) == 2
+    assert support.number(optimizer.dynamic_counter) == 1
+
+
+def save(model, path):
+    # tf_keras says of its older form that it is older.
+    warns = path.suffix == ".h5" and isinstance(model, tf_keras.Model)
+    with pytest.warns() if warns else contextlib.nullcontext():
+        model.save(path)
 
 
 def saved_by_tf_keras(family, case, path, **compiling):
-    module = {"legacy": tf_keras.optimizers.legacy, "new": tf_keras.optimizers}[family]
     name, arguments = {**OPTIMIZERS, **ONLY_NEW}[case]
     model = support.dense(tf_keras)
-    inner = getattr(module, name)(learning_rate=0.01, **arguments)
+    inner = getattr(FAMILIES[family], name)(learning_rate=0.01, **arguments)
     # Traced, Nadam of tf_keras multiplies its product of momentums once for each variable.
     compiling = {"loss": "mse", "run_eagerly": case == "nadam", **compiling}
     model.compile(WITNESS(inner, initial_scale=16.0), **compiling)
     support.fit(model, 2)
-    with pytest.warns() if path.suffix == ".h5" else contextlib.nullcontext():
-        model.save(path)
+    save(model, path)
     return model
 
 
-def said_of(case):
+def assert_go_on(mine, theirs, steps=1, rtol=1e-4, atol=1e-5):
+    """All that was loaded enters the first step."""
+    for model in (mine, theirs):
+        support.fit(model, steps)
+    support.assert_close(mine.get_weights(), theirs.get_weights(), rtol, atol)
+
+
+def warning_of(case):
     """What is known of skipped steps matters to Nadam alone, whose product is not in the file."""
     if case != "nadam":
         return contextlib.nullcontext()
@@ -98,8 +104,8 @@ def test_files_that_lack_what_an_optimizer_sets_as_attributes(name, kind, tmp_pa
     model.save(path)
     other = support.dense(keras)
     other.compile(lossscale.LossScaleOptimizer(getattr(keras.optimizers, name)(0.01)), "mse")
-    said = pytest.warns(lossscale.LossScaleWarning, match="They stay as they are")
-    with said if name == "Adafactor" else contextlib.nullcontext():
+    warning = pytest.warns(lossscale.LossScaleWarning, match="They stay as they are")
+    with warning if name == "Adafactor" else contextlib.nullcontext():
         if kind == "keras":
             other = load_model(path)
         else:
@@ -107,46 +113,33 @@ def test_files_that_lack_what_an_optimizer_sets_as_attributes(name, kind, tmp_pa
             other.set_weights(model.get_weights())
             store = {str(i): support.values([v])[0] for i, v in enumerate(inner.variables)}
             other.optimizer.load_own_variables(store)
-    for each in (model, other):
-        support.fit(each, 2)
-    assert_same_weights(other, model)
-
-
-def assert_same_weights(mine, theirs):
-    for a, b in zip(mine.get_weights(), theirs.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert_go_on(other, model, steps=2)
 
 
 @pytest.mark.parametrize(
-    ("family", "case"),
-    [("legacy", case) for case in OPTIMIZERS] + [("new", c) for c in (*OPTIMIZERS, *ONLY_NEW)],
+    ("family", "case", "form"),
+    [
+        *[("legacy", case, "h5") for case in OPTIMIZERS],
+        *[("new", case, "h5") for case in (*OPTIMIZERS, *ONLY_NEW)],
+        *[
+            ("new", case, "keras")
+            for case in ("momentum", "adam", "amsgrad", "rmsprop_all", "ema", "nadam")
+        ],
+    ],
 )
-def test_hdf5_training_goes_on_as_in_tf_keras(family, case, tmp_path):
-    theirs = saved_by_tf_keras(family, case, tmp_path / "model.h5")
-    with said_of(case):
-        mine = load_model(tmp_path / "model.h5")
+def test_training_goes_on_as_in_tf_keras(family, case, form, tmp_path):
+    path = tmp_path / f"model.{form}"
+    theirs = saved_by_tf_keras(family, case, path)
+    with warning_of(case):
+        mine = load_model(path)
     assert support.number(mine.optimizer.iterations) == 2
-    for model in (theirs, mine):
-        # All that was loaded enters the first step.
-        support.fit(model, 1)
-    assert_same_weights(mine, theirs)
-
-
-@pytest.mark.parametrize("case", ["momentum", "adam", "amsgrad", "rmsprop_all", "ema", "nadam"])
-def test_keras_files_of_tf_keras_go_on(case, tmp_path):
-    theirs = saved_by_tf_keras("new", case, tmp_path / "model.keras")
-    with said_of(case):
-        mine = load_model(tmp_path / "model.keras")
-    assert support.number(mine.optimizer.iterations) == 2
-    for model in (theirs, mine):
-        support.fit(model, 1)
-    assert_same_weights(mine, theirs)
+    assert_go_on(mine, theirs)
 
 
 def test_a_keras_file_of_a_legacy_optimizer_has_no_state_to_load(tmp_path):
     theirs = saved_by_tf_keras("legacy", "adam", tmp_path / "model.keras")
     mine = load_model(tmp_path / "model.keras")
-    assert_same_weights(mine, theirs)
+    support.assert_close(mine.get_weights(), theirs.get_weights())
     assert support.number(mine.optimizer.iterations) == 0
 
 
@@ -165,18 +158,13 @@ def test_losses_and_metrics_of_keras_2(tmp_path):
     assert model.evaluate(x, y, return_dict=True, verbose=0) == pytest.approx(expected, rel=1e-4)
 
 
-def twice(y_true, y_pred):
-    return tf.reduce_mean(tf.abs(y_true - y_pred), -1) * 2.0
-
-
 def test_a_loss_of_ones_own_is_named_or_given(tmp_path):
     def unheard(y_true, y_pred):
         return tf.reduce_mean(tf.abs(y_true - y_pred), -1)
 
     path = tmp_path / "model.h5"
     saved_by_tf_keras("legacy", "adam", path, loss=unheard)
-    model = load_model(path, loss=twice)
-    support.fit(model, 1)
+    support.fit(load_model(path, loss=unheard), 1)
     with pytest.raises(ValueError, match="unheard"):
         support.fit(load_model(path), 1)
 
@@ -195,9 +183,7 @@ def test_files_of_keras_3(kind, form, tmp_path):
     assert isinstance(mine.optimizer, KerasLossScaleOptimizer)
     assert support.number(mine.optimizer.dynamic_counter) == 2
     assert support.number(mine.optimizer.iterations) == 2
-    for model in (theirs, mine):
-        support.fit(model, 2)
-    assert_same_weights(mine, theirs)
+    assert_go_on(mine, theirs, steps=2)
 
 
 @pytest.mark.parametrize("form", ["h5", "keras"])
@@ -206,17 +192,13 @@ def test_a_model_with_layers_that_keras_3_reads_otherwise(form, tmp_path):
     theirs.compile(WITNESS(tf_keras.optimizers.Adam(0.01)), "mse")
     support.fit(theirs, 2)
     path = tmp_path / f"model.{form}"
-    with pytest.warns() if form == "h5" else contextlib.nullcontext():
-        theirs.save(path)
+    save(theirs, path)
     content = path.read_bytes()
     mine = load_model(path)
     assert path.read_bytes() == content
     x, _ = support.data(3, 2)
     np.testing.assert_allclose(mine(x), theirs(x), rtol=1e-5)
-    for model in (theirs, mine):
-        support.fit(model, 2)
-    for a, b in zip(mine.get_weights(), theirs.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-4)
+    assert_go_on(mine, theirs, steps=2, rtol=1e-2, atol=1e-4)
 
 
 def as_policy_of_2_3(text):
@@ -249,10 +231,7 @@ def test_a_model_in_mixed_precision(form, policy, tmp_path):
     mine = load_model(path)
     assert [layer.compute_dtype for layer in mine.layers] == ["float16"] * 3
     assert [v.dtype for v in mine.trainable_variables] == ["float32"] * 6
-    for model in (theirs, mine):
-        support.fit(model, 2)
-    for a, b in zip(mine.get_weights(), theirs.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=5e-3, atol=1e-3)
+    assert_go_on(mine, theirs, steps=2, rtol=5e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["model.bin", "model"])
@@ -271,9 +250,7 @@ def test_a_model_that_was_never_trained(kind, form, tmp_path):
     theirs = support.dense(module)
     theirs.compile(cls.get(kind, WITNESS)(inner, initial_scale=16.0), "mse")
     path = tmp_path / f"model.{form}"
-    said = form == "h5" and module is tf_keras
-    with pytest.warns() if said else contextlib.nullcontext():
-        theirs.save(path)
+    save(theirs, path)
     mine = load_model(path)
     assert support.number(mine.optimizer.iterations) == 0
     support.fit(mine, 1)
@@ -288,14 +265,8 @@ def test_a_converted_model_is_the_same(path, tmp_path):
     new = migrate_file(path, tmp_path / "new.keras")
     model, expected = keras.saving.load_model(new), load_model(path)
     assert type(model.optimizer) is KerasLossScaleOptimizer
-    for a, b in zip(model.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
-    for a, b in zip(
-        support.values(model.optimizer.variables),
-        support.values(expected.optimizer.variables),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(a, b)
+    for one, other in ((model, expected), (model.optimizer, expected.optimizer)):
+        support.assert_equal(support.values(one.variables), support.values(other.variables))
     (described,) = describe_file(new).optimizers
     assert (described.era, described.iterations) == ("lossscale on Keras 3", 1)
     assert described.slots == {"unnamed": 2}
@@ -314,10 +285,7 @@ def changed(tmp_path, change):
 
 
 def drop(name):
-    def change(file):
-        del file.attrs[name]
-
-    return change
+    return lambda file: file.attrs.__delitem__(name)
 
 
 def rewrite(text, other):
@@ -330,16 +298,19 @@ def rewrite(text, other):
     return change
 
 
-def without_optimizer(file):
-    training = json.loads(file.attrs["training_config"])
-    del training["optimizer_config"]
-    file.attrs["training_config"] = json.dumps(training)
+def with_optimizer(change):
+    """Another description of the optimizer, or none."""
+
+    def change_file(file):
+        training = json.loads(file.attrs["training_config"])
+        change(training)
+        file.attrs["training_config"] = json.dumps(training)
+
+    return change_file
 
 
-def plain(file):
-    training = json.loads(file.attrs["training_config"])
+def unwrap(training):
     training["optimizer_config"] = training["optimizer_config"]["config"]["inner_optimizer"]
-    file.attrs["training_config"] = json.dumps(training)
 
 
 def one_array_less(file):
@@ -357,8 +328,8 @@ def another_shape(file):
 BROKEN = {
     "model_config": (drop("model_config"), "no `model_config` and no optimizer"),
     "training_config": (drop("training_config"), "without its training configuration"),
-    "no optimizer": (without_optimizer, "names no optimizer"),
-    "plain": (plain, "the optimizer, SGD, has no loss scaling"),
+    "no optimizer": (with_optimizer(lambda t: t.pop("optimizer_config")), "names no optimizer"),
+    "plain": (with_optimizer(unwrap), "the optimizer, SGD, has no loss scaling"),
     "unknown": (rewrite('"SGD", "config"', '"Unheard", "config"'), "'Unheard'"),
     "setting": (rewrite('"nesterov"', '"warp"'), "warp"),
     "scale": (rewrite('"initial_scale": 8.0', '"initial_scale": -8.0'), "`initial_scale`"),

@@ -11,34 +11,31 @@ import tf_keras
 import lossscale
 from lossscale.errors import OldFileError
 from lossscale.migration import migrate_file, restore_checkpoint
-from migration.support import FIXTURES
+from migration import support
+from migration.support import FAMILIES, FIXTURES, WITNESS
 
 ZOO = FIXTURES / "zoo" / "savedmodel" / "2.15.1"
 
 
+def stack(module, *layers):
+    """A model of layers in a row, after five numbers."""
+    return module.Sequential([module.layers.Input((5,)), *layers])
+
+
 def equal_layers(module):
-    names = ("a", "b", "c", "out")
-    layers = module.layers
-    return module.Sequential([layers.Input((5,)), *(layers.Dense(5, name=n) for n in names)])
+    return stack(module, *(module.layers.Dense(5, name=n) for n in ("a", "b", "c", "out")))
 
 
 def with_dropout(module):
     layers = module.layers
-    return module.Sequential(
-        [
-            layers.Input((5,)),
-            layers.Dense(5, name="a"),
-            layers.Dropout(0.1, name="dr"),
-            layers.Dense(5, name="b"),
-            layers.Dense(1, name="out"),
-        ]
-    )
+    first, dropout = layers.Dense(5, name="a"), layers.Dropout(0.1, name="dr")
+    return stack(module, first, dropout, layers.Dense(5, name="b"), layers.Dense(1, name="out"))
 
 
 def with_lstm(module):
     layers = module.layers
-    stack = [layers.Input((5,)), layers.Reshape((5, 1)), layers.LSTM(3, name="b")]
-    return module.Sequential([*stack, layers.Dense(1, name="out")])
+    lstm = layers.LSTM(3, name="b")
+    return stack(module, layers.Reshape((5, 1)), lstm, layers.Dense(1, name="out"))
 
 
 def with_recurrent(module):
@@ -163,15 +160,12 @@ WRITTEN = {"eq": equal_layers, "drop": with_dropout, "lstm": with_lstm}
 @pytest.mark.parametrize("module", [keras, tf_keras], ids=["keras", "tf_keras"])
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_real_saved_model(name, module, frozen):
-    model = WRITTEN[name](module)
-    for layer in model.layers:
-        layer.trainable = layer.name not in frozen
+    model = frozen_in(WRITTEN[name](module), frozen)
     restored = restore_checkpoint(ZOO / name, root=model)
     with np.load(ZOO / f"{name}.npz") as arrays:
         expected = list(arrays.values())
     found = [w for layer in model.layers for w in layer.get_weights()]
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
+    support.assert_equal(found, expected)
     assert restored.variables == len(expected)
 
 
@@ -207,11 +201,6 @@ def test_every_weight_lands_in_its_layer(saved, then_frozen, module):
     assert_same(mine, theirs, shapes)
 
 
-def compiled(module, optimizers, model, wrap):
-    model.compile(wrap(optimizers.Adam(0.05)), "mse", run_eagerly=True)
-    return model
-
-
 @pytest.mark.parametrize(
     ("module", "family", "through"),
     [
@@ -223,15 +212,12 @@ def compiled(module, optimizers, model, wrap):
     ids=["keras-new", "keras-legacy", "tf_keras-new", "tf_keras-legacy"],
 )
 def test_the_optimizer_of_a_frozen_model_goes_on(module, family, through, tmp_path):
-    optimizers = tf_keras.optimizers.legacy if family == "legacy" else tf_keras.optimizers
     theirs, mine = (filled(with_dropout(m), n) for n, m in enumerate((tf_keras, module)))
     for model in (theirs, mine):
         model.get_layer("a").trainable = False
         model.get_layer("dr").rate = 0.0
-    witness = tf_keras.mixed_precision.LossScaleOptimizer
-    compiled(
-        tf_keras, optimizers, theirs, lambda o: witness(o, initial_scale=8, dynamic_growth_steps=2)
-    )
+    optimizer = WITNESS(FAMILIES[family].Adam(0.05), initial_scale=8, dynamic_growth_steps=2)
+    theirs.compile(optimizer, "mse", run_eagerly=True)
     x, y = np.ones((4, 5), "float32"), np.arange(4.0, dtype="float32")[:, None]
     for _ in range(3):
         theirs.train_on_batch(x, y)
@@ -239,29 +225,29 @@ def test_the_optimizer_of_a_frozen_model_goes_on(module, family, through, tmp_pa
     tf_keras.models.save_model(theirs, path, save_format="tf", save_traces=False)
     if through == "migrated":
         path = migrate_file(path, tmp_path / "state.h5")
-    own = optimizers if module is tf_keras else keras.optimizers
-    compiled(module, own, mine, lambda o: lossscale.LossScaleOptimizer(o, dynamic_growth_steps=2))
+    inner = (FAMILIES[family] if module is tf_keras else keras.optimizers).Adam(0.05)
+    optimizer = lossscale.LossScaleOptimizer(inner, dynamic_growth_steps=2)
+    mine.compile(optimizer, "mse", run_eagerly=True)
     restored = restore_checkpoint(path, root=mine)
     assert (restored.variables, restored.slots) == (6, 8)
     assert float(mine.optimizer.loss_scale) == 16.0
     for _ in range(2):
         for model in (theirs, mine):
             model.train_on_batch(x, y)
-    for a, b in zip(mine.layers[-1].get_weights(), theirs.layers[-1].get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4)
+    found, expected = (model.layers[-1].get_weights() for model in (mine, theirs))
+    support.assert_close(found, expected, atol=0)
     assert float(mine.optimizer.loss_scale) == float(theirs.optimizer.loss_scale) == 32.0
 
 
 # --- What does not fit is named, and nothing is changed -------------------------------------------
 
 
-def without_bias(layers):
-    return [layers.Dense(5, name="a", use_bias=False), *(layers.Dense(5) for _ in range(3))]
-
-
 MISFITS = {
     "no bias": (
-        without_bias,
+        lambda layers: [
+            layers.Dense(5, name="a", use_bias=False),
+            *(layers.Dense(5) for _ in range(3)),
+        ],
         r"layer_with_weights-0/bias, 'a/bias', has no place in the layer 'a'",
     ),
     "another order": (
@@ -277,7 +263,11 @@ MISFITS = {
         r"root/layer_with_weights-1/kernel has the shape \(5, 5\) in the file and \(5, 7\) here",
     ),
     "more variables": (
-        lambda layers: [*(layers.Dense(5) for _ in range(3)), layers.LSTM(1)],
+        lambda layers: [
+            *(layers.Dense(5) for _ in range(3)),
+            layers.Reshape((5, 1)),
+            layers.LSTM(1),
+        ],
         "holds no value for the variable|has no place in the layer",
     ),
 }
@@ -286,17 +276,12 @@ MISFITS = {
 @pytest.mark.parametrize("module", [keras, tf_keras], ids=["keras", "tf_keras"])
 @pytest.mark.parametrize("name", MISFITS)
 def test_what_does_not_fit_is_named(name, module):
-    stack, message = MISFITS[name]
-    layers = module.layers
-    stack = stack(layers)
-    if name == "more variables":
-        stack.insert(3, layers.Reshape((5, 1)))
-    model = filled(module.Sequential([layers.Input((5,)), *stack]), 1)
+    layers, message = MISFITS[name]
+    model = filled(stack(module, *layers(module.layers)), 1)
     before = model.get_weights()
     with pytest.raises(OldFileError, match=message):
         restore_checkpoint(ZOO / "eq", root=model)
-    for a, b in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(a, b)
+    support.assert_equal(model.get_weights(), before)
 
 
 def test_names_decide_about_layers_in_another_order():
@@ -311,16 +296,14 @@ def test_names_decide_about_layers_in_another_order():
 
 
 def test_names_that_keras_made_go_by_their_order(tmp_path):
-    def stack(module, *names):
-        layers = module.layers
-        return module.Sequential([layers.Input((5,)), *(layers.Dense(5, name=n) for n in names)])
+    def named(module, *names):
+        return stack(module, *(module.layers.Dense(5, name=n) for n in names))
 
-    theirs = filled(stack(tf_keras, "dense_1", "dense_2"), 1)
+    theirs = filled(named(tf_keras, "dense_1", "dense_2"), 1)
     tf_keras.models.save_model(theirs, tmp_path / "s", save_format="tf", save_traces=False)
-    mine = filled(stack(keras, "dense_2", "dense_3"), 2)
+    mine = filled(named(keras, "dense_2", "dense_3"), 2)
     restore_checkpoint(tmp_path / "s", root=mine)
-    for a, b in zip(mine.get_weights(), theirs.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
+    support.assert_equal(mine.get_weights(), theirs.get_weights())
 
 
 def test_an_export_of_keras_3_has_lists_alone(tmp_path):
@@ -333,5 +316,4 @@ def test_an_export_of_keras_3_has_lists_alone(tmp_path):
     # What tf.saved_model makes of the model itself names the layers.
     tf.saved_model.save(model, str(tmp_path / "saved"))
     restore_checkpoint(tmp_path / "saved", root=mine)
-    for a, b in zip(mine.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
+    support.assert_equal(mine.get_weights(), model.get_weights())

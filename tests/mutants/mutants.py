@@ -147,6 +147,8 @@ tests/backends/test_files.py
     keras load_inner: optimizer._iterations.follow() -> pass  -k plain_optimizer or own_class
 tests/documents/test_documented_members.py
     arguments rule_from_arguments: min(1.0, settings['initial_scale']) -> 1.0  -k floor
+    keras set_weights: targets = all_variables -> targets = weights  -k set_weights
+tests/documents/test_documented_steps.py
     tensorflow widened: tf.cast(tensor, tf.float32) -> tensor  -k float32_or_wider
     tensorflow unscaled: gradient / factor -> gradient * tf.math.reciprocal(factor)
         -k divides_exactly
@@ -156,7 +158,6 @@ tests/documents/test_documented_members.py
     keras_common KerasCommonOptimizer.get_updates: self._apply_unscaled(location, pairs, None)
         -> self._apply_unscaled(location, pairs[:0], None)  -k get_updates
     keras_common KerasCommonOptimizer.get_gradients: callable(loss) -> True  -k works_in_a_graph
-    keras set_weights: targets = all_variables -> targets = weights  -k set_weights
 tests/frameworks/keras/test_distribution.py
     tensorflow all_replicas_finite: ... < 0.5 -> ... < 1.5  -k overflow_on_one_replica
     keras_common KerasCommonOptimizer.apply_gradients:

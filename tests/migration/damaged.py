@@ -5,6 +5,7 @@ behind the file that it was reading.
 """
 
 import copy
+import io
 import json
 import random
 import signal
@@ -35,19 +36,9 @@ def flipped(content, seed):
 
 # What stands in the place of a value: of another kind, out of range, or missing.
 _ODD = (
-    None,
-    True,
-    -1,
-    0,
-    1e308,
-    10**400,
-    "",
-    "nan",
-    "\ud800",
-    [],
-    [[]],
-    {},
-    {"class_name": "Dense"},
+    *(None, True, -1, 0, 1e308, 10**400),
+    *("", "nan", "\ud800"),
+    *([], [[]], {}, {"class_name": "Dense"}),
 )
 
 
@@ -76,12 +67,14 @@ def changed_json(text, seed):
     return json.dumps(value)
 
 
-def changed_member(path, name, change, target):
-    """Writes a zip file with one member changed, and all checksums right."""
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(target, "w") as new:
+def changed_member(path, name, change):
+    """The bytes of a zip file with one member changed, and all checksums right."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(content, "w") as new:
         for member in old.namelist():
-            content = old.read(member)
-            new.writestr(member, change(content) if member == name else content)
+            kept = old.read(member)
+            new.writestr(member, change(kept) if member == name else kept)
+    return content.getvalue()
 
 
 def _read_them(source, folder, first, last):

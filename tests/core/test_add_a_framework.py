@@ -1,0 +1,95 @@
+"""The framework of docs/add_a_framework.md, added to a copy of the sources as the page says."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from core import test_import
+from core.source_tree import PACKAGE, Module
+
+PAGE = (pathlib.Path(__file__).parents[2] / "docs/add_a_framework.md").read_text(encoding="utf-8")
+# By what the first line says that each is.
+BLOCKS = dict(re.findall(r"```python\n# ([^\n]*)\n(.*?)```", PAGE, re.DOTALL))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A copy of the sources with the files and the row of the page."""
+    copy = tmp_path_factory.mktemp("copy")
+    shutil.copytree(PACKAGE, copy / "src/lossscale", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, text in BLOCKS.items():
+        if ":" not in name:
+            (copy / name).parent.mkdir(exist_ok=True)
+            (copy / name).write_text(text)
+    registry = copy / "src/lossscale/registry.py"
+    before, end, after = registry.read_text().partition("\n)\n\n\n_COMBINED")
+    assert end
+    row = BLOCKS["src/lossscale/registry.py: a row of _TABLE"].rstrip()
+    registry.write_text(f"{before}\n{row}{end}{after}")
+    return copy
+
+
+def run(sources, *arguments):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(sources / "src"), str(sources)])},
+        cwd=sources,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_program_prints_what_the_page_says(sources):
+    done = run(sources, "train.py")
+    [printed] = re.findall(r"It prints\n\n```\n(.*?)```", PAGE, re.DOTALL)
+    assert (done.stdout, done.returncode) == (printed, 0), done.stderr
+
+
+MISTAKES = """
+import numpy as np, plainsgd, lossscale
+inner = plainsgd.SGD(1.0)
+optimizer = lossscale.LossScaleOptimizer(inner)
+for act in (
+    lambda: lossscale.LossScaleOptimizer(inner),
+    lambda: lossscale.LossScaleOptimizer(optimizer),
+    lambda: lossscale.LossScaleOptimizer(plainsgd.SGD(1.0), dynamic="no"),
+    lambda: optimizer.apply_gradients([(None, np.ones(2))]),
+    lambda: optimizer.apply_gradients([3]),
+    lambda: optimizer.minimize(lambda: 0.0),
+):
+    try:
+        act()
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
+def test_what_is_wrong_is_refused_by_what_every_wrapper_has(sources):
+    done = run(sources, "-c", MISTAKES)
+    assert done.stdout.split() == [
+        "AlreadyWrappedError",
+        "AlreadyWrappedError",
+        "ArgumentTypeError",
+        "GradientsError",
+        "MalformedGradientsError",
+        "UnsupportedError",
+    ], done.stderr
+
+
+def test_its_arrow_allows_all_that_it_imports(sources, monkeypatch):
+    entry = BLOCKS["tests/core/test_import.py: an entry of ARROWS"]
+    [(room, allowed)] = re.findall(r'"(.*?)": "(.*?)",', entry)
+    monkeypatch.setitem(test_import.ARROWS, room, allowed)
+    used = set()
+    for path in (sources / "src/lossscale" / room).glob("*.py"):
+        name = f"lossscale.{room}.{path.stem}".removesuffix(".__init__")
+        module = Module(name, path.read_text(), is_package=path.stem == "__init__")
+        assert test_import.violations(module) == []
+        used |= {test_import.room_of(one.name) for one in test_import.imports(module)}
+    assert set(allowed.split()) <= used
