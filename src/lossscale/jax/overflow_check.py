@@ -2,7 +2,8 @@
 
 The sum of an array is infinite or NaN if an element is, and reading it needs no second array.
 But finite elements can add up to infinity too. So a sum that is not finite only asks the question
-again, of each element.
+again, of each element. To look at each element at once makes a step of 100 large variables
+1.08 (Adam) to 1.15 times (SGD) as long.
 """
 
 from __future__ import annotations

@@ -215,7 +215,8 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
         backend, rule, inner = self._backend, self._rule, self.inner_optimizer
         with keras.name_scope(name or self.name), backend.no_gradients():
             self.build(variables)
-            self._check_variables(variables)
+            # Before anything is done.
+            inner._check_variables_are_known(variables)
             backend.check_context()
             needs_stats = rule.needs != Needs()
             needs_scale = scaled or needs_stats or self._notes is not None
@@ -252,27 +253,14 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
             backend.apply_or_skip(seen, step, inner, apply, update_scale)
         return self.iterations
 
-    def _check_variables(self, variables: Sequence[Any]) -> None:
-        """Raises for a variable that the inner optimizer does not know, before anything is done."""
-        # Once for each list: in eager mode looking every variable up takes longer than the rest.
-        # The optimizer keeps the variables it knows, so that no id is given to another one.
-        ids = tuple(map(id, variables))
-        if ids != self.__dict__.get("_checked_ids"):
-            self.inner_optimizer._check_variables_are_known(variables)
-            self.__dict__["_checked_ids"] = ids
-
     def _update_scale(self, seen: Seen) -> None:
         """Updates the loss scale after a step, and counts the step."""
         if self._state is not None:
             self._state.update(seen)
         if self._rule.checks_gradients:
-            verdict = self._backend.static_verdict(seen.finite)
-            skipped = ops.logical_not(seen.finite) if verdict is None else not verdict
+            skipped = ops.logical_not(seen.finite)
             self._last_step_skipped.assign(skipped)
-            if verdict is None:
-                self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
-            elif skipped:
-                self._steps_skipped.assign_add(1)
+            self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
         self._iterations.follow()
 
     # --- What a monitor reads of a step -------------------------------------------------------

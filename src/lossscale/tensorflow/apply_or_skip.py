@@ -52,18 +52,6 @@ def apply_or_skip(
         with _keeping_old_values(kept(), finite):
             applied = apply(gradients, divisor)
         return grouped(applied, update_scale(seen))
-    if not tf.distribute.has_strategy() and finite is not True:
-        # Where the verdict is a constant, most of a rule's operations are constants too.
-        return grouped(
-            tf.cond(
-                finite,
-                lambda: _finished(
-                    apply(gradients, divisor),
-                    update_scale(seen._replace(finite=tf.constant(True))),
-                ),
-                lambda: _finished(update_scale(seen._replace(finite=tf.constant(False)))),
-            )
-        )
     if not tf.distribute.has_strategy() or strategy_supports_no_merge_call():
         return grouped(_apply_if(finite, lambda: apply(gradients, divisor)), update_scale(seen))
 

@@ -1,4 +1,4 @@
-"""What a function that is being traced needs: what compiles it, what is constant in it, and order.
+"""What a function that is being traced needs: what compiles it, and order.
 
 In a graph an operation runs only if something that is fetched depends on it. In eager mode all of
 this is nothing.
@@ -37,38 +37,6 @@ def translated(function: Callable[..., Any], *, by_default: bool = False) -> Cal
         function, control_status_ctx(), convert_by_default=by_default
     )
     return converted
-
-
-def static_verdict(finite: Any) -> bool | None:
-    """Whether a step is applied, if that is known already: in eager mode, and in a branch.
-
-    Args:
-        finite: A boolean scalar tensor, or a bool.
-
-    Returns:
-        None where it is known only when the step runs.
-    """
-    if isinstance(finite, bool):
-        return finite
-    value = tf.get_static_value(finite)
-    return None if value is None else bool(value)
-
-
-class ConstantFolding:
-    """A namespace for rules whose `where` chooses at once if the condition is known."""
-
-    def __init__(self, namespace: Any) -> None:
-        self._namespace = namespace
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._namespace, name)
-
-    def where(self, condition: Any, one: Any, other: Any) -> Any:
-        """Chooses between two values; their dtype may stay what it is."""
-        verdict = None if tf.executing_eagerly() else static_verdict(condition)
-        if verdict is None:
-            return self._namespace.where(condition, one, other)
-        return one if verdict else other
 
 
 def grouped(*results: Any) -> Any:

@@ -243,12 +243,10 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         """Updates the loss scale after a step, and counts a skipped one."""
         results = [] if self._state is None else [self._state.update(seen)]
         if self._rule.checks_gradients:
-            verdict = tracing.static_verdict(seen.finite)
-            skipped = tf.logical_not(seen.finite) if verdict is None else not verdict
+            skipped = tf.logical_not(seen.finite)
             results.append(self._last_step_skipped.assign(skipped, read_value=False))
-            if verdict is None or skipped:
-                count = tf.cast(skipped, tf.int64)
-                results.append(self._steps_skipped.assign_add(count, read_value=False))
+            count = tf.cast(skipped, tf.int64)
+            results.append(self._steps_skipped.assign_add(count, read_value=False))
         return results
 
     def _result(self, operation: Any) -> Any:

@@ -10,13 +10,12 @@ import tensorflow as tf
 from lossscale.keras_common.state import ScaleVariables, kind_of_number
 from lossscale.rules import ScaleRule, ScaleState, Seen, host_can_update, updates_on_host
 from lossscale.tensorflow.private_names import Trackable
-from lossscale.tensorflow.tracing import ConstantFolding, grouped
+from lossscale.tensorflow.tracing import grouped
 from lossscale.tf_keras.private_names import track_variable
 
 # The names that every release of TensorFlow wrote into checkpoints.
 _VARIABLE_NAMES = {"scale": "current_loss_scale"}
 _DTYPES = {"bool": tf.bool, "int": tf.int64, "float32": tf.float32}
-_NAMESPACE = ConstantFolding(tf)
 
 
 class TFKerasScaleVariables(ScaleVariables):
@@ -68,7 +67,7 @@ class TFKerasScaleVariables(ScaleVariables):
             return None
         before = self.read()
         seen = seen._replace(finite=tf.convert_to_tensor(seen.finite))
-        after = self.rule.update(before, seen, xp=_NAMESPACE)
+        after = self.rule.update(before, seen, xp=tf)
         return None if after is before else self.write(after)
 
 

@@ -169,10 +169,6 @@ class Backend:
         """
         return False
 
-    def static_verdict(self, finite: Any) -> bool | None:
-        """Whether the step is applied, if that is known before it runs, else None."""
-        return finite if isinstance(finite, bool) else None
-
     def step_number(self, iterations: Any) -> Any:
         """The number of the step that is taken, counted from 1; None where nobody asks."""
         return self.read(iterations) + 1

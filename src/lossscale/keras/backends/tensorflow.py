@@ -14,7 +14,7 @@ from lossscale.common.private_names import check_attribute
 from lossscale.common.user_code import as_written
 from lossscale.keras.backends.backend import Backend, Step
 from lossscale.rules import ScaleState, Seen, host_can_update, updates_on_host
-from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scaling, tracing
+from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scaling
 from lossscale.tensorflow.apply_or_skip import apply_or_skip, can_keep_old_values
 from lossscale.tensorflow.tape import check_symbolic, recorded
 from lossscale.tensorflow.tracing import translated
@@ -24,7 +24,7 @@ class TensorFlowBackend(Backend):
     """What Keras computes with TensorFlow."""
 
     # TensorFlow's own functions do not mix integer dtypes, as the rules of users may.
-    namespace = tracing.ConstantFolding(keras.ops)
+    namespace = keras.ops
     gradient_stats = staticmethod(gradient_stats.seen)
     scaled = staticmethod(scaling.scaled)
     unscaled = staticmethod(scaling.unscaled)
@@ -37,7 +37,6 @@ class TensorFlowBackend(Backend):
     # Keras sums the gradients of the replicas inside the inner optimizer, after the check, so one
     # replica does not see the overflow of another.
     all_replicas_finite = staticmethod(replicas.all_replicas_finite)
-    static_verdict = staticmethod(tracing.static_verdict)
 
     # --- One step -----------------------------------------------------------------------------
 
@@ -76,6 +75,7 @@ class TensorFlowBackend(Backend):
 
     def update_on_host(self, optimizer: Any, seen: Seen, state_on_host: ScaleState | None) -> bool:
         """Updates the loss scale and the counters in eager mode."""
+        # With tensors a step of one variable takes 1.3 times as long, one of ten 1.08.
         state, finite = optimizer._state, seen.finite
         eager = tf.executing_eagerly() and not tf.distribute.has_strategy()
         if state is None or not eager or not host_can_update(state.rule):
