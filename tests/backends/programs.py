@@ -34,6 +34,7 @@ PROGRAMS = {
     # The two families in one step.
     "scale unscale:ab unscaled:ab": None,
     "scale unscale:ab unscaled:a unscaled:b": None,
+    "scale unscale:ab keras:ab": None,
     "scale unscale:a unscaled:a apply:b": None,
     "scale unscale:a unscaled:a unscale:b unscaled:b": None,
     "scale apply:a unscale:b unscaled:b": None,
@@ -52,7 +53,7 @@ PROGRAMS = {
     "scale apply:ab plain:a": "applied as they are",
     "scale apply:a apply:b plain:b plain:ab": "applied as they are",
     "scale keras:ab plain:ab": "applied as they are",
-    "plain:ab": "the loss was never scaled",
+    "plain:ab plain:ab": "the loss was never scaled",
     "plain:a scale apply:a apply:b": "the loss was never scaled",
 }
 
