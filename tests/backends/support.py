@@ -46,6 +46,12 @@ def arrays(variables):
     return [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
 
 
+def assert_same(left, right):
+    """Asserts that two lists of arrays are the same bit for bit."""
+    for a, b in zip(left, right, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def status(optimizer):
     """All that loss scaling remembers."""
     return {

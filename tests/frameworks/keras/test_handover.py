@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import lossscale
-from backends.programs import GRADIENTS, PROGRAMS, WITH_MINIMIZE, Run, expected
+from backends.programs import GRADIENTS, PROGRAMS, WITH_MINIMIZE, Run, expected, made
 from frameworks.keras.support import (
     STEPS,
     assert_same,
@@ -17,7 +17,6 @@ from frameworks.keras.support import (
     loss_scale_warnings,
     loss_with_gradients,
     native,
-    number,
     plain_step,
     spoiled,
     status,
@@ -36,25 +35,9 @@ LONG = (
 IN_XLA = "scale apply:a minimize:a apply:b hand unscale:ab unscaled:a unscaled:b scale keras:ab"
 
 
-def made(rule=None):
-    """Returns a run on an optimizer that was never used.
-
-    A fixed scale, unless told otherwise: which gradients are scaled is found out before any rule is
-    asked, and a step that branches takes several times as long to trace.
-    """
-    variables = {name: keras.Variable([0.0], name=name) for name in "ab"}
-    rule = rule or lossscale.FixedScale(2.0**15)
-    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(1.0), rule=rule)
-    optimizer.build(list(variables.values()))
-    return Run(optimizer, variables)
-
-
-def gone(run):
-    return {name: number(variable) for name, variable in run.variables.items()}
-
-
-def times(count, program):
-    return {name: count * value for name, value in expected(program).items()}
+# Which gradients are scaled is found out before any rule is asked, and a step that branches takes
+# several times as long to trace.
+FIXED = lossscale.FixedScale(2.0**15)
 
 
 # --- All in one function --------------------------------------------------------------------------
@@ -62,22 +45,22 @@ def times(count, program):
 
 @pytest.mark.parametrize("program", ALL)
 def test_a_traced_program_applies_each_gradient_once(program):
-    run = made()
+    run = made(rule=FIXED)
     step = tf.function(lambda: run.calls(program), autograph=False)
     with loss_scale_warnings() as messages:
         step()
         step()
-    assert gone(run) == times(2, program)
+    assert run.gone() == expected(program, 2)
     assert len(messages) == (ALL[program] is not None)
 
 
 @pytest.mark.parametrize("kind", ["xla", "loop"])
 def test_a_long_program_in_xla_and_in_a_loop(kind):
     if kind == "xla":
-        run, program = made(lossscale.DynamicScale()), IN_XLA
+        run, program = made(), IN_XLA
         step = tf.function(lambda: run.calls(program), jit_compile=True)
     else:
-        run, program = made(), LONG
+        run, program = made(rule=FIXED), LONG
 
         @tf.function
         def step():
@@ -87,7 +70,7 @@ def test_a_long_program_in_xla_and_in_a_loop(kind):
     with loss_scale_warnings() as messages:
         step()
         step()
-    assert gone(run) == times(2, program)
+    assert run.gone() == expected(program, 2)
     assert messages == []
 
 
@@ -155,18 +138,18 @@ GROUPED = ["scale | apply:a apply:b", "hand unscale:ab | unscaled:a unscaled:b"]
 @pytest.mark.parametrize("place", WITH_TRACED_HALVES)
 @pytest.mark.parametrize("program", GROUPED)
 def test_groups_are_applied_in_other_graphs_than_their_loss_was_scaled_in(program, place):
-    run = made()
+    run = made(rule=FIXED)
     step = split(run, program, place)
     with loss_scale_warnings() as messages:
         for _ in range(3):
             step()
-    assert gone(run) == times(3, program.replace("|", ""))
+    assert run.gone() == expected(program.replace("|", ""), 3)
     assert messages == []
 
 
 def test_a_stale_mark_before_a_traced_half_is_a_warning():
     # Traced, get_unscaled_gradients() says nothing on later calls; scale_loss() outside does.
-    run = made()
+    run = made(rule=FIXED)
     step = split(run, GROUPED[1], "apply_outside")
     with loss_scale_warnings() as messages:
         step()
@@ -178,25 +161,25 @@ def test_a_stale_mark_before_a_traced_half_is_a_warning():
 
 
 def test_a_function_that_applies_by_itself_leaves_a_mark_that_is_used_with_a_warning_only():
-    run = made()
+    run = made(rule=FIXED)
     step = tf.function(lambda: run.calls("scale apply:a"))
     with loss_scale_warnings() as messages:
         step()
         run.calls("plain:b")
     assert len(messages) == 1
     assert "cannot tell" in messages[0]
-    assert gone(run) == {"a": -1.0, "b": -GRADIENTS["b"] / 2**15}
+    assert run.gone() == {"a": -1.0, "b": -GRADIENTS["b"] / 2**15}
 
 
 def test_an_unscaled_group_beside_a_traced_scaled_one():
     # One variable's gradients come scaled out of a function, the other's are unscaled by hand.
-    run = made()
+    run = made(rule=FIXED)
     scaled = split(run, "scale | apply:a", "apply_outside")
     with loss_scale_warnings() as messages:
         for _ in range(3):
             scaled()
             run.calls("hand unscale:b unscaled:b")
-    assert gone(run) == {"a": -3.0, "b": 0.75}
+    assert run.gone() == {"a": -3.0, "b": 0.75}
     assert messages == []
 
 
@@ -319,7 +302,7 @@ def test_ways_of_stepping_can_alternate_in_one_program_and_none_is_traced_twice(
 @pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
 def test_each_replica_has_marks_of_its_own(two_replicas, in_function):
     with two_replicas.scope():
-        run = made()
+        run = made(rule=FIXED)
 
     def replica_step():
         # What one replica holds is no tensor of the other.
@@ -334,5 +317,5 @@ def test_each_replica_has_marks_of_its_own(two_replicas, in_function):
         step()
         step()
     # The gradients of both replicas are summed: five of `a`, four of `b`, two steps.
-    assert gone(run) == {"a": -2 * 2 * 5.0, "b": 2 * 2 * 4 * 0.25}
+    assert run.gone() == {"a": -2 * 2 * 5.0, "b": 2 * 2 * 4 * 0.25}
     assert messages == []
