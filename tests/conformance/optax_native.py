@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from conformance.harness import Harness
+
 
 def _inner_transformations() -> dict[str, Callable[[], Any]]:
     import optax
@@ -120,34 +122,19 @@ def _linear(params: Sequence[Any], gradients: Sequence[Any]) -> Any:
     return sum(parts, jnp.zeros(()))
 
 
-class _Variable:
-    """A parameter, with the method of Keras' variables that the suite uses."""
-
-    def __init__(self, harness: OptaxJit, index: int) -> None:
-        self._harness, self._index = harness, index
-        self.shape = harness.params[index].shape
-
-    def assign(self, value: Any) -> None:
-        import jax.numpy as jnp
-
-        params = list(self._harness.params)
-        params[self._index] = jnp.array(value)
-        self._harness.params = params
-
-
 @functools.cache
 def _compiled_loop(harness: type[OptaxJit], inner: str, rule: Any) -> tuple[Loop, Any]:
     loop = harness.loop(inner, rule)
     return loop, harness.compiled(loop)
 
 
-class OptaxJit:
-    """Drives one transformation with gradients that are given as NumPy arrays, in a `jax.jit`.
+class OptaxJit(Harness):
+    """A transformation in a `jax.jit`.
 
     Args:
-        values: First values of the parameters, float32 arrays.
-        inner: Name of the transformation to wrap.
-        rule: The scaling rule; None for the transformation alone, without loss scaling.
+        values: As every harness has it.
+        inner: As every harness has it.
+        rule: As every harness has it.
         beside: Without a rule, that of the harness whose bits it is to give.
     """
 
@@ -165,8 +152,6 @@ class OptaxJit:
         self._loop, self._compiled = _compiled_loop(type(self), inner, rule)
         self.optimizer, self.inner_optimizer = self._loop.tx, self._loop.inner
         self._start(values)
-        self.variables = [_Variable(self, index) for index in range(len(values))]
-        self._scaled_already = False
         self._traces_before = self._loop.traces
 
     def _start(self, values: Sequence[Any]) -> None:
@@ -183,19 +168,17 @@ class OptaxJit:
         return jax.jit(loop.step, static_argnums=3, donate_argnums=(0, 1))
 
     @property
-    def traces(self) -> int:
+    def traces(self) -> int:  # type: ignore[override]
         return self._loop.traces - self._traces_before
 
     @staticmethod
     def optimizers() -> Any:
-        """What makes transformations to wrap."""
         import optax
 
         return types.SimpleNamespace(SGD=optax.sgd)
 
     @classmethod
     def framework_wrapper(cls) -> Any:
-        """Returns a transformation with loss scaling: Optax has none, so it is one of ours."""
         import optax
 
         import lossscale.optax
@@ -203,23 +186,16 @@ class OptaxJit:
         return lossscale.optax.loss_scaled(optax.sgd(1.0))
 
     def scale_loss(self, loss: Any) -> Any:
-        """Scales a loss, given and returned as a NumPy array."""
         import jax.numpy as jnp
 
         import lossscale.optax
 
         return np.asarray(lossscale.optax.scale_loss(self.opt_state, jnp.array(loss)))
 
-    def take_for_scaled(self) -> None:
-        """Makes the next gradients count as those of the scaled loss, as they stand."""
-        self._scaled_already = True
-
     def apply_nothing(self) -> None:
-        """Runs a step without gradients, which is no step."""
         _, self.opt_state = self.optimizer.update([], self.opt_state, [])
 
     def step(self, gradients: Sequence[Any]) -> None:
-        """Runs a step whose loss has these gradients; None stands for no gradient."""
         import jax
         import jax.numpy as jnp
 
@@ -237,11 +213,9 @@ class OptaxJit:
             self.opt_state = self.opt_state._replace(loss_scale=jnp.ones(()))
 
     def parameters(self) -> list[Any]:
-        """The values of the parameters."""
         return [np.array(value) for value in self.params]
 
     def inner_state(self) -> list[Any]:
-        """The values of all that the wrapped transformation keeps."""
         import jax
 
         state = self.opt_state
@@ -249,19 +223,14 @@ class OptaxJit:
         return [np.array(leaf) for leaf in jax.tree.leaves(inner)]
 
     def scale(self) -> Any:
-        """The loss scale, a NumPy float32."""
         return np.asarray(self.opt_state.loss_scale)[()]
 
     def rule_state(self) -> Any:
-        """What the rule remembers."""
         state = self.opt_state
         return types.SimpleNamespace(scale=state.loss_scale, **state.rule_state)
 
     def counters(self) -> tuple[int, int, bool, int]:
-        """Finite steps since the scale changed, steps skipped, last one skipped, iterations.
-
-        Iterations are the steps that the transformation inside has seen, and those skipped.
-        """
+        # Iterations are the steps that the transformation inside has seen, and those skipped.
         state = self.opt_state
         applied = int(state.inner_state[-1].applied_steps)
         skipped = int(state.skipped_steps)
@@ -273,11 +242,9 @@ class OptaxJit:
         )
 
     def save(self, path: Any) -> None:
-        """Saves parameters and state into a file."""
         path.write_bytes(pickle.dumps((self.params, self.opt_state)))
 
     def load(self, path: Any) -> None:
-        """Loads what `save` wrote."""
         self.params, self.opt_state = pickle.loads(path.read_bytes())
 
 
