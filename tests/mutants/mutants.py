@@ -170,7 +170,7 @@ KILLED_BY = {
         _jax("_or_in_turn", "jax.lax.cond(fits, ..., ...)", "fits", "jit and momentum"),
         _jax("_all_true", "jnp.all(jnp.stack(verdicts))", "verdicts[0]", "jit and momentum"),
     ],
-    "tests/conformance/test_needs_nothing.py": [
+    "tests/conformance/test_what_rules_see.py -k for_a_rule_that_asks": [
         _optax("_move", "rule.needs != Needs()", "True"),
         _keras(_STEP, "rule.needs != Needs()", "True", backend=TORCH),
     ],
@@ -213,7 +213,7 @@ KILLED_BY = {
         _tensorflow("all_finite", "tf.logical_and(fits, ...)", "fits"),
         _torch("all_finite", "fits if bool(fits) else _each_finite(parts)", "fits"),
     ],
-    "tests/backends/test_loops.py": [
+    "tests/backends/test_torch.py": [
         _keras("_copies", "torch.empty_like(gradient)", "gradient", backend=TORCH),
     ],
     "tests/backends/test_handover.py": [
@@ -290,12 +290,6 @@ KILLED_BY = {
         _tensorflow(
             "can_keep_old_values", "not getattr(part, 'use_ema', False)", "True", "xla_function"
         ),
-        _common(
-            "_is_in_another_graph",
-            "graph is None or graph is not location.graph",
-            "False",
-            "wherever_they_run",
-        ),
         _keras(
             "scaled_by_loss",
             "getattr(variable, 'overwrite_with_gradient', False)",
@@ -303,14 +297,19 @@ KILLED_BY = {
             "overwritten",
         ),
     ],
-    (
-        "tests/frameworks/keras/test_keras_defects.py tests/frameworks/keras/test_settings.py"
-        " -k 'iterations or counter or number_of_steps'"
-    ): [
+    "tests/frameworks/keras/test_handover.py": [
+        _common(
+            "_is_in_another_graph",
+            "graph is None or graph is not location.graph",
+            "False",
+            "wherever_they_run",
+        ),
+    ],
+    "tests/frameworks/keras/test_settings.py -k 'iterations or counter'": [
         _keras("StepCounter.assign", "ops.minimum(self._skipped, value)", "self._skipped + 0"),
         _keras("StepCounter.assign", "value - skipped", "value"),
     ],
-    "tests/frameworks/keras/test_autograph.py": [
+    "tests/frameworks/keras/test_programs.py -k translated": [
         _common("as_written", "function.autograph_info__ = {}", "pass"),
         _tensorflow("translated", "tf.executing_eagerly()", "True"),
     ],
