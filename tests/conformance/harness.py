@@ -300,15 +300,6 @@ def in_a_function(base: type[KerasHarness], jit_compile: bool = False) -> type[K
     return InAFunction
 
 
-def by_documented_verbs(base: type[KerasHarness]) -> type[KerasHarness]:
-    """Returns a harness of Keras 3 that calls the verbs that TensorFlow documents."""
-
-    class ByDocumentedVerbs(base):  # type: ignore[misc, valid-type]
-        calls_documented_verbs = True
-
-    return ByDocumentedVerbs
-
-
 def experimental(base: type[KerasHarness]) -> type[KerasHarness]:
     """Returns a harness of the optimizer of TensorFlow 2.0 to 2.3, where a rule has a LossScale."""
 
@@ -323,3 +314,22 @@ def experimental(base: type[KerasHarness]) -> type[KerasHarness]:
             return self.numpy(self.optimizer.loss_scale())[()]
 
     return Experimental
+
+
+KerasFunction = in_a_function(KerasHarness)
+KerasXLA = in_a_function(KerasHarness, jit_compile=True)
+
+
+class KerasApplyGradients(KerasFunction):  # type: ignore[misc, valid-type]
+    """The verbs that TensorFlow documents."""
+
+    calls_documented_verbs = True
+
+
+KerasExperimental = experimental(KerasApplyGradients)
+TFKerasFunction = in_a_function(TFKerasHarness)
+TFKerasXLA = in_a_function(TFKerasHarness, jit_compile=True)
+TFKerasExperimental = experimental(TFKerasFunction)
+TFKerasLegacyFunction = in_a_function(TFKerasLegacyHarness)
+TFKerasLegacyXLA = in_a_function(TFKerasLegacyHarness, jit_compile=True)
+TFKerasLegacyExperimental = experimental(TFKerasLegacyFunction)

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
+import lossscale
 from conformance.harness import Harness
 
 CLIPS = {"global_clipnorm": 1.0}
@@ -29,15 +31,11 @@ def _clipping(clip: Callable[[list[Any]], Any]) -> Callable[[Any], Any]:
 
 
 def _each_norm(parameters: list[Any]) -> None:
-    import torch
-
     for parameter in parameters:
         torch.nn.utils.clip_grad_norm_([parameter], 1.0)
 
 
 def _each_value(parameters: list[Any]) -> None:
-    import torch
-
     torch.nn.utils.clip_grad_value_(parameters, 0.5)
 
 
@@ -53,8 +51,6 @@ def _averaged(optimizer: Any) -> Any:
 
 
 def _scheduled(optimizer: Any) -> Any:
-    import torch
-
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     optimizer.register_step_post_hook(lambda *_: scheduler.step())
     return optimizer
@@ -66,8 +62,6 @@ def inner_optimizers(fused: bool) -> dict[str, Callable[[Sequence[Any]], Any]]:
     Args:
         fused: Whether they are fused ones; those that have no such implementation are left out.
     """
-    import torch
-
     flag: dict[str, Any] = {"fused": True} if fused else {}
 
     def sgd(rate: float, **settings: Any) -> Callable[[Sequence[Any]], Any]:
@@ -103,11 +97,6 @@ class TorchNative(Harness):
     decide = "host"
 
     def __init__(self, values: Sequence[Any], inner: str, rule: Any = None) -> None:
-        import torch
-
-        import lossscale
-
-        self.torch = torch
         self.parameters_ = [torch.nn.Parameter(torch.from_numpy(np.array(v))) for v in values]
         self.inner_optimizer = inner_optimizers(self.decide == "device")[inner](self.parameters_)
         clip = CLIPS.get(inner)
@@ -124,28 +113,21 @@ class TorchNative(Harness):
 
     @staticmethod
     def optimizers() -> Any:
-        import torch
-
         return torch.optim
 
     @classmethod
     def framework_wrapper(cls) -> Any:
-        import torch
-
-        import lossscale
-
         return lossscale.LossScaleOptimizer(
             torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
         )
 
     def scale_loss(self, loss: Any) -> Any:
-        return self.optimizer.scale_loss(self.torch.from_numpy(np.array(loss))).numpy()
+        return self.optimizer.scale_loss(torch.from_numpy(np.array(loss))).numpy()
 
     def apply_nothing(self) -> None:
         self.step([None] * len(self.parameters_))
 
     def step(self, gradients: Sequence[Any]) -> None:
-        torch = self.torch
         factor = self.optimizer.scale_loss(torch.ones(())) if self.scales_loss else torch.ones(())
         for parameter, gradient in zip(self.parameters_, gradients, strict=True):
             if gradient is None:
@@ -186,11 +168,11 @@ class TorchNative(Harness):
         )
 
     def save(self, path: Any) -> None:
-        self.torch.save((self.parameters_, self.optimizer.state_dict()), path)
+        torch.save((self.parameters_, self.optimizer.state_dict()), path)
 
     def load(self, path: Any) -> None:
-        parameters, state = self.torch.load(path, weights_only=True)
-        with self.torch.no_grad():
+        parameters, state = torch.load(path, weights_only=True)
+        with torch.no_grad():
             for parameter, value in zip(self.parameters_, parameters, strict=True):
                 parameter.copy_(value)
         self.optimizer.load_state_dict(state)

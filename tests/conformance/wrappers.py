@@ -17,18 +17,7 @@ from typing import Any
 
 import pytest
 
-from conformance.harness import (
-    JaxJit,
-    KerasHarness,
-    TFKerasHarness,
-    TFKerasLegacyHarness,
-    by_documented_verbs,
-    experimental,
-    in_a_function,
-)
 from conformance.inner_optimizers import FEW, MISSING
-from conformance.optax_native import OptaxEager, OptaxJit, OptaxNNX, OptaxScan
-from conformance.torch_native import TorchNative, TorchNativeDevice
 
 BACKEND = os.environ["KERAS_BACKEND"]
 KERAS = os.environ.get("LOSSSCALE_TEST_KERAS", "keras")
@@ -51,7 +40,7 @@ class Wrapper:
     Attributes:
         name: What it is called.
         backend: That of the processes that it is usable in.
-        harness: What drives it.
+        driver: The module and the class of what drives it, which import its framework.
         compiles: Whether it compiles steps.
         takes_loss_scales_only: Whether it has no rules, but only what TensorFlow 2.0 has.
         keras: The Keras of these processes.
@@ -63,13 +52,19 @@ class Wrapper:
 
     name: str
     backend: str
-    harness: type[Any]
+    driver: str
     compiles: bool
     takes_loss_scales_only: bool = False
     keras: str = "keras"
     family: str = "keras"
     like: str = ""
     needs: tuple[str, ...] = ()
+
+    @property
+    def harness(self) -> Any:
+        """What drives it."""
+        module, name = self.driver.split(".")
+        return getattr(importlib.import_module(f"conformance.{module}"), name)
 
     @property
     def is_native(self) -> bool:
@@ -112,70 +107,62 @@ class Wrapper:
         return self.harness(values, inner, beside=beside)
 
 
-_FUNCTION = in_a_function(KerasHarness)
-_OPTAX = "optax-native-jit"
-
-
-def _of_tf_keras(family: str, harness: type[Any]) -> Iterator[Wrapper]:
+def _of_tf_keras(family: str, harness: str) -> Iterator[Wrapper]:
     row = functools.partial(Wrapper, backend="tensorflow", keras="tf_keras", family=family)
-    function = in_a_function(harness)
-    yield row(f"{family}-eager", harness=harness, compiles=False)
-    yield row(f"{family}-function", harness=function, compiles=True)
-    yield row(f"{family}-xla", harness=in_a_function(harness, jit_compile=True), compiles=True)
+    yield row(f"{family}-eager", driver=f"harness.{harness}Harness", compiles=False)
+    yield row(f"{family}-function", driver=f"harness.{harness}Function", compiles=True)
+    yield row(f"{family}-xla", driver=f"harness.{harness}XLA", compiles=True)
     yield row(
         f"{family}-experimental",
-        harness=experimental(function),
+        driver=f"harness.{harness}Experimental",
         compiles=True,
         takes_loss_scales_only=True,
         like=f"{family}-function",
     )
 
 
+_ON_TENSORFLOW = functools.partial(Wrapper, backend="tensorflow")
+_ON_JAX = functools.partial(Wrapper, backend="jax")
+_ON_TORCH = functools.partial(Wrapper, backend="torch", compiles=False)
+_OPTAX = functools.partial(_ON_JAX, family="optax")
+
 TABLE = (
-    Wrapper("keras-tensorflow-eager", "tensorflow", KerasHarness, compiles=False),
-    Wrapper("keras-tensorflow-function", "tensorflow", _FUNCTION, compiles=True),
-    Wrapper(
-        "keras-tensorflow-xla",
-        "tensorflow",
-        in_a_function(KerasHarness, jit_compile=True),
-        compiles=True,
-    ),
-    Wrapper(
+    _ON_TENSORFLOW("keras-tensorflow-eager", driver="harness.KerasHarness", compiles=False),
+    _ON_TENSORFLOW("keras-tensorflow-function", driver="harness.KerasFunction", compiles=True),
+    _ON_TENSORFLOW("keras-tensorflow-xla", driver="harness.KerasXLA", compiles=True),
+    _ON_TENSORFLOW(
         "keras-tensorflow-apply_gradients",
-        "tensorflow",
-        by_documented_verbs(_FUNCTION),
+        driver="harness.KerasApplyGradients",
         compiles=True,
         like="keras-tensorflow-function",
     ),
-    Wrapper(
+    _ON_TENSORFLOW(
         "keras-tensorflow-experimental",
-        "tensorflow",
-        experimental(by_documented_verbs(_FUNCTION)),
+        driver="harness.KerasExperimental",
         compiles=True,
         takes_loss_scales_only=True,
         like="keras-tensorflow-function",
     ),
-    Wrapper("keras-jax-eager", "jax", KerasHarness, compiles=False),
-    Wrapper("keras-jax-jit", "jax", JaxJit, compiles=True),
-    Wrapper("keras-torch-eager", "torch", KerasHarness, compiles=False),
-    Wrapper("torch-native-host", "torch", TorchNative, compiles=False, family="torch"),
-    Wrapper(
-        "torch-native-device", "torch", TorchNativeDevice, compiles=False, family="torch-device"
+    _ON_JAX("keras-jax-eager", driver="harness.KerasHarness", compiles=False),
+    _ON_JAX("keras-jax-jit", driver="harness.JaxJit", compiles=True),
+    _ON_TORCH("keras-torch-eager", driver="harness.KerasHarness"),
+    _ON_TORCH("torch-native-host", driver="torch_native.TorchNative", family="torch"),
+    _ON_TORCH(
+        "torch-native-device", driver="torch_native.TorchNativeDevice", family="torch-device"
     ),
-    Wrapper(_OPTAX, "jax", OptaxJit, compiles=True, family="optax"),
-    Wrapper("optax-native-eager", "jax", OptaxEager, compiles=False, family="optax", like=_OPTAX),
-    Wrapper("optax-native-scan", "jax", OptaxScan, compiles=True, family="optax", like=_OPTAX),
-    Wrapper(
-        "optax-native-nnx",
-        "jax",
-        OptaxNNX,
-        compiles=True,
-        family="optax",
-        like=_OPTAX,
-        needs=("flax",),
+    _OPTAX("optax-native-jit", driver="optax_native.OptaxJit", compiles=True),
+    *(
+        _OPTAX(
+            f"optax-native-{name.lower()}",
+            driver=f"optax_native.Optax{name}",
+            compiles=name != "Eager",
+            like="optax-native-jit",
+            needs=("flax",) if name == "NNX" else (),
+        )
+        for name in ("Eager", "Scan", "NNX")
     ),
-    *_of_tf_keras("tf_keras-new", TFKerasHarness),
-    *_of_tf_keras("tf_keras-legacy", TFKerasLegacyHarness),
+    *_of_tf_keras("tf_keras-new", "TFKeras"),
+    *_of_tf_keras("tf_keras-legacy", "TFKerasLegacy"),
 )
 
 WRAPPERS = tuple(

@@ -50,20 +50,20 @@ def native(targets):
     return [v.value for v in targets]
 
 
-def step_by_scale_loss(optimizer, targets, gradients):
-    """One step in the way of Keras' trainer."""
+def step_by_scale_loss(optimizer, targets, gradients, **arguments):
+    """One step in the way of Keras' trainer, with arguments of `apply_gradients`."""
     with tf.GradientTape() as tape:
         loss = optimizer.scale_loss(loss_with_gradients(targets, gradients))
     found = tape.gradient(loss, native(targets))
-    optimizer.apply_gradients(zip(found, targets, strict=True))
+    optimizer.apply_gradients(zip(found, targets, strict=True), **arguments)
 
 
-def step_by_documented_calls(optimizer, targets, gradients):
-    """One step in the way of TensorFlow's pages."""
+def step_by_documented_calls(optimizer, targets, gradients, **arguments):
+    """One step in the way of TensorFlow's pages, with arguments of `apply_gradients`."""
     with tf.GradientTape() as tape:
         loss = optimizer.get_scaled_loss(loss_with_gradients(targets, gradients))
     found = optimizer.get_unscaled_gradients(tape.gradient(loss, native(targets)))
-    optimizer.apply_gradients(zip(found, targets, strict=True))
+    optimizer.apply_gradients(zip(found, targets, strict=True), **arguments)
 
 
 def step_by_minimize(optimizer, targets, gradients):

@@ -8,10 +8,12 @@ import tensorflow as tf
 from frameworks.keras.support import (
     INF,
     NAN,
+    STEPS,
     assert_same,
     data,
     loss_scale_warnings,
     number,
+    plain_step,
     small_model,
     status,
     wrapped,
@@ -61,25 +63,8 @@ class Loop:
             self.call = tf.function(self.call)
 
     def replica_step(self, gradient):
-        optimizer, weight = self.optimizer, self.weight
-
-        def loss():
-            return tf.reduce_sum(weight.value * gradient)
-
-        if self.how == "minimize":
-            optimizer.minimize(loss, [weight])
-            return
-        scale = {
-            "plain": lambda loss: loss,
-            "scale_loss": getattr(optimizer, "scale_loss", None),
-            "documented": getattr(optimizer, "get_scaled_loss", None),
-        }[self.how]
-        with tf.GradientTape() as tape:
-            scaled = scale(loss())
-        gradients = [tape.gradient(scaled, weight.value)]
-        if self.how == "documented":
-            gradients = optimizer.get_unscaled_gradients(gradients)
-        optimizer.apply_gradients([(gradients[0], weight)], **self.kwargs)
+        step = plain_step if self.how == "plain" else STEPS[self.how]
+        step(self.optimizer, [self.weight], [gradient], **self.kwargs)
 
     def step(self, *per_replica):
         given = self.strategy.experimental_distribute_values_from_function(

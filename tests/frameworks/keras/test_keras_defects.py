@@ -78,9 +78,6 @@ def test_peer_d1_first_good_batch_after_200_nan_batches_destroys_the_weights():
     assert not all(np.isfinite(w).all() for w in values(model.trainable_variables))
 
 
-# --- D2: no ceiling -------------------------------------------------------------------------------
-
-
 def test_peer_d2_scale_becomes_infinite_and_stays():
     optimizer, targets = own(initial_scale=2.0**120, dynamic_growth_steps=1), variables([1.0])
     optimizer.build(targets)
@@ -91,9 +88,6 @@ def test_peer_d2_scale_becomes_infinite_and_stays():
         step_by_scale_loss(optimizer, targets, [np.array([1.0])])
     assert float(optimizer.dynamic_scale) == INF
     assert targets[0].numpy().tolist() == [1.0]
-
-
-# --- D3: only the first replica is asked ----------------------------------------------------------
 
 
 def test_peer_d3_overflow_on_replica_1_is_applied(two_replicas):
@@ -227,17 +221,11 @@ def test_the_inner_variables_stand_in_the_file_once_where_a_plain_optimizer_has_
     assert [name.startswith("loss_scale_state/") for name in ours - plain] == [True] * 5
 
 
-# --- D11: set_weights -----------------------------------------------------------------------------
-
-
 def test_peer_d11_set_weights_leaves_the_inner_state():
     source = trained(own(keras.optimizers.Adam())).optimizer
     target = built(own(keras.optimizers.Adam())).optimizer
     target.set_weights(values(source.variables))
     assert int(target.inner_optimizer.iterations) == 0
-
-
-# --- D12: a second build --------------------------------------------------------------------------
 
 
 def test_peer_d12_second_build_adds_variables():
@@ -248,9 +236,6 @@ def test_peer_d12_second_build_adds_variables():
     assert len(optimizer.variables) == count + 2
 
 
-# --- D13: a counter above the growth interval -----------------------------------------------------
-
-
 def test_peer_d13_counter_above_the_interval_never_grows():
     optimizer, targets = own(dynamic_growth_steps=10), variables([1.0])
     optimizer.build(targets)
@@ -258,9 +243,6 @@ def test_peer_d13_counter_above_the_interval_never_grows():
     for _ in range(15):
         step_by_scale_loss(optimizer, targets, [np.array([0.0])])
     assert float(optimizer.dynamic_scale) == 2.0**15
-
-
-# --- D14: what apply_gradients returns ------------------------------------------------------------
 
 
 def test_peer_d14_apply_gradients_returns_zero():
@@ -287,9 +269,6 @@ def test_peer_d15_bad_arguments_are_accepted(arguments):
 def test_peer_d15_a_string_is_an_attribute_error():
     with pytest.raises(AttributeError):
         own("adam")
-
-
-# --- D16: what cannot be said to Keras' class -----------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [{"dynamic": False, "initial_scale": 8.0}, {"rule": None}])
@@ -340,9 +319,6 @@ def test_sparse_gradients_reach_the_inner_optimizer_sparse(traced):
     assert int(optimizer.steps_skipped) == 1
 
 
-# --- D20: several optimizers ----------------------------------------------------------------------
-
-
 def test_peer_d20_learning_rate_scheduler_fails_on_several_optimizers():
     parts = keras.optimizers.OptimizerMap(keras.optimizers.SGD(), {".*b": keras.optimizers.Adam()})
     model = compiled(own(keras.optimizers.MultiOptimizer(parts)))
@@ -378,9 +354,6 @@ def test_complex_gradient_with_a_bad_part_is_skipped(bad):
     assert int(optimizer.steps_skipped) == 1
 
 
-# --- D22: no gradients ----------------------------------------------------------------------------
-
-
 def test_peer_d22_empty_list_counts_as_a_finite_step():
     optimizer, targets = own(), variables([1.0])
     optimizer.build(targets)
@@ -402,9 +375,6 @@ def test_loss_scale_factor_of_the_inner_optimizer_is_an_error_that_keeps_it():
     with pytest.raises(ValueError, match=r"initial_scale=64\.0"):
         wrapped(inner)
     assert inner.loss_scale_factor == 64.0
-
-
-# --- Losses that the scale would push out of float16 ----------------------------------------------
 
 
 def test_peer_float16_loss_overflows_before_build():
