@@ -11,6 +11,7 @@ import pytest
 
 from backends.support import (
     BACKEND,
+    Status,
     arrays,
     assert_same,
     data,
@@ -61,7 +62,7 @@ def written(request, tmp_path_factory):
         if not printed.exists():
             lines = run(WRITER, request.param, path).strip().splitlines()
             printed.write_text(lines[-1])
-    return path, *json.loads(printed.read_text())
+    return path, *(Status(*numbers) for numbers in json.loads(printed.read_text()))
 
 
 @pytest.mark.parametrize("format_", ["keras", "weights.h5"])
@@ -78,7 +79,7 @@ def test_training_resumes_where_it_was(written, format_):
         model.load_weights(f"{path}.weights.h5")
     optimizer = model.optimizer
     assert status(optimizer) == before
-    assert before["skipped"] == 1
+    assert before.skipped == 1
     assert_same(
         arrays(model.trainable_variables) + arrays(optimizer.variables), read(f"{path}-state.npz")
     )
@@ -114,14 +115,9 @@ def test_weights_go_from_a_plain_optimizer_into_a_wrapped_one_and_back(tmp_path)
     model.load_weights(tmp_path / "plain.weights.h5")
     expected = arrays(plain.optimizer.variables)
     assert_same(arrays(model.optimizer.inner_optimizer.variables), expected)
-    assert status(model.optimizer) == {
-        "scale": 2.0**10,
-        "good_steps": 0,
-        "skipped": 0,
-        "last_skipped": False,
-        "iterations": 8,
-        "applied": 8,
-    }
+    assert status(model.optimizer) == Status(
+        scale=2.0**10, good_steps=0, skipped=0, last_skipped=False, iterations=8, applied=8
+    )
     model.save_weights(tmp_path / "wrapped.weights.h5")
     again = loaded(tmp_path / "wrapped.weights.h5", keras.optimizers.Adam(0.01))
     assert_same(arrays(again.variables), expected)
@@ -134,14 +130,9 @@ def test_a_file_of_keras_own_class_is_read(tmp_path, when):
     )
     trained(own).save_weights(tmp_path / "own.weights.h5")
     ours = loaded(tmp_path / "own.weights.h5", wrapped(keras.optimizers.Adam(0.01)), when)
-    assert status(ours) == {
-        "scale": 2.0**12,
-        "good_steps": 2,
-        "skipped": 0,
-        "last_skipped": False,
-        "iterations": 8,
-        "applied": 8,
-    }
+    assert status(ours) == Status(
+        scale=2.0**12, good_steps=2, skipped=0, last_skipped=False, iterations=8, applied=8
+    )
     assert_same(arrays(ours.inner_optimizer.variables), arrays(own.inner_optimizer.variables))
 
 
@@ -171,11 +162,11 @@ def test_a_counter_above_a_shorter_interval_grows_the_scale():
     variable = keras.Variable([1.0])
     optimizer.step_counter.assign(20)
     optimizer.apply([optimizer.scale_loss(keras.ops.ones((1,)))], [variable])
-    assert status(optimizer)["scale"] == 2.0**11
-    assert status(optimizer)["good_steps"] == 0
+    assert status(optimizer).scale == 2.0**11
+    assert status(optimizer).good_steps == 0
 
 
-# --- A process that dies during `fit` and starts again with `BackupAndRestore` ---------------------
+# --- A process that dies during `fit` and starts again with `BackupAndRestore` --------------------
 
 DYING = """
 import json, os, sys
@@ -212,4 +203,4 @@ def test_a_process_that_died_goes_on_from_where_the_scale_was(tmp_path):
     whole = train("whole", NEVER)
     assert train("killed", 2) == []
     assert train("killed", NEVER) == whole
-    assert json.loads(whole[0])[0]["skipped"] == 4
+    assert Status(*json.loads(whole[0])[0]).skipped == 4

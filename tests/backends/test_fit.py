@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from backends.support import BACKEND, arrays, data, model_with, number, status, wrapped
+from backends.support import BACKEND, Status, arrays, data, model_with, number, status, wrapped
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -27,14 +27,9 @@ def test_compile_keeps_the_optimizer_and_fit_moves_the_scale():
     assert model.optimizer is optimizer
     history = model.fit(*data(), batch_size=8, epochs=3, verbose=0)
     assert history.history["loss"][-1] < history.history["loss"][0]
-    assert status(optimizer) == {
-        "scale": 2.0**13,
-        "good_steps": 0,
-        "skipped": 0,
-        "last_skipped": False,
-        "iterations": 24,
-        "applied": 24,
-    }
+    assert status(optimizer) == Status(
+        scale=2.0**13, good_steps=0, skipped=0, last_skipped=False, iterations=24, applied=24
+    )
 
 
 @pytest.mark.parametrize("jit_compile", JIT)
@@ -66,14 +61,9 @@ def test_train_on_batch_counts_every_step():
     x, y = data(8)
     for inputs in (x, x * np.nan, x):
         model.train_on_batch(inputs, y)
-    assert status(optimizer) == {
-        "scale": 2.0**9,
-        "good_steps": 1,
-        "skipped": 1,
-        "last_skipped": False,
-        "iterations": 3,
-        "applied": 2,
-    }
+    assert status(optimizer) == Status(
+        scale=2.0**9, good_steps=1, skipped=1, last_skipped=False, iterations=3, applied=2
+    )
 
 
 def test_two_hundred_spoiled_batches_do_no_harm():
@@ -104,14 +94,9 @@ def test_fit_with_a_compiled_step_on_pytorch(monkeypatch):
     x, y = data(32)
     x[8:16] = np.nan
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    assert status(optimizer) == {
-        "scale": 2.0**9,
-        "good_steps": 2,
-        "skipped": 1,
-        "last_skipped": False,
-        "iterations": 4,
-        "applied": 3,
-    }
+    assert status(optimizer) == Status(
+        scale=2.0**9, good_steps=2, skipped=1, last_skipped=False, iterations=4, applied=3
+    )
     assert all(np.isfinite(value).all() for value in arrays(model.trainable_variables))
 
 

@@ -127,7 +127,7 @@ print(json.dumps({
     "devices": len(devices),
     "same": all((copy[0] == copy[1]).all() for copy in copies),
     "finite": all(np.isfinite(w).all() for w in arrays(model.trainable_variables)),
-    **status(optimizer),
+    **status(optimizer)._asdict(),
 }))
 """
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -111,16 +112,27 @@ def number(scalar):
     return keras.ops.convert_to_tensor(scalar).numpy().item()
 
 
+class Status(NamedTuple):
+    """What an optimizer says about its loss scale, as Python numbers."""
+
+    scale: float
+    counter: int | None
+    skipped: int
+    last: bool
+    iterations: int
+    applied: int
+
+
 def status(optimizer):
-    """Returns what the optimizer says about its loss scale, as Python numbers."""
-    return {
-        "scale": number(optimizer.loss_scale),
-        "counter": number(optimizer.dynamic_counter) if optimizer.dynamic else None,
-        "skipped": number(optimizer.steps_skipped),
-        "last": number(optimizer.last_step_skipped),
-        "iterations": number(optimizer.iterations),
-        "applied": number(optimizer.inner_optimizer.iterations),
-    }
+    """Returns what the optimizer says."""
+    return Status(
+        scale=number(optimizer.loss_scale),
+        counter=number(optimizer.dynamic_counter) if optimizer.dynamic else None,
+        skipped=number(optimizer.steps_skipped),
+        last=number(optimizer.last_step_skipped),
+        iterations=number(optimizer.iterations),
+        applied=number(optimizer.inner_optimizer.iterations),
+    )
 
 
 def small_model(inputs=4, units=8):

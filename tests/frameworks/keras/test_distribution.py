@@ -9,6 +9,7 @@ from frameworks.keras.support import (
     INF,
     NAN,
     STEPS,
+    Status,
     assert_same,
     data,
     loss_scale_warnings,
@@ -102,26 +103,21 @@ def test_overflow_on_one_replica_is_skipped_on_both(two_replicas, how, in_functi
         loop.step(*gradients)
         assert_same([loop.weights(), *same_on_both(inner.variables, two_replicas)], before)
         same_on_both(loop.optimizer.variables, two_replicas)
-        assert status(loop.optimizer) == {
-            "scale": 2.0 ** (15 - skipped),
-            "counter": 0,
-            "skipped": skipped,
-            "last": True,
-            "iterations": 1 + skipped,
-            "applied": 1,
-        }
+        assert status(loop.optimizer) == Status(
+            scale=2.0 ** (15 - skipped),
+            counter=0,
+            skipped=skipped,
+            last=True,
+            iterations=1 + skipped,
+            applied=1,
+        )
     loop.step(0.5, 0.25)
     loop.step(0.5, 0.25)
     assert (loop.weights() != before[0]).all()
     same_on_both(loop.optimizer.variables, two_replicas)
-    assert status(loop.optimizer) == {
-        "scale": 2.0**13,
-        "counter": 0,
-        "skipped": 3,
-        "last": False,
-        "iterations": 6,
-        "applied": 3,
-    }
+    assert status(loop.optimizer) == Status(
+        scale=2.0**13, counter=0, skipped=3, last=False, iterations=6, applied=3
+    )
 
 
 # --- What is applied ------------------------------------------------------------------------------
@@ -284,7 +280,7 @@ def test_gradients_of_one_run_can_be_applied_in_another(two_replicas, way_of_ste
             step(tf.constant(gradient))
     (found,) = same_on_both([weight], two_replicas)
     np.testing.assert_array_equal(found, START - 0.5 * 2 * (0.5 + 0.25 + 1.0))
-    assert status(optimizer)["scale"] == 2.0**15
+    assert status(optimizer).scale == 2.0**15
     assert messages == []
 
 
@@ -335,14 +331,9 @@ def test_fit_skips_what_one_replica_cannot_use(two_replicas, is_one_device):
         same_on_both(plain.trainable_variables, strategy),
     )
     same_on_both(ours.optimizer.variables, strategy)
-    assert status(ours.optimizer) == {
-        "scale": 2.0**13,
-        "counter": 1,
-        "skipped": 2,
-        "last": False,
-        "iterations": 5,
-        "applied": 3,
-    }
+    assert status(ours.optimizer) == Status(
+        scale=2.0**13, counter=1, skipped=2, last=False, iterations=5, applied=3
+    )
 
 
 @pytest.mark.usefixtures("mixed_float16")
@@ -350,8 +341,8 @@ def test_fit_in_float16_on_replicas_keeps_the_optimizer(two_replicas):
     optimizer = lambda: wrapped(Adam(0.02), dynamic_growth_steps=4)  # noqa: E731
     model = fitted(two_replicas, optimizer, *data(64), jit_compile=False)
     now = status(model.optimizer)
-    assert now["iterations"] == 8
-    assert now["iterations"] == now["applied"] + now["skipped"]
+    assert now.iterations == 8
+    assert now.iterations == now.applied + now.skipped
     same_on_both([*model.trainable_variables, *model.optimizer.variables], two_replicas)
 
 
@@ -363,7 +354,7 @@ def test_one_device_strategy_trains_and_skips(how, in_function):
     for gradient in (0.5, INF, 0.25):
         loop.step(gradient)
     np.testing.assert_array_equal(loop.weights(), START - 0.75)
-    assert status(loop.optimizer)["skipped"] == 1
+    assert status(loop.optimizer).skipped == 1
 
 
 @pytest.mark.parametrize("call", ["apply_gradients", "apply"])

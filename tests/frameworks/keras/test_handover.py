@@ -12,6 +12,7 @@ import lossscale
 from backends.programs import GRADIENTS, PROGRAMS, WITH_MINIMIZE, Run, expected, made
 from frameworks.keras.support import (
     STEPS,
+    Status,
     assert_same,
     gradients_for,
     loss_scale_warnings,
@@ -242,8 +243,8 @@ def test_both_ways_of_stepping_give_the_plain_weights_wherever_they_run(place, w
         for gradients in (batches[0], spoiled(batches[0]), *batches[1:4]):
             step(*map(tf.constant, gradients))
         assert_same(values(targets), expected[3])
-        assert status(optimizer)["scale"] == 2.0**15
-        assert status(optimizer)["iterations"] == 5
+        assert status(optimizer).scale == 2.0**15
+        assert status(optimizer).iterations == 5
         # Where a traced half is followed by an eager apply, nothing tells which of two halves ran.
         if place != "apply_outside":
             others = [stepper(optimizer, targets, other_way, "eager")]
@@ -283,14 +284,9 @@ def test_ways_of_stepping_can_alternate_in_one_program_and_none_is_traced_twice(
             steps[how](*map(tf.constant, gradients))
             assert_same(values(targets), expected[i])
     # Between two skips are four good steps.
-    assert status(optimizer) == {
-        "scale": 2.0**21,
-        "counter": 0,
-        "skipped": 6,
-        "last": False,
-        "iterations": 30,
-        "applied": 24,
-    }
+    assert status(optimizer) == Status(
+        scale=2.0**21, counter=0, skipped=6, last=False, iterations=30, applied=24
+    )
     assert messages == []
     if in_function:
         assert [step.experimental_get_tracing_count() for step in steps.values()] == [1] * 4

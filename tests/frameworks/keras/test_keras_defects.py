@@ -191,7 +191,7 @@ def test_explicit_optimizer_comes_back_with_its_state_under_any_policy(tmp_path)
     )
     assert isinstance(loaded, lossscale.LossScaleOptimizer)
     assert status(loaded) == status(saved)
-    assert status(loaded)["applied"] == 3
+    assert status(loaded).applied == 3
     assert_same(values(loaded.variables), values(saved.variables))
 
 

@@ -17,6 +17,7 @@ import lossscale
 from frameworks.keras.support import (
     INF,
     NAN,
+    Status,
     assert_same,
     data,
     gradients_for,
@@ -74,7 +75,7 @@ def trained(optimizer, steps=6):
     model = compiled(optimizer)
     x, y = batches_with_overflows(steps)
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    assert status(optimizer)["skipped"] == 1
+    assert status(optimizer).skipped == 1
     return model
 
 
@@ -217,7 +218,7 @@ def test_the_state_of_a_set_of_weights_goes_through_get_and_set(name):
     target.build(source._trainable_variables)
     target.set_weights(source.get_weights())
     assert_same(values(target.weights), values(source.weights))
-    assert status(target)["applied"] == status(source)["applied"]
+    assert status(target).applied == status(source).applied
 
 
 # --- A new process goes on where this one stopped -------------------------------------------------
@@ -272,14 +273,9 @@ def test_ten_steps_and_ten_in_a_new_process_equal_twenty(tmp_path):
         with np.load(tmp_path / f"{kind}.npz") as file:
             found = [file[f"arr_{i}"] for i in range(len(file.files))]
         assert_same(found, values([*whole.trainable_variables, *whole.optimizer.variables]))
-    assert status(whole.optimizer) == {
-        "scale": 2.0**16,
-        "counter": 3,
-        "skipped": 2,
-        "last": False,
-        "iterations": 20,
-        "applied": 18,
-    }
+    assert status(whole.optimizer) == Status(
+        scale=2.0**16, counter=3, skipped=2, last=False, iterations=20, applied=18
+    )
 
 
 # --- What a file may not do -----------------------------------------------------------------------
@@ -336,9 +332,9 @@ def test_a_shorter_interval_on_resume_takes_effect(tmp_path):
     trained(wrapped(keras.optimizers.Adam(0.02))).save_weights(path)
     model = compiled(wrapped(keras.optimizers.Adam(0.02), dynamic_growth_steps=1))
     model.load_weights(path)
-    assert (status(model.optimizer)["scale"], status(model.optimizer)["counter"]) == (2.0**14, 2)
+    assert (status(model.optimizer).scale, status(model.optimizer).counter) == (2.0**14, 2)
     model.fit(*data(8), batch_size=8, verbose=0)
-    assert (status(model.optimizer)["scale"], status(model.optimizer)["counter"]) == (2.0**15, 0)
+    assert (status(model.optimizer).scale, status(model.optimizer).counter) == (2.0**15, 0)
 
 
 def test_export_for_serving_gives_the_predictions_of_the_model(tmp_path):

@@ -16,6 +16,7 @@ import lossscale
 from frameworks.keras.support import (
     INF,
     NAN,
+    Status,
     assert_same,
     gradients_for,
     loss_scale_warnings,
@@ -111,7 +112,7 @@ def step_with(optimizer, targets, *gradients):
 
 def counts(optimizer):
     """All iterations, and those that were applied."""
-    return status(optimizer)["iterations"], status(optimizer)["applied"]
+    return status(optimizer).iterations, status(optimizer).applied
 
 
 def test_assigning_iterations_moves_the_counter_inside():
@@ -332,14 +333,9 @@ def test_a_scale_that_was_set_from_outside_to_nonsense_comes_back():
 def test_making_and_reading_an_optimizer_warns_of_nothing():
     with loss_scale_warnings() as messages:
         optimizer = wrapped()
-        assert status(optimizer) == {
-            "scale": 2.0**15,
-            "counter": 0,
-            "skipped": 0,
-            "last": False,
-            "iterations": 0,
-            "applied": 0,
-        }
+        assert status(optimizer) == Status(
+            scale=2.0**15, counter=0, skipped=0, last=False, iterations=0, applied=0
+        )
     assert messages == []
     assert isinstance(optimizer.rule.init(), ScaleState)
 

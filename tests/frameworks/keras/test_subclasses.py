@@ -120,7 +120,7 @@ def test_apply_gradients_of_the_inner_optimizer_is_called_on_a_step_that_is_appl
     for gradient, expected in ((1.0, 0.75), (INF, 0.75), (1.0, 0.5)):
         run(tf.constant([gradient]))
         assert weight.numpy() == expected
-    assert status(optimizer)["applied"] == 2
+    assert status(optimizer).applied == 2
 
 
 # --- Attributes of one's own, and files ----------------------------------------------------------

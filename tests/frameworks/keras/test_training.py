@@ -9,6 +9,7 @@ from frameworks.keras.support import (
     INF,
     NAN,
     STEPS,
+    Status,
     assert_same,
     data,
     gradients_for,
@@ -87,9 +88,9 @@ def test_training_equals_plain_training_bit_for_bit_and_skips_leave_no_trace(
     for ours, plain in zip(found, expected, strict=True):
         assert_same(ours, plain)
     # Three doublings: the equality is not one of a scale that stood still.
-    assert status(optimizer)["scale"] == 2.0**14
-    assert status(optimizer)["skipped"] == 4
-    assert status(optimizer)["last"] is True
+    assert status(optimizer).scale == 2.0**14
+    assert status(optimizer).skipped == 4
+    assert status(optimizer).last is True
 
 
 def test_a_constraint_is_not_applied_on_a_skip():
@@ -140,7 +141,7 @@ def test_an_optimizer_that_is_first_built_inside_a_function_trains():
     for gradient in (INF, 0.25):
         step(tf.constant([gradient]))
     np.testing.assert_allclose(targets[0].numpy(), [0.5], rtol=1e-5)
-    assert status(optimizer)["iterations"] == 2
+    assert status(optimizer).iterations == 2
 
 
 def test_what_a_function_reads_moves_with_the_steps():
@@ -187,14 +188,9 @@ def test_fit_skips_batches_with_nan_and_equals_training_without_them(mode):
         results.append(values(model.trainable_variables))
     assert_same(*results)
     # It grew once between the two.
-    assert status(optimizer) == {
-        "scale": 2.0**14,
-        "counter": 2,
-        "skipped": 2,
-        "last": False,
-        "iterations": 8,
-        "applied": 6,
-    }
+    assert status(optimizer) == Status(
+        scale=2.0**14, counter=2, skipped=2, last=False, iterations=8, applied=6
+    )
 
 
 def test_fit_with_ema_ends_on_the_averages_of_the_plain_optimizer():
@@ -217,7 +213,7 @@ def test_pure_float16_variables_train():
         step_by_documented_calls(optimizer, [target], [np.array(gradient, "float16")])
     assert target.dtype == "float16"
     assert target.numpy().tolist() == [0.75, 0.5]
-    assert status(optimizer)["skipped"] == 2
+    assert status(optimizer).skipped == 2
 
 
 # --- Gradients of several kinds -------------------------------------------------------------------
@@ -337,4 +333,4 @@ def test_a_step_is_skipped_wherever_its_variables_are(second):
     before = values(targets)
     step(*spoiled(good, INF))
     assert_same(values(targets), before)
-    assert status(optimizer)["skipped"] == 1
+    assert status(optimizer).skipped == 1

@@ -171,7 +171,7 @@ def test_a_model_file_goes_on_exactly(tmp_path):
     for ending in ("model.keras", "model.h5"):
         model.save(tmp_path / ending)
     before = status(model.optimizer)
-    assert before["skipped"] == 1
+    assert before.skipped == 1
     more = data(16, seed=3)
     model.fit(*more, batch_size=8, shuffle=False, verbose=0)
     for ending in ("model.keras", "model.h5"):
@@ -210,7 +210,7 @@ def test_a_saved_scale_outside_the_limits_of_the_code_is_brought_inside_with_a_w
     (name,) = [name for name, value in store.items() if value == 8.0]
     with pytest.warns(lossscale.LossScaleWarning, match="outside the range"):
         optimizer.loss_scale_state.load_own_variables({**store, name: np.float32(saved)})
-    assert status(optimizer)["scale"] == expected
+    assert status(optimizer).scale == expected
 
 
 @pytest.mark.parametrize("reader", [wrapped, theirs, plain], ids=KINDS)

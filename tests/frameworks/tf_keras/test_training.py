@@ -11,6 +11,7 @@ import lossscale
 from frameworks.tf_keras.support import (
     INF,
     NAN,
+    Status,
     assert_same,
     data,
     small_model,
@@ -68,14 +69,9 @@ def test_fit_skips_a_batch_that_overflows(optimizers, run_eagerly):
     x, y = data(16)
     x[8:] = INF
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    assert status(optimizer) == {
-        "scale": 4.0,
-        "counter": 0,
-        "skipped": 1,
-        "last": True,
-        "iterations": 2,
-        "applied": 1,
-    }
+    assert status(optimizer) == Status(
+        scale=4.0, counter=0, skipped=1, last=True, iterations=2, applied=1
+    )
     assert all(np.isfinite(value).all() for value in values(model.weights))
 
 
@@ -110,7 +106,7 @@ def test_a_tf_function_returns_the_step_count(optimizers, jit_compile):
     assert int(train(tf.constant([0.5, 0.5]))) == 1
     assert int(train(tf.constant([0.5, NAN]))) == 2
     np.testing.assert_array_equal(variable.numpy(), [0.5, 1.5])
-    assert status(optimizer)["applied"] == 1
+    assert status(optimizer).applied == 1
 
 
 def test_sparse_gradients_stay_sparse(optimizers):
@@ -380,8 +376,8 @@ def test_a_nan_on_one_replica_skips_the_step_on_all(two_replicas, optimizers, ag
         )
         local = [float(v) for v in two_replicas.experimental_local_results(variable)]
         assert local == [after_one, after_one]
-        assert status(optimizer)["skipped"] == skipped
-        assert status(optimizer)["applied"] == 1
+        assert status(optimizer).skipped == skipped
+        assert status(optimizer).applied == 1
         assert float(optimizer.loss_scale) == 8.0 / 2**skipped
 
 
