@@ -1,9 +1,12 @@
+"""`fit` on each backend, with `install()`, and with gradients that are added up."""
+
 import functools
 
 import keras
 import numpy as np
 import pytest
 
+import lossscale
 from backends.support import BACKEND, Status, arrays, data, model_with, number, status, wrapped
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -110,3 +113,51 @@ def test_a_multi_optimizer_works_with_a_learning_rate_schedule():
     halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
     model.fit(*data(), batch_size=8, epochs=2, verbose=0, callbacks=[halve])
     assert [round(number(part.learning_rate), 6) for part in inner.optimizers] == [0.0025] * 2
+
+
+@pytest.mark.usefixtures("float16")
+def test_compile_makes_the_documented_class_which_trains_and_goes_on_when_it_is_undone():
+    x, y = data()
+    with lossscale.install():
+        model = model_with(keras.optimizers.SGD(0.1))
+        before = model.evaluate(x, y, verbose=0)
+        model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+    assert isinstance(model.optimizer, lossscale.LossScaleOptimizer)
+    model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+    assert model.evaluate(x, y, verbose=0) < 0.5 * before
+    assert int(model.optimizer.iterations) == 16
+    assert not isinstance(model_with("sgd").optimizer, lossscale.LossScaleOptimizer)
+
+
+# --- Gradients that the inner optimizer adds up before it applies them ----------------------------
+
+WINDOW = [np.array([0.5, -1.0, 2.0]), np.array([1.5, 1.0, -4.0])]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+def test_variables_of_every_dtype_take_the_mean_of_a_window(dtype):
+    variable = keras.Variable(np.array([1.0, 2.0, -3.0]), dtype=dtype)
+    inner = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
+    optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=8.0)
+    optimizer.build([variable])
+    for gradient in (WINDOW[0], WINDOW[0] * np.inf, WINDOW[1]):
+        scaled = optimizer.scale_loss(keras.ops.convert_to_tensor(gradient, dtype="float32"))
+        # The skipped step halved the scale; what comes of a loss has its variable's dtype.
+        optimizer.apply([keras.ops.cast(scaled, dtype)], [variable])
+    found = keras.ops.convert_to_numpy(keras.ops.cast(variable, "float32"))
+    np.testing.assert_array_equal(found, [1.0 - 0.5, 2.0 - 0.0, -3.0 + 0.5])
+    assert int(optimizer.steps_skipped) == 1
+
+
+def test_a_float16_policy_fits():
+    keras.config.set_dtype_policy("float16")
+    try:
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+    finally:
+        keras.config.set_dtype_policy("float32")
+    model.set_weights([np.zeros((2, 1))])
+    inner = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
+    model.compile(lossscale.LossScaleOptimizer(inner, initial_scale=8.0), "mse")
+    model.fit(np.eye(2), np.ones((2, 1)), batch_size=1, shuffle=False, verbose=0)
+    # Each batch has the gradient -2 for one weight: the mean of the window is -1.
+    np.testing.assert_array_equal(model.get_weights()[0], [[0.5], [0.5]])

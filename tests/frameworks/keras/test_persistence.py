@@ -1,4 +1,7 @@
-"""What is saved comes back exactly, in every format, in this process and in a new one."""
+"""What is saved comes back exactly, in every format.
+
+That a new process goes on from it in the same way is shown in tests/backends/test_files.py.
+"""
 
 import copy
 import functools
@@ -17,7 +20,6 @@ import lossscale
 from frameworks.keras.support import (
     INF,
     NAN,
-    Status,
     assert_same,
     data,
     gradients_for,
@@ -31,7 +33,6 @@ from frameworks.keras.support import (
     variables,
     wrapped,
 )
-from fresh import Program
 from lossscale import DynamicScale, FixedScale, LossScaleWarning
 
 RULE = DynamicScale(initial_scale=2.0**10, growth_interval=4)
@@ -63,17 +64,11 @@ def compiled(optimizer):
     return model
 
 
-def batches_with_overflows(steps):
-    """Inputs and targets of `steps` batches of 8; those of steps 3 and 12 are not finite."""
-    x, y = data(8 * steps)
-    x[24:32] = NAN
-    x[96:104] = INF
-    return x, y
-
-
-def trained(optimizer, steps=6):
+def trained(optimizer):
+    """Six steps, of which one is skipped."""
     model = compiled(optimizer)
-    x, y = batches_with_overflows(steps)
+    x, y = data(48)
+    x[24:32] = NAN
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     assert status(optimizer).skipped == 1
     return model
@@ -90,7 +85,7 @@ def assert_equal_state(left, right):
     assert_same(values(left.variables), values(right.variables))
 
 
-# --- Every format, in this process ----------------------------------------------------------------
+# --- Every format ---------------------------------------------------------------------------------
 
 
 def restored(model, name, form, folder):
@@ -221,63 +216,6 @@ def test_the_state_of_a_set_of_weights_goes_through_get_and_set(name):
     assert status(target).applied == status(source).applied
 
 
-# --- A new process goes on where this one stopped -------------------------------------------------
-
-
-CONTINUE = """
-import sys
-import warnings
-
-import keras
-import numpy as np
-import tensorflow as tf
-
-from frameworks.keras.support import status, values
-from frameworks.keras.test_persistence import batches_with_overflows, compiled, continued
-
-warnings.simplefilter("error", UserWarning)
-folder = sys.argv[1]
-x, y = batches_with_overflows(20)
-for kind in sys.argv[2:]:
-    if kind == "keras":
-        model = keras.saving.load_model(f"{folder}/model.keras")
-    else:
-        model = compiled(continued())
-        if kind == "weights":
-            model.load_weights(f"{folder}/model.weights.h5")
-        else:
-            checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-            checkpoint.restore(f"{folder}/ckpt-1")
-    model.fit(x[80:], y[80:], batch_size=8, shuffle=False, verbose=0)
-    numbers = values([*model.trainable_variables, *model.optimizer.variables])
-    np.savez(f"{folder}/{kind}.npz", *numbers)
-"""
-KINDS = ["keras", "weights", "checkpoint"]
-
-
-def continued():
-    return wrapped(keras.optimizers.Adam(0.02), rule=DynamicScale(growth_interval=4))
-
-
-def test_ten_steps_and_ten_in_a_new_process_equal_twenty(tmp_path):
-    x, y = batches_with_overflows(20)
-    half, whole = compiled(continued()), compiled(continued())
-    half.fit(x[:80], y[:80], batch_size=8, shuffle=False, verbose=0)
-    half.save(tmp_path / "model.keras")
-    half.save_weights(tmp_path / "model.weights.h5")
-    tf.train.Checkpoint(model=half, optimizer=half.optimizer).save(tmp_path / "ckpt")
-    done = Program(CONTINUE, tmp_path, *KINDS).finished()
-    assert done.returncode == 0, done.stderr[-4000:]
-    whole.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    for kind in KINDS:
-        with np.load(tmp_path / f"{kind}.npz") as file:
-            found = [file[f"arr_{i}"] for i in range(len(file.files))]
-        assert_same(found, values([*whole.trainable_variables, *whole.optimizer.variables]))
-    assert status(whole.optimizer) == Status(
-        scale=2.0**16, counter=3, skipped=2, last=False, iterations=20, applied=18
-    )
-
-
 # --- What a file may not do -----------------------------------------------------------------------
 
 
@@ -325,16 +263,6 @@ def test_a_fixed_scale_in_the_code_wins_over_the_one_in_a_file(tmp_path, kind, r
     fresh = wrapped(rule=rule)
     step_by_documented_calls(fresh, targets, [np.array([0.5], "f")])
     assert targets[0].numpy().tolist() == [0.5]
-
-
-def test_a_shorter_interval_on_resume_takes_effect(tmp_path):
-    path = tmp_path / "model.weights.h5"
-    trained(wrapped(keras.optimizers.Adam(0.02))).save_weights(path)
-    model = compiled(wrapped(keras.optimizers.Adam(0.02), dynamic_growth_steps=1))
-    model.load_weights(path)
-    assert (status(model.optimizer).scale, status(model.optimizer).counter) == (2.0**14, 2)
-    model.fit(*data(8), batch_size=8, verbose=0)
-    assert (status(model.optimizer).scale, status(model.optimizer).counter) == (2.0**15, 0)
 
 
 def test_export_for_serving_gives_the_predictions_of_the_model(tmp_path):
