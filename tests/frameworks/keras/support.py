@@ -1,4 +1,4 @@
-"""What the tests of the Keras shell share."""
+"""What the tests of Keras 3 share."""
 
 import contextlib
 import warnings

@@ -1,4 +1,4 @@
-"""What the tests of the tf_keras shells share."""
+"""What the tests of tf_keras share."""
 
 import random
 from typing import NamedTuple

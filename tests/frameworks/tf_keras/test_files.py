@@ -288,34 +288,22 @@ def test_a_configuration_makes_the_same_optimizer(optimizers, make):
     assert described == before
 
 
+SGD = {"class_name": "SGD", "config": {"name": "SGD", "decay": 0.0}}
+DYNAMIC = {"initial_loss_scale": 8.0, "increment_period": 3, "multiplier": 4.0}
+FIXED = {"dynamic": False, "initial_scale": 4.0, "dynamic_growth_steps": None}
+
+
 @pytest.mark.parametrize(
     ("config", "rule"),
     [
         (
             {
-                "optimizer": {"class_name": "SGD", "config": {"name": "SGD", "decay": 0.0}},
-                "loss_scale": {
-                    "class_name": "DynamicLossScale",
-                    "config": {
-                        "initial_loss_scale": 8.0,
-                        "increment_period": 3,
-                        "multiplier": 4.0,
-                    },
-                },
+                "optimizer": SGD,
+                "loss_scale": {"class_name": "DynamicLossScale", "config": DYNAMIC},
             },
-            lossscale.DynamicScale(
-                8.0, growth_interval=3, growth_factor=4.0, backoff_factor=0.25, min_scale=1.0
-            ),
+            lossscale.DynamicScale(8.0, 3, growth_factor=4.0, backoff_factor=0.25, min_scale=1.0),
         ),
-        (
-            {
-                "inner_optimizer": {"class_name": "SGD", "config": {"name": "SGD", "decay": 0.0}},
-                "dynamic": False,
-                "initial_scale": 4.0,
-                "dynamic_growth_steps": None,
-            },
-            lossscale.FixedScale(4.0),
-        ),
+        ({"inner_optimizer": SGD, **FIXED}, lossscale.FixedScale(4.0)),
     ],
     ids=["2.0", "2.4"],
 )
