@@ -16,6 +16,8 @@ loss, once. With a learning rate of 1 this is counted here from the line alone.
 
 import keras
 
+import lossscale
+
 GRADIENTS = {"a": 1.0, "b": -0.25}
 
 # What warns, and what it says. Nothing stands for a program that must not warn.
@@ -34,6 +36,7 @@ PROGRAMS = {
     # The two families in one step.
     "scale unscale:ab unscaled:ab": None,
     "scale unscale:ab unscaled:a unscaled:b": None,
+    "scale unscale:ab keras:ab": None,
     "scale unscale:a unscaled:a apply:b": None,
     "scale unscale:a unscaled:a unscale:b unscaled:b": None,
     "scale apply:a unscale:b unscaled:b": None,
@@ -52,7 +55,7 @@ PROGRAMS = {
     "scale apply:ab plain:a": "applied as they are",
     "scale apply:a apply:b plain:b plain:ab": "applied as they are",
     "scale keras:ab plain:ab": "applied as they are",
-    "plain:ab": "the loss was never scaled",
+    "plain:ab plain:ab": "the loss was never scaled",
     "plain:a scale apply:a apply:b": "the loss was never scaled",
 }
 
@@ -66,14 +69,22 @@ WITH_MINIMIZE = {
 }
 
 
-def expected(program):
+def expected(program, times=1):
     """How far each variable has gone after a program: minus its gradient for each call."""
     gone = dict.fromkeys(GRADIENTS, 0.0)
-    for call in program.split():
+    for call in program.split() * times:
         verb, _, names = call.partition(":")
         for name in names if verb != "unscale" else ():
             gone[name] -= GRADIENTS[name]
     return gone
+
+
+def made(variables=None, **arguments):
+    """Returns a run on an optimizer that was never used, around the plainest SGD."""
+    variables = variables or {name: keras.Variable([0.0], name=name) for name in "ab"}
+    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(1.0), **arguments)
+    optimizer.build(list(variables.values()))
+    return Run(optimizer, variables)
 
 
 class Run:
@@ -94,17 +105,22 @@ class Run:
             verb, _, names = call.partition(":")
             getattr(self, verb)(*names)
 
-    def _loss(self):
+    def gone(self):
+        """How far each variable has gone."""
+        tensors = {n: keras.ops.convert_to_tensor(v) for n, v in self.variables.items()}
+        return {name: keras.ops.convert_to_numpy(t).item() for name, t in tensors.items()}
+
+    def loss(self):
         # A vector stands for the loss and its gradients at once: scaling is a multiplication.
         return keras.ops.convert_to_tensor([[GRADIENTS[name]] for name in "ab"])
 
     def scale(self):
-        self._take(self.optimizer.scale_loss(self._loss()))
+        self.take(self.optimizer.scale_loss(self.loss()))
 
     def hand(self):
-        self._take(self.optimizer.get_scaled_loss(self._loss()))
+        self.take(self.optimizer.get_scaled_loss(self.loss()))
 
-    def _take(self, scaled):
+    def take(self, scaled):
         self.of_scaled = {"a": scaled[0], "b": scaled[1]}
 
     def unscale(self, *names):
@@ -118,7 +134,7 @@ class Run:
         self._apply(names, self.divided)
 
     def plain(self, *names):
-        loss = self._loss()
+        loss = self.loss()
         self._apply(names, {"a": loss[0], "b": loss[1]})
 
     def _apply(self, names, gradients):

@@ -1,5 +1,7 @@
 """Models and data that every backend of Keras can use."""
 
+from typing import NamedTuple
+
 import keras
 import numpy as np
 
@@ -46,16 +48,33 @@ def arrays(variables):
     return [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
 
 
+def assert_same(left, right):
+    """Asserts that two lists of arrays are the same bit for bit."""
+    for a, b in zip(left, right, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+class Status(NamedTuple):
+    """What an optimizer says about its loss scale, as Python numbers."""
+
+    scale: float
+    good_steps: int
+    skipped: int
+    last_skipped: bool
+    iterations: int
+    applied: int
+
+
 def status(optimizer):
-    """All that loss scaling remembers."""
-    return {
-        "scale": number(optimizer.loss_scale),
-        "good_steps": number(optimizer.step_counter),
-        "skipped": number(optimizer.steps_skipped),
-        "last_skipped": number(optimizer.last_step_skipped),
-        "iterations": number(optimizer.iterations),
-        "applied": number(optimizer.inner_optimizer.iterations),
-    }
+    """Returns what the optimizer says."""
+    return Status(
+        scale=number(optimizer.loss_scale),
+        good_steps=number(optimizer.step_counter),
+        skipped=number(optimizer.steps_skipped),
+        last_skipped=number(optimizer.last_step_skipped),
+        iterations=number(optimizer.iterations),
+        applied=number(optimizer.inner_optimizer.iterations),
+    )
 
 
 def run(source, backend, *arguments, **environment):

@@ -49,6 +49,9 @@ def found_by_numpy(arrays, scale):
 
 
 def compiled(function):
+    if BACKEND == "torch":
+        # Compiled steps break off at the verdict there.
+        return function
     if BACKEND == "jax":
         import jax
 
@@ -77,7 +80,6 @@ def test_it_finds_what_numpy_finds(cases, scale):
     check([array(*case) for case in cases], scale)
 
 
-@pytest.mark.skipif(BACKEND == "torch", reason="compiled steps break off at the verdict there")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 # A scale is an argument of what is compiled: one program for each way to take it.
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
+"""`fit` on each backend, with `install()`, and with gradients that are added up."""
+
 import functools
 
 import keras
 import numpy as np
 import pytest
 
-from backends.support import BACKEND, arrays, data, model_with, number, status, wrapped
+import lossscale
+from backends.support import BACKEND, Status, arrays, data, model_with, number, status, wrapped
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -27,14 +30,9 @@ def test_compile_keeps_the_optimizer_and_fit_moves_the_scale():
     assert model.optimizer is optimizer
     history = model.fit(*data(), batch_size=8, epochs=3, verbose=0)
     assert history.history["loss"][-1] < history.history["loss"][0]
-    assert status(optimizer) == {
-        "scale": 2.0**13,
-        "good_steps": 0,
-        "skipped": 0,
-        "last_skipped": False,
-        "iterations": 24,
-        "applied": 24,
-    }
+    assert status(optimizer) == Status(
+        scale=2.0**13, good_steps=0, skipped=0, last_skipped=False, iterations=24, applied=24
+    )
 
 
 @pytest.mark.parametrize("jit_compile", JIT)
@@ -66,14 +64,9 @@ def test_train_on_batch_counts_every_step():
     x, y = data(8)
     for inputs in (x, x * np.nan, x):
         model.train_on_batch(inputs, y)
-    assert status(optimizer) == {
-        "scale": 2.0**9,
-        "good_steps": 1,
-        "skipped": 1,
-        "last_skipped": False,
-        "iterations": 3,
-        "applied": 2,
-    }
+    assert status(optimizer) == Status(
+        scale=2.0**9, good_steps=1, skipped=1, last_skipped=False, iterations=3, applied=2
+    )
 
 
 def test_two_hundred_spoiled_batches_do_no_harm():
@@ -104,14 +97,9 @@ def test_fit_with_a_compiled_step_on_pytorch(monkeypatch):
     x, y = data(32)
     x[8:16] = np.nan
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    assert status(optimizer) == {
-        "scale": 2.0**9,
-        "good_steps": 2,
-        "skipped": 1,
-        "last_skipped": False,
-        "iterations": 4,
-        "applied": 3,
-    }
+    assert status(optimizer) == Status(
+        scale=2.0**9, good_steps=2, skipped=1, last_skipped=False, iterations=4, applied=3
+    )
     assert all(np.isfinite(value).all() for value in arrays(model.trainable_variables))
 
 
@@ -125,3 +113,51 @@ def test_a_multi_optimizer_works_with_a_learning_rate_schedule():
     halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
     model.fit(*data(), batch_size=8, epochs=2, verbose=0, callbacks=[halve])
     assert [round(number(part.learning_rate), 6) for part in inner.optimizers] == [0.0025] * 2
+
+
+@pytest.mark.usefixtures("float16")
+def test_compile_makes_the_documented_class_which_trains_and_goes_on_when_it_is_undone():
+    x, y = data()
+    with lossscale.install():
+        model = model_with(keras.optimizers.SGD(0.1))
+        before = model.evaluate(x, y, verbose=0)
+        model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+    assert isinstance(model.optimizer, lossscale.LossScaleOptimizer)
+    model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+    assert model.evaluate(x, y, verbose=0) < 0.5 * before
+    assert int(model.optimizer.iterations) == 16
+    assert not isinstance(model_with("sgd").optimizer, lossscale.LossScaleOptimizer)
+
+
+# --- Gradients that the inner optimizer adds up before it applies them ----------------------------
+
+WINDOW = [np.array([0.5, -1.0, 2.0]), np.array([1.5, 1.0, -4.0])]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+def test_variables_of_every_dtype_take_the_mean_of_a_window(dtype):
+    variable = keras.Variable(np.array([1.0, 2.0, -3.0]), dtype=dtype)
+    inner = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
+    optimizer = lossscale.LossScaleOptimizer(inner, initial_scale=8.0)
+    optimizer.build([variable])
+    for gradient in (WINDOW[0], WINDOW[0] * np.inf, WINDOW[1]):
+        scaled = optimizer.scale_loss(keras.ops.convert_to_tensor(gradient, dtype="float32"))
+        # The skipped step halved the scale; what comes of a loss has its variable's dtype.
+        optimizer.apply([keras.ops.cast(scaled, dtype)], [variable])
+    found = keras.ops.convert_to_numpy(keras.ops.cast(variable, "float32"))
+    np.testing.assert_array_equal(found, [1.0 - 0.5, 2.0 - 0.0, -3.0 + 0.5])
+    assert int(optimizer.steps_skipped) == 1
+
+
+def test_a_float16_policy_fits():
+    keras.config.set_dtype_policy("float16")
+    try:
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+    finally:
+        keras.config.set_dtype_policy("float32")
+    model.set_weights([np.zeros((2, 1))])
+    inner = keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)
+    model.compile(lossscale.LossScaleOptimizer(inner, initial_scale=8.0), "mse")
+    model.fit(np.eye(2), np.ones((2, 1)), batch_size=1, shuffle=False, verbose=0)
+    # Each batch has the gradient -2 for one weight: the mean of the window is -1.
+    np.testing.assert_array_equal(model.get_weights()[0], [[0.5], [0.5]])

@@ -52,7 +52,8 @@ def _classes(module: Any, base: type[Any]) -> Iterator[tuple[str, type[Any]]]:
 def _made(cls: type[Any], optimizers: Any) -> Any:
     parameters = inspect.signature(cls).parameters
     if "optimizer_map" in parameters:
-        inside = {".*kernel": optimizers.Adafactor(_RATE)}
+        # The first variable of a layer, and of a harness.
+        inside = {".*(kernel|value_0)": optimizers.Adafactor(_RATE)}
         return cls(optimizers.OptimizerMap(optimizers.Nadam(_RATE), inside))
     settings = {name: value for name, value in _SETTINGS.items() if name in parameters}
     return cls(learning_rate=_RATE, **settings)

@@ -26,10 +26,10 @@ INNER = {
 }
 
 RECORDED = tuple(name for name in INNER if name != "plain")
-"""Those that each shell is recorded with: all that have code of their own."""
+"""Those that each wrapper is recorded with: all that have code of their own."""
 
 FEW = ("plain", "sgd", "momentum", "adam", "accumulation")
-"""Those for a shell that runs another one's code: without a state, with one, with a branch."""
+"""Those for a wrapper that runs another one's code: without a state, with one, with a branch."""
 
 WITH_STATE = ("momentum", "adam", "accumulation")
 """Those of them whose state a skipped step could touch."""

@@ -15,27 +15,30 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 
+import lossscale.optax
+from conformance.harness import Harness
 
-def _inner_transformations() -> dict[str, Callable[[], Any]]:
-    import optax
-
-    momentum = functools.partial(optax.sgd, 0.5, momentum=0.9)
-    return {
-        "plain": lambda: optax.sgd(1.0),
-        "sgd": lambda: optax.sgd(0.5),
-        "momentum": lambda: momentum(nesterov=True),
-        "adam": lambda: optax.adam(0.1),
-        "adamw-clipnorm": lambda: optax.chain(
-            optax.clip_by_block_rms(1.0), optax.adamw(0.1, weight_decay=0.01)
-        ),
-        "global_clipnorm": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.5)),
-        "clipvalue": lambda: optax.chain(optax.clip(0.5), optax.rmsprop(0.1)),
-        "ema": lambda: optax.chain(momentum(), optax.ema(0.5)),
-        "accumulation": lambda: optax.MultiSteps(optax.adam(0.1), 2),
-        "schedule": lambda: optax.sgd(optax.exponential_decay(0.5, 1, 0.5)),
-    }
+_momentum = functools.partial(optax.sgd, 0.5, momentum=0.9)
+_INNER: dict[str, Callable[[], Any]] = {
+    "plain": lambda: optax.sgd(1.0),
+    "sgd": lambda: optax.sgd(0.5),
+    "momentum": lambda: _momentum(nesterov=True),
+    "adam": lambda: optax.adam(0.1),
+    "adamw-clipnorm": lambda: optax.chain(
+        optax.clip_by_block_rms(1.0), optax.adamw(0.1, weight_decay=0.01)
+    ),
+    "global_clipnorm": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.5)),
+    "clipvalue": lambda: optax.chain(optax.clip(0.5), optax.rmsprop(0.1)),
+    "ema": lambda: optax.chain(_momentum(), optax.ema(0.5)),
+    "accumulation": lambda: optax.MultiSteps(optax.adam(0.1), 2),
+    "schedule": lambda: optax.sgd(optax.exponential_decay(0.5, 1, 0.5)),
+}
 
 
 class Applied(NamedTuple):
@@ -45,9 +48,6 @@ class Applied(NamedTuple):
 
 
 def _counted(inner: Any) -> Any:
-    import jax.numpy as jnp
-    import optax
-
     counting = optax.GradientTransformation(
         lambda params: Applied(jnp.zeros((), jnp.int32)),
         lambda updates, state, params=None: (updates, Applied(state.applied_steps + 1)),
@@ -69,11 +69,7 @@ class Loop:
     """
 
     def __init__(self, inner: str, rule: Any) -> None:
-        import optax
-
-        import lossscale.optax
-
-        self.inner = _counted(_inner_transformations()[inner]())
+        self.inner = _counted(_INNER[inner]())
         self.tx = optax.with_extra_args_support(self.inner)
         self.scales_loss = rule is not None
         if self.scales_loss:
@@ -82,10 +78,6 @@ class Loop:
 
     def gradients(self, opt_state: Any, params: Any, loss_fn: Any, **options: Any) -> Any:
         """The gradients of a loss as `update` takes them."""
-        import jax
-
-        import lossscale.optax
-
         if not self.scales_loss:
             return options.get("grad", jax.value_and_grad)(loss_fn)(params)[1]
         return lossscale.optax.value_and_grad(loss_fn, **options)(opt_state, params)[1]
@@ -99,8 +91,6 @@ class Loop:
             given: The gradients of the loss; None for no gradient.
             scaled: Whether they are those of the scaled loss already.
         """
-        import optax
-
         self.traces += 1
         # What has no gradient is left out of what is trained, as it is with Equinox.
         trained = [None if g is None else p for p, g in zip(params, given, strict=True)]
@@ -114,25 +104,8 @@ class Loop:
 
 def _linear(params: Sequence[Any], gradients: Sequence[Any]) -> Any:
     """A loss that is linear in the parameters, so that the scale arrives in their gradients."""
-    import jax.numpy as jnp
-
     parts = [jnp.vdot(p, g) for p, g in zip(params, gradients, strict=True) if g is not None]
     return sum(parts, jnp.zeros(()))
-
-
-class _Variable:
-    """A parameter, with the method of Keras' variables that the suite uses."""
-
-    def __init__(self, harness: OptaxJit, index: int) -> None:
-        self._harness, self._index = harness, index
-        self.shape = harness.params[index].shape
-
-    def assign(self, value: Any) -> None:
-        import jax.numpy as jnp
-
-        params = list(self._harness.params)
-        params[self._index] = jnp.array(value)
-        self._harness.params = params
 
 
 @functools.cache
@@ -141,13 +114,13 @@ def _compiled_loop(harness: type[OptaxJit], inner: str, rule: Any) -> tuple[Loop
     return loop, harness.compiled(loop)
 
 
-class OptaxJit:
-    """Drives one transformation with gradients that are given as NumPy arrays, in a `jax.jit`.
+class OptaxJit(Harness):
+    """A transformation in a `jax.jit`.
 
     Args:
-        values: First values of the parameters, float32 arrays.
-        inner: Name of the transformation to wrap.
-        rule: The scaling rule; None for the transformation alone, without loss scaling.
+        values: As every harness has it.
+        inner: As every harness has it.
+        rule: As every harness has it.
         beside: Without a rule, that of the harness whose bits it is to give.
     """
 
@@ -165,64 +138,36 @@ class OptaxJit:
         self._loop, self._compiled = _compiled_loop(type(self), inner, rule)
         self.optimizer, self.inner_optimizer = self._loop.tx, self._loop.inner
         self._start(values)
-        self.variables = [_Variable(self, index) for index in range(len(values))]
-        self._scaled_already = False
         self._traces_before = self._loop.traces
 
     def _start(self, values: Sequence[Any]) -> None:
-        import jax.numpy as jnp
-
         self.params = [jnp.array(value) for value in values]
         self.opt_state = self.optimizer.init(self.params)
 
     @staticmethod
     def compiled(loop: Loop) -> Any:
         """Returns the step as it is run here."""
-        import jax
-
         return jax.jit(loop.step, static_argnums=3, donate_argnums=(0, 1))
 
     @property
-    def traces(self) -> int:
+    def traces(self) -> int:  # type: ignore[override]
         return self._loop.traces - self._traces_before
 
     @staticmethod
     def optimizers() -> Any:
-        """What makes transformations to wrap."""
-        import optax
-
         return types.SimpleNamespace(SGD=optax.sgd)
 
     @classmethod
     def framework_wrapper(cls) -> Any:
-        """Returns a transformation with loss scaling: Optax has none, so it is one of ours."""
-        import optax
-
-        import lossscale.optax
-
         return lossscale.optax.loss_scaled(optax.sgd(1.0))
 
     def scale_loss(self, loss: Any) -> Any:
-        """Scales a loss, given and returned as a NumPy array."""
-        import jax.numpy as jnp
-
-        import lossscale.optax
-
         return np.asarray(lossscale.optax.scale_loss(self.opt_state, jnp.array(loss)))
 
-    def take_for_scaled(self) -> None:
-        """Makes the next gradients count as those of the scaled loss, as they stand."""
-        self._scaled_already = True
-
     def apply_nothing(self) -> None:
-        """Runs a step without gradients, which is no step."""
         _, self.opt_state = self.optimizer.update([], self.opt_state, [])
 
     def step(self, gradients: Sequence[Any]) -> None:
-        """Runs a step whose loss has these gradients; None stands for no gradient."""
-        import jax
-        import jax.numpy as jnp
-
         given = [None if g is None else jnp.array(g) for g in gradients]
         self._keep_scale()
         with jax.transfer_guard("disallow" if self.is_compiled else "allow"):
@@ -231,37 +176,26 @@ class OptaxJit:
             )
 
     def _keep_scale(self) -> None:
-        import jax.numpy as jnp
-
         if self._scale_is_one:
             self.opt_state = self.opt_state._replace(loss_scale=jnp.ones(()))
 
     def parameters(self) -> list[Any]:
-        """The values of the parameters."""
         return [np.array(value) for value in self.params]
 
     def inner_state(self) -> list[Any]:
-        """The values of all that the wrapped transformation keeps."""
-        import jax
-
         state = self.opt_state
         inner = state.inner_state if self._loop.scales_loss else state
         return [np.array(leaf) for leaf in jax.tree.leaves(inner)]
 
     def scale(self) -> Any:
-        """The loss scale, a NumPy float32."""
         return np.asarray(self.opt_state.loss_scale)[()]
 
     def rule_state(self) -> Any:
-        """What the rule remembers."""
         state = self.opt_state
         return types.SimpleNamespace(scale=state.loss_scale, **state.rule_state)
 
     def counters(self) -> tuple[int, int, bool, int]:
-        """Finite steps since the scale changed, steps skipped, last one skipped, iterations.
-
-        Iterations are the steps that the transformation inside has seen, and those skipped.
-        """
+        # Iterations are the steps that the transformation inside has seen, and those skipped.
         state = self.opt_state
         applied = int(state.inner_state[-1].applied_steps)
         skipped = int(state.skipped_steps)
@@ -273,11 +207,9 @@ class OptaxJit:
         )
 
     def save(self, path: Any) -> None:
-        """Saves parameters and state into a file."""
         path.write_bytes(pickle.dumps((self.params, self.opt_state)))
 
     def load(self, path: Any) -> None:
-        """Loads what `save` wrote."""
         self.params, self.opt_state = pickle.loads(path.read_bytes())
 
 
@@ -300,8 +232,6 @@ class OptaxScan(OptaxJit):
 
     @staticmethod
     def compiled(loop: Loop) -> Any:
-        import jax
-
         def steps(params: Any, opt_state: Any, given: Any, scaled: bool, length: int) -> Any:
             def one(carry: Any, gradients: Any) -> Any:
                 return loop.step(*carry, gradients, scaled), None
@@ -332,8 +262,6 @@ class OptaxScan(OptaxJit):
         self._opt_state = opt_state
 
     def _run(self) -> None:
-        import jax.numpy as jnp
-
         steps, self._waiting = self._waiting, []
         if not steps:
             return
@@ -356,7 +284,6 @@ class NNXLoop(Loop):
             given: The gradients of the loss.
             scaled: Whether they are those of the scaled loss already.
         """
-        import jax
         from flax import nnx
 
         self.traces += 1
@@ -376,7 +303,6 @@ class OptaxNNX(OptaxJit):
     loop = NNXLoop
 
     def _start(self, values: Sequence[Any]) -> None:
-        import jax.numpy as jnp
         from flax import nnx
 
         self._model = nnx.Module()
@@ -390,9 +316,6 @@ class OptaxNNX(OptaxJit):
         return nnx.jit(loop.nnx_step, static_argnums=3)  # type: ignore[attr-defined]
 
     def step(self, gradients: Sequence[Any]) -> None:
-        import jax.numpy as jnp
-        import pytest
-
         if any(gradient is None for gradient in gradients):
             pytest.skip("an nnx.Optimizer wants a gradient by each of its parameters")
         self._keep_scale()
@@ -404,14 +327,12 @@ class OptaxNNX(OptaxJit):
         return (*super().counters()[:3], int(self._optimizer.step.get_value()))
 
     def save(self, path: Any) -> None:
-        import jax
         from flax import nnx
 
         state = nnx.state((self._model, self._optimizer))
         path.write_bytes(pickle.dumps(jax.tree.leaves(state)))
 
     def load(self, path: Any) -> None:
-        import jax
         from flax import nnx
 
         state = nnx.state((self._model, self._optimizer))
@@ -429,16 +350,12 @@ class OptaxNNX(OptaxJit):
 
     @property
     def opt_state(self) -> Any:
-        import jax
-
         return jax.tree.map(
             lambda variable: variable.get_value(), self._optimizer.opt_state, is_leaf=_is_held
         )
 
     @opt_state.setter
     def opt_state(self, opt_state: Any) -> None:
-        import jax
-
         jax.tree.map(
             lambda variable, value: variable.set_value(value),
             self._optimizer.opt_state,

@@ -5,15 +5,14 @@ Compiling the two steps is what such a run costs, so several promises are read o
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from conformance.inner_optimizers import RULE, WITH_STATE
-from conformance.shells import Shell
+from conformance.wrappers import Wrapper
 
 VALUES = [np.array([1.0, -2.0, 3.0], np.float32), np.array([[0.5, 0.25]], np.float32)]
 GRADIENTS = [np.array([0.5, -1.0, 2.0], np.float32), np.array([[4.0, -0.125]], np.float32)]
@@ -29,8 +28,7 @@ def spoiled(value: float, tensor: int = 0) -> list[Any]:
     return gradients
 
 
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """What a harness holds after a step."""
 
     parameters: list[Any]
@@ -39,8 +37,7 @@ class Snapshot:
     counters: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One step: with loss scaling before and after it, and without, where it is applied.
 
     Attributes:
@@ -57,20 +54,20 @@ class Step:
 
 
 @functools.cache
-def recorded(shell: Shell, inner: str) -> tuple[Step, ...]:
+def recorded(wrapper: Wrapper, inner: str) -> tuple[Step, ...]:
     """Returns the steps of a run, which begins with one that is skipped.
 
     Args:
-        shell: The row of the table.
+        wrapper: The row of the table.
         inner: Name of the optimizer to wrap.
 
     Raises:
-        Skipped: The family of the shell has no such optimizer.
+        Skipped: The family of the wrapper has no such optimizer.
     """
-    if shell.like and inner not in WITH_STATE:
-        pytest.skip(f"what is inside of it is run as in {shell.like}")
-    scaled = shell.make(VALUES, inner, RULE)
-    plain = shell.make_bare(VALUES, inner, RULE)
+    if wrapper.like and inner not in WITH_STATE:
+        pytest.skip(f"what is inside of it is run as in {wrapper.like}")
+    scaled = wrapper.make(VALUES, inner, RULE)
+    plain = wrapper.make_bare(VALUES, inner, RULE)
     steps = []
     for factor in _FACTORS:
         finite = bool(np.isfinite(factor))

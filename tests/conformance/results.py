@@ -1,4 +1,4 @@
-"""Which shells keep the promises: the table in README.md and docs/, from test results.
+"""Which wrappers keep the promises: the table in README.md and docs/, from test results.
 
 As a pytest plugin (`-p conformance.results`) it adds the outcomes of a process to a JSON file that
 the environment variable LOSSSCALE_RESULTS names. Run as a program with that file and
@@ -31,16 +31,16 @@ def pytest_sessionfinish(session):
         return
     file = pathlib.Path(path)
     known = json.loads(file.read_text()) if file.exists() else {}
-    known.update({shell: dict(counts) for shell, counts in _outcomes.items()})
+    known.update({wrapper: dict(counts) for wrapper, counts in _outcomes.items()})
     file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
 def table(results):
-    """Returns the rows of the page, one for each shell."""
-    lines = ["| shell | tests passed | do not apply | failed |", "|---|---|---|---|"]
-    for shell, counts in results.items():
+    """Returns the rows of the page, one for each wrapper."""
+    lines = ["| wrapper | tests passed | do not apply | failed |", "|---|---|---|---|"]
+    for wrapper, counts in results.items():
         passed, skipped = counts.get("passed", 0), counts.get("skipped", 0)
-        lines.append(f"| {shell} | {passed} | {skipped} | {counts.get('failed', 0)} |")
+        lines.append(f"| {wrapper} | {passed} | {skipped} | {counts.get('failed', 0)} |")
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ each way in which gradients are read: many small ones together, large ones by th
 import numpy as np
 import pytest
 
-from conformance.shells import SHELLS
+from conformance.wrappers import WRAPPERS
 from core import oracle
 from lossscale import DynamicScale
 
@@ -83,8 +83,8 @@ SEQUENCE = [
 class Plain:
     """A bare optimizer behind scaling, unscaling and looking in NumPy."""
 
-    def __init__(self, shell, inner):
-        self.harness = shell.make_bare(values(), inner, RULE)
+    def __init__(self, wrapper, inner):
+        self.harness = wrapper.make_bare(values(), inner, RULE)
         self.state = (RULE.initial_scale, 0)
 
     def step(self, given):
@@ -108,18 +108,18 @@ class Plain:
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("inner", ["momentum", "adamw-clipnorm"])
-def test_every_step_leaves_the_bits_of_the_plain_path(shell, inner):
+def test_every_step_leaves_the_bits_of_the_plain_path(wrapper, inner):
     sequence = SEQUENCE
     if inner != "momentum":
         # The squares of these gradients overflow in the optimizer itself.
         sequence = ["finite" if name == OVERFLOWING else name for name in sequence]
-    if shell.like:
-        pytest.skip(f"the code that reads gradients is that of {shell.like}")
-    if shell.takes_loss_scales_only:
+    if wrapper.like:
+        pytest.skip(f"the code that reads gradients is that of {wrapper.like}")
+    if wrapper.takes_loss_scales_only:
         pytest.skip("a DynamicLossScale has no floor below 1")
-    if inner != "momentum" and not shell.compiles and any(row.compiles for row in SHELLS):
+    if inner != "momentum" and not wrapper.compiles and any(row.compiles for row in WRAPPERS):
         pytest.skip("no compiler puts clipping and dividing together, and promise 1 has it")
-    fast, plain = shell.make(values(), inner, RULE), Plain(shell, inner)
+    fast, plain = wrapper.make(values(), inner, RULE), Plain(wrapper, inner)
     applied = skipped = 0
     for seed, name in enumerate(sequence):
         given = STEPS[name](gradients(seed))

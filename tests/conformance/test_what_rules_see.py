@@ -1,15 +1,20 @@
-"""What a rule asks to see of the gradients: the same numbers on every shell, and NumPy's."""
+"""What a rule asks to see of the gradients: the same numbers on every wrapper, and NumPy's.
+
+A rule that asks for nothing but the verdict pays for nothing else.
+"""
 
 import dataclasses
+import importlib
 import itertools
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
-from lossscale.rules import Needs, ScaleRule
+from conformance.recordings import GRADIENTS, VALUES, spoiled
+from conformance.wrappers import BACKEND
+from lossscale.rules import DynamicScale, Needs, ScaleRule
 
-VALUES = [np.array([1.0, -2.0, 3.0], np.float32), np.array([[0.5, 0.25]], np.float32)]
-GRADIENTS = [np.array([0.5, -1.0, 2.0], np.float32), np.array([[-4.0, -0.125]], np.float32)]
 EDGES = (2.0**2, 2.0**4)
 
 
@@ -18,6 +23,10 @@ def gradients(factor, spoil=None):
     if spoil is not None:
         made[1][0, 1] = spoil
     return made
+
+
+def magnitudes(given):
+    return np.abs(np.concatenate([gradient.ravel() for gradient in given]))
 
 
 class Noted(NamedTuple):
@@ -47,15 +56,15 @@ class Noting(ScaleRule):
         return {}
 
 
-def test_a_rule_sees_what_numpy_sees(shell):
-    harness = shell.make(VALUES, "sgd", Noting())
+def test_a_rule_sees_what_numpy_sees(wrapper):
+    harness = wrapper.make(VALUES, "sgd", Noting())
     # One after the other on one optimizer, which is compiled once.
     for spoil, factor in itertools.product((None, np.inf, -np.inf, np.nan, None), (1.0, 0.25)):
         given = gradients(factor, spoil)
         scale = float(harness.scale())
         harness.step(given)
         seen = harness.rule_state()
-        flat = np.abs(np.concatenate([gradient.ravel() for gradient in given]))
+        flat = magnitudes(given)
         finite = np.isfinite(flat).all()
         # Also where the host updates nothing, since such a rule has to see more than a verdict.
         assert harness.counters()[2] == (not finite)
@@ -108,37 +117,69 @@ class FollowsTheLargest(ScaleRule):
         return {}
 
 
-FACTORS = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 4.0, None, 0.5, 0.5)
+def tail_scale(scaled, scale):
+    grows = np.isfinite(scaled).all() and (scaled >= 32).sum() <= 0.3 * 5
+    return scale * 2 if grows else scale / 2
 
 
-def test_a_rule_can_target_a_share_of_large_elements(shell):
-    harness = shell.make(VALUES, "sgd", TailScale())
-    expected, scale = [], 1.0
-    for factor in FACTORS:
-        given = gradients(1.0, np.inf) if factor is None else gradients(factor)
+def following_scale(scaled, scale):
+    top = scaled.max() if np.isfinite(scaled).all() else np.inf
+    return scale / 2 if top >= 128 else scale * 2 if top < 64 else scale
+
+
+@pytest.mark.parametrize(
+    ("rule", "next_scale"),
+    [(TailScale(), tail_scale), (FollowsTheLargest(), following_scale)],
+    ids=["share", "largest"],
+)
+def test_a_rule_can_follow_what_it_sees(wrapper, rule, next_scale):
+    harness = wrapper.make(VALUES, "sgd", rule)
+    scales = [1.0]
+    for factor in (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 4.0, np.inf, 0.5, 0.5):
+        given = gradients(1.0, np.inf) if factor == np.inf else gradients(factor)
         harness.step(given)
-        flat = np.abs(np.concatenate([gradient.ravel() for gradient in given])) * scale
-        grows = np.isfinite(flat).all() and (flat >= 32).sum() <= 0.3 * 5
-        scale = scale * 2 if grows else scale / 2
-        expected.append(scale)
-        assert float(harness.scale()) == scale
-    assert len(set(expected)) > 3
-
-
-def test_a_rule_can_follow_the_largest_gradient(shell):
-    harness = shell.make(VALUES, "sgd", FollowsTheLargest())
-    scale = 1.0
-    for factor in FACTORS:
-        harness.step(gradients(1.0, np.nan) if factor is None else gradients(factor))
-        top = np.inf if factor is None else 4.0 * factor * scale
-        scale = scale / 2 if top >= 128 else scale * 2 if top < 64 else scale
-        assert float(harness.scale()) == scale
+        scales.append(next_scale(magnitudes(given) * scales[-1], scales[-1]))
+        assert float(harness.scale()) == scales[-1]
+    assert len({*scales}) > 3
     assert harness.counters()[1] == 1
 
 
-def test_without_a_gradient_a_variable_is_not_counted(shell):
-    harness = shell.make(VALUES, "sgd", Noting())
-    with shell.missing_gradient():
+def test_without_a_gradient_a_variable_is_not_counted(wrapper):
+    harness = wrapper.make(VALUES, "sgd", Noting())
+    with wrapper.missing_gradient():
         harness.step([GRADIENTS[0], None])
     seen = harness.rule_state()
     assert (float(seen.largest), float(seen.elements)) == (2.0, 3.0)
+
+
+# --- A rule that asks for nothing -----------------------------------------------------------------
+
+
+class Asking(DynamicScale):
+    needs = Needs(largest=True, counts_from=(1.0,))
+
+
+@pytest.fixture
+def looked(monkeypatch):
+    """How often gradients were taken apart to see how large they are."""
+    stats = importlib.import_module(f"lossscale.{BACKEND}.gradient_stats")
+    calls, take_apart = [], stats.real_parts
+    monkeypatch.setattr(stats, "real_parts", lambda g: calls.append(g) or take_apart(g))
+    return calls
+
+
+def steps(wrapper, rule):
+    harness = wrapper.make(VALUES, "sgd", rule)
+    for gradients in (GRADIENTS, spoiled(np.nan), GRADIENTS):
+        harness.step(gradients)
+    # A loop within a compiled function runs when its result is asked for.
+    harness.parameters()
+
+
+def test_gradients_are_measured_for_a_rule_that_asks_and_for_no_other(wrapper, looked):
+    if wrapper.like:
+        pytest.skip(f"it moves its rule as {wrapper.like} does")
+    steps(wrapper, DynamicScale(8.0))
+    assert looked == []
+    steps(wrapper, Asking(8.0))
+    assert looked

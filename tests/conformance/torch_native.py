@@ -10,6 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+
+import lossscale
+from conformance.harness import Harness
 
 CLIPS = {"global_clipnorm": 1.0}
 """What the wrapper itself clips, and without it a hook does."""
@@ -27,15 +31,11 @@ def _clipping(clip: Callable[[list[Any]], Any]) -> Callable[[Any], Any]:
 
 
 def _each_norm(parameters: list[Any]) -> None:
-    import torch
-
     for parameter in parameters:
         torch.nn.utils.clip_grad_norm_([parameter], 1.0)
 
 
 def _each_value(parameters: list[Any]) -> None:
-    import torch
-
     torch.nn.utils.clip_grad_value_(parameters, 0.5)
 
 
@@ -51,8 +51,6 @@ def _averaged(optimizer: Any) -> Any:
 
 
 def _scheduled(optimizer: Any) -> Any:
-    import torch
-
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     optimizer.register_step_post_hook(lambda *_: scheduler.step())
     return optimizer
@@ -64,8 +62,6 @@ def inner_optimizers(fused: bool) -> dict[str, Callable[[Sequence[Any]], Any]]:
     Args:
         fused: Whether they are fused ones; those that have no such implementation are left out.
     """
-    import torch
-
     flag: dict[str, Any] = {"fused": True} if fused else {}
 
     def sgd(rate: float, **settings: Any) -> Callable[[Sequence[Any]], Any]:
@@ -95,39 +91,13 @@ def inner_optimizers(fused: bool) -> dict[str, Callable[[Sequence[Any]], Any]]:
     }
 
 
-class _Variable:
-    """A parameter, with the method of Keras' variables that the suite uses."""
-
-    def __init__(self, parameter: Any) -> None:
-        self.parameter = parameter
-        self.shape = tuple(parameter.shape)
-
-    def assign(self, value: Any) -> None:
-        import torch
-
-        with torch.no_grad():
-            self.parameter.copy_(torch.from_numpy(np.array(value)))
-
-
-class TorchNative:
-    """Drives one optimizer with gradients that are given as NumPy arrays.
-
-    Args:
-        values: First values of the parameters, float32 arrays.
-        inner: Name of the optimizer to wrap.
-        rule: The scaling rule; None for the optimizer alone, without loss scaling.
-    """
+class TorchNative(Harness):
+    """PyTorch's optimizers, where the host decides whether to skip."""
 
     decide = "host"
 
     def __init__(self, values: Sequence[Any], inner: str, rule: Any = None) -> None:
-        import torch
-
-        import lossscale
-
-        self.torch = torch
         self.parameters_ = [torch.nn.Parameter(torch.from_numpy(np.array(v))) for v in values]
-        self.variables = [_Variable(parameter) for parameter in self.parameters_]
         self.inner_optimizer = inner_optimizers(self.decide == "device")[inner](self.parameters_)
         clip = CLIPS.get(inner)
         self.scales_loss = rule is not None
@@ -140,41 +110,24 @@ class TorchNative:
             if clip is not None:
                 hook = _clipping(lambda given: torch.nn.utils.clip_grad_norm_(given, clip))
                 hook(self.optimizer)
-        self._scaled_already = False
 
     @staticmethod
     def optimizers() -> Any:
-        """The module of the optimizers to wrap."""
-        import torch
-
         return torch.optim
 
     @classmethod
     def framework_wrapper(cls) -> Any:
-        """Returns an optimizer with loss scaling: PyTorch has none, so it is one of ours."""
-        import torch
-
-        import lossscale
-
         return lossscale.LossScaleOptimizer(
             torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
         )
 
     def scale_loss(self, loss: Any) -> Any:
-        """Scales a loss, given and returned as a NumPy array."""
-        return self.optimizer.scale_loss(self.torch.from_numpy(np.array(loss))).numpy()
-
-    def take_for_scaled(self) -> None:
-        """Makes the next gradients count as those of the scaled loss, as they stand."""
-        self._scaled_already = True
+        return self.optimizer.scale_loss(torch.from_numpy(np.array(loss))).numpy()
 
     def apply_nothing(self) -> None:
-        """Runs a step without gradients, which is no step."""
         self.step([None] * len(self.parameters_))
 
     def step(self, gradients: Sequence[Any]) -> None:
-        """Runs a step whose loss has these gradients; None stands for no gradient."""
-        torch = self.torch
         factor = self.optimizer.scale_loss(torch.ones(())) if self.scales_loss else torch.ones(())
         for parameter, gradient in zip(self.parameters_, gradients, strict=True):
             if gradient is None:
@@ -187,11 +140,9 @@ class TorchNative:
         self.optimizer.step()
 
     def parameters(self) -> list[Any]:
-        """The values of the parameters."""
         return [parameter.detach().numpy().copy() for parameter in self.parameters_]
 
     def inner_state(self) -> list[Any]:
-        """The values of all that the wrapped optimizer keeps, and its learning rates."""
         saved = self.inner_optimizer.state_dict()
         kept = [
             np.array(value)
@@ -202,15 +153,12 @@ class TorchNative:
         return [*kept, *(np.array(group["lr"]) for group in saved["param_groups"])]
 
     def scale(self) -> Any:
-        """The loss scale, a NumPy float32."""
         return self.optimizer.loss_scale.numpy()[()]
 
     def rule_state(self) -> Any:
-        """What the rule remembers."""
         return self.optimizer._scales.state
 
     def counters(self) -> tuple[int, int, bool, int]:
-        """Finite steps since the scale changed, steps skipped, last one skipped, iterations."""
         optimizer = self.optimizer
         return (
             int(self.rule_state().good_steps),
@@ -220,14 +168,13 @@ class TorchNative:
         )
 
     def save(self, path: Any) -> None:
-        """Saves parameters and optimizer into a file."""
-        self.torch.save((self.parameters_, self.optimizer.state_dict()), path)
+        torch.save((self.parameters_, self.optimizer.state_dict()), path)
 
     def load(self, path: Any) -> None:
-        """Loads what `save` wrote."""
-        parameters, state = self.torch.load(path, weights_only=True)
-        for variable, value in zip(self.variables, parameters, strict=True):
-            variable.assign(value.detach().numpy())
+        parameters, state = torch.load(path, weights_only=True)
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters_, parameters, strict=True):
+                parameter.copy_(value)
         self.optimizer.load_state_dict(state)
 
 

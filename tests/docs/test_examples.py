@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from conformance.shells import TABLE
+from conformance.wrappers import TABLE
 from fresh import Program
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -106,9 +106,9 @@ def test_the_documents_name_files_that_exist():
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/what_runs_where.md"])
-def test_the_table_of_what_runs_where_has_every_shell_and_no_failure(page):
+def test_the_table_of_what_runs_where_has_every_wrapper_and_no_failure(page):
     rows = re.findall(
         r"^\| (\S+-\S+) \| (\d+) \| \d+ \| (\d+) \|$", (ROOT / page).read_text(), re.M
     )
-    assert {name for name, _, _ in rows} == {shell.name for shell in TABLE}
+    assert {name for name, _, _ in rows} == {wrapper.name for wrapper in TABLE}
     assert all(int(passed) > 25 and int(failed) == 0 for _, passed, failed in rows)

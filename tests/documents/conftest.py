@@ -42,7 +42,7 @@ def stepped(request):
     """Makes a step of a function: the function itself, or a `tf.function` of it."""
     if request.param == "eager":
         return lambda function: function
-    # To translate a lambda, AutoGraph reads all of its file: see test_autograph.py for that.
+    # To translate a lambda, AutoGraph reads all of its file: see autographs.py for that.
     return functools.partial(tf.function, autograph=False)
 
 

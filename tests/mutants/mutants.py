@@ -115,7 +115,7 @@ tests/conformance/test_fast_path.py
     jax _sums: (...).all() -> (...).any()  -k jit and momentum
     jax _or_in_turn: jax.lax.cond(fits, ..., ...) -> fits  -k jit and momentum
     jax _all_true: jnp.all(jnp.stack(verdicts)) -> verdicts[0]  -k jit and momentum
-tests/conformance/test_needs_nothing.py
+tests/conformance/test_what_rules_see.py -k for_a_rule_that_asks
     optax _move: rule.needs != Needs() -> True
     keras on torch KerasLossScaleOptimizer._step: rule.needs != Needs() -> True
 tests/conformance/test_own_steps.py
@@ -133,7 +133,7 @@ tests/backends/test_finite.py
     tensorflow all_finite: unscaled(parts, scale, powers_of_two) -> parts
     tensorflow all_finite: tf.logical_and(fits, ...) -> fits
     torch all_finite: fits if bool(fits) else _each_finite(parts) -> fits
-tests/backends/test_loops.py
+tests/backends/test_torch.py
     keras on torch _copies: torch.empty_like(gradient) -> gradient
 tests/backends/test_handover.py
     common ScaledGradientTracker.gradients_are_scaled: self._are_scaled_by_record(...) -> False
@@ -162,15 +162,15 @@ tests/frameworks/keras/test_distribution.py
         experimental_aggregate_gradients and not skip_gradients_aggregation -> True  -k summed
 tests/frameworks/keras/test_training.py
     tensorflow can_keep_old_values: not getattr(part, 'use_ema', False) -> True  -k xla_function
-    common _is_in_another_graph: graph is None or graph is not location.graph -> False
-        -k wherever_they_run
     keras scaled_by_loss: getattr(variable, 'overwrite_with_gradient', False) -> False
         -k overwritten
-tests/frameworks/keras/test_keras_defects.py tests/frameworks/keras/test_settings.py
-        -k 'iterations or counter or number_of_steps'
+tests/frameworks/keras/test_handover.py
+    common _is_in_another_graph: graph is None or graph is not location.graph -> False
+        -k wherever_they_run
+tests/frameworks/keras/test_settings.py -k 'iterations or counter'
     keras StepCounter.assign: ops.minimum(self._skipped, value) -> self._skipped + 0
     keras StepCounter.assign: value - skipped -> value
-tests/frameworks/keras/test_autograph.py
+tests/frameworks/keras/test_programs.py -k translated
     common as_written: function.autograph_info__ = {} -> pass
     tensorflow translated: tf.executing_eagerly() -> True
 tests/frameworks/keras/test_persistence.py

@@ -1,6 +1,6 @@
 """The promises of docs/design.md for the Optax transformation, on trees and sequences at random.
 
-Case by case the conformance suite has them: the rows optax-native of tests/conformance/shells.py.
+Case by case the conformance suite has them: the rows optax-native of tests/conformance/wrappers.py.
 """
 
 import functools

@@ -1,7 +1,8 @@
-"""What the tests of the Keras shell share."""
+"""What the tests of Keras 3 share."""
 
 import contextlib
 import warnings
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -50,20 +51,20 @@ def native(targets):
     return [v.value for v in targets]
 
 
-def step_by_scale_loss(optimizer, targets, gradients):
-    """One step in the way of Keras' trainer."""
+def step_by_scale_loss(optimizer, targets, gradients, **arguments):
+    """One step in the way of Keras' trainer, with arguments of `apply_gradients`."""
     with tf.GradientTape() as tape:
         loss = optimizer.scale_loss(loss_with_gradients(targets, gradients))
     found = tape.gradient(loss, native(targets))
-    optimizer.apply_gradients(zip(found, targets, strict=True))
+    optimizer.apply_gradients(zip(found, targets, strict=True), **arguments)
 
 
-def step_by_documented_calls(optimizer, targets, gradients):
-    """One step in the way of TensorFlow's pages."""
+def step_by_documented_calls(optimizer, targets, gradients, **arguments):
+    """One step in the way of TensorFlow's pages, with arguments of `apply_gradients`."""
     with tf.GradientTape() as tape:
         loss = optimizer.get_scaled_loss(loss_with_gradients(targets, gradients))
     found = optimizer.get_unscaled_gradients(tape.gradient(loss, native(targets)))
-    optimizer.apply_gradients(zip(found, targets, strict=True))
+    optimizer.apply_gradients(zip(found, targets, strict=True), **arguments)
 
 
 def step_by_minimize(optimizer, targets, gradients):
@@ -111,16 +112,27 @@ def number(scalar):
     return keras.ops.convert_to_tensor(scalar).numpy().item()
 
 
+class Status(NamedTuple):
+    """What an optimizer says about its loss scale, as Python numbers."""
+
+    scale: float
+    counter: int | None
+    skipped: int
+    last: bool
+    iterations: int
+    applied: int
+
+
 def status(optimizer):
-    """Returns what the optimizer says about its loss scale, as Python numbers."""
-    return {
-        "scale": number(optimizer.loss_scale),
-        "counter": number(optimizer.dynamic_counter) if optimizer.dynamic else None,
-        "skipped": number(optimizer.steps_skipped),
-        "last": number(optimizer.last_step_skipped),
-        "iterations": number(optimizer.iterations),
-        "applied": number(optimizer.inner_optimizer.iterations),
-    }
+    """Returns what the optimizer says."""
+    return Status(
+        scale=number(optimizer.loss_scale),
+        counter=number(optimizer.dynamic_counter) if optimizer.dynamic else None,
+        skipped=number(optimizer.steps_skipped),
+        last=number(optimizer.last_step_skipped),
+        iterations=number(optimizer.iterations),
+        applied=number(optimizer.inner_optimizer.iterations),
+    )
 
 
 def small_model(inputs=4, units=8):

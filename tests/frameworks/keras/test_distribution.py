@@ -8,13 +8,15 @@ import tensorflow as tf
 from frameworks.keras.support import (
     INF,
     NAN,
+    STEPS,
+    Status,
     assert_same,
     data,
     loss_scale_warnings,
     number,
+    plain_step,
     small_model,
     status,
-    values,
     wrapped,
 )
 from lossscale import FixedScale
@@ -62,25 +64,8 @@ class Loop:
             self.call = tf.function(self.call)
 
     def replica_step(self, gradient):
-        optimizer, weight = self.optimizer, self.weight
-
-        def loss():
-            return tf.reduce_sum(weight.value * gradient)
-
-        if self.how == "minimize":
-            optimizer.minimize(loss, [weight])
-            return
-        scale = {
-            "plain": lambda loss: loss,
-            "scale_loss": getattr(optimizer, "scale_loss", None),
-            "documented": getattr(optimizer, "get_scaled_loss", None),
-        }[self.how]
-        with tf.GradientTape() as tape:
-            scaled = scale(loss())
-        gradients = [tape.gradient(scaled, weight.value)]
-        if self.how == "documented":
-            gradients = optimizer.get_unscaled_gradients(gradients)
-        optimizer.apply_gradients([(gradients[0], weight)], **self.kwargs)
+        step = plain_step if self.how == "plain" else STEPS[self.how]
+        step(self.optimizer, [self.weight], [gradient], **self.kwargs)
 
     def step(self, *per_replica):
         given = self.strategy.experimental_distribute_values_from_function(
@@ -112,38 +97,27 @@ def test_overflow_on_one_replica_is_skipped_on_both(two_replicas, how, in_functi
     loop = Loop(two_replicas, lambda: wrapped(Adam(0.5), dynamic_growth_steps=2), how, in_function)
     loop.step(0.5, 0.25)
     inner = loop.optimizer.inner_optimizer
-    before = loop.weights(), *same_on_both(inner.variables, two_replicas)
-    for skipped, gradients in enumerate([(-INF, 0.25), (0.25, NAN)], start=1):
+    before = [loop.weights(), *same_on_both(inner.variables, two_replicas)]
+    # What is of opposite sign must not add up to something else.
+    for skipped, gradients in enumerate([(-INF, 0.25), (0.25, NAN), (INF, -INF)], start=1):
         loop.step(*gradients)
-        assert_same([loop.weights(), *same_on_both(inner.variables, two_replicas)], [*before])
+        assert_same([loop.weights(), *same_on_both(inner.variables, two_replicas)], before)
         same_on_both(loop.optimizer.variables, two_replicas)
-        assert status(loop.optimizer) == {
-            "scale": 2.0 ** (15 - skipped),
-            "counter": 0,
-            "skipped": skipped,
-            "last": True,
-            "iterations": 1 + skipped,
-            "applied": 1,
-        }
+        assert status(loop.optimizer) == Status(
+            scale=2.0 ** (15 - skipped),
+            counter=0,
+            skipped=skipped,
+            last=True,
+            iterations=1 + skipped,
+            applied=1,
+        )
     loop.step(0.5, 0.25)
     loop.step(0.5, 0.25)
     assert (loop.weights() != before[0]).all()
     same_on_both(loop.optimizer.variables, two_replicas)
-    assert status(loop.optimizer) == {
-        "scale": 2.0**14,
-        "counter": 0,
-        "skipped": 2,
-        "last": False,
-        "iterations": 5,
-        "applied": 3,
-    }
-
-
-def test_overflows_of_opposite_sign_are_found(two_replicas, in_function):
-    loop = Loop(two_replicas, wrapped, "scale_loss", in_function)
-    loop.step(INF, -INF)
-    assert loop.weights().tolist() == START.tolist()
-    assert number(loop.optimizer.steps_skipped) == 1
+    assert status(loop.optimizer) == Status(
+        scale=2.0**13, counter=0, skipped=3, last=False, iterations=6, applied=3
+    )
 
 
 # --- What is applied ------------------------------------------------------------------------------
@@ -211,22 +185,20 @@ def test_gradients_that_were_summed_before_are_not_summed_again(
     np.testing.assert_array_equal(loop.weights(), START - 0.5 * 0.75 - 0.5 * 0.75)
 
 
-def test_a_fixed_scale_checks_nothing_on_replicas(two_replicas, in_function):
-    loop = Loop(two_replicas, lambda: wrapped(rule=FixedScale(8.0)), "scale_loss", in_function)
+@pytest.mark.parametrize(
+    ("skips", "expected"), [(False, [-INF, -INF]), (True, START - 0.75)], ids=["applies", "skips"]
+)
+def test_a_fixed_scale_applies_or_skips_on_both_replicas(
+    two_replicas, in_function, skips, expected
+):
+    rule = FixedScale(8.0, skip_nonfinite=skips)
+    loop = Loop(two_replicas, lambda: wrapped(rule=rule), "scale_loss", in_function)
     loop.step(0.5, 0.25)
     np.testing.assert_array_equal(loop.weights(), START - 0.75)
     loop.step(INF, 0.25)
-    np.testing.assert_array_equal(loop.weights(), [-INF, -INF])
+    np.testing.assert_array_equal(loop.weights(), expected)
+    assert number(loop.optimizer.steps_skipped) == skips
     assert number(loop.optimizer.iterations) == 2
-
-
-def test_a_fixed_scale_that_skips_does_so_on_both_replicas(two_replicas, in_function):
-    rule = FixedScale(8.0, skip_nonfinite=True)
-    loop = Loop(two_replicas, lambda: wrapped(rule=rule), "scale_loss", in_function)
-    loop.step(0.5, INF)
-    loop.step(0.5, 0.25)
-    np.testing.assert_array_equal(loop.weights(), START - 0.75)
-    assert number(loop.optimizer.steps_skipped) == 1
 
 
 def test_sparse_gradients_of_the_replicas_are_summed(two_replicas, in_function):
@@ -245,12 +217,12 @@ def test_sparse_gradients_of_the_replicas_are_summed(two_replicas, in_function):
         optimizer.apply_gradients([(gradient, table)])
 
     def run(*multipliers):
-        def of(context, given):
-            return tf.constant(given[context.replica_id_in_sync_group])
+        def on_each(*given):
+            return two_replicas.experimental_distribute_values_from_function(
+                lambda context: tf.constant(given[context.replica_id_in_sync_group])
+            )
 
-        distribute = two_replicas.experimental_distribute_values_from_function
-        rows = distribute(lambda context: of(context, [0, 1]))
-        two_replicas.run(replica_step, args=(rows, distribute(lambda c: of(c, multipliers))))
+        two_replicas.run(replica_step, args=(on_each(0, 1), on_each(*multipliers)))
 
     run = tf.function(run) if in_function else run
     run(0.5, 0.25)
@@ -277,16 +249,15 @@ def test_gradients_of_one_run_can_be_applied_in_another(two_replicas, way_of_ste
         weight = keras.Variable(START)
         optimizer = wrapped(SGD(0.5), dynamic_growth_steps=2)
         optimizer.build([weight])
+    scale, unscale = {
+        "scale_loss": (optimizer.scale_loss, list),
+        "documented": (optimizer.get_scaled_loss, optimizer.get_unscaled_gradients),
+    }[way_of_stepping]
 
     def differentiate(gradient):
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(weight.value * gradient)
-            if way_of_stepping == "scale_loss":
-                loss = optimizer.scale_loss(loss)
-            else:
-                loss = optimizer.get_scaled_loss(loss)
-        found = [tape.gradient(loss, weight.value)]
-        return found if way_of_stepping == "scale_loss" else optimizer.get_unscaled_gradients(found)
+            loss = scale(tf.reduce_sum(weight.value * gradient))
+        return unscale([tape.gradient(loss, weight.value)])
 
     def apply(found):
         optimizer.apply_gradients([(found[0], weight)])
@@ -309,7 +280,7 @@ def test_gradients_of_one_run_can_be_applied_in_another(two_replicas, way_of_ste
             step(tf.constant(gradient))
     (found,) = same_on_both([weight], two_replicas)
     np.testing.assert_array_equal(found, START - 0.5 * 2 * (0.5 + 0.25 + 1.0))
-    assert status(optimizer)["scale"] == 2.0**15
+    assert status(optimizer).scale == 2.0**15
     assert messages == []
 
 
@@ -331,44 +302,47 @@ def test_a_loss_that_was_scaled_outside_the_replicas_is_known_inside(two_replica
 # --- fit ------------------------------------------------------------------------------------------
 
 
+ONE_DEVICE = tf.distribute.OneDeviceStrategy("/cpu:0")
+
+
 def fitted(strategy, make, x, y, **arguments):
     with strategy.scope():
         model = small_model()
-        model.compile(make(), "mse", **(arguments or {"jit_compile": False}))
+        model.compile(make(), "mse", **arguments)
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     return model
 
 
-def test_fit_skips_what_one_replica_cannot_use(two_replicas):
+@pytest.mark.parametrize("is_one_device", [False, True], ids=["two_replicas", "one_device"])
+def test_fit_skips_what_one_replica_cannot_use(two_replicas, is_one_device):
+    strategy, mode = two_replicas, {"jit_compile": False}
+    if is_one_device:
+        strategy, mode = ONE_DEVICE, {"run_eagerly": True}
     x, y = data(40)
     bad = x.copy()
     # Of a batch of 8, replica 0 gets the first four rows and replica 1 the others.
     bad[8:12] = NAN
     bad[28:32] = INF
     kept = np.r_[0:8, 16:24, 32:40]
-    plain = fitted(two_replicas, lambda: Adam(0.05), x[kept], y[kept])
-    ours = fitted(two_replicas, lambda: wrapped(Adam(0.05)), bad, y)
+    plain = fitted(strategy, lambda: Adam(0.05), x[kept], y[kept], **mode)
+    ours = fitted(strategy, lambda: wrapped(Adam(0.05)), bad, y, **mode)
     assert_same(
-        same_on_both(ours.trainable_variables, two_replicas),
-        same_on_both(plain.trainable_variables, two_replicas),
+        same_on_both(ours.trainable_variables, strategy),
+        same_on_both(plain.trainable_variables, strategy),
     )
-    same_on_both(ours.optimizer.variables, two_replicas)
-    assert status(ours.optimizer) == {
-        "scale": 2.0**13,
-        "counter": 1,
-        "skipped": 2,
-        "last": False,
-        "iterations": 5,
-        "applied": 3,
-    }
+    same_on_both(ours.optimizer.variables, strategy)
+    assert status(ours.optimizer) == Status(
+        scale=2.0**13, counter=1, skipped=2, last=False, iterations=5, applied=3
+    )
 
 
 @pytest.mark.usefixtures("mixed_float16")
 def test_fit_in_float16_on_replicas_keeps_the_optimizer(two_replicas):
-    model = fitted(two_replicas, lambda: wrapped(Adam(0.02), dynamic_growth_steps=4), *data(64))
+    optimizer = lambda: wrapped(Adam(0.02), dynamic_growth_steps=4)  # noqa: E731
+    model = fitted(two_replicas, optimizer, *data(64), jit_compile=False)
     now = status(model.optimizer)
-    assert now["iterations"] == 8
-    assert now["iterations"] == now["applied"] + now["skipped"]
+    assert now.iterations == 8
+    assert now.iterations == now.applied + now.skipped
     same_on_both([*model.trainable_variables, *model.optimizer.variables], two_replicas)
 
 
@@ -376,22 +350,11 @@ def test_fit_in_float16_on_replicas_keeps_the_optimizer(two_replicas):
 
 
 def test_one_device_strategy_trains_and_skips(how, in_function):
-    loop = Loop(tf.distribute.OneDeviceStrategy("/cpu:0"), wrapped, how, in_function)
+    loop = Loop(ONE_DEVICE, wrapped, how, in_function)
     for gradient in (0.5, INF, 0.25):
         loop.step(gradient)
     np.testing.assert_array_equal(loop.weights(), START - 0.75)
-    assert status(loop.optimizer)["skipped"] == 1
-
-
-def test_one_device_strategy_trains_in_fit():
-    x, y = data(24)
-    bad = x.copy()
-    bad[8:16] = NAN
-    kept = np.r_[0:8, 16:24]
-    strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
-    model = fitted(strategy, lambda: wrapped(SGD(0.1)), bad, y, run_eagerly=True)
-    plain = fitted(strategy, lambda: SGD(0.1), x[kept], y[kept], run_eagerly=True)
-    assert_same(values(model.trainable_variables), values(plain.trainable_variables))
+    assert status(loop.optimizer).skipped == 1
 
 
 @pytest.mark.parametrize("call", ["apply_gradients", "apply"])

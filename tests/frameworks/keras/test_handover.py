@@ -1,13 +1,30 @@
 """The orders of scaling, unscaling and applying where TensorFlow traces, compiles or replicates."""
 
+import functools
+import itertools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import lossscale
-from backends.programs import GRADIENTS, PROGRAMS, WITH_MINIMIZE, Run, expected
-from frameworks.keras.support import loss_scale_warnings, number
+from backends.programs import GRADIENTS, PROGRAMS, WITH_MINIMIZE, Run, expected, made
+from frameworks.keras.support import (
+    STEPS,
+    Status,
+    assert_same,
+    gradients_for,
+    loss_scale_warnings,
+    loss_with_gradients,
+    native,
+    plain_step,
+    spoiled,
+    status,
+    values,
+    variables,
+    wrapped,
+)
 
 ALL = {**PROGRAMS, **WITH_MINIMIZE}
 # In one trace of all of them, a new loss, a new group and a step of its own follow each other.
@@ -19,25 +36,9 @@ LONG = (
 IN_XLA = "scale apply:a minimize:a apply:b hand unscale:ab unscaled:a unscaled:b scale keras:ab"
 
 
-def made(rule=None):
-    """Returns a run on an optimizer that was never used.
-
-    A fixed scale, unless told otherwise: which gradients are scaled is found out before any rule is
-    asked, and a step that branches takes several times as long to trace.
-    """
-    variables = {name: keras.Variable([0.0], name=name) for name in "ab"}
-    rule = rule or lossscale.FixedScale(2.0**15)
-    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(1.0), rule=rule)
-    optimizer.build(list(variables.values()))
-    return Run(optimizer, variables)
-
-
-def gone(run):
-    return {name: number(variable) for name, variable in run.variables.items()}
-
-
-def times(count, program):
-    return {name: count * value for name, value in expected(program).items()}
+# Which gradients are scaled is found out before any rule is asked, and a step that branches takes
+# several times as long to trace.
+FIXED = lossscale.FixedScale(2.0**15)
 
 
 # --- All in one function --------------------------------------------------------------------------
@@ -45,22 +46,22 @@ def times(count, program):
 
 @pytest.mark.parametrize("program", ALL)
 def test_a_traced_program_applies_each_gradient_once(program):
-    run = made()
+    run = made(rule=FIXED)
     step = tf.function(lambda: run.calls(program), autograph=False)
     with loss_scale_warnings() as messages:
         step()
         step()
-    assert gone(run) == times(2, program)
+    assert run.gone() == expected(program, 2)
     assert len(messages) == (ALL[program] is not None)
 
 
 @pytest.mark.parametrize("kind", ["xla", "loop"])
 def test_a_long_program_in_xla_and_in_a_loop(kind):
     if kind == "xla":
-        run, program = made(lossscale.DynamicScale()), IN_XLA
+        run, program = made(), IN_XLA
         step = tf.function(lambda: run.calls(program), jit_compile=True)
     else:
-        run, program = made(), LONG
+        run, program = made(rule=FIXED), LONG
 
         @tf.function
         def step():
@@ -70,19 +71,47 @@ def test_a_long_program_in_xla_and_in_a_loop(kind):
     with loss_scale_warnings() as messages:
         step()
         step()
-    assert gone(run) == times(2, program)
+    assert run.gone() == expected(program, 2)
     assert messages == []
 
 
 # --- Halves in different graphs -------------------------------------------------------------------
 
-GROUPED = ["scale | apply:a apply:b", "hand unscale:ab | unscaled:a unscaled:b"]
+
+def plain(function):
+    return function
 
 
-def split(run, program, first, second):
-    """Returns a step whose halves are each run as they are or as functions."""
+def loop(function):
+    @tf.function
+    def looping(*arguments):
+        for _ in tf.range(1):
+            function(*arguments)
+
+    return looping
+
+
+# Where gradients are computed, where they are applied, and what runs both.
+PLACES = {
+    "eager": (plain, plain, plain),
+    "one_function": (plain, plain, tf.function),
+    "loop_in_a_function": (plain, plain, loop),
+    "apply_outside": (tf.function, plain, plain),
+    "apply_inside": (plain, tf.function, plain),
+    "two_functions": (tf.function, tf.function, plain),
+    "computed_in_a_nested_function": (tf.function, plain, tf.function),
+    "applied_in_a_nested_function": (plain, tf.function, tf.function),
+    "nested_functions": (tf.function, tf.function, tf.function),
+}
+WITH_TRACED_HALVES = [place for place, halves in PLACES.items() if tf.function in halves[:2]]
+
+
+def split(run, program, place):
+    """Returns a step whose halves, parted by a bar, run in these places."""
+    first, second, both = PLACES[place]
     before, after = (half.strip() for half in program.split("|"))
 
+    @first
     def derive():
         run.calls(before)
         return [{**run.of_scaled}, {**run.divided}]
@@ -94,43 +123,35 @@ def split(run, program, first, second):
 
         return second(apply)
 
-    derive, appliers = first(derive), [each(call) for call in after.split()]
+    appliers = [each(call) for call in after.split()]
 
     def step():
         found = derive()
         for apply in appliers:
             apply(*found)
 
-    return step
+    return both(step)
 
 
-def plain(function):
-    return function
+GROUPED = ["scale | apply:a apply:b", "hand unscale:ab | unscaled:a unscaled:b"]
 
 
-@pytest.mark.parametrize("outer", [plain, tf.function], ids=["alone", "nested"])
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [(tf.function, plain), (plain, tf.function), (tf.function, tf.function)],
-    ids=["apply_outside", "apply_inside", "two_functions"],
-)
+@pytest.mark.parametrize("place", WITH_TRACED_HALVES)
 @pytest.mark.parametrize("program", GROUPED)
-def test_groups_are_applied_in_other_graphs_than_their_loss_was_scaled_in(
-    program, first, second, outer
-):
-    run = made()
-    step = outer(split(run, program, first, second))
+def test_groups_are_applied_in_other_graphs_than_their_loss_was_scaled_in(program, place):
+    run = made(rule=FIXED)
+    step = split(run, program, place)
     with loss_scale_warnings() as messages:
         for _ in range(3):
             step()
-    assert gone(run) == times(3, program.replace("|", ""))
+    assert run.gone() == expected(program.replace("|", ""), 3)
     assert messages == []
 
 
 def test_a_stale_mark_before_a_traced_half_is_a_warning():
     # Traced, get_unscaled_gradients() says nothing on later calls; scale_loss() outside does.
-    run = made()
-    step = split(run, GROUPED[1], tf.function, plain)
+    run = made(rule=FIXED)
+    step = split(run, GROUPED[1], "apply_outside")
     with loss_scale_warnings() as messages:
         step()
         assert messages == []
@@ -141,26 +162,134 @@ def test_a_stale_mark_before_a_traced_half_is_a_warning():
 
 
 def test_a_function_that_applies_by_itself_leaves_a_mark_that_is_used_with_a_warning_only():
-    run = made()
+    run = made(rule=FIXED)
     step = tf.function(lambda: run.calls("scale apply:a"))
     with loss_scale_warnings() as messages:
         step()
         run.calls("plain:b")
     assert len(messages) == 1
     assert "cannot tell" in messages[0]
-    assert gone(run) == {"a": -1.0, "b": -GRADIENTS["b"] / 2**15}
+    assert run.gone() == {"a": -1.0, "b": -GRADIENTS["b"] / 2**15}
 
 
 def test_an_unscaled_group_beside_a_traced_scaled_one():
     # One variable's gradients come scaled out of a function, the other's are unscaled by hand.
-    run = made()
-    scaled = split(run, "scale | apply:a", tf.function, plain)
+    run = made(rule=FIXED)
+    scaled = split(run, "scale | apply:a", "apply_outside")
     with loss_scale_warnings() as messages:
         for _ in range(3):
             scaled()
             run.calls("hand unscale:b unscaled:b")
-    assert gone(run) == {"a": -3.0, "b": 0.75}
+    assert run.gone() == {"a": -3.0, "b": 0.75}
     assert messages == []
+
+
+# --- Both ways of stepping on one optimizer -------------------------------------------------------
+
+START = (np.linspace(-1, 1, 6).reshape(2, 3), np.array([0.5, -0.25]))
+
+
+def stepper(optimizer, targets, way, place):
+    """Returns what steps with given gradients, in one of two ways, with its halves in a place."""
+    first, second, both = PLACES[place]
+    scale, unscale = {
+        "scale_loss": (optimizer.scale_loss, list),
+        "documented": (optimizer.get_scaled_loss, optimizer.get_unscaled_gradients),
+    }[way]
+
+    @first
+    def differentiate(*gradients):
+        with tf.GradientTape() as tape:
+            loss = scale(loss_with_gradients(targets, gradients))
+        return unscale(tape.gradient(loss, native(targets)))
+
+    @second
+    def apply(*found):
+        optimizer.apply_gradients(zip(found, targets, strict=True))
+
+    return both(lambda *gradients: apply(*differentiate(*gradients)))
+
+
+@functools.cache
+def plain_path():
+    """The gradients of 24 steps, and the weights after each step of a plain optimizer."""
+    optimizer, targets = keras.optimizers.SGD(0.5, momentum=0.9), variables(*START)
+    batches, weights = gradients_for(START, 24), []
+    for gradients in batches:
+        plain_step(optimizer, targets, gradients)
+        weights.append(values(targets))
+    return batches, weights
+
+
+def wrapped_path():
+    """Returns an optimizer that is to go the same path, and its variables."""
+    targets = variables(*START)
+    optimizer = wrapped(keras.optimizers.SGD(0.5, momentum=0.9), dynamic_growth_steps=2)
+    optimizer.build(targets)
+    return optimizer, targets
+
+
+WAYS = ["scale_loss", "documented"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", PLACES)
+def test_both_ways_of_stepping_give_the_plain_weights_wherever_they_run(place, way):
+    batches, expected = plain_path()
+    optimizer, targets = wrapped_path()
+    (other_way,) = {*WAYS} - {way}
+    step = stepper(optimizer, targets, way, place)
+    with loss_scale_warnings() as messages:
+        for gradients in (batches[0], spoiled(batches[0]), *batches[1:4]):
+            step(*map(tf.constant, gradients))
+        assert_same(values(targets), expected[3])
+        assert status(optimizer).scale == 2.0**15
+        assert status(optimizer).iterations == 5
+        # Where a traced half is followed by an eager apply, nothing tells which of two halves ran.
+        if place != "apply_outside":
+            others = [stepper(optimizer, targets, other_way, "eager")]
+            if way == "scale_loss":
+                others.append(stepper(optimizer, targets, other_way, place))
+            for i, gradients in enumerate(batches[4 : 4 + 4 * len(others)]):
+                (others[i // 4] if i % 2 else step)(*map(tf.constant, gradients))
+                assert_same(values(targets), expected[4 + i])
+    assert messages == []
+
+
+def test_where_nothing_tells_two_traced_halves_apart_there_is_one_warning():
+    optimizer, targets = wrapped_path()
+    steps = [stepper(optimizer, targets, way, "apply_outside") for way in WAYS]
+    with loss_scale_warnings() as messages:
+        for step, gradients in zip(steps * 3, gradients_for(targets, 6), strict=True):
+            step(*map(tf.constant, gradients))
+    assert len(messages) == 1
+    assert "cannot tell" in messages[0]
+
+
+@pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
+def test_ways_of_stepping_can_alternate_in_one_program_and_none_is_traced_twice(in_function):
+    order = [way for pair in itertools.combinations(STEPS, 2) for way in pair * 2]
+    batches, expected = plain_path()
+    optimizer, targets = wrapped_path()
+    steps = {
+        how: lambda *gradients, step=step: step(optimizer, targets, gradients)
+        for how, step in STEPS.items()
+    }
+    if in_function:
+        steps = {how: tf.function(step, autograph=False) for how, step in steps.items()}
+    with loss_scale_warnings() as messages:
+        for i, (how, gradients) in enumerate(zip(order, batches, strict=True)):
+            if i % 4 == 2:
+                steps[how](*map(tf.constant, spoiled(gradients)))
+            steps[how](*map(tf.constant, gradients))
+            assert_same(values(targets), expected[i])
+    # Between two skips are four good steps.
+    assert status(optimizer) == Status(
+        scale=2.0**21, counter=0, skipped=6, last=False, iterations=30, applied=24
+    )
+    assert messages == []
+    if in_function:
+        assert [step.experimental_get_tracing_count() for step in steps.values()] == [1] * 4
 
 
 # --- Replicas -------------------------------------------------------------------------------------
@@ -169,7 +298,7 @@ def test_an_unscaled_group_beside_a_traced_scaled_one():
 @pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
 def test_each_replica_has_marks_of_its_own(two_replicas, in_function):
     with two_replicas.scope():
-        run = made()
+        run = made(rule=FIXED)
 
     def replica_step():
         # What one replica holds is no tensor of the other.
@@ -184,96 +313,5 @@ def test_each_replica_has_marks_of_its_own(two_replicas, in_function):
         step()
         step()
     # The gradients of both replicas are summed: five of `a`, four of `b`, two steps.
-    assert gone(run) == {"a": -2 * 2 * 5.0, "b": 2 * 2 * 4 * 0.25}
+    assert run.gone() == {"a": -2 * 2 * 5.0, "b": 2 * 2 * 4 * 0.25}
     assert messages == []
-
-
-# --- What a subclass overrides --------------------------------------------------------------------
-
-
-class Noting(lossscale.LossScaleOptimizer):
-    """Notes which of its methods are called."""
-
-    def __init__(self, *args, **kwargs):
-        self.calls = []
-        super().__init__(*args, **kwargs)
-
-    def get_scaled_loss(self, loss):
-        self.calls.append("get_scaled_loss")
-        return super().get_scaled_loss(loss)
-
-    def get_unscaled_gradients(self, grads):
-        self.calls.append("get_unscaled_gradients")
-        return super().get_unscaled_gradients(grads)
-
-    def get_gradients(self, loss, params):
-        self.calls.append("get_gradients")
-        return super().get_gradients(loss, params)
-
-    def apply_gradients(self, grads_and_vars):
-        self.calls.append("apply_gradients")
-        return super().apply_gradients(grads_and_vars)
-
-
-class Own(Noting):
-    """Does all by itself: another scale, and an answer of its own."""
-
-    def get_scaled_loss(self, loss):
-        self.calls.append("get_scaled_loss")
-        return lambda: loss() * 7.0
-
-    def get_unscaled_gradients(self, grads):
-        self.calls.append("get_unscaled_gradients")
-        return [g / 7.0 for g in grads]
-
-    def apply_gradients(self, grads_and_vars):
-        super().apply_gradients([(2.0 * g, v) for g, v in grads_and_vars])
-        return "applied"
-
-
-CALLS = {
-    "minimize": ["get_scaled_loss", "get_unscaled_gradients", "apply_gradients"],
-    "get_gradients": ["get_gradients", "get_scaled_loss", "get_unscaled_gradients"],
-    "get_updates": [
-        "get_gradients",
-        "get_scaled_loss",
-        "get_unscaled_gradients",
-        "apply_gradients",
-    ],
-}
-
-
-@pytest.mark.parametrize("stale", [False, True])
-@pytest.mark.parametrize("cls", [Noting, Own])
-@pytest.mark.parametrize("verb", CALLS)
-def test_every_verb_calls_what_a_subclass_overrides(verb, cls, stale):
-    optimizer, weight = cls(keras.optimizers.SGD(1.0)), keras.Variable([1.0])
-    with loss_scale_warnings() as messages:
-        if stale:
-            optimizer.scale_loss(1.0)
-        returned = getattr(optimizer, verb)(lambda: tf.reduce_sum(weight.value * 0.25), [weight])
-    assert optimizer.calls == CALLS[verb]
-    factor = 2.0 if cls is Own else 1.0
-    if verb == "get_gradients":
-        np.testing.assert_allclose(returned[0].numpy(), [0.25])
-    else:
-        np.testing.assert_allclose(weight.numpy(), [1.0 - 0.25 * factor])
-        given = returned if verb == "minimize" else returned[0]
-        assert given == "applied" if cls is Own else int(given) == 1
-    assert messages == []
-
-
-def test_minimize_leaves_statistics_that_are_overwritten_alone():
-    plain_weight, statistic = keras.Variable([1.0]), keras.Variable([2.0])
-    statistic.overwrite_with_gradient = True
-    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(1.0))
-
-    @tf.custom_gradient
-    def loss():
-        def backward(upstream, variables):
-            return [], [tf.fill([1], upstream * 0.5), tf.constant([7.0])]
-
-        return tf.reduce_sum(plain_weight.value + statistic.value), backward
-
-    optimizer.minimize(loss, [plain_weight, statistic])
-    assert (plain_weight.numpy().item(), statistic.numpy().item()) == (0.5, 7.0)

@@ -1,6 +1,7 @@
-"""What the tests of the tf_keras shells share."""
+"""What the tests of tf_keras share."""
 
 import random
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -28,17 +29,28 @@ def step(optimizer, variables, gradients):
     return optimizer.apply_gradients(zip(found, variables, strict=True))
 
 
+class Status(NamedTuple):
+    """What an optimizer says about its loss scale, as Python numbers."""
+
+    scale: float
+    counter: int
+    skipped: int
+    last: bool
+    iterations: int
+    applied: int
+
+
 def status(optimizer):
-    """What the optimizer says about its loss scale, as Python numbers."""
-    found = {
-        "scale": optimizer.loss_scale,
-        "counter": optimizer.dynamic_counter,
-        "skipped": optimizer.steps_skipped,
-        "last": optimizer.last_step_skipped,
-        "iterations": optimizer.iterations,
-        "applied": optimizer.inner_optimizer.iterations,
-    }
-    return {name: tf.convert_to_tensor(value).numpy().item() for name, value in found.items()}
+    """Returns what the optimizer says."""
+    found = (
+        optimizer.loss_scale,
+        optimizer.dynamic_counter,
+        optimizer.steps_skipped,
+        optimizer.last_step_skipped,
+        optimizer.iterations,
+        optimizer.inner_optimizer.iterations,
+    )
+    return Status(*(tf.convert_to_tensor(value).numpy().item() for value in found))
 
 
 def trained(optimizer, variables, spoiled=(False, False, True, False)):

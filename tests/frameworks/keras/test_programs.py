@@ -1,0 +1,63 @@
+"""What was written before and elsewhere: old programs, the page of loops, examples in docstrings.
+
+The programs are of the years of TensorFlow 2.2 to 2.11 and run unedited on Keras 3.
+"""
+
+import doctest
+import importlib
+import pathlib
+import pkgutil
+import re
+
+import keras
+import pytest
+import tensorflow as tf
+
+import autographs
+import lossscale
+import lossscale.keras
+import old_programs
+
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "training_loops.md"
+MODULES = ["lossscale.keras"] + [
+    found.name
+    for found in pkgutil.walk_packages(lossscale.keras.__path__, "lossscale.keras.")
+    # A backend needs its own backend.
+    if ".backends." not in found.name
+]
+# That of the wrapper is found where its class says that it is.
+WITH_EXAMPLES = {"lossscale.keras", "lossscale.keras.arguments", "lossscale.keras.monitor"}
+
+
+def test_the_programs_are_found():
+    assert len(old_programs.PROGRAMS) >= 6
+
+
+@pytest.mark.filterwarnings(old_programs.IGNORED_WARNINGS)
+@old_programs.every_program
+def test_an_old_program_learns(name, caplog, capsys, monkeypatch, two_replicas):
+    old_programs.on_two_replicas(monkeypatch, two_replicas)
+    old_programs.run(name, caplog, capsys)
+
+
+def test_the_loop_on_the_page_runs_on_two_replicas(monkeypatch, two_replicas):
+    old_programs.on_two_replicas(monkeypatch, two_replicas)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (loop,) = [block for block in blocks if "MirroredStrategy()" in block]
+    namespace = {}
+    exec(loop, namespace)
+    assert namespace["strategy"].num_replicas_in_sync == 2
+    assert namespace["optimizer"].inner_optimizer.iterations.numpy() == 2
+
+
+def test_only_the_users_functions_are_translated():
+    autographs.assert_only_the_users_functions_are_translated(keras.optimizers)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_print_what_they_show(name):
+    module = importlib.import_module(name)
+    names = {**vars(module), "keras": keras, "tf": tf, "lossscale": lossscale}
+    failed, tried = doctest.testmod(module, globs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert failed == 0
+    assert (tried > 0) == (name in WITH_EXAMPLES)

@@ -1,0 +1,49 @@
+"""What was written before and elsewhere: old programs and files, and examples in docstrings.
+
+The programs are of the years of TensorFlow 2.2 to 2.11 and run unedited on Keras 2.
+"""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import autographs
+import lossscale
+import lossscale.tf_keras
+import old_programs
+from earlier_files import read
+
+FAMILIES = {"tf_keras-new": tf_keras.optimizers, "tf_keras-legacy": tf_keras.optimizers.legacy}
+PACKAGE = lossscale.tf_keras
+MODULES = [found.name for found in pkgutil.walk_packages(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
+WITH_EXAMPLES = {f"{PACKAGE.__name__}.{name}" for name in ("monitor", "optimizer")}
+
+
+@old_programs.every_program
+def test_an_old_program_learns(name, caplog, capsys, monkeypatch, two_replicas):
+    old_programs.on_two_replicas(monkeypatch, two_replicas)
+    old_programs.run(name, caplog, capsys)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [(family, name) for family in FAMILIES for name in read.of(family, "")]
+)
+def test_a_file_loads_as_earlier_releases_read_it_themselves(family, name):
+    read.check_keras(family, name, tf_keras, FAMILIES[family].Adam(0.05))
+
+
+def test_only_the_users_functions_are_translated(optimizers):
+    autographs.assert_only_the_users_functions_are_translated(optimizers)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_print_what_they_show(name):
+    module = importlib.import_module(name)
+    names = {**vars(module), "tf_keras": tf_keras, "tf": tf, "lossscale": lossscale}
+    failed, tried = doctest.testmod(module, globs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert failed == 0
+    assert (tried > 0) == (name in WITH_EXAMPLES)
