@@ -32,26 +32,28 @@ PROGRAMS = ("tests/docs", "tests/benchmarks/test_command.py")
 EMITTERS = {"XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
 # What runs on TensorFlow is in few parts: each process imports its framework anew, which takes as
 # long as many tests.
-SHELLS = ("tests/conformance", "tests/backends", *PROGRAMS)
+EACH_BACKEND = ("tests/conformance", "tests/backends", *PROGRAMS)
 FILES = ("tests/migration", "tests/cli")
-PAGES = ("tests/frameworks/keras", "tests/documents")
+KERAS_3 = ("tests/frameworks/keras", "tests/documents")
 # These run in processes that never import Keras, which a test in each shows.
 JAX_ALONE, TORCH_ALONE = "tests/frameworks/jax", "tests/frameworks/torch"
 # All that is in none of them.
-_IGNORED = [f"--ignore={path}" for path in (*SHELLS, *FILES, *PAGES, JAX_ALONE, TORCH_ALONE)]
+_IGNORED = [
+    f"--ignore={path}" for path in (*EACH_BACKEND, *FILES, *KERAS_3, JAX_ALONE, TORCH_ALONE)
+]
 
 # Processes of pytest: what selects the backend, and what they run. By the time they take, longest
 # first: what starts last is then short, and no core waits for long.
 ALL = {
     "tf_keras": (TF_KERAS, ("tests/conformance", "tests/frameworks/tf_keras", *PROGRAMS[1:])),
-    "tensorflow, shells": ({**TENSORFLOW, **EMITTERS}, SHELLS),
-    "jax": (JAX, SHELLS),
+    "tensorflow": ({**TENSORFLOW, **EMITTERS}, EACH_BACKEND),
+    "jax": (JAX, EACH_BACKEND),
     "tensorflow, files": (TENSORFLOW, FILES),
-    "tensorflow, pages": (TENSORFLOW, PAGES),
+    "tensorflow, Keras 3": (TENSORFLOW, KERAS_3),
     "tensorflow, all else": (TENSORFLOW, ("tests", *_IGNORED)),
     "jax without Keras": (JAX, (JAX_ALONE,)),
     "torch without Keras": (TORCH, (TORCH_ALONE,)),
-    "torch": (TORCH, SHELLS),
+    "torch": (TORCH, EACH_BACKEND),
 }
 QUICK = {
     "torch tests/conformance": (TORCH, ("tests/conformance",)),

@@ -15,6 +15,7 @@ import pytest
 
 import lossscale
 from core.source_tree import FRAMEWORKS, imports, modules
+from lossscale import registry
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.members import OptimizerMembers
 from lossscale.torch.names import LossScaleOptimizer as TorchLossScaleOptimizer
@@ -124,6 +125,9 @@ def test_a_wrapper_is_found_where_its_class_says_and_made_of_few_classes():
         assert wrapper.__module__.count(".") == 1
         assert getattr(package, wrapper.__qualname__) is wrapper
         assert len(ours_in(wrapper)) <= (5 if wrapper is not TorchLossScaleOptimizer else 9)
+    for wrapper, most in zip(wrappers(), (6, 7, 7), strict=True):
+        older = registry.combined(lossscale.experimental.LossScaleOptimizer, wrapper)
+        assert len(ours_in(older)) <= most
 
 
 def ours_in(cls):

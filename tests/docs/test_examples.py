@@ -13,12 +13,13 @@ from fresh import Program
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# Their programs run in a process without Keras: tests/frameworks/torch/test_pages.py.
-PAGES_OF_TORCH = {"from_gradscaler.md", "pytorch_trainers.md"}
+# These run in a process without Keras (tests/frameworks/torch/test_documents.py), and in a copy of
+# the sources (tests/core/test_add_a_framework.py).
+RUN_ELSEWHERE = {"from_gradscaler.md", "pytorch_trainers.md", "add_a_framework.md"}
 BLOCKS = [
     (f"{page.name}-{number}", block)
     for page in PAGES
-    if page.name not in PAGES_OF_TORCH
+    if page.name not in RUN_ELSEWHERE
     for number, block in enumerate(
         re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE), start=1
     )

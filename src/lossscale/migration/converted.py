@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lossscale.errors import LossScaleError, OldFileError
+from lossscale.migration.damage import first_line
 
 
 @dataclasses.dataclass
@@ -58,5 +59,5 @@ def made_by_keras(what: str) -> Iterator[None]:
         raise
     # Keras raises whatever the layer of the moment raises.
     except Exception as error:
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        text = first_line(error)
         raise OldFileError(f"{what} cannot be made by Keras 3: {text}") from error

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from lossscale import registry
 from lossscale.errors import ArgumentError, LossScaleError, OldFileError
 from lossscale.migration.compiling import UNSET, compile_arguments
-from lossscale.migration.damage import check_file, damage_named
+from lossscale.migration.damage import check_file, damage_named, first_line
 from lossscale.migration.layer_weights import load_old_model
 from lossscale.migration.models import ModelFile, read_model_file, saved_optimizer
 from lossscale.migration.restoring import Plan
@@ -145,7 +145,7 @@ def _model_of_keras_3(file: ModelFile) -> Any:
         raise
     # Keras raises whatever the layer of the moment raises.
     except Exception as error:
-        text = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        text = first_line(error)
         raise OldFileError(f"{file.path}: Keras 3 cannot make its model: {text}") from error
 
 
