@@ -150,7 +150,7 @@ _TABLE = (
         root="torch",
         major_version="",
         package="lossscale.torch",
-        wrappers=(("optim.Optimizer", "optimizer.optimizer.TorchLossScaleOptimizer"),),
+        wrappers=(("optim.Optimizer", "optimizer.TorchLossScaleOptimizer"),),
         tensors=("torch",),
     ),
 )

@@ -26,10 +26,11 @@ ARROWS = {
     "optimizer": "arguments members registry rules",
     "diagnostics": "errors checks packages rules registry **any",
     "callbacks": "errors checks rules registry diagnostics",
-    "common": "errors checks rules callbacks diagnostics",
+    "common": "errors packages checks rules callbacks diagnostics",
     "jax": "errors rules common diagnostics *jax",
     "tensorflow": "errors rules registry common diagnostics *tensorflow",
-    "keras_common": "errors rules registry arguments optimizer common callbacks diagnostics",
+    "keras_common": "errors packages rules registry arguments optimizer common callbacks "
+    "diagnostics",
     "torch": "errors checks packages rules registry arguments optimizer common callbacks "
     "diagnostics *torch",
     "optax": "errors checks packages rules arguments common jax callbacks diagnostics *jax *optax",

@@ -41,11 +41,11 @@ from frameworks.torch.seeing import Noting, noted
 from frameworks.torch.support import OURS, WithScaler, Wrapper, scaler, theirs, wrapper
 from lossscale.rules import Needs
 from lossscale.torch import ranks
-from lossscale.torch.grad_scaler.amp_names import (
+from lossscale.torch.amp_install import (
     ShardedGradScaler as OurShardedGradScaler,
 )
-from lossscale.torch.grad_scaler.scaler import GradScaler
-from lossscale.torch.optimizer.optimizer import TorchLossScaleOptimizer
+from lossscale.torch.grad_scaler import GradScaler
+from lossscale.torch.optimizer import TorchLossScaleOptimizer
 
 INF = float("inf")
 

@@ -9,7 +9,7 @@ import torch
 from frameworks.torch.scaling import MAKERS, made, one_step, scale_and_tracker
 from lossscale import DynamicScale, FixedScale, LossScaleWarning, ScaleState
 from lossscale.errors import ArgumentError, StateDictError
-from lossscale.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.grad_scaler import GradScaler
 
 SETTINGS = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
 KEYS = {"scale", "_growth_tracker", *SETTINGS}
