@@ -249,7 +249,7 @@ tests/frameworks/torch/test_processes.py
 tests/frameworks/torch/test_grad_scaler.py
     torch GradScaler._read: left[1] == scale._version -> True  -k others_write
 tests/frameworks/torch/test_ranks.py
-    torch _groups_of_layout: not placement.is_replicate() -> placement.is_shard()
+    torch _groups_along: placement.is_replicate() -> not placement.is_shard()
 tests/frameworks/torch/test_mistakes.py
     torch _dense: not gradient.is_coalesced() -> False  -k one_index
     torch TorchLossScaleOptimizer._unscale_: decision.empty -> False  -k before_there_are_gradients

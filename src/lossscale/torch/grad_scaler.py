@@ -337,6 +337,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             if entry["stage"] is _READY:
                 self._unscale_for_step(optimizer)
+                self._decide({id(optimizer): entry})
             result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
         entry["stage"] = _STEPPED
         return result
@@ -377,6 +378,7 @@ class GradScaler(torch.amp.GradScaler):
             return result
         if entry["stage"] is _READY:
             self._unscale_for_step(optimizer)
+            self._decide({id(optimizer): entry})
         number = entry.get("divisor", 1.0)
         own = getattr(optimizer, "grad_scale", None)
         if fused.steps_as_torch(optimizer) and own is None and number == 1.0:
@@ -397,29 +399,32 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        skipped = self._decide(optimizer_state)
+        if "is_skipped" not in optimizer_state:
+            # Somebody may have seen the gradients of all that are unscaled by now together.
+            entries = self._per_optimizer_states.items()
+            self._decide(
+                {k: e for k, e in entries if e is optimizer_state or e["stage"] is _UNSCALED}
+                or {0: optimizer_state}
+            )
+        skipped = optimizer_state["is_skipped"]
         self._note(optimizer, optimizer_state, skipped)
         return None if skipped else optimizer.step(*args, **kwargs)
 
-    def _decide(self, entry: dict[str, Any]) -> bool:
-        """Whether an optimizer, and those that are unscaled as well by now, are not stepped."""
-        if "is_skipped" not in entry:
-            entries = self._per_optimizer_states
-            together = {k: e for k, e in entries.items() if e is entry or e["stage"] is _UNSCALED}
-            skipped = False
-            for each in together.values():
-                skipped |= any(number.item() for number in each["found_inf_per_device"].values())
-            if len(together) > 1:
-                # One may be spread over more processes than another.
-                records = [self._records[key] for key in together if key in self._records]
-                groups = [record.info.groups for record in records if record.info is not None]
-                union = tuple(dict.fromkeys(itertools.chain(*groups)))
-                if any(len(own) < len(union) for own in groups):
-                    here = scalar(float(skipped), CPU)
-                    skipped = ranks.agreed(here, True, True, union)[0].item() > 0
-            for each in together.values():
-                each["is_skipped"] = skipped
-        return bool(entry["is_skipped"])
+    def _decide(self, together: dict[int, dict[str, Any]]) -> None:
+        """Decides that some optimizers, by their ids, are all stepped or none."""
+        entries = together.values()
+        found = [number for entry in entries for number in entry["found_inf_per_device"].values()]
+        skipped = any(number.item() for number in found)
+        if len(together) > 1:
+            # One may be spread over more processes than another.
+            records = [self._records[key] for key in together if key in self._records]
+            groups = [record.info.groups for record in records if record.info is not None]
+            union = tuple(dict.fromkeys(itertools.chain(*groups)))
+            if any(len(own) < len(union) for own in groups):
+                here = scalar(float(skipped), CPU)
+                skipped = ranks.agreed(here, True, True, union)[0].item() > 0
+        for entry in entries:
+            entry["is_skipped"] = skipped
 
     def update(self, new_scale: Any = None) -> None:
         """Moves the scale, once after the steps of all optimizers: down if any was not finite.

@@ -183,9 +183,7 @@ def _derived(tensors: Iterable[Any]) -> tuple[Any, ...]:
         if layout in seen:
             continue
         seen.add(layout)
-        for group in _groups_of_layout(*layout):
-            if not any(group is other for other in groups):
-                groups.append(group)
+        groups += [group for group in _groups_along(tensor) if not _is_one_of(group, groups)]
     return tuple(groups)
 
 
@@ -197,14 +195,16 @@ def _is_of_fsdp1(tensor: Any) -> bool:
     )
 
 
-def _groups_of_layout(mesh: Any, placements: Sequence[Any]) -> list[Any]:
-    if mesh.get_coordinate() is None:
-        # A process outside of the mesh holds nothing of the tensor.
+def _groups_along(tensor: Any, *, replicated: bool = False) -> list[Any]:
+    """The groups of the mesh dimensions that a tensor is spread over, or is replicated along."""
+    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
+    # A process outside of the mesh holds nothing of the tensor.
+    if mesh is None or mesh.get_coordinate() is None:
         return []
     return [
         mesh.get_group(dimension)
         for dimension, placement in enumerate(placements)
-        if not placement.is_replicate() and mesh.size(dimension) > 1
+        if placement.is_replicate() == replicated and mesh.size(dimension) > 1
     ]
 
 
@@ -221,18 +221,18 @@ def copies(tensor: Any, groups: Sequence[Any], derived: Sequence[Any]) -> int:
         derived: Those that follow from the parameters.
     """
     own = _derived([tensor])
-    count: int = math.prod(group.size() for group in derived if all(group is not g for g in own))
+    following = [group for group in groups if _is_one_of(group, derived)]
+    different = math.prod(group.size() for group in own)
     for group in groups:
-        if all(group is not g for g in derived) and _is_in_any(group, derived):
-            # It was given, and adds up what the larger group adds up again.
-            count *= group.size()
-    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
-    for dimension, placement in enumerate(placements):
-        if mesh is not None and placement.is_replicate() and mesh.size(dimension) > 1:
-            alike = mesh.get_group(dimension)
-            if all(alike is not group for group in derived) and _is_in_any(alike, groups):
-                count *= alike.size()
-    return count
+        if not _is_one_of(group, following) and not _is_in_any(group, following):
+            along = [*own, *_groups_along(tensor, replicated=True)]
+            within = [part.size() for part in along if _is_in_any(part, [group])]
+            different *= group.size() // math.prod(within)
+    return math.prod(group.size() for group in groups) // different
+
+
+def _is_one_of(group: Any, others: Sequence[Any]) -> bool:
+    return any(group is other for other in others)
 
 
 def _checked(process_group: Any) -> tuple[Any, ...]:

@@ -374,6 +374,24 @@ def test_an_optimizer_that_raises_can_be_stepped_again():
         assert optimizer.iterations == 1
 
 
+def test_a_hook_that_raises_leaves_nothing_behind():
+    given = parameters(*SHAPES)
+    inner = torch.optim.SGD(given, lr=0.5, fused=True)
+    optimizer = wrapped(inner, rule=FixedScale(8.0))
+    handed_over = []
+
+    def hook(optimizer, args, kwargs):
+        handed_over.append("grad_scale" in vars(optimizer))
+        raise OSError("no")
+
+    inner.register_step_post_hook(hook)
+    fill(optimizer, given, ONES)
+    with pytest.raises(OSError, match="no"):
+        optimizer.step()
+    assert handed_over == [True]
+    assert not {"grad_scale", "found_inf"} & set(vars(inner))
+
+
 def test_others_that_take_a_verdict_are_handed_one():
     seen = []
 
