@@ -222,13 +222,14 @@ def copies(tensor: Any, groups: Sequence[Any], derived: Sequence[Any]) -> int:
     """
     own = _derived([tensor])
     following = [group for group in groups if _is_one_of(group, derived)]
-    different = math.prod(group.size() for group in own)
+    different: int = math.prod(group.size() for group in own)
     for group in groups:
         if not _is_one_of(group, following) and not _is_in_any(group, following):
             along = [*own, *_groups_along(tensor, replicated=True)]
             within = [part.size() for part in along if _is_in_any(part, [group])]
             different *= group.size() // math.prod(within)
-    return math.prod(group.size() for group in groups) // different
+    counted: int = math.prod(group.size() for group in groups)
+    return counted // different
 
 
 def _is_one_of(group: Any, others: Sequence[Any]) -> bool:

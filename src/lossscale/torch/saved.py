@@ -10,8 +10,6 @@ from torch.utils import _pytree
 from lossscale.errors import UnsupportedError
 from lossscale.torch.ranks import local
 
-_NUMBERS = (int, float)
-
 
 class Saved:
     """What an optimizer is about to change: its parameters with a gradient, and their state.
@@ -25,7 +23,8 @@ class Saved:
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        tensors, self._numbers = _held(optimizer)
+        self._numbers = _numbers(optimizer)
+        tensors = _tensors(optimizer)
         self._before = [torch.empty_like(tensor) for tensor in tensors]
         if tensors:
             torch._foreach_copy_(self._before, tensors)
@@ -38,34 +37,51 @@ class Saved:
             overflow: float32 scalar tensor, 1 or 0.
 
         Raises:
-            UnsupportedError: If the step has changed what the device cannot put back.
+            UnsupportedError: If the step has changed what the device cannot put back. Then nothing
+                is changed.
         """
-        (now, numbers), skip = _held(self._optimizer), overflow != 0
-        away = any(tensor.device != skip.device for tensor in now)
-        if away or len(now) != len(self._before) or numbers != self._numbers:
-            raise UnsupportedError(
-                f"{type(self._optimizer).__name__} keeps on the host what changes in each "
-                "step, and decide='device' cannot put that back. Make the optimizer with "
-                "capturable=True if it has that, or leave `decide` out."
-            )
-        for tensor, before in zip(now, self._before, strict=True):
-            torch.where(skip, before, tensor, out=tensor)
+        now, skip = _tensors(self._optimizer), overflow != 0
+        changed = {name for place, name, value in self._numbers if place.get(name) != value}
+        changed |= {"step"} if any(tensor.device != skip.device for tensor in now) else set()
+        if not changed and len(now) == len(self._before):
+            for tensor, before in zip(now, self._before, strict=True):
+                torch.where(skip, before, tensor, out=tensor)
+            return
+        for place, name, value in self._numbers:
+            place[name] = value
+        for tensor, before in zip(now, self._before, strict=False):
+            tensor.copy_(before)
+        raise UnsupportedError(
+            f"{type(self._optimizer).__name__} keeps on the host what changes in each step "
+            f"({', '.join(sorted(changed)) or 'a state that grows'}), and decide='device' cannot "
+            "put that back. Make the optimizer with capturable=True if it has that, or leave "
+            "`decide` out."
+        )
 
 
-def _held(optimizer: Any) -> tuple[list[Any], list[Any]]:
-    """The tensors that a step changes, and what else may be counted in numbers of Python."""
-    tensors, numbers = [], []
-    for group in optimizer.param_groups:
-        numbers += [value for value in group.values() if type(value) in _NUMBERS]
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            tensors.append(local(parameter))
-            for value in optimizer.state.get(parameter, {}).values():
-                nested = isinstance(value, (dict, list, tuple))
-                for leaf in _pytree.tree_leaves(value) if nested else (value,):
-                    if isinstance(leaf, torch.Tensor):
-                        tensors.append(local(leaf))
-                    elif type(leaf) in _NUMBERS:
-                        numbers.append(leaf)
-    return tensors, numbers
+def _with_gradient(optimizer: Any) -> list[Any]:
+    groups = optimizer.param_groups
+    return [p for group in groups for p in group["params"] if p.grad is not None]
+
+
+def _tensors(optimizer: Any) -> list[Any]:
+    """The tensors that a step changes."""
+    tensors = []
+    for parameter in _with_gradient(optimizer):
+        tensors.append(local(parameter))
+        for value in optimizer.state.get(parameter, {}).values():
+            nested = isinstance(value, (dict, list, tuple))
+            leaves = _pytree.tree_leaves(value) if nested else (value,)
+            tensors += [local(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return tensors
+
+
+def _numbers(optimizer: Any) -> list[tuple[dict[str, Any], str, Any]]:
+    """The Python numbers that a step may count in: where each is, its name, and its value."""
+    states = [optimizer.state.get(parameter, {}) for parameter in _with_gradient(optimizer)]
+    return [
+        (place, name, value)
+        for place in (*optimizer.param_groups, *states)
+        for name, value in place.items()
+        if type(value) in (int, float)
+    ]

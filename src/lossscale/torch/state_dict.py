@@ -183,10 +183,25 @@ class LossScaleState:
         Raises:
             ArgumentError: If one of them is no number. Then nothing is changed.
         """
-        if not state_dict.keys() & self._scale.names or "unskipped" in state_dict:
-            scaler = normal(state_dict)
+        is_own = isinstance(state_dict, Mapping) and state_dict.keys() & self._scale.names
+        if not is_own or "unskipped" in state_dict:
+            scaler, rule = normal(state_dict), self._scale.rule
             state_dict = {new: scaler[old] for old, new in _OF_A_SCALER.items() if old in scaler}
+            settings = {name: scaler[name] for name in _SETTINGS if name in scaler}
+            others = {n: value for n, value in settings.items() if value != setting(rule, n)}
+            if others:
+                warn(
+                    f"The rule of this optimizer, {rule}, stays as it is, and the state dictionary "
+                    f"has {', '.join(f'{n}={value!r}' for n, value in others.items())}. Make the "
+                    "optimizer with `rule=DynamicScale(...)` to train with these."
+                )
         restore(self._scale, checked_numbers(state_dict, self._scale))
+
+    def scaler_state_dict(self) -> dict[str, Any]:
+        """Returns the same as `torch.amp.GradScaler` and its kind load it: Python numbers."""
+        scale, numbers = self._scale, self._scale.numbers()
+        state = type(scale.first)(*(numbers[field] for field in scale.first._fields))
+        return scaler_state(scale.rule, state, scale.number, numbers["steps_skipped"])
 
 
 # --- Of gradient scalers ----------------------------------------------------------------------
@@ -300,7 +315,7 @@ def before_growth(rule: ScaleRule, state: ScaleState) -> ScaleState:
 
 
 def normal(found: Any) -> dict[str, Any]:
-    """The dictionary of any gradient scaler, by PyTorch's names."""
+    """The dictionary of any gradient scaler by PyTorch's names; warns of what these cannot say."""
     if not isinstance(found, Mapping) or not found:
         raise StateDictError(
             "A scaler's state is a dictionary, as `state_dict()` returns it. Received: "
@@ -314,17 +329,44 @@ def normal(found: Any) -> dict[str, Any]:
             f"scale. Load one of them: {', '.join(f'state[{key!r}]' for key in scalers)}."
         )
     found = found[scalers[0]] if scalers else found
-    if "loss_scale" in found and "unskipped" in found:
-        return {"scale": found["loss_scale"], "_growth_tracker": found["unskipped"]}
-    if "scale" in found and "growth_tracker" in found:
-        # Megatron's.
-        return {"scale": found["scale"], "_growth_tracker": found["growth_tracker"]}
+    lost = {name: found[name] for name in _HYSTERESIS if found.get(name, 1) != 1}
+    if lost:
+        warn(
+            "The scaler that wrote this state has hysteresis "
+            f"({', '.join(f'{name}={value}' for name, value in lost.items())}), which lets some "
+            "overflows pass before the scale falls. Here it falls at each of them."
+        )
+    if "cur_scale" in found:
+        return _of_deepspeed(found)
+    renamed = next((names for names in _OF_OTHERS if set(names) <= set(found)), None)
+    if renamed is not None:
+        return {new: found[old] for old, new in zip(renamed, _NAMES, strict=True)}
     if "scale" not in found and "_growth_tracker" not in found:
         raise StateDictError(
             "This is no state of a gradient scaler: it has neither 'scale' nor "
             f"'_growth_tracker'. Its keys: {', '.join(map(repr, found))}."
         )
     return dict(found)
+
+
+_NAMES = "scale", "_growth_tracker"
+_OF_OTHERS = (
+    # Apex', Megatron's, and those of our wrapper.
+    ("loss_scale", "unskipped"),
+    ("scale", "growth_tracker"),
+    (_OF_A_SCALER["scale"], _OF_A_SCALER["_growth_tracker"]),
+)
+_HYSTERESIS = "hysteresis_tracker", "delayed_shift"
+
+
+def _of_deepspeed(found: Mapping[str, Any]) -> dict[str, Any]:
+    values = {"scale": found["cur_scale"]}
+    if "scale_window" in found:
+        window, factor = found["scale_window"], found["scale_factor"]
+        values["growth_interval"], values["growth_factor"] = window, factor
+        values["backoff_factor"] = 1.0 / factor
+        values["_growth_tracker"] = (found["cur_iter"] - found["last_overflow_iter"] - 1) % window
+    return values
 
 
 def _number(name: str, value: Any) -> float:
