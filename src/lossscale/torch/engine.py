@@ -17,7 +17,7 @@ from lossscale.torch.gradients import Gradients
 from lossscale.torch.ranks import ParameterInfo
 from lossscale.torch.saved import Saved
 from lossscale.torch.scale import DeviceLossScale, LossScale
-from lossscale.torch.scaling import CPU, scalar
+from lossscale.torch.scaling import CPU, read, scalar
 from lossscale.torch.several import parts_of
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -181,7 +181,7 @@ class Engine:
         applied, empty = True, False
         if self.rule.checks_gradients:
             if measured is None:
-                found = overflow.item()
+                found = read(overflow)
             else:
                 # One transfer for both.
                 found, *_ = numbers = torch.cat([overflow.reshape(1).to(measured), measured]).cpu()
@@ -228,7 +228,7 @@ class Engine:
         scale = self.scale.number if are_scaled else 1.0
         clip_norm = self.clip_norm or 0.0
         norm = clipping.grad_norm(given, info)
-        total = norm.item()
+        total = read(norm)
         if total < 0:
             return StepDecision(True, empty=True)
         # A norm may overflow though no element does, and unscaling may overflow some.

@@ -41,7 +41,7 @@ from lossscale.torch.scaler_arguments import (
     new_scale_of,
     rule_of_a_scaler,
 )
-from lossscale.torch.scaling import CPU, scalar, scaled
+from lossscale.torch.scaling import CPU, read, scalar, scaled
 
 if TYPE_CHECKING:
     from lossscale.diagnostics.records import NonfiniteTensor
@@ -414,7 +414,7 @@ class GradScaler(torch.amp.GradScaler):
         """Decides that some optimizers, by their ids, are all stepped or none."""
         entries = together.values()
         found = [number for entry in entries for number in entry["found_inf_per_device"].values()]
-        skipped = any(number.item() for number in found)
+        skipped = any(map(read, found))
         if len(together) > 1:
             # One may be spread over more processes than another.
             records = [self._records[key] for key in together if key in self._records]

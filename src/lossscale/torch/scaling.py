@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from lossscale.errors import UnsupportedError
+
 CPU = torch.device("cpu")
 
 WIDE = (torch.float32, torch.float64)
@@ -17,6 +19,22 @@ def scalar(value: float, device: Any, dtype: Any = torch.float32) -> Any:
     """A new tensor of no dimensions that may be changed in place, also in inference mode."""
     with torch.inference_mode(False):
         return torch.full((), value, dtype=dtype, device=device)
+
+
+def read(tensor: Any) -> float:
+    """A number of a tensor on the host, which waits for its device.
+
+    Raises:
+        UnsupportedError: While a CUDA graph is captured.
+    """
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "Whether a step is skipped is decided on the host, which cannot read from a GPU while "
+            "a CUDA graph is captured. Capture backward() and call step() after the graph, or make "
+            "the optimizer with decide='device'."
+        )
+    number: float = tensor.item()
+    return number
 
 
 def stored(gradient: Any) -> Any:

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
 import itertools
 import pathlib
 import re
@@ -13,13 +16,20 @@ import warnings
 import torch
 from torch import distributed
 
+from frameworks.torch import stand_ins
 from frameworks.torch.support import bits, wrapped
 from lossscale.torch import GradScaler, clipping, gradients, ranks
 
-PAGE = pathlib.Path(__file__).parents[3] / "docs" / "parallel.md"
-PIPELINE, CHECKPOINTS, TENSOR_PARALLEL, EXPERTS = re.findall(
-    r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-)
+DOCS = pathlib.Path(__file__).parents[3] / "docs"
+
+
+def programs(page):
+    """The programs of a page."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+PIPELINE, CHECKPOINTS, TENSOR_PARALLEL, EXPERTS = programs("parallel.md")
 SAVED = "pipeline"
 
 
@@ -29,7 +39,7 @@ def names_of(program, **replaced):
         assert old in program
         program = program.replace(old, new)
     names = {"__name__": "page"}
-    exec(compile(program, PAGE, "exec"), names)
+    exec(compile(program, "a page", "exec"), names)
     return names
 
 
@@ -191,6 +201,31 @@ def plain_experts():
     return parameters
 
 
+def recipes(folder):
+    """The programs of docs/large_trainers.md that need processes, and a container resumed."""
+    found = []
+    with stand_ins.installed():
+        for program in programs("large_trainers.md"):
+            if "import ray" not in program and "torchtitan" not in program:
+                continue
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                names = names_of(program)
+            found.append([re.findall(r"print.*  # (.*)$", program, re.M), printed.getvalue()])
+            if "optimizers" in names:
+                optimizer, part = names["optimizers"], names["model_parts"][0]
+                saved = copy.deepcopy([optimizer.state_dict(), part.state_dict()])
+                other = names_of(program)
+                other["optimizers"].load_state_dict(saved[0])
+                other["model_parts"][0].load_state_dict(saved[1])
+                for each in (names, other):
+                    each["train_step"](torch.ones(4, 8), torch.ones(4, 1))
+                assert shown(other["optimizers"]) == shown(optimizer) == [32768.0, 0, 21]
+                assert bits(list(other["model_parts"][0].parameters())) == bits(
+                    list(part.parameters())
+                )
+    return found
+
+
 # What two processes of a group may do in one step, each in its own order.
 
 
@@ -271,6 +306,6 @@ def orders_of_scalers(folder):
 
 CASES = {
     4: (pipeline, tensor_parallel, experts, norms),
-    2: (pipeline_resumed, orders, orders_of_scalers),
+    2: (pipeline_resumed, recipes, orders, orders_of_scalers),
     1: (pipeline_on_one,),
 }

@@ -24,10 +24,12 @@ TRIED = {}
 DOCS = pathlib.Path(__file__).parents[3] / "docs"
 BLOCKS = [
     pytest.param(block, id=f"{page}-{number}")
-    for page in ("from_gradscaler.md", "pytorch_trainers.md")
+    for page in ("from_gradscaler.md", "pytorch_trainers.md", "large_trainers.md")
     for number, block in enumerate(
         re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE), 1
     )
+    # These run in several processes, in cases_of_parallel.py.
+    if not re.search("^(import ray|from torchtitan)", block, re.MULTILINE)
 ]
 
 

@@ -31,7 +31,9 @@ from lossscale.errors import (
     GradientsError,
     StateDictError,
     UnknownSettingError,
+    UnsupportedError,
 )
+from lossscale.torch import scaling
 from lossscale.torch.grad_scaler import GradScaler
 
 INNER = {
@@ -364,3 +366,17 @@ def test_a_model_that_is_cast_after_it_was_wrapped(inner, dtype):
         return snapshot(model.parameters(), optimizer)
 
     assert_same_without_scaling(run)
+
+
+def test_a_cuda_graph_that_would_wait_for_the_host_is_refused_in_words(monkeypatch):
+    class OnGpu:
+        is_cuda = True
+
+        def item(self):
+            return 1.0
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnsupportedError, match=r"CUDA graph is captured.*decide='device'"):
+        scaling.read(OnGpu())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert scaling.read(OnGpu()) == 1.0

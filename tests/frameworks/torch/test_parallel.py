@@ -39,6 +39,14 @@ def test_a_norm_counts_each_number_once_whatever_groups_are_given(found):
         assert process["norms"] == pytest.approx([1.0] * 5)
 
 
+def test_recipes_of_two_processes_print_what_they_show(found):
+    for process in found[2]:
+        for [expected], printed in process["recipes"]:
+            # One of two stages has a loss to speak of.
+            assert printed.split() in ([], expected.split())
+    assert [printed != "" for _, printed in found[2][1]["recipes"]] == [True, True]
+
+
 @pytest.mark.parametrize("case", ["orders", "orders_of_scalers"])
 def test_in_any_order_of_calls_two_processes_do_the_same(found, case):
     processes = [process[case] for process in found[2]]
