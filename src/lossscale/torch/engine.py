@@ -69,6 +69,7 @@ class Engine:
     ) -> None:
         self.inner, self.rule = inner, rule
         self.clip_norm, self.process_group = clip_norm, process_group
+        self._measures = rule.needs != Needs()
         self._info = ParameterInfo(ranks.parameters_of(inner), process_group)
         self.scale = (DeviceLossScale if on_device else LossScale)(rule, self._info.devices)
 
@@ -94,37 +95,39 @@ class Engine:
         """
         info, rule = self.info(), self.rule
         clips = self.clip_norm is not None and not in_place
-        measures = rule.needs != Needs()
         # Processes that were named by a group may do different things: always the same messages.
         asks = bool(info.groups) and (rule.checks_gradients or info.is_given)
-        kernel_divides = bool(are_scaled) and not in_place and fused.can_unscale(self.inner)
         # What has to be read and written for the check is unscaled on the way.
-        hands_over = kernel_divides and (clips or not rule.checks_gradients)
-        hands_over = hands_over and not self.scale.on_device
-        if hands_over and info.is_plain and not (clips or measures or asks):
+        hands_over = (clips or not rule.checks_gradients) and not self.scale.on_device
+        # Small gradients would flush to zero in float16: these are divided in the kernel alone.
+        is_half = info.has_half
+        if hands_over or is_half:
+            kernel_divides = are_scaled and not in_place and fused.can_unscale(self.inner)
+            hands_over, is_half = hands_over and kernel_divides, is_half and kernel_divides
+        if hands_over and info.is_plain and not (clips or self._measures or asks):
             # Nobody else has to touch the gradients: SGD fused, small would take 1.2 times as long.
             empty = all(p.grad is None for p in info.parameters)
             divisor = None if empty else self.scale.on(info.devices[0]).scale
             return StepDecision(True, Seen(True), divisor=divisor, empty=empty)
-        # Small gradients would flush to zero in float16: these are divided in the kernel alone.
-        is_half = kernel_divides and info.has_half
         given = gradients.collect(info, allow_float16=is_half)
         if not given.grads and not info.groups:
             return StepDecision(True, empty=True)
         hands_over = hands_over and len(given.dense_groups) == 1
-        measured = self._measured(given, info, are_scaled) if measures else None
-        if clips and not (measures or self.scale.on_device or info.is_given or is_half):
+        measured = self._measured(given, info, are_scaled) if self._measures else None
+        if clips and not (self._measures or self.scale.on_device or info.is_given or is_half):
             decision = self._decide_by_norm(given, info, bool(are_scaled), hands_over)
             if decision is not None:
                 return decision
-        overflow, divisor = scalar(0.0, given.device), None
+        divisor = None
         if is_half or (hands_over and not clips):
             divisor = self.scale.on(given.device).scale
         if rule.checks_gradients:
             found = self._unscale_and_check(given, False if is_half else are_scaled)
             overflow = overflow_check.any_overflow(found)
-        elif are_scaled and divisor is None:
-            self._unscale(given)
+        else:
+            overflow = scalar(0.0, given.device)
+            if are_scaled and divisor is None:
+                self._unscale(given)
         somebody_scaled: Any = are_scaled is not None
         if asks:
             here = bool(given.grads), somebody_scaled

@@ -57,7 +57,7 @@ def expects_attributes(inner: Any) -> bool:
     """Whether an optimizer may rely on both attributes, as others than PyTorch's own may."""
     if isinstance(inner, Several):
         return any(map(expects_attributes, inner.optimizers))
-    return can_skip(inner) and not isinstance(inner, FUSED)
+    return not isinstance(inner, FUSED) and can_skip(inner)
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ class ParameterInfo:
     """
 
     def __init__(self, parameters: list[Any], process_group: Any = None) -> None:
-        self.parameters = parameters
+        self.parameters = list(parameters)
         self.devices = list(dict.fromkeys(p.device for p in parameters))
         self.has_half = any(p.dtype in HALF for p in parameters)
         self.is_plain = len(self.devices) == 1 and not self.has_half
@@ -122,8 +122,12 @@ class ParameterInfo:
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
-    """The parameters of an optimizer's groups, in order."""
-    return list(itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups))
+    """The parameters of an optimizer's groups, in order; nobody changes the list."""
+    groups = optimizer.param_groups
+    if len(groups) == 1:
+        parameters: list[Any] = groups[0]["params"]
+        return parameters
+    return list(itertools.chain.from_iterable(g["params"] for g in groups))
 
 
 def groups_of(tensors: Iterable[Any], process_group: Any = None) -> tuple[Any, ...]:

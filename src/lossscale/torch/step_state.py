@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 NOTHING = "nothing"
@@ -20,18 +19,17 @@ UNSCALED = "unscaled"
 CHECKED = "checked"
 """They were unscaled and checked, where they are."""
 
-_SCALED_LOSSES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Losses that were scaled, by any optimizer, for as long as they live."""
+_MARK = "_is_scaled_by_lossscale"
 
 
 def remember_scaled(loss: Any) -> None:
-    """Notes a loss that came of scaling."""
-    _SCALED_LOSSES[id(loss)] = loss
+    """Marks a tensor that came of scaling, by any optimizer."""
+    setattr(loss, _MARK, True)
 
 
 def was_scaled(loss: Any) -> bool:
     """Whether this very tensor came of scaling."""
-    return loss is not None and _SCALED_LOSSES.get(id(loss)) is loss
+    return hasattr(loss, _MARK)
 
 
 class StepState:
