@@ -7,6 +7,7 @@ is on the device.
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +71,9 @@ class Engine:
         self.inner, self.rule = inner, rule
         self.clip_norm, self.process_group = clip_norm, process_group
         self._measures = rule.needs != Needs()
+        # The states of optimizers, how many entries each has, and the ids of parameters with all of
+        # their state.
+        self._stepped: tuple[list[Any], list[int], set[int]] = ([], [], set())
         self._info = ParameterInfo(ranks.parameters_of(inner), process_group)
         self.scale = (DeviceLossScale if on_device else LossScale)(rule, self._info.devices)
 
@@ -102,7 +106,7 @@ class Engine:
         # Small gradients would flush to zero in float16: these are divided in the kernel alone.
         is_half = info.has_half
         if hands_over or is_half:
-            kernel_divides = are_scaled and not in_place and fused.can_unscale(self.inner)
+            kernel_divides = bool(are_scaled) and not in_place and fused.can_unscale(self.inner)
             hands_over, is_half = hands_over and kernel_divides, is_half and kernel_divides
         if hands_over and info.is_plain and not (clips or self._measures or asks):
             # Nobody else has to touch the gradients: SGD fused, small would take 1.2 times as long.
@@ -212,15 +216,19 @@ class Engine:
 
     def _all_have_state(self, info: ParameterInfo) -> bool:
         """Whether no parameter takes its first step."""
-        now = {id(p) for p in info.parameters if p.grad is not None}
-        if not info.stepped >= now:
-            info.stepped |= {
+        states = [part.state for part in parts_of(self.inner)]
+        sizes = list(map(len, states))
+        before, sizes_before, ids = self._stepped
+        if sizes != sizes_before or not all(map(operator.is_, states, before)):
+            # A state was made, loaded or cleared.
+            ids = {
                 id(parameter)
                 for group in self.inner.param_groups
                 for parameter in group["params"]
                 if _has_state(self.inner, parameter, group)
             }
-        return info.stepped >= now
+            self._stepped = states, sizes, ids
+        return all(p.grad is None or id(p) in ids for p in info.parameters)
 
     # --- Clip ---------------------------------------------------------------------------------
 

@@ -242,6 +242,8 @@ class GradScaler(torch.amp.GradScaler):
         inverse = scalar(1.0 / self.get_scale(), self._scale.device)
         found = scalar(0.0, self._scale.device)
         unscaled = self._unscale_grads_(optimizer, inverse, found, False)
+        # Also where there was no gradient here: other processes may have some.
+        entry["unscaled"] = True
         entry["found_inf_per_device"] = unscaled
         # Of gradients that come later the scale is still to be taken off.
         if unscaled or any(p.grad is not None for p in parameters_of(optimizer)):
@@ -305,7 +307,9 @@ class GradScaler(torch.amp.GradScaler):
         """
         if isinstance(optimizer, (list, tuple)):
             for each in optimizer if self._enabled else ():
-                _check_optimizer(each)
+                _check_optimizer(each, is_one_of_several=True)
+                self._check_something_scaled("step()", each)
+            for each in optimizer if self._enabled else ():
                 if self._per_optimizer_states[id(each)]["stage"] is _READY:
                     self._unscale_for_step(each)
             return [self.step(each, *args, **kwargs) for each in optimizer]
@@ -336,8 +340,7 @@ class GradScaler(torch.amp.GradScaler):
             result = self._step_of_its_own(optimizer, entry, args, kwargs)
         else:
             if entry["stage"] is _READY:
-                self._unscale_for_step(optimizer)
-                self._decide({id(optimizer): entry})
+                self._unscale_alone(optimizer)
             result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
         entry["stage"] = _STEPPED
         return result
@@ -354,6 +357,15 @@ class GradScaler(torch.amp.GradScaler):
             entry["divisor"] = self.get_scale()
             self._check_only(optimizer)
             entry["stage"] = _UNSCALED
+
+    def _unscale_alone(self, optimizer: Any) -> None:
+        """Unscales gradients in a step of one optimizer, and decides on them alone."""
+        entry = self._per_optimizer_states[id(optimizer)]
+        # It may have been decided that it is skipped with others, before it had gradients here.
+        skipped = entry.pop("is_skipped", False)
+        self._unscale_for_step(optimizer)
+        self._decide({id(optimizer): entry})
+        entry["is_skipped"] |= skipped
 
     def _check_something_scaled(self, call: str, optimizer: Any) -> None:
         """Checks that there is a scale; where a group is given, the loss may be elsewhere."""
@@ -377,8 +389,7 @@ class GradScaler(torch.amp.GradScaler):
             self._note(optimizer, entry, any(bool(number) for number in found))
             return result
         if entry["stage"] is _READY:
-            self._unscale_for_step(optimizer)
-            self._decide({id(optimizer): entry})
+            self._unscale_alone(optimizer)
         number = entry.get("divisor", 1.0)
         own = getattr(optimizer, "grad_scale", None)
         if fused.steps_as_torch(optimizer) and own is None and number == 1.0:
@@ -402,10 +413,8 @@ class GradScaler(torch.amp.GradScaler):
         if "is_skipped" not in optimizer_state:
             # Somebody may have seen the gradients of all that are unscaled by now together.
             entries = self._per_optimizer_states.items()
-            self._decide(
-                {k: e for k, e in entries if e is optimizer_state or e["stage"] is _UNSCALED}
-                or {0: optimizer_state}
-            )
+            together = {k: e for k, e in entries if "unscaled" in e and e["stage"] is not _STEPPED}
+            self._decide(together if optimizer_state in together.values() else {0: optimizer_state})
         skipped = optimizer_state["is_skipped"]
         self._note(optimizer, optimizer_state, skipped)
         return None if skipped else optimizer.step(*args, **kwargs)
@@ -566,7 +575,9 @@ class GradScaler(torch.amp.GradScaler):
             if self._names is not None:
                 from lossscale.torch.notes import nonfinite_of
 
-                self._last_nonfinite = nonfinite_of(optimizer, self._names)
+                others = [e for e in self._per_optimizer_states.values() if e is not entry]
+                before = self._last_nonfinite if any(e.get("skipped") for e in others) else ()
+                self._last_nonfinite = (*before, *nonfinite_of(optimizer, self._names))
 
     # --- The scale ----------------------------------------------------------------------------
 
@@ -754,7 +765,7 @@ def _mapped(function: Callable[[Any], Any], outputs: Any) -> Any:
     )
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: Any, is_one_of_several: bool = False) -> None:
     """Refuses what a scaler cannot step.
 
     Raises:
@@ -765,6 +776,11 @@ def _check_optimizer(optimizer: Any) -> None:
         raise AlreadyWrappedError(
             "This optimizer is a LossScaleOptimizer, which scales by itself. Use it without a "
             f"GradScaler, or pass the optimizer inside it. Received: {optimizer!r}."
+        )
+    if is_one_of_several and fused.takes_a_scaler(optimizer.step):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.step takes a `grad_scaler` and decides by itself, so it "
+            "cannot be one of several optimizers that are all stepped or none. Step it alone."
         )
     if not hasattr(optimizer, "param_groups"):
         raise ArgumentTypeError(

@@ -32,7 +32,7 @@ from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.documented_verbs import DocumentedVerbs
 from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.inner_settings import InnerSettings
-from lossscale.torch.scaling import CPU, scalar, widened
+from lossscale.torch.scaling import CPU, real_parts, scalar, widened
 from lossscale.torch.several import Several, parts_of
 from lossscale.torch.step_state import (
     CHECKED,
@@ -67,7 +67,8 @@ class TorchLossScaleOptimizer(
     the loss scale.
 
     Args:
-        inner_optimizer: The `torch.optim.Optimizer` to wrap, an instance.
+        inner_optimizer: The `torch.optim.Optimizer` to wrap, an instance; or a list of them, which
+            have one scale and are all stepped or none.
         dynamic: Whether the scale moves by itself. If False, `initial_scale` is the fixed scale
             and, unless a rule says otherwise, gradients are not checked.
         initial_scale: The first (or the fixed) loss scale, a dimensionless number from 2**-126
@@ -175,13 +176,18 @@ class TorchLossScaleOptimizer(
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _step_not_made(self) -> None:
         """A loss is scaled for the next step, and the one that was decided on was not made."""
-        state, parameters = self._step_state, ranks.parameters_of(self.inner_optimizer)
-        if all(p.grad is None for p in parameters):
+        state, gradients = self._step_state, self._gradients()
+        parts = [part for each in gradients for part in real_parts(ranks.local(each))]
+        if not any(part.any() for part in parts):
+            # They are cleared, perhaps where they are.
             self._leave_out()
         elif state.decision.apply is not False:
-            state.unscaled_before = [
-                (id(p.grad), p.grad._version) for p in parameters if p.grad is not None
-            ]
+            state.unscaled_before = {id(each): each._version for each in gradients}
+            state.decision_before = state.decision
+
+    def _gradients(self) -> list[Any]:
+        parameters = ranks.parameters_of(self.inner_optimizer)
+        return [p.grad for p in parameters if p.grad is not None]
 
     def _scaled(self, loss: Any) -> Any:
         if callable(loss) and not isinstance(loss, torch.Tensor):
@@ -251,12 +257,13 @@ class TorchLossScaleOptimizer(
     def _take_step(self) -> Any:
         """Decides on the gradients as they are now, applies or skips them, moves the scale."""
         state, engine = self._step_state, self._engine
+        if state.unscaled_before:
+            self._check_not_mixed()
         if state.stage != CHECKED:
             nothing = state.stage == NOTHING
-            if state.is_settled and nothing and self._has_no_gradient():
+            if state.is_settled and nothing and not self._gradients():
                 # `zero_grad` came in the place of this step.
                 return state.reset()
-            self._check_not_mixed()
             decision = engine.decide(are_scaled=None if nothing else self._are_scaled())
             if nothing and decision.seen is None:
                 return self._step_as_given(decision)
@@ -305,23 +312,23 @@ class TorchLossScaleOptimizer(
             self._notify_watcher(decision)
             self._finish(decision._replace(apply=False))
 
-    def _has_no_gradient(self) -> bool:
-        return all(p.grad is None for p in ranks.parameters_of(self.inner_optimizer))
-
     def _check_not_mixed(self) -> None:
-        """Checks that no `backward` has added to gradients that were unscaled before it."""
-        before = self._step_state.unscaled_before
-        if not before:
-            return
-        parameters = ranks.parameters_of(self.inner_optimizer)
-        now = [(id(p.grad), p.grad._version) for p in parameters if p.grad is not None]
-        # Added to in place, once, each of them.
-        if now == [(gradient, version + 1) for gradient, version in before]:
+        """Checks that no `backward` has added to gradients that were unscaled before it.
+
+        If nothing was added at all they are what they were: unscaled, and decided on.
+        """
+        state = self._step_state
+        now = {id(each): each._version for each in self._gradients()}
+        kept = state.unscaled_before.keys() & now
+        if kept and now != state.unscaled_before:
             raise CallOrderError(
                 "unscale_() was called before the last backward(), which has added scaled "
                 "gradients to unscaled ones. Call unscale_() once for each step, after the last "
-                "backward(). Now call zero_grad()."
+                "backward(). Now call zero_grad() of this optimizer."
             )
+        if kept:
+            state.decision, state.stage = state.decision_before, CHECKED
+        state.unscaled_before = {}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters, as the optimizer inside does it.
@@ -333,7 +340,7 @@ class TorchLossScaleOptimizer(
             self._leave_out()
             state.reset()
             state.is_settled = True
-        state.unscaled_before = []
+        state.unscaled_before = {}
         self.inner_optimizer.zero_grad(set_to_none=set_to_none)
 
     def register_step_skipped_hook(self, hook: Callable[[Any], Any]) -> Any:
@@ -388,6 +395,7 @@ class TorchLossScaleOptimizer(
         decision = self._unscale_(_NOTHING_TO_UNSCALE)
         return decision.overflow == 0 if decision.apply is None else decision.apply
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _unscale_(self, warning: str) -> StepDecision:
         """Unscales the gradients before the step, for somebody who reads or changes them.
 
@@ -395,9 +403,10 @@ class TorchLossScaleOptimizer(
             warning: What is said if no loss was scaled.
         """
         state = self._step_state
+        if state.unscaled_before:
+            self._check_not_mixed()
         if state.stage != CHECKED:
             nothing = state.stage == NOTHING
-            self._check_not_mixed()
             decision: StepDecision = self._engine.decide(
                 are_scaled=None if nothing else self._are_scaled(), in_place=True
             )
@@ -421,7 +430,7 @@ class TorchLossScaleOptimizer(
         # `get_unscaled_gradients` returns new tensors. They may have been put in the place of the
         # gradients, or copied into them; or the gradients are as they were.
         versions = {id(tensor): version for tensor, version in self._step_state.divided}
-        given = [p.grad for p in ranks.parameters_of(self.inner_optimizer) if p.grad is not None]
+        given = self._gradients()
         as_they_were = [versions.get(id(gradient)) == gradient._version for gradient in given]
         if any(as_they_were) and not all(as_they_were):
             raise GradientsError(
@@ -765,7 +774,16 @@ def _checked_clip_norm(value: Any) -> float | None:
 def _check_decide(decide: Any, inner: Any) -> None:
     if decide not in ("host", "device"):
         raise ArgumentError(f"`decide` must be 'host' or 'device'. Received: decide={decide!r}.")
-    for part in parts_of(inner) if decide == "device" else ():
+    if decide == "host":
+        return
+    if not any(group["params"] for group in inner.param_groups):
+        raise ArgumentError("decide='device' needs a parameter, whose device it is.")
+    for part in parts_of(inner):
+        if fused.demands_closure(part):
+            raise ArgumentError(
+                f"decide='device' cannot be with {type(part).__name__}, which evaluates a closure, "
+                "and looks at each loss on the host. Leave `decide` out."
+            )
         for group in part.param_groups:
             on_host = any(p.device.type == "cpu" for p in group["params"])
             if not fused.can_skip(part) and not group.get("capturable", True) and not on_host:

@@ -88,7 +88,6 @@ class ParameterInfo:
             divided in.
         groups: The process groups that have to agree.
         is_given: Whether the caller named some of them: then processes may do different things.
-        stepped: The ids of parameters that the optimizer has all of its state for.
     """
 
     def __init__(self, parameters: list[Any], process_group: Any = None) -> None:
@@ -98,7 +97,7 @@ class ParameterInfo:
         self.is_plain = len(self.devices) == 1 and not self.has_half
         self.groups = groups_of(parameters, process_group)
         self.is_given = process_group is not None
-        self.stepped: set[int] = set()
+        self._dtype = parameters[0].dtype if parameters else None
         self._derived = _derived(parameters)
         self._copies: dict[Any, int] = {}
 
@@ -108,8 +107,8 @@ class ParameterInfo:
         return (
             len(parameters) == len(mine)
             and all(map(operator.is_, parameters, mine))
-            # `model.to` moves parameters where they are, all at once.
-            and (not mine or mine[0].device == self.devices[0])
+            # `model.to` and `model.half` change parameters where they are, all at once.
+            and (not mine or (mine[0].device, mine[0].dtype) == (self.devices[0], self._dtype))
         )
 
     def copies(self, gradient: Any) -> int:

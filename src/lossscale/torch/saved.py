@@ -24,10 +24,10 @@ class Saved:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._numbers = _numbers(optimizer)
-        tensors = _tensors(optimizer)
-        self._before = [torch.empty_like(tensor) for tensor in tensors]
-        if tensors:
-            torch._foreach_copy_(self._before, tensors)
+        self._tensors = _tensors(optimizer)
+        self._before = [torch.empty_like(tensor) for tensor in self._tensors]
+        if self._tensors:
+            torch._foreach_copy_(self._before, self._tensors)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def put_back(self, overflow: Any) -> None:
@@ -49,7 +49,7 @@ class Saved:
             return
         for place, name, value in self._numbers:
             place[name] = value
-        for tensor, before in zip(now, self._before, strict=False):
+        for tensor, before in zip(self._tensors, self._before, strict=True):
             tensor.copy_(before)
         raise UnsupportedError(
             f"{type(self._optimizer).__name__} keeps on the host what changes in each step "

@@ -41,6 +41,9 @@ class _Guard:
     def holds(self) -> bool:
         now = self._steps()
         before = self.seen if self.seen.start is now.start else now.since_start()
+        if now.made < before.made:
+            # A copied scaler counts anew.
+            before = _Steps(0, 0, now.start)
         # Accelerate steps a scheduler once for each process: all of these are about one step.
         if now != before:
             self.held = now.made > before.made and now.applied == before.applied

@@ -38,10 +38,16 @@ class Several(torch.optim.Optimizer):
                             "it in one."
                         )
         # Groups and states stay where they are: of `Optimizer.__init__` only the rest is needed.
-        self.__setstate__({"optimizers": optimizers, "defaults": {}})
+        self.__setstate__({"optimizers": optimizers})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizers": self.optimizers, "defaults": {}}
+        return {"optimizers": self.optimizers}
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What all have, with the value of the first: schedules look for momentum here."""
+        first, *others = (each.defaults for each in self.optimizers)
+        return {k: v for k, v in first.items() if all(k in other for other in others)}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -101,19 +107,31 @@ class Several(torch.optim.Optimizer):
                 "The state dictionary is of other parameter groups: these have "
                 f"{theirs} parameters, and those of the optimizers {sizes}."
             )
-        for each in self.optimizers:
-            mine = [groups.pop(0) for _ in each.param_groups]
-            keys = [key for group in mine for key in group["params"]]
-            own = {key: state[key] for key in keys if key in state}
-            each.load_state_dict({"state": own, "param_groups": mine})
+        before = [each.state_dict() for each in self.optimizers]
+        try:
+            for number, each in enumerate(self.optimizers):
+                mine = [groups.pop(0) for _ in each.param_groups]
+                own = [key for group in mine for key in group["params"]]
+                # What is not of a parameter was saved with the number of its optimizer.
+                named = {key: key for key in own} | {
+                    key: key[1] for key in state if isinstance(key, tuple) and key[0] == number
+                }
+                others = state_dict.get("others", {}).get(number, {})
+                found = {name: state[key] for key, name in named.items() if key in state}
+                each.load_state_dict({**others, "state": found, "param_groups": mine})
+        except BaseException:
+            for each, saved_before in zip(self.optimizers, before, strict=True):
+                each.load_state_dict(saved_before)
+            raise
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
 
 def joined(state_dicts: Sequence[Any]) -> dict[str, Any]:
     """The state dictionaries of several optimizers as that of one with all of their groups."""
-    state: dict[int, Any] = {}
+    state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
+    others: dict[int, dict[str, Any]] = {}
     for number, each in enumerate(state_dicts):
         if not isinstance(each, dict) or not {"state", "param_groups"} <= each.keys():
             raise StateDictError(
@@ -123,12 +141,14 @@ def joined(state_dicts: Sequence[Any]) -> dict[str, Any]:
         first = sum(len(group["params"]) for group in groups)
         own = [key for group in each["param_groups"] for key in group["params"]]
         place = {key: first + index for index, key in enumerate(own)}
-        state.update({place.get(key, key): value for key, value in each["state"].items()})
+        state.update({place.get(key, (number, key)): v for key, v in each["state"].items()})
         groups += [
             {**group, "params": [place[key] for key in group["params"]]}
             for group in each["param_groups"]
         ]
-    return {"state": state, "param_groups": groups}
+        others[number] = {k: v for k, v in each.items() if k not in ("state", "param_groups")}
+    rest = {"others": others} if any(others.values()) else {}
+    return {**rest, "state": state, "param_groups": groups}
 
 
 class _States(MutableMapping[Any, Any]):
@@ -148,6 +168,12 @@ class _States(MutableMapping[Any, Any]):
 
     def __getitem__(self, parameter: Any) -> Any:
         return self._of(parameter)[parameter]
+
+    def get(self, parameter: Any, default: Any = None) -> Any:
+        # That of a Mapping would make an entry in the state that is asked.
+        if parameter not in self:
+            return default
+        return self[parameter]
 
     def __setitem__(self, parameter: Any, value: Any) -> None:
         self._of(parameter)[parameter] = value

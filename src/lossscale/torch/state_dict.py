@@ -83,10 +83,9 @@ def without_numbers(
             f"state_dict() returns it. Received: {reprlib.repr(keys)}. Of a checkpoint with "
             "several parts, load that of the optimizer."
         )
-    first, *others = known["param_groups"]
-    names = scale.names
-    rest = {name: value for name, value in first.items() if name not in names}
-    return {**known, "param_groups": [rest, *others]}, checked_numbers(first, scale)
+    groups = known["param_groups"]
+    without = [{k: v for k, v in group.items() if k not in scale.names} for group in groups]
+    return {**known, "param_groups": without}, checked_numbers(groups[0], scale)
 
 
 def reserve_names(scale: LossScale, inner: Any) -> None:
@@ -116,7 +115,7 @@ def checked_numbers(found: Any, scale: LossScale) -> dict[str, float]:
             continue
         try:
             checked[meant] = float(found[name])
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ArgumentError(
                 f"`{name}` in the state must be a number. Received: {found[name]!r} of type "
                 f"{type(found[name]).__name__}."
@@ -329,6 +328,8 @@ def normal(found: Any) -> dict[str, Any]:
             f"scale. Load one of them: {', '.join(f'state[{key!r}]' for key in scalers)}."
         )
     found = found[scalers[0]] if scalers else found
+    # DeepSpeed saves the scaler itself.
+    found = found if isinstance(found, Mapping) else getattr(found, "__dict__", {"": found})
     lost = {name: found[name] for name in _HYSTERESIS if found.get(name, 1) != 1}
     if lost:
         warn(

@@ -38,8 +38,9 @@ class StepState:
     Attributes:
         stage: One of the constants above.
         decision: What was decided, if they were checked.
-        unscaled_before: The gradients that were unscaled before the last loss was scaled, by id and
-            version.
+        unscaled_before: The gradients that were unscaled before a loss was scaled, their versions
+            by their ids.
+        decision_before: What was decided on these.
         divided: What `get_unscaled_gradients` was given, and the version of each tensor.
         clips: Whether they still have to be clipped.
         is_settled: Whether `zero_grad` came in the place of the step that was decided on.
@@ -55,5 +56,6 @@ class StepState:
         self.stage = NOTHING
         self.decision: Any = None
         self.clips = self.is_settled = False
-        self.unscaled_before: list[tuple[int, int]] = []
+        self.unscaled_before: dict[int, int] = {}
+        self.decision_before: Any = None
         self.divided: list[tuple[Any, int]] = []

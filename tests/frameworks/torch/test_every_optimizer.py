@@ -32,8 +32,9 @@ def cases():
 
 CASES = list(cases())
 FUSED = [case for case in CASES if case.values[1].get("fused")]
-# This one counts its steps in a Python number.
-ON_DEVICE = [case for case in CASES if case.values[0] is not torch.optim.SparseAdam]
+# The first counts its steps in a Python number, the other evaluates a closure.
+ON_HOST = (torch.optim.SparseAdam, torch.optim.LBFGS)
+ON_DEVICE = [case for case in CASES if case.values[0] not in ON_HOST]
 SHAPES = ((4, 3), (2, 5))
 """Matrices, because Muon takes no others."""
 
@@ -102,10 +103,7 @@ def test_the_device_does_not_take_back_what_the_host_counts():
     assert run.snapshot() == before
 
 
-# A closure is evaluated on the host, which looks at each loss.
-@pytest.mark.parametrize(
-    ("cls", "settings"), [case for case in ON_DEVICE if case.values[0] is not torch.optim.LBFGS]
-)
+@pytest.mark.parametrize(("cls", "settings"), ON_DEVICE)
 def test_the_device_decides_without_the_host(cls, settings):
     """Once each parameter has its state, nothing is read by us; torch's single ones read a step."""
 
