@@ -10,6 +10,7 @@ import functools
 import sys
 from types import ModuleType, SimpleNamespace
 
+import torch
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,9 +27,13 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 class OptimizersContainer(Optimizer, Stateful):
     """An optimizer for each part of a model, which is an optimizer itself, as torchtitan has it."""
 
-    def __init__(self, model_parts, optimizer_class, settings):
+    Config = SimpleNamespace
+
+    def __init__(self, config, *, model_parts):
         self.model_parts = model_parts
-        self.optimizers = [optimizer_class(part.parameters(), **settings) for part in model_parts]
+        [group] = config.param_groups
+        make, settings = getattr(torch.optim, group.optimizer_name), group.optimizer_kwargs
+        self.optimizers = [make(part.parameters(), **settings) for part in model_parts]
         Optimizer.__init__(self, [p for part in model_parts for p in part.parameters()], settings)
 
     def __iter__(self):
@@ -89,7 +94,9 @@ def installed():
         ScalingConfig=SimpleNamespace,
         report=functools.partial(setattr, TorchTrainer, "reported"),
     )
-    optimizer = _module("optimizer", OptimizersContainer=OptimizersContainer)
+    optimizer = _module(
+        "optimizer", OptimizersContainer=OptimizersContainer, ParamGroupConfig=SimpleNamespace
+    )
     modules = {
         "ray": _module("ray", train=ray_train),
         "ray.train": ray_train,
