@@ -10,7 +10,7 @@ TEST := .venv-test
 # One more than the cores of a small machine: some tests wait for processes that they start.
 JOBS ?= 3
 
-.PHONY: demo test test-quick mutants versions peers peers-torch peers-jax lint types tests table bench calibration format clean
+.PHONY: demo test test-quick mutants versions peers peers-torch peers-trainers peers-jax lint types tests table bench calibration format clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/lossscale demo
@@ -36,12 +36,20 @@ mutants: $(TEST)/installed
 	$(TEST)/bin/python tests/mutants/run.py
 
 # The suites of other libraries with ours in the place of theirs.
-peers: peers-torch peers-jax
+peers: peers-torch peers-trainers peers-jax
 
 # Those of Accelerate and Lightning; that of Lightning needs a checkout of its repository:
 # make peers LIGHTNING=...
 peers-torch: $(TEST)/installed
 	$(TEST)/bin/python tests/peers/torch_libraries.py build/peers --lightning "$(LIGHTNING)"
+
+# The recipes of docs/large_trainers.md with the libraries themselves, in an environment of their own.
+PEERS := .venv-peers
+peers-trainers:
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python $(PIP_INSTALL) -c constraints.txt torch ".[torch]"
+	$(PEERS)/bin/python $(PIP_INSTALL) "ray[train]" torchao torchtitan spmd_types
+	$(PEERS)/bin/python tests/peers/large_trainers.py
 
 # The tests of jmp and Optax that are about what we do too, with ours in the place of theirs.
 peers-jax: $(TEST)/installed

@@ -172,5 +172,9 @@ TORCH = {
         "_orig_mod": "of compiled modules: the module that was compiled",
         "_schema": "of operations: their name, and which arguments they take",
         "_values": "of sparse tensors: the numbers, uncoalesced",
+        "_fsdp_flattened": "of parameters of FSDP1: that they are sharded",
+        "_wrapped_by_lr_sched": "of a `step` that a scheduler counts: that it does nothing else",
+        "_with_counter": "the same, of earlier releases",
+        "_global_optimizer_pre_hooks": "of `torch.optim.optimizer`: hooks of all optimizers",
     },
 }

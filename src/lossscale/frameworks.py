@@ -16,12 +16,27 @@ _NOW = {
     "shell.copies": "keras_common",
     "tf_keras.for_current_optimizers": "tf_keras",
     "tf_keras.for_legacy_optimizers": "tf_keras",
-    "torch.grad_scaler.scaler": "torch.grad_scaler.scaler",
-    "torch.optimizer.marks": "torch.optimizer.marks",
-    "torch.optimizer.optimizer": "torch.optimizer.optimizer",
-    "torch.optimizer.scales": "torch.optimizer.scales",
+    "torch.grad_scaler.scaler": "torch.grad_scaler",
+    "torch.optimizer.marks": "frameworks",
+    "torch.optimizer.optimizer": "torch.optimizer",
+    "torch.optimizer.scales": "frameworks",
 }
 """The modules that pickles name, below `lossscale.frameworks`, and where their names are now."""
+
+
+class Attributes:
+    """Stands for a class that is gone; who is unpickled takes over what it holds."""
+
+
+class Values(tuple[Any, ...]):
+    """Stands for a named tuple that is gone."""
+
+    def __new__(cls, *values: Any) -> Values:
+        return super().__new__(cls, values)
+
+
+HostScales = DeviceScales = Marks = Attributes
+Factors = Counts = Values
 
 
 def _found(module: str, name: str) -> Any:

@@ -6,10 +6,12 @@ Nothing is imported here, so that a command can tell at once what it lacks.
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from lossscale.errors import MissingPackageError
+from lossscale.errors import LossScaleWarning, MissingPackageError
 
 
 class Package(NamedTuple):
@@ -129,3 +131,15 @@ def lacking_for_keras() -> list[str]:
     The backend is TensorFlow, as it is in Keras.
     """
     return ["keras"] if any(map(is_installed, BACKENDS)) else ["keras", "tensorflow"]
+
+
+_BETWEEN = {*PACKAGES, "lossscale", "contextlib", "accelerate", "lightning", "transformers"}
+"""What may stand between a user's line and the warning about it."""
+
+
+def warn(message: str, category: type[Warning] = LossScaleWarning) -> None:
+    """Warns of something in the line of the user's that has led to it."""
+    frame, level = inspect.currentframe(), 0
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level + 1)

@@ -150,7 +150,7 @@ _TABLE = (
         root="torch",
         major_version="",
         package="lossscale.torch",
-        wrappers=(("optim.Optimizer", "optimizer.optimizer.TorchLossScaleOptimizer"),),
+        wrappers=(("optim.Optimizer", "optimizer.TorchLossScaleOptimizer"),),
         tensors=("torch",),
     ),
 )
@@ -165,8 +165,9 @@ def wrapper_for(optimizer: Any) -> type[Any]:
     Raises:
         ArgumentTypeError: If it is no optimizer of a supported framework.
     """
+    several = isinstance(optimizer, (list, tuple)) and optimizer
     for framework in _TABLE:
-        wrapper = framework.serves(optimizer)
+        wrapper = framework.serves(optimizer[0] if several else optimizer)
         if wrapper is not None:
             return _wrapper(framework, wrapper)
     raise ArgumentTypeError(not_an_optimizer(optimizer))

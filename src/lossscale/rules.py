@@ -392,6 +392,11 @@ class _Numbers:
         return one if condition else other
 
 
+def updated_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> ScaleState:
+    """Returns the state after a step; all else as for `updates_on_host`."""
+    return rule.update(before, Seen(applied), xp=_Numbers)
+
+
 def updates_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[str, Any]:
     """Returns the fields of a state that a step changes, with their new values.
 
@@ -407,7 +412,7 @@ def updates_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[
         >>> updates_on_host(DynamicScale(), ScaleState(32768.0, 7), applied=False)
         {'scale': 16384.0, 'good_steps': 0}
     """
-    after = rule.update(before, Seen(applied), xp=_Numbers)
+    after = updated_on_host(rule, before, applied)
     # A NaN is unequal to itself, and written again.
     return {
         field: new

@@ -156,7 +156,7 @@ class TorchNative(Harness):
         return self.optimizer.loss_scale.numpy()[()]
 
     def rule_state(self) -> Any:
-        return self.optimizer._scales.state
+        return self.optimizer._engine.scale.state
 
     def counters(self) -> tuple[int, int, bool, int]:
         optimizer = self.optimizer

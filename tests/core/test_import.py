@@ -26,10 +26,11 @@ ARROWS = {
     "optimizer": "arguments members registry rules",
     "diagnostics": "errors checks packages rules registry **any",
     "callbacks": "errors checks rules registry diagnostics",
-    "common": "errors checks rules callbacks diagnostics",
+    "common": "errors packages checks rules callbacks diagnostics",
     "jax": "errors rules common diagnostics *jax",
     "tensorflow": "errors rules registry common diagnostics *tensorflow",
-    "keras_common": "errors rules registry arguments optimizer common callbacks diagnostics",
+    "keras_common": "errors packages rules registry arguments optimizer common callbacks "
+    "diagnostics",
     "torch": "errors checks packages rules registry arguments optimizer common callbacks "
     "diagnostics *torch",
     "optax": "errors checks packages rules arguments common jax callbacks diagnostics *jax *optax",
@@ -286,3 +287,11 @@ print(*(name for name in sys.modules if name.partition(".")[0] == "lossscale"))
     assert len(ours) <= LOADED[name]
     measuring = ("diagn", "monitor", "notes", "plots", "own_step")
     assert not [module for module in ours if any(word in module for word in measuring)]
+
+
+@pytest.mark.parametrize(("name", "loaded"), [("LossScaleOptimizer", 34), ("GradScaler", 29)])
+def test_what_serves_pytorch_alone_loads_little_and_nothing_of_diagnosis(name, loaded):
+    found = imported_by(f"import lossscale.torch\nlossscale.torch.{name}")
+    ours = {module for module in found if module.partition(".")[0] == "lossscale"}
+    assert len(ours) <= loaded
+    assert not [m for m in ours if any(word in m for word in ("diagn", "monitor", "notes"))]

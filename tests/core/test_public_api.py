@@ -18,7 +18,7 @@ from core.source_tree import FRAMEWORKS, imports, modules
 from lossscale import registry
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.members import OptimizerMembers
-from lossscale.torch.names import LossScaleOptimizer as TorchLossScaleOptimizer
+from lossscale.torch import LossScaleOptimizer as TorchLossScaleOptimizer
 
 ROOT = pathlib.Path(__file__).parents[2]
 

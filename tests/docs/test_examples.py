@@ -15,7 +15,13 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # These run in a process without Keras (tests/frameworks/torch/test_documents.py), and in a copy of
 # the sources (tests/core/test_add_a_framework.py).
-RUN_ELSEWHERE = {"from_gradscaler.md", "pytorch_trainers.md", "add_a_framework.md"}
+RUN_ELSEWHERE = {
+    "add_a_framework.md",
+    "from_gradscaler.md",
+    "large_trainers.md",
+    "parallel.md",
+    "pytorch_trainers.md",
+}
 BLOCKS = [
     (f"{page.name}-{number}", block)
     for page in PAGES

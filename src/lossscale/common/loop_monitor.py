@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from lossscale.common.notes import Noted
 from lossscale.common.probing import Probe, said_by
 from lossscale.common.watching import Status, Watch
 from lossscale.diagnostics.records import StepRecord
-from lossscale.errors import LossScaleWarning
+from lossscale.packages import warn
 
 Read = Callable[[Status], "tuple[Status, Noted] | None"]
 """Waits for the device. Given the last status, returns the one now and what was noted since; None
@@ -109,9 +108,5 @@ class LoopMonitor:
             # Whatever an operation that does not take float16 raises, training goes on.
             except Exception as error:
                 self._probe = None
-                warnings.warn(
-                    f"Fidelity is not measured: the model does not run here. {said_by(error)}",
-                    LossScaleWarning,
-                    stacklevel=5,
-                )
+                warn(f"Fidelity is not measured: the model does not run here. {said_by(error)}")
         return None

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from lossscale.common.user_code import as_written, stack_level
-from lossscale.errors import LossScaleWarning
+from lossscale.common.user_code import as_written
+from lossscale.packages import warn
 
 _NOTHING_SCALED = (
     "apply_gradients() was called, and the loss was never scaled. The gradients are applied as "
@@ -302,5 +301,4 @@ class ScaledGradientTracker:
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            level = stack_level("keras", "tf_keras", "tensorflow")
-            warnings.warn(message, LossScaleWarning, stacklevel=level)
+            warn(message)

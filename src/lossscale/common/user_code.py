@@ -1,8 +1,7 @@
-"""Code of users around ours: what AutoGraph translates of it, and whose line a warning is about."""
+"""Code of users around ours: what AutoGraph translates of it."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -20,17 +19,3 @@ def as_written(function: _Function) -> _Function:
     """
     function.autograph_info__ = {}  # type: ignore[attr-defined]
     return function
-
-
-def stack_level(*packages: str) -> int:
-    """Returns the `stacklevel` with which a warning of the caller names a user's line.
-
-    Args:
-        packages: Names of packages that may stand between, besides this library.
-    """
-    between = {"lossscale", *packages}
-    frame, level = inspect.currentframe(), 0
-    # The first frame is this one, the next that of the caller, whose level is 1.
-    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in between:
-        frame, level = frame.f_back, level + 1
-    return max(level, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,7 +12,8 @@ from lossscale.diagnostics.history_header import HistoryHeader
 from lossscale.diagnostics.history_writer import HistoryWriter
 from lossscale.diagnostics.records import StepRecord
 from lossscale.diagnostics.tensorboard import TensorBoardWriter
-from lossscale.errors import LossScaleWarning, RecordingError, TrainingHaltedError
+from lossscale.errors import RecordingError, TrainingHaltedError
+from lossscale.packages import warn
 
 ON_WRITE_ERROR = ("warn", "raise")
 
@@ -107,7 +107,7 @@ class RunRecorder:
             if alarm.is_fatal:
                 self.close()
                 raise TrainingHaltedError(alarm.message)
-            warnings.warn(alarm.message, LossScaleWarning, stacklevel=2)
+            warn(alarm.message)
 
     def flush(self) -> None:
         """Hands all that was written to the operating system."""
@@ -144,7 +144,7 @@ class RunRecorder:
                 if self._on_write_error == "raise":
                     self.close()
                     raise RecordingError(f"{message} (on_write_error='raise')") from error
-                warnings.warn(f"{message} Training goes on.", LossScaleWarning, stacklevel=3)
+                warn(f"{message} Training goes on.")
 
 
 def _reason(error: OSError) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections.abc import Callable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,8 +15,9 @@ from lossscale.common.probing import Probe, batch_of, said_by
 from lossscale.common.watching import Status, Watch
 from lossscale.diagnostics.alarms import float16_without_scaling
 from lossscale.diagnostics.records import StepRecord
-from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.optimizer import LossScaleOptimizer
+from lossscale.packages import warn
 
 if TYPE_CHECKING:
     from lossscale.diagnostics.batches import Batch
@@ -86,7 +86,7 @@ class MonitorBody:
         self._check(model)
         if not isinstance(model.optimizer, LossScaleOptimizer):
             alarm = float16_without_scaling(f"the model {model.name!r}")
-            warnings.warn(alarm.message, LossScaleWarning, stacklevel=2)
+            warn(alarm.message)
             return
         self._watch = self._watch_of(model.optimizer)
         # What is not built has no variables yet; tf_keras refuses to be asked for them.
@@ -276,11 +276,7 @@ class MonitorBody:
         # Whatever an operation that does not take float16 raises, training goes on.
         except Exception as error:
             self._measures_fidelity = False
-            warnings.warn(
-                f"Fidelity is not measured: the model does not run here. {said_by(error)}",
-                LossScaleWarning,
-                stacklevel=4,
-            )
+            warn(f"Fidelity is not measured: the model does not run here. {said_by(error)}")
             return None
 
     def _sample(self, loss: float | None, probes: bool = False) -> None:

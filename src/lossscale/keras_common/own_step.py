@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,8 +15,8 @@ from lossscale.diagnostics.batches import Batch
 from lossscale.diagnostics.fidelity import Fidelity
 from lossscale.diagnostics.measurement import Derived
 from lossscale.diagnostics.report import GradientReport
-from lossscale.errors import LossScaleWarning
 from lossscale.keras_common.stand_ins import Recorder
+from lossscale.packages import warn
 
 _UNKNOWN_WAY = (
     "it does not scale its loss, and how it takes gradients is not known here, so that it cannot "
@@ -246,7 +245,7 @@ class Attempt:
     def warn(self) -> None:
         """Says of a step that does not run here what is measured in its place."""
         for caveat in self._caveats:
-            warnings.warn(caveat, LossScaleWarning, stacklevel=4)
+            warn(caveat)
 
 
 def attempted(

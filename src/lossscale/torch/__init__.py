@@ -8,6 +8,7 @@ they do; `LightningMonitor` and `TransformersMonitor` do it in the trainers of t
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from lossscale.errors import MissingPackageError
@@ -15,47 +16,47 @@ from lossscale.packages import not_installed
 
 __all__ = ["GradScaler", "LossScaleOptimizer", "Monitor", "diagnose", "guard", "install"]
 
-_OF_TRAINERS = {"LightningMonitor": "lightning", "TransformersMonitor": "transformers"}
-"""Names that need another library, and are taken by `import *` from nobody."""
+_WHERE = {
+    "GradScaler": "grad_scaler",
+    "LossScaleOptimizer": "optimizer",
+    "Monitor": "monitor",
+    "diagnose": "diagnosis.diagnose",
+    "guard": "scheduler",
+    "install": "amp_install",
+    "LightningMonitor": "lightning",
+    "TransformersMonitor": "transformers",
+}
+"""The modules of the names; those that are not in `__all__` need another library."""
 
 if TYPE_CHECKING:
-    from lossscale.torch.monitors.lightning import LightningMonitor as LightningMonitor
-    from lossscale.torch.monitors.transformers import (
-        TransformersMonitor as TransformersMonitor,
-    )
-    from lossscale.torch.names import GradScaler as GradScaler
-    from lossscale.torch.names import LossScaleOptimizer as LossScaleOptimizer
-    from lossscale.torch.names import Monitor as Monitor
-    from lossscale.torch.names import diagnose as diagnose
-    from lossscale.torch.names import guard as guard
-    from lossscale.torch.names import install as install
+    from lossscale.torch.amp_install import install as install
+    from lossscale.torch.diagnosis.diagnose import diagnose as diagnose
+    from lossscale.torch.grad_scaler import GradScaler as GradScaler
+    from lossscale.torch.lightning import LightningMonitor as LightningMonitor
+    from lossscale.torch.monitor import Monitor as Monitor
+    from lossscale.torch.optimizer import TorchLossScaleOptimizer as LossScaleOptimizer
+    from lossscale.torch.scheduler import guard as guard
+    from lossscale.torch.transformers import TransformersMonitor as TransformersMonitor
 else:
     # To import this module is not to import PyTorch; to take a name out of it is.
     def __getattr__(name: str) -> Any:
-        if name not in (*__all__, *_OF_TRAINERS):
+        if name not in _WHERE:
             raise AttributeError(f"module 'lossscale.torch' has no attribute {name!r}")
         try:
-            found = _found(name)
+            module = importlib.import_module(f"lossscale.torch.{_WHERE[name]}")
         except ModuleNotFoundError as error:
             missing, purpose = (error.name or "").partition(".")[0], f"lossscale.torch.{name}"
             if missing == "torch":
                 raise not_installed([missing], purpose=purpose) from None
-            if missing != _OF_TRAINERS.get(name):
+            if name in __all__ or missing != _WHERE[name]:
                 raise
             raise MissingPackageError(
                 f"{purpose} needs {missing}, which is not installed: pip install {missing}"
             ) from None
-        globals()[name] = found
-        return found
-
-    def _found(name: str) -> Any:
-        if name == "LightningMonitor":
-            from lossscale.torch.monitors import lightning as module
-        elif name == "TransformersMonitor":
-            from lossscale.torch.monitors import transformers as module
-        else:
-            from lossscale.torch import names as module
-        return getattr(module, name)
+        prefix = "Torch" if name == "LossScaleOptimizer" else ""
+        # Also in the place of a module of that name, which importing it has put here.
+        globals()[name] = getattr(module, prefix + name)
+        return globals()[name]
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__, *_OF_TRAINERS})
+        return sorted({*globals(), *_WHERE})

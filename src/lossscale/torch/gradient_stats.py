@@ -1,4 +1,8 @@
-"""How large gradients are, with PyTorch, for rules that need to see it."""
+"""What a rule has to see of gradients besides overflow: how large they are.
+
+A measurement is one float32 tensor, [largest, elements, *counts], so that one transfer brings it to
+the host, and one message to other processes.
+"""
 
 from __future__ import annotations
 
@@ -8,118 +12,81 @@ from typing import Any
 import torch
 
 from lossscale.rules import Needs, Seen
-from lossscale.torch.layout import Layout
-from lossscale.torch.ranks import largest_and_added, local
-from lossscale.torch.scaling import real_parts, widened
+from lossscale.torch.ranks import ParameterInfo, largest_and_added, local
+from lossscale.torch.scaling import CPU, real_parts, scalar, widened
 
 
-def seen(
-    needs: Needs, finite: Any, gradients: Sequence[Any], scale: Any, *, are_scaled: bool
-) -> Seen:
-    """Returns what a rule sees of a step.
+def measure(needs: Needs, gradients: Sequence[Any], scale: Any, *, are_scaled: bool) -> Any:
+    """Measures gradients; what a rule does not need stays 0.
 
     Args:
-        needs: What the rule needs, something; nothing else is computed.
-        finite: The verdict, a boolean scalar tensor or a bool.
+        needs: What the rule needs, something.
         gradients: Tensors or None.
         scale: The loss scale of the step, float32 scalar tensor.
         are_scaled: Whether the gradients still have to be divided by it.
     """
     parts = [widened(p) for gradient in gradients for p in real_parts(gradient) if p.numel()]
-    device = parts[0].device if parts else None
-    largest = None
-    if needs.largest:
+    device = parts[0].device if parts else CPU
+    measured = scalar(0.0, device).repeat(2 + len(needs.counts_from))
+    if needs.largest and parts:
         maxima = [part.abs().amax().to(device, torch.float32) for part in parts]
-        largest = torch.stack(maxima).amax() if maxima else torch.zeros(())
-        largest = largest / scale if are_scaled else largest
-        verdict = torch.as_tensor(finite, device=largest.device)
-        largest = torch.where(verdict, largest, torch.inf)
-    if not needs.counts_from:
-        return Seen(finite, largest)
-    factor = 1.0 if are_scaled else scale
-    magnitudes = [part.abs() * factor for part in parts]
-    counts = tuple(
-        sum(
-            ((part >= edge).sum().to(device, torch.float32) for part in magnitudes),
-            torch.zeros((), device=device),
-        )
-        for edge in needs.counts_from
-    )
-    elements = torch.tensor(float(sum(part.numel() for part in parts)), device=device)
-    return Seen(finite, largest, counts, elements)
+        largest = torch.stack(maxima).amax()
+        measured[0] = largest / scale if are_scaled else largest
+    if needs.counts_from:
+        measured[1] = float(sum(part.numel() for part in parts))
+        magnitudes = [part.abs() * (1.0 if are_scaled else scale) for part in parts]
+        for place, edge in enumerate(needs.counts_from, 2):
+            for part in magnitudes:
+                measured[place] += (part >= edge).sum().to(device)
+    return measured
 
 
-def seen_by_all(
-    needs: Needs, gradients: Sequence[Any], layout: Layout, scale: Any, *, are_scaled: bool
-) -> Seen:
-    """Returns what a rule sees of the gradients of parameters, besides the verdict.
-
-    Args:
-        needs: What the rule needs; something.
-        gradients: Those of this process, without None.
-        layout: Of the parameters. The processes that have to agree send each other a few numbers.
-        scale: The loss scale of the step, float32 scalar tensor.
-        are_scaled: Whether the gradients still have to be divided by it.
-    """
-    if not layout.ranks:
-        return seen(needs, True, gradients, scale, are_scaled=are_scaled)
+def measure_everywhere(
+    needs: Needs, gradients: Sequence[Any], info: ParameterInfo, scale: Any, *, are_scaled: bool
+) -> Any:
+    """Measures the gradients of parameters, together with the processes that have to agree."""
+    if not info.groups:
+        return measure(needs, gradients, scale, are_scaled=are_scaled)
     by_copies: dict[int, list[Any]] = {}
     for gradient in gradients:
-        by_copies.setdefault(layout.copies(gradient), []).append(local(gradient))
-    numbers = torch.zeros(2 + len(needs.counts_from), dtype=torch.float64, device=scale.device)
+        by_copies.setdefault(info.copies(gradient), []).append(local(gradient))
+    numbers = scalar(0.0, scale.device, torch.float64).repeat(2 + len(needs.counts_from))
     for copies, alike in by_copies.items():
-        here = seen(needs, True, alike, scale, are_scaled=are_scaled)
-        for place, number in enumerate((here.largest, here.elements, *here.counts)):
-            if number is None:
-                continue
-            there = number.to(numbers)
-            if place:
-                numbers[place] += there / copies
-            else:
-                numbers[0] = torch.maximum(numbers[0], there)
-    numbers = largest_and_added(numbers, layout.ranks)
+        here = measure(needs, alike, scale, are_scaled=are_scaled).to(numbers)
+        numbers[0] = torch.maximum(numbers[0], here[0])
+        numbers[1:] += here[1:] / copies
+    numbers = largest_and_added(numbers, info.groups)
     # What was divided by a number of copies is whole again.
-    whole = numbers[1:].round().to(torch.float32)
-    counts = tuple(whole[1:])
-    largest = numbers[0].to(torch.float32) if needs.largest else None
-    return Seen(True, largest, counts, whole[0] if counts else None)
+    numbers[1:] = numbers[1:].round()
+    return numbers.to(torch.float32)
 
 
-def with_verdict(sizes: Seen, finite: Any) -> Seen:
-    """What a rule sees of a step, once it is known whether all gradients are finite.
-
-    Args:
-        sizes: What was seen besides.
-        finite: The verdict, a boolean scalar tensor or a bool.
-    """
-    largest = sizes.largest
-    if largest is not None:
-        verdict = torch.as_tensor(finite, device=largest.device)
-        largest = torch.where(verdict, largest, torch.inf)
-    return sizes._replace(finite=finite, largest=largest)
+def together(several: Sequence[Any]) -> Any:
+    """The measurements of several optimizers as one, on the host."""
+    stacked = torch.stack([measured.cpu() for measured in several])
+    return torch.cat([stacked[:, :1].amax(0), stacked[:, 1:].sum(0)])
 
 
-def on_host(sizes: Seen) -> Seen:
-    """Brings what a rule sees to the host, all at once; `finite` stays as it is."""
-    asked = [sizes.largest, *sizes.counts, sizes.elements]
-    there = [number for number in asked if number is not None]
-    if not there:
-        return sizes
-    numbers = iter(torch.stack(there).cpu())
-    largest = None if sizes.largest is None else next(numbers)
-    counts = tuple(next(numbers) for _ in sizes.counts)
-    return Seen(sizes.finite, largest, counts, next(numbers, None))
-
-
-def together(several: Sequence[Seen]) -> Seen:
-    """What is seen of the gradients of several optimizers, as of those of one, on the host.
+def as_seen(needs: Needs, measured: Any, finite: Any) -> Seen:
+    """What a rule sees of a step.
 
     Args:
-        several: At least one; all of what the same rule needs.
+        needs: What the rule needs.
+        measured: What `measure` returned; None for a rule that needs nothing.
+        finite: Whether all gradients are finite: a bool or a boolean scalar tensor.
     """
-    here = [on_host(sizes) for sizes in several]
-    first = here[0]
-    largest = None if first.largest is None else torch.stack([s.largest for s in here]).amax()
-    counts = tuple(torch.stack(same).sum() for same in zip(*(s.counts for s in here), strict=True))
-    elements = torch.stack([s.elements for s in here]).sum() if counts else None
-    return Seen(first.finite, largest, counts, elements)
+    if measured is None:
+        return Seen(finite)
+    largest = None
+    if needs.largest:
+        verdict = torch.as_tensor(finite, device=measured.device)
+        largest = torch.where(verdict, measured[0], torch.inf)
+    counts = tuple(measured[2:])
+    return Seen(finite, largest, counts, measured[1] if counts else None)
+
+
+def seen(
+    needs: Needs, finite: Any, gradients: Sequence[Any], scale: Any, *, are_scaled: bool
+) -> Seen:
+    """What a rule sees of gradients that this process alone has."""
+    return as_seen(needs, measure(needs, gradients, scale, are_scaled=are_scaled), finite)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,10 @@ import torch
 from lossscale.common.notes import DecidedStep, Noted, NotesOfVariables, Skip
 from lossscale.diagnostics.exponents import ExponentTable
 from lossscale.diagnostics.histogram import GradientHistogram
+from lossscale.diagnostics.records import NonfiniteTensor
+from lossscale.errors import ArgumentTypeError
 from lossscale.torch.exponents import count_bins, on_host
+from lossscale.torch.ranks import local
 from lossscale.torch.scaling import real_parts
 
 
@@ -59,9 +63,114 @@ class Notes(NotesOfVariables):
         return Noted(float(self._scale), skip, histograms)
 
 
+class LoopNotes(Notes):
+    """Notes of steps by their numbers; what several optimizers do in one step is put together.
+
+    Args:
+        named: Parameters and their names.
+        histograms_every: At which multiples of the step's number exponents are counted; None for
+            never.
+        position: Returns how many steps came before the one that is decided on.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[Any, str],
+        histograms_every: int | None,
+        position: Callable[[], int],
+    ) -> None:
+        super().__init__(histograms_every)
+        self._position = position
+        dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in named]
+        self.build(list(named), list(named.values()), dtypes)
+
+    def decided(
+        self, groups: Iterable[Mapping[str, Any]], *, scale: Any, applied: bool, divisor: Any = None
+    ) -> None:
+        """Notes what was decided, before anything is applied.
+
+        Args:
+            groups: The parameter groups, with the gradients in `.grad`.
+            scale: The loss scale of the step.
+            applied: Whether the step is applied.
+            divisor: What the gradients still have to be divided by; None if they are not scaled.
+        """
+        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
+
+        def unscale(gradients: Sequence[Any]) -> list[Any]:
+            return [g if divisor is None else g / divisor.to(g.device) for g in gradients]
+
+        before = self._skip, self._sampled
+        self.count_from(self._position())
+        with torch.no_grad():
+            gradients = [local(parameter.grad) for parameter in parameters]
+            self.note(DecidedStep(gradients, parameters, unscale, applied, scale, None, True))
+        self._put_together(*before)
+
+    def _put_together(
+        self, skip: tuple[int, Any, list[Any]], sampled: tuple[int, dict[int, ExponentTable]]
+    ) -> None:
+        """Keeps what another optimizer has noted of the same step."""
+        if self._skip is not skip and self._skip[0] == skip[0] > 0:
+            counts = [one + other for one, other in zip(self._skip[2], skip[2], strict=True)]
+            self._skip = (*skip[:2], counts)
+        if self._sampled is not sampled and self._sampled[0] == sampled[0] > 0:
+            self._sampled = (sampled[0], {**sampled[1], **self._sampled[1]})
+
+    @property
+    def noted(self) -> int:
+        """The number of the last step that was noted; 0 if there is none."""
+        return self._step
+
+
 def _nonfinite(gradient: Any) -> Any:
     """How many elements are infinite and how many are NaN, int64 of shape (2,)."""
     parts = real_parts(gradient)
     if not parts:
         return torch.zeros(2, dtype=torch.int64)
     return torch.stack([test(parts[0]).sum() for test in (torch.isinf, torch.isnan)])
+
+
+def named(parameters: Any) -> dict[Any, str]:
+    """Parameters with their names.
+
+    Args:
+        parameters: A module, or an iterable of (name, parameter) pairs.
+
+    Raises:
+        ArgumentTypeError: If it is neither. It is a `TypeError`.
+    """
+    pairs = parameters
+    if isinstance(parameters, torch.nn.Module):
+        pairs = parameters.named_parameters()
+    found: dict[Any, str] | None
+    try:
+        found = {parameter: name for name, parameter in pairs}
+    except (TypeError, ValueError):
+        found = None
+    if found is None or not all(
+        isinstance(p, torch.Tensor) and isinstance(n, str) for p, n in found.items()
+    ):
+        raise ArgumentTypeError(
+            "Parameters are named by a module, or by (name, parameter) pairs as "
+            f"model.named_parameters() gives them. Received: {parameters!r} of type "
+            f"{type(parameters).__name__}."
+        )
+    return found
+
+
+def nonfinite_of(optimizer: Any, names: Mapping[Any, str]) -> tuple[NonfiniteTensor, ...]:
+    """The gradients of an optimizer with an infinity or a NaN in the part that is here.
+
+    Args:
+        optimizer: The optimizer.
+        names: The names of parameters; others are numbered, group by group.
+    """
+    found = []
+    for index, group in enumerate(optimizer.param_groups):
+        for number, parameter in enumerate(group["params"]):
+            counts = _nonfinite(local(parameter.grad)).tolist()
+            if any(counts):
+                name = names.get(parameter, f"param_groups[{index}]['params'][{number}]")
+                found.append(NonfiniteTensor(name, *counts))
+    return tuple(found)

@@ -1,60 +1,94 @@
-"""Unscaling gradients and looking at them, with PyTorch: one pass over memory for both.
+"""Whether gradients are finite, and unscaling them: one pass over memory for both.
 
-The kernel is the one behind `torch.amp.GradScaler`. It works in place, so here it only gets
-tensors that nobody else reads: copies.
+The kernel is the one behind `torch.amp.GradScaler`. It checks each number, then multiplies it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from lossscale.torch.gradients import Gradients, of_tensors
 from lossscale.torch.private_names import check_and_unscale_
-from lossscale.torch.scaling import real_parts, unscaled, widened
+from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
+
+_OF_THE_KERNEL = frozenset({torch.float32, torch.float64, torch.float16})
+"""What the kernel takes on an accelerator, for certain."""
 
 
-def unscale_(tensors: Sequence[Any], reciprocal: Any) -> Any:
-    """Multiplies tensors by the reciprocal of the loss scale, in place.
+def unscale_and_check_(
+    gradients: Gradients,
+    factor: Callable[[Any], Any],
+    *,
+    divide: bool = False,
+    recheck: bool = False,
+    found: Any = None,
+) -> dict[Any, Any]:
+    """Unscales gradients in place and checks each number, before it is changed.
 
     Args:
-        tensors: float32 or float64 tensors, dense, that may be changed.
-        reciprocal: float32 scalar tensor.
+        gradients: The gradients.
+        factor: Returns what they are multiplied by, on a device: float32 scalar tensor.
+        divide: Whether they are divided by it instead: by a scale that is no power of two, whose
+            reciprocal is not exact.
+        recheck: Whether to check what comes out, too. A scale below 1 makes some infinite.
+        found: A tensor to write into, for the device that it is on.
 
     Returns:
-        Whether any element was infinite or NaN before: a float32 scalar tensor, 1 or 0.
+        By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0. Empty if
+        there was none to check.
     """
-    found = torch.zeros((), dtype=torch.float32, device=reciprocal.device)
-    for (device, _), group in _groups(tensors).items():
-        found_here = found if device == found.device else torch.zeros((), device=device)
-        check_and_unscale_(group, found_here, reciprocal.to(device))
-        if found_here is not found:
-            found = torch.maximum(found, found_here.to(found.device))
-    return found
+    by_device: dict[Any, Any] = {}
+    for group in gradients.dense_groups:
+        device = group[0].device
+        if device not in by_device:
+            own = found is not None and found.device == device
+            zero = found if own else torch.zeros((), dtype=torch.float32, device=device)
+            by_device[device] = zero
+        multiplier = factor(device)
+        if divide:
+            torch._foreach_div_(group, multiplier)
+            multiplier = scalar(1.0, device)
+        _check_and_multiply_(group, by_device[device], multiplier)
+        if recheck:
+            _check_and_multiply_(group, by_device[device], scalar(1.0, device))
+    return by_device
 
 
-def multiply_(tensors: Sequence[Any], factor: Any) -> None:
-    """Multiplies tensors in place without looking at them, which takes less time.
-
-    Args:
-        tensors: float32 or float64 tensors, dense, that may be changed.
-        factor: float32 scalar tensor.
-    """
-    for (device, _), group in _groups(tensors).items():
-        torch._foreach_mul_(group, factor.to(device))
+def check(gradients: Gradients) -> dict[Any, Any]:
+    """Checks gradients that stay as they are, as `unscale_and_check_` does."""
+    return unscale_and_check_(gradients, lambda device: scalar(1.0, device))
 
 
-def _groups(tensors: Sequence[Any]) -> dict[tuple[Any, Any], list[Any]]:
-    """The tensors by device and dtype: a kernel takes those of one of each."""
-    groups: dict[tuple[Any, Any], list[Any]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return groups
+def unscale_(gradients: Gradients, factor: Callable[[Any], Any], *, divide: bool = False) -> None:
+    """Unscales gradients in place and checks none, which takes less time."""
+    for group in gradients.dense_groups:
+        multiply = torch._foreach_div_ if divide else torch._foreach_mul_
+        multiply(group, factor(group[0].device))
+
+
+def _check_and_multiply_(group: list[Any], found: Any, factor: Any) -> None:
+    if found.device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
+        check_and_unscale_(group, found, factor)
+        return
+    # The largest magnitude of finite numbers is finite, in any format.
+    largest = torch.stack(torch._foreach_norm(group, float("inf")))
+    torch.maximum(found, largest.isfinite().all().logical_not().to(found), out=found)
+    torch._foreach_mul_(group, factor)
+
+
+def any_overflow(by_device: dict[Any, Any], device: Any = CPU) -> Any:
+    """What was found on all devices: float32 scalar tensor on the first, or on `device`."""
+    found = list(by_device.values())
+    for other in found[1:]:
+        found[0] = torch.maximum(found[0], other.to(found[0].device))
+    return found[0] if found else scalar(0.0, device)
 
 
 def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
-    """Whether every element of every gradient is finite once it is unscaled.
+    """Whether every element of every gradient is finite once it is unscaled; changes none.
 
     Args:
         gradients: Tensors of any dtype and layout (of sparse ones the values are looked at) or
@@ -69,19 +103,14 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
         gradients = unscaled(gradients, scale, powers_of_two)
     parts = [p for gradient in gradients for p in real_parts(gradient) if p.numel()]
     if not parts:
-        return torch.tensor(True)
-    if torch.compiler.is_compiling():
-        return _each_finite(parts)
-    # The norm of a tensor is infinite or NaN if an element is, and one fast pass. But the norm of
-    # finite elements can overflow too; then each is looked at.
-    fits = torch.stack([norm.to(parts[0].device) for norm in _norms(parts)]).isfinite().all()
-    return fits if bool(fits) else _each_finite(parts)
-
-
-def _each_finite(parts: list[Any]) -> Any:
-    return torch.stack([part.isfinite().all().to(parts[0].device) for part in parts]).all()
-
-
-def _norms(parts: list[Any]) -> list[Any]:
-    groups = _groups([widened(part) for part in parts]).values()
-    return [norm.float() for group in groups for norm in torch._foreach_norm(group, 2.0)]
+        return scalar(True, CPU, torch.bool)
+    device = parts[0].device
+    if not torch.compiler.is_compiling():
+        # The norm of a tensor is infinite or NaN if an element is, and one fast pass. But the norm
+        # of finite elements can overflow too; then each is looked at.
+        groups = of_tensors(map(widened, parts)).dense_groups
+        norms = [norm.to(device) for group in groups for norm in torch._foreach_norm(group, 2.0)]
+        fits = torch.stack([norm.float() for norm in norms]).isfinite().all()
+        if bool(fits):
+            return fits
+    return torch.stack([part.isfinite().all().to(device) for part in parts]).all()

@@ -12,7 +12,9 @@ once: a process gives its part divided by the number of processes that have the 
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,7 +22,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from lossscale.errors import ArgumentTypeError
+from lossscale.errors import ArgumentTypeError, UnsupportedError
+
+HALF = (torch.float16, torch.complex32)
+"""Formats in which gradients are not divided: small ones would flush to zero."""
 
 
 def _dtensor() -> Any:
@@ -69,6 +74,61 @@ def added_up(gradient: Any, parameter: Any) -> Any:
     return gradient.redistribute(placements=parameter.placements)
 
 
+class ParameterInfo:
+    """What is known of a list of parameters, for as long as it is of these parameters.
+
+    Args:
+        parameters: The parameters.
+        process_group: As `groups_of` takes it.
+
+    Attributes:
+        devices: Where they were when this was made.
+        has_half: Whether one is of a format that gradients cannot be divided in.
+        is_plain: Whether they are on one device, and none is of a format that gradients cannot be
+            divided in.
+        groups: The process groups that have to agree.
+        is_given: Whether the caller named some of them: then processes may do different things.
+    """
+
+    def __init__(self, parameters: list[Any], process_group: Any = None) -> None:
+        self.parameters = list(parameters)
+        self.devices = list(dict.fromkeys(p.device for p in parameters))
+        self.has_half = any(p.dtype in HALF for p in parameters)
+        self.is_plain = len(self.devices) == 1 and not self.has_half
+        self.groups = groups_of(parameters, process_group)
+        self.is_given = process_group is not None
+        self._dtype = parameters[0].dtype if parameters else None
+        self._derived = _derived(parameters)
+        self._copies: dict[Any, int] = {}
+
+    def is_of(self, parameters: list[Any]) -> bool:
+        """Whether it is about these parameters, where they are now."""
+        mine = self.parameters
+        return (
+            len(parameters) == len(mine)
+            and all(map(operator.is_, parameters, mine))
+            # `model.to` and `model.half` change parameters where they are, all at once.
+            and (not mine or (mine[0].device, mine[0].dtype) == (self.devices[0], self._dtype))
+        )
+
+    def copies(self, gradient: Any) -> int:
+        """How many times a sum over `groups` would count each number of a gradient."""
+        # Most gradients of a model have one layout, and a mesh is slow to ask.
+        spread = getattr(gradient, "device_mesh", None), getattr(gradient, "placements", None)
+        if spread not in self._copies:
+            self._copies[spread] = copies(gradient, self.groups, self._derived)
+        return self._copies[spread]
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    """The parameters of an optimizer's groups, in order; nobody changes the list."""
+    groups = optimizer.param_groups
+    if len(groups) == 1:
+        parameters: list[Any] = groups[0]["params"]
+        return parameters
+    return list(itertools.chain.from_iterable(g["params"] for g in groups))
+
+
 def groups_of(tensors: Iterable[Any], process_group: Any = None) -> tuple[Any, ...]:
     """The process groups over which one verdict has to be reduced, in order.
 
@@ -77,15 +137,16 @@ def groups_of(tensors: Iterable[Any], process_group: Any = None) -> tuple[Any, .
 
     Args:
         tensors: The parameters, in an order that is the same in all processes.
-        process_group: A `torch.distributed.ProcessGroup`, or a sequence of them: then these, and
-            nothing is derived. For parameters that are spread by other means than DTensors
-            (pipelines, experts, shards by hand). None to derive them.
+        process_group: A `torch.distributed.ProcessGroup`, or a sequence of them, which come first.
+            For what does not follow from DTensors (stages of a pipeline, shards by hand). An empty
+            sequence stands for none at all.
 
     Returns:
         The groups with more than one process; empty if processes need not agree.
 
     Raises:
         ArgumentTypeError: If `process_group` is none of these. It is a `TypeError`.
+        UnsupportedError: If parameters are sharded by FSDP1, and no group is given.
 
     Example:
         >>> groups_of([torch.nn.Parameter(torch.zeros(3))])
@@ -93,14 +154,31 @@ def groups_of(tensors: Iterable[Any], process_group: Any = None) -> tuple[Any, .
 
     Source: `DTensor` and `DeviceMesh`, https://docs.pytorch.org/docs/stable/distributed.tensor.html
     """
-    if process_group is not None:
-        return _checked(process_group)
-    spread = _dtensor()
-    if spread is None:
+    tensors = list(tensors)
+    if process_group is None and any(map(_is_of_fsdp1, tensors)):
+        raise UnsupportedError(
+            "A parameter is sharded by FullyShardedDataParallel, which does not say over which "
+            "processes, so these could not agree on a step. Pass the group that the model was "
+            "sharded over: process_group=torch.distributed.group.WORLD if it was given none."
+        )
+    given = () if process_group is None else _checked(process_group)
+    if isinstance(process_group, (list, tuple)) and not process_group:
         return ()
+    # What is given stays: a process without parameters derives nothing, and takes part too.
+    return (*given, *(group for group in _derived(tensors) if not _is_in_any(group, given)))
+
+
+def _is_in_any(group: Any, others: Sequence[Any]) -> bool:
+    members = set(distributed.get_process_group_ranks(group)) if others else set()
+    return any(members <= set(distributed.get_process_group_ranks(other)) for other in others)
+
+
+def _derived(tensors: Iterable[Any]) -> tuple[Any, ...]:
+    """The groups of every mesh dimension that a tensor is spread over."""
+    spread = _dtensor()
     groups: list[Any] = []
     seen: set[Any] = set()
-    for tensor in tensors:
+    for tensor in tensors if spread is not None else ():
         if not isinstance(tensor, spread):
             continue
         layout = tensor.device_mesh, tensor.placements
@@ -108,44 +186,57 @@ def groups_of(tensors: Iterable[Any], process_group: Any = None) -> tuple[Any, .
         if layout in seen:
             continue
         seen.add(layout)
-        for group in _groups_of_layout(*layout):
-            if not any(group is other for other in groups):
-                groups.append(group)
+        groups += [group for group in _groups_along(tensor) if not _is_one_of(group, groups)]
     return tuple(groups)
 
 
-def _groups_of_layout(mesh: Any, placements: Sequence[Any]) -> list[Any]:
-    if mesh.get_coordinate() is None:
-        # A process outside of the mesh holds nothing of the tensor.
+def _is_of_fsdp1(tensor: Any) -> bool:
+    return (
+        getattr(tensor, "_fsdp_flattened", False)
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
+
+
+def _groups_along(tensor: Any, *, replicated: bool = False) -> list[Any]:
+    """The groups of the mesh dimensions that a tensor is spread over, or is replicated along."""
+    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
+    # A process outside of the mesh holds nothing of the tensor.
+    if mesh is None or mesh.get_coordinate() is None:
         return []
     return [
         mesh.get_group(dimension)
         for dimension, placement in enumerate(placements)
-        if not placement.is_replicate() and mesh.size(dimension) > 1
+        if placement.is_replicate() == replicated and mesh.size(dimension) > 1
     ]
 
 
-def copies(tensor: Any, groups: Sequence[Any], *, given: bool = False) -> int:
+def copies(tensor: Any, groups: Sequence[Any], derived: Sequence[Any]) -> int:
     """How many times a sum over groups would count each number of a tensor.
+
+    Along a group that follows from the parameters a tensor that is not spread there is the same
+    for all. Of a group that was given nothing is known: its processes have different tensors
+    (stages), unless the tensor's own mesh says that it is replicated within.
 
     Args:
         tensor: A parameter or a gradient, that is no part of a sum.
         groups: What `groups_of` returned.
-        given: Whether the caller has said which groups these are. Then nothing follows from a
-            tensor that is whole here, and each process is taken to have one of its own.
+        derived: Those that follow from the parameters.
     """
-    if not given:
-        spread = groups_of([tensor])
-        return math.prod(group.size() for group in groups if all(group is not g for g in spread))
-    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
-    members = [set(distributed.get_process_group_ranks(group)) for group in groups]
-    count = 1
-    for dimension, placement in enumerate(placements):
-        if mesh is not None and placement.is_replicate() and mesh.size(dimension) > 1:
-            alike = set(distributed.get_process_group_ranks(mesh.get_group(dimension)))
-            if any(alike <= of_group for of_group in members):
-                count *= len(alike)
-    return count
+    own = _derived([tensor])
+    following = [group for group in groups if _is_one_of(group, derived)]
+    different: int = math.prod(group.size() for group in own)
+    for group in groups:
+        if not _is_one_of(group, following) and not _is_in_any(group, following):
+            along = [*own, *_groups_along(tensor, replicated=True)]
+            within = [part.size() for part in along if _is_in_any(part, [group])]
+            different *= group.size() // math.prod(within)
+    counted: int = math.prod(group.size() for group in groups)
+    return counted // different
+
+
+def _is_one_of(group: Any, others: Sequence[Any]) -> bool:
+    return any(group is other for other in others)
 
 
 def _checked(process_group: Any) -> tuple[Any, ...]:
@@ -166,26 +257,33 @@ def _checked(process_group: Any) -> tuple[Any, ...]:
     return tuple(group for group in given if group.size() > 1)
 
 
-def agreed(found: Any, groups: Sequence[Any]) -> Any:
-    """The largest of what the processes found, the same in all of them.
+def agreed(
+    overflow: Any, has_gradients: bool, is_scaled: bool, groups: Sequence[Any]
+) -> tuple[Any, Any]:
+    """What the processes found together, the same in all of them, in one message for each group.
 
     Args:
-        found: float32 scalar tensor, 1 if an overflow was found here, else 0.
+        overflow: float32 scalar tensor, 1 if an overflow was found here, else 0.
+        has_gradients: Whether there was any gradient here.
+        is_scaled: Whether a loss was scaled here.
         groups: What `groups_of` returned. The maximum is taken over one after the other, in all
             processes in the same order; over the dimensions of one mesh all of its processes agree.
 
     Returns:
-        A float32 scalar tensor on the device of `found`; `found` itself if there are no groups.
+        float32 scalar tensors: 1 if one process found an overflow, 0 if none, -1 if there is no
+        gradient anywhere; and 1 if a loss was scaled somewhere, else 0.
 
     Example:
-        >>> agreed(torch.tensor(1.0), ())
-        tensor(1.)
+        >>> agreed(torch.tensor(1.0), True, True, ())
+        (tensor(1.), tensor(1.))
     """
+    scaled = torch.full_like(overflow, float(is_scaled))
+    found = torch.stack([overflow if has_gradients else overflow - 1, scaled])
     for group in groups:
-        sent = found.to(_device(found, group))
+        sent = found.to(_device(found, group), copy=True)
         distributed.all_reduce(sent, op=distributed.ReduceOp.MAX, group=group)
         found = sent.to(found.device)
-    return found
+    return found[0], found[1]
 
 
 def added(numbers: Any, groups: Sequence[Any]) -> Any:

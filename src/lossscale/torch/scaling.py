@@ -1,4 +1,4 @@
-"""Gradients as PyTorch tensors: what they are made of, widened, scaled and unscaled."""
+"""Losses and gradients as PyTorch tensors: what they are made of, widened, scaled and unscaled."""
 
 from __future__ import annotations
 
@@ -7,8 +7,34 @@ from typing import Any
 
 import torch
 
+from lossscale.errors import UnsupportedError
+
+CPU = torch.device("cpu")
+
 WIDE = (torch.float32, torch.float64)
 """The dtypes of real numbers in which gradients are unscaled."""
+
+
+def scalar(value: float, device: Any, dtype: Any = torch.float32) -> Any:
+    """A new tensor of no dimensions that may be changed in place, also in inference mode."""
+    with torch.inference_mode(False):
+        return torch.full((), value, dtype=dtype, device=device)
+
+
+def read(tensor: Any) -> float:
+    """A number of a tensor on the host, which waits for its device.
+
+    Raises:
+        UnsupportedError: While a CUDA graph is captured.
+    """
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "Whether a step is skipped is decided on the host, which cannot read from a GPU while "
+            "a CUDA graph is captured. Capture backward() and call step() after the graph, or make "
+            "the optimizer with decide='device'."
+        )
+    number: float = tensor.item()
+    return number
 
 
 def stored(gradient: Any) -> Any:
@@ -42,12 +68,15 @@ def widened(tensor: Any) -> Any:
 
 def scaled(loss: Any, scale: Any) -> Any:
     """Multiplies a loss by the scale, in float32 or wider."""
-    loss = widened(torch.as_tensor(loss))
+    if not isinstance(loss, torch.Tensor):
+        # A default device would take it elsewhere.
+        loss = torch.as_tensor(loss, device=CPU)
+    loss = widened(loss)
     return loss * torch.as_tensor(scale, dtype=loss.real.dtype, device=loss.device)
 
 
 def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[Any]:
-    """Divides gradients by the scale, in float32 or wider.
+    """Divides gradients by the scale, in float32 or wider; returns new tensors.
 
     Args:
         gradients: Tensors of any dtype, or None. Sparse stays sparse.

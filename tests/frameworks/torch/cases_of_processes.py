@@ -37,15 +37,16 @@ from torch.distributed.tensor import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from frameworks.torch import cases_of_parallel
 from frameworks.torch.seeing import Noting, noted
 from frameworks.torch.support import OURS, WithScaler, Wrapper, scaler, theirs, wrapper
 from lossscale.rules import Needs
 from lossscale.torch import ranks
-from lossscale.torch.grad_scaler.amp_names import (
+from lossscale.torch.amp_install import (
     ShardedGradScaler as OurShardedGradScaler,
 )
-from lossscale.torch.grad_scaler.scaler import GradScaler
-from lossscale.torch.optimizer.optimizer import TorchLossScaleOptimizer
+from lossscale.torch.grad_scaler import GradScaler
+from lossscale.torch.optimizer import TorchLossScaleOptimizer
 
 INF = float("inf")
 
@@ -585,6 +586,7 @@ CASES = {
     2: (ddp, fsdp, fsdp_clipped, resumed),
     1: (on_one, seen, clipped, fsdp_clipped, minimized),
 }
+CASES = {size: (*cases_of_parallel.CASES[size], *cases) for size, cases in CASES.items()}
 """Of each size of a set, in the order in which they run: what was saved is gone on from."""
 
 

@@ -1,14 +1,19 @@
 """These tests need PyTorch alone: a process that runs no others never imports Keras."""
 
 import importlib
+import json
 import pkgutil
+import signal
 import sys
 
 import pytest
 
 import lossscale.torch
+from frameworks.torch import cases_of_processes as cases
+from fresh import Program
 
 _PREFIX = f"{lossscale.torch.__name__}."
+PROGRAM = f"import sys; from {cases.__name__} import main; main(*sys.argv[1:])"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,3 +39,19 @@ def _new_accelerate():
 @pytest.fixture(scope="session")
 def lightning():
     return pytest.importorskip("lightning")
+
+
+@pytest.fixture(scope="session")
+def found(tmp_path_factory):
+    """What each process of each set found in each case, by the size of the set."""
+    folder, sets = tmp_path_factory.mktemp("processes"), {}
+    for size in cases.CASES:
+        programs = [
+            Program(PROGRAM, number, size, folder, module=cases.__name__) for number in range(size)
+        ]
+        for number, program in enumerate(programs):
+            done = program.finished()
+            killed = (size, number) == (4, 3)
+            assert done.returncode == (-signal.SIGKILL if killed else 0), done.stderr[-3000:]
+        sets[size] = [json.loads((folder / f"{size}-{n}.json").read_text()) for n in range(size)]
+    return sets

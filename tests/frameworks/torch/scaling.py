@@ -2,7 +2,7 @@
 
 import torch
 
-from lossscale.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.grad_scaler import GradScaler
 
 MAKERS = {"torch": torch.amp.GradScaler, "lossscale": GradScaler}
 

@@ -5,7 +5,7 @@ import copy
 import torch
 
 import lossscale
-from lossscale.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.grad_scaler import GradScaler
 
 SHAPES = ((3,), (2, 2))
 ONES = [torch.ones(shape) for shape in SHAPES]

@@ -11,7 +11,7 @@ import unittest
 import pytest
 import torch
 
-from lossscale.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.grad_scaler import GradScaler
 
 # PyTorch's helpers import it for a base class of tests that are not used here.
 try:

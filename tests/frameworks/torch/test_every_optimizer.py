@@ -4,8 +4,10 @@ import inspect
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from frameworks.torch.support import bits, parameters, scaled, snapshot, wrapped
+from lossscale.errors import UnsupportedError
 
 STEPS = (torch.inf, 1.0, 0.5, torch.inf, -3.0, torch.nan, 0.75, -torch.inf, 1.25)
 _STATEFUL = {"momentum": 0.5, "amsgrad": True, "centered": True, "weight_decay": 0.125}
@@ -30,6 +32,9 @@ def cases():
 
 CASES = list(cases())
 FUSED = [case for case in CASES if case.values[1].get("fused")]
+# The first counts its steps in a Python number, the other evaluates a closure.
+ON_HOST = (torch.optim.SparseAdam, torch.optim.LBFGS)
+ON_DEVICE = [case for case in CASES if case.values[0] not in ON_HOST]
 SHAPES = ((4, 3), (2, 5))
 """Matrices, because Muon takes no others."""
 
@@ -70,7 +75,7 @@ class Run:
     ("cls", "settings", "decide"),
     [
         pytest.param(*case.values, decide, id=f"{case.id}-{decide}")
-        for decide, cases in (("host", CASES), ("device", FUSED))
+        for decide, cases in (("host", CASES), ("device", ON_DEVICE))
         for case in cases
     ],
 )
@@ -87,6 +92,40 @@ def test_it_trains_as_without_loss_scaling_and_a_skip_changes_no_byte(cls, setti
     assert int(ours.optimizer.steps_skipped) == 4
     # A closure whose loss is not finite is not evaluated again at another scale.
     assert float(ours.optimizer.loss_scale) == 2.0**6
+
+
+def test_the_device_does_not_take_back_what_the_host_counts():
+    run = Run(torch.optim.SparseAdam, {}, decide="device")
+    run.step(1.0)
+    before = run.snapshot()
+    with pytest.raises(UnsupportedError, match=r"SparseAdam keeps on the host .*\(step\)"):
+        run.step(1.0)
+    assert run.snapshot() == before
+
+
+@pytest.mark.parametrize(("cls", "settings"), ON_DEVICE)
+def test_the_device_decides_without_the_host(cls, settings):
+    """Once each parameter has its state, nothing is read by us; torch's single ones read a step."""
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            Reads.count += function is torch.ops.aten._local_scalar_dense.default
+            return function(*args, **(kwargs or {}))
+
+    def reads(run):
+        Reads.count = 0
+        run.closure(1.0)
+        with Reads():
+            run.optimizer.step()
+        return Reads.count
+
+    runs = [Run(cls, settings, decide="device"), Run(cls, settings, wrap=False)]
+    for run in runs:
+        run.step(1.0)
+    ours, plain = map(reads, runs)
+    assert ours == plain
 
 
 @pytest.mark.parametrize(("cls", "settings"), CASES)

@@ -21,7 +21,7 @@ from frameworks.torch.scaling import (
     scale_and_tracker,
 )
 from lossscale import DynamicScale, FixedScale
-from lossscale.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.grad_scaler import GradScaler
 
 SLOPES = {"good": 0.25, "inf": float("inf"), "nan": float("nan")}
 
@@ -76,6 +76,7 @@ def test_random_runs_are_those_of_torch(optimizer, steps, init, growth, backoff,
     assert skipped == sum(kind != "good" for kind, _ in steps)
 
 
+@pytest.mark.filterwarnings("ignore:Gradients overflow at the lowest loss scale")
 @settings(max_examples=60, deadline=None)
 @given(
     finite=st.lists(st.booleans(), min_size=1, max_size=40),

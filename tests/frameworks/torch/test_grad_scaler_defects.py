@@ -14,8 +14,8 @@ from frameworks.torch.scaling import (
     parameters,
     scale_and_tracker,
 )
-from lossscale.errors import ArgumentError, CallOrderError
-from lossscale.torch.grad_scaler.scaler import GradScaler
+from lossscale.errors import ArgumentError, CallOrderError, LossScaleWarning
+from lossscale.torch.grad_scaler import GradScaler
 
 both = pytest.mark.parametrize(
     ("make", "mended"), [(make, name == "lossscale") for name, make in MAKERS.items()], ids=MAKERS
@@ -27,6 +27,7 @@ def is_finite(weights):
 
 
 @both
+@pytest.mark.filterwarnings("ignore:Gradients overflow at the lowest loss scale")
 @pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
 def test_d1_no_number_of_overflows_destroys_the_parameters(make, mended, name):
     weights, optimizer, scaler = made(name, make)
@@ -415,3 +416,13 @@ def test_an_error_before_anything_was_scaled_leaves_no_trace():
     assert numbers(weights) == [[1.0] * 3]
     one_step(scaler, optimizer, weights)
     assert numbers(weights) == [[0.5] * 3]
+
+
+def test_overflows_at_the_lowest_scale_are_warned_of_once():
+    weights, optimizer, scaler = made(init_scale=4.0, min_scale=2.0)
+    one_step(scaler, optimizer, weights, torch.inf)
+    assert scaler.get_scale() == 2.0
+    with pytest.warns(LossScaleWarning, match=r"lowest loss scale, 2, .* `min_scale=`") as warned:
+        one_step(scaler, optimizer, weights, torch.inf)
+    assert "lossscale/" not in warned[0].filename
+    one_step(scaler, optimizer, weights, torch.inf)

@@ -1,15 +1,24 @@
-"""The state of a scaler goes both ways between this class, PyTorch's and Apex'."""
+"""The state of a scaler goes both ways between this class and the scalers of others."""
 
 import io
+import json
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from frameworks.torch.scaling import MAKERS, made, one_step, scale_and_tracker
+import lossscale.torch
+from frameworks.torch.scaling import (
+    MAKERS,
+    OPTIMIZERS,
+    made,
+    one_step,
+    parameters,
+    scale_and_tracker,
+)
 from lossscale import DynamicScale, FixedScale, LossScaleWarning, ScaleState
 from lossscale.errors import ArgumentError, StateDictError
-from lossscale.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.grad_scaler import GradScaler
 
 SETTINGS = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
 KEYS = {"scale", "_growth_tracker", *SETTINGS}
@@ -56,19 +65,62 @@ def test_skipped_steps_are_counted_on():
     assert other.steps_skipped == 2
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}},
-        {"loss_scale": 512.0, "unskipped": 7},
-    ],
-    ids=["amp.state_dict()", "one scaler"],
-)
-def test_apex(state):
-    scaler = GradScaler("cpu", **SETTINGS | {"growth_interval": 2000})
+OF_OTHERS = {
+    "PyTorch": {
+        "scale": 512.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 7,
+    },
+    "Apex, amp.state_dict()": {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}},
+    "Apex, one scaler": {"loss_scale": 512.0, "unskipped": 7},
+    "Megatron": {"scale": torch.tensor([512.0]), "growth_tracker": 7, "hysteresis_tracker": 1},
+    "DeepSpeed": {
+        "dynamic_loss_scale": True,
+        "cur_scale": 512.0,
+        "cur_iter": 20,
+        "last_overflow_iter": 12,
+        "scale_factor": 2.0,
+        "scale_window": 2000,
+        "clip_grad": 0.0,
+    },
+}
+
+
+@pytest.mark.parametrize("state", OF_OTHERS.values(), ids=OF_OTHERS)
+def test_states_of_other_scalers_are_taken_over_by_both(state):
+    scaler = GradScaler("cpu", init_scale=8.0)
     scaler.load_state_dict(state)
     assert scale_and_tracker(scaler) == (512.0, 7)
-    assert scaler.get_growth_factor() == 4
+    optimizer = lossscale.torch.LossScaleOptimizer(OPTIMIZERS["sgd"](parameters(1)))
+    optimizer.loss_scale_state.load_state_dict(state)
+    assert (float(optimizer.loss_scale), optimizer.dynamic_counter) == (512.0, 7)
+    # And back: the wrapper's, as PyTorch's scaler and the drop-in read it.
+    for make in (torch.amp.GradScaler, GradScaler):
+        theirs = make("cpu")
+        theirs.load_state_dict(
+            json.loads(json.dumps(optimizer.loss_scale_state.scaler_state_dict()))
+        )
+        theirs.scale(torch.ones(()))
+        assert scale_and_tracker(theirs) == (512.0, 7)
+    scaler.load_state_dict(optimizer.loss_scale_state.state_dict())
+    assert scale_and_tracker(scaler) == (512.0, 7)
+
+
+@pytest.mark.parametrize(
+    "lost", [{"hysteresis_tracker": 2}, {"delayed_shift": 2}], ids=["Megatron", "DeepSpeed"]
+)
+def test_what_cannot_be_taken_over_is_named(lost):
+    state = OF_OTHERS["Megatron" if "hysteresis_tracker" in lost else "DeepSpeed"] | lost
+    [name] = lost
+    with pytest.warns(LossScaleWarning, match=f"hysteresis .{name}=2.*falls at each"):
+        GradScaler("cpu").load_state_dict(state)
+    optimizer = lossscale.torch.LossScaleOptimizer(OPTIMIZERS["sgd"](parameters(1)))
+    with pytest.warns(LossScaleWarning, match=r"growth_interval=500.*rule=DynamicScale") as warned:
+        optimizer.loss_scale_state.load_state_dict(OF_OTHERS["PyTorch"] | {"growth_interval": 500})
+    assert warned[0].filename == __file__
+    assert float(optimizer.loss_scale) == 512.0
 
 
 def test_an_apex_state_of_several_scalers_says_which_to_load():

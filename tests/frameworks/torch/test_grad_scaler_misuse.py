@@ -10,7 +10,7 @@ import lossscale.torch
 from frameworks.torch.scaling import MAKERS, OPTIMIZERS, made, numbers, one_step, parameters
 from lossscale import DynamicScale, FixedScale, LossScaleError, LossScaleWarning
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
-from lossscale.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.grad_scaler import GradScaler
 
 
 def scaled(make):

@@ -1,11 +1,14 @@
 """Schedules of the learning rate, guarded and not."""
 
 import copy
+import pickle
+from typing import Protocol, runtime_checkable
 
 import pytest
 import torch
 
 import lossscale
+from frameworks.torch import scaling
 from frameworks.torch.support import ONES, SHAPES, made, parameters, step, wrapped
 
 lr_scheduler = torch.optim.lr_scheduler
@@ -104,6 +107,67 @@ def test_a_schedule_may_be_made_for_the_optimizer_inside_and_be_copied():
     scheduler.step()
     assert scheduler.get_last_lr() == [0.5]
     assert copy.copy(scheduler).get_last_lr() == [0.5]
+
+
+# PyTorch's own optimizers lose in a copy what a scheduler counts their steps with, too.
+@pytest.mark.filterwarnings("ignore:Seems like .optimizer.step..:UserWarning")
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_follows_the_copied_optimizer(how):
+    given, optimizer = made()
+    scheduler = halving(optimizer)
+    given, optimizer, scheduler = how((given, optimizer, scheduler))
+    for gradients, rate in ((BAD, 0.5), (GOOD, 0.25)):
+        step(optimizer, given, gradients)
+        scheduler.step()
+        assert scheduler.get_last_lr() == [rate]
+
+
+def test_with_a_scaler_the_steps_of_the_own_optimizer_count():
+    weights, optimizer, scaler = scaling.made(init_scale=8.0)
+    other = torch.optim.SGD(parameters((3,)), lr=0.5)
+    schedulers = [
+        lossscale.torch.guard(lr_scheduler.ExponentialLR(each, 0.5), scaler)
+        for each in (optimizer, other)
+    ]
+    for slope in (torch.inf, 1.0):
+        other.zero_grad()
+        scaler.scale(other.param_groups[0]["params"][0].sum()).backward()
+        scaler.step(other)
+        scaling.one_step(scaler, optimizer, weights, slope)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert [scheduler.get_last_lr() for scheduler in schedulers] == [[0.25], [0.125]]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    def state_dict(self): ...
+
+
+class Container(Stateful):
+    """The shape of torchtitan's: a Protocol among its bases, and several schedulers inside."""
+
+    def __init__(self, optimizers):
+        self.schedulers = [lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
+
+    def step(self):
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def state_dict(self):
+        return self.schedulers[0].state_dict()
+
+
+def test_a_container_of_schedulers():
+    given = parameters(*SHAPES)
+    optimizer = wrapped([torch.optim.SGD([p], lr=0.5) for p in given])
+    container = lossscale.torch.guard(Container(optimizer), optimizer)
+    assert isinstance(container, Stateful)
+    for gradients in (BAD, GOOD):
+        step(optimizer, given, gradients)
+        container.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+    assert container.state_dict()["last_epoch"] == 1
 
 
 def test_mistakes():

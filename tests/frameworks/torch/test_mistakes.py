@@ -5,6 +5,7 @@ import functools
 import pickle
 import re
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -26,11 +27,14 @@ from lossscale import LossScaleWarning
 from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentTypeError,
+    CallOrderError,
     GradientsError,
     StateDictError,
     UnknownSettingError,
+    UnsupportedError,
 )
-from lossscale.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch import scaling
+from lossscale.torch.grad_scaler import GradScaler
 
 INNER = {
     "sgd": lambda given: torch.optim.SGD(given, lr=0.5),
@@ -65,15 +69,15 @@ def test_a_loss_that_is_scaled_already():
         assert float(optimizer.scale_loss(scaled.clone())) == float(scaled) * 2**15
 
 
-def test_what_is_remembered_of_a_loss_keeps_nothing_alive_and_is_not_copied():
+def test_a_scaled_loss_is_scaled_once_by_all_optimizers_and_not_kept_alive():
     given, optimizer = made()
     scaled = optimizer.scale_loss(loss_of(given))
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert not copied._marks.was_scaled(scaled)
-    assert optimizer._marks.was_scaled(scaled)
+        with pytest.raises(GradientsError, match="scaled already"):
+            copied.scale_loss(scaled)
+    kept = weakref.ref(scaled)
     del scaled
-    assert optimizer._marks._scaled() is None
-    assert not optimizer._marks.was_scaled(None)
+    assert kept() is None
 
 
 SCALING = {
@@ -114,24 +118,52 @@ def test_a_scaler_of_pytorch_that_is_given_the_wrapper():
 
 
 @each_inner
-def test_who_leaves_a_step_out_is_warned_that_the_scale_stays(inner):
+@pytest.mark.parametrize("cleared_by", ["optimizer", "module", "nobody", "step"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_step_left_out_on_an_overflow_is_a_skipped_step(inner, cleared_by, times):
+    """It counts once, and a finite one that is left out is no step."""
     given, optimizer = made(inner)
-    before = snapshot(given, optimizer)
-    optimizer.scale_loss(loss_of(given) * torch.inf).backward()
-    assert not optimizer.unscale_()
+    weights, scale = [p.clone() for p in given], float(optimizer.loss_scale)
+    for _ in range(times):
+        optimizer.scale_loss(loss_of(given) * torch.inf).backward()
+        assert not optimizer.unscale_()
+        if cleared_by == "optimizer":
+            optimizer.zero_grad()
+        elif cleared_by == "module":
+            for parameter in given:
+                parameter.grad = None
+        elif cleared_by == "step":
+            optimizer.zero_grad()
+            optimizer.step()
+    optimizer.scale_loss(loss_of(given)).backward()
+    if cleared_by == "nobody":
+        # The overflow is in the sum still: its step is to come.
+        assert optimizer.steps_skipped == 0
+        optimizer.step()
+        assert optimizer.steps_skipped == 1
+        return
+    assert optimizer.steps_skipped == optimizer.iterations == times
+    assert float(optimizer.loss_scale) == scale * 0.5**times
+    assert all(map(torch.equal, given, weights))
+    assert optimizer.unscale_()
     optimizer.zero_grad()
-    with pytest.warns(LossScaleWarning, match=r"Call step\(\) all the same") as warned:
-        optimizer.scale_loss(loss_of(given)).backward()
-    assert warned[0].filename == __file__
-    assert snapshot(given, optimizer) == before
-    # A step that is called warns of nothing, nor does what LBFGS evaluates again.
+    assert optimizer.iterations == times
+
+
+@each_inner
+def test_unscaling_before_the_last_backward_is_an_error(inner):
     given, optimizer = made(inner)
-    optimizer.scale_loss(loss_of(given) * torch.inf).backward()
-    if optimizer.unscale_():
-        raise AssertionError
+    optimizer.scale_loss(loss_of(given)).backward()
+    optimizer.unscale_()
+    optimizer.scale_loss(loss_of(given)).backward()
+    for call in (optimizer.unscale_, optimizer.step):
+        with pytest.raises(CallOrderError, match=r"after the last backward\(\)"):
+            call()
+    optimizer.zero_grad()
+    optimizer.scale_loss(loss_of(given)).backward()
     optimizer.step()
-    optimizer.scale_loss(loss_of(given))
-    assert optimizer.steps_skipped == 1
+    assert optimizer.iterations == 1
+    assert optimizer.steps_skipped == 0
 
 
 @pytest.mark.parametrize("rule", [lossscale.DynamicScale(), lossscale.FixedScale(8)])
@@ -170,6 +202,7 @@ def of_the_same_index(scale, *values):
     return torch.sparse_coo_tensor(places, given, (3, 1), check_invariants=True)
 
 
+@pytest.mark.filterwarnings("ignore:Gradients overflow at the lowest loss scale")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("by", OURS)
 @pytest.mark.parametrize("name", SPARSE)
@@ -333,3 +366,17 @@ def test_a_model_that_is_cast_after_it_was_wrapped(inner, dtype):
         return snapshot(model.parameters(), optimizer)
 
     assert_same_without_scaling(run)
+
+
+def test_a_cuda_graph_that_would_wait_for_the_host_is_refused_in_words(monkeypatch):
+    class OnGpu:
+        is_cuda = True
+
+        def item(self):
+            return 1.0
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnsupportedError, match=r"CUDA graph is captured.*decide='device'"):
+        scaling.read(OnGpu())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert scaling.read(OnGpu()) == 1.0

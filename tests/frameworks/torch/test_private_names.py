@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 import undocumented
 from lossscale.torch import private_names
@@ -72,3 +73,8 @@ def test_some_have_more():
     assert callable(scaler._check_inf_per_device)
     fused = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5, fused=True)
     assert fused._step_supports_amp_scaling
+    assert torch_optimizer._global_optimizer_pre_hooks == {}
+    torch.optim.lr_scheduler.StepLR(fused, 1)
+    counted = vars(fused)["step"]
+    assert hasattr(counted, "_wrapped_by_lr_sched") or hasattr(counted, "_with_counter")
+    assert counted.__wrapped__ is type(fused).step

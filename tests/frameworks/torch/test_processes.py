@@ -1,31 +1,9 @@
 """Several processes take every decision alike; they run once for all tests."""
 
-import json
-import signal
-
 import pytest
 
 from frameworks.torch import cases_of_processes as cases
 from frameworks.torch.seeing import expected
-from fresh import Program
-
-PROGRAM = f"import sys; from {cases.__name__} import main; main(*sys.argv[1:])"
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What each process of each set found in each case, by the size of the set."""
-    folder, sets = tmp_path_factory.mktemp("processes"), {}
-    for size in cases.CASES:
-        programs = [
-            Program(PROGRAM, number, size, folder, module=cases.__name__) for number in range(size)
-        ]
-        for number, program in enumerate(programs):
-            done = program.finished()
-            killed = (size, number) == (4, 3)
-            assert done.returncode == (-signal.SIGKILL if killed else 0), done.stderr[-3000:]
-        sets[size] = [json.loads((folder / f"{size}-{n}.json").read_text()) for n in range(size)]
-    return sets
 
 
 def of_all(found, size, case):

@@ -58,11 +58,14 @@ def test_a_mesh_with_one_process_along_a_dimension_sends_nothing_along_it(mesh):
     assert groups_of([spread(thin, "RS")]) == ()
 
 
-def test_a_given_group_is_used_and_nothing_derived(mesh):
+def test_a_given_group_comes_first_and_derived_ones_after_it(mesh):
     a, world = mesh.get_group("a"), distributed.group.WORLD
     parameters = [spread(mesh, "RS")]
-    assert groups_of(parameters, a) == (a,)
+    b = mesh.get_group("b")
+    assert groups_of(parameters, a) == (a, b)
+    # What is derived is inside of this one.
     assert groups_of(parameters, [world, a]) == (world, a)
+    assert groups_of([], a) == (a,)
     assert groups_of(parameters, []) == ()
 
 
@@ -91,6 +94,10 @@ def test_what_is_local(mesh):
         assert part.tolist() == [1, 1]
 
 
-def test_without_a_group_the_number_is_the_one_found():
-    found = torch.tensor(1.0)
-    assert agreed(found, ()) is found
+@pytest.mark.parametrize(
+    ("overflow", "has_gradients", "expected"),
+    [(1.0, True, 1.0), (0.0, True, 0.0), (0.0, False, -1.0)],
+)
+def test_without_a_group_the_number_is_the_one_found(overflow, has_gradients, expected):
+    found, is_scaled = agreed(torch.tensor(overflow), has_gradients, False, ())
+    assert (found.item(), is_scaled.item()) == (expected, 0.0)

@@ -18,7 +18,7 @@ from frameworks.torch.scaling import (
     scale_and_tracker,
 )
 from frameworks.torch.trainers import hugging_face_trainer, lightning_trainer
-from lossscale.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.grad_scaler import GradScaler
 
 BAD = 1
 """The number of the step that overflows."""

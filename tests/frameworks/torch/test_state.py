@@ -41,14 +41,15 @@ def test_the_numbers_are_in_the_first_group_and_are_plain(decide):
     numbers = {key: saved["param_groups"][0][key] for key in KEYS}
     assert numbers == dict(zip(KEYS, (2.0**14, 2, 4, 1), strict=True))
     assert [type(value) for value in numbers.values()] == [float, int, int, int]
-    assert not set(KEYS) & set(optimizer.param_groups[0])
+    # The names alone stand in the groups, for those who flatten dictionaries by them.
+    assert {optimizer.param_groups[0][key] for key in KEYS} == {None}
     torch.save(saved, file := io.BytesIO())
     for other in ("host", "device"):
         file.seek(0)
         _, loaded = trained(other, steps=())
         loaded.load_state_dict(state_dict=torch.load(file, weights_only=True))
         assert bits(loaded.state_dict()) == bits(saved)
-        assert not set(KEYS) & set(loaded.param_groups[0])
+        assert {loaded.param_groups[0][key] for key in KEYS} == {None}
 
 
 def test_a_plain_optimizer_loads_it_and_it_loads_a_plain_one():
@@ -164,6 +165,7 @@ def test_the_state_dictionary_functions_of_distributed_checkpoint():
     assert bits(list(model.parameters())) == parameters_before
 
 
+@pytest.mark.filterwarnings("ignore:Gradients overflow at the lowest loss scale")
 @pytest.mark.parametrize("name", read.of("torch", ""))
 def test_a_file_of_an_earlier_release_loads_as_it_read_it_itself(name):
     read.check_torch(name)

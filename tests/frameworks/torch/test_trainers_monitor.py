@@ -18,7 +18,7 @@ from frameworks.torch.test_recipes import (
 )
 from lossscale.diagnostics import TrainingHistory
 from lossscale.errors import ArgumentError, MissingPackageError, TrainingHaltedError
-from lossscale.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.grad_scaler import GradScaler
 
 
 def check(path, *, reason):
@@ -143,9 +143,9 @@ def test_without_the_library_there_is_a_sentence(monkeypatch):
         ("TransformersMonitor", "transformers"),
     ):
         monkeypatch.delitem(vars(lossscale.torch), name, raising=False)
-        where = f"lossscale.torch.monitors.{package}"
+        where = f"lossscale.torch.{package}"
         monkeypatch.delitem(sys.modules, where, raising=False)
-        monkeypatch.delattr(lossscale.torch.monitors, package, raising=False)
+        monkeypatch.delattr(lossscale.torch, package, raising=False)
         for loaded in [m for m in sys.modules if m.partition(".")[0] == package]:
             monkeypatch.delitem(sys.modules, loaded)
         monkeypatch.setitem(sys.modules, package, None)

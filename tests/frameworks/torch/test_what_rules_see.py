@@ -14,7 +14,7 @@ from frameworks.torch.seeing import EDGES, Noting, expected, noted
 from frameworks.torch.support import WithScaler, fill, scaler, step, wrapped
 from lossscale import Needs
 from lossscale.errors import UnsupportedError
-from lossscale.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.grad_scaler import GradScaler
 
 GRADIENTS = [torch.tensor([0.5, -1.0, 2.0]), torch.tensor([-4.0, -0.125, 0.0])]
 SPOILED = [GRADIENTS[0], torch.tensor([-4.0, torch.inf, 0.0])]
@@ -107,5 +107,5 @@ def test_a_fixed_scale_may_remember_something(name):
     optimizer = wrapped(OPTIMIZERS[name](weights), rule=Counting(8.0))
     for _ in range(3):
         step(optimizer, weights, GRADIENTS)
-    assert int(optimizer._scales.state.good_steps) == 3
+    assert int(optimizer._engine.scale.state.good_steps) == 3
     assert float(optimizer.loss_scale) == 8.0

@@ -188,6 +188,20 @@ def test_accelerate(accelerate, tmp_path, plain):
     assert compared(resumed[1], resumed[2], resumed[-1]) == expected
 
 
+def test_accelerate_is_told_of_a_step_that_is_skipped(accelerate):
+    accelerator = accelerate.Accelerator(cpu=True)
+    net = torch.nn.Linear(2, 1)
+    wrapper = lossscale.torch.LossScaleOptimizer(torch.optim.SGD(net.parameters(), lr=0.5))
+    net, optimizer = accelerator.prepare(net, wrapper)
+    plain = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.5))
+    for factor, skipped in ((1.0, False), (torch.inf, True), (1.0, False)):
+        optimizer.zero_grad()
+        accelerator.backward(wrapper.scale_loss((net(torch.ones(1, 2)) * factor).sum()))
+        optimizer.step()
+        assert accelerator.optimizer_step_was_skipped is optimizer.step_was_skipped is skipped
+        assert not plain.step_was_skipped
+
+
 def test_accelerate_accumulates(accelerate):
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     net, alone = Net(), Net()

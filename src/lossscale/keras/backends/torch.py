@@ -20,6 +20,7 @@ from lossscale.keras.private_names import in_stateless_scope
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import ScaleRule, ScaleState, Seen, host_can_update, updates_on_host
 from lossscale.torch import gradient_stats, overflow_check, scaling
+from lossscale.torch.gradients import of_tensors
 
 
 class TorchBackend(Backend):
@@ -63,10 +64,12 @@ class TorchBackend(Backend):
         for index, copy in zip(dense, copies, strict=True):
             gradients[index] = copy
         scale = torch.as_tensor(step.divisor, dtype=torch.float32, device=copies[0].device)
+        given, reciprocal = of_tensors(copies), scale.reciprocal()
         if not rule.checks_gradients:
-            overflow_check.multiply_(copies, scale.reciprocal())
+            overflow_check.unscale_(given, reciprocal.to)
             return OverflowCheck(True, unscaled)
-        found_inf: Any = overflow_check.unscale_(copies, scale.reciprocal())
+        found = overflow_check.unscale_and_check_(given, reciprocal.to)
+        found_inf: Any = overflow_check.any_overflow(found, scale.device)
         if others:
             found_inf = found_inf + torch.logical_not(self.all_finite(others)).to(found_inf)
         state = None

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from lossscale.common.checks import check_own_name, unknown_setting
-from lossscale.errors import UnknownSettingError
+from lossscale.errors import UnknownSettingError, UnsupportedError
+from lossscale.torch.several import Several
 
 _OF_SCALERS = {
     "scale": "call scale_loss(loss)",
@@ -25,7 +26,7 @@ _OF_SCALERS = {
 _OWN_ATTRIBUTES = frozenset({"inner_optimizer", "name"})
 
 
-def _shared(name: str, doc: str) -> property:
+def _shared(name: str, doc: str = "") -> property:
     """A property that reads and writes an attribute of the optimizer inside."""
 
     def read(self: Any) -> Any:
@@ -37,6 +38,13 @@ def _shared(name: str, doc: str) -> property:
     return property(read, write, doc=doc)
 
 
+def _setting(name: str) -> property:
+    """A property that reads and writes a setting of all parameter groups."""
+    return property(
+        lambda self: self._setting(name), lambda self, value: self._set_setting(name, value)
+    )
+
+
 class InnerSettings:
     """Hyperparameters (`lr`, `momentum`, `betas`, ...), hooks, and what else is inside."""
 
@@ -45,20 +53,18 @@ class InnerSettings:
     param_groups = _shared("param_groups", "The parameter groups of the optimizer inside.")
     state = _shared("state", "The state of the optimizer inside, by parameter.")
     defaults = _shared("defaults", "The settings of groups that do not say otherwise.")
+    learning_rate = _setting("lr")
+    lr = _setting("lr")
 
     # A hook is called by the optimizer inside, once, and only when it steps.
-    _optimizer_step_pre_hooks = _shared("_optimizer_step_pre_hooks", "")
-    _optimizer_step_post_hooks = _shared("_optimizer_step_post_hooks", "")
-    _optimizer_state_dict_pre_hooks = _shared("_optimizer_state_dict_pre_hooks", "")
-    _optimizer_state_dict_post_hooks = _shared("_optimizer_state_dict_post_hooks", "")
-    _optimizer_load_state_dict_pre_hooks = _shared("_optimizer_load_state_dict_pre_hooks", "")
-    _optimizer_load_state_dict_post_hooks = _shared("_optimizer_load_state_dict_post_hooks", "")
-    _zero_grad_profile_name = _shared("_zero_grad_profile_name", "")
-    _warned_capturable_if_run_uncaptured = _shared("_warned_capturable_if_run_uncaptured", "")
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients of all parameters, as the optimizer inside does it."""
-        self.inner_optimizer.zero_grad(set_to_none=set_to_none)
+    _optimizer_step_pre_hooks = _shared("_optimizer_step_pre_hooks")
+    _optimizer_step_post_hooks = _shared("_optimizer_step_post_hooks")
+    _optimizer_state_dict_pre_hooks = _shared("_optimizer_state_dict_pre_hooks")
+    _optimizer_state_dict_post_hooks = _shared("_optimizer_state_dict_post_hooks")
+    _optimizer_load_state_dict_pre_hooks = _shared("_optimizer_load_state_dict_pre_hooks")
+    _optimizer_load_state_dict_post_hooks = _shared("_optimizer_load_state_dict_post_hooks")
+    _zero_grad_profile_name = _shared("_zero_grad_profile_name")
+    _warned_capturable_if_run_uncaptured = _shared("_warned_capturable_if_run_uncaptured")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group to the optimizer inside.
@@ -67,22 +73,6 @@ class InnerSettings:
             param_group: A dictionary with `params`, and settings for them.
         """
         self.inner_optimizer.add_param_group(param_group)
-
-    @property
-    def learning_rate(self) -> Any:
-        return self._setting("lr")
-
-    @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
-        self._set_setting("lr", value)
-
-    @property
-    def lr(self) -> Any:
-        return self._setting("lr")
-
-    @lr.setter
-    def lr(self, value: Any) -> None:
-        self._set_setting("lr", value)
 
     def _setting(self, name: str) -> Any:
         if not self._is_setting(name):
@@ -97,6 +87,12 @@ class InnerSettings:
         return first
 
     def _set_setting(self, name: str, value: Any) -> None:
+        if isinstance(self.inner_optimizer, Several):
+            raise UnsupportedError(
+                f"It is not said which of several optimizers gets {name}={value!r}. Set it in the "
+                "groups of one, optimizer.optimizers[i].param_groups; "
+                f"{self.inner_optimizer.described()}."
+            )
         for group in self.param_groups:
             group[name] = value
 
@@ -126,11 +122,17 @@ class InnerSettings:
         # Schedulers replace `step`, a method of the class, by one that counts its calls.
         if inner is None or own or name in _OWN_ATTRIBUTES:
             object.__setattr__(self, name, value)
-            return
-        if self._is_setting(name):
+        elif self._is_setting(name):
             self._set_setting(name, value)
         elif hasattr(inner, name):
             setattr(inner, name, value)
+        elif hasattr(self._rule, name):
+            raise UnknownSettingError(
+                f"{name!r} is of the rule, which is frozen. Make the optimizer with another "
+                f"`rule`. Received: {name}={value!r}, for {self._rule!r}."
+            )
         else:
             check_own_name(inner, name, torch.optim)
             object.__setattr__(self, name, value)
+
+    _rule: Any

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 NOTHING = "nothing"
@@ -15,42 +14,48 @@ SCALED_BY_HAND = "scaled by hand"
 """`get_scaled_loss` has scaled one: `apply_gradients` expects what was unscaled by hand too."""
 
 UNSCALED = "unscaled"
-"""`get_unscaled_gradients` has divided them, and nobody has looked at them."""
+"""`get_unscaled_gradients` has divided them, and nobody has checked them."""
 
-JUDGED = "judged"
-"""They were divided and looked at, where they are."""
+CHECKED = "checked"
+"""They were unscaled and checked, where they are."""
+
+_MARK = "_is_scaled_by_lossscale"
 
 
-class Marks:
+def remember_scaled(loss: Any) -> None:
+    """Marks a tensor that came of scaling, by any optimizer."""
+    setattr(loss, _MARK, True)
+
+
+def was_scaled(loss: Any) -> bool:
+    """Whether this very tensor came of scaling."""
+    return hasattr(loss, _MARK)
+
+
+class StepState:
     """A plain object, because compiled code loses what it writes to an optimizer.
 
     Attributes:
         stage: One of the constants above.
-        verdict: What was found, if they were judged.
+        decision: What was decided, if they were checked.
+        unscaled_before: The gradients that were unscaled before a loss was scaled, their versions
+            by their ids.
+        decision_before: What was decided on these.
         divided: What `get_unscaled_gradients` was given, and the version of each tensor.
         clips: Whether they still have to be clipped.
+        is_settled: Whether `zero_grad` came in the place of the step that was decided on.
         warned: Whether a step without a scaled loss was warned of.
     """
 
     def __init__(self) -> None:
         self.warned = False
-        self._scaled: Any = None
         self.reset()
-
-    def remember(self, scaled: Any) -> None:
-        """A loss was scaled; this is what came of it."""
-        self._scaled = weakref.ref(scaled)
-
-    def was_scaled(self, loss: Any) -> bool:
-        """Whether this very tensor is what came of the last loss that was scaled."""
-        return self._scaled is not None and loss is not None and self._scaled() is loss
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_scaled": None}
 
     def reset(self) -> None:
         """A step was made."""
         self.stage = NOTHING
-        self.verdict: Any = None
-        self.clips = False
+        self.decision: Any = None
+        self.clips = self.is_settled = False
+        self.unscaled_before: dict[int, int] = {}
+        self.decision_before: Any = None
         self.divided: list[tuple[Any, int]] = []

@@ -10,10 +10,7 @@ import torch
 
 from lossscale.arguments import checked_rule
 from lossscale.checks import SMALLEST_SCALE, checked_number
-from lossscale.errors import (
-    ArgumentError,
-    ScalerArgumentError,
-)
+from lossscale.errors import ArgumentError, ScalerArgumentError
 from lossscale.rules import DynamicScale, ScaleRule
 
 DEFAULTS = DynamicScale(initial_scale=2.0**16, min_scale=SMALLEST_SCALE)

@@ -17,10 +17,9 @@ from lossscale.common.watching import Status, Watch
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.torch.diagnosis.diagnose import probe
 from lossscale.torch.diagnosis.model_gradients import LossFn
-from lossscale.torch.grad_scaler.scaler import GradScaler
-from lossscale.torch.grad_scaler.steps import named
-from lossscale.torch.monitors.loop_notes import LoopNotes
-from lossscale.torch.optimizer.optimizer import TorchLossScaleOptimizer
+from lossscale.torch.grad_scaler import GradScaler
+from lossscale.torch.notes import LoopNotes, named
+from lossscale.torch.optimizer import TorchLossScaleOptimizer
 
 
 class Monitor(LoopMonitor):

@@ -10,9 +10,9 @@ import torch
 from lossscale.callbacks import checked_settings
 from lossscale.diagnostics.records import StepRecord
 from lossscale.errors import ArgumentError
-from lossscale.torch.grad_scaler.scaler import GradScaler
-from lossscale.torch.monitors.monitor import Monitor
-from lossscale.torch.optimizer.optimizer import TorchLossScaleOptimizer
+from lossscale.torch.grad_scaler import GradScaler
+from lossscale.torch.monitor import Monitor
+from lossscale.torch.optimizer import TorchLossScaleOptimizer
 
 
 class HostedMonitor:
@@ -26,29 +26,9 @@ class HostedMonitor:
         ArgumentError, ArgumentTypeError, MissingPackageError: As of `lossscale.torch.Monitor`.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        every: int = 1,
-        tensorboard: str | os.PathLike[str] | None = None,
-        histograms: bool = False,
-        on_floor: str = "warn",
-        max_consecutive_skips: int | None = None,
-        append: bool = False,
-        on_write_error: str = "warn",
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None = None, **settings: Any) -> None:
         super().__init__()
-        self._settings = checked_settings(
-            path,
-            every=every,
-            tensorboard=tensorboard,
-            histograms=histograms,
-            on_floor=on_floor,
-            max_consecutive_skips=max_consecutive_skips,
-            append=append,
-            on_write_error=on_write_error,
-        )
+        self._settings = checked_settings(path, **settings)
         self._monitor: Monitor | None = None
         self._last: StepRecord | None = None
 
@@ -79,19 +59,7 @@ class HostedMonitor:
         settings = self._settings
         if not is_first_process:
             settings = settings._replace(path=None, tensorboard=None, histograms=False)
-        self._monitor = Monitor(
-            watched[0],
-            model,
-            settings.path,
-            every=settings.every,
-            tensorboard=settings.tensorboard,
-            histograms=settings.histograms,
-            on_floor=settings.on_floor,
-            max_consecutive_skips=settings.max_consecutive_skips,
-            append=settings.append,
-            on_write_error=settings.on_write_error,
-            steps_before=steps,
-        )
+        self._monitor = Monitor(watched[0], model, **settings._asdict(), steps_before=steps)
         self._steps = steps
 
     def _took(self, steps: int, loss: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lossscale.torch.monitors.hosted import HostedMonitor
+from lossscale.torch.trainer_monitor import HostedMonitor
 
 if TYPE_CHECKING:
     TrainerCallback: Any = object

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from lossscale.torch.monitors.hosted import HostedMonitor
+from lossscale.torch.trainer_monitor import HostedMonitor
 
 if TYPE_CHECKING:
     Callback: Any = object

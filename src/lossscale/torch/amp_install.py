@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from torch import distributed
 
 from lossscale.common.monkeypatch import Installation, replace
-from lossscale.torch.grad_scaler.arguments import DEFAULTS
-from lossscale.torch.grad_scaler.scaler import GradScaler
+from lossscale.torch.grad_scaler import GradScaler
+from lossscale.torch.scaler_arguments import DEFAULTS
 
 
 class _OfOneDevice(GradScaler):

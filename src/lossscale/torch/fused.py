@@ -1,0 +1,114 @@
+"""Optimizers that unscale and skip by themselves, in fused kernels, and what they are handed."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from lossscale.packages import warn
+from lossscale.torch.several import Several
+
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""PyTorch's own optimizers with fused kernels, which divide and skip if they are told to."""
+
+
+def can_skip(inner: Any) -> bool:
+    """Whether an optimizer takes `grad_scale` and `found_inf` as tensors, as it is now."""
+    if isinstance(inner, Several):
+        return all(map(can_skip, inner.optimizers))
+    if not getattr(inner, "_step_supports_amp_scaling", False):
+        return False
+    # Loading a state replaces the settings of the groups, this one too.
+    return not isinstance(inner, FUSED) or all(group.get("fused") for group in inner.param_groups)
+
+
+def can_unscale(inner: Any) -> bool:
+    """Whether unscaling may be left to an optimizer: nobody reads `.grad` before its kernel."""
+    if isinstance(inner, Several):
+        return not inner._optimizer_step_pre_hooks and all(map(can_unscale, inner.optimizers))
+    return (
+        can_skip(inner)
+        and steps_as_torch(inner)
+        and not inner._optimizer_step_pre_hooks
+        and not torch_optimizer._global_optimizer_pre_hooks
+    )
+
+
+def steps_as_torch(inner: Any) -> bool:
+    """Whether `step` is PyTorch's own: no subclass's, and not replaced but by a scheduler."""
+    # As they are now: PyTorch wraps the `step` of a class when the first instance is made.
+    own = type(inner).step
+    if own not in [cls.step for cls in FUSED]:
+        return False
+    replaced = vars(inner).get("step")
+    if replaced is None:
+        return True
+    # A scheduler counts the calls, and does nothing else.
+    counts = hasattr(replaced, "_wrapped_by_lr_sched") or hasattr(replaced, "_with_counter")
+    return counts and getattr(replaced, "__wrapped__", None) is own
+
+
+def expects_attributes(inner: Any) -> bool:
+    """Whether an optimizer may rely on both attributes, as others than PyTorch's own may."""
+    if isinstance(inner, Several):
+        return any(map(expects_attributes, inner.optimizers))
+    return not isinstance(inner, FUSED) and can_skip(inner)
+
+
+@contextlib.contextmanager
+def attributes(optimizers: Sequence[Any], grad_scale: Any, found_inf: Any) -> Iterator[None]:
+    """Within it optimizers have the attributes that are not None.
+
+    Args:
+        optimizers: Some that `can_skip`.
+        grad_scale: float32 scalar tensor that the gradients still have to be divided by, or None.
+        found_inf: float32 scalar tensor, exactly 1 to skip and 0 to apply, or None.
+    """
+    # Left behind, as numbers or as None, they would mislead whoever steps this optimizer next.
+    try:
+        for each in optimizers:
+            if grad_scale is not None:
+                each.grad_scale = grad_scale
+            if found_inf is not None:
+                each.found_inf = found_inf
+        yield
+    finally:
+        for each in optimizers:
+            for name in ("grad_scale", "found_inf"):
+                vars(each).pop(name, None)
+
+
+def is_dummy_step(optimizer: Any) -> bool:
+    """Whether nothing can come of a step but the state of the optimizer.
+
+    `torch.distributed.checkpoint` makes the state so, before it loads into it: with zeros for
+    gradients and a learning rate of 0, on an optimizer that has no state.
+    """
+    groups = optimizer.param_groups
+    return not optimizer.state and all("lr" in group and group["lr"] == 0 for group in groups)
+
+
+def demands_closure(inner: Any) -> bool:
+    """Whether the step of an optimizer evaluates a closure by itself, such as that of LBFGS."""
+    closure = inspect.signature(type(inner).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def takes_a_scaler(step: Any) -> bool:
+    """Whether a step has an argument `grad_scaler`, as PyTorch had it before 2.0."""
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
+def check_signature(inner: Any) -> None:
+    """Warns of an optimizer whose step takes a scaler."""
+    if takes_a_scaler(type(inner).step):
+        warn(
+            f"{type(inner).__name__}.step takes a `grad_scaler`, which it is not given here: its "
+            "gradients are unscaled before.",
+            FutureWarning,
+        )

@@ -1,0 +1,807 @@
+"""`GradScaler`: a drop-in for PyTorch's, without its defects.
+
+The host knows the scale, and two tensors on a device show it. Compiled code, CUDA graphs and other
+libraries hold on to the tensors, so they are changed in place and never replaced. Others also
+write to them; PyTorch counts what is written to a tensor, so the device is asked again then, and
+only then.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.utils.hooks import RemovableHandle
+
+from lossscale.checks import checked_truth
+from lossscale.errors import (
+    AlreadyWrappedError,
+    ArgumentTypeError,
+    CallOrderError,
+    GradientsError,
+    ScalerArgumentError,
+    UnsupportedError,
+)
+from lossscale.optimizer import LossScaleOptimizer
+from lossscale.packages import warn
+from lossscale.rules import DynamicScale, Needs, ScaleRule, ScaleState
+from lossscale.torch import fused, gradient_stats, gradients, overflow_check, ranks
+from lossscale.torch import state_dict as state_dicts
+from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
+from lossscale.torch.scale import update_on_host
+from lossscale.torch.scaler_arguments import (
+    DEFAULTS,
+    as_of_a_scaler,
+    new_scale_of,
+    rule_of_a_scaler,
+)
+from lossscale.torch.scaling import CPU, read, scalar, scaled
+
+if TYPE_CHECKING:
+    from lossscale.diagnostics.records import NonfiniteTensor
+
+_READY, _UNSCALED, _STEPPED = OptState.READY, OptState.UNSCALED, OptState.STEPPED
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler`, mended: the same calls, the same numbers, the same files.
+
+    ```
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)      # unscales, looks, applies or skips
+    scaler.update()             # moves the scale
+    ```
+
+    The scale and its reciprocal always are normal float32 numbers, so no sequence of overflows
+    destroys the parameters. Whether a step is applied is known before the optimizer is called, for
+    fused optimizers too; a skipped step does not call it.
+
+    Args:
+        device: The type of device, such as "cuda" or "cpu".
+        init_scale: The first loss scale, dimensionless.
+        growth_factor: What the scale is multiplied by after `growth_interval` finite steps in a
+            row, dimensionless, above 1.
+        backoff_factor: What it is multiplied by after a non-finite gradient, dimensionless,
+            between 0 and 1.
+        growth_interval: In steps, from 1 up.
+        enabled: With False, `scale` and `step` pass through and nothing else does anything. With
+            "cuda" where there is no CUDA it is False by itself, with a warning.
+        rule: A rule of this library instead of these numbers, such as `FixedScale(128)`.
+        min_scale: The lowest loss scale, dimensionless; None stands for 2**-126.
+        max_scale: The highest, dimensionless; None stands for 2**126.
+        process_group: A process group, or a list of them, whose processes have to agree on each
+            step. None derives them from the parameters: those of every mesh dimension that a
+            DTensor is sharded over, and none otherwise.
+
+    Raises:
+        ScalerArgumentError: If a value cannot be used. It is a `ValueError` and an
+            `AssertionError`.
+        ArgumentTypeError: If `rule` or `process_group` is something else. It is a `TypeError`.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> scaler = GradScaler("cpu", init_scale=8.0)
+        >>> for factor in (1.0, torch.inf):
+        ...     optimizer.zero_grad()
+        ...     scaler.scale(weight.sum() * factor).backward()
+        ...     scaler.step(optimizer)
+        ...     scaler.update()
+        ...     print(weight.tolist(), scaler.get_scale(), scaler.last_step_skipped)
+        [0.5] 8.0 False
+        [0.5] 4.0 True
+
+    Source: https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
+    """
+
+    # Where it is found: its file may move, and pickles load.
+    __module__ = "lossscale.torch"
+
+    # What compiled code and other libraries read, and may write.
+    _scale: Any
+    _growth_tracker: Any
+    _init_scale: float
+    _init_growth_tracker: int
+
+    _watcher: Any = None
+    """The monitor that notes each decision."""
+
+    _warned_at_floor = False
+
+    def __init__(
+        self,
+        device: Any = "cuda",
+        init_scale: float = DEFAULTS.initial_scale,
+        growth_factor: float = DEFAULTS.growth_factor,
+        backoff_factor: float = DEFAULTS.backoff_factor,
+        growth_interval: int = DEFAULTS.growth_interval,
+        enabled: bool = True,
+        *,
+        rule: ScaleRule | None = None,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        process_group: Any = None,
+    ) -> None:
+        if isinstance(device, (int, float)):
+            raise ScalerArgumentError(
+                '`device` must be the name of a type of device, such as "cuda" or "cpu". The first '
+                "argument of torch.cuda.amp.GradScaler is `init_scale`; here that is the second. "
+                f"Received: device={device!r}."
+            )
+        made = rule_of_a_scaler(
+            rule,
+            initial_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            min_scale=min_scale,
+            max_scale=max_scale,
+        )
+        enabled = checked_truth("enabled", enabled, ScalerArgumentError)
+        groups_of((), process_group)
+        if enabled and device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available():
+            warn(
+                "GradScaler is enabled for CUDA, but CUDA is not available. Disabling. To scale on "
+                'the processor pass device="cpu".'
+            )
+            enabled = False
+        # Enabled, it would check the numbers by rules of its own.
+        super().__init__(device, enabled=False)
+        self._enabled = enabled
+        self._process_group = process_group
+        self._rule = made
+        self._state: ScaleState = made.init()
+        self._init_scale = self._number = float(made.loss_scale(self._state))
+        self._init_growth_tracker = 0
+        self._scale = self._growth_tracker = None
+        self._left: tuple[Any, int, Any, int] | None = None
+        self._per_optimizer_states: Any = defaultdict(_refresh_per_optimizer_state)
+        self._scaled_since_update = False
+        self._steps_skipped, self._last_step_skipped = 0, False
+        self._last_nonfinite: tuple[NonfiniteTensor, ...] = ()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forgets optimizers, parameters and hooks, which a copy does not share."""
+        self._names: dict[Any, str] | None = None
+        self._records: dict[int, _Record] = {}
+        self._skipped_hooks: dict[int, Any] = OrderedDict()
+
+    def _record_of(self, optimizer: Any) -> _Record:
+        """The record of an optimizer, about its parameters as they are now."""
+        key, record = id(optimizer), self._records.get(id(optimizer))
+        if record is None:
+            record = self._records[key] = _Record()
+            # Held by the record, and called when the optimizer is gone.
+            records = self._records
+            record.reference = weakref.ref(optimizer, lambda _: records.pop(key, None))
+        parameters = parameters_of(optimizer)
+        if record.info is None or not record.info.is_of(parameters):
+            record.info = ParameterInfo(parameters, self._process_group)
+        return record
+
+    # --- The calls of a training loop ---------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiplies losses by the scale, in float32 or wider.
+
+        Args:
+            outputs: A tensor of any shape, or a nest of dictionaries, sequences, named tuples and
+                other iterables of tensors.
+
+        Returns:
+            The same nest with scaled tensors; an iterator for an iterable that is no sequence.
+
+        Raises:
+            ScalerArgumentError: If there is something else in it. It is a `ValueError`.
+        """
+        if not self._enabled:
+            return outputs
+
+        def scaled_one(loss: Any) -> Any:
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(loss.device)
+            return scaled(loss, self._scale)
+
+        result = _mapped(scaled_one, outputs)
+        self._scaled_since_update = True
+        return result
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides the gradients of an optimizer by the scale, in place, for example to clip them.
+
+        Args:
+            optimizer: Its next `step` then takes the gradients as they are.
+
+        Raises:
+            CallOrderError: If they are unscaled already, or nothing was scaled. It is a
+                `RuntimeError` and an `AssertionError`.
+            GradientsError: If a gradient is float16. It is a `ValueError`.
+            TypeError: If it is no optimizer, or one that scales by itself.
+        """
+        if not self._enabled:
+            return
+        _check_optimizer(optimizer)
+        self._check_something_scaled("unscale_()", optimizer)
+        entry = self._per_optimizer_states[id(optimizer)]
+        if entry["stage"] is _UNSCALED:
+            raise CallOrderError(
+                "unscale_() was called twice on this optimizer since the last update(). Call it "
+                "once for each step, after the last backward()."
+            )
+        if entry["stage"] is _STEPPED:
+            raise CallOrderError(
+                "unscale_() was called after step(). Call it before, or update() in between."
+            )
+        inverse = scalar(1.0 / self.get_scale(), self._scale.device)
+        found = scalar(0.0, self._scale.device)
+        unscaled = self._unscale_grads_(optimizer, inverse, found, False)
+        # Also where there was no gradient here: other processes may have some.
+        entry["unscaled"] = True
+        entry["found_inf_per_device"] = unscaled
+        # Of gradients that come later the scale is still to be taken off.
+        if unscaled or any(p.grad is not None for p in parameters_of(optimizer)):
+            entry["stage"] = _UNSCALED
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
+    ) -> dict[Any, Any]:
+        info: Any = self._record_of(optimizer).info
+        with torch.no_grad():
+            given = gradients.collect(info, allow_float16=allow_fp16)
+            self._measure(optimizer, given, info)
+            if not self._rule.checks_gradients:
+                overflow_check.unscale_(given, inv_scale.to)
+                return {}
+            on_host = inv_scale.device.type == "cpu"
+            by_device = overflow_check.unscale_and_check_(
+                given,
+                inv_scale.to,
+                # A factor above 1 can make a finite number infinite.
+                recheck=inv_scale.item() > 1 if on_host else self.get_scale() < 1,
+                found=found_inf,
+            )
+            if not info.groups:
+                return by_device
+            overflow = overflow_check.any_overflow(by_device, found_inf.device)
+            overflow, _ = ranks.agreed(overflow, bool(by_device), True, info.groups)
+            # Where no process has anything to check, it is no step that counts.
+            return {overflow.device: overflow} if by_device or overflow.item() >= 0 else {}
+
+    def _measure(self, optimizer: Any, given: Any, info: ParameterInfo) -> None:
+        """Keeps how large scaled gradients are until `update`, for a rule that has to see it."""
+        needs, entry = self._rule.needs, self._per_optimizer_states[id(optimizer)]
+        # Whoever asks again later, asks about gradients that are unscaled.
+        if needs != Needs() and entry["stage"] is _READY:
+            scale = scalar(self.get_scale(), given.device)
+            entry["measured"] = gradient_stats.measure_everywhere(
+                needs, given.grads, info, scale, are_scaled=True
+            )
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Unscales if that is still to be done, and calls `optimizer.step` if all is finite.
+
+        A step without any gradient is applied and moves no scale. Several optimizers may share the
+        scaler. Those that `unscale_` was called for before the first of them is stepped, are all
+        stepped or none: somebody may have looked at their gradients together, such as a clip.
+
+        Args:
+            optimizer: An optimizer, or a list of them, which are all stepped or none.
+            *args: Handed to `optimizer.step`.
+            **kwargs: Handed to `optimizer.step`. No closure.
+
+        Returns:
+            What `optimizer.step` returns, or None if the step was skipped (`last_step_skipped`).
+
+        Raises:
+            CallOrderError: If it was called before since `update`, or nothing was scaled, or there
+                is a closure. It is a `RuntimeError` and an `AssertionError`.
+            GradientsError: If a gradient is float16. It is a `ValueError`.
+            TypeError: If it is no optimizer, or one that scales by itself.
+        """
+        if isinstance(optimizer, (list, tuple)):
+            for each in optimizer if self._enabled else ():
+                _check_optimizer(each, is_one_of_several=True)
+                self._check_something_scaled("step()", each)
+            for each in optimizer if self._enabled else ():
+                if self._per_optimizer_states[id(each)]["stage"] is _READY:
+                    self._unscale_for_step(each)
+            return [self.step(each, *args, **kwargs) for each in optimizer]
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        _check_optimizer(optimizer)
+        _refuse_closure(args, kwargs)
+        entry = self._per_optimizer_states[id(optimizer)]
+        if (
+            not self._scaled_since_update
+            and fused.is_dummy_step(optimizer)
+            and (self._process_group is None or _has_only_zeros(optimizer))
+        ):
+            # It only makes the optimizer's state, before a checkpoint is loaded into it.
+            entry["stage"] = _STEPPED
+            return optimizer.step(*args, **kwargs)
+        try:
+            self._check_something_scaled("step()", optimizer)
+        except CallOrderError:
+            del self._per_optimizer_states[id(optimizer)]
+            raise
+        if entry["stage"] is _STEPPED:
+            raise CallOrderError(
+                "step() was called twice on this optimizer since the last update(). Call update() "
+                "once after the steps of all optimizers."
+            )
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            result = self._step_of_its_own(optimizer, entry, args, kwargs)
+        else:
+            if entry["stage"] is _READY:
+                self._unscale_alone(optimizer)
+            result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
+        entry["stage"] = _STEPPED
+        return result
+
+    def _unscale_for_step(self, optimizer: Any) -> None:
+        """Unscales gradients that nobody asked for before the step."""
+        entry = self._per_optimizer_states[id(optimizer)]
+        try:
+            self.unscale_(optimizer)
+        except GradientsError:
+            if not getattr(optimizer, "_step_supports_amp_scaling", False):
+                raise
+            # It can divide float16 gradients on the way into the update, in float32.
+            entry["divisor"] = self.get_scale()
+            self._check_only(optimizer)
+            entry["stage"] = _UNSCALED
+
+    def _unscale_alone(self, optimizer: Any) -> None:
+        """Unscales gradients in a step of one optimizer, and decides on them alone."""
+        entry = self._per_optimizer_states[id(optimizer)]
+        # It may have been decided that it is skipped with others, before it had gradients here.
+        skipped = entry.pop("is_skipped", False)
+        self._unscale_for_step(optimizer)
+        self._decide({id(optimizer): entry})
+        entry["is_skipped"] |= skipped
+
+    def _check_something_scaled(self, call: str, optimizer: Any) -> None:
+        """Checks that there is a scale; where a group is given, the loss may be elsewhere."""
+        if self._scale is None and self._process_group is not None:
+            for parameter in parameters_of(optimizer)[:1]:
+                self._lazy_init_scale_growth_tracker(parameter.device)
+        self._check_scale_growth_tracker(call)
+
+    def _step_of_its_own(
+        self, optimizer: Any, entry: dict[str, Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """A step of an optimizer that can unscale by itself."""
+        if not fused.steps_as_torch(optimizer) and fused.takes_a_scaler(optimizer.step):
+            warn(
+                "The step of this optimizer has an argument `grad_scaler`, which is deprecated: it "
+                "can read the attributes `grad_scale` and `found_inf` instead.",
+                FutureWarning,
+            )
+            result = optimizer.step(*args, **kwargs, grad_scaler=self)
+            found = entry["found_inf_per_device"].values()
+            self._note(optimizer, entry, any(bool(number) for number in found))
+            return result
+        if entry["stage"] is _READY:
+            self._unscale_alone(optimizer)
+        number = entry.get("divisor", 1.0)
+        own = getattr(optimizer, "grad_scale", None)
+        if fused.steps_as_torch(optimizer) and own is None and number == 1.0:
+            return self._maybe_opt_step(optimizer, entry, *args, **kwargs)
+        divisor = scalar(number, self._scale.device)
+        divisor = divisor if own is None else divisor * own
+        # The host has decided already; some require a tensor.
+        with fused.attributes([optimizer], divisor, torch.zeros_like(divisor)):
+            return self._maybe_opt_step(optimizer, entry, *args, **kwargs)
+
+    def _check_only(self, optimizer: Any) -> None:
+        """Checks gradients that stay as they are."""
+        found, scale = self._check_inf_per_device(optimizer), self.get_scale()
+        given = [p.grad for p in parameters_of(optimizer)]
+        if scale < 1 and found and not overflow_check.all_finite(given, scale):
+            next(iter(found.values())).fill_(1)
+
+    def _maybe_opt_step(
+        self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if "is_skipped" not in optimizer_state:
+            # Somebody may have seen the gradients of all that are unscaled by now together.
+            entries = self._per_optimizer_states.items()
+            together = {k: e for k, e in entries if "unscaled" in e and e["stage"] is not _STEPPED}
+            self._decide(together if optimizer_state in together.values() else {0: optimizer_state})
+        skipped = optimizer_state["is_skipped"]
+        self._note(optimizer, optimizer_state, skipped)
+        return None if skipped else optimizer.step(*args, **kwargs)
+
+    def _decide(self, together: dict[int, dict[str, Any]]) -> None:
+        """Decides that some optimizers, by their ids, are all stepped or none."""
+        entries = together.values()
+        found = [number for entry in entries for number in entry["found_inf_per_device"].values()]
+        skipped = any(map(read, found))
+        if len(together) > 1:
+            # One may be spread over more processes than another.
+            records = [self._records[key] for key in together if key in self._records]
+            groups = [record.info.groups for record in records if record.info is not None]
+            union = tuple(dict.fromkeys(itertools.chain(*groups)))
+            if any(len(own) < len(union) for own in groups):
+                here = scalar(float(skipped), CPU)
+                skipped = ranks.agreed(here, True, True, union)[0].item() > 0
+        for entry in entries:
+            entry["is_skipped"] = skipped
+
+    def update(self, new_scale: Any = None) -> None:
+        """Moves the scale, once after the steps of all optimizers: down if any was not finite.
+
+        Args:
+            new_scale: Sets the scale to this instead, dimensionless: a number, or a tensor with
+                one element.
+
+        Raises:
+            CallOrderError: If neither `step` nor `unscale_` was called since the last one. It is a
+                `RuntimeError` and an `AssertionError`.
+            ScalerArgumentError: If `new_scale` cannot be used. It is a `ValueError` and an
+                `AssertionError`.
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            number = new_scale_of(new_scale, self._rule)
+            self._put(self._read()._replace(scale=number))
+        elif not self._per_optimizer_states:
+            raise CallOrderError(
+                "update() was called without a step. Call scaler.step(optimizer) before it."
+            )
+        else:
+            self._move_by(self._per_optimizer_states.values())
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._scaled_since_update = False
+
+    def _move_by(self, entries: Collection[dict[str, Any]]) -> None:
+        counts = False
+        skipped = False
+        for entry in entries:
+            found = entry["found_inf_per_device"]
+            counts = counts or bool(found) or not self._rule.checks_gradients
+            # What a step has read is not waited for again.
+            if "skipped" not in entry:
+                entry["skipped"] = any(number.item() for number in found.values())
+            skipped = skipped or entry["skipped"]
+        # A step without gradients is neither a good nor a bad one.
+        if counts:
+            seen = gradient_stats.as_seen(self._rule.needs, self._measured(entries), not skipped)
+            before = self._read()
+            self._put(update_on_host(self._rule, before, seen))
+            if skipped and not self._warned_at_floor:
+                self._warn_at_floor(before.scale)
+
+    def _warn_at_floor(self, scale: float) -> None:
+        rule = self._rule
+        if isinstance(rule, DynamicScale) and scale <= rule.min_scale:
+            self._warned_at_floor = True
+            warn(
+                f"Gradients overflow at the lowest loss scale, {scale:g}, and such steps are "
+                "skipped: the loss or the model gives infinities or NaN by itself, and "
+                "name_overflows(model) tells where. `min_scale=` sets the lowest scale; at a very "
+                "low one small gradients flush to zero until it has grown again."
+            )
+
+    def _measured(self, entries: Collection[dict[str, Any]]) -> Any:
+        """What the rule has to see besides overflow, of the gradients of all optimizers."""
+        if self._rule.needs == Needs():
+            return None
+        measured = [entry["measured"] for entry in entries if "measured" in entry]
+        if not measured:
+            raise UnsupportedError(
+                f"The rule {self._rule!r} has to see how large gradients are, and "
+                f"{type(self).__name__} replaces `_unscale_grads_`, where that is measured. Call "
+                "super()._unscale_grads_() there, or take another rule."
+            )
+        return gradient_stats.together(measured)
+
+    # --- Skips --------------------------------------------------------------------------------
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last call of `step` did not apply its optimizer."""
+        return self._last_step_skipped
+
+    def last_step_skipped_of(self, optimizer: Any) -> bool:
+        """Whether the last call of `step` with this optimizer did not apply it."""
+        record = self._records.get(id(optimizer))
+        return record is not None and record.skipped
+
+    @property
+    def steps_skipped(self) -> int:
+        """How many calls of `step` did not apply their optimizer, of all optimizers together."""
+        return self._steps_skipped
+
+    def register_step_skipped_hook(self, hook: Callable[[Any], Any]) -> Any:
+        """Registers what is called with each optimizer that is not stepped, in its `step`.
+
+        Returns:
+            A handle with a method `remove`.
+        """
+        handle = RemovableHandle(self._skipped_hooks)
+        self._skipped_hooks[handle.id] = hook
+        return handle
+
+    def name_overflows(self, parameters: Any) -> None:
+        """From now on notes which parameters make a step be skipped, for `last_nonfinite`.
+
+        It takes time on skipped steps only.
+
+        Args:
+            parameters: A module, or (name, parameter) pairs; of a sharded model after sharding.
+
+        Raises:
+            ArgumentTypeError: If it is neither. It is a `TypeError`.
+        """
+        # What counts it is imported by who asks for it.
+        from lossscale.torch.notes import named
+
+        self._names = named(parameters)
+
+    @property
+    def last_nonfinite(self) -> tuple[NonfiniteTensor, ...]:
+        """The gradients that made the last skipped step be skipped, if `name_overflows` was called.
+
+        Of a sharded model each process has those of its own parts.
+        """
+        return self._last_nonfinite
+
+    def _note(self, optimizer: Any, entry: dict[str, Any], skipped: bool) -> None:
+        if self._watcher is not None:
+            self._watcher.decided(
+                optimizer.param_groups,
+                scale=self._number,
+                applied=not skipped,
+                # What float16 gradients are divided by only in the step of the optimizer.
+                divisor=getattr(optimizer, "grad_scale", None),
+            )
+        record = self._record_of(optimizer)
+        entry["skipped"] = record.skipped = self._last_step_skipped = skipped
+        record.steps_made += 1
+        if skipped:
+            self._steps_skipped += 1
+            record.steps_skipped += 1
+            for hook in list(self._skipped_hooks.values()):
+                hook(optimizer)
+            if self._names is not None:
+                from lossscale.torch.notes import nonfinite_of
+
+                others = [e for e in self._per_optimizer_states.values() if e is not entry]
+                before = self._last_nonfinite if any(e.get("skipped") for e in others) else ()
+                self._last_nonfinite = (*before, *nonfinite_of(optimizer, self._names))
+
+    # --- The scale ----------------------------------------------------------------------------
+
+    @property
+    def rule(self) -> ScaleRule:
+        """How the scale moves."""
+        return self._rule
+
+    def get_growth_factor(self) -> float:
+        """What the scale is multiplied by when it grows, dimensionless."""
+        return float(state_dicts.setting(self._rule, "growth_factor"))
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Sets the growth factor, dimensionless, above 1."""
+        self._set(growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """What the scale is multiplied by after an overflow, dimensionless."""
+        return float(state_dicts.setting(self._rule, "backoff_factor"))
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Sets the backoff factor, dimensionless, between 0 and 1."""
+        self._set(backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """How many finite steps in a row raise the scale, in steps."""
+        return int(state_dicts.setting(self._rule, "growth_interval"))
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Sets the growth interval, in steps; a shorter one takes effect on the next step."""
+        self._set(growth_interval=new_interval)
+
+    def _set(self, **settings: Any) -> None:
+        with as_of_a_scaler():
+            self._rule = state_dicts.with_settings(self._rule, **settings)
+        self._put(state_dicts.before_growth(self._rule, self._read()))
+
+    _growth_factor = property(get_growth_factor, set_growth_factor)
+    _backoff_factor = property(get_backoff_factor, set_backoff_factor)
+    _growth_interval = property(get_growth_interval, set_growth_interval)
+
+    def get_scale(self) -> float:
+        """The loss scale, dimensionless; 1 if disabled. Waits for no device."""
+        if not self._enabled:
+            return 1.0
+        self._read()
+        return self._number
+
+    def _get_growth_tracker(self) -> int:
+        return getattr(self._read(), "good_steps", 0) if self._enabled else 0
+
+    def _lazy_init_scale_growth_tracker(self, dev: Any) -> None:
+        # Accelerate calls it after it loads a state, whether or not there are tensors.
+        if self._scale is None or self._growth_tracker is None:
+            self._scale = scalar(self._init_scale, dev)
+            self._growth_tracker = scalar(self._init_growth_tracker, dev, torch.int32)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Any, Any]:
+        if self._scale is None or self._growth_tracker is None:
+            raise CallOrderError(
+                f"{funcname} was called before anything was scaled. Call "
+                "scaler.scale(loss).backward() first."
+            )
+        return self._scale, self._growth_tracker
+
+    def _read(self) -> ScaleState:
+        """The state of the rule, as Python numbers."""
+        scale, tracker, left = self._scale, self._growth_tracker, self._left
+        if scale is None or tracker is None:
+            self._take(self._init_scale, self._init_growth_tracker)
+        elif not (
+            left is not None
+            and left[0] is scale
+            and left[1] == scale._version
+            and left[2] is tracker
+            and left[3] == tracker._version
+        ):
+            self._take(scale.item(), tracker.item())
+            self._leave()
+        return self._state
+
+    def _leave(self) -> None:
+        scale, tracker = self._scale, self._growth_tracker
+        self._left = scale, scale._version, tracker, tracker._version
+
+    def _take(self, scale: float, good_steps: int) -> None:
+        if scale != self._number:
+            self._number, self._state = scale, self._state._replace(scale=scale)
+        if good_steps != getattr(self._state, "good_steps", good_steps):
+            self._state = self._state._replace(good_steps=good_steps)
+
+    def _put(self, state: ScaleState) -> None:
+        """Writes a state where it differs from what is shown."""
+        before, number = self._read(), float(self._rule.loss_scale(state))
+        good_steps = getattr(state, "good_steps", 0)
+        if self._scale is not None:
+            # A NaN is unequal to itself, and written again.
+            if number != self._number:
+                self._scale.fill_(number)
+            if good_steps != getattr(before, "good_steps", 0):
+                self._growth_tracker.fill_(good_steps)
+            self._leave()
+        self._state, self._number = state, number
+        self._init_scale, self._init_growth_tracker = number, good_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as Python numbers, which PyTorch's own scaler loads too; empty if disabled."""
+        if not self._enabled:
+            return {}
+        return state_dicts.scaler_state(self._rule, self._read(), self._number, self._steps_skipped)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Loads a state of this class, of PyTorch's or of Apex; does nothing if disabled.
+
+        Args:
+            state_dict: What `state_dict()` returned; what it does not say stays. Of Apex that of a
+                loss scaler, or `amp.state_dict()`. A scale outside of the rule's range is brought
+                into it, with a warning.
+
+        Raises:
+            StateDictError: If it is empty or not of these kinds; nothing changes then. It is a
+                `RuntimeError` and a `KeyError`.
+            ScalerArgumentError: If a factor in it cannot be used. It is a `ValueError`.
+        """
+        if not self._enabled:
+            return
+        with as_of_a_scaler():
+            read = state_dicts.read_scaler_state(state_dict, self._rule, self._read())
+        self._rule = read.rule
+        self._put(read.state)
+        if read.steps_skipped is not None:
+            self._steps_skipped = read.steps_skipped
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._per_optimizer_states:
+            raise CallOrderError(
+                "A GradScaler can be copied or pickled only between steps: before scale(), or "
+                "after update()."
+            )
+        self._read()
+        state = {**self.__dict__, "_scale": None, "_growth_tracker": None, "_left": None}
+        state["_init_scale"], state["_init_growth_tracker"] = (
+            self._number,
+            self._get_growth_tracker(),
+        )
+        del state["_names"], state["_records"], state["_skipped_hooks"]
+        state.pop("_watcher", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradScaler:
+        made = type(self).__new__(type(self))
+        # Process groups cannot be copied.
+        memo[id(self._process_group)] = self._process_group
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
+
+class _Record:
+    """What a scaler keeps of an optimizer: its parameters, and what became of its steps."""
+
+    info: ParameterInfo | None = None
+    skipped = False
+    steps_made = steps_skipped = 0
+    reference: Any
+
+
+def _mapped(function: Callable[[Any], Any], outputs: Any) -> Any:
+    """Applies a function to each tensor of a nest; an iterable is handed back as an iterator."""
+    if isinstance(outputs, torch.Tensor):
+        return function(outputs)
+    if isinstance(outputs, Mapping):
+        return {key: _mapped(function, value) for key, value in outputs.items()}
+    if isinstance(outputs, Iterable) and not isinstance(outputs, (str, bytes)):
+        nest = [_mapped(function, value) for value in outputs]
+        if hasattr(outputs, "_fields"):
+            return type(outputs)(*nest)
+        return type(outputs)(nest) if isinstance(outputs, (list, tuple)) else iter(nest)
+    raise ScalerArgumentError(
+        "`outputs` must be a tensor, or a dictionary, sequence or other iterable of tensors: the "
+        f"losses to scale. Received: {outputs!r} of type {type(outputs).__name__}."
+    )
+
+
+def _check_optimizer(optimizer: Any, is_one_of_several: bool = False) -> None:
+    """Refuses what a scaler cannot step.
+
+    Raises:
+        ArgumentTypeError: If it is no optimizer. It is a `TypeError`.
+        AlreadyWrappedError: If it scales by itself. It is a `TypeError`.
+    """
+    if isinstance(optimizer, LossScaleOptimizer):
+        raise AlreadyWrappedError(
+            "This optimizer is a LossScaleOptimizer, which scales by itself. Use it without a "
+            f"GradScaler, or pass the optimizer inside it. Received: {optimizer!r}."
+        )
+    if is_one_of_several and fused.takes_a_scaler(optimizer.step):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.step takes a `grad_scaler` and decides by itself, so it "
+            "cannot be one of several optimizers that are all stepped or none. Step it alone."
+        )
+    if not hasattr(optimizer, "param_groups"):
+        raise ArgumentTypeError(
+            "A GradScaler unscales and steps an optimizer, such as "
+            f"torch.optim.AdamW(model.parameters()). Received: {optimizer!r} of type "
+            f"{type(optimizer).__name__}."
+        )
+
+
+def _has_only_zeros(optimizer: Any) -> bool:
+    return not any(p.grad is not None and p.grad.any() for p in parameters_of(optimizer))
+
+
+def _refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses a closure, given by name or by place.
+
+    Raises:
+        CallOrderError: It is a `RuntimeError`.
+    """
+    if any(map(callable, args)) or kwargs.get("closure") is not None:
+        raise CallOrderError(
+            "step() of a GradScaler takes no closure: the optimizer would see scaled losses. "
+            "lossscale.torch.LossScaleOptimizer takes closures, also those of LBFGS."
+        )

@@ -1,1 +1,0 @@
-"""Monitors of training loops in PyTorch."""

@@ -1,1 +1,0 @@
-"""The optimizer around one of `torch.optim`."""

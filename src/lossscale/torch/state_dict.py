@@ -1,0 +1,384 @@
+"""State dictionaries: the wrapper's, a gradient scaler's, and those that others write.
+
+`torch.distributed.checkpoint` keeps of an optimizer's state dictionary what is in `state` and in
+`param_groups`, and nothing beside them. So the numbers of the loss scale are in the first group.
+Whoever flattens a dictionary, or fills a flat one in, goes by the names in the live groups. So the
+first of these has the names, too, with None: compiled code is made anew for each number that it
+finds in a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from lossscale.checks import LONGEST_INTERVAL
+from lossscale.errors import ArgumentError, StateDictError
+from lossscale.packages import warn
+from lossscale.rules import DynamicScale, ScaleRule, ScaleState
+from lossscale.torch.scale import Counts, LossScale
+from lossscale.torch.several import Several, joined
+
+_PREFIX = "loss_scale"
+_COUNTS = ("iterations", "steps_skipped")
+_OF_A_SCALER = {
+    "scale": _PREFIX,
+    "_growth_tracker": f"{_PREFIX}_good_steps",
+    "steps_skipped": f"{_PREFIX}_steps_skipped",
+}
+"""Names in the dictionary of a gradient scaler, and in that of the wrapper."""
+
+_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
+
+
+# --- Of the wrapper ---------------------------------------------------------------------------
+
+
+def numbers_of(scale: LossScale) -> dict[str, Any]:
+    """The numbers of a loss scale, Python numbers."""
+    values = scale.numbers()
+    return {name: values[meant] for name, meant in scale.names.items()}
+
+
+def with_numbers(saved: Mapping[str, Any], scale: LossScale) -> dict[str, Any]:
+    """The state dictionary of an optimizer with the numbers of its loss scale in it."""
+    if not saved.get("param_groups"):
+        # Of an optimizer that has written a form of its own.
+        return {**saved, _PREFIX: numbers_of(scale)}
+    first, *others = saved["param_groups"]
+    return {**saved, "param_groups": [{**first, **numbers_of(scale)}, *others]}
+
+
+def without_numbers(
+    state_dict: Any, scale: LossScale, inner: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `with_numbers` has put together, apart: the dictionary, and the checked numbers.
+
+    Raises:
+        StateDictError: If it is no optimizer's. It is a `KeyError` and a `RuntimeError`.
+        ArgumentError: If one of them is no number. It is a `ValueError`.
+    """
+    if isinstance(inner, Several) and isinstance(state_dict, (list, tuple)):
+        if len(state_dict) != len(inner):
+            raise StateDictError(
+                f"There are {len(state_dict)} state dictionaries, for {len(inner)} optimizers: "
+                f"{inner.described()}."
+            )
+        state_dict = joined(state_dict)
+    known = state_dict if isinstance(state_dict, Mapping) else {}
+    if isinstance(known.get(_PREFIX), Mapping):
+        rest = {name: value for name, value in known.items() if name != _PREFIX}
+        return rest, checked_numbers(known[_PREFIX], scale)
+    if not known.get("param_groups"):
+        if known and "param_groups" not in inner.state_dict():
+            return dict(known), {}
+        keys = list(known) if isinstance(state_dict, Mapping) else state_dict
+        raise StateDictError(
+            "An optimizer's state is a dictionary with 'state' and 'param_groups', as "
+            f"state_dict() returns it. Received: {reprlib.repr(keys)}. Of a checkpoint with "
+            "several parts, load that of the optimizer."
+        )
+    groups = known["param_groups"]
+    without = [{k: v for k, v in group.items() if k not in scale.names} for group in groups]
+    return {**known, "param_groups": without}, checked_numbers(groups[0], scale)
+
+
+def reserve_names(scale: LossScale, inner: Any) -> None:
+    """Puts the names of the numbers into the first parameter group of an optimizer."""
+    for group in inner.param_groups[:1]:
+        group.update(dict.fromkeys(scale.names))
+
+
+def take_numbers(scale: LossScale, inner: Any) -> dict[str, float]:
+    """Takes the numbers out of the groups of an optimizer that has loaded the wrapper's state."""
+    group = inner.param_groups[0] if inner.param_groups else {}
+    numbers = checked_numbers(group, scale)
+    for name in scale.names:
+        group.pop(name, None)
+    return numbers
+
+
+def checked_numbers(found: Any, scale: LossScale) -> dict[str, float]:
+    """The numbers of a loss scale in a dictionary, by what they stand for.
+
+    Raises:
+        ArgumentError: If one of them is no number. It is a `ValueError`.
+    """
+    checked = {}
+    for name, meant in scale.names.items():
+        if found.get(name) is None:
+            continue
+        try:
+            checked[meant] = float(found[name])
+        except (TypeError, ValueError, OverflowError):
+            raise ArgumentError(
+                f"`{name}` in the state must be a number. Received: {found[name]!r} of type "
+                f"{type(found[name]).__name__}."
+            ) from None
+        if meant != "scale" and not math.isfinite(checked[meant]):
+            raise ArgumentError(f"`{name}` in the state must be finite. Received: {found[name]!r}.")
+    return checked
+
+
+def restore(scale: LossScale, numbers: dict[str, float]) -> None:
+    """Sets checked numbers; what they do not say stays."""
+    if not numbers:
+        return
+    values, first, rule = scale.numbers(), scale.first, scale.rule
+    asked = type(first)(
+        *(
+            type(now)(numbers.get(field, values[field]))
+            for field, now in zip(first._fields, first, strict=True)
+        )
+    )
+    state = rule.restored(asked)
+    if rule.moves and state.scale != asked.scale:
+        warn(
+            f"The saved loss scale {asked.scale!r} is outside of what {rule} can reach; "
+            f"{state.scale!r} is used."
+        )
+    made, skipped = (max(int(numbers.get(name, values[name])), 0) for name in _COUNTS)
+    scale.restore(state, Counts(made, skipped, False))
+
+
+def pickled_by_0_1_0(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What `LossScaleOptimizer.__getstate__` returns, of what it returned in lossscale 0.1.0."""
+    scales = state["_scales"]
+    of_ours = {"_layout", "_marks", "_is_ordinary", "_scales"}
+    own = {name: value for name, value in state.items() if name not in of_ours}
+    numbers = {**scales.state._asdict(), **dict(zip(Counts._fields, scales.counts, strict=True))}
+    return {
+        **{name.removeprefix("_") if name in _RENAMED else name: v for name, v in own.items()},
+        "decide": "device" if torch.is_tensor(scales.counts[0]) else "host",
+        "numbers": {name: v.item() if torch.is_tensor(v) else v for name, v in numbers.items()},
+    }
+
+
+_RENAMED = frozenset({"_rule", "_clip_norm", "_process_group"})
+
+
+class LossScaleState:
+    """The state of a loss scale by itself, as `torch.distributed.checkpoint` takes it.
+
+    Args:
+        scale: The loss scale.
+    """
+
+    def __init__(self, scale: LossScale) -> None:
+        self._scale = scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the numbers by name: Python numbers."""
+        return numbers_of(self._scale)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Sets the numbers that `state_dict` returned, or those of a gradient scaler.
+
+        Raises:
+            ArgumentError: If one of them is no number. Then nothing is changed.
+        """
+        is_own = isinstance(state_dict, Mapping) and state_dict.keys() & self._scale.names
+        if not is_own or "unskipped" in state_dict:
+            scaler, rule = normal(state_dict), self._scale.rule
+            state_dict = {new: scaler[old] for old, new in _OF_A_SCALER.items() if old in scaler}
+            settings = {name: scaler[name] for name in _SETTINGS if name in scaler}
+            others = {n: value for n, value in settings.items() if value != setting(rule, n)}
+            if others:
+                warn(
+                    f"The rule of this optimizer, {rule}, stays as it is, and the state dictionary "
+                    f"has {', '.join(f'{n}={value!r}' for n, value in others.items())}. Make the "
+                    "optimizer with `rule=DynamicScale(...)` to train with these."
+                )
+        restore(self._scale, checked_numbers(state_dict, self._scale))
+
+    def scaler_state_dict(self) -> dict[str, Any]:
+        """Returns the same as `torch.amp.GradScaler` and its kind load it: Python numbers."""
+        scale, numbers = self._scale, self._scale.numbers()
+        state = type(scale.first)(*(numbers[field] for field in scale.first._fields))
+        return scaler_state(scale.rule, state, scale.number, numbers["steps_skipped"])
+
+
+# --- Of gradient scalers ----------------------------------------------------------------------
+
+
+def setting(rule: ScaleRule, name: str) -> Any:
+    """The growth factor, backoff factor or growth interval of a rule.
+
+    A rule that has none does not move the scale: then the factor is 1, and the interval the
+    longest.
+    """
+    return getattr(rule, name, LONGEST_INTERVAL if name == "growth_interval" else 1.0)
+
+
+def with_settings(rule: ScaleRule, **settings: Any) -> ScaleRule:
+    """A rule with other factors or another interval.
+
+    Raises:
+        ArgumentError: If the rule has no such setting, or the value cannot be used. It is a
+            `ValueError`.
+    """
+    missing = [name for name in settings if not hasattr(rule, name)]
+    if missing or not isinstance(rule, DynamicScale):
+        raise ArgumentError(
+            f"The rule {rule!r} has no {', '.join(missing or settings)} to set. Make the scaler "
+            "with another `rule`."
+        )
+    return dataclasses.replace(rule, **settings)
+
+
+def scaler_state(
+    rule: ScaleRule, state: ScaleState, scale: float, steps_skipped: int
+) -> dict[str, Any]:
+    """A state dictionary that `torch.amp.GradScaler` reads too; Python numbers only."""
+    # A rule that skips and has none would leave PyTorch's class with a scale that stays too high.
+    has_none = rule.checks_gradients and not isinstance(rule, DynamicScale)
+    settings = DynamicScale() if has_none else rule
+    found = {
+        "scale": scale,
+        **{name: setting(settings, name) for name in _SETTINGS},
+        "_growth_tracker": getattr(state, "good_steps", 0),
+        # PyTorch's class leaves alone what it does not know.
+        "steps_skipped": steps_skipped,
+    }
+    if state._fields != ScaleState._fields:
+        found["rule_state"] = dict(state._asdict())
+    return found
+
+
+class ScalerState(NamedTuple):
+    """What the state dictionary of a gradient scaler says.
+
+    Attributes:
+        rule: The rule with the factors and the interval of the dictionary.
+        state: The state, brought into the range of that rule.
+        steps_skipped: Or None if it does not say.
+    """
+
+    rule: ScaleRule
+    state: ScaleState
+    steps_skipped: int | None
+
+
+def read_scaler_state(found: Any, rule: ScaleRule, state: ScaleState) -> ScalerState:
+    """Reads a state dictionary for a scaler with a rule and a state.
+
+    Args:
+        found: PyTorch's dictionary, or a part of it; that of an Apex loss scaler, of
+            `amp.state_dict()` or of Megatron.
+        rule: The rule of the scaler that reads it. Factors and interval that it has are replaced.
+        state: The state of that scaler; what the dictionary does not say stays.
+
+    Raises:
+        StateDictError: If it is empty or not of these kinds. It is a `RuntimeError` and a
+            `KeyError`.
+        ArgumentError: If a value in it cannot be used. It is a `ValueError`.
+
+    Example:
+        >>> from lossscale import DynamicScale
+        >>> rule, saved = DynamicScale(), {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}}
+        >>> read_scaler_state(saved, rule, rule.init()).state
+        ScaleState(scale=8.0, good_steps=3)
+    """
+    values = normal(found)
+    # A rule that has no such settings keeps to itself.
+    if isinstance(rule, DynamicScale):
+        rule = with_settings(rule, **{n: values[n] for n in _SETTINGS if n in values})
+    kept = values.get("rule_state", {})
+    fields = {name: kept[name] for name in state._fields if name in kept}
+    # The number in the code of a fixed scale stands.
+    if "scale" in values and rule.moves:
+        fields["scale"] = _number("scale", values["scale"])
+    if "_growth_tracker" in values and "good_steps" in state._fields:
+        fields["good_steps"] = _whole("_growth_tracker", values["_growth_tracker"])
+    restored = before_growth(rule, rule.restored(state._replace(**fields)))
+    if "scale" in fields and restored.scale != fields["scale"]:
+        warn(
+            f"The loss scale {fields['scale']!r} of the state dictionary is not in the range of "
+            f"{rule!r}; {restored.scale!r} is used."
+        )
+    skipped = values.get("steps_skipped")
+    skipped = None if skipped is None else _whole("steps_skipped", skipped)
+    return ScalerState(rule, restored, skipped)
+
+
+def before_growth(rule: ScaleRule, state: ScaleState) -> ScaleState:
+    """The state with fewer finite steps than the interval, as PyTorch's class needs to grow."""
+    if not isinstance(rule, DynamicScale):
+        return state
+    return state._replace(good_steps=min(state.good_steps, rule.growth_interval - 1))
+
+
+def normal(found: Any) -> dict[str, Any]:
+    """The dictionary of any gradient scaler by PyTorch's names; warns of what these cannot say."""
+    if not isinstance(found, Mapping) or not found:
+        raise StateDictError(
+            "A scaler's state is a dictionary, as `state_dict()` returns it. Received: "
+            f"{found!r}. An empty one was saved by a scaler that was disabled; make this one with "
+            "enabled=False, or do not load it."
+        )
+    scalers = [key for key in found if str(key).startswith("loss_scaler")]
+    if len(scalers) > 1:
+        raise StateDictError(
+            f"This dictionary of Apex holds {len(scalers)} loss scalers, and a GradScaler has one "
+            f"scale. Load one of them: {', '.join(f'state[{key!r}]' for key in scalers)}."
+        )
+    found = found[scalers[0]] if scalers else found
+    # DeepSpeed saves the scaler itself.
+    found = found if isinstance(found, Mapping) else getattr(found, "__dict__", {"": found})
+    lost = {name: found[name] for name in _HYSTERESIS if found.get(name, 1) != 1}
+    if lost:
+        warn(
+            "The scaler that wrote this state has hysteresis "
+            f"({', '.join(f'{name}={value}' for name, value in lost.items())}), which lets some "
+            "overflows pass before the scale falls. Here it falls at each of them."
+        )
+    if "cur_scale" in found:
+        return _of_deepspeed(found)
+    renamed = next((names for names in _OF_OTHERS if set(names) <= set(found)), None)
+    if renamed is not None:
+        return {new: found[old] for old, new in zip(renamed, _NAMES, strict=True)}
+    if "scale" not in found and "_growth_tracker" not in found:
+        raise StateDictError(
+            "This is no state of a gradient scaler: it has neither 'scale' nor "
+            f"'_growth_tracker'. Its keys: {', '.join(map(repr, found))}."
+        )
+    return dict(found)
+
+
+_NAMES = "scale", "_growth_tracker"
+_OF_OTHERS = (
+    # Apex', Megatron's, and those of our wrapper.
+    ("loss_scale", "unskipped"),
+    ("scale", "growth_tracker"),
+    (_OF_A_SCALER["scale"], _OF_A_SCALER["_growth_tracker"]),
+)
+_HYSTERESIS = "hysteresis_tracker", "delayed_shift"
+
+
+def _of_deepspeed(found: Mapping[str, Any]) -> dict[str, Any]:
+    values = {"scale": found["cur_scale"]}
+    if "scale_window" in found:
+        window, factor = found["scale_window"], found["scale_factor"]
+        values["growth_interval"], values["growth_factor"] = window, factor
+        values["backoff_factor"] = 1.0 / factor
+        values["_growth_tracker"] = (found["cur_iter"] - found["last_overflow_iter"] - 1) % window
+    return values
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise StateDictError(
+            f"{name!r} of a scaler's state must be a number. Received: {value!r}."
+        ) from None
+
+
+def _whole(name: str, value: Any) -> int:
+    number = _number(name, value)
+    return int(number) if math.isfinite(number) else 0

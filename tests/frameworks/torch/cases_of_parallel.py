@@ -1,0 +1,311 @@
+"""Models that are spread over processes: the programs of docs/parallel.md, and who does what when.
+
+`cases_of_processes.main` runs them; `test_parallel.py` compares what they return.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import itertools
+import pathlib
+import re
+import warnings
+
+import torch
+from torch import distributed
+
+from frameworks.torch import stand_ins
+from frameworks.torch.support import bits, wrapped
+from lossscale.torch import GradScaler, clipping, gradients, ranks
+
+DOCS = pathlib.Path(__file__).parents[3] / "docs"
+
+
+def programs(page):
+    """The programs of a page."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+PIPELINE, CHECKPOINTS, TENSOR_PARALLEL, EXPERTS = programs("parallel.md")
+SAVED = "pipeline"
+
+
+def names_of(program, **replaced):
+    """Runs a program of the page, and returns its names."""
+    for old, new in replaced.values():
+        assert old in program
+        program = program.replace(old, new)
+    names = {"__name__": "page"}
+    exec(compile(program, "a page", "exec"), names)
+    return names
+
+
+def spoil(optimizer, parameter):
+    """Lets the next step find an infinity in the gradient of a parameter, if one is given."""
+    step = type(optimizer).step
+
+    def spoiled(*arguments):
+        vars(optimizer).pop("step")
+        if parameter is not None:
+            parameter.grad.to_local().view(-1)[0] = torch.inf
+        return step(optimizer, *arguments)
+
+    optimizer.step = spoiled
+
+
+def digest(values):
+    """Something for JSON that is equal only if each bit is."""
+    return {name: repr(bits(value)) for name, value in values.items()}
+
+
+def whole(part):
+    return {name: p.full_tensor() for name, p in part.named_parameters()}
+
+
+def shown(optimizer):
+    return [float(optimizer.loss_scale), int(optimizer.steps_skipped), int(optimizer.iterations)]
+
+
+def pipeline(folder):
+    """Two stages of two shards; in step 4 one shard of one optimizer of one stage overflows."""
+    names = names_of(PIPELINE)
+    optimizer, part = names["optimizer"], names["part"]
+    before = digest(whole(part))
+    is_bad = distributed.get_rank() == 1
+    spoil(optimizer, optimizer.optimizers[1].param_groups[0]["params"][0] if is_bad else None)
+    names["train_step"](4)
+    assert digest(whole(part)) == before
+    names_of(CHECKPOINTS)["save"](part, optimizer, folder / SAVED)
+    for number in (5, 6):
+        names["train_step"](number)
+    return [shown(optimizer), digest(whole(part))]
+
+
+def pipeline_resumed(folder):
+    """On two processes, a stage each."""
+    names = names_of(PIPELINE, mesh=("(2, 2)", "(2, 1)"))
+    optimizer, part = names["optimizer"], names["part"]
+    names_of(CHECKPOINTS)["load"](part, optimizer, folder / SAVED)
+    for number in (5, 6):
+        names["train_step"](number)
+    return [shown(optimizer), digest(whole(part))]
+
+
+def one_process():
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)]
+    model = torch.nn.Sequential(*blocks)
+    weights = [p for p in model.parameters() if p.ndim == 2]
+    biases = [p for p in model.parameters() if p.ndim < 2]
+    return model, [
+        torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+        torch.optim.AdamW(biases, lr=0.01),
+    ]
+
+
+def step_of_one(model, optimizers, number, scale_loss=lambda loss: loss):
+    """The step of the pipeline's two micro-batches."""
+    generator = torch.Generator().manual_seed(number)
+    inputs, targets = (torch.randn(4, 4, generator=generator).chunk(2) for _ in range(2))
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    for given, target in zip(inputs, targets, strict=True):
+        scale_loss(torch.nn.functional.mse_loss(model(given), target)).backward()
+    for parameter in model.parameters():
+        parameter.grad /= 2
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def pipeline_on_one(folder):
+    """Without a pipeline: what was saved, and the plain optimizers from the beginning."""
+    model, optimizers = one_process()
+    for number in (0, 1, 2, 3, 5, 6):
+        step_of_one(model, optimizers, number)
+    plain = digest(dict(model.named_parameters()))
+    model, optimizers = one_process()
+    optimizer = wrapped(optimizers)
+    names_of(CHECKPOINTS)["load"](model, optimizer, folder / SAVED)
+    for number in (5, 6):
+        step_of_one(model, [optimizer], number, optimizer.scale_loss)
+    return [shown(optimizer), digest(dict(model.named_parameters())), plain]
+
+
+def sharded(program, parameter):
+    """Steps of a program of the page; before the second to last one process has an infinity."""
+    names = names_of(program)
+    optimizer = names["optimizer"]
+    bad = parameter(names) if distributed.get_rank() == 1 else None
+    spoil(optimizer, bad)
+    names["train_step"](4)
+    trace = [shown(optimizer)]
+    names["train_step"](5)
+    values = {f"{i}": p.full_tensor() for i, p in enumerate(optimizer.param_groups[0]["params"])}
+    return [*trace, shown(optimizer), {name: value.tolist() for name, value in values.items()}]
+
+
+def tensor_parallel(folder):
+    return sharded(TENSOR_PARALLEL, lambda names: names["model"][0].weight)
+
+
+def experts(folder):
+    return sharded(EXPERTS, lambda names: names["experts"])
+
+
+def norms(folder):
+    """The norm of the experts' program, whatever groups are given beside those derived."""
+    names = names_of(EXPERTS)
+    mesh, parameters = names["mesh"], names["optimizer"].param_groups[0]["params"]
+    groups = {name: mesh.get_group(name) for name in ("dp", "ep")}
+    given = [None, distributed.group.WORLD, *groups.values(), list(groups.values())]
+    whole = torch.stack([p.grad.full_tensor().norm() for p in parameters]).norm()
+    found = []
+    for group in given:
+        info = ranks.ParameterInfo(parameters, group)
+        found.append(float(clipping.grad_norm(gradients.collect(info), info) / whole))
+    return found
+
+
+def plain_tensor_parallel():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for number in (0, 1, 2, 3, 5):
+        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(number))
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return list(model.parameters())
+
+
+def plain_experts():
+    torch.manual_seed(0)
+    dense = torch.nn.Linear(4, 4)
+    stacked = torch.nn.Parameter(torch.randn(2, 4, 4))
+    parameters = [*dense.parameters(), stacked]
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    for number in (0, 1, 2, 3, 5):
+        optimizer.zero_grad()
+        for place in range(4):
+            generator = torch.Generator().manual_seed(4 * number + place)
+            tokens = torch.randn(3, 4, generator=generator)
+            (dense(tokens) @ stacked[place % 2]).square().mean().backward()
+        for parameter in dense.parameters():
+            parameter.grad /= 4
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+    return parameters
+
+
+def recipes(folder):
+    """The programs of docs/large_trainers.md that need processes, and a container resumed."""
+    found = []
+    with stand_ins.installed():
+        for program in programs("large_trainers.md"):
+            if "import ray" not in program and "torchtitan" not in program:
+                continue
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                names = names_of(program)
+            found.append([re.findall(r"print.*  # (.*)$", program, re.M), printed.getvalue()])
+            if "optimizers" in names:
+                optimizer, part = names["optimizers"], names["model_parts"][0]
+                saved = copy.deepcopy([optimizer.state_dict(), part.state_dict()])
+                other = names_of(program)
+                other["optimizers"].load_state_dict(saved[0])
+                other["model_parts"][0].load_state_dict(saved[1])
+                for each in (names, other):
+                    each["train_step"](torch.ones(4, 8), torch.ones(4, 1))
+                assert shown(other["optimizers"]) == shown(optimizer) == [32768.0, 0, 21]
+                assert bits(list(other["model_parts"][0].parameters())) == bits(
+                    list(part.parameters())
+                )
+    return found
+
+
+# What two processes of a group may do in one step, each in its own order.
+
+
+def left_out(optimizer):
+    if optimizer.unscale_():
+        optimizer.step()
+    else:
+        optimizer.zero_grad()
+
+
+def unscaled(optimizer, times=1):
+    for _ in range(times):
+        optimizer.unscale_()
+    optimizer.step()
+
+
+WAYS = {
+    "step": lambda optimizer: optimizer.step(),
+    "unscale": unscaled,
+    "twice": lambda optimizer: unscaled(optimizer, 2),
+    "left out": left_out,
+}
+SCALED_ON = {"both": (0, 1), "first": (0,), "last": (1,), "none": ()}
+OVERFLOW_ON = {"none": None, "first": 0, "last": 1}
+
+
+def orders(folder):
+    """Each way of the one with each way of the other: scale, counts, and what was applied."""
+    found, rank = {}, distributed.get_rank()
+    for ways, scaled_on, overflow_on, lacking, clip_norm in itertools.product(
+        itertools.product(WAYS, WAYS), SCALED_ON, OVERFLOW_ON, (None, 1), (None, 100.0)
+    ):
+        weight = torch.nn.Parameter(torch.zeros(2))
+        inner = torch.optim.SGD([weight], lr=1.0)
+        group = distributed.group.WORLD
+        optimizer = wrapped(inner, initial_scale=8.0, clip_norm=clip_norm, process_group=group)
+        if rank in SCALED_ON[scaled_on]:
+            optimizer.scale_loss(torch.ones(()))
+        if rank != lacking:
+            weight.grad = torch.full((2,), 8.0 if SCALED_ON[scaled_on] else 1.0)
+            if OVERFLOW_ON[overflow_on] == rank:
+                weight.grad[0] = torch.nan
+        with warnings.catch_warnings():
+            # That no loss was scaled.
+            warnings.simplefilter("ignore")
+            WAYS[ways[rank]](optimizer)
+        name = f"{ways} {scaled_on} {overflow_on} {lacking} {clip_norm}"
+        found[name] = [shown(optimizer), weight.tolist()]
+    return found
+
+
+def orders_of_scalers(folder):
+    """The same with the drop-in: each with or without `unscale_`."""
+    found, rank = {}, distributed.get_rank()
+    for ways, scaled_on, overflow_on, lacking in itertools.product(
+        itertools.product((False, True), repeat=2),
+        ("both", "first", "last"),
+        OVERFLOW_ON,
+        (None, 1),
+    ):
+        weight = torch.nn.Parameter(torch.zeros(2))
+        inner = torch.optim.SGD([weight], lr=1.0)
+        scaler = GradScaler("cpu", init_scale=8.0, process_group=distributed.group.WORLD)
+        if rank in SCALED_ON[scaled_on]:
+            scaler.scale(torch.ones(()))
+        if rank != lacking:
+            weight.grad = torch.full((2,), 8.0)
+            if OVERFLOW_ON[overflow_on] == rank:
+                weight.grad[0] = torch.nan
+        if ways[rank]:
+            scaler.unscale_(inner)
+        scaler.step(inner)
+        scaler.update()
+        name = f"{ways} {scaled_on} {overflow_on} {lacking}"
+        found[name] = [[scaler.get_scale(), scaler.steps_skipped, 1], weight.tolist()]
+    return found
+
+
+CASES = {
+    4: (pipeline, tensor_parallel, experts, norms),
+    2: (pipeline_resumed, recipes, orders, orders_of_scalers),
+    1: (pipeline_on_one,),
+}

@@ -1,0 +1,279 @@
+"""Several optimizers: behind one wrapper, and with one gradient scaler."""
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict as dcp
+
+import lossscale
+from frameworks.torch.support import bits, wrapped
+from lossscale.errors import AlreadyWrappedError, ArgumentError, StateDictError, UnsupportedError
+from lossscale.torch import GradScaler
+
+KINDS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+}
+if hasattr(torch.optim, "Muon"):
+    KINDS["Muon"] = lambda p: torch.optim.Muon(p, lr=0.1)
+
+PAIRS = pytest.mark.parametrize("pair", list(itertools.combinations_with_replacement(KINDS, 2)))
+BAD = [torch.inf, torch.nan]
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = torch.nn.Linear(4, 4, bias=False)
+        self.other = torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.other(self.one(x))
+
+
+def optimizers(model, pair):
+    return [
+        KINDS[kind](part.parameters()) for kind, part in zip(pair, model.children(), strict=True)
+    ]
+
+
+def loss_of(model, seed):
+    torch.manual_seed(seed)
+    return model(torch.randn(3, 4)).square().mean()
+
+
+def train(model, optimizer, seeds, *, spoil=()):
+    """Steps; in those of `spoil` the gradient of the second part has a bad number."""
+    for seed in seeds:
+        optimizer.zero_grad()
+        optimizer.scale_loss(loss_of(model, seed)).backward()
+        if seed in spoil:
+            model.other.weight.grad[-1, -1] = BAD[seed % 2]
+        optimizer.step()
+
+
+def train_plain(model, parts, seeds, clip_norm=None):
+    for seed in seeds:
+        for part in parts:
+            part.zero_grad()
+        loss_of(model, seed).backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        for part in parts:
+            part.step()
+
+
+@PAIRS
+@pytest.mark.parametrize("decide", ["host", "device"])
+def test_all_step_or_none_and_bit_equal_to_the_plain_ones(pair, decide):
+    plain = Model()
+    train_plain(plain, optimizers(plain, pair), (0, 2, 4))
+    model = Model()
+    optimizer = wrapped(optimizers(model, pair), decide=decide)
+    # The first step of a parameter is decided on by the host.
+    train(model, optimizer, range(5), spoil=(1, 3))
+    assert bits(model.state_dict()) == bits(plain.state_dict())
+    assert (int(optimizer.steps_skipped), int(optimizer.iterations)) == (2, 5)
+    assert float(optimizer.loss_scale) == 2.0**13
+
+
+@PAIRS
+def test_one_norm_for_all(pair):
+    plain = Model()
+    train_plain(plain, optimizers(plain, pair), (0, 2), clip_norm=0.01)
+    model = Model()
+    train(model, wrapped(optimizers(model, pair), clip_norm=0.01), range(3), spoil=(1,))
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+def copied(how, model, optimizer, pair):
+    """Another model and optimizer that go on from a copy."""
+    if how == "deepcopy":
+        return copy.deepcopy((model, optimizer))
+    if how == "pickle":
+        return pickle.loads(pickle.dumps((model, optimizer)))
+    other = Model()
+    other.load_state_dict(model.state_dict())
+    made = wrapped(optimizers(other, pair))
+    if how == "torch.save":
+        torch.save(optimizer.state_dict(), file := io.BytesIO())
+        file.seek(0)
+        made.load_state_dict(torch.load(file, weights_only=True))
+    elif how == "list":
+        plain = copy.deepcopy([part.state_dict() for part in optimizer])
+        made.load_state_dict(plain)
+        made.loss_scale_state.load_state_dict(optimizer.loss_scale_state.state_dict())
+    else:
+        options = dcp.StateDictOptions(flatten_optimizer_state_dict=how == "flat")
+        saved = copy.deepcopy(dcp.get_optimizer_state_dict(model, optimizer, options=options))
+        dcp.set_optimizer_state_dict(other, made, saved, options=options)
+    return other, made
+
+
+@PAIRS
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "list", "by name", "flat"])
+def test_resumed(pair, how):
+    model = Model()
+    optimizer = wrapped(optimizers(model, pair))
+    train(model, optimizer, range(3), spoil=(1,))
+    other, resumed = copied(how, model, optimizer, pair)
+    for each in ((model, optimizer), (other, resumed)):
+        train(*each, range(3, 6), spoil=(4,))
+    assert bits(other.state_dict()) == bits(model.state_dict())
+    assert resumed.loss_scale_state.state_dict() == optimizer.loss_scale_state.state_dict()
+    assert (int(resumed.steps_skipped), float(resumed.loss_scale)) == (2, 2.0**13)
+
+
+def test_plain_optimizers_load_it_by_name():
+    model = Model()
+    optimizer = wrapped(optimizers(model, ("SGD", "AdamW")))
+    train(model, optimizer, range(2))
+    other = Model()
+    parts = optimizers(other, ("SGD", "AdamW"))
+    saved = dcp.get_optimizer_state_dict(model, optimizer)
+    dcp.set_optimizer_state_dict(other, parts, saved)
+    for part, loaded in zip(optimizer.optimizers, parts, strict=True):
+        assert bits(loaded.state_dict()["state"]) == bits(part.state_dict()["state"])
+    # And what these have loaded goes into a wrapper, scale and all.
+    assert wrapped(parts).loss_scale_state.state_dict() == optimizer.loss_scale_state.state_dict()
+
+
+def test_they_are_seen_one_by_one():
+    model = Model()
+    sgd, adam = parts = optimizers(model, ("SGD", "AdamW"))
+    optimizer = wrapped(parts)
+    assert len(optimizer) == 2
+    assert list(optimizer) == optimizer.optimizers == parts
+    assert optimizer.param_groups == [*sgd.param_groups, *adam.param_groups]
+    optimizer.param_groups[1]["lr"] = 0.25
+    assert adam.param_groups[0]["lr"] == 0.25
+    train(model, optimizer, [0])
+    assert optimizer.state[model.one.weight] is sgd.state[model.one.weight]
+    assert len(optimizer.state) == 2
+    assert optimizer
+    alone = wrapped(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5))
+    assert alone
+    for call in (len, iter):
+        with pytest.raises(TypeError):
+            call(alone)
+
+
+def test_schedules_and_hooks():
+    model = Model()
+    optimizer = wrapped(parts := optimizers(model, ("SGD", "AdamW fused")))
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    schedules += [torch.optim.lr_scheduler.ExponentialLR(part, 0.5) for part in parts]
+    schedules = [lossscale.torch.guard(each, optimizer) for each in schedules]
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("all"))
+    parts[0].register_step_post_hook(lambda *_: called.append("SGD"))
+    optimizer.register_step_skipped_hook(lambda given: called.append(given.steps_skipped))
+    for seed in range(3):
+        train(model, optimizer, [seed], spoil=(1,))
+        for schedule in schedules:
+            schedule.step()
+    assert called == ["all", "SGD", 1, "all", "SGD"]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5 / 16, 0.1 / 16]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (lambda parts: [], ArgumentError, "empty"),
+        (lambda parts: [parts[0], parts[0]], ArgumentError, "0 and 1|in two"),
+        (lambda parts: [wrapped(parts[0]), parts[1]], AlreadyWrappedError, "LossScaleOptimizer"),
+        (lambda parts: [parts[0], "adam"], TypeError, "adam"),
+        (
+            lambda parts: [parts[0], torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))])],
+            UnsupportedError,
+            "LBFGS evaluates a closure",
+        ),
+    ],
+)
+def test_what_cannot_be_wrapped_together(given, error, words):
+    parts = optimizers(Model(), ("SGD", "AdamW"))
+    with pytest.raises(error, match=words):
+        wrapped(given(parts))
+
+
+def test_what_does_not_say_which_of_them():
+    optimizer = wrapped(optimizers(Model(), ("SGD", "AdamW")))
+    which = "optimizers.i..*0 is SGD, 1 is AdamW"
+    with pytest.raises(UnsupportedError, match=which):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(UnsupportedError, match=which):
+        optimizer.lr = 0.25
+    with pytest.raises(StateDictError, match="3 state dictionaries, for 2 optimizers"):
+        optimizer.load_state_dict([{}, {}, {}])
+    before = bits(optimizer.state_dict())
+    smaller = optimizer.state_dict()
+    smaller["param_groups"] = smaller["param_groups"][:1]
+    with pytest.raises(ArgumentError, match="other parameter groups"):
+        optimizer.load_state_dict(smaller)
+    assert bits(optimizer.state_dict()) == before
+
+
+# With one gradient scaler.
+
+
+def scaled_step(scaler, model, parts, seed, *, spoil=False, unscale=(0, 1), clip=False):
+    for part in parts:
+        part.zero_grad()
+    scaler.scale(loss_of(model, seed)).backward()
+    if spoil:
+        model.other.weight.grad[0, 0] = torch.nan
+    for number in unscale:
+        scaler.unscale_(parts[number])
+    if clip:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    for part in parts:
+        scaler.step(part)
+    scaler.update()
+
+
+@PAIRS
+def test_those_unscaled_together_are_all_stepped_or_none(pair):
+    plain = Model()
+    train_plain(plain, optimizers(plain, pair), (0, 2), clip_norm=0.01)
+    model, scaler = Model(), GradScaler("cpu", init_scale=8.0)
+    parts = optimizers(model, pair)
+    for seed in range(3):
+        scaled_step(scaler, model, parts, seed, spoil=seed == 1, clip=True)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+    assert (scaler.get_scale(), scaler.steps_skipped) == (4.0, 2)
+
+
+@pytest.mark.parametrize("unscale", [(), (0,), (1,)])
+def test_those_that_are_not_decide_one_by_one_as_torchs(unscale):
+    found = []
+    for make in (torch.amp.GradScaler, GradScaler):
+        model, scaler = Model(), make("cpu", init_scale=8.0)
+        parts = optimizers(model, ("SGD", "AdamW"))
+        for seed in range(3):
+            scaled_step(scaler, model, parts, seed, spoil=seed == 1, unscale=unscale)
+        found.append((bits(model.state_dict()), scaler.get_scale()))
+    assert found[0] == found[1]
+
+
+@PAIRS
+def test_a_list_is_stepped_together(pair):
+    model, scaler = Model(), GradScaler("cpu", init_scale=8.0)
+    parts = optimizers(model, pair)
+    before = bits(model.state_dict())
+    for bad in (True, False):
+        for part in parts:
+            part.zero_grad()
+        scaler.scale(loss_of(model, 0)).backward()
+        if bad:
+            model.other.weight.grad[0, 0] = torch.inf
+        scaler.step(parts)
+        scaler.update()
+        assert (bits(model.state_dict()) == before) is bad
+        assert scaler.last_step_skipped_of(parts[0]) is bad
