@@ -29,87 +29,55 @@ def batch_of(number):
     return inputs
 
 
-def on_all(mesh, array, *axes):
-    array = np.asarray(array)
-    sharding = NamedSharding(mesh, P(*axes))
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-
 def loss_fn(params, batch):
     return jnp.mean((batch @ params["w"]) ** 2)
 
 
-def step(tx, params, opt_state, batch, reduced=False):
-    _, gradients = value_and_grad(loss_fn)(opt_state, params, batch)
-    if reduced:
-        gradients = jax.lax.pmean(gradients, "data")
-    updates, opt_state = tx.update(gradients, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
+def loop(mesh, kind):
+    """A transformation and its compiled step: on global arrays, or on those of each process."""
+    axis_name = "data" if kind == "axis_name" else None
+    tx = loss_scaled(optax.adam(0.1), initial_scale=8, dynamic_growth_steps=2, axis_name=axis_name)
+
+    def step(params, opt_state, batch):
+        _, gradients = value_and_grad(loss_fn)(opt_state, params, batch)
+        if kind != "jit":
+            gradients = jax.lax.pmean(gradients, "data")
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    if kind == "jit":
+        return tx, jax.jit(step)
+    specs = {"in_specs": (P(), P(), P("data")), "out_specs": (P(), P())}
+    return tx, jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs))
 
 
-def optimizer(axis_name=None):
-    return loss_scaled(
-        optax.adam(0.1), initial_scale=8, dynamic_growth_steps=2, axis_name=axis_name
-    )
-
-
-def cases(mesh):
-    """An optimizer and the step to compile, by name."""
-
-    def mapped(axis_name, reduced):
-        tx = optimizer(axis_name)
-        return tx, jax.shard_map(
-            lambda *a: step(tx, *a, reduced=reduced),
-            mesh=mesh,
-            in_specs=(P(), P(), P("data")),
-            out_specs=(P(), P()),
-            check_vma=False,
-        )
-
-    plain = optimizer()
-    return {
-        "jit": (plain, lambda *a: step(plain, *a)),
-        "pmean": mapped(None, reduced=True),
-        "axis_name": mapped("data", reduced=True),
-    }
-
-
-def run(mesh, tx, compiled, state, numbers, after_each=lambda number, state: None):
-    scales = []
-    for number in numbers:
-        state = compiled(*state, on_all(mesh, batch_of(number), "data"))
-        scales.append(float(state[1].loss_scale))
-        after_each(number, state)
-    return scales, np.asarray(state[0]["w"].addressable_data(0)).tobytes().hex()
-
-
-def first_state(mesh, tx):
-    params = {"w": np.linspace(0, 1, 12, dtype=np.float32).reshape(4, 3)}
-    return jax.tree.map(lambda a: on_all(mesh, a), (params, tx.init(params)))
-
-
-def main(index, port, folder, run_name):
+def main(index, port, folder, run):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(index))
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def on_all(array, *axes):
+        array, sharding = np.asarray(array), NamedSharding(mesh, P(*axes))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
     path = os.path.join(folder, "state")
     checkpointer = orbax.checkpoint.StandardCheckpointer()
     found = {}
-    for name, (tx, function) in cases(mesh).items():
-        compiled, state = jax.jit(function), first_state(mesh, tx)
-        if run_name == "first":
-
-            def save(number, state, name=name):
-                if (name, number) == ("jit", SAVED_AFTER - 1):
-                    checkpointer.save(path, state)
-                    checkpointer.wait_until_finished()
-
-            found[name] = run(mesh, tx, compiled, state, range(STEPS), save)
-        elif name == "jit":
+    for kind in ("jit", "pmean", "axis_name") if run == "first" else ("jit",):
+        tx, step = loop(mesh, kind)
+        params = {"w": np.linspace(0, 1, 12, dtype=np.float32).reshape(4, 3)}
+        state, scales = jax.tree.map(on_all, (params, tx.init(params))), []
+        if run == "resumed":
             state = checkpointer.restore(path, state)
-            found[name] = run(mesh, tx, compiled, state, range(SAVED_AFTER, STEPS))
+        for number in range(0 if run == "first" else SAVED_AFTER, STEPS):
+            state = step(*state, on_all(batch_of(number), "data"))
+            scales.append(float(state[1].loss_scale))
+            if (run, kind, number) == ("first", "jit", SAVED_AFTER - 1):
+                checkpointer.save(path, state)
+                checkpointer.wait_until_finished()
+        found[kind] = scales, np.asarray(state[0]["w"].addressable_data(0)).tobytes().hex()
     print(json.dumps(found), flush=True)
-    if run_name == "first":
+    if run == "first":
         # As a machine that is taken away: nothing is closed.
         os.kill(os.getpid(), signal.SIGKILL)
     checkpointer.close()

@@ -28,9 +28,6 @@ powers = st.builds(lambda exponent: 2.0**exponent, st.integers(-8, 24))
 steps = st.lists(st.booleans(), min_size=8, max_size=16)
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 def ours(rule, opt_state, verdicts):
     """The scales and counters that our optimizer goes through."""
     tx, found = loss_scaled(INNER, rule=rule), []

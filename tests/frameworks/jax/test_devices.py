@@ -22,9 +22,6 @@ SHAPES = {"w": (4, 2048), "b": (8,)}
 SCALES = [8.0, 4.0, 4.0, 8.0]
 
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 def first_params():
     return {name: jnp.ones(shape) / 8 for name, shape in SHAPES.items()}
 
@@ -138,17 +135,6 @@ def shard_mapped(tx, layout, reduced_over, check_vma):
     return run(compiled, first_params(), opt_state)
 
 
-@pytest.mark.parametrize("axis_name", [None, "data"])
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_with_replicated_parameters(check_vma, axis_name, on_one_device):
-    # With the check on, JAX has summed the gradients of what is replicated already.
-    reduced_over = None if check_vma else "data"
-    found = shard_mapped(optimizer(axis_name), "replicated", reduced_over, check_vma)
-    assert found[1] == SCALES
-    if reduced_over:
-        check(found, on_one_device)
-
-
 INNERS = {
     "adamw": lambda: optax.adamw(1e-2),
     "MultiSteps": lambda: optax.MultiSteps(optax.adamw(1e-2), 1),
@@ -156,13 +142,27 @@ INNERS = {
 
 
 @pytest.mark.parametrize(
-    ("check_vma", "name"), [(True, "adamw"), (True, "MultiSteps"), (False, "MultiSteps")]
+    ("layout", "axis_name", "check_vma", "name"),
+    [
+        ("replicated", None, True, "adamw"),
+        ("replicated", None, False, "adamw"),
+        ("replicated", "data", True, "adamw"),
+        ("replicated", "data", False, "adamw"),
+        ("sharded", "data", True, "adamw"),
+        ("sharded", "data", True, "MultiSteps"),
+        ("sharded", "data", False, "MultiSteps"),
+    ],
 )
-def test_shard_map_with_sharded_parameters(check_vma, name):
-    tx = optimizer("data", INNERS[name]())
-    _, scales, opt_state = shard_mapped(tx, "sharded", None, check_vma)
+def test_shard_map(layout, axis_name, check_vma, name, on_one_device):
+    # With the check on, JAX has summed the gradients of what is replicated already.
+    reduced_over = "data" if layout == "replicated" and not check_vma else None
+    tx = optimizer(axis_name, INNERS[name]())
+    found = shard_mapped(tx, layout, reduced_over, check_vma)
+    _, scales, opt_state = found
     assert scales == SCALES
     assert on_every_device(opt_state.skipped_steps) == 1
+    if reduced_over:
+        check(found, on_one_device)
 
 
 def test_devices_that_would_part_are_an_error():

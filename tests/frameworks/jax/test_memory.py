@@ -10,6 +10,9 @@ import pytest
 
 from lossscale.optax import loss_scaled
 
+# What a program takes is known once it is optimized.
+pytestmark = pytest.mark.usefixtures("optimized")
+
 MEBIBYTE = 2**20
 SHAPES = {"one": [(2**20,)], "several": [(2**18,), (256, 1024), (2**15,), (100,), (100,)]}
 

@@ -10,8 +10,6 @@ from flax import nnx
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.optax import Monitor, loss_scaled, scale_loss, value_and_grad
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 TX = loss_scaled(optax.sgd(0.5), initial_scale=8)
 PARAMS = {"w": jnp.ones(2)}
 STATE = TX.init(PARAMS)
@@ -111,11 +109,6 @@ def test_a_monitor_is_given_what_the_step_returned():
         monitor.step(opt_state)
     monitor.step(after)
     assert monitor.last_record.step == 1
-
-
-def test_the_states_of_two_optimizers_are_not_one():
-    with pytest.raises(ArgumentError, match="Of several optimizers pass the state of one"):
-        value_and_grad(loss_fn)({"generator": STATE, "critic": STATE}, PARAMS)
 
 
 def test_a_model_with_functions_in_it_may_be_the_parameters():

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
 from optax import contrib
 
 import lossscale
@@ -11,11 +13,25 @@ from frameworks.jax import inner_transformations as inner
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
 from lossscale.optax import loss_scale, loss_scaled, scale_loss, unscale, value_and_grad
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def wrapped():
     return loss_scaled(optax.sgd(0.1), initial_scale=8)
+
+
+def clipped():
+    return optax.chain(optax.clip_by_global_norm(1.0), wrapped())
+
+
+def check_refused(opt_state, error, message):
+    """That each function that is given a state refuses this one."""
+    for helper in (
+        lambda: loss_scale(opt_state),
+        lambda: scale_loss(opt_state, jnp.float32(1.0)),
+        lambda: unscale(opt_state, inner.gradients()),
+        lambda: value_and_grad(lambda p: p["b"].sum())(opt_state, inner.params()),
+    ):
+        with pytest.raises(error, match=message):
+            helper()
 
 
 WRONG = {
@@ -24,7 +40,7 @@ WRONG = {
         wrapped(), 2, should_skip_update_fn=optax.skip_not_finite
     ),
     "ApplyIfFinite": lambda: optax.apply_if_finite(wrapped(), 2),
-    "chain has it in place 1": lambda: optax.chain(optax.clip_by_global_norm(1.0), wrapped()),
+    "chain has it in place 1": clipped,
     "chain has it in place 0": lambda: optax.chain(wrapped(), optax.ema(0.9)),
     "chain has it in place 0 of 2": lambda: optax.chain(wrapped(), optax.add_decayed_weights(0.1)),
     "Masked": lambda: optax.masked(wrapped(), inner.MASK),
@@ -37,40 +53,43 @@ WRONG = {
     "ConditionallyTransform": lambda: optax.conditionally_transform(
         wrapped(), lambda step: step > 0
     ),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(
+    "chain, in inject_hyperparams": lambda: optax.inject_hyperparams(
         lambda rate: optax.chain(optax.scale(rate), wrapped())
     )(rate=0.1),
 }
 """What stands in the message, up to a comma, and an optimizer in a wrong order."""
 
+OUTSIDE = r"{}.*Put loss_scaled outside"
+
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_order_is_refused_by_the_helpers(case):
-    tx = WRONG[case]()
-    opt_state = tx.init(inner.params())
-    culprit = "chain" if case == "inject_hyperparams" else case.partition(",")[0]
-    for helper in (
-        lambda: loss_scale(opt_state),
-        lambda: scale_loss(opt_state, jnp.float32(1.0)),
-        lambda: unscale(opt_state, inner.gradients()),
-        lambda: value_and_grad(lambda p: p["b"].sum())(opt_state, inner.params()),
+def test_a_wrong_order_is_refused(case):
+    message = OUTSIDE.format(case.partition(",")[0])
+    check_refused(WRONG[case]().init(inner.params()), ArgumentError, message)
+
+
+def test_what_is_not_the_state_of_one_optimizer_is_refused():
+    params = inner.params()
+    synced, model = optax.LookaheadParams.init_synced(params), nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    twice = optax.multi_transform({"matrix": wrapped(), "vector": wrapped()}, inner.LABELS)
+    train_state = TrainState.create(apply_fn=None, params=params, tx=clipped())
+    state, of_nnx = wrapped().init(params), nnx.Optimizer(model, clipped(), wrt=nnx.Param).opt_state
+    for wrong, message in (
+        (optax.lookahead(wrapped(), 2, 0.5).init(synced), OUTSIDE.format("Lookahead ")),
+        (train_state, OUTSIDE.format(r"optax\.chain")),
+        (of_nnx, OUTSIDE.format(r"optax\.chain")),
+        (twice.init(params), "2 loss scales.*put loss_scaled outside"),
+        ({"generator": state, "critic": state}, "Of several optimizers pass the state of one"),
+        ({"generator": state}, "Pass that one"),
     ):
-        with pytest.raises(ArgumentError, match=culprit) as caught:
-            helper()
-        assert "Put loss_scaled outside" in str(caught.value)
-
-
-def test_lookahead_around_it_is_refused():
-    tx = optax.lookahead(wrapped(), 2, 0.5)
-    params = optax.LookaheadParams.init_synced(inner.params())
-    with pytest.raises(ArgumentError, match=r"Lookahead .*Put loss_scaled outside"):
-        loss_scale(tx.init(params))
-
-
-def test_several_scales_are_refused():
-    tx = optax.multi_transform({"matrix": wrapped(), "vector": wrapped()}, inner.LABELS)
-    with pytest.raises(ArgumentError, match=r"2 loss scales.*put loss_scaled outside"):
-        loss_scale(tx.init(inner.params()))
+        check_refused(wrong, ArgumentError, message)
+    for wrong, message in (
+        (optax.sgd(0.1).init(params), r"tx = lossscale\.optax\.loss_scaled\(inner\)"),
+        (params, "Received: a dict"),
+        (wrapped(), "the optimizer and not its state"),
+        (None, "Received: None"),
+    ):
+        check_refused(wrong, ArgumentTypeError, message)
 
 
 RIGHT = {
@@ -86,20 +105,6 @@ RIGHT = {
 @pytest.mark.parametrize("case", RIGHT)
 def test_what_changes_nothing_may_be_around_it(case):
     assert float(loss_scale(RIGHT[case]().init(inner.params()))) == 8.0
-
-
-def test_the_state_of_something_else_is_refused():
-    params = inner.params()
-    for wrong, message in (
-        (optax.sgd(0.1).init(params), r"tx = lossscale\.optax\.loss_scaled\(inner\)"),
-        (params, "Received: a dict"),
-        (wrapped(), "the optimizer and not its state"),
-        (None, "Received: None"),
-    ):
-        with pytest.raises(ArgumentTypeError, match=message):
-            scale_loss(wrong, jnp.float32(1.0))
-    with pytest.raises(ArgumentError, match="Pass that one"):
-        loss_scale({"generator": wrapped().init(params)})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +41,6 @@ def filled_like(value, leaf):
 # Nothing is made smaller: op by op an example takes a second, and they are small as drawn.
 @settings(max_examples=25, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(tree=TREES, rule=dynamic_scales(), data=st.data())
-@pytest.mark.usefixtures("compiled_quickly")
 def test_any_tree_and_any_sequence(tree, rule, data):
     """Op by op, where nothing is rounded otherwise, with bare momentum and the oracle beside it."""
     leaves = jax.tree.leaves(tree, is_leaf=is_leaf)

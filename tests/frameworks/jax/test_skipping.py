@@ -11,8 +11,6 @@ from frameworks.jax import inner_transformations as inner
 from frameworks.jax.inner_transformations import INNER
 from frameworks.jax.support import bits, scaled, signature, spoiled
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 SCALE = 2.0**15
 # With sums and products of matrices; tests/conformance has ten more that are optimized.
 OPTIMIZED = ("adafactor", "muon")

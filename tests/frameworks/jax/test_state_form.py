@@ -12,8 +12,6 @@ from jax import export
 import lossscale.optax
 from lossscale.errors import ArgumentError
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 GOOD, BAD = jnp.full(2, 0.5), jnp.full(2, jnp.nan)
 COMPILED = pytest.mark.parametrize("compiled", [True, False], ids=["jit", "eager"])
 
