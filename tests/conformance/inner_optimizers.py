@@ -39,7 +39,6 @@ MISSING = {
     "torch": {"accumulation": "PyTorch accumulates gradients in the loop"},
     "torch-device": {
         "accumulation": "PyTorch accumulates gradients in the loop",
-        "clipvalue": "there is no fused RMSprop",
         "ema": _NO_HOOKS,
         "schedule": _NO_HOOKS,
     },

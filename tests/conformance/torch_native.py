@@ -60,7 +60,7 @@ def inner_optimizers(fused: bool) -> dict[str, Callable[[Sequence[Any]], Any]]:
     """Returns what makes each optimizer to wrap of a list of parameters, by the suite's names.
 
     Args:
-        fused: Whether they are fused ones; those that have no such implementation are left out.
+        fused: Whether they are fused ones, where there are such.
     """
     flag: dict[str, Any] = {"fused": True} if fused else {}
 
@@ -78,14 +78,15 @@ def inner_optimizers(fused: bool) -> dict[str, Callable[[Sequence[Any]], Any]]:
         "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, **flag),
         "adamw-clipnorm": adamw,
         "global_clipnorm": sgd(0.5),
+        # This one cannot skip by itself, and is taken back.
+        "clipvalue": lambda parameters: _clipping(_each_value)(
+            torch.optim.RMSprop(parameters, lr=0.1)
+        ),
     }
     if fused:
         return found
     return {
         **found,
-        "clipvalue": lambda parameters: _clipping(_each_value)(
-            torch.optim.RMSprop(parameters, lr=0.1)
-        ),
         "ema": lambda parameters: _averaged(sgd(0.5, momentum=0.9)(parameters)),
         "schedule": lambda parameters: _scheduled(sgd(0.5)(parameters)),
     }

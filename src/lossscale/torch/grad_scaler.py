@@ -76,8 +76,8 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: The lowest loss scale, dimensionless; None stands for 2**-126.
         max_scale: The highest, dimensionless; None stands for 2**126.
         process_group: A process group, or a list of them, whose processes have to agree on each
-            step. None derives them from the parameters: those of every mesh dimension that a
-            DTensor is sharded over, and none otherwise.
+            step, beside those of every mesh dimension that a parameter, a DTensor, is sharded over.
+            `[]` stands for none at all.
 
     Raises:
         ScalerArgumentError: If a value cannot be used. It is a `ValueError` and an

@@ -15,7 +15,7 @@ from lossscale.diagnostics.records import NonfiniteTensor
 from lossscale.errors import ArgumentTypeError
 from lossscale.torch.exponents import count_bins, on_host
 from lossscale.torch.ranks import local
-from lossscale.torch.scaling import real_parts
+from lossscale.torch.scaling import CPU, real_parts
 
 
 class Notes(NotesOfVariables):
@@ -127,7 +127,7 @@ def _nonfinite(gradient: Any) -> Any:
     """How many elements are infinite and how many are NaN, int64 of shape (2,)."""
     parts = real_parts(gradient)
     if not parts:
-        return torch.zeros(2, dtype=torch.int64)
+        return torch.zeros(2, dtype=torch.int64, device=CPU)
     return torch.stack([test(parts[0]).sum() for test in (torch.isinf, torch.isnan)])
 
 

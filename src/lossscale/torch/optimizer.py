@@ -80,11 +80,12 @@ class TorchLossScaleOptimizer(
         clip_norm: The largest 2-norm of all unscaled gradients together; larger ones are scaled
             down to it, as by `torch.nn.utils.clip_grad_norm_`. None for no clipping.
         process_group: A `torch.distributed.ProcessGroup`, or a list of them, whose processes skip
-            a step together. None derives the groups from parameters that are DTensors; with
-            `DistributedDataParallel` none is needed.
+            a step together, beside the groups that are derived from parameters that are DTensors.
+            With `DistributedDataParallel` none is needed; `[]` stands for none at all.
         decide: "host" or "device". On the host the verdict is waited for, so that a step that is
             skipped is not made, and nobody is told otherwise. On the device nothing is waited for:
-            a fused optimizer is handed the verdict and skips by itself.
+            a fused optimizer is handed the verdict and skips by itself, and the step of any other
+            is taken back, for the memory of its parameters and their state once more.
         name: The optimizer's name.
 
     Raises:
@@ -738,7 +739,12 @@ def _check_inner(inner: Any, is_one_of_several: bool = False) -> None:
             f"divided twice. Wrap the optimizer inside it. Received: {inner!r}."
         )
     if not isinstance(inner, torch.optim.Optimizer):
-        raise ArgumentTypeError(registry.not_an_optimizer(inner))
+        hint = " That is a class; call it." if isinstance(inner, type) else ""
+        raise ArgumentTypeError(
+            "The optimizer to wrap must be a torch.optim.Optimizer, an instance such as "
+            "torch.optim.AdamW(model.parameters()), or a list of them. Received: "
+            f"{inner!r} of type {type(inner).__name__}.{hint}"
+        )
     check_not_wrapped(inner)
     fused.check_signature(inner)
     if is_one_of_several and fused.demands_closure(inner):
