@@ -3,7 +3,6 @@
 Every test runs on both documented classes.
 """
 
-import copy
 import json
 
 import keras
@@ -12,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import lossscale
-from documents.forms import CURRENT, INF, assert_same, everything, number, overflow, sgd
+from documents.forms import INF, assert_same, everything, number, overflow, sgd
 
 # --- inner_optimizer, dynamic, initial_scale, dynamic_growth_steps, dynamic_counter, loss_scale -
 
@@ -500,27 +499,3 @@ def test_from_config_takes_classes_of_ones_own(form):
 def test_from_config_of_something_else_is_a_value_error(form, wrong):
     with pytest.raises(ValueError, match="configuration has a key"):
         form.cls.from_config(wrong)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {
-            "optimizer": {"class_name": "SGD", "config": {"learning_rate": 0.25}},
-            "loss_scale": {"class_name": "FixedLossScale", "config": {"loss_scale_value": 8.0}},
-        },
-        {
-            "inner_optimizer": {"class_name": "SGD", "config": {"learning_rate": 0.25}},
-            "dynamic": False,
-            "initial_scale": 8.0,
-            "dynamic_growth_steps": None,
-        },
-    ],
-    ids=["2.0", "2.4"],
-)
-def test_the_current_class_reads_both_generations_of_configurations(config):
-    before = copy.deepcopy(config)
-    optimizer = CURRENT.cls.from_config(config)
-    assert (optimizer.dynamic, optimizer.initial_scale) == (False, 8.0)
-    assert optimizer.learning_rate == 0.25
-    assert config == before
