@@ -5,6 +5,7 @@ Ours is on Keras 3, or on tf_keras around optimizers of both families.
 
 import atexit
 import functools
+import itertools
 import pathlib
 import shutil
 import tempfile
@@ -96,25 +97,23 @@ def test_tensorflow_itself_restores_it_into_ours(path, family):
     status.assert_existing_objects_matched()
 
 
-@pytest.mark.parametrize("path", FIXED, ids=path_id)
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_file_with_a_fixed_scale_leaves_ours(path, dynamic, target):
+@pytest.mark.parametrize(
+    ("path", "target", "dynamic"),
+    [
+        *itertools.product(FIXED, TARGETS, [False, True]),
+        *itertools.product(DYNAMIC, TARGETS, [False]),
+    ],
+    ids=lambda value: path_id(value) if isinstance(value, pathlib.Path) else None,
+)
+def test_a_scale_stays_if_it_is_fixed_in_the_file_or_here(path, target, dynamic):
     v = tf.Variable([5.0], name="v")
     optimizer = sgd_elsewhere(target, dynamic=dynamic, initial_scale=32.0)
-    restore_checkpoint(path, optimizer=optimizer, v=v)
+    restored = restore_checkpoint(path, optimizer=optimizer, v=v)
+    assert restored.left == (("loss_scale",) if path in DYNAMIC else ())
     np.testing.assert_allclose(v.numpy(), [0.8])
     np.testing.assert_allclose(momentum_of(optimizer, v), [-0.2])
     assert support.number(optimizer.iterations) == 1
     assert support.number(optimizer.loss_scale) == 32.0
-
-
-@pytest.mark.parametrize("path", DYNAMIC, ids=path_id)
-def test_a_fixed_scale_stays_whatever_the_file_has(path):
-    optimizer = sgd_elsewhere(dynamic=False, initial_scale=32.0)
-    restored = restore_checkpoint(path, optimizer=optimizer, v=tf.Variable([5.0]))
-    assert support.number(optimizer.loss_scale) == 32.0
-    assert restored.left == ("loss_scale",)
 
 
 def test_a_slot_is_made_that_the_settings_of_ours_do_not_ask_for():
@@ -291,31 +290,28 @@ def test_a_schedule_of_ours_stays(tmp_path):
     assert support.number(optimizer.learning_rate) == 0.125
 
 
-def test_skipped_steps_are_counted_as_tensorflow_counted_them(tmp_path):
-    witness = WITNESS(tf_keras.optimizers.legacy.SGD(0.1, momentum=0.9), initial_scale=16.0)
+@pytest.mark.parametrize(
+    ("wrap", "family", "target", "applied"),
+    [
+        # TensorFlow counts a skipped step among the iterations, and nowhere else.
+        (WITNESS, "legacy", "keras", 3),
+        (lossscale.LossScaleOptimizer, "legacy", "legacy", 2),
+        (lossscale.LossScaleOptimizer, "new", "new", 2),
+    ],
+    ids=["theirs", "ours-legacy", "ours-new"],
+)
+def test_skipped_steps_are_counted_as_in_the_file(wrap, family, target, applied, tmp_path):
+    theirs = wrap(FAMILIES[family].SGD(0.1, momentum=0.9), initial_scale=16.0)
     w, u = support.tf_variables()
-    support.train(witness, [w, u], 2)
-    witness.apply_gradients([(tf.fill((2, 2), np.inf), w), (tf.zeros((2, 2)), u)])
-    path = tf.train.Checkpoint(optimizer=witness, w=w, u=u).save(str(tmp_path / "ck"))
-    optimizer = sgd_elsewhere()
+    support.train(theirs, [w, u], 2)
+    theirs.minimize(lambda: tf.reduce_sum(w * u) * np.inf, [w, u])
+    path = tf.train.Checkpoint(optimizer=theirs, w=w, u=u).save(str(tmp_path / "ck"))
+    optimizer = sgd_elsewhere(target)
     restored(path, optimizer)
     assert support.number(optimizer.iterations) == 3
-    assert support.number(optimizer.inner_optimizer.iterations) == 3
-    assert support.number(optimizer.steps_skipped) == 0
+    assert support.number(optimizer.inner_optimizer.iterations) == applied
+    assert support.number(optimizer.steps_skipped) == 3 - applied
     assert support.number(optimizer.loss_scale) == 8.0
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_file_of_ours_keeps_its_skips(family, tmp_path):
-    (w, u), ours = support.tf_variables(), sgd_elsewhere(family)
-    support.train(ours, [w, u], 2)
-    ours.minimize(lambda: tf.reduce_sum(w * u) * np.inf, [w, u])
-    path = tf.train.Checkpoint(optimizer=ours, w=w, u=u).save(str(tmp_path / "ck"))
-    optimizer = sgd_elsewhere(family)
-    restored(path, optimizer)
-    assert int(optimizer.steps_skipped) == 1
-    assert int(optimizer.iterations) == 3
-    assert int(optimizer.inner_optimizer.iterations) == 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -479,7 +475,7 @@ def test_a_model_that_is_not_built_or_another_one():
 # --- Where a checkpoint is ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["prefix", "index", "data", "folder", "converted"])
+@pytest.mark.parametrize("form", ["prefix", "index", "data", "folder", "converted", "SavedModel"])
 def test_the_ways_to_name_a_checkpoint(form, tmp_path):
     source = tf.train.Checkpoint(v=tf.Variable([2.5]), optimizer=WITNESS(tf_keras.optimizers.SGD()))
     path = source.save(str(tmp_path / "ck"))
@@ -489,22 +485,18 @@ def test_the_ways_to_name_a_checkpoint(form, tmp_path):
         "data": f"{path}.data-00000-of-00001",
         "folder": tmp_path,
         "converted": tmp_path / "new.h5",
+        "SavedModel": tmp_path / "saved",
     }[form]
     if form == "converted":
         migrate_file(path, named)
         for old in tmp_path.glob("ck*"):
             old.unlink()
+    if form == "SavedModel":
+        module = tf.Module()
+        module.v = source.v
+        tf.saved_model.save(module, str(named))
     v = tf.Variable([0.0])
     restore_checkpoint(named, v=v)
-    assert v.numpy() == [2.5]
-
-
-def test_a_saved_model_is_a_checkpoint_too(tmp_path):
-    module = tf.Module()
-    module.v = tf.Variable([2.5])
-    tf.saved_model.save(module, str(tmp_path / "saved"))
-    v = tf.Variable([0.0])
-    restore_checkpoint(tmp_path / "saved", v=v)
     assert v.numpy() == [2.5]
 
 

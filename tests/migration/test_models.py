@@ -186,21 +186,6 @@ def test_files_of_keras_3(kind, form, tmp_path):
     assert_go_on(mine, theirs, steps=2)
 
 
-@pytest.mark.parametrize("form", ["h5", "keras"])
-def test_a_model_with_layers_that_keras_3_reads_otherwise(form, tmp_path):
-    theirs = support.sequential(tf_keras)
-    theirs.compile(WITNESS(tf_keras.optimizers.Adam(0.01)), "mse")
-    support.fit(theirs, 2)
-    path = tmp_path / f"model.{form}"
-    save(theirs, path)
-    content = path.read_bytes()
-    mine = load_model(path)
-    assert path.read_bytes() == content
-    x, _ = support.data(3, 2)
-    np.testing.assert_allclose(mine(x), theirs(x), rtol=1e-5)
-    assert_go_on(mine, theirs, steps=2, rtol=1e-2, atol=1e-4)
-
-
 def as_policy_of_2_3(text):
     """A layer's policy as TensorFlow 2.1 to 2.3 wrote it, with a loss scale."""
     loss_scale = {"class_name": "DynamicLossScale", "config": {"initial_loss_scale": 32768.0}}
@@ -232,13 +217,6 @@ def test_a_model_in_mixed_precision(form, policy, tmp_path):
     assert [layer.compute_dtype for layer in mine.layers] == ["float16"] * 3
     assert [v.dtype for v in mine.trainable_variables] == ["float32"] * 6
     assert_go_on(mine, theirs, steps=2, rtol=5e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", ["model.bin", "model"])
-def test_the_name_of_the_file_does_not_matter(name, tmp_path):
-    path = tmp_path / name
-    path.write_bytes(H5[0].read_bytes())
-    assert support.number(load_model(path).optimizer.iterations) == 1
 
 
 @pytest.mark.parametrize("form", ["h5", "keras"])
@@ -284,33 +262,19 @@ def changed(tmp_path, change):
     return path
 
 
-def drop(name):
-    return lambda file: file.attrs.__delitem__(name)
-
-
 def rewrite(text, other):
     def change(file):
         training = file.attrs["training_config"]
-        training = training.decode() if isinstance(training, bytes) else training
         assert text in training
         file.attrs["training_config"] = training.replace(text, other)
 
     return change
 
 
-def with_optimizer(change):
-    """Another description of the optimizer, or none."""
-
-    def change_file(file):
-        training = json.loads(file.attrs["training_config"])
-        change(training)
-        file.attrs["training_config"] = json.dumps(training)
-
-    return change_file
-
-
-def unwrap(training):
+def without_wrapper(file):
+    training = json.loads(file.attrs["training_config"])
     training["optimizer_config"] = training["optimizer_config"]["config"]["inner_optimizer"]
+    file.attrs["training_config"] = json.dumps(training)
 
 
 def one_array_less(file):
@@ -326,10 +290,16 @@ def another_shape(file):
 
 
 BROKEN = {
-    "model_config": (drop("model_config"), "no `model_config` and no optimizer"),
-    "training_config": (drop("training_config"), "without its training configuration"),
-    "no optimizer": (with_optimizer(lambda t: t.pop("optimizer_config")), "names no optimizer"),
-    "plain": (with_optimizer(unwrap), "the optimizer, SGD, has no loss scaling"),
+    "model_config": (
+        lambda file: file.attrs.__delitem__("model_config"),
+        "no `model_config` and no optimizer",
+    ),
+    "training_config": (
+        lambda file: file.attrs.__delitem__("training_config"),
+        "without its training configuration",
+    ),
+    "no optimizer": (rewrite('"optimizer_config"', '"nothing"'), "names no optimizer"),
+    "plain": (without_wrapper, "the optimizer, SGD, has no loss scaling"),
     "unknown": (rewrite('"SGD", "config"', '"Unheard", "config"'), "'Unheard'"),
     "setting": (rewrite('"nesterov"', '"warp"'), "warp"),
     "scale": (rewrite('"initial_scale": 8.0', '"initial_scale": -8.0'), "`initial_scale`"),

@@ -1,7 +1,5 @@
 """A SavedModel of Keras 2 restored into a model: every weight in its own layer, or an error."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -114,12 +112,6 @@ def filled(model, seed):
     return model
 
 
-@functools.cache
-def made(name, module, whose):
-    """The model of a name, made once: what the tests change is set anew by each."""
-    return MODELS[name][0](module)
-
-
 def frozen_in(model, names):
     """The model with these of its layers frozen and all others free."""
     for layer in model.layers:
@@ -172,33 +164,22 @@ def test_a_real_saved_model(name, module, frozen):
 # --- Every kind of layer, frozen or not -----------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["free", "frozen"])
-def then_frozen(request):
-    return request.param
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def saved(request, then_frozen, tmp_path_factory):
-    """A SavedModel that tf_keras wrote, and the model that it was written of."""
-    name = request.param
-    _, frozen, *shapes = MODELS[name]
-    model = filled(made(name, tf_keras, "theirs"), 1)
-    frozen_in(model, frozen if then_frozen else ())
-    folder = tmp_path_factory.mktemp("saved") / name
-    # Without the functions, which take most of the time; what is stored of the layers is the same.
-    tf_keras.models.save_model(model, folder, save_format="tf", save_traces=False)
-    return folder, model, name, frozen, shapes
-
-
-@pytest.mark.parametrize("module", [keras, tf_keras], ids=["keras", "tf_keras"])
-def test_every_weight_lands_in_its_layer(saved, then_frozen, module):
-    folder, theirs, name, frozen, shapes = saved
-    mine = filled(made(name, module, "mine"), 2)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_weight_lands_in_its_layer(name, tmp_path):
+    make, frozen, *shapes = MODELS[name]
+    theirs = filled(make(tf_keras), 1)
+    models = {module.__name__: make(module) for module in (keras, tf_keras)}
     # What was frozen then is free now, and the other way round.
-    frozen_in(mine, () if then_frozen else frozen)
-    restored = restore_checkpoint(folder, root=mine)
-    assert restored.variables == len(theirs.weights)
-    assert_same(mine, theirs, shapes)
+    for then, now in ((frozen, ()), ((), frozen)):
+        folder = tmp_path / ("frozen" if then else "free")
+        # Without the functions, which take most of the time; what is stored of the layers is the
+        # same.
+        frozen_in(theirs, then).save(folder, save_format="tf", save_traces=False)
+        for library, mine in models.items():
+            frozen_in(filled(mine, 2), now)
+            restored = restore_checkpoint(folder, root=mine)
+            assert restored.variables == len(theirs.weights), (library, folder.name)
+            assert_same(mine, theirs, shapes)
 
 
 @pytest.mark.parametrize(
