@@ -145,29 +145,18 @@ def test_the_backend_of_keras(monkeypatch, tmp_path, variable, content, expected
     assert (backend, source.rpartition("/")[2]) == expected
 
 
-def command(tmp_path, monkeypatch, script):
-    path = tmp_path / "nvidia-smi"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-
 def test_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment.gpus() is None
-    command(tmp_path, monkeypatch, "echo 'NVIDIA H200'; echo 'NVIDIA H200'")
+    command = tmp_path / "nvidia-smi"
+    command.touch(0o755)
+    command.write_text("#!/bin/sh\necho 'NVIDIA H200'; echo 'NVIDIA H200'\n")
     assert environment.gpus() == ["NVIDIA H200", "NVIDIA H200"]
-    command(tmp_path, monkeypatch, "echo 'no driver' >&2; exit 9")
+    command.write_text("#!/bin/sh\necho 'no driver' >&2; exit 9\n")
     assert environment.gpus() == []
 
 
 SHELL = environment.SHELLS[1]
-
-
-def broken(tmp_path, monkeypatch, line):
-    (tmp_path / "keras.py").write_text(line + "\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return take_trial_step(SHELL)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +169,9 @@ def broken(tmp_path, monkeypatch, line):
     ids=["import error", "crash", "exit"],
 )
 def test_a_broken_package_is_one_line(tmp_path, monkeypatch, line, error):
-    result = broken(tmp_path, monkeypatch, line)
+    (tmp_path / "keras.py").write_text(f"{line}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = take_trial_step(SHELL)
     assert error in result["error"]
     assert "\n" not in result["error"]
     assert result["devices"] == []
