@@ -80,14 +80,6 @@ def test_a_loss_scale_is_abstract():
         LossScale()
 
 
-@pytest.mark.parametrize("make", [lambda: FixedLossScale(8), lambda: DynamicLossScale(8)])
-def test_calling_it_returns_a_float32_scalar_tensor(stepped, make):
-    loss_scale = make()
-    value = stepped(lambda: loss_scale())()
-    assert tf.is_tensor(value)
-    assert (value.dtype, value.shape, float(value)) == (tf.float32, (), 8.0)
-
-
 @pytest.mark.parametrize("gradients", [_GOOD, _BAD, [], [None]])
 def test_a_fixed_loss_scale_stays_and_applies_every_step(gradients):
     loss_scale = FixedLossScale(8)

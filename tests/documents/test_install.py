@@ -247,7 +247,7 @@ def test_a_subclass_of_an_installed_name_has_its_own_methods_and_the_inherited_o
     assert gradient == 2.0
 
 
-def test_objects_made_under_the_names_go_on_working_afterwards(var, loss_fn, tmp_path):
+def test_objects_made_under_the_names_go_on_working_afterwards(var, loss_fn):
     with lossscale.install():
         current = tf.keras.mixed_precision.LossScaleOptimizer(sgd())
         older = tf.keras.mixed_precision.experimental.LossScaleOptimizer(sgd(), "dynamic")
@@ -258,12 +258,6 @@ def test_objects_made_under_the_names_go_on_working_afterwards(var, loss_fn, tmp
     older.minimize(loss_fn, [var])
     assert var.numpy() == 0.125
     assert older.loss_scale() == 2.0**15
-
-    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
-    model.compile(older, "mse")
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
-    assert isinstance(loaded.optimizer, experimental.LossScaleOptimizer)
 
 
 _USES_THE_NAMES = """

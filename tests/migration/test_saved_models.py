@@ -265,6 +265,12 @@ def test_what_does_not_fit_is_named(name, module):
     support.assert_equal(model.get_weights(), before)
 
 
+def test_a_model_that_is_not_built_has_no_layers_with_weights():
+    model = keras.Sequential([keras.layers.Dense(5) for _ in range(4)])
+    with pytest.raises(OldFileError, match="4 layers with weights, this one has 0"):
+        restore_checkpoint(ZOO / "eq", root=model)
+
+
 def test_names_decide_about_layers_in_another_order():
     layers = keras.layers
     inputs = layers.Input((5,))
