@@ -15,7 +15,6 @@ import two_devices
 from documents.forms import assert_same, everything, sgd
 from lossscale import experimental
 from lossscale.experimental import DynamicLossScale, FixedLossScale, LossScale
-from lossscale.experimental.loss_scale import serialize
 from seeding import seed
 
 _GOOD = [1.0]
@@ -420,25 +419,6 @@ def test_a_loss_scale_of_ones_own_that_keras_knows_needs_no_custom_objects(tmp_p
 
 
 # --- Configurations of other releases -----------------------------------------------------------
-
-_SGD = {"class_name": "SGD", "config": {"name": "SGD", "learning_rate": 0.25}}
-
-
-@pytest.mark.parametrize("loss_scale", [DynamicLossScale(8, 3), FixedLossScale(8)], ids=repr)
-@pytest.mark.parametrize("release", ["2.0", "2.4"])
-def test_configurations_of_every_release_are_read(release, loss_scale):
-    if release == "2.0":
-        config = {"optimizer": _SGD, "loss_scale": serialize(loss_scale)}
-    else:
-        steps = getattr(loss_scale, "increment_period", None)
-        config = {"inner_optimizer": _SGD, "dynamic": steps is not None}
-        config |= {"initial_scale": 8.0, "dynamic_growth_steps": steps}
-    before = copy.deepcopy(config)
-    optimizer = experimental.LossScaleOptimizer.from_config(config)
-    assert config == before
-    assert type(optimizer.loss_scale) is type(loss_scale)
-    assert optimizer.loss_scale.get_config() == loss_scale.get_config()
-    assert optimizer.learning_rate == 0.25
 
 
 def test_the_current_class_writes_configurations_that_this_one_reads():

@@ -111,10 +111,15 @@ def assert_sgd(optimizer, rule):
 
 @pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize("outer", OUTERS)
-def test_from_config_reads_every_era(outer, inner):
+def test_from_config_of_both_classes_reads_every_era(outer, inner):
     written, rule = config(outer, inner)
     before = json.dumps(written)
     assert_sgd(KerasLossScaleOptimizer.from_config(written), rule)
+    older = type(experimental.LossScaleOptimizer(keras.optimizers.SGD(), "dynamic"))
+    optimizer = older.from_config(written)
+    assert_sgd(optimizer, rule)
+    assert isinstance(optimizer, older)
+    assert optimizer.loss_scale() == 8.0
     assert json.dumps(written) == before, "the caller's dictionary was changed"
 
 

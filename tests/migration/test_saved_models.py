@@ -182,42 +182,44 @@ def test_every_weight_lands_in_its_layer(name, tmp_path):
             assert_same(mine, theirs, shapes)
 
 
-@pytest.mark.parametrize(
-    ("module", "family", "through"),
-    [
-        (keras, "new", "directly"),
-        (keras, "legacy", "migrated"),
-        (tf_keras, "new", "migrated"),
-        (tf_keras, "legacy", "directly"),
-    ],
-    ids=["keras-new", "keras-legacy", "tf_keras-new", "tf_keras-legacy"],
-)
-def test_the_optimizer_of_a_frozen_model_goes_on(module, family, through, tmp_path):
-    theirs, mine = (filled(with_dropout(m), n) for n, m in enumerate((tf_keras, module)))
-    for model in (theirs, mine):
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("module", [keras, tf_keras], ids=["keras", "tf_keras"])
+def test_the_optimizer_of_a_frozen_model_goes_on_from_every_form(module, family, tmp_path):
+    x, y = np.ones((4, 5), "float32"), np.arange(4.0, dtype="float32")[:, None]
+
+    def compiled(model, optimizer):
         model.get_layer("a").trainable = False
         model.get_layer("dr").rate = 0.0
-    optimizer = WITNESS(FAMILIES[family].Adam(0.05), initial_scale=8, dynamic_growth_steps=2)
-    theirs.compile(optimizer, "mse", run_eagerly=True)
-    x, y = np.ones((4, 5), "float32"), np.arange(4.0, dtype="float32")[:, None]
+        model.compile(optimizer, "mse", run_eagerly=True)
+        return model
+
+    inner = FAMILIES[family].Adam(0.05)
+    optimizer = WITNESS(inner, initial_scale=8, dynamic_growth_steps=2)
+    theirs = compiled(filled(with_dropout(tf_keras), 1), optimizer)
     for _ in range(3):
         theirs.train_on_batch(x, y)
-    path = tmp_path / "saved"
-    tf_keras.models.save_model(theirs, path, save_format="tf", save_traces=False)
-    if through == "migrated":
-        path = migrate_file(path, tmp_path / "state.h5")
-    inner = (FAMILIES[family] if module is tf_keras else keras.optimizers).Adam(0.05)
-    optimizer = lossscale.LossScaleOptimizer(inner, dynamic_growth_steps=2)
-    mine.compile(optimizer, "mse", run_eagerly=True)
-    restored = restore_checkpoint(path, root=mine)
-    assert (restored.variables, restored.slots) == (6, 8)
-    assert float(mine.optimizer.loss_scale) == 16.0
+    tf_keras.models.save_model(theirs, tmp_path / "saved", save_format="tf", save_traces=False)
+    migrate_file(tmp_path / "saved", tmp_path / "migrated.h5")
+    theirs.save_weights(str(tmp_path / "weights"))
+    tf.train.Checkpoint(model=theirs).write(str(tmp_path / "model"))
+    tf.train.Checkpoint(model=theirs, optimizer=optimizer).write(str(tmp_path / "both"))
     for _ in range(2):
-        for model in (theirs, mine):
-            model.train_on_batch(x, y)
-    found, expected = (model.layers[-1].get_weights() for model in (mine, theirs))
-    support.assert_close(found, expected, atol=0)
-    assert float(mine.optimizer.loss_scale) == float(theirs.optimizer.loss_scale) == 32.0
+        theirs.train_on_batch(x, y)
+    optimizers = FAMILIES[family] if module is tf_keras else keras.optimizers
+    for form in ("saved", "migrated.h5", "weights", "model", "both"):
+        optimizer = lossscale.LossScaleOptimizer(optimizers.Adam(0.5), dynamic_growth_steps=2)
+        mine = compiled(filled(with_dropout(module), 2), optimizer)
+        objects = {"model": mine} if form in ("model", "both") else {"root": mine}
+        objects |= {"optimizer": optimizer} if form == "both" else {}
+        restored = restore_checkpoint(tmp_path / form, **objects)
+        assert (restored.variables, restored.slots) == (6, 8), form
+        assert support.number(mine.optimizer.loss_scale) == 16.0
+        assert support.number(mine.optimizer.dynamic_counter) == 1
+        for _ in range(2):
+            mine.train_on_batch(x, y)
+        found, expected = (model.layers[-1].get_weights() for model in (mine, theirs))
+        support.assert_close(found, expected, atol=0)
+        assert support.number(mine.optimizer.loss_scale) == 32.0
 
 
 # --- What does not fit is named, and nothing is changed -------------------------------------------
