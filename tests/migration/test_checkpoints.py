@@ -9,6 +9,7 @@ import itertools
 import pathlib
 import shutil
 import tempfile
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -19,6 +20,7 @@ import tf_keras
 import lossscale
 from lossscale.errors import OldFileError
 from lossscale.migration import migrate_file, restore_checkpoint
+from lossscale.rules import ScaleRule
 from migration import support
 from migration.support import FAMILIES, FIXTURES, ONLY_NEW, OPTIMIZERS, SAVED_SETTINGS, WITNESS
 
@@ -158,6 +160,52 @@ def test_a_loss_scale_of_ones_own_gets_its_variables_by_name():
     _, restored = restored_with(scale, DYNAMIC[0])
     assert (support.number(scale()), support.number(scale.steps)) == (8.0, 1)
     assert restored.left == ()
+
+
+# --- A rule that remembers less, or more, than the file holds -------------------------------------
+
+
+class OnlyAScale(NamedTuple):
+    scale: float = 2.0**15
+
+
+class WithMore(NamedTuple):
+    scale: float = 2.0**15
+    good_steps: int = 0
+    lowest: float = 1.0
+
+
+class HalvingRule(ScaleRule):
+    """Halves after an overflow, and never grows."""
+
+    powers_of_two = True
+
+    def __init__(self, state):
+        self.state = state
+
+    def init(self):
+        return self.state()
+
+    def update(self, state, seen, *, xp):
+        return state._replace(scale=xp.where(seen.finite, state.scale, state.scale * 0.5))
+
+    def get_config(self):
+        return {}
+
+
+@pytest.mark.parametrize("library", [keras, tf_keras], ids=["keras", "tf_keras"])
+@pytest.mark.parametrize("state", [OnlyAScale, WithMore])
+def test_what_the_rule_has_is_restored(state, library):
+    (of_2_4,) = FIXTURES.glob("ck/2.4.4_new-1.index")
+    v = tf.Variable([5.0])
+    inner = library.optimizers.SGD(0.5, momentum=0.9)
+    optimizer = lossscale.LossScaleOptimizer(inner, rule=HalvingRule(state))
+    restore_checkpoint(of_2_4, optimizer=optimizer, v=v)
+    assert support.number(optimizer.loss_scale) == 8.0
+    assert support.number(optimizer.iterations) == 1
+    optimizer.minimize(lambda: v * np.inf, [v])
+    assert support.number(optimizer.loss_scale) == 4.0
+    np.testing.assert_allclose(v.numpy(), [0.8])
 
 
 # --- Every optimizer, with tf_keras as the witness ------------------------------------------------

@@ -253,7 +253,7 @@ tests/frameworks/torch/test_ranks.py
 tests/frameworks/torch/test_mistakes.py
     torch _numbers: not gradient.is_coalesced() -> False  -k one_index
     torch Stepping._divide_in_place: verdict.empty -> False  -k before_there_are_gradients
-tests/migration/test_own_rules.py
+tests/migration/test_checkpoints.py -k what_the_rule_has
     migration KerasTarget.set_scale_values: field in named -> True
 """
 
