@@ -150,38 +150,28 @@ def half(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def empty(path):
-    path.write_bytes(b"")
-
-
-def text(path):
-    path.write_text("hello")
-
-
-def empty_zip(path):
-    path.write_bytes(b"PK\x05\x06" + b"\0" * 18)
-
-
 def cut_data(path):
     data = path.with_suffix(".data-00000-of-00001")
     shutil.copy(CHECKPOINTS[0].with_suffix(data.suffix), data)
     half(data)
 
 
+EMPTY, EMPTY_ZIP, TEXT = b"", b"PK\x05\x06" + b"\0" * 18, b"hello"
+# What is copied, under which name, what is written in its place or done to it, and the reason.
 BAD = {
     "missing": (None, "nothing.h5", None, "no such file"),
     "missing checkpoint": (None, "nothing", None, "no such file or checkpoint"),
-    "empty model": (MODELS[0], "a.h5", empty, "the file is empty"),
-    "empty": (MODELS[0], "a.bin", empty, "the file is empty"),
-    "text of any name": (MODELS[0], "a.bin", text, "neither"),
-    "text": (MODELS[0], "a.h5", text, "neither an HDF5 file nor"),
+    "empty model": (MODELS[0], "a.h5", EMPTY, "the file is empty"),
+    "empty": (MODELS[0], "a.bin", EMPTY, "the file is empty"),
+    "text of any name": (MODELS[0], "a.bin", TEXT, "neither"),
+    "text": (MODELS[0], "a.h5", TEXT, "neither an HDF5 file nor"),
     "cut model": (MODELS[0], "a.h5", half, "damaged or incomplete"),
     "cut v3": (MODELS[-2], "a.h5", half, "damaged or incomplete"),
     "cut index": (CHECKPOINTS[0], "a.index", half, "damaged or incomplete"),
-    "empty index": (CHECKPOINTS[0], "a.index", empty, "damaged"),
+    "empty index": (CHECKPOINTS[0], "a.index", EMPTY, "damaged"),
     "no data": (CHECKPOINTS[0], "a.index", None, "damaged or incomplete"),
     "cut data": (CHECKPOINTS[0], "a.index", cut_data, "damaged or incomplete"),
-    "zip": (None, "a.keras", empty_zip, "without config"),
+    "zip": (None, "a.keras", EMPTY_ZIP, "without config"),
 }
 
 
@@ -192,7 +182,9 @@ def test_a_bad_file_is_named_with_the_reason(name, new, tmp_path, refused):
     old = tmp_path / called
     if source is not None:
         shutil.copy(source, old)
-    if change is not None:
+    if isinstance(change, bytes):
+        old.write_bytes(change)
+    elif change is not None:
         change(old)
     before = sorted(tmp_path.iterdir())
     target = tmp_path / ("new.keras" if called.endswith((".h5", ".keras")) else "new.h5")

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras.src.trainers import trainer
 
 import lossscale
+from documents.forms import assert_same, everything
 from lossscale import experimental
 from seeding import seed
 
@@ -164,10 +165,8 @@ def test_models_go_on_after_it_is_undone_and_their_files_load_under_it(tmp_path)
         each.fit(X, Y, shuffle=False, verbose=0)
     assert float(loaded.optimizer.loss_scale) == 2.0**10
     assert int(loaded.optimizer.iterations) == 3
-    for got, wanted in zip(loaded.variables, model.variables, strict=True):
-        np.testing.assert_array_equal(got.numpy(), wanted.numpy())
-    for got, wanted in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
-        np.testing.assert_array_equal(got.numpy(), wanted.numpy())
+    found, expected = (everything(each.optimizer, *each.variables) for each in (loaded, model))
+    assert_same(found, expected)
 
 
 def test_a_clone_of_the_model_trains():

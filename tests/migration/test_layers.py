@@ -347,14 +347,26 @@ def test_a_lambda_is_given_by_the_name_of_its_layer(given, tmp_path):
     np.testing.assert_allclose(mine(np.ones((1, 3), "float32")), [[2.0, 2.0, 2.0]])
 
 
-@pytest.mark.parametrize("name", ["logcosh", "kullback_leibler_divergence", "huber_loss"])
-def test_names_of_losses_that_changed(name, tmp_path):
+@pytest.mark.parametrize(
+    ("loss", "metrics"),
+    [
+        *((name, [name]) for name in ("logcosh", "kullback_leibler_divergence")),
+        ("huber_loss", []),
+        (
+            tf_keras.losses.Huber(delta=0.5),
+            ["mae", tf_keras.metrics.RootMeanSquaredError(name="root")],
+        ),
+    ],
+    ids=["logcosh", "kullback_leibler_divergence", "huber_loss", "instances"],
+)
+def test_losses_and_metrics_mean_the_same(loss, metrics, tmp_path):
     model = of(L.Dense(2, "softmax"), 3)
-    path = saved(model, tmp_path / "model.h5", name, [name] if name != "huber_loss" else None)
+    path = saved(model, tmp_path / "model.h5", loss, metrics)
     x, y = support.data(3)
     y = np.abs(np.concatenate([y, y], axis=1))
-    expected = model.evaluate(x, y, return_dict=True, verbose=0)["loss"]
-    found = load_model(path).evaluate(x, y, return_dict=True, verbose=0)["loss"]
+    expected = model.evaluate(x, y, return_dict=True, verbose=0)
+    found = load_model(path).evaluate(x, y, return_dict=True, verbose=0)
+    assert len(expected) == 1 + len(metrics)
     assert found == pytest.approx(expected, rel=1e-4)
 
 

@@ -147,21 +147,6 @@ def test_a_keras_file_of_a_legacy_optimizer_has_no_state_to_load(tmp_path):
     assert support.number(mine.optimizer.iterations) == 0
 
 
-def test_losses_and_metrics_of_keras_2(tmp_path):
-    theirs = saved_by_tf_keras(
-        "legacy",
-        "adam",
-        tmp_path / "model.h5",
-        loss=tf_keras.losses.Huber(delta=0.5),
-        metrics=["mae", tf_keras.metrics.RootMeanSquaredError(name="root")],
-    )
-    model = load_model(tmp_path / "model.h5")
-    x, y = support.data(2)
-    expected = theirs.evaluate(x, y, return_dict=True, verbose=0)
-    assert set(expected) == {"loss", "mae", "root"}
-    assert model.evaluate(x, y, return_dict=True, verbose=0) == pytest.approx(expected, rel=1e-4)
-
-
 def test_a_loss_of_ones_own_is_named_or_given(tmp_path):
     def unheard(y_true, y_pred):
         return tf.reduce_mean(tf.abs(y_true - y_pred), -1)
@@ -173,21 +158,35 @@ def test_a_loss_of_ones_own_is_named_or_given(tmp_path):
         support.fit(load_model(path), 1)
 
 
+WRAPPED = {
+    "keras": (keras, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01))),
+    "ours": (keras, lambda: support.ours(keras.optimizers.Adam(0.01))),
+    **{
+        f"tf_keras {family}": (tf_keras, lambda family=family: WITNESS(FAMILIES[family].Adam(0.01)))
+        for family in FAMILIES
+    },
+}
+
+
 @pytest.mark.parametrize("form", ["h5", "keras"])
-@pytest.mark.parametrize("kind", ["keras", "ours"])
-def test_files_of_keras_3(kind, form, tmp_path):
-    cls = {"keras": keras.optimizers, "ours": lossscale}[kind].LossScaleOptimizer
+@pytest.mark.parametrize(
+    ("kind", "steps"), [*((kind, 0) for kind in WRAPPED), ("keras", 2), ("ours", 2)]
+)
+def test_a_model_goes_on_trained_or_not(kind, steps, form, tmp_path):
+    module, optimizer = WRAPPED[kind]
     # How layers are nested matters to the form alone.
-    theirs = (support.sequential if kind == "keras" else support.dense)(keras)
-    theirs.compile(cls(keras.optimizers.Adam(0.01), initial_scale=16.0), "mse")
-    support.fit(theirs, 2)
+    nested = kind == "keras" and steps
+    theirs = (support.sequential if nested else support.dense)(module)
+    theirs.compile(optimizer(), "mse")
+    support.fit(theirs, steps)
     path = tmp_path / f"model.{form}"
-    theirs.save(path)
+    save(theirs, path)
     mine = load_model(path)
     assert isinstance(mine.optimizer, KerasLossScaleOptimizer)
-    assert support.number(mine.optimizer.dynamic_counter) == 2
-    assert support.number(mine.optimizer.iterations) == 2
+    assert support.number(mine.optimizer.iterations) == steps
+    assert support.number(mine.optimizer.dynamic_counter) == steps
     assert_go_on(mine, theirs, steps=2)
+    assert support.number(mine.optimizer.dynamic_counter) == steps + 2
 
 
 def as_policy_of_2_3(text):
@@ -221,22 +220,6 @@ def test_a_model_in_mixed_precision(form, policy, tmp_path):
     assert [layer.compute_dtype for layer in mine.layers] == ["float16"] * 3
     assert [v.dtype for v in mine.trainable_variables] == ["float32"] * 6
     assert_go_on(mine, theirs, steps=2, rtol=5e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("form", ["h5", "keras"])
-@pytest.mark.parametrize("kind", ["keras", "ours", "tf_keras legacy", "tf_keras new"])
-def test_a_model_that_was_never_trained(kind, form, tmp_path):
-    module = tf_keras if kind.startswith("tf_keras") else keras
-    inner = (tf_keras.optimizers.legacy if "legacy" in kind else module.optimizers).Adam(0.01)
-    cls = {"keras": keras.optimizers.LossScaleOptimizer, "ours": lossscale.LossScaleOptimizer}
-    theirs = support.dense(module)
-    theirs.compile(cls.get(kind, WITNESS)(inner, initial_scale=16.0), "mse")
-    path = tmp_path / f"model.{form}"
-    save(theirs, path)
-    mine = load_model(path)
-    assert support.number(mine.optimizer.iterations) == 0
-    support.fit(mine, 1)
-    assert support.number(mine.optimizer.dynamic_counter) == 1
 
 
 # --- Writing them anew ----------------------------------------------------------------------------
