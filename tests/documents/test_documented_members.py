@@ -210,24 +210,20 @@ def _trained(form, inner, steps=1):
     return optimizer, first, second
 
 
-def test_weights_are_the_iterations_and_the_state_without_the_loss_scale(form):
+def test_weights_are_those_of_the_variables_that_are_not_of_the_loss_scale(form):
     optimizer, *_ = _trained(form, sgd(momentum=0.5))
     iterations, *momenta = optimizer.weights
     assert iterations == 1
     assert [tuple(v.shape) for v in momenta] == [(2,), ()]
+    # A list, and a method.
+    assert isinstance(optimizer.variables, list)
+    held = [id(v) for v in optimizer.variables]
+    assert held == [id(v) for v in optimizer.variables()]
+    assert len(held) == len(set(held))
+    assert {id(v) for v in optimizer.inner_optimizer.variables} <= set(held)
+    assert id(optimizer.dynamic_counter) in held
     own = {id(v) for v in (optimizer.dynamic_scale, optimizer.dynamic_counter)}
     assert not own & {id(v) for v in optimizer.weights}
-
-
-def test_variables_is_a_list_and_a_method(form):
-    optimizer, *_ = _trained(form, sgd(momentum=0.5))
-    assert isinstance(optimizer.variables, list)
-    called = optimizer.variables()
-    assert [id(v) for v in called] == [id(v) for v in optimizer.variables]
-    held = {id(v) for v in optimizer.variables}
-    assert {id(v) for v in optimizer.inner_optimizer.variables} <= held
-    assert id(optimizer.dynamic_counter) in held
-    assert len(held) == len(optimizer.variables)
 
 
 def test_get_weights_are_numpy_copies(form):

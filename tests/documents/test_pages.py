@@ -18,7 +18,6 @@ import inspect
 import io
 import pathlib
 import re
-import warnings
 
 import keras
 import numpy as np
@@ -258,13 +257,6 @@ def _interpreted(text, namespace):
     return differing
 
 
-def _assert_labels_do_not_fit(error):
-    # Keras 3 takes labels of shape (5,) and predictions of shape (5, 10) as they are, where older
-    # Keras reshaped the labels to (5, 1), which broadcast.
-    assert isinstance(error, tf.errors.InvalidArgumentError)
-    assert re.search(r"Incompatible shapes: \[5(,10)?\] vs\. \[5(,10)?\]", str(error))
-
-
 _TRAINING = "print('Training'); results = m.fit(data, labels)"
 
 
@@ -281,65 +273,44 @@ _WRAPPED = (
 )
 
 
-@contextlib.contextmanager
-def _eagerly():
-    """Within it `fit` compiles nothing: for blocks that are about the weights of the optimizer."""
-    tf.config.run_functions_eagerly(True)
-    with warnings.catch_warnings():
-        # The pipelines of tf.data stay graphs, it says.
-        warnings.filterwarnings("ignore", "Even though the")
-        yield
-    tf.config.run_functions_eagerly(False)
+def _runs_once_it_is_wrapped(block, failing, reason, differing=()):
+    """Runs a block that cannot run on Keras 3, for reasons outside this library, and then wrapped.
+
+    Keras 3 takes labels of shape (5,) and predictions of shape (5, 10) as they are, where older
+    Keras reshaped the labels to (5, 1), which broadcast. And its plain RMSprop fails.
+    """
+    found = _interpreted(block, _open_names())
+    assert list(found) == [_TRAINING, *failing]
+    assert isinstance(found[_TRAINING], tf.errors.InvalidArgumentError)
+    assert re.search(r"Incompatible shapes: \[5(,10)?\] vs\. \[5(,10)?\]", str(found[_TRAINING]))
+    assert re.search(reason, repr(found[failing[0]]))
+    for optimizer in _WRAPPED:
+        namespace = _open_names()
+        found = _interpreted(_smallest_change(block, optimizer), namespace)
+        assert list(found) == [*differing]
+        # Keras 3 shows its variables in its own way; the value is the documented one.
+        for shown in found.values():
+            assert re.fullmatch(r"<Variable .*shape=\(\), dtype=int64, value=10>", shown)
+        yield namespace
 
 
 def _get_weights(block):
-    """Cannot run on Keras 3, for reasons outside this library.
-
-    The block has a plain RMSprop, which has no `get_weights` there, and labels that do not fit.
-    """
-    with _eagerly():
-        differing = _interpreted(block, _open_names())
-    assert list(differing) == [_TRAINING, "len(opt.get_weights())"]
-    _assert_labels_do_not_fit(differing[_TRAINING])
-    missing = differing["len(opt.get_weights())"]
-    assert isinstance(missing, AttributeError)
-    assert str(missing) == "'RMSprop' object has no attribute 'get_weights'"
-
-    for optimizer in _WRAPPED:
-        namespace = _open_names()
-        # As the page runs it, once.
-        with contextlib.nullcontext() if optimizer is _WRAPPED[0] else _eagerly():
-            assert _interpreted(_smallest_change(block, optimizer), namespace) == {}
+    # It has no `get_weights` there.
+    reason = "AttributeError.*'RMSprop' object has no attribute 'get_weights'"
+    for namespace in _runs_once_it_is_wrapped(block, ["len(opt.get_weights())"], reason):
         iterations, *squares = namespace["opt"].get_weights()
         assert iterations == 1
         assert [value.shape for value in squares] == [(20, 10), (10,)]
 
 
 def _set_weights(block):
-    """Cannot run on Keras 3, for reasons outside this library.
-
-    The labels do not fit, and a plain RMSprop takes the second of the three arrays for its
-    learning rate, which stands among its variables there.
-    """
-    # What `set_weights` says depends on how far the compiled step comes.
-    differing = _interpreted(block, _open_names())
-    setting, reading = "opt.set_weights(new_weights)", "opt.iterations"
-    assert list(differing) == [_TRAINING, setting, reading]
-    _assert_labels_do_not_fit(differing[_TRAINING])
-    assert isinstance(differing[setting], ValueError)
-    assert re.search(
-        r"rm_?sprop\w*/learning_rate\S* has shape \(\) not compatible with provided weight shape "
-        r"\(20, 10\)",
-        str(differing[setting]),
+    # It takes the second of the three arrays for its learning rate, which is a variable there.
+    reason = (
+        r"ValueError.*rm_?sprop\w*/learning_rate\S* has shape \(\) not compatible with provided "
+        r"weight shape \(20, 10\)"
     )
-
-    for optimizer in _WRAPPED:
-        namespace = _open_names()
-        with _eagerly():
-            differing = _interpreted(_smallest_change(block, optimizer), namespace)
-        # Keras 3 shows its variables in its own way; the value is the documented one.
-        assert list(differing) == [reading]
-        assert re.fullmatch(r"<Variable .*shape=\(\), dtype=int64, value=10>", differing[reading])
+    setting, reading = "opt.set_weights(new_weights)", "opt.iterations"
+    for namespace in _runs_once_it_is_wrapped(block, [setting, reading], reason, [reading]):
         opt = namespace["opt"]
         assert int(opt.iterations) == 10
         for value, given in zip(opt.get_weights(), namespace["new_weights"], strict=True):
