@@ -51,23 +51,30 @@ def test_bad_arguments_give_one_line_and_status_2(arguments, message, tmp_path, 
     assert message in refused(*arguments)
 
 
+DEMO, PLOT = ["demo", "--backend", "jax"], ["plot", "run.jsonl", "-o", "run.png"]
+
+
 @pytest.mark.parametrize(
-    ("absent", "command"),
+    ("arguments", "absent", "command"),
     [
-        ({"rich"}, 'pip install "lossscale[demo]"'),
-        ({"sklearn", "matplotlib"}, 'pip install "lossscale[demo]"'),
-        ({"jax"}, 'pip install "lossscale[jax]"'),
-        ({"keras", "jax"}, 'pip install "lossscale[keras,jax]"'),
+        (DEMO, {"rich"}, 'pip install "lossscale[demo]"'),
+        (DEMO, {"sklearn", "matplotlib"}, 'pip install "lossscale[demo]"'),
+        (DEMO, {"jax"}, 'pip install "lossscale[jax]"'),
+        (DEMO, {"keras", "jax"}, 'pip install "lossscale[keras,jax]"'),
+        (PLOT, {"matplotlib"}, 'pip install "lossscale[plots]"'),
+        (["migrate", "model.h5"], {"rich"}, 'pip install "lossscale[demo]"'),
     ],
     ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else None,
 )
-def test_missing_packages_give_one_line_with_the_command(absent, command, monkeypatch, capsys):
+def test_missing_packages_give_one_line_with_the_command(
+    arguments, absent, command, monkeypatch, capsys
+):
     # It may be imported with another backend.
     monkeypatch.delitem(sys.modules, "keras", raising=False)
     for module in absent:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
-    assert main(["demo", "--backend", "jax"]) == 1
+    assert main(arguments) == 1
     err = capsys.readouterr().err
     assert err.endswith(f"not found: {command}\n")
     assert err.count("\n") == 1

@@ -262,12 +262,6 @@ def test_force_without_a_new_file(refused):
     assert "there is no NEW" in refused("migrate", MODELS[0], "--force")
 
 
-def test_a_missing_package_gives_the_command(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert main(["migrate", str(MODELS[0])]) == 1
-    assert 'rich not found: pip install "lossscale[demo]"' in capsys.readouterr().err
-
-
 def test_a_difference_is_said_on_standard_error(tmp_path, capsys):
     tf_keras = pytest.importorskip("tf_keras")
     model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(2,))])

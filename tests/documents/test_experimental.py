@@ -144,40 +144,34 @@ def test_without_a_gradient_the_scale_never_grows(gradients):
     assert _state(loss_scale) == (8.0, 0)
 
 
-def test_the_settings_of_a_dynamic_loss_scale_can_be_read():
-    loss_scale = DynamicLossScale()
-    assert loss_scale.initial_loss_scale == 2.0**15
-    assert loss_scale.increment_period == 2000
-    assert loss_scale.multiplier == 2.0
-    loss_scale = DynamicLossScale(8, 3, 4)
-    loss_scale.update(_BAD)
-    # The settings, not the state.
-    assert loss_scale.initial_loss_scale == 8.0
-    assert isinstance(loss_scale.increment_period, int)
-    assert repr(loss_scale) == (
-        "DynamicLossScale(initial_loss_scale=8.0, increment_period=3, multiplier=4.0)"
-    )
-    assert repr(FixedLossScale(4)) == "FixedLossScale(4.0)"
-
-
 @pytest.mark.parametrize(
-    ("loss_scale", "config"),
+    ("loss_scale", "config", "shown"),
     [
-        (FixedLossScale(8), {"loss_scale_value": 8.0}),
+        (FixedLossScale(8), {"loss_scale_value": 8.0}, "FixedLossScale(8.0)"),
+        (
+            DynamicLossScale(),
+            {"initial_loss_scale": 2.0**15, "increment_period": 2000, "multiplier": 2.0},
+            "DynamicLossScale(initial_loss_scale=32768.0, increment_period=2000, multiplier=2.0)",
+        ),
         (
             DynamicLossScale(8, 3, 4),
             {"initial_loss_scale": 8.0, "increment_period": 3, "multiplier": 4.0},
+            "DynamicLossScale(initial_loss_scale=8.0, increment_period=3, multiplier=4.0)",
         ),
     ],
-    ids=["fixed", "dynamic"],
+    ids=["fixed", "defaults", "dynamic"],
 )
-def test_a_configuration_makes_the_same_loss_scale_again(loss_scale, config):
-    assert loss_scale.get_config() == config
-    assert json.loads(json.dumps(config)) == config
-    again = type(loss_scale).from_config(config)
+def test_a_configuration_has_the_settings_and_makes_the_same_again(loss_scale, config, shown):
+    again = type(loss_scale).from_config(json.loads(json.dumps(config)))
     assert type(again) is type(loss_scale)
-    assert again.get_config() == config
-    assert again() == 8.0
+    assert again() == next(iter(config.values()))
+    # The settings, not the state.
+    loss_scale.update(_BAD)
+    for one in (loss_scale, again):
+        assert one.get_config() == config
+        assert repr(one) == shown
+        if isinstance(one, DynamicLossScale):
+            assert {name: getattr(one, name) for name in config} == config
 
 
 @pytest.mark.parametrize(
