@@ -140,14 +140,12 @@ def test_a_model_that_is_compiled_again_keeps_its_loss_scale():
 
 
 def test_undone_compile_makes_what_keras_makes():
-    first, second = lossscale.install(), lossscale.install()
-    first.undo()
-    assert is_ours(compiled().optimizer)
-    second.undo()
-    assert type(compiled().optimizer) is OWN
-    with lossscale.install():
+    for _ in range(2):
+        first, second = lossscale.install(), lossscale.install()
+        first.undo()
         assert is_ours(compiled().optimizer)
-    assert type(compiled().optimizer) is OWN
+        second.undo()
+        assert type(compiled().optimizer) is OWN
 
 
 def test_models_go_on_after_it_is_undone_and_their_files_load_under_it(tmp_path):
