@@ -1,8 +1,10 @@
-"""The command line without training: arguments, messages and exit statuses."""
+"""The command line without training: arguments, messages, exit statuses and terminals."""
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import subprocess
 import sys
 
@@ -10,8 +12,11 @@ import pytest
 
 import lossscale
 from lossscale.cli import backend as backends
+from lossscale.cli import console as consoles
 from lossscale.cli import demo
 from lossscale.cli.main import main
+from lossscale.demo.experiment import RECIPES, Run
+from lossscale.demo.table import print_table
 
 
 @pytest.fixture(autouse=True)
@@ -51,23 +56,30 @@ def test_bad_arguments_give_one_line_and_status_2(arguments, message, tmp_path, 
     assert message in refused(*arguments)
 
 
+DEMO, PLOT = ["demo", "--backend", "jax"], ["plot", "run.jsonl", "-o", "run.png"]
+
+
 @pytest.mark.parametrize(
-    ("absent", "command"),
+    ("arguments", "absent", "command"),
     [
-        ({"rich"}, 'pip install "lossscale[demo]"'),
-        ({"sklearn", "matplotlib"}, 'pip install "lossscale[demo]"'),
-        ({"jax"}, 'pip install "lossscale[jax]"'),
-        ({"keras", "jax"}, 'pip install "lossscale[keras,jax]"'),
+        (DEMO, {"rich"}, 'pip install "lossscale[demo]"'),
+        (DEMO, {"sklearn", "matplotlib"}, 'pip install "lossscale[demo]"'),
+        (DEMO, {"jax"}, 'pip install "lossscale[jax]"'),
+        (DEMO, {"keras", "jax"}, 'pip install "lossscale[keras,jax]"'),
+        (PLOT, {"matplotlib"}, 'pip install "lossscale[plots]"'),
+        (["migrate", "model.h5"], {"rich"}, 'pip install "lossscale[demo]"'),
     ],
     ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else None,
 )
-def test_missing_packages_give_one_line_with_the_command(absent, command, monkeypatch, capsys):
+def test_missing_packages_give_one_line_with_the_command(
+    arguments, absent, command, monkeypatch, capsys
+):
     # It may be imported with another backend.
     monkeypatch.delitem(sys.modules, "keras", raising=False)
     for module in absent:
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
-    assert main(["demo", "--backend", "jax"]) == 1
+    assert main(arguments) == 1
     err = capsys.readouterr().err
     assert err.endswith(f"not found: {command}\n")
     assert err.count("\n") == 1
@@ -119,19 +131,99 @@ def test_help_and_version(arguments, capsys):
     assert "lossscale" in capsys.readouterr().out
 
 
-def test_help_imports_nothing_heavy():
-    code = (
-        "import sys\n"
-        "from lossscale.cli.main import build_parser\n"
-        "build_parser().format_help()\n"
-        "heavy = {'keras', 'tensorflow', 'numpy', 'matplotlib', 'rich', 'sklearn'}\n"
-        "print(sorted(heavy & set(sys.modules)))\n"
-    )
+FRAMEWORKS = {"numpy", "tensorflow", "keras", "tf_keras", "jax", "torch", "optax"}
+
+
+@pytest.mark.parametrize(
+    ("program", "heavy", "start"),
+    [
+        ("main.build_parser().format_help()", {"matplotlib", "rich", "sklearn"}, ""),
+        ("main.main(['info'])", set(), f"lossscale {lossscale.__version__}\nPython "),
+    ],
+    ids=["help", "info"],
+)
+def test_nothing_heavy_is_imported(program, heavy, start):
+    code = f"import sys\nfrom lossscale.cli import main\n{program}\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert not (FRAMEWORKS | heavy) & set(done.stdout.splitlines()[-1].split())
+    assert done.stdout.startswith(start)
 
 
 def test_python_m_lossscale_is_the_command():
     command = [sys.executable, "-m", "lossscale", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == f"lossscale {lossscale.__version__}\n"
+
+
+# --- Narrow terminals, NO_COLOR, and readers that go away -----------------------------------------
+
+SIMULATE = ["simulate", "--overflow-probability", "0.001", "--steps", "300", "--runs", "2"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def numbers(text):
+    """The numbers in a table, whatever the widths of its columns."""
+    rows = [line for line in text.splitlines() if line.startswith("│")]
+    return sorted(re.findall(r"[-+]?\d+(?:\.\d+|\*\*\d+)?%?", " ".join(rows)))
+
+
+def test_a_narrow_terminal_shows_all_numbers(monkeypatch, capsys):
+    shown = []
+    for columns in ("200", "40"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(SIMULATE) == 0
+        shown.append(capsys.readouterr().out)
+    wide, narrow = shown
+    assert numbers(narrow) == numbers(wide) != []
+    table = [line for line in narrow.splitlines() if line[:1] in "┏┃┡│└"]
+    assert max(map(len, table)) <= 40
+
+
+def test_the_table_of_the_demo_in_a_narrow_terminal(monkeypatch):
+    run = Run(RECIPES[3], [0.9], [0.01], [8.0, 4.0], [True, False], 4.0, 2.5)
+    shown = []
+    for columns in ("100", "50"):
+        monkeypatch.setenv("COLUMNS", columns)
+        print_table(consoles.new_console(file := io.StringIO()), [run])
+        shown.append(file.getvalue())
+    assert {"90.0%", "1.00%", "2.5"} <= set(numbers(shown[0]))
+    assert numbers(shown[1]) == numbers(shown[0])
+
+
+@pytest.mark.parametrize("value", ["1", "no"])
+def test_no_color_writes_no_escape_sequence(value, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    written = []
+    for _ in range(2):
+        console = consoles.new_console(file := Terminal())
+        console.print("[bold red]words[/bold red]")
+        with console.status("waiting"):
+            pass
+        written.append(file.getvalue())
+        monkeypatch.setenv("NO_COLOR", value)
+    coloured, plain = written
+    assert "\x1b" in coloured
+    assert "words" in plain
+    assert "\x1b" not in plain
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["simulate", "--help"], [*SIMULATE, "--json"], SIMULATE]
+)
+def test_a_reader_that_goes_away_ends_it_quietly(arguments, monkeypatch, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        if arguments is not SIMULATE:
+            assert main(arguments) == 1
+        else:  # rich ends the program where it writes a table.
+            with pytest.raises(SystemExit) as caught:
+                main(arguments)
+            assert caught.value.code == 1
+    assert capsys.readouterr().err == ""

@@ -108,12 +108,6 @@ def test_what_cannot_be_used(arguments, message, refused):
     assert message in refused("plot", *arguments)
 
 
-def test_missing_packages_give_the_command(folder, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["plot", "run.jsonl", "-o", "run.png"]) == 1
-    assert 'matplotlib not found: pip install "lossscale[plots]"' in capsys.readouterr().err
-
-
 def test_no_window_is_needed(folder, capsys):
     # pyplot would look for a display.
     sys.modules.pop("matplotlib.pyplot", None)

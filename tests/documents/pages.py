@@ -20,48 +20,27 @@ class Block:
         text: The code, without the fence and without the space that some crawls put before its
             first line.
         kind: "signature", "doctest" or "code".
-        line: Where it starts on the page, counted from 1.
     """
 
     text: str
     kind: str
-    line: int
 
 
 def blocks(page: str) -> list[Block]:
     """Returns the blocks of a page, in order."""
     found = _fenced(page) if "```" in page else _paragraphs(page)
-    return [Block(text, _kind(text), line) for line, text in found]
+    return [Block(text, _kind(text)) for text in map(_tidy, found)]
 
 
-def _fenced(page: str) -> list[tuple[int, str]]:
-    found: list[tuple[int, str]] = []
-    opened: tuple[int, list[str]] | None = None
-    for number, line in enumerate(page.splitlines(), start=1):
-        if line.startswith("```"):
-            if opened is None:
-                opened = number + 1, []
-            else:
-                found.append((opened[0], _tidy(opened[1])))
-                opened = None
-        elif opened is not None:
-            opened[1].append(line)
-    if opened is not None:
-        raise ValueError(f"The fence before line {opened[0]} is never closed.")
-    return found
+def _fenced(page: str) -> list[str]:
+    prose_and_code = re.split(r"^```.*\n", page, flags=re.M)
+    if len(prose_and_code) % 2 == 0:
+        raise ValueError("A fence is never closed.")
+    return prose_and_code[1::2]
 
 
-def _paragraphs(page: str) -> list[tuple[int, str]]:
-    found: list[tuple[int, str]] = []
-    paragraph: list[str] = []
-    for number, line in enumerate([*page.splitlines(), ""], start=1):
-        if line.strip():
-            paragraph.append(line)
-            continue
-        if _is_code("\n".join(paragraph)):
-            found.append((number - len(paragraph), _tidy(paragraph)))
-        paragraph = []
-    return found
+def _paragraphs(page: str) -> list[str]:
+    return [paragraph for paragraph in re.split(r"\n\s*\n", page) if _is_code(paragraph)]
 
 
 def _is_code(text: str) -> bool:
@@ -78,11 +57,9 @@ def _is_code(text: str) -> bool:
     )
 
 
-def _tidy(lines: list[str]) -> str:
-    while lines and not lines[-1].strip():
-        lines = lines[:-1]
+def _tidy(text: str) -> str:
     # A crawl that lost the indentation of a block's first line put one space there.
-    return "\n".join([re.sub(r"^ (?! )", "", lines[0]), *lines[1:]]) + "\n"
+    return re.sub(r"^ (?! )", "", text).rstrip() + "\n"
 
 
 def _kind(text: str) -> str:

@@ -3,7 +3,6 @@
 Every test runs on both documented classes.
 """
 
-import copy
 import json
 
 import keras
@@ -12,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import lossscale
-from documents.forms import CURRENT, INF, assert_same, everything, number, overflow, sgd
+from documents.forms import INF, assert_same, everything, number, overflow, sgd
 
 # --- inner_optimizer, dynamic, initial_scale, dynamic_growth_steps, dynamic_counter, loss_scale -
 
@@ -211,24 +210,20 @@ def _trained(form, inner, steps=1):
     return optimizer, first, second
 
 
-def test_weights_are_the_iterations_and_the_state_without_the_loss_scale(form):
+def test_weights_are_those_of_the_variables_that_are_not_of_the_loss_scale(form):
     optimizer, *_ = _trained(form, sgd(momentum=0.5))
     iterations, *momenta = optimizer.weights
     assert iterations == 1
     assert [tuple(v.shape) for v in momenta] == [(2,), ()]
+    # A list, and a method.
+    assert isinstance(optimizer.variables, list)
+    held = [id(v) for v in optimizer.variables]
+    assert held == [id(v) for v in optimizer.variables()]
+    assert len(held) == len(set(held))
+    assert {id(v) for v in optimizer.inner_optimizer.variables} <= set(held)
+    assert id(optimizer.dynamic_counter) in held
     own = {id(v) for v in (optimizer.dynamic_scale, optimizer.dynamic_counter)}
     assert not own & {id(v) for v in optimizer.weights}
-
-
-def test_variables_is_a_list_and_a_method(form):
-    optimizer, *_ = _trained(form, sgd(momentum=0.5))
-    assert isinstance(optimizer.variables, list)
-    called = optimizer.variables()
-    assert [id(v) for v in called] == [id(v) for v in optimizer.variables]
-    held = {id(v) for v in optimizer.variables}
-    assert {id(v) for v in optimizer.inner_optimizer.variables} <= held
-    assert id(optimizer.dynamic_counter) in held
-    assert len(held) == len(optimizer.variables)
 
 
 def test_get_weights_are_numpy_copies(form):
@@ -500,27 +495,3 @@ def test_from_config_takes_classes_of_ones_own(form):
 def test_from_config_of_something_else_is_a_value_error(form, wrong):
     with pytest.raises(ValueError, match="configuration has a key"):
         form.cls.from_config(wrong)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {
-            "optimizer": {"class_name": "SGD", "config": {"learning_rate": 0.25}},
-            "loss_scale": {"class_name": "FixedLossScale", "config": {"loss_scale_value": 8.0}},
-        },
-        {
-            "inner_optimizer": {"class_name": "SGD", "config": {"learning_rate": 0.25}},
-            "dynamic": False,
-            "initial_scale": 8.0,
-            "dynamic_growth_steps": None,
-        },
-    ],
-    ids=["2.0", "2.4"],
-)
-def test_the_current_class_reads_both_generations_of_configurations(config):
-    before = copy.deepcopy(config)
-    optimizer = CURRENT.cls.from_config(config)
-    assert (optimizer.dynamic, optimizer.initial_scale) == (False, 8.0)
-    assert optimizer.learning_rate == 0.25
-    assert config == before

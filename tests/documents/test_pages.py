@@ -14,12 +14,10 @@ A block that goes on from the one before runs in the namespace of that one.
 import ast
 import contextlib
 import doctest
-import functools
 import inspect
 import io
 import pathlib
 import re
-import warnings
 
 import keras
 import numpy as np
@@ -151,10 +149,59 @@ def _installed():
         yield
 
 
-# --- What each block is expected to do --------------------------------------------------------
+# --- Steps ------------------------------------------------------------------------------------
+
+# The value of the variable, the number of steps, and the values that the page prints.
+_STEPS = {
+    "minimize": (np.float32(0.8), 1, []),
+    "minimize_shown": (0.5, 1, []),
+    "minimize_printed": (0.5, 1, [0.5]),
+    "tape": (0.5, 1, []),
+    "tape_continued": (0.25, 2, []),
+    "tape_printed": (0.25, 2, [0.25]),
+}
 
 
-def _pseudocode(block, before):
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [(page, name) for page, names in _RUNNABLE.items() for name in names if name in _STEPS],
+)
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_a_step_runs_unedited_with_the_documented_result(page, name, in_graph):
+    code, (value, iterations, printed) = _code(page), _STEPS[name]
+    # The pages that show values leave no name open.
+    namespace = _open_names() if name in ("minimize", "tape") else {"tf": tf, "np": np}
+    start = 1.0
+    if iterations == 2:
+        (before,) = (text for other, text in code.items() if other.startswith("minimize"))
+        _run(before, namespace)
+        start = namespace["var"].numpy()
+        assert start == 0.5
+    if in_graph:
+        step = _run_in_graph(code[name], namespace)
+    else:
+        assert _run(code[name], namespace) == printed
+    opt = namespace["opt"]
+    assert namespace["var"].numpy() == value
+    assert opt.iterations == iterations
+    if in_graph:
+        step()
+        assert opt.iterations == iterations + 1
+        # Every step multiplies the variable, whose square is the loss, by the same.
+        assert namespace["var"].numpy() == pytest.approx(value * value / start)
+        assert step.experimental_get_tracing_count() == 1
+    elif name == "tape":
+        assert namespace["scaled_loss"].numpy() == 2.0**15
+        assert [float(g) for g in namespace["scaled_grads"]] == [2.0**16]
+        assert [float(g) for g in namespace["grads"]] == [2.0]
+        assert opt.loss_scale._bound_state().variables["good_steps"] == 1
+        assert isinstance(opt, experimental.LossScaleOptimizer)
+
+
+# --- Other blocks -----------------------------------------------------------------------------
+
+
+def _pseudocode(block):
     mixed_precision = tf.keras.mixed_precision
     older = mixed_precision.experimental.LossScaleOptimizer(keras.optimizers.SGD(), 1024)
     newer = mixed_precision.LossScaleOptimizer(keras.optimizers.SGD())
@@ -178,51 +225,12 @@ def _gradients_of_pseudocode(block, namespace):
     return gradients()
 
 
-def _minimize(block, before):
-    namespace = _open_names()
-    _run(block, namespace)
-    assert namespace["var"].numpy() == np.float32(0.8)
-    assert namespace["opt"].iterations == 1
-
-
-def _tape(block, before):
-    namespace = _open_names()
-    _run(block, namespace)
-    opt = namespace["opt"]
-    assert namespace["var"].numpy() == 0.5
-    assert namespace["scaled_loss"].numpy() == 2.0**15
-    assert [float(g) for g in namespace["scaled_grads"]] == [2.0**16]
-    assert [float(g) for g in namespace["grads"]] == [2.0]
-    assert opt.loss_scale._bound_state().variables["good_steps"] == 1
-    assert isinstance(opt, experimental.LossScaleOptimizer)
-
-
-def _minimize_shown(block, before, printed=()):
-    namespace = {"tf": tf, "np": np}
-    assert _run(block, namespace) == list(printed)
-    assert namespace["var"].numpy() == 0.5
-
-
-def _tape_continued(block, before, printed=()):
-    namespace = {"tf": tf, "np": np}
-    _run(before, namespace)
-    assert namespace["var"].numpy() == 0.5
-    assert _run(block, namespace) == list(printed)
-    assert namespace["var"].numpy() == 0.25
-    assert namespace["opt"].iterations == 2
-
-
-def _aggregated(block, before):
+def _aggregated(block):
     namespace = _open_names()
     optimizer = tf.keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD(0.25))
     with tf.GradientTape() as tape:
         loss = namespace["loss_fn"]()
-    namespace |= {
-        "optimizer": optimizer,
-        "tape": tape,
-        "loss": loss,
-        "vars": [namespace["var"]],
-    }
+    namespace |= {"optimizer": optimizer, "tape": tape, "loss": loss, "vars": [namespace["var"]]}
     # The page inherited this block from optimizers without loss scaling: the loss in it is not
     # scaled, and that is what the warning says.
     with pytest.warns(lossscale.LossScaleWarning, match="the loss was never scaled"):
@@ -249,13 +257,6 @@ def _interpreted(text, namespace):
     return differing
 
 
-def _assert_labels_do_not_fit(error):
-    # Keras 3 takes labels of shape (5,) and predictions of shape (5, 10) as they are, where older
-    # Keras reshaped the labels to (5, 1), which broadcast.
-    assert isinstance(error, tf.errors.InvalidArgumentError)
-    assert re.search(r"Incompatible shapes: \[5(,10)?\] vs\. \[5(,10)?\]", str(error))
-
-
 _TRAINING = "print('Training'); results = m.fit(data, labels)"
 
 
@@ -272,79 +273,52 @@ _WRAPPED = (
 )
 
 
-@contextlib.contextmanager
-def _eagerly():
-    """Within it `fit` compiles nothing: for blocks that are about the weights of the optimizer."""
-    tf.config.run_functions_eagerly(True)
-    with warnings.catch_warnings():
-        # The pipelines of tf.data stay graphs, it says.
-        warnings.filterwarnings("ignore", "Even though the")
-        yield
-    tf.config.run_functions_eagerly(False)
+def _runs_once_it_is_wrapped(block, failing, reason, differing=()):
+    """Runs a block that cannot run on Keras 3, for reasons outside this library, and then wrapped.
 
-
-def _get_weights(block, before):
-    """Cannot run on Keras 3, for reasons outside this library.
-
-    The block has a plain RMSprop, which has no `get_weights` there, and labels that do not fit.
+    Keras 3 takes labels of shape (5,) and predictions of shape (5, 10) as they are, where older
+    Keras reshaped the labels to (5, 1), which broadcast. And its plain RMSprop fails.
     """
-    with _eagerly():
-        differing = _interpreted(block, _open_names())
-    assert list(differing) == [_TRAINING, "len(opt.get_weights())"]
-    _assert_labels_do_not_fit(differing[_TRAINING])
-    missing = differing["len(opt.get_weights())"]
-    assert isinstance(missing, AttributeError)
-    assert str(missing) == "'RMSprop' object has no attribute 'get_weights'"
-
+    found = _interpreted(block, _open_names())
+    assert list(found) == [_TRAINING, *failing]
+    assert isinstance(found[_TRAINING], tf.errors.InvalidArgumentError)
+    assert re.search(r"Incompatible shapes: \[5(,10)?\] vs\. \[5(,10)?\]", str(found[_TRAINING]))
+    assert re.search(reason, repr(found[failing[0]]))
     for optimizer in _WRAPPED:
         namespace = _open_names()
-        # As the page runs it, once.
-        with contextlib.nullcontext() if optimizer is _WRAPPED[0] else _eagerly():
-            assert _interpreted(_smallest_change(block, optimizer), namespace) == {}
+        found = _interpreted(_smallest_change(block, optimizer), namespace)
+        assert list(found) == [*differing]
+        # Keras 3 shows its variables in its own way; the value is the documented one.
+        for shown in found.values():
+            assert re.fullmatch(r"<Variable .*shape=\(\), dtype=int64, value=10>", shown)
+        yield namespace
+
+
+def _get_weights(block):
+    # It has no `get_weights` there.
+    reason = "AttributeError.*'RMSprop' object has no attribute 'get_weights'"
+    for namespace in _runs_once_it_is_wrapped(block, ["len(opt.get_weights())"], reason):
         iterations, *squares = namespace["opt"].get_weights()
         assert iterations == 1
         assert [value.shape for value in squares] == [(20, 10), (10,)]
 
 
-def _set_weights(block, before):
-    """Cannot run on Keras 3, for reasons outside this library.
-
-    The labels do not fit, and a plain RMSprop takes the second of the three arrays for its
-    learning rate, which stands among its variables there.
-    """
-    # What `set_weights` says depends on how far the compiled step comes.
-    differing = _interpreted(block, _open_names())
-    setting, reading = "opt.set_weights(new_weights)", "opt.iterations"
-    assert list(differing) == [_TRAINING, setting, reading]
-    _assert_labels_do_not_fit(differing[_TRAINING])
-    assert isinstance(differing[setting], ValueError)
-    assert re.search(
-        r"rm_?sprop\w*/learning_rate\S* has shape \(\) not compatible with provided weight shape "
-        r"\(20, 10\)",
-        str(differing[setting]),
+def _set_weights(block):
+    # It takes the second of the three arrays for its learning rate, which is a variable there.
+    reason = (
+        r"ValueError.*rm_?sprop\w*/learning_rate\S* has shape \(\) not compatible with provided "
+        r"weight shape \(20, 10\)"
     )
-
-    for optimizer in _WRAPPED:
-        namespace = _open_names()
-        with _eagerly():
-            differing = _interpreted(_smallest_change(block, optimizer), namespace)
-        # Keras 3 shows its variables in its own way; the value is the documented one.
-        assert list(differing) == [reading]
-        assert re.fullmatch(r"<Variable .*shape=\(\), dtype=int64, value=10>", differing[reading])
+    setting, reading = "opt.set_weights(new_weights)", "opt.iterations"
+    for namespace in _runs_once_it_is_wrapped(block, [setting, reading], reason, [reading]):
         opt = namespace["opt"]
         assert int(opt.iterations) == 10
         for value, given in zip(opt.get_weights(), namespace["new_weights"], strict=True):
             np.testing.assert_array_equal(value, given)
 
 
-_RUNS = {
+_OTHERS = {
     "pseudocode": _pseudocode,
-    "minimize": _minimize,
-    "tape": _tape,
-    "minimize_shown": _minimize_shown,
-    "minimize_printed": functools.partial(_minimize_shown, printed=[0.5]),
-    "tape_continued": _tape_continued,
-    "tape_printed": functools.partial(_tape_continued, printed=[0.25]),
     "aggregated": _aggregated,
     "get_weights": _get_weights,
     "set_weights": _set_weights,
@@ -353,12 +327,10 @@ _RUNS = {
 
 @pytest.mark.parametrize(
     ("page", "name"),
-    [(page, name) for page, names in _RUNNABLE.items() for name in names],
+    [(page, name) for page, names in _RUNNABLE.items() for name in names if name not in _STEPS],
 )
-def test_a_block_runs_unedited_with_the_documented_result(page, name):
-    code = _code(page)
-    before = [None, *code.values()][list(code).index(name)]
-    _RUNS[name](code[name], before)
+def test_another_block_does_as_documented(page, name):
+    _OTHERS[name](_code(page)[name])
 
 
 @pytest.mark.parametrize("page", _RUNNABLE)
@@ -368,34 +340,6 @@ def test_no_block_is_overlooked(page):
     call = r"\bopt\.minimize\(|\bapply_gradients\(\w*\("
     lines = [line for line in _text(page).splitlines() if re.search(call, line)]
     assert len(lines) == sum(len(re.findall(call, text)) for text in _code(page).values())
-
-
-@pytest.mark.parametrize(
-    ("page", "minimize", "tape"),
-    [("002", "minimize_printed", "tape_printed"), ("003", "minimize_shown", "tape_continued")],
-)
-def test_the_steps_of_a_page_give_the_same_in_a_graph(page, minimize, tape):
-    code, namespace = _code(page), {"tf": tf}
-    _run_in_graph(code[minimize], namespace)
-    var, opt = namespace["var"], namespace["opt"]
-    assert var.numpy() == 0.5
-    step = _run_in_graph(code[tape], namespace)
-    assert var.numpy() == 0.25
-    step()
-    assert var.numpy() == 0.125
-    assert opt.iterations == 3
-    assert step.experimental_get_tracing_count() == 1
-
-
-@pytest.mark.parametrize("page", ["000", "001", "004"])
-@pytest.mark.parametrize(("name", "expected"), [("minimize", np.float32(0.8)), ("tape", 0.5)])
-def test_the_open_steps_of_a_page_give_the_same_in_a_graph(page, name, expected):
-    namespace = _open_names()
-    step = _run_in_graph(_code(page)[name], namespace)
-    assert namespace["var"].numpy() == expected
-    step()
-    assert namespace["opt"].iterations == 2
-    assert step.experimental_get_tracing_count() == 1
 
 
 # --- Signatures, members and names ------------------------------------------------------------

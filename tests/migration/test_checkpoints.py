@@ -5,9 +5,11 @@ Ours is on Keras 3, or on tf_keras around optimizers of both families.
 
 import atexit
 import functools
+import itertools
 import pathlib
 import shutil
 import tempfile
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -18,6 +20,7 @@ import tf_keras
 import lossscale
 from lossscale.errors import OldFileError
 from lossscale.migration import migrate_file, restore_checkpoint
+from lossscale.rules import ScaleRule
 from migration import support
 from migration.support import FAMILIES, FIXTURES, ONLY_NEW, OPTIMIZERS, SAVED_SETTINGS, WITNESS
 
@@ -96,25 +99,23 @@ def test_tensorflow_itself_restores_it_into_ours(path, family):
     status.assert_existing_objects_matched()
 
 
-@pytest.mark.parametrize("path", FIXED, ids=path_id)
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_file_with_a_fixed_scale_leaves_ours(path, dynamic, target):
+@pytest.mark.parametrize(
+    ("path", "target", "dynamic"),
+    [
+        *itertools.product(FIXED, TARGETS, [False, True]),
+        *itertools.product(DYNAMIC, TARGETS, [False]),
+    ],
+    ids=lambda value: path_id(value) if isinstance(value, pathlib.Path) else None,
+)
+def test_a_scale_stays_if_it_is_fixed_in_the_file_or_here(path, target, dynamic):
     v = tf.Variable([5.0], name="v")
     optimizer = sgd_elsewhere(target, dynamic=dynamic, initial_scale=32.0)
-    restore_checkpoint(path, optimizer=optimizer, v=v)
+    restored = restore_checkpoint(path, optimizer=optimizer, v=v)
+    assert restored.left == (("loss_scale",) if path in DYNAMIC else ())
     np.testing.assert_allclose(v.numpy(), [0.8])
     np.testing.assert_allclose(momentum_of(optimizer, v), [-0.2])
     assert support.number(optimizer.iterations) == 1
     assert support.number(optimizer.loss_scale) == 32.0
-
-
-@pytest.mark.parametrize("path", DYNAMIC, ids=path_id)
-def test_a_fixed_scale_stays_whatever_the_file_has(path):
-    optimizer = sgd_elsewhere(dynamic=False, initial_scale=32.0)
-    restored = restore_checkpoint(path, optimizer=optimizer, v=tf.Variable([5.0]))
-    assert support.number(optimizer.loss_scale) == 32.0
-    assert restored.left == ("loss_scale",)
 
 
 def test_a_slot_is_made_that_the_settings_of_ours_do_not_ask_for():
@@ -159,6 +160,52 @@ def test_a_loss_scale_of_ones_own_gets_its_variables_by_name():
     _, restored = restored_with(scale, DYNAMIC[0])
     assert (support.number(scale()), support.number(scale.steps)) == (8.0, 1)
     assert restored.left == ()
+
+
+# --- A rule that remembers less, or more, than the file holds -------------------------------------
+
+
+class OnlyAScale(NamedTuple):
+    scale: float = 2.0**15
+
+
+class WithMore(NamedTuple):
+    scale: float = 2.0**15
+    good_steps: int = 0
+    lowest: float = 1.0
+
+
+class HalvingRule(ScaleRule):
+    """Halves after an overflow, and never grows."""
+
+    powers_of_two = True
+
+    def __init__(self, state):
+        self.state = state
+
+    def init(self):
+        return self.state()
+
+    def update(self, state, seen, *, xp):
+        return state._replace(scale=xp.where(seen.finite, state.scale, state.scale * 0.5))
+
+    def get_config(self):
+        return {}
+
+
+@pytest.mark.parametrize("library", [keras, tf_keras], ids=["keras", "tf_keras"])
+@pytest.mark.parametrize("state", [OnlyAScale, WithMore])
+def test_what_the_rule_has_is_restored(state, library):
+    (of_2_4,) = FIXTURES.glob("ck/2.4.4_new-1.index")
+    v = tf.Variable([5.0])
+    inner = library.optimizers.SGD(0.5, momentum=0.9)
+    optimizer = lossscale.LossScaleOptimizer(inner, rule=HalvingRule(state))
+    restore_checkpoint(of_2_4, optimizer=optimizer, v=v)
+    assert support.number(optimizer.loss_scale) == 8.0
+    assert support.number(optimizer.iterations) == 1
+    optimizer.minimize(lambda: v * np.inf, [v])
+    assert support.number(optimizer.loss_scale) == 4.0
+    np.testing.assert_allclose(v.numpy(), [0.8])
 
 
 # --- Every optimizer, with tf_keras as the witness ------------------------------------------------
@@ -291,73 +338,67 @@ def test_a_schedule_of_ours_stays(tmp_path):
     assert support.number(optimizer.learning_rate) == 0.125
 
 
-def test_skipped_steps_are_counted_as_tensorflow_counted_them(tmp_path):
-    witness = WITNESS(tf_keras.optimizers.legacy.SGD(0.1, momentum=0.9), initial_scale=16.0)
+@pytest.mark.parametrize(
+    ("wrap", "family", "target", "applied"),
+    [
+        # TensorFlow counts a skipped step among the iterations, and nowhere else.
+        (WITNESS, "legacy", "keras", 3),
+        (lossscale.LossScaleOptimizer, "legacy", "legacy", 2),
+        (lossscale.LossScaleOptimizer, "new", "new", 2),
+    ],
+    ids=["theirs", "ours-legacy", "ours-new"],
+)
+def test_skipped_steps_are_counted_as_in_the_file(wrap, family, target, applied, tmp_path):
+    theirs = wrap(FAMILIES[family].SGD(0.1, momentum=0.9), initial_scale=16.0)
     w, u = support.tf_variables()
-    support.train(witness, [w, u], 2)
-    witness.apply_gradients([(tf.fill((2, 2), np.inf), w), (tf.zeros((2, 2)), u)])
-    path = tf.train.Checkpoint(optimizer=witness, w=w, u=u).save(str(tmp_path / "ck"))
-    optimizer = sgd_elsewhere()
+    support.train(theirs, [w, u], 2)
+    theirs.minimize(lambda: tf.reduce_sum(w * u) * np.inf, [w, u])
+    path = tf.train.Checkpoint(optimizer=theirs, w=w, u=u).save(str(tmp_path / "ck"))
+    optimizer = sgd_elsewhere(target)
     restored(path, optimizer)
     assert support.number(optimizer.iterations) == 3
-    assert support.number(optimizer.inner_optimizer.iterations) == 3
-    assert support.number(optimizer.steps_skipped) == 0
+    assert support.number(optimizer.inner_optimizer.iterations) == applied
+    assert support.number(optimizer.steps_skipped) == 3 - applied
     assert support.number(optimizer.loss_scale) == 8.0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_file_of_ours_keeps_its_skips(family, tmp_path):
-    (w, u), ours = support.tf_variables(), sgd_elsewhere(family)
-    support.train(ours, [w, u], 2)
-    ours.minimize(lambda: tf.reduce_sum(w * u) * np.inf, [w, u])
-    path = tf.train.Checkpoint(optimizer=ours, w=w, u=u).save(str(tmp_path / "ck"))
-    optimizer = sgd_elsewhere(family)
-    restored(path, optimizer)
-    assert int(optimizer.steps_skipped) == 1
-    assert int(optimizer.iterations) == 3
-    assert int(optimizer.inner_optimizer.iterations) == 2
+KINDS = {
+    "plain legacy": (FAMILIES["legacy"], None, 2.0, 0),
+    "plain new": (FAMILIES["new"], None, 2.0, 0),
+    "plain Keras 3": (keras.optimizers, None, 2.0, 0),
+    "Keras 3": (keras.optimizers, keras.optimizers.LossScaleOptimizer, 8.0, 3),
+    "ours": (keras.optimizers, lossscale.LossScaleOptimizer, 4.0, 0),
+}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_optimizer_that_was_not_wrapped(family, tmp_path):
-    _, path = saved(FAMILIES[family].Adam(0.05), tmp_path, steps=3)
-    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.Adam(0.5), initial_scale=8.0)
-    w, _ = restored(path, optimizer)
-    assert support.number(optimizer.iterations) == 3
-    assert support.number(optimizer.loss_scale) == 8.0
-    assert np.abs(optimizer.get_slot(w, "m").numpy()).min() > 0
-
-
-@pytest.mark.parametrize("kind", ["plain", "keras", "ours"])
-def test_a_checkpoint_of_keras_3(kind, tmp_path):
-    inner = keras.optimizers.Adam(0.05)
-    theirs = {
-        "plain": lambda: inner,
-        "keras": lambda: keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0),
-        "ours": lambda: lossscale.LossScaleOptimizer(inner, initial_scale=8.0),
-    }[kind]()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_a_plain_optimizer_or_of_keras_3(kind, tmp_path):
+    module, wrap, scale, counter = KINDS[kind]
+    theirs = module.Adam(0.05, beta_1=0.5, beta_2=0.5)
+    theirs = wrap(theirs, initial_scale=8.0) if wrap else theirs
     w, u = variables = support.tf_variables()
-    theirs.build(variables)
     for step in support.gradients(3):
         if kind == "ours":
             theirs.minimize(support.loss_of(variables, step), variables)
         else:
-            scale = 8.0 if kind == "keras" else 1.0
+            factor = 8.0 if wrap else 1.0
             pairs = zip(step, variables, strict=True)
-            theirs.apply_gradients([(tf.constant(g) * scale, v) for g, v in pairs])
+            theirs.apply_gradients([(tf.constant(g) * factor, v) for g, v in pairs])
     if kind == "ours":
         theirs.minimize(lambda: tf.reduce_sum(w) * np.nan, [w, u])
     path = tf.train.Checkpoint(optimizer=theirs, w=w, u=u).save(str(tmp_path / "ck"))
     optimizer = lossscale.LossScaleOptimizer(keras.optimizers.Adam(0.5), initial_scale=2.0)
-    restored(path, optimizer)
-    expected = {"plain": (2.0, 0), "keras": (8.0, 3), "ours": (4.0, 0)}[kind]
-    assert support.number(optimizer.loss_scale) == expected[0]
-    assert support.number(optimizer.dynamic_counter) == expected[1]
+    mine = restored(path, optimizer)
+    support.assert_equal(support.values(mine), support.values(variables))
+    assert support.number(optimizer.loss_scale) == scale
+    assert support.number(optimizer.dynamic_counter) == counter
     assert support.number(optimizer.steps_skipped) == (kind == "ours")
     assert support.number(optimizer.inner_optimizer.iterations) == 3
-    for slot in ("_momentums", "_velocities"):
-        found = support.values(getattr(optimizer.inner_optimizer, slot))
-        np.testing.assert_array_equal(found, support.values(getattr(inner, slot)))
+    first, second, third = support.gradients(3)
+    for slot, power in (("m", 1), ("v", 2)):
+        found = support.values([optimizer.get_slot(v, slot) for v in mine])
+        expected = first**power / 8 + second**power / 4 + third**power / 2
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 # --- Whose state is whose -------------------------------------------------------------------------
@@ -400,50 +441,6 @@ def test_the_order_of_the_objects_does_not_matter(order, family, tmp_path):
 # --- Models ---------------------------------------------------------------------------------------
 
 
-@functools.cache
-def trained_model(family):
-    """A folder of checkpoints after two steps, and the weights after two more."""
-    model = support.sequential(tf_keras)
-    inner = FAMILIES[family].Adam(0.01)
-    model.compile(WITNESS(inner, initial_scale=16.0, dynamic_growth_steps=100), "mse")
-    support.fit(model, 2)
-    folder = tempfile.TemporaryDirectory()
-    model.save_weights(f"{folder.name}/weights")
-    tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(f"{folder.name}/both")
-    tf.train.Checkpoint(model=model).write(f"{folder.name}/model")
-    support.fit(model, 2)
-    return folder, model.get_weights()
-
-
-@pytest.mark.parametrize(
-    ("family", "target"),
-    [("legacy", "keras"), ("new", "keras"), ("legacy", "legacy"), ("new", "new")],
-)
-def test_a_model_goes_on_as_in_tf_keras(family, target):
-    folder, theirs = trained_model(family)
-    for form in ("weights", "both", "model"):
-        mine = support.sequential(keras if target == "keras" else tf_keras, seed=2)
-        inner = TARGETS[target].Adam(0.5)
-        mine.compile(lossscale.LossScaleOptimizer(inner, dynamic_growth_steps=100), "mse")
-        objects = {
-            "weights": {"root": mine},
-            "both": {"model": mine, "optimizer": mine.optimizer},
-            "model": {"model": mine},
-        }[form]
-        restored = restore_checkpoint(f"{folder.name}/{form}", **objects)
-        assert restored.variables == len(mine.weights) == 14
-        assert restored.slots == 2 * len(mine.trainable_variables)
-        assert support.number(mine.optimizer.dynamic_counter) == 2
-        if form == "weights":
-            expected = support.held(mine)
-            support.fit(mine, 2)
-            # Keras 3 rounds in other places.
-            rtol, atol = (1e-3, 1e-5) if target == "keras" else (1e-4, 1e-6)
-            support.assert_close(mine.get_weights(), theirs, rtol=rtol, atol=atol)
-        else:
-            support.assert_held(mine, expected)
-
-
 def test_layers_are_known_by_their_names_where_these_are_the_same(tmp_path):
     def branches(module, names):
         layers = module.layers
@@ -461,25 +458,10 @@ def test_layers_are_known_by_their_names_where_these_are_the_same(tmp_path):
         np.testing.assert_array_equal(mine.get_layer(name).kernel.numpy(), expected)
 
 
-def test_a_model_that_is_not_built_or_another_one():
-    checkpoint = f"{trained_model('legacy')[0].name}/weights"
-    unbuilt = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
-    with pytest.raises(OldFileError, match="4 layers with weights, this one has 0"):
-        restore_checkpoint(checkpoint, root=unbuilt)
-    # Too small a layer: nothing at all is set.
-    mine = support.sequential(keras, seed=2)
-    before = mine.get_weights()
-    other = keras.Sequential([keras.layers.Input((3, 2)), *mine.layers[:3]])
-    other.add(keras.layers.Dense(5))
-    with pytest.raises(OldFileError, match=r"has the shape \(3, 1\) in the file and \(3, 5\) here"):
-        restore_checkpoint(checkpoint, root=other)
-    support.assert_equal(mine.get_weights(), before)
-
-
 # --- Where a checkpoint is ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["prefix", "index", "data", "folder", "converted"])
+@pytest.mark.parametrize("form", ["prefix", "index", "data", "folder", "converted", "SavedModel"])
 def test_the_ways_to_name_a_checkpoint(form, tmp_path):
     source = tf.train.Checkpoint(v=tf.Variable([2.5]), optimizer=WITNESS(tf_keras.optimizers.SGD()))
     path = source.save(str(tmp_path / "ck"))
@@ -489,22 +471,18 @@ def test_the_ways_to_name_a_checkpoint(form, tmp_path):
         "data": f"{path}.data-00000-of-00001",
         "folder": tmp_path,
         "converted": tmp_path / "new.h5",
+        "SavedModel": tmp_path / "saved",
     }[form]
     if form == "converted":
         migrate_file(path, named)
         for old in tmp_path.glob("ck*"):
             old.unlink()
+    if form == "SavedModel":
+        module = tf.Module()
+        module.v = source.v
+        tf.saved_model.save(module, str(named))
     v = tf.Variable([0.0])
     restore_checkpoint(named, v=v)
-    assert v.numpy() == [2.5]
-
-
-def test_a_saved_model_is_a_checkpoint_too(tmp_path):
-    module = tf.Module()
-    module.v = tf.Variable([2.5])
-    tf.saved_model.save(module, str(tmp_path / "saved"))
-    v = tf.Variable([0.0])
-    restore_checkpoint(tmp_path / "saved", v=v)
     assert v.numpy() == [2.5]
 
 

@@ -1,7 +1,5 @@
 """A SavedModel of Keras 2 restored into a model: every weight in its own layer, or an error."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -114,12 +112,6 @@ def filled(model, seed):
     return model
 
 
-@functools.cache
-def made(name, module, whose):
-    """The model of a name, made once: what the tests change is set anew by each."""
-    return MODELS[name][0](module)
-
-
 def frozen_in(model, names):
     """The model with these of its layers frozen and all others free."""
     for layer in model.layers:
@@ -172,71 +164,62 @@ def test_a_real_saved_model(name, module, frozen):
 # --- Every kind of layer, frozen or not -----------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["free", "frozen"])
-def then_frozen(request):
-    return request.param
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def saved(request, then_frozen, tmp_path_factory):
-    """A SavedModel that tf_keras wrote, and the model that it was written of."""
-    name = request.param
-    _, frozen, *shapes = MODELS[name]
-    model = filled(made(name, tf_keras, "theirs"), 1)
-    frozen_in(model, frozen if then_frozen else ())
-    folder = tmp_path_factory.mktemp("saved") / name
-    # Without the functions, which take most of the time; what is stored of the layers is the same.
-    tf_keras.models.save_model(model, folder, save_format="tf", save_traces=False)
-    return folder, model, name, frozen, shapes
-
-
-@pytest.mark.parametrize("module", [keras, tf_keras], ids=["keras", "tf_keras"])
-def test_every_weight_lands_in_its_layer(saved, then_frozen, module):
-    folder, theirs, name, frozen, shapes = saved
-    mine = filled(made(name, module, "mine"), 2)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_weight_lands_in_its_layer(name, tmp_path):
+    make, frozen, *shapes = MODELS[name]
+    theirs = filled(make(tf_keras), 1)
+    models = {module.__name__: make(module) for module in (keras, tf_keras)}
     # What was frozen then is free now, and the other way round.
-    frozen_in(mine, () if then_frozen else frozen)
-    restored = restore_checkpoint(folder, root=mine)
-    assert restored.variables == len(theirs.weights)
-    assert_same(mine, theirs, shapes)
+    for then, now in ((frozen, ()), ((), frozen)):
+        folder = tmp_path / ("frozen" if then else "free")
+        # Without the functions, which take most of the time; what is stored of the layers is the
+        # same.
+        frozen_in(theirs, then).save(folder, save_format="tf", save_traces=False)
+        for library, mine in models.items():
+            frozen_in(filled(mine, 2), now)
+            restored = restore_checkpoint(folder, root=mine)
+            assert restored.variables == len(theirs.weights), (library, folder.name)
+            assert_same(mine, theirs, shapes)
 
 
-@pytest.mark.parametrize(
-    ("module", "family", "through"),
-    [
-        (keras, "new", "directly"),
-        (keras, "legacy", "migrated"),
-        (tf_keras, "new", "migrated"),
-        (tf_keras, "legacy", "directly"),
-    ],
-    ids=["keras-new", "keras-legacy", "tf_keras-new", "tf_keras-legacy"],
-)
-def test_the_optimizer_of_a_frozen_model_goes_on(module, family, through, tmp_path):
-    theirs, mine = (filled(with_dropout(m), n) for n, m in enumerate((tf_keras, module)))
-    for model in (theirs, mine):
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("module", [keras, tf_keras], ids=["keras", "tf_keras"])
+def test_the_optimizer_of_a_frozen_model_goes_on_from_every_form(module, family, tmp_path):
+    x, y = np.ones((4, 5), "float32"), np.arange(4.0, dtype="float32")[:, None]
+
+    def compiled(model, optimizer):
         model.get_layer("a").trainable = False
         model.get_layer("dr").rate = 0.0
-    optimizer = WITNESS(FAMILIES[family].Adam(0.05), initial_scale=8, dynamic_growth_steps=2)
-    theirs.compile(optimizer, "mse", run_eagerly=True)
-    x, y = np.ones((4, 5), "float32"), np.arange(4.0, dtype="float32")[:, None]
+        model.compile(optimizer, "mse", run_eagerly=True)
+        return model
+
+    inner = FAMILIES[family].Adam(0.05)
+    optimizer = WITNESS(inner, initial_scale=8, dynamic_growth_steps=2)
+    theirs = compiled(filled(with_dropout(tf_keras), 1), optimizer)
     for _ in range(3):
         theirs.train_on_batch(x, y)
-    path = tmp_path / "saved"
-    tf_keras.models.save_model(theirs, path, save_format="tf", save_traces=False)
-    if through == "migrated":
-        path = migrate_file(path, tmp_path / "state.h5")
-    inner = (FAMILIES[family] if module is tf_keras else keras.optimizers).Adam(0.05)
-    optimizer = lossscale.LossScaleOptimizer(inner, dynamic_growth_steps=2)
-    mine.compile(optimizer, "mse", run_eagerly=True)
-    restored = restore_checkpoint(path, root=mine)
-    assert (restored.variables, restored.slots) == (6, 8)
-    assert float(mine.optimizer.loss_scale) == 16.0
+    tf_keras.models.save_model(theirs, tmp_path / "saved", save_format="tf", save_traces=False)
+    migrate_file(tmp_path / "saved", tmp_path / "migrated.h5")
+    theirs.save_weights(str(tmp_path / "weights"))
+    tf.train.Checkpoint(model=theirs).write(str(tmp_path / "model"))
+    tf.train.Checkpoint(model=theirs, optimizer=optimizer).write(str(tmp_path / "both"))
     for _ in range(2):
-        for model in (theirs, mine):
-            model.train_on_batch(x, y)
-    found, expected = (model.layers[-1].get_weights() for model in (mine, theirs))
-    support.assert_close(found, expected, atol=0)
-    assert float(mine.optimizer.loss_scale) == float(theirs.optimizer.loss_scale) == 32.0
+        theirs.train_on_batch(x, y)
+    optimizers = FAMILIES[family] if module is tf_keras else keras.optimizers
+    for form in ("saved", "migrated.h5", "weights", "model", "both"):
+        optimizer = lossscale.LossScaleOptimizer(optimizers.Adam(0.5), dynamic_growth_steps=2)
+        mine = compiled(filled(with_dropout(module), 2), optimizer)
+        objects = {"model": mine} if form in ("model", "both") else {"root": mine}
+        objects |= {"optimizer": optimizer} if form == "both" else {}
+        restored = restore_checkpoint(tmp_path / form, **objects)
+        assert (restored.variables, restored.slots) == (6, 8), form
+        assert support.number(mine.optimizer.loss_scale) == 16.0
+        assert support.number(mine.optimizer.dynamic_counter) == 1
+        for _ in range(2):
+            mine.train_on_batch(x, y)
+        found, expected = (model.layers[-1].get_weights() for model in (mine, theirs))
+        support.assert_close(found, expected, atol=0)
+        assert support.number(mine.optimizer.loss_scale) == 32.0
 
 
 # --- What does not fit is named, and nothing is changed -------------------------------------------
@@ -282,6 +265,12 @@ def test_what_does_not_fit_is_named(name, module):
     with pytest.raises(OldFileError, match=message):
         restore_checkpoint(ZOO / "eq", root=model)
     support.assert_equal(model.get_weights(), before)
+
+
+def test_a_model_that_is_not_built_has_no_layers_with_weights():
+    model = keras.Sequential([keras.layers.Dense(5) for _ in range(4)])
+    with pytest.raises(OldFileError, match="4 layers with weights, this one has 0"):
+        restore_checkpoint(ZOO / "eq", root=model)
 
 
 def test_names_decide_about_layers_in_another_order():

@@ -253,7 +253,7 @@ tests/frameworks/torch/test_ranks.py
 tests/frameworks/torch/test_mistakes.py
     torch _dense: not gradient.is_coalesced() -> False  -k one_index
     torch TorchLossScaleOptimizer._unscale_: decision.empty -> False  -k before_there_are_gradients
-tests/migration/test_own_rules.py
+tests/migration/test_checkpoints.py -k what_the_rule_has
     migration KerasTarget.set_scale_values: field in named -> True
 """
 
