@@ -565,7 +565,7 @@ MISTAKES = {
     "get_config": (lambda o: o.get_config(), NotImplementedError, "not offered"),
     "from_config": (lambda o: o.from_config({}), NotImplementedError, "no configuration"),
     "a class": (lambda o: lossscale.LossScaleOptimizer(torch.optim.SGD), TypeError, "call it"),
-    "a name": (lambda o: wrapped("adam"), TypeError, "must be an optimizer"),
+    "a name": (lambda o: wrapped("adam"), TypeError, "must be a torch.optim.Optimizer"),
 }
 
 
