@@ -223,9 +223,10 @@ class Engine:
             # A state was made, loaded or cleared.
             ids = {
                 id(parameter)
-                for group in self.inner.param_groups
+                for part in parts_of(self.inner)
+                for group in part.param_groups
                 for parameter in group["params"]
-                if _has_state(self.inner, parameter, group)
+                if _has_state(part, parameter, group)
             }
             self._stepped = states, sizes, ids
         return all(p.grad is None or id(p) in ids for p in info.parameters)
@@ -301,8 +302,8 @@ class Engine:
 
 
 def _has_state(inner: Any, parameter: Any, group: dict[str, Any]) -> bool:
-    # SGD without momentum keeps none.
-    if group.get("momentum") == 0:
+    # Without momentum it keeps none; RMSprop without momentum does.
+    if isinstance(inner, torch.optim.SGD) and not group["momentum"]:
         return True
     state = inner.state.get(parameter)
     return bool(state) and state.get("momentum_buffer", state) is not None

@@ -26,6 +26,8 @@ def cases():
         for flag in flags:
             off = dict.fromkeys(set(flags) - {flag}, False)
             yield pytest.param(cls, {**settings, **off, flag: True}, id=f"{name}-{flag}")
+        # Without momentum some keep a state and others none.
+        yield pytest.param(cls, {}, id=f"{name}-defaults")
         if cls is torch.optim.LBFGS:
             yield pytest.param(cls, {"line_search_fn": "strong_wolfe"}, id=f"{name}-wolfe")
 
