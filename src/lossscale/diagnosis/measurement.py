@@ -1,0 +1,578 @@
+"""Three numbers of a model: how wrong gradients are, where they overflow, what room outputs have.
+
+Scales are powers of two here, and named by their exponents. A gradient is compared with that of
+float32: its error is the norm of the difference over the norm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from lossscale.diagnosis.passes import MODEL, Output, Pass, Run
+from lossscale.errors import LossScaleError
+
+TOLERANCE = 0.1
+"""How wrong a gradient may be. An error doubles with each bit that gradients shrink in training:
+this leaves two bits before it is half of the gradient."""
+NOISE = 0.5
+"""A gradient that is wrong by this at every scale is noise, such as that of a bias before a
+normalization, which is 0 but for rounding."""
+MARGIN = 4
+"""How many bits gradients should stay below overflow: they grew by up to 5 in training."""
+NEAR = 3
+"""An operation with fewer bits of room than this is near the end of float16."""
+
+_LARGEST = 65504.0
+_HIGHEST = 126
+"""The exponent of the largest scale; the smallest one is its reciprocal."""
+_SECOND = 8
+"""Of the second scale: an error that scaling mends is a 256th there."""
+_PROBES = 6
+"""How many scales are tried at most to find `bottom` on one batch."""
+_CREDIBLE = 0.9
+"""What has to become of a loss where an output is moved to where the loss should be 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """What float16 makes of the gradient of one variable.
+
+    Attributes:
+        name: The name of the variable.
+        elements: How many numbers it has.
+        largest: The largest magnitude in it in float32, the loss not scaled.
+        errors: Exponent of each loss scale that was tried to the relative error there, the worst
+            of all batches; infinite where it overflows.
+        bfloat16: The relative error if it is rounded to bfloat16.
+    """
+
+    name: str
+    elements: int
+    largest: float
+    errors: Mapping[int, float]
+    bfloat16: float
+
+    @property
+    def best(self) -> float:
+        """The error at the scale where it is the smallest: what float16 makes of it anyway."""
+        return min(self.errors.values(), default=math.inf)
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether float16 gets it wrong at every scale, so that it says nothing about one."""
+        return self.best >= NOISE
+
+    def wrong_at(self, exponent: int) -> float:
+        """Returns the error at a scale that was tried beyond that at its best scale."""
+        return _beyond(self.errors[exponent], self.best)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What an operation of the forward pass leaves of the range of float16.
+
+    Attributes:
+        name: Its name; `MODEL` is all that the model returns.
+        room: Bits between the largest number that it returned and 65,504.
+        reach: Bits between the largest that it has to return for a loss of 0 and 65,504; negative
+            beyond. NaN where that is not known.
+        finite: Whether float16 loses nothing to infinity that float32 keeps.
+    """
+
+    name: str
+    room: float
+    reach: float
+    finite: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What was measured of one loss.
+
+    Attributes:
+        gradients: Those of the variables, in their order.
+        operations: Those whose results are float16, in their order; empty if none was watched.
+        bottom: The lowest exponent of a scale where every gradient is right; 0 for 0 or less.
+        top: The highest one where every gradient is finite.
+        top_is_bound: Whether nothing higher than `top` was tried.
+        ends_at: Name of the operation, or "the loss", where float16 ends; "" if nowhere.
+        needs: What that operation would have to return, as a magnitude; infinite where it is not
+            finite already.
+        tolerance: How wrong a gradient may be.
+        in_use: The loss scale that trains, and the name and error of the worst gradient there.
+        batches: How many batches were measured on.
+        passes: How many forward and backward passes that took.
+        unknown: Why there is no verdict; "" if there is one.
+    """
+
+    gradients: tuple[Gradient, ...] = ()
+    operations: tuple[Operation, ...] = ()
+    bottom: int = 0
+    top: int = 0
+    top_is_bound: bool = False
+    ends_at: str = ""
+    needs: float = math.inf
+    tolerance: float = TOLERANCE
+    in_use: tuple[float, str, float] | None = None
+    batches: int = 0
+    passes: int = 0
+    unknown: str = ""
+
+    @property
+    def voting(self) -> list[Gradient]:
+        """The gradients that say something about a scale, the worst at scale 1 first."""
+        found = [each for each in self.gradients if not each.is_noise and 0 in each.errors]
+        return sorted(found, key=lambda each: -each.wrong_at(0))
+
+    @property
+    def wrong(self) -> float:
+        """How wrong the worst gradient is without scaling."""
+        return max((each.wrong_at(0) for each in self.voting), default=0.0)
+
+    @property
+    def first_to_overflow(self) -> str:
+        """The name of the largest gradient."""
+        return max(self.gradients, key=lambda each: each.largest).name
+
+
+def measure(
+    run: Run,
+    batches: Iterable[Any],
+    *,
+    tolerance: float = TOLERANCE,
+    in_use: float | None = None,
+    after_batch: Callable[[int], None] = lambda number: None,
+) -> dict[str, Measurement]:
+    """Measures each loss of a model.
+
+    On each batch: a pass in float32, one in float16 at scale 1, and one at a second scale. If that
+    leaves a question, as many more as it takes.
+
+    Args:
+        run: Computes a pass.
+        batches: What to measure on.
+        tolerance: How wrong a gradient may be, dimensionless.
+        in_use: The loss scale that trains, or None.
+        after_batch: Called after each batch with the number of batches so far.
+
+    Returns:
+        A measurement for each loss, by its name.
+    """
+    losses: dict[str, _Loss] = {}
+    passes = _Passes(run)
+    number = 0
+    for number, batch in enumerate(batches, 1):
+        passes.begin(batch)
+        for name, reference in passes.references.items():
+            loss = losses.setdefault(name, _Loss(name, tolerance))
+            if not loss.is_over:
+                loss.add(passes, reference, in_use)
+        after_batch(number)
+        if all(loss.is_over for loss in losses.values()):
+            break
+    for loss in losses.values():
+        loss.find_missing_tops(passes)
+    return {
+        name: dataclasses.replace(loss.result(), batches=number, passes=passes.count)
+        for name, loss in losses.items()
+    }
+
+
+def wrong_at(run: Run, batch: Any, scale: float) -> dict[str, tuple[str, float]]:
+    """Returns for each loss the gradient that is wrong by most at a loss scale, and by how much.
+
+    The errors are those beyond what float16 makes of a gradient at a better scale; noise is left
+    out. Three passes.
+
+    Args:
+        run: Computes a pass.
+        batch: What to measure on.
+        scale: The loss scale.
+    """
+    found = {}
+    wide = run(batch, 1.0, False)
+    narrow, better = (run(batch, at, True) for at in (scale, scale * 2.0**_SECOND))
+    for name, reference in wide.items():
+        here = _errors(reference, narrow[name], scale)
+        there = _errors(reference, better[name], scale * 2.0**_SECOND)
+        wrong = {
+            variable: _beyond(error, min(error, there[variable]))
+            for variable, error in here.items()
+            if min(error, there[variable]) < NOISE or math.isinf(error)
+        }
+        worst = max(wrong, key=lambda each: wrong[each], default="")
+        found[name] = worst, wrong.get(worst, 0.0)
+    return found
+
+
+class _Passes:
+    """The passes of one batch, each computed once for all losses."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.count = 0
+
+    def begin(self, batch: Any) -> None:
+        """Computes the reference on a batch, whose passes follow."""
+        self.batch = batch
+        self.narrow: dict[float, dict[str, Pass]] = {}
+        self.errors: dict[tuple[str, float], dict[str, float]] = {}
+        self.references = self._counted(1.0, False, watch=True)
+
+    def at(self, name: str, exponent: float) -> dict[str, float]:
+        """Returns the error of each gradient of a loss at a scale."""
+        if (name, exponent) not in self.errors:
+            scale = 2.0**exponent
+            found = self._counted(scale, True, watch=exponent == 0)
+            for each, reference in self.references.items():
+                self.errors[each, exponent] = _errors(reference, found[each], scale)
+            if exponent == 0:
+                # The gradients of other scales are not kept.
+                self.unscaled = found
+        return self.errors[name, exponent]
+
+    def is_finite(self, batch: Any, name: str, exponent: int) -> bool:
+        """Whether every gradient is finite at a scale, on a batch that has no reference now."""
+        found = self._counted(2.0**exponent, True, batch=batch)
+        return all(np.isfinite(g).all() for g in found[name].gradients.values() if g is not None)
+
+    def moved(self, name: str, output: str) -> float:
+        """Returns the loss with an output where it has to be for a loss of 0."""
+        return self._counted(1.0, False, move=output)[name].loss
+
+    def _counted(
+        self, scale: float, half: bool, *, batch: Any = None, **keywords: Any
+    ) -> dict[str, Pass]:
+        self.count += 1
+        # An overflow is what is looked for.
+        with np.errstate(all="ignore"):
+            return self._run(self.batch if batch is None else batch, scale, half, **keywords)
+
+
+class _Loss:
+    """What is found of one loss, batch after batch."""
+
+    def __init__(self, name: str, tolerance: float) -> None:
+        self._name, self._tolerance = name, tolerance
+        self._found = Measurement(tolerance=tolerance)
+        self._rows: dict[str, Gradient] = {}
+        self._operations: dict[str, Operation] = {}
+        self._bottom = 0
+        self._top: int | None = None
+        self._bound = _HIGHEST
+        self._open: list[tuple[Any, int]] = []
+        self._needed = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no other batch can change the verdict."""
+        return bool(self._found.unknown or self._found.ends_at)
+
+    def result(self) -> Measurement:
+        top, bounded = self._top, self._top is None
+        found = dataclasses.replace(
+            self._found,
+            gradients=tuple(self._rows.values()),
+            operations=tuple(self._operations.values()),
+            bottom=self._bottom,
+            top=self._bound if top is None else top,
+            top_is_bound=bounded,
+        )
+        if not self.is_over and not found.voting:
+            found = dataclasses.replace(
+                found, unknown="float16 gets every gradient wrong at every scale"
+            )
+        return found
+
+    def add(self, passes: _Passes, reference: Pass, in_use: float | None) -> None:
+        """Measures on a batch.
+
+        Args:
+            passes: Those of the batch.
+            reference: That in float32.
+            in_use: The loss scale that trains, or None.
+        """
+        numbers = [g for g in reference.gradients.values() if g is not None]
+        self._add_rows(reference, {})
+        if not math.isfinite(reference.loss) or not all(np.isfinite(g).all() for g in numbers):
+            which = "the loss" if not math.isfinite(reference.loss) else "a gradient"
+            return self._stop(unknown=f"{which} is not finite in float32 already")
+        largest = max((float(np.abs(g).max(initial=0)) for g in numbers), default=0.0)
+        if not largest:
+            return self._stop(unknown="every gradient is 0")
+        predicted = _predicted_top(largest)
+        try:
+            passes.at(self._name, 0)
+        except LossScaleError:
+            raise
+        # In float32 it has run, so that it is float16 that an operation does not take.
+        except Exception as error:
+            return self._stop(unknown=f"the model does not run in float16 here: {_line(error)}")
+        if self._ends(passes, reference):
+            return None
+        self._look_at_scales(passes, predicted)
+        if in_use is not None:
+            self._add_in_use(passes, in_use)
+        for exponent in sorted({e for name, e in passes.errors if name == self._name}):
+            if isinstance(exponent, int):
+                self._add_rows(reference, {exponent: passes.at(self._name, exponent)})
+        return None
+
+    def find_missing_tops(self, passes: _Passes) -> None:
+        """Finds where gradients overflow on batches that came before the first that asks."""
+        if self.is_over or self._top is None:
+            return
+        for batch, predicted in self._open:
+            if predicted < self._top + MARGIN:
+                finite = functools.partial(passes.is_finite, batch, self._name)
+                self._top = _highest(finite, self._top, start=self._top)
+
+    def _stop(self, **fields: Any) -> None:
+        self._found = dataclasses.replace(self._found, **fields)
+
+    # --- Forward --------------------------------------------------------------------------------
+
+    def _ends(self, passes: _Passes, reference: Pass) -> bool:
+        """Whether float16 ends in the forward pass, by what it returns or has to return."""
+        narrow = passes.unscaled[self._name]
+        for name, output in narrow.outputs.items():
+            wide = reference.outputs.get(name, Output(output.largest, True))
+            found = Operation(
+                name,
+                _bits(output.largest),
+                _bits(wide.reach) if reference.loss > 0 else math.nan,
+                output.finite or not wide.finite,
+            )
+            before = self._operations.get(name, found)
+            self._operations[name] = Operation(
+                name,
+                min(found.room, before.room),
+                # NaN is less than nothing.
+                min((found.reach, before.reach), key=lambda r: math.inf if math.isnan(r) else r),
+                found.finite and before.finite,
+            )
+            if not found.finite and name != MODEL:
+                self._stop(ends_at=name)
+                return True
+        if not math.isfinite(narrow.loss):
+            self._stop(ends_at="the loss")
+            return True
+        beyond = [
+            (wide.reach, name)
+            for name in narrow.outputs
+            if (wide := reference.outputs.get(name)) is not None
+            and reference.loss > 0
+            and _bits(wide.reach) < 0
+            and (name == MODEL or self._operations[name].room < NEAR)
+        ]
+        for needs, name in beyond:
+            # A constant in the loss asks for outputs that would not lower it.
+            if passes.moved(self._name, name) < _CREDIBLE * reference.loss:
+                self._stop(ends_at=name, needs=needs)
+                return True
+        return False
+
+    # --- Backward -------------------------------------------------------------------------------
+
+    def _look_at_scales(self, passes: _Passes, predicted: int) -> None:
+        at = functools.partial(passes.at, self._name)
+        second = min(max(predicted, MARGIN), _SECOND) if predicted >= 0 else predicted
+        at(second)
+        self._look_for_best(passes, predicted)
+        wrong = self._wrong(passes, 0)
+        room_is_seen = _all_finite(at(second)) and second >= MARGIN
+        self._needed |= wrong > self._tolerance or not room_is_seen
+        if not self._needed:
+            self._bound = min(self._bound, second)
+            self._open.append((passes.batch, predicted))
+            return
+
+        def finite(exponent: int) -> bool:
+            return _all_finite(at(exponent))
+
+        start = predicted if self._top is None else min(self._top, predicted + 1)
+        top = _highest(finite, _HIGHEST if self._top is None else self._top, start=start)
+        self._top = top if self._top is None else min(self._top, top)
+        if wrong > self._tolerance:
+            self._look_for_best(passes, top)
+        if self._wrong(passes, 0) > self._tolerance:
+            self._bottom = max(self._bottom, self._find_bottom(passes, top))
+
+    def _look_for_best(self, passes: _Passes, top: int) -> None:
+        """Tries higher scales while a gradient may have its best one there."""
+        for _ in range(2):
+            tried = [e for name, e in passes.errors if name == self._name]
+            best = self._best(passes)
+            reference = passes.references[self._name].gradients
+            waiting = [
+                _predicted_top(float(np.abs(reference[name]).max())) - 1
+                for name, error in best.items()
+                if error >= NOISE or (error > self._tolerance and max(tried) < top)
+            ]
+            higher = [min(exponent, _HIGHEST) for exponent in waiting if exponent > max(tried)]
+            if not higher:
+                return
+            passes.at(self._name, min(higher))
+
+    def _find_bottom(self, passes: _Passes, top: int) -> int:
+        """The lowest exponent at which no gradient is wrong by more than the tolerance."""
+        for probe in range(_PROBES):
+            tried = sorted(e for name, e in passes.errors if name == self._name and e >= 0)
+            wrong = {exponent: self._wrong(passes, exponent) for exponent in tried}
+            low = max(e for e in tried if wrong[e] > self._tolerance)
+            right = [exponent for exponent in tried if exponent > low]
+            high = min(right, default=_HIGHEST)
+            if high - low == 1:
+                break
+            if not right:
+                guess = max(top, low + 1)
+            elif wrong[low] < NOISE and probe < _PROBES - 1:
+                # An error halves with each bit.
+                guess = low + math.ceil(math.log2(wrong[low] / self._tolerance))
+            else:
+                guess = (low + high) // 2
+            passes.at(self._name, min(max(guess, low + 1), high - 1))
+        tried = sorted(e for name, e in passes.errors if name == self._name and e >= 0)
+        low = max(e for e in tried if self._wrong(passes, e) > self._tolerance)
+        return min((int(e) for e in tried if e > low), default=_HIGHEST)
+
+    def _best(self, passes: _Passes) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for (name, _), errors in passes.errors.items():
+            if name == self._name:
+                for variable, error in errors.items():
+                    found[variable] = min(found.get(variable, math.inf), error)
+        return found
+
+    def _wrong(self, passes: _Passes, exponent: float) -> float:
+        """The worst error at a scale, beyond what float16 makes of a gradient anyway.
+
+        A gradient that overflows says nothing above scale 1: it is `top` that it limits.
+        """
+        errors, best = passes.at(self._name, exponent), self._best(passes)
+        return max(
+            (
+                _beyond(error, best[variable])
+                for variable, error in errors.items()
+                if best[variable] < NOISE and (math.isfinite(error) or exponent == 0)
+            ),
+            default=0.0,
+        )
+
+    def _add_in_use(self, passes: _Passes, scale: float) -> None:
+        errors = passes.at(self._name, math.log2(scale))
+        best = self._best(passes)
+        wrong = {
+            name: _beyond(error, best[name]) for name, error in errors.items() if best[name] < NOISE
+        }
+        worst = max(wrong, key=lambda name: wrong[name], default="")
+        before = self._found.in_use
+        if worst and (before is None or wrong[worst] > before[2]):
+            self._stop(in_use=(scale, worst, wrong[worst]))
+
+    def _add_rows(self, reference: Pass, errors: Mapping[int, Mapping[str, float]]) -> None:
+        for name, gradient in reference.gradients.items():
+            if gradient is None:
+                continue
+            found = Gradient(
+                name,
+                gradient.size,
+                float(np.abs(gradient).max(initial=0)),
+                {exponent: by[name] for exponent, by in errors.items() if name in by},
+                0.0 if errors else _rounded_to_bfloat16(gradient),
+            )
+            before = self._rows.get(name, found)
+            worst = dict(before.errors)
+            for exponent, error in found.errors.items():
+                worst[exponent] = max(error, worst.get(exponent, 0.0))
+            self._rows[name] = dataclasses.replace(
+                found,
+                largest=max(found.largest, before.largest),
+                errors=dict(sorted(worst.items())),
+                bfloat16=max(found.bfloat16, before.bfloat16),
+            )
+
+
+def _highest(finite: Callable[[int], bool], most: int, start: int) -> int:
+    """Returns the highest exponent up to `most` for which gradients are finite."""
+    exponent = max(min(start, most), -_HIGHEST)
+    if finite(exponent):
+        while exponent < most and finite(exponent + 1):
+            exponent += 1
+        return exponent
+    step = 1
+    # In steps that grow: a gradient may overflow far below where that of float32 would.
+    while exponent > -_HIGHEST and not finite(max(exponent - step, -_HIGHEST)):
+        exponent = max(exponent - step, -_HIGHEST)
+        step *= 2
+    low, high = max(exponent - step, -_HIGHEST), exponent
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if finite(middle) else (low, middle)
+    return low
+
+
+def _errors(reference: Pass, found: Pass, scale: float) -> dict[str, float]:
+    """The error of each gradient that is not 0 in float32; infinite for one that overflows."""
+    errors = {}
+    for name, gradient in reference.gradients.items():
+        narrow = found.gradients.get(name)
+        if gradient is None or narrow is None:
+            continue
+        norm, difference = _norm(gradient), _norm(np.asarray(narrow, np.float64) / scale - gradient)
+        if not math.isfinite(difference):
+            errors[name] = math.inf
+        elif norm:
+            errors[name] = difference / norm
+    return errors
+
+
+def _norm(array: Any) -> float:
+    wide = np.asarray(array, np.float64).ravel()
+    return float(np.sqrt(np.dot(wide, wide)))
+
+
+def _beyond(error: float, best: float) -> float:
+    if math.isinf(error):
+        return math.inf
+    return math.sqrt(max(error**2 - best**2, 0.0))
+
+
+def _all_finite(errors: Mapping[str, float]) -> bool:
+    return all(map(math.isfinite, errors.values()))
+
+
+def _predicted_top(largest: float) -> int:
+    """Where a gradient of float32 overflows, which that of float16 nearly always does as well."""
+    return max(min(math.floor(math.log2(_LARGEST / largest)), _HIGHEST), -_HIGHEST)
+
+
+def _bits(magnitude: float) -> float:
+    """The bits between a magnitude and the largest number of float16."""
+    if math.isnan(magnitude):
+        return math.nan
+    return math.log2(_LARGEST / magnitude) if magnitude > 0 else math.inf
+
+
+def _rounded_to_bfloat16(gradient: Any) -> float:
+    """The error of a gradient in bfloat16: 8 bits, and the range of float32."""
+    narrow = np.asarray(gradient, np.float32)
+    # Half of the last bit that stays is added; what it carries to is the next number.
+    rounded = ((narrow.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(
+        np.float32
+    )
+    norm = _norm(narrow)
+    return _norm(rounded - narrow) / norm if norm and math.isfinite(norm) else 0.0
+
+
+def _line(error: BaseException) -> str:
+    """The first line of what an error says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = (lines or [type(error).__name__])[0][:200]
+    return said.removesuffix(".")

@@ -1,0 +1,319 @@
+"""What a diagnosis says: a verdict and a line to copy, and the numbers behind them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from lossscale.diagnosis.measurement import MARGIN, NEAR, TOLERANCE, Gradient, Measurement, measure
+from lossscale.diagnosis.passes import Run
+from lossscale.diagnosis.verdict import Kind, Verdict, judge
+from lossscale.rules import DynamicScale
+
+_NAMED = 3
+_ORDER = (
+    Kind.CANNOT_HELP,
+    Kind.NO_SINGLE_SCALE,
+    Kind.UNKNOWN,
+    Kind.NEEDED,
+    Kind.NOT_NEEDED,
+)
+_TITLES = {
+    Kind.NOT_NEEDED: "loss scaling is not needed.",
+    Kind.NEEDED: "loss scaling is needed.",
+    Kind.NO_SINGLE_SCALE: "no single scale serves.",
+    Kind.CANNOT_HELP: "loss scaling cannot help.",
+    Kind.UNKNOWN: "whether loss scaling is needed is unknown.",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a diagnosis found. Print it, or ask for `verdict` and `rule`.
+
+    Attributes:
+        model: What was diagnosed, by name.
+        setting: What it was computed with.
+        measurements: Name of each loss to what was measured of it.
+        seconds: How long it took.
+    """
+
+    model: str
+    setting: str
+    measurements: Mapping[str, Measurement]
+    seconds: float = 0.0
+
+    @property
+    def verdicts(self) -> dict[str, Verdict]:
+        """The verdict on each loss, the worst first."""
+        found = {name: judge(each) for name, each in self.measurements.items()}
+        return dict(sorted(found.items(), key=lambda item: _ORDER.index(item[1].kind)))
+
+    @property
+    def verdict(self) -> Kind:
+        """The worst verdict: one of "not needed", "needed", "no single scale", "cannot help" and
+        "unknown"."""
+        return next(iter(self.verdicts.values())).kind
+
+    @property
+    def rule(self) -> DynamicScale | None:
+        """The rule to use, of the worst verdict; None if none is needed or none helps."""
+        return next(iter(self.verdicts.values())).rule
+
+    def __str__(self) -> str:
+        lines = []
+        for name, verdict in self.verdicts.items():
+            title = self.model if len(self.measurements) == 1 else f"{self.model}, {name}"
+            lines += [f"{title}: {headline(verdict)}", *_details(self.measurements[name], verdict)]
+        found = next(iter(self.measurements.values()))
+        counted = f"{_several(found.batches, 'batch', 'batches')}, {found.passes} passes"
+        lines.append(
+            _line(
+                "measured",
+                f"{counted}, {self.seconds:.1f} s; {self.setting}. It holds for this size of batch "
+                "and these weights",
+            )
+        )
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Returns the report as strict JSON, with the numbers of each gradient."""
+        verdicts = {
+            name: {
+                "verdict": verdict.kind.value,
+                "rule": None if verdict.rule is None else verdict.rule.get_config(),
+                "reason": verdict.reason,
+                "advice": verdict.advice,
+            }
+            for name, verdict in self.verdicts.items()
+        }
+        described = {
+            "model": self.model,
+            "setting": self.setting,
+            "verdict": self.verdict.value,
+            "verdicts": verdicts,
+            "measurements": {
+                name: dataclasses.asdict(each) for name, each in self.measurements.items()
+            },
+            "seconds": self.seconds,
+        }
+        return json.dumps(_plain(described), allow_nan=False)
+
+
+def report_on(
+    run: Run,
+    batches: Iterable[Any],
+    *,
+    model: str,
+    setting: str,
+    tolerance: float = TOLERANCE,
+    in_use: float | None = None,
+    after_batch: Callable[[int], None] = lambda number: None,
+) -> Report:
+    """Measures a model, and returns the report.
+
+    Args:
+        run: Computes a pass.
+        batches: What to measure on.
+        model: What the model is called.
+        setting: What it is computed with, such as "PyTorch, cpu, autocast to float16".
+        tolerance, in_use, after_batch: As for `measure`.
+    """
+    started = time.perf_counter()
+    measurements = measure(
+        run, batches, tolerance=tolerance, in_use=in_use, after_batch=after_batch
+    )
+    return Report(model, setting, measurements, time.perf_counter() - started)
+
+
+def headline(verdict: Verdict) -> str:
+    """Returns the verdict as a sentence, and the line to copy."""
+    said = _TITLES[verdict.kind]
+    if verdict.rule is not None:
+        return f"{said} rule = {line_to_copy(verdict.rule)}"
+    if verdict.kind in (Kind.NOT_NEEDED, Kind.UNKNOWN):
+        return said if verdict.kind is Kind.NOT_NEEDED else f"{said[:-1]}: {verdict.reason}."
+    return f"{said} {verdict.reason[:1].upper()}{verdict.reason[1:]}."
+
+
+def line_to_copy(rule: DynamicScale) -> str:
+    """Returns the call that makes a rule.
+
+    Example:
+        >>> line_to_copy(DynamicScale(initial_scale=2.0**15, min_scale=2.0**4))
+        'DynamicScale(initial_scale=2.0**15, min_scale=2.0**4)'
+    """
+    first, lowest = (_exponent(scale) for scale in (rule.initial_scale, rule.min_scale))
+    return f"DynamicScale(initial_scale=2.0**{first}, min_scale=2.0**{lowest})"
+
+
+def percent(share: float) -> str:
+    """Returns a share as people read it.
+
+    Example:
+        >>> percent(0.0004), percent(0.034), percent(1.12), percent(float("inf"))
+        ('under 0.1 %', '3.4 %', '112 %', 'infinitely')
+    """
+    if math.isinf(share):
+        return "infinitely"
+    if share < 0.001:
+        return "under 0.1 %"
+    return f"{share:.1%}".replace("%", " %") if share < 0.1 else f"{share:.0%}".replace("%", " %")
+
+
+def _details(found: Measurement, verdict: Verdict) -> list[str]:
+    lines = []
+    if verdict.kind is Kind.CANNOT_HELP:
+        if math.isfinite(found.needs):
+            lines.append(
+                _line(
+                    "why",
+                    f"for the loss to be 0 {found.ends_at} has to reach about {found.needs:,.0f}; "
+                    "float16 ends at 65,504",
+                )
+            )
+    elif verdict.kind is not Kind.UNKNOWN:
+        lines += [_small(found), _range(found, verdict), _large(found)]
+    elif found.gradients:
+        lines.append(_predicted(found))
+    if verdict.advice:
+        lines.append(_line("do", verdict.advice))
+    if found.operations and not found.ends_at:
+        lines.append(_forward(found))
+    if found.voting:
+        lines.append(_bfloat16(found))
+    noise = [each.name for each in found.gradients if each.is_noise and each.errors]
+    if noise and verdict.kind not in (Kind.CANNOT_HELP, Kind.UNKNOWN):
+        lines.append(_left_out(noise))
+    if found.in_use is not None:
+        scale, name, wrong = found.in_use
+        lines.append(
+            _line(
+                "in use", f"at the loss scale {_scale(scale)} {name} is wrong by {percent(wrong)}"
+            )
+        )
+    return list(filter(None, lines))
+
+
+def _small(found: Measurement) -> str:
+    worst = found.voting[0]
+    if found.wrong > found.tolerance:
+        how = percent(found.wrong)
+        if math.isinf(found.wrong):
+            return _line("small", f"without scaling the gradient of {worst.name} overflows")
+        return _line("small", f"without scaling the gradient of {worst.name} is wrong by {how}")
+    return _line(
+        "small",
+        f"no gradient loses by float16: the worst, {worst.name}, is wrong by "
+        f"{percent(found.wrong)} beyond rounding (limit {percent(found.tolerance)})",
+    )
+
+
+def _range(found: Measurement, verdict: Verdict) -> str:
+    if verdict.rule is None or found.bottom <= 0:
+        return ""
+    first, lowest = (_exponent(s) for s in (verdict.rule.initial_scale, verdict.rule.min_scale))
+    return _line(
+        "range",
+        f"every gradient is right from a loss scale of 2**{found.bottom} and finite up to "
+        f"2**{found.top}; the rule starts {found.top - first} bits below and never goes under "
+        f"2**{lowest}",
+    )
+
+
+def _large(found: Measurement) -> str:
+    more = " or more" if found.top_is_bound else ""
+    if found.top >= MARGIN:
+        return _line(
+            "large",
+            f"gradients stay finite up to a loss scale of 2**{found.top}{more}; the first to "
+            f"overflow is {found.first_to_overflow}",
+        )
+    bits = _several(abs(found.top), "bit", "bits")
+    where = f"{bits} {'below' if found.top >= 0 else 'beyond'} overflow"
+    factor = 2 ** (MARGIN - found.top)
+    return _line(
+        "large",
+        f"without scaling gradients are {where}; the first is {found.first_to_overflow}. To divide "
+        f"the loss by {factor:,} does the same as the rule",
+    )
+
+
+def _forward(found: Measurement) -> str:
+    nearest = min(found.operations, key=lambda each: each.room)
+    text = f"{nearest.room:.0f} bits of room; the largest output is that of {nearest.name}"
+    asks = [each for each in found.operations if each.reach < NEAR]
+    if asks:
+        most = min(asks, key=lambda each: each.reach)
+        text += f"; for a loss of 0 {most.name} would come within {most.reach:.0f} bits"
+    return _line("forward", text)
+
+
+def _bfloat16(found: Measurement) -> str:
+    worst = max(found.voting, key=lambda each: each.bfloat16)
+    return _line(
+        "bfloat16",
+        f"needs no loss scaling; rounding makes {worst.name} wrong by {percent(worst.bfloat16)}, "
+        f"where float16 at its best has {percent(worst.best)}",
+    )
+
+
+def _left_out(names: list[str]) -> str:
+    named = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+    return _line(
+        "left out",
+        f"{_several(len(names), 'gradient', 'gradients')} that float16 gets wrong at every scale: "
+        f"{named} (a bias before a normalization is one: its gradient is 0 but for rounding)",
+    )
+
+
+def _predicted(found: Measurement) -> str:
+    sizes = [each.largest for each in found.gradients if 0 < each.largest < math.inf]
+    if not sizes:
+        return ""
+    low, high = (math.floor(math.log2(size)) for size in (min(sizes), max(sizes)))
+    return _line(
+        "float32",
+        f"the largest number in each gradient is between 2**{low} and 2**{high}; float16 would "
+        f"overflow above a loss scale of 2**{15 - high} and lose small ones below 2**{-14 - low}",
+    )
+
+
+def _line(title: str, text: str) -> str:
+    return f"  {title:<11} {text}"
+
+
+def _several(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _scale(scale: float) -> str:
+    exponent = math.log2(scale)
+    return f"2**{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"
+
+
+def _exponent(scale: float) -> int:
+    return math.frexp(scale)[1] - 1
+
+
+def _plain(value: Any) -> Any:
+    """The same with nothing in it that is no JSON: what is not finite is a text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def worst_first(gradients: Iterable[Gradient]) -> list[Gradient]:
+    """Returns gradients by how wrong they are without scaling, noise last."""
+    return sorted(
+        gradients,
+        key=lambda each: (each.is_noise, -each.wrong_at(0) if 0 in each.errors else 0.0),
+    )
