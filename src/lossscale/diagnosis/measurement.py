@@ -342,7 +342,7 @@ class _Loss:
         """Whether float16 ends in the forward pass, by what it returns or has to return."""
         narrow = passes.unscaled[self._name]
         for name, output in narrow.outputs.items():
-            wide = reference.outputs.get(name, Output(output.largest, True))
+            wide = reference.outputs.get(name) or Output(output.largest, True)
             found = Operation(
                 name,
                 _bits(output.largest),
@@ -363,18 +363,13 @@ class _Loss:
         if not math.isfinite(narrow.loss):
             self._stop(ends_at="the loss")
             return True
-        beyond = [
-            (wide.reach, name)
-            for name in narrow.outputs
-            if (wide := reference.outputs.get(name)) is not None
-            and reference.loss > 0
-            and _bits(wide.reach) < 0
-            and (name == MODEL or self._operations[name].room < NEAR)
-        ]
-        for needs, name in beyond:
+        for name in narrow.outputs:
+            found = self._operations[name]
+            if not found.reach < 0 or not (name == MODEL or found.room < NEAR):
+                continue
             # A constant in the loss asks for outputs that would not lower it.
             if passes.moved(self._name, name) < _CREDIBLE * reference.loss:
-                self._stop(ends_at=name, needs=needs)
+                self._stop(ends_at=name, needs=reference.outputs[name].reach)
                 return True
         return False
 

@@ -20,7 +20,7 @@ _WHERE = {
     "GradScaler": "grad_scaler",
     "LossScaleOptimizer": "optimizer",
     "Monitor": "monitor",
-    "diagnose": "diagnosis.diagnose",
+    "diagnose": "passes",
     "guard": "scheduler",
     "install": "amp_install",
     "LightningMonitor": "lightning",
@@ -30,7 +30,7 @@ _WHERE = {
 
 if TYPE_CHECKING:
     from lossscale.torch.amp_install import install as install
-    from lossscale.torch.diagnosis.diagnose import diagnose as diagnose
+    from lossscale.torch.passes import diagnose as diagnose
     from lossscale.torch.grad_scaler import GradScaler as GradScaler
     from lossscale.torch.lightning import LightningMonitor as LightningMonitor
     from lossscale.torch.monitor import Monitor as Monitor

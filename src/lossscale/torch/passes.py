@@ -1,0 +1,734 @@
+"""Passes of a PyTorch model in float32 and in float16, and what its operations return.
+
+All that a pass may change is put back after it. Automatic casting is that of float16, or switched
+off for the reference, also where a model enters it by itself; what it switches off stays off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointFunction
+
+from lossscale.checks import checked_above_zero, checked_count
+from lossscale.diagnosis.batches import check_batches, checked_tolerance, first_batches
+from lossscale.diagnosis.passes import LOSS, MODEL, Output, Pass
+from lossscale.diagnosis.report import Report, report_on
+from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from lossscale.optimizer import LossScaleOptimizer
+from lossscale.torch.ranks import local
+from lossscale.torch.scaling import real_parts, scaled, widened
+
+LossFn = Callable[[Any, Any], Any]
+
+_NARROW = (torch.float16, torch.bfloat16)
+_WHOLE_LAYERS = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "rnn")
+"""Random operations that do more than to draw: in float32 they would not be what they are."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def diagnose(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    batches: Iterable[Any],
+    *,
+    parameters: Mapping[str, Iterable[torch.nn.Parameter]] | None = None,
+    max_batches: int = 2,
+    in_use: Any = None,
+    tolerance: float = 0.1,
+    after_batch: Callable[[int], None] = lambda number: None,
+) -> Report:
+    """Measures what float16 makes of a model's gradients, and says which loss scaling it needs.
+
+    On each batch `loss_fn(model, batch)` is called and derived several times: in float32, and under
+    `torch.autocast` to float16 at several loss scales. No step is taken. The model is left as it
+    was, bit for bit: parameters, buffers such as the statistics of a normalization, `.grad`,
+    training flags, and the states of random numbers, which are the same in every pass. A batch is
+    handed over as a copy.
+
+    A model in evaluation mode is put into training mode meanwhile; one in training mode keeps the
+    modes of its modules. A model whose parameters are float16 is measured as it is, beside a copy
+    of it in float32. Compiled models run as they were written.
+
+    Gradients change as a network learns. Ask at the start of training, and again later.
+
+    Args:
+        model: The model, with its parameters on their device. Of `DistributedDataParallel` take
+            `model.module`.
+        loss_fn: Called with the model and one of the batches, returns the loss, not scaled: a
+            tensor with one element; or a dictionary of losses, each of which is judged by itself.
+            Needs no `autocast`; one inside is set to what is measured.
+        batches: An iterable of batches, such as a `DataLoader`. What a batch is only `loss_fn`
+            has to know. Its size matters: the loss is averaged over it, so gradients are the
+            smaller, the larger it is. Use that of training.
+        parameters: For a dictionary of losses: name of a loss to the parameters that its optimizer
+            owns. A loss without an entry is judged by all.
+        max_batches: How many batches to measure on, at most.
+        in_use: The loss scale that the model trains with, which is measured as well: a
+            `LossScaleOptimizer`, a `GradScaler`, a number, or None.
+        tolerance: How wrong a gradient may be, as a share of it.
+        after_batch: Called after every batch with the number of batches so far.
+
+    Returns:
+        The report. Print it, or ask for `verdict` and `rule`.
+
+    Raises:
+        ArgumentTypeError: If the model, the batches or the loss are something else. It is a
+            `TypeError`.
+        ArgumentError: If there is nothing to train, no batch, or no loss that can be derived. It is
+            a `ValueError`.
+        UnsupportedError: If parameters are spread over processes.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> def loss_fn(model, batch):
+        ...     return (model(batch) - 1).abs().mean() / 2**30
+        >>> report = diagnose(model, loss_fn, [torch.ones(2, 3)])
+        >>> report.verdict.value, report.rule.initial_scale > 1
+        ('needed', True)
+    """
+    checked_count("max_batches", max_batches)
+    checked_tolerance(tolerance)
+    scale = _scale_of(in_use)
+    run = new_run(model, loss_fn, parameters)
+    check_batches(batches, (torch.Tensor,))
+    subject = getattr(model, "_orig_mod", model)
+    return report_on(
+        run,
+        first_batches(batches, max_batches),
+        model=type(subject).__name__,
+        setting=f"PyTorch, {run.device}, {run.casting}",
+        tolerance=tolerance,
+        in_use=scale,
+        after_batch=after_batch,
+    )
+
+
+def new_run(
+    model: torch.nn.Module,
+    loss_fn: LossFn,
+    parameters: Mapping[str, Iterable[torch.nn.Parameter]] | None = None,
+) -> ModelRun:
+    """Returns what computes passes of a model as it is when it is called.
+
+    Args:
+        model, loss_fn, parameters: As for `diagnose`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError, UnsupportedError: As `diagnose`.
+    """
+    _check_model(model)
+    if not callable(loss_fn):
+        raise ArgumentTypeError(
+            "`loss_fn` must be a function of the model and a batch that returns the loss. "
+            f"Received: {loss_fn!r} of type {type(loss_fn).__name__}."
+        )
+    return ModelRun(model, loss_fn, parameters or {})
+
+
+class ModelRun:
+    """Computes passes of a model; see `lossscale.diagnosis.passes.Run`.
+
+    Args:
+        model, loss_fn, parameters: As for `diagnose`.
+
+    Attributes:
+        device: The type of device of the model.
+        casting: How float16 comes into the model, in words.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: LossFn,
+        parameters: Mapping[str, Iterable[torch.nn.Parameter]],
+    ) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        self._owned = {name: {id(p) for p in owned} for name, owned in parameters.items()}
+        self.device = next(model.parameters()).device.type
+        own = {parameter.dtype for parameter in model.parameters()}
+        self._casts = torch.float16 not in own
+        self.casting = "autocast to float16" if self._casts else "its own float16"
+        self._wide: torch.nn.Module | None = None
+        self._is_narrow = any(_is_narrow(t) for t in (*model.parameters(), *model.buffers()))
+        self._without_onednn = False
+
+    def __call__(
+        self, batch: Any, scale: float, half: bool, *, watch: bool = False, move: str = ""
+    ) -> dict[str, Pass]:
+        """Returns a pass for each loss."""
+        if half:
+            return self._narrow_pass(batch, scale, watch)
+        model, widens = self._model, False
+        if self._is_narrow:
+            model, widens = _widened(self._model), True
+        try:
+            return self._pass(model, _copied(batch, widens), scale, None, watch, move)
+        except (ArgumentError, ArgumentTypeError):
+            raise
+        except Exception as error:
+            if widens:
+                # The loss casts what it gives to the model.
+                return self._pass(self._model, _copied(batch), scale, None, watch, move)
+            _name_device(batch, self._model, error)
+            raise
+
+    def _narrow_pass(self, batch: Any, scale: float, watch: bool) -> dict[str, Pass]:
+        def narrow() -> dict[str, Pass]:
+            return self._pass(self._model, _copied(batch), scale, torch.float16, watch, "")
+
+        if not self._without_onednn:
+            try:
+                return narrow()
+            except RuntimeError as error:
+                # oneDNN computes an LSTM in float16 only on processors that have float16
+                # themselves; PyTorch's own code does so on all.
+                if "could not create a primitive" not in str(error):
+                    raise
+                self._without_onednn = True
+        with _onednn_off():
+            return narrow()
+
+    def _pass(
+        self,
+        model: torch.nn.Module,
+        batch: Any,
+        scale: float,
+        dtype: torch.dtype | None,
+        watch: bool,
+        move: str,
+    ) -> dict[str, Pass]:
+        casting = torch.autocast(self.device, dtype, enabled=dtype is not None and self._casts)
+        with _as_it_was(model), _casting_to(dtype), contextlib.ExitStack() as stack:
+            if dtype is not None:
+                stack.enter_context(_DrawnInFloat32())
+            watcher = _Watcher(model) if watch or move else None
+
+            def forward(moving: _Watcher | None) -> dict[str, Any]:
+                # What was cast before belongs to a graph that is gone.
+                torch.clear_autocast_cache()
+                with casting, contextlib.nullcontext() if moving is None else moving:
+                    return _checked_losses(self._loss_fn(model, batch))
+
+            losses = forward(watcher)
+            if move and watcher is not None:
+                return self._moved(losses, forward, watcher, move)
+            return self._derived(model, losses, scale, watcher, dtype is not None)
+
+    def _derived(
+        self,
+        model: torch.nn.Module,
+        losses: Mapping[str, Any],
+        scale: float,
+        watcher: _Watcher | None,
+        half: bool,
+    ) -> dict[str, Pass]:
+        named = [
+            (_plain(name), mine, given)
+            for (name, mine), given in zip(
+                model.named_parameters(), self._model.parameters(), strict=True
+            )
+            if given.requires_grad
+        ]
+        passes = {}
+        for number, (name, loss) in enumerate(losses.items(), 1):
+            owned = self._owned.get(name)
+            chosen = [(n, p) for n, p, given in named if owned is None or id(given) in owned]
+            total = scaled(loss.reshape(()), scale)
+            inside = watcher.tensors(total) if watcher is not None and not half else []
+            # In autocast's own way the backward pass is outside of it.
+            gradients = torch.autograd.grad(
+                total,
+                [*(p for _, p in chosen), *inside],
+                retain_graph=number < len(losses),
+                allow_unused=True,
+            )
+            mine = gradients[: len(chosen)]
+            if all(gradient is None for gradient in mine):
+                raise ArgumentError(
+                    "The loss that `loss_fn` returned depends on none of the trainable parameters "
+                    "of the model that it is judged by. Compute it with the model that `loss_fn` "
+                    "is given as its first argument."
+                )
+            value = float(loss.detach())
+            outputs = {}
+            if watcher is not None:
+                outputs = watcher.outputs(value, half, inside, gradients[len(chosen) :])
+            passes[name] = Pass(
+                {n: _on_host(g) for (n, _), g in zip(chosen, mine, strict=True)}, value, outputs
+            )
+        return passes
+
+    def _moved(
+        self,
+        losses: Mapping[str, Any],
+        forward: Callable[[Any], dict[str, Any]],
+        watcher: _Watcher,
+        output: str,
+    ) -> dict[str, Pass]:
+        passes = {}
+        for name, loss in losses.items():
+            steps = watcher.steps(output, loss)
+            lowest = min(
+                float(forward(_Watcher(watcher.model, output, steps, part))[name].detach())
+                for part in (1.0, 0.5)
+            )
+            passes[name] = Pass({}, lowest)
+        return passes
+
+
+class _Watcher(TorchFunctionMode):
+    """Within it what each operation returns is kept, and may be moved.
+
+    An operation is a function of PyTorch that is called in a module, or a module whose operations
+    cannot be seen. The same ones come in the same order in float32 and in float16.
+
+    Args:
+        model: The model.
+        output: The name of the output to move; "" for none.
+        steps: What to add to each tensor of it.
+        part: How far to go.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, output: str = "", steps: Sequence[Any] = (), part: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.model, self._output, self._part = model, output, part
+        self._steps = list(steps)
+        self._path = [""]
+        self._returned: dict[str, list[Any]] = {}
+        self._hooks = contextlib.ExitStack()
+
+    def __enter__(self) -> Any:
+        for path, module in self.model.named_modules():
+            name = _plain(path)
+            before = module.register_forward_pre_hook(lambda m, given, name=name: self._enter(name))
+            after = module.register_forward_hook(self._leave, always_call=True)
+            self._hooks.callback(before.remove)
+            self._hooks.callback(after.remove)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        self._hooks.close()
+        return super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name == "__get__" or not any(_is_output(each) for each in tree_leaves(returned)):
+            return returned
+        return self._keep(f"{self._path[-1] or _plain_class(self.model)} ({name})", returned)
+
+    def _enter(self, name: str) -> None:
+        self._path.append(name)
+
+    def _leave(self, module: Any, given: Any, returned: Any) -> Any:
+        self._path.pop()
+        return self._keep(MODEL, returned) if module is self.model else None
+
+    def _keep(self, name: str, returned: Any) -> Any:
+        number = 2
+        first = name
+        while name in self._returned:
+            name = f"{first}, {number}"
+            number += 1
+        kept: list[Any] = []
+        steps = iter(self._steps if name == self._output else ())
+
+        def keep(tensor: Any) -> Any:
+            if not _is_output(tensor):
+                return tensor
+            if name == self._output and tensor.requires_grad:
+                tensor = tensor + self._part * next(steps)
+            if tensor._is_view() and tensor.requires_grad and name == MODEL:
+                # What is written into a view takes it out of the graph.
+                tensor = tensor.clone()
+            kept.append(tensor)
+            return tensor
+
+        with torch._C.DisableTorchFunction():
+            found = tree_map(keep, returned)
+        self._returned[name] = kept
+        return found
+
+    def tensors(self, loss: Any) -> list[Any]:
+        """Returns what the loss may be derived by."""
+        found: dict[int, Any] = {}
+        for kept in self._returned.values():
+            found.update({id(t): t for t in kept if t.requires_grad and t is not loss})
+        return list(found.values())
+
+    def outputs(
+        self, loss: float, half: bool, tensors: Sequence[Any], gradients: Sequence[Any]
+    ) -> dict[str, Output]:
+        """Returns what each operation has returned."""
+        by_tensor = dict(zip(map(id, tensors), gradients, strict=False))
+        found = {}
+        for name, kept in self._returned.items():
+            chosen = [t.detach() for t in kept if not half or t.dtype == torch.float16]
+            if not chosen or all(not t.numel() for t in chosen):
+                continue
+            finite = [torch.nan_to_num(t.float(), 0.0, 0.0, 0.0).abs().max() for t in chosen]
+            found[name] = Output(
+                float(max(finite)),
+                all(bool(t.isfinite().all()) for t in chosen),
+                float("nan") if half else _reach(kept, by_tensor, loss),
+            )
+        return found
+
+    def steps(self, output: str, loss: Any) -> list[Any]:
+        """Returns what has to be added to each tensor of an output for a loss of 0."""
+        kept = [t for t in self._returned.get(output, []) if t.requires_grad]
+        gradients = torch.autograd.grad(
+            loss.reshape(()), kept, allow_unused=True, retain_graph=True
+        )
+        squares = _squares(gradients)
+        return [
+            torch.zeros_like(t) if g is None else -2 * float(loss.detach()) / squares * g
+            for t, g in zip(kept, gradients, strict=True)
+        ]
+
+
+def _reach(kept: Sequence[Any], gradients: Mapping[int, Any], loss: float) -> float:
+    found = [(t.detach(), gradients.get(id(t))) for t in kept]
+    squares = _squares([g for _, g in found])
+    if not squares:
+        return float("nan")
+    return max(
+        float((t.double() - 2 * loss / squares * g.double()).abs().max())
+        for t, g in found
+        if g is not None and t.numel()
+    )
+
+
+def _squares(gradients: Iterable[Any]) -> float:
+    return sum(float(g.detach().double().square().sum()) for g in gradients if g is not None)
+
+
+def _is_output(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.dim())
+
+
+# --- Checks -------------------------------------------------------------------------------------
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentTypeError(
+            f"The model must be a torch.nn.Module. Received: {model!r} of type "
+            f"{type(model).__name__}."
+        )
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ArgumentError(
+                f"The parameter {name} has no shape yet. Call the model on a batch first."
+            )
+        if parameter.is_meta:
+            raise ArgumentError(
+                f"The parameter {name} is on the device meta, where there are no values. Give the "
+                "model its values first, such as by model.to_empty() and load_state_dict()."
+            )
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ArgumentError(
+            f"The model, a {type(model).__name__}, has no trainable parameter: none has "
+            "requires_grad=True."
+        )
+    if any(local(parameter) is not parameter for parameter in trainable):
+        raise UnsupportedError(
+            "The parameters of the model are spread over processes. Ask before fully_shard(), or "
+            "on a machine that holds the model as a whole."
+        )
+
+
+def _checked_losses(returned: Any) -> dict[str, Any]:
+    losses = dict(returned) if type(returned) is dict else {LOSS: returned}
+    wanted = (
+        "`loss_fn` must return the loss, a tensor with one element that backward() could take, or "
+        "a dictionary of such losses."
+    )
+    for loss in losses.values():
+        if not isinstance(loss, torch.Tensor):
+            more = ""
+            if isinstance(loss, (list, tuple)):
+                more = " Add several losses up, and leave out what is no loss."
+            elif hasattr(loss, "loss"):
+                more = " Return the loss in it, such as `output.loss`."
+            elif isinstance(loss, (int, float)):
+                more = " Leave out .item()."
+            kind = "None" if loss is None else f"a {type(loss).__name__}"
+            raise ArgumentTypeError(f"{wanted} Received: {kind}.{more}")
+        problem = ""
+        if loss.numel() != 1:
+            problem = f"of shape {tuple(loss.shape)}. Take the mean or the sum."
+        elif not loss.is_floating_point():
+            problem = f"of dtype {loss.dtype}."
+        elif not loss.requires_grad:
+            problem = (
+                "that depends on no trainable parameter. Leave out detach() and torch.no_grad(), "
+                "and compute it with the model that `loss_fn` is given."
+            )
+        if problem:
+            raise ArgumentError(f"{wanted} Received: a tensor {problem}")
+    return losses
+
+
+def _scale_of(in_use: Any) -> float | None:
+    if in_use is None:
+        return None
+    if isinstance(in_use, LossScaleOptimizer):
+        return float(in_use.loss_scale)
+    if isinstance(in_use, torch.amp.GradScaler):
+        return float(in_use.get_scale())
+    return checked_above_zero("in_use", in_use)
+
+
+def _name_device(batch: Any, model: torch.nn.Module, error: Exception) -> None:
+    """Says of an error that the batch is somewhere else, if it is."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    elsewhere = {t.device for t in tree_leaves(batch) if isinstance(t, torch.Tensor)} - devices
+    if elsewhere and "device" in str(error):
+        there, here = (", ".join(sorted(map(str, each))) for each in (elsewhere, devices))
+        raise ArgumentError(
+            f"A batch is on {there}, and the model on {here}. Move it in `loss_fn`, or before."
+        ) from error
+
+
+# --- A model as it was --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
+    """Within it a model trains as it was written, from random numbers that are always the same.
+
+    Parameters are put back as well: `torch.nn.Embedding(max_norm=...)` is one that writes to its
+    own on the way forward.
+    """
+    tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+    modules = [
+        (vars(module), dict(vars(module)), [(d, dict(d)) for d in _dictionaries(module)])
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
+    stance = getattr(torch.compiler, "set_stance", None)
+    try:
+        with (
+            # Copies of tensors that are made in inference mode cannot be derived by.
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            _same_random_numbers({t.device for t, _ in tensors}),
+            # Compiled, models call no hooks.
+            contextlib.nullcontext() if stance is None else stance("force_eager"),
+            _nothing_recomputed(),
+        ):
+            if not model.training:
+                model.train()
+            yield
+    finally:
+        for now, before, dictionaries in modules:
+            now.clear()
+            now.update(before)
+            for dictionary, entries in dictionaries:
+                dictionary.clear()
+                dictionary.update(entries)
+        with torch.no_grad():
+            for tensor, value in tensors:
+                # Writing more than needed would spoil graphs that hold a parameter. Not by version
+                # numbers: a batch normalization writes to its statistics behind them.
+                if not _same_bits(tensor, value):
+                    tensor.copy_(value)
+
+
+def _dictionaries(module: torch.nn.Module) -> list[dict[str, Any]]:
+    return [vars(module)[name] for name in ("_parameters", "_buffers", "_modules")]
+
+
+def _same_bits(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    integer = _INTEGERS.get(tensor.dtype.itemsize)
+    if integer is None or tensor.layout != torch.strided:
+        return False
+    return bool(torch.equal(tensor.detach().view(integer), value.view(integer)))
+
+
+@contextlib.contextmanager
+def _same_random_numbers(devices: set[torch.device]) -> Iterator[None]:
+    others = {device for device in devices if device.type != "cpu"}
+    kind = next(iter(others)).type if others else "cuda"
+    indices = sorted({device.index or 0 for device in others})
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(indices, device_type=kind):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+@contextlib.contextmanager
+def _nothing_recomputed() -> Iterator[None]:
+    """Within it `checkpoint(use_reentrant=True)` keeps what it would compute again.
+
+    It derives by `backward()` what is in it, behind the back of `torch.autograd.grad`. The
+    gradients are the same.
+    """
+    cls: Any = CheckpointFunction
+    cls.apply = staticmethod(lambda function, preserve, *args: function(*args))
+    try:
+        yield
+    finally:
+        # It is inherited.
+        del cls.apply
+
+
+# --- Precision ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _casting_to(dtype: torch.dtype | None) -> Iterator[None]:
+    """Within it `torch.autocast` casts to a dtype whatever it was made for; None for not at all."""
+    cls: Any = torch.autocast
+    enter = cls.__enter__
+
+    def entered(autocast: Any) -> Any:
+        before = autocast._enabled, autocast.fast_dtype
+        if dtype is None:
+            autocast._enabled = False
+        else:
+            autocast.fast_dtype = dtype
+        try:
+            return enter(autocast)
+        finally:
+            # It may be a decorator, which is entered again later.
+            autocast._enabled, autocast.fast_dtype = before
+
+    cls.__enter__ = entered
+    try:
+        yield
+    finally:
+        cls.__enter__ = enter
+
+
+class _DrawnInFloat32(TorchDispatchMode):
+    """Within it 16-bit random numbers are drawn in float32 and rounded.
+
+    From the same seed other ones would be drawn in float16: dropout on a GPU would hide other
+    elements than in the reference, and the two could not be compared.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or any(
+            part in func.__name__ for part in _WHOLE_LAYERS
+        ):
+            return func(*args, **kwargs)
+        narrow: list[torch.dtype] = []
+
+        def wide(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.dtype in _NARROW:
+                narrow.append(value.dtype)
+                return value.float()
+            if isinstance(value, torch.dtype) and value in _NARROW:
+                narrow.append(value)
+                return torch.float32
+            return value
+
+        widened = tree_map(wide, (args, kwargs))
+        if not narrow:
+            return func(*args, **kwargs)
+        drawn = func(*widened[0], **widened[1])
+        if func._schema.is_mutable:
+            return args[0].copy_(drawn)
+
+        def rounded(value: Any) -> Any:
+            is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+            return value.to(narrow[-1]) if is_wide else value
+
+        return tree_map(rounded, drawn)
+
+
+@contextlib.contextmanager
+def _onednn_off() -> Iterator[None]:
+    flags = torch.backends.mkldnn.flags(enabled=False)
+    # To set all its flags at once warns of one that only another device has.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        flags.__enter__()
+    try:
+        yield
+    finally:
+        flags.__exit__(None, None, None)
+
+
+def _widened(model: torch.nn.Module) -> torch.nn.Module:
+    try:
+        wide = copy.deepcopy(model)
+    except Exception as error:
+        raise ArgumentError(
+            "The parameters of the model are narrower than float32, in which the reference is "
+            f"computed. That needs a copy of the model, and it cannot be copied: {error}"
+        ) from error
+    for tensor in (*wide.parameters(), *wide.buffers()):
+        if _is_narrow(tensor):
+            tensor.data = tensor.data.float()
+    return wide
+
+
+def _copied(batch: Any, widens: bool = False) -> Any:
+    """A batch whose tensors may be written to; what is none stays as it is."""
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        made = value.detach().clone()
+        made = made.float() if widens and _is_narrow(made) else made
+        return made.requires_grad_(value.requires_grad)
+
+    return _mapped(copied, batch)
+
+
+def _mapped(function: Callable[[Any], Any], structure: Any) -> Any:
+    """Applies a function in dictionaries, lists and tuples, such as those of trainers."""
+    if isinstance(structure, Mapping):
+        found = {key: _mapped(function, value) for key, value in structure.items()}
+        try:
+            return found if type(structure) is dict else type(structure)(found)  # type: ignore[call-arg]
+        except Exception:
+            return structure
+    if isinstance(structure, (list, tuple)):
+        parts = [_mapped(function, value) for value in structure]
+        if hasattr(structure, "_fields"):
+            return type(structure)(*parts)
+        return tuple(parts) if isinstance(structure, tuple) else parts
+    return function(structure)
+
+
+def _is_narrow(tensor: torch.Tensor) -> bool:
+    return bool(tensor.is_floating_point() and tensor.dtype.itemsize < 4)
+
+
+def _on_host(gradient: Any) -> Any:
+    """A gradient as a NumPy array of float32; of a sparse one the rows that are in it."""
+    if gradient is None:
+        return None
+    (values,) = real_parts(gradient)
+    return widened(values).cpu().numpy()
+
+
+def _plain(path: str) -> str:
+    """The name of a parameter or a module as it is without compiling the model."""
+    return path.replace("_orig_mod.", "").removesuffix("._orig_mod").removesuffix("_orig_mod")
+
+
+def _plain_class(model: torch.nn.Module) -> str:
+    return type(getattr(model, "_orig_mod", model)).__name__
