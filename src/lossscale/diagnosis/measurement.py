@@ -386,7 +386,7 @@ class _Loss:
         at = functools.partial(passes.at, self._name)
         second = min(max(predicted, MARGIN), _SECOND) if predicted >= 0 else predicted
         at(second)
-        self._look_for_best(passes, predicted)
+        self._look_for_best(passes, NOISE)
         wrong = self._wrong(passes, 0)
         room_is_seen = _all_finite(at(second)) and second >= MARGIN
         self._needed |= wrong > self._tolerance or not room_is_seen
@@ -402,12 +402,12 @@ class _Loss:
         top = _highest(finite, _HIGHEST if self._top is None else self._top, start=start)
         self._top = top if self._top is None else min(self._top, top)
         if wrong > self._tolerance:
-            self._look_for_best(passes, top)
+            self._look_for_best(passes, self._tolerance)
         if self._wrong(passes, 0) > self._tolerance:
             self._bottom = max(self._bottom, self._find_bottom(passes, top))
 
-    def _look_for_best(self, passes: _Passes, top: int) -> None:
-        """Tries higher scales while a gradient may have its best one there."""
+    def _look_for_best(self, passes: _Passes, error_from: float) -> None:
+        """Tries higher scales while a gradient with such an error may have its best one there."""
         for _ in range(2):
             tried = [e for name, e in passes.errors if name == self._name]
             best = self._best(passes)
@@ -415,7 +415,7 @@ class _Loss:
             waiting = [
                 _predicted_top(float(np.abs(reference[name]).max())) - 1
                 for name, error in best.items()
-                if error >= NOISE or (error > self._tolerance and max(tried) < top)
+                if error >= error_from
             ]
             higher = [min(exponent, _HIGHEST) for exponent in waiting if exponent > max(tried)]
             if not higher:
