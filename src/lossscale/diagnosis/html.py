@@ -31,7 +31,7 @@ h2{font-size:1.1rem;margin:2em 0 .4em}pre{white-space:pre-wrap;overflow-wrap:any
 font-size:.9rem}.copy{display:flex;gap:12px;align-items:center;border:1px solid var(--line);
 border-radius:6px;padding:10px 12px;justify-content:space-between}button{font:inherit;color:inherit;
 background:none;border:1px solid var(--line);border-radius:6px;padding:3px 12px;cursor:pointer}
-svg{width:100%;height:auto;display:block}svg text{fill:var(--ink);font-size:13px}
+svg{width:100%;min-width:540px;height:auto;display:block}svg text{fill:var(--ink);font-size:13px}
 .wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.88rem}th,td{
 text-align:right;padding:3px 8px;border-bottom:1px solid var(--line);white-space:nowrap}
 th:first-child,td:first-child{text-align:left;white-space:normal;overflow-wrap:anywhere;
@@ -95,7 +95,7 @@ def _loss(
         lines.append(f"<p>What to do: {_text(verdict.advice)}.</p>")
     if any(each.errors for each in found.gradients):
         lines.append(
-            f"<h2>What float16 makes of each gradient</h2><figure>{_picture(found, verdict)}"
+            f"<h2>What float16 makes of each gradient</h2><figure><div class="wide">{_picture(found, verdict)}</div>"
             "<figcaption>A line is the gradient of one variable: how far it is from that of "
             "float32, at the loss scales that were tried. Green: every gradient is right. Red: one "
             "overflows.</figcaption></figure>"
@@ -130,7 +130,7 @@ def _picture(found: Measurement, verdict: Verdict) -> str:
     for error in (1.0, 0.1, 0.01, 0.001, 0.0001):
         parts.append(_rule(_LEFT, y(error), _WIDTH - _RIGHT, y(error), "var(--line)"))
         parts.append(
-            _label(_LEFT - 6, y(error) + 4, f"{error:.4%}".rstrip("0").rstrip(".%") + " %", "end")
+            _label(_LEFT - 6, y(error) + 4, f"{100 * error:g} %", "end")
         )
     every = next(step for step in (1, 2, 4, 8, 16, 32) if (high - low) / step <= 10)
     for exponent in range(math.ceil(low / every) * every, high + 1, every):
@@ -162,14 +162,14 @@ def _picture(found: Measurement, verdict: Verdict) -> str:
         for level, (name, scale) in enumerate(
             (("min_scale", verdict.rule.min_scale), ("initial_scale", verdict.rule.initial_scale))
         ):
-            exponent = math.log2(scale)
-            if exponent >= low:
-                at = x(exponent)
+            power = math.log2(scale)
+            if power >= low:
+                at = x(power)
                 parts.append(_rule(at, _TOP, at, bottom, "var(--good)", 'stroke-width="2"'))
                 anchor = "end" if at > _WIDTH * 0.7 else "start"
                 side = -5 if anchor == "end" else 5
                 parts.append(
-                    _label(at + side, _TOP + 14 + 18 * level, f"{name} 2^{exponent:.0f}", anchor)
+                    _label(at + side, _TOP + 14 + 18 * level, f"{name} 2^{power:.0f}", anchor)
                 )
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg>'
 
@@ -211,7 +211,8 @@ def _bars(found: Measurement, verdict: Verdict) -> str:
                 'fill="var(--dim)"/>'
             )
     return (
-        f'<figure><svg viewBox="0 0 {_WIDTH} 138" role="img">{"".join(parts)}</svg><figcaption>'
+        f'<figure><div class="wide"><svg viewBox="0 0 {_WIDTH} 138" role="img">{"".join(parts)}'
+        "</svg></div><figcaption>"
         "From the smallest to the largest of the largest numbers in each. Below 2^-24 float16 has "
         "only 0, below 2^-14 fewer digits; at 2^16 it ends.</figcaption></figure>"
     )
@@ -223,29 +224,26 @@ def _gradients(found: Measurement, verdict: Verdict, share: int) -> str:
     rows = _worst_first(found.gradients)
     if not rows:
         return ""
-    start = 0.0 if verdict.rule is None else math.log2(verdict.rule.initial_scale)
+    scaled = verdict.rule is not None
+    start = math.log2(verdict.rule.initial_scale) if verdict.rule is not None else 0.0
 
     def cells(each: Gradient) -> list[str]:
-        near = min(each.errors, key=lambda e: abs(e - start), default=None)
-        return [
-            each.name,
+        size, near = each.largest, min(each.errors, key=lambda e: abs(e - start), default=None)
+        bounded = 0 < size < math.inf
+        found = [
+            # The name may be of any length.
+            each.name if len(each.name) <= 90 else f"{each.name[:30]}…{each.name[-58:]}",
             f"{each.elements:,}",
-            f"{each.largest:.2g}",
+            f"{size:.2g}",
             percent(each.errors[0]) if 0 in each.errors else "",
-            "" if near is None else f"{percent(each.errors[near])} at 2^{near}",
-            f"2^{math.floor(math.log2(65504 / each.largest))}"
-            if 0 < each.largest < math.inf
-            else "",
+            f"2^{math.floor(math.log2(65504 / size))}" if bounded else "",
         ]
+        if scaled:
+            found.append("" if near is None else f"{percent(each.errors[near])} at 2^{near}")
+        return found
 
-    head = (
-        "gradient of",
-        "elements",
-        "largest",
-        "wrong at 1",
-        "wrong near the start",
-        "overflows above",
-    )
+    head = ["gradient of", "elements", "largest", "wrong at 1", "overflows above"]
+    head += ["wrong near the start"] if scaled else []
     most = _FOLDED // share
     shown, folded = rows[:_ROWS], rows[_ROWS : _ROWS + most]
     text = f"<h2>Gradients, worst first</h2>{_table(head, map(cells, shown))}"
@@ -318,9 +316,7 @@ def _label(x: float, y: float, text: str, anchor: str = "middle") -> str:
 def _text(value: str) -> str:
     # A page is UTF-8, which a lone surrogate is not.
     whole = value.encode("utf-8", "replace").decode("utf-8")
-    return html.escape(
-        whole if len(whole) <= 160 or "\n" in whole else f"{whole[:80]}…{whole[-78:]}"
-    )
+    return html.escape(whole)
 
 
 def _rounded(value: Any) -> Any:
