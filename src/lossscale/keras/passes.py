@@ -28,6 +28,7 @@ from lossscale.keras_common.passes import (
     Forward,
     ModelRun,
     Watcher,
+    arguments_of,
     cast_to_float16,
     check_batch,
     check_model,
@@ -95,7 +96,7 @@ class KerasRun(ModelRun):
         self._fixed = [variable for variable in model.variables if id(variable) not in trained]
         self._backend = backends.load()
         self.compiles = self._backend.compiles
-        casts = cast_to_float16(model, "keras", _asks, _is_quantized)
+        casts = cast_to_float16(model, "keras", _asks(model), _is_quantized)
         self._casts = {id(layer) for layer in casts}
         how = "mixed_float16" if casts else "its own float16"
         self.setting = f"Keras on {keras.backend.backend()}, {how}"
@@ -169,7 +170,7 @@ class KerasRun(ModelRun):
     def new_watcher(self, change: Change) -> Watcher:
         """Returns what keeps the results of operations."""
         return Watcher(
-            change, keras.ops.is_tensor, keras.tree.map_structure, self._backend.current_location
+            change, keras.ops.is_tensor, keras.tree.map_structure, self._backend.current_trace
         )
 
     def derive(self, forward: Forward, values: Any, scale: Any, inside: bool) -> Derived:
@@ -231,9 +232,19 @@ def _loss_of_compile(model: Any, batch: Any) -> Any:
         return model._compute_loss(x, y, y_pred, sample_weight, training=True)
 
 
-def _asks(layer: Any) -> bool:
-    """Whether a layer was made with a dtype of its own: others share the global policy."""
-    return layer._dtype_policy is not keras.config.dtype_policy()
+def _asks(model: Any) -> Callable[[Any], bool]:
+    """Returns what says whether a layer of a model was made with a dtype of its own."""
+    policy = keras.config.dtype_policy()
+    # Layers that were made without a dtype share the object, unless another was set since then.
+    is_shared = any(layer._dtype_policy is policy for layer in model._flatten_layers())
+
+    def asks(layer: Any) -> bool:
+        arguments = arguments_of(layer)
+        if arguments is None:
+            return is_shared and layer._dtype_policy is not policy
+        return arguments.get("dtype") is not None
+
+    return asks
 
 
 def _is_of(module: Any, function: Any) -> bool:

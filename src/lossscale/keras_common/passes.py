@@ -359,24 +359,34 @@ def cast_to_float16(
     """
     if any(layer.compute_dtype == "float16" for layer in model._flatten_layers()):
         return []
-    found: list[Any] = []
+    whole: list[Any] = []
+    parts: list[Any] = []
 
     def visit(layer: Any) -> None:
         own = list(layer._flatten_layers(include_self=False, recursive=False))
-        container = hasattr(layer, "train_step") or _root(layer) != library
-        if not (layer is model or (container and own)) and asks(layer):
-            return
-        # A layer of the library gives its own dtype to those in it.
-        found.extend([layer] if container else layer._flatten_layers())
-        for each in own if container else ():
-            visit(each)
+        if layer is model or (own and (hasattr(layer, "train_step") or _root(layer) != library)):
+            whole.append(layer)
+            for each in own:
+                visit(each)
+        else:
+            parts.append(layer)
 
     visit(model)
-    if not any(layer.weights for layer in found if layer is not model):
-        # A model that was loaded: each layer has its dtype written down.
-        found = list(model._flatten_layers())
-    chosen = {id(layer): layer for layer in found if layer.compute_dtype in _WIDER}
-    return [layer for layer in chosen.values() if not is_kept(layer)]
+    chosen = [layer for layer in parts if not asks(layer)]
+    # Of a model that was loaded each layer has its dtype written down.
+    if not any(layer.weights for layer in chosen):
+        chosen = parts
+    # A layer of the library gives its dtype to those in it.
+    inside = [each for layer in chosen for each in layer._flatten_layers()]
+    found = {id(layer): layer for layer in (*whole, *inside)}.values()
+    return [layer for layer in found if layer.compute_dtype in _WIDER and not is_kept(layer)]
+
+
+def arguments_of(layer: Any) -> Mapping[str, Any] | None:
+    """Returns what a layer was made with; None if Keras has not kept it."""
+    config = getattr(layer, "_auto_config", None)
+    found: Mapping[str, Any] | None = getattr(config, "config", None)
+    return found
 
 
 @contextlib.contextmanager
@@ -472,7 +482,7 @@ def _lines_to_write(model: Any, optimizers: Sequence[str]) -> str:
         owned = ", ".join(f'"{each}": [...]' for each in losses)
         call = f", parameters={{{owned}}}"
     else:
-        known = getattr(model, "loss", None) is not None
+        known = bool(getattr(model, "loss", None))
         loss = "model.compute_loss(x, y, y_pred, sample_weight)" if known else "..."
         lines = ["y_pred = model(x, training=True)", f"loss = {loss}", "return loss"]
     body = "".join(f"        {line}\n" for line in ("x, y, sample_weight = batch", *lines))
@@ -570,7 +580,11 @@ def without_a_loss(model: Any) -> ArgumentError:
 def optimizer_names(model: Any, is_optimizer: Callable[[Any], bool]) -> list[str]:
     """Returns what the optimizers of a model are called in it, each once."""
     found = {id(each): name for name, each in reversed(vars(model).items()) if is_optimizer(each)}
-    return [name for name in vars(model) if name in found.values()]
+    names = [name for name in vars(model) if name in found.values()]
+    # `compile` makes an RMSprop where it is given none.
+    if len(names) > 2 and type(vars(model).get("optimizer")).__name__ == "RMSprop":
+        names.remove("optimizer")
+    return names
 
 
 def unique(names: Iterable[str]) -> list[str]:

@@ -23,6 +23,7 @@ from lossscale.keras_common.passes import (
     Forward,
     ModelRun,
     Watcher,
+    arguments_of,
     cast_to_float16,
     check_batch,
     check_model,
@@ -234,8 +235,7 @@ def _loss_of_compile(model: Any, batch: Any) -> Any:
 
 def _asks(layer: Any) -> bool:
     """Whether a layer was made with a dtype of its own."""
-    arguments = getattr(getattr(layer, "_auto_config", None), "config", {})
-    return arguments.get("dtype") is not None
+    return (arguments_of(layer) or {}).get("dtype") is not None
 
 
 def _has_narrow_variables(layer: Any) -> bool:

@@ -269,6 +269,10 @@ class Backend:
         """Within it the framework draws what it draws each time, and its state stays as it was."""
         return contextlib.nullcontext()
 
+    def current_trace(self) -> Any:
+        """What stands for the function that is traced or derived, out of which no tensor gets."""
+        return self.current_location()
+
     def derive(
         self, forward: Callable[..., Any], values: Sequence[Any], scale: Any, inside: bool
     ) -> tuple[Any, Any, Any, Any]:

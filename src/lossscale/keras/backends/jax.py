@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -15,6 +16,11 @@ from lossscale.errors import UnsupportedError
 from lossscale.jax import gradient_stats, overflow_check, scaling
 from lossscale.keras.backends.backend import Backend, Step
 from lossscale.rules import Seen
+
+# Where it is has changed.
+_trace_state = getattr(jax.extend.core, "get_opaque_trace_state", None) or (
+    jax.core.get_opaque_trace_state
+)
 
 
 class JaxBackend(Backend):
@@ -111,6 +117,10 @@ class JaxBackend(Backend):
         exactly = {"xla_allow_excess_precision": False}
         function: Callable[..., Any] = jax.jit(compute, compiler_options=exactly)
         return function
+
+    def current_trace(self) -> Any:
+        """What stands for the function that is traced or derived, out of which no tensor gets."""
+        return _trace_state(convention="flax")
 
     def derive(
         self, forward: Callable[..., Any], values: Sequence[Any], scale: Any, inside: bool
