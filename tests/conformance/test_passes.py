@@ -61,13 +61,12 @@ def test_gradients_are_those_of_the_framework(kind):
     assert_alike(run((x, y), 1.0, False)[LOSS], own(model, x, y), 1e-5)
     narrow, *_ = cases.with_layer(*LAYERS[kind], policy="mixed_float16")
     narrow.set_weights(model.get_weights())
-    try:
-        expected = own(narrow, x, y, SCALE)
-    except Exception:
-        # On a processor JAX has no product of that many dimensions in float16.
-        with pytest.raises(Exception, match=r"."):
+    if BACKEND == "jax" and kind == "MultiHeadAttention":
+        # On a processor JAX compiles no attention in float16.
+        with pytest.raises(Exception, match="not supported"):
             run((x, y), SCALE, True)
         return
+    expected = own(narrow, x, y, SCALE)
     # The framework may round otherwise inside of a compiled pass.
     most = 2e-2 if BACKEND == "jax" else 5e-3
     assert_alike(run((x, y), SCALE, True)[LOSS], expected, most)
