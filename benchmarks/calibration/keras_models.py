@@ -272,7 +272,7 @@ def run(task: Task) -> dict[str, Any]:
         "task": task.name,
         "verdict": report.verdict.value,
         "rule": report.rule,
-        "untrained": _quality(model, task),
+        "untrained": _quality(_model(task, "float32", task.optimizer()), task),
         "float32": _train(task, "float32", None),
     }
     # What is unknown may be a model that float16 does not run here.

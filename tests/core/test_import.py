@@ -46,7 +46,8 @@ ARROWS = {
     "frameworks": "",
     "plots": "errors checks packages diagnostics",
     "demo": "rules optimizer diagnostics plots optax **any",
-    "cli": "errors packages rules registry diagnosis diagnostics plots demo migration lossscale **any",
+    "cli": "errors packages rules registry diagnosis diagnostics plots demo migration lossscale "
+    "**any",
     "__main__": "cli",
     "lossscale": "errors rules optimizer installation",
 }
