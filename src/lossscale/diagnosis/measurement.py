@@ -126,13 +126,20 @@ class Measurement:
 
     @property
     def voting(self) -> list[Gradient]:
-        """The gradients that say something about a scale, the worst at scale 1 first."""
-        found = [each for each in self.gradients if not each.is_noise and 0 in each.errors]
+        """The gradients that say something about a scale, the worst at scale 1 first.
+
+        One that overflows there says only that it does.
+        """
+        found = [
+            each
+            for each in self.gradients
+            if not each.is_noise and each.errors.get(0, math.inf) < math.inf
+        ]
         return sorted(found, key=lambda each: -each.wrong_at(0))
 
     @property
     def wrong(self) -> float:
-        """How wrong the worst gradient is without scaling."""
+        """How wrong the worst gradient is without scaling, of those that are finite."""
         return max((each.wrong_at(0) for each in self.voting), default=0.0)
 
     @property
@@ -284,7 +291,7 @@ class _Loss:
             top=self._bound if top is None else top,
             top_is_bound=bounded,
         )
-        if not self.is_over and not found.voting:
+        if not self.is_over and all(each.is_noise for each in found.gradients):
             found = dataclasses.replace(
                 found, unknown="float16 gets every gradient wrong at every scale"
             )
@@ -448,14 +455,14 @@ class _Loss:
     def _wrong(self, passes: _Passes, exponent: float) -> float:
         """The worst error at a scale, beyond what float16 makes of a gradient anyway.
 
-        A gradient that overflows says nothing above scale 1: it is `top` that it limits.
+        One that overflows says nothing here: it is `top` that it limits.
         """
         errors, best = passes.at(self._name, exponent), self._best(passes)
         return max(
             (
                 _beyond(error, best[variable])
                 for variable, error in errors.items()
-                if best[variable] < NOISE and (math.isfinite(error) or exponent == 0)
+                if best[variable] < NOISE and math.isfinite(error)
             ),
             default=0.0,
         )
@@ -550,9 +557,9 @@ def _predicted_top(largest: float) -> int:
 
 def _bits(magnitude: float) -> float:
     """The bits between a magnitude and the largest number of float16."""
-    if math.isnan(magnitude):
-        return math.nan
-    return math.log2(_LARGEST / magnitude) if magnitude > 0 else math.inf
+    if not magnitude or math.isnan(magnitude):
+        return magnitude or math.inf
+    return math.log2(_LARGEST) - math.log2(magnitude)
 
 
 def _rounded_to_bfloat16(gradient: Any) -> float:

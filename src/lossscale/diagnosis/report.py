@@ -200,11 +200,11 @@ def _details(found: Measurement, verdict: Verdict) -> list[str]:
 
 
 def _small(found: Measurement) -> str:
+    if not found.voting:
+        return ""
     worst = found.voting[0]
     if found.wrong > found.tolerance:
         how = percent(found.wrong)
-        if math.isinf(found.wrong):
-            return _line("small", f"without scaling the gradient of {worst.name} overflows")
         return _line("small", f"without scaling the gradient of {worst.name} is wrong by {how}")
     return _line(
         "small",

@@ -377,11 +377,10 @@ class _Watcher(TorchFunctionMode):
         found = {}
         for name, kept in self._returned.items():
             chosen = [t.detach() for t in kept if not half or t.dtype == torch.float16]
-            if not chosen or all(not t.numel() for t in chosen):
+            if not chosen:
                 continue
-            finite = [torch.nan_to_num(t.float(), 0.0, 0.0, 0.0).abs().max() for t in chosen]
             found[name] = Output(
-                float(max(finite)),
+                max(map(_largest, chosen)),
                 all(bool(t.isfinite().all()) for t in chosen),
                 float("nan") if half else _reach(kept, by_tensor, loss),
             )
@@ -405,11 +404,15 @@ def _reach(kept: Sequence[Any], gradients: Mapping[int, Any], loss: float) -> fl
     squares = _squares([g for _, g in found])
     if not squares:
         return float("nan")
-    return max(
-        float((t.double() - 2 * loss / squares * g.double()).abs().max())
-        for t, g in found
-        if g is not None and t.numel()
-    )
+    moved = [t.double() - 2 * loss / squares * g.double() for t, g in found if g is not None]
+    # A mask of infinities stays where it is.
+    return max(_largest(each) for each in moved)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest finite magnitude in a tensor, 0 if there is none."""
+    finite = torch.nan_to_num(tensor.detach(), 0.0, 0.0, 0.0).abs()
+    return float(finite.max()) if finite.numel() else 0.0
 
 
 def _squares(gradients: Iterable[Any]) -> float:
