@@ -180,7 +180,7 @@ class ModelRun:
         """Returns a pass for each loss."""
         batch = (*batch, None, None)[:3]
         self.check(batch)
-        # Compiled once with and without, as often as not.
+        # To compile a pass a second time would cost more than to watch it each time.
         key = half, watch or (half and self.compiles), move
         if key not in self._computing:
             losses: list[str] = []
