@@ -95,7 +95,8 @@ def _loss(
         lines.append(f"<p>What to do: {_text(verdict.advice)}.</p>")
     if any(each.errors for each in found.gradients):
         lines.append(
-            f"<h2>What float16 makes of each gradient</h2><figure><div class="wide">{_picture(found, verdict)}</div>"
+            '<h2>What float16 makes of each gradient</h2><figure><div class="wide">'
+            f"{_picture(found, verdict)}</div>"
             "<figcaption>A line is the gradient of one variable: how far it is from that of "
             "float32, at the loss scales that were tried. Green: every gradient is right. Red: one "
             "overflows.</figcaption></figure>"
@@ -129,9 +130,7 @@ def _picture(found: Measurement, verdict: Verdict) -> str:
         parts.append(_area(x(found.top), x(high), "bad"))
     for error in (1.0, 0.1, 0.01, 0.001, 0.0001):
         parts.append(_rule(_LEFT, y(error), _WIDTH - _RIGHT, y(error), "var(--line)"))
-        parts.append(
-            _label(_LEFT - 6, y(error) + 4, f"{100 * error:g} %", "end")
-        )
+        parts.append(_label(_LEFT - 6, y(error) + 4, f"{100 * error:g} %", "end"))
     every = next(step for step in (1, 2, 4, 8, 16, 32) if (high - low) / step <= 10)
     for exponent in range(math.ceil(low / every) * every, high + 1, every):
         parts.append(_label(x(exponent), bottom + 18, f"2^{exponent}" if exponent else "1"))
