@@ -136,6 +136,8 @@ def restore(scale: LossScale, numbers: dict[str, float]) -> None:
             for field, now in zip(first._fields, first, strict=True)
         )
     )
+    if "scale" in numbers and "overflows" not in numbers:
+        asked = _count_begun(asked)
     state = rule.restored(asked)
     if rule.moves and state.scale != asked.scale:
         warn(
@@ -197,8 +199,17 @@ class LossScaleState:
         restore(self._scale, checked_numbers(state_dict, self._scale))
 
     def scaler_state_dict(self) -> dict[str, Any]:
-        """Returns the same as `torch.amp.GradScaler` and its kind load it: Python numbers."""
+        """Returns the same as `torch.amp.GradScaler` and its kind load it: Python numbers.
+
+        Raises:
+            ArgumentError: If the rule lowers the scale only after several overflows in a row.
+        """
         scale, numbers = self._scale, self._scale.numbers()
+        if getattr(scale.rule, "overflows_before_backoff", 1) > 1:
+            raise ArgumentError(
+                f"PyTorch's format has no place for the count of {scale.rule!r}: another scaler "
+                "would lower the scale at each overflow. Save `state_dict()` of this optimizer."
+            )
         state = type(scale.first)(*(numbers[field] for field in scale.first._fields))
         return scaler_state(scale.rule, state, scale.number, numbers["steps_skipped"])
 
@@ -295,6 +306,8 @@ def read_scaler_state(found: Any, rule: ScaleRule, state: ScaleState) -> ScalerS
         fields["scale"] = _number("scale", values["scale"])
     if "_growth_tracker" in values and "good_steps" in state._fields:
         fields["good_steps"] = _whole("_growth_tracker", values["_growth_tracker"])
+    if "overflows" not in fields:
+        state = _count_begun(state)
     restored = before_growth(rule, rule.restored(state._replace(**fields)))
     if "scale" in fields and restored.scale != fields["scale"]:
         warn(
@@ -304,6 +317,11 @@ def read_scaler_state(found: Any, rule: ScaleRule, state: ScaleState) -> ScalerS
     skipped = values.get("steps_skipped")
     skipped = None if skipped is None else _whole("steps_skipped", skipped)
     return ScalerState(rule, restored, skipped)
+
+
+def _count_begun(state: Any) -> Any:
+    """The state with no overflow counted, as one that was saved without that count means it."""
+    return state._replace(overflows=0) if "overflows" in state._fields else state
 
 
 def before_growth(rule: ScaleRule, state: ScaleState) -> ScaleState:
