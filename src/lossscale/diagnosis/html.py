@@ -59,7 +59,7 @@ def page(report: Report) -> str:
     kept = {
         name: dataclasses.replace(
             found,
-            gradients=tuple(_worst_first(found.gradients)[: 40 // share]),
+            gradients=tuple(_worst_first(found.gradients)[: 20 // share]),
             operations=tuple(_nearest(found)),
         )
         for name, found in report.measurements.items()
@@ -149,7 +149,7 @@ def _picture(found: Measurement, verdict: Verdict) -> str:
         joined = " ".join(f"{a:.0f},{b:.0f}" for a, b in points)
         parts.append(
             f'<polyline points="{joined}" fill="none" stroke="{color}" stroke-width="{width}" '
-            f'opacity="{1 if worst else 0.45}"><title>{_text(each.name)}</title></polyline>'
+            f'opacity="{1 if worst else 0.45}"><title>{_text(_short(each.name))}</title></polyline>'
         )
         if worst:
             parts += [
@@ -230,8 +230,7 @@ def _gradients(found: Measurement, verdict: Verdict, share: int) -> str:
         size, near = each.largest, min(each.errors, key=lambda e: abs(e - start), default=None)
         bounded = 0 < size < math.inf
         found = [
-            # The name may be of any length.
-            each.name if len(each.name) <= 90 else f"{each.name[:30]}…{each.name[-58:]}",
+            _short(each.name),
             f"{each.elements:,}",
             f"{size:.2g}",
             percent(each.errors[0]) if 0 in each.errors else "",
@@ -316,6 +315,11 @@ def _text(value: str) -> str:
     # A page is UTF-8, which a lone surrogate is not.
     whole = value.encode("utf-8", "replace").decode("utf-8")
     return html.escape(whole)
+
+
+def _short(name: str) -> str:
+    """A name without its middle: it may be of any length, and its end says most."""
+    return name if len(name) <= 60 else f"{name[:16]}…{name[-43:]}"
 
 
 def _rounded(value: Any) -> Any:
