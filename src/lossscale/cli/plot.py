@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.cli.files import check_picture, read_history, usage_errors
-from lossscale.diagnostics.powers import power_of_two
+from lossscale.monitoring.record import power_of_two
 from lossscale.packages import require
 
 

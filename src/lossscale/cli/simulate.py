@@ -15,13 +15,13 @@ from lossscale.cli.numbers import integer, probability, seed
 from lossscale.cli.progress import progress
 from lossscale.cli.rule_text import RULES, rule_from_text
 from lossscale.diagnostics.formats import FORMATS
-from lossscale.diagnostics.powers import power_of_two
 from lossscale.diagnostics.simulation import (
     LARGEST_SIMULATION,
     simulate,
     simulate_gradients,
     simulate_random,
 )
+from lossscale.monitoring.record import power_of_two
 from lossscale.packages import require
 
 _STEPS, _RUNS, _SEED = 100_000, 16, 0

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lossscale.diagnostics.history import TrainingHistory
-from lossscale.diagnostics.records import SkipReason
+from lossscale.monitoring.history import TrainingHistory
+from lossscale.monitoring.record import SkipReason
 from lossscale.packages import require
 from lossscale.plots.scales import plot_scales
 from lossscale.plots.style import LINES
