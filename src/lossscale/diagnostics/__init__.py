@@ -22,7 +22,6 @@ from lossscale.diagnostics.formats import FORMATS as FORMATS
 from lossscale.diagnostics.formats import NumberFormat as NumberFormat
 from lossscale.diagnostics.formats import number_format as number_format
 from lossscale.diagnostics.histogram import GradientHistogram as GradientHistogram
-from lossscale.diagnostics.measuring import diagnose as diagnose
 from lossscale.diagnostics.report import GradientReport as GradientReport
 from lossscale.diagnostics.simulation import Simulation as Simulation
 from lossscale.diagnostics.simulation import simulate as simulate

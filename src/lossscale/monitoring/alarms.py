@@ -225,12 +225,10 @@ class Alarms:
         if record.reason is SkipReason.LOSS:
             return ""
         scale = power_of_two(record.scale)
-        where = (
-            f"the lowest loss scale, {scale}" if self._rule.moves else f"the fixed scale {scale}"
-        )
+        kind = "lowest" if self._rule.moves else "fixed"
         return (
-            f"Step {record.step} was skipped at {where}, which is not lowered any more. "
-            f"{_evidence(record)} {self._floor_advice()}"
+            f"Step {record.step} was skipped at the {kind} loss scale, {scale}, which is not "
+            f"lowered any more. {_evidence(record)} {self._floor_advice()}"
         )
 
     def _floor_advice(self) -> str:
