@@ -11,8 +11,8 @@ import pytest
 import lossscale
 from backends.support import BACKEND, arrays, number
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.diagnostics import GradientHistogram, SkipReason, StepRecord, TrainingHistory
 from lossscale.errors import ArgumentError, LossScaleWarning, TrainingHaltedError
+from lossscale.monitoring import GradientHistogram, SkipReason, StepRecord, TrainingHistory
 from seeding import seed
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

@@ -10,7 +10,7 @@ import pytest
 
 from lossscale import DynamicScale
 from lossscale.cli.main import main
-from lossscale.diagnostics import HistoryHeader, StepRecord, TrainingHistory
+from lossscale.monitoring import HistoryHeader, StepRecord, TrainingHistory
 
 RECORDS = [
     StepRecord(1, 32.0, True, 16.0, 0.5, nonfinite=[("dense/kernel", 3, 0), ("b", 0, 1)]),

@@ -126,7 +126,7 @@ class Alarms:
         self,
         rule: ScaleRule,
         settings: MonitorSettings | None = None,
-        look: Callable[[StepRecord], str] = lambda record: "",
+        look: Callable[[StepRecord], str] | None = None,
     ) -> None:
         if not isinstance(rule, ScaleRule):
             raise ArgumentTypeError(
@@ -183,7 +183,7 @@ class Alarms:
     def _heaviest(
         self, signs: dict[AlarmKind, str], record: StepRecord, is_over: bool
     ) -> list[Alarm]:
-        if record.step - self._last_sign >= _WINDOW:
+        if record.step - self._last_sign > _WINDOW:
             self._weight = -1
         kinds = [kind for kind, message in signs.items() if message]
         if not kinds:
@@ -205,7 +205,7 @@ class Alarms:
         if self._has_looked or self._counter.consecutive < _HALVINGS * self._each_halving:
             return ""
         self._has_looked = True
-        found = self._look(record)
+        found = "" if self._look is None else self._look(record)
         return found and f"Loss scaling cannot help: {found}"
 
     def _loss(self, record: StepRecord) -> str:
@@ -219,15 +219,17 @@ class Alarms:
 
     def _floor(self, record: StepRecord) -> str:
         if not at_lowest(record.scale, self._lowest):
+            if self._weight == _BY_WEIGHT.index(AlarmKind.FLOOR):
+                self._weight = -1
             self._floor_is_known = False
         if not record.skipped or not at_lowest(record.scale, self._lowest):
             return ""
         if record.reason is SkipReason.LOSS:
             return ""
         scale = power_of_two(record.scale)
-        kind = "lowest" if self._rule.moves else "fixed"
+        kind = "lowest loss scale," if self._rule.moves else "fixed loss scale"
         return (
-            f"Step {record.step} was skipped at the {kind} loss scale, {scale}, which is not "
+            f"Step {record.step} was skipped at the {kind} {scale}, which is not "
             f"lowered any more. {_evidence(record)} {self._floor_advice()}"
         )
 

@@ -176,9 +176,9 @@ class HistoryWriter:
             ) from None
         try:
             _lock(self._file, name)
-            first = self._file.readline()
-            if first:
-                _parsed_header(first, name)
+            # What is no file, such as a pipe, has no size.
+            if os.fstat(self._file.fileno()).st_size:
+                _parsed_header(self._file.readline(), name)
                 line = self._cut() + line
             self._write(line)
         except BaseException:

@@ -213,9 +213,13 @@ class Monitor:
             )
         if self._stats is None:
             return None
+        import numpy as np
+
         from lossscale.diagnosis.measurement import wrong_at
 
-        found = wrong_at(self._current_run(), self.settings.data, self._stats.next_scale)
+        # An overflow is what is looked for.
+        with np.errstate(all="ignore"):
+            found = wrong_at(self._current_run(), self.settings.data, self._stats.next_scale)
         return max(found.values(), key=lambda worst: worst[1])
 
     def flush(self) -> None:

@@ -162,13 +162,24 @@ class StepRecord:
         unknown = [name for name in line if name not in (*known, *_EARLIER)]
         for names, why in ((missing, "missing"), (unknown, "not known")):
             if names:
-                raise ArgumentError(f"a step has {', '.join(known)}; {why}: {', '.join(names)}")
+                raise ArgumentError(
+                    f"a step must have `step`, `scale` and `skipped`, and may have "
+                    f"{', '.join(known[3:])}. Received the keys {list(line)}: {names} {why}"
+                )
         found = {name: line[name] for name in known if name in line}
         try:
             if "loss" in found:
                 found["loss"] = _number(found["loss"])
             if "nonfinite" in found:
-                found["nonfinite"] = [NonfiniteTensor(**tensor) for tensor in found["nonfinite"]]
+                tensors = found["nonfinite"]
+                if not isinstance(tensors, list) or any(
+                    set(tensor) != set(NonfiniteTensor._fields) for tensor in tensors
+                ):
+                    raise ArgumentError(
+                        "`nonfinite` must be a list of objects with `name`, `infs` and `nans`, not "
+                        f"{tensors!r}"
+                    )
+                found["nonfinite"] = [NonfiniteTensor(**tensor) for tensor in tensors]
             if "wrong" in found:
                 name, error = found["wrong"]
                 found["wrong"] = name, _number(error)
@@ -205,8 +216,15 @@ def power_of_two(value: float) -> str:
 
 
 def json_line(value: Any) -> str:
-    """Returns strict JSON on one line of ASCII, with its end."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":")) + "\n"
+    """Returns strict JSON on one line of ASCII, with its end.
+
+    Raises:
+        ArgumentError: If there is something else in it, such as an infinity.
+    """
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":")) + "\n"
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"This cannot be written as strict JSON: {error}.") from error
 
 
 def parsed(text: bytes) -> Any:
@@ -267,7 +285,7 @@ def _is_text(text: str) -> bool:
 
 def _nonfinite(tensors: Any) -> tuple[NonfiniteTensor, ...]:
     found = []
-    for tensor in tensors:
+    for tensor in tensors if isinstance(tensors, (tuple, list)) else [None]:
         if not isinstance(tensor, (tuple, list)) or len(tensor) != 3:
             raise ArgumentError(
                 "`nonfinite` must be a list of (name, infs, nans). "

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 import lossscale
 import lossscale.optax
 from frameworks.jax.support import bits
-from lossscale.diagnostics import GradientHistogram, TrainingHistory
 from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentError,
@@ -25,6 +24,7 @@ from lossscale.errors import (
     TrainingHaltedError,
     UnsupportedError,
 )
+from lossscale.monitoring import GradientHistogram, TrainingHistory
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

@@ -8,8 +8,8 @@ import tensorflow as tf
 from frameworks.keras.support import assert_same, values
 from lossscale import DynamicScale, LossScaleOptimizer
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.diagnostics import GradientHistogram, TrainingHistory
 from lossscale.errors import ArgumentError
+from lossscale.monitoring import GradientHistogram, TrainingHistory
 from seeding import seed
 
 

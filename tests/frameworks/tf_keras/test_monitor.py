@@ -14,8 +14,8 @@ import tf_keras
 from frameworks.tf_keras.support import assert_same, data, dense, small_model, values
 from lossscale import DynamicScale, LossScaleOptimizer
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.diagnostics import GradientHistogram, TrainingHistory
 from lossscale.errors import ArgumentError, LossScaleWarning, TrainingHaltedError
+from lossscale.monitoring import GradientHistogram, TrainingHistory
 
 only_new = pytest.mark.parametrize("optimizers", ["new"], indirect=True)
 only_legacy = pytest.mark.parametrize("optimizers", ["legacy"], indirect=True)
