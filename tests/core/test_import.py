@@ -24,28 +24,32 @@ ARROWS = {
     "registry": "errors packages",
     "arguments": "errors checks rules",
     "optimizer": "arguments members registry rules",
-    "diagnostics": "errors checks packages rules registry **any",
-    "callbacks": "errors checks rules registry diagnostics",
-    "common": "errors packages checks rules callbacks diagnostics",
-    "jax": "errors rules common diagnostics *jax",
-    "tensorflow": "errors rules registry common diagnostics *tensorflow",
+    "diagnostics": "errors checks packages rules registry monitoring **any",
+    "diagnosis": "errors checks packages rules registry **any",
+    "monitoring": "errors checks packages rules diagnosis",
+    "callbacks": "errors registry monitoring",
+    "common": "errors packages checks rules callbacks diagnostics monitoring",
+    "jax": "errors rules common diagnostics monitoring *jax",
+    "tensorflow": "errors rules registry common diagnostics monitoring *tensorflow",
     "keras_common": "errors packages rules registry arguments optimizer common callbacks "
-    "diagnostics",
+    "diagnostics monitoring diagnosis",
     "torch": "errors checks packages rules registry arguments optimizer common callbacks "
-    "diagnostics *torch",
-    "optax": "errors checks packages rules arguments common jax callbacks diagnostics *jax *optax",
+    "diagnostics diagnosis monitoring *torch",
+    "optax": "errors checks packages rules arguments common jax diagnostics monitoring "
+    "*jax *optax",
     # A backend of Keras imports its own framework as well.
     "keras": "errors packages rules members arguments optimizer older common keras_common "
-    "tensorflow jax torch callbacks diagnostics *keras",
+    "tensorflow jax torch callbacks diagnostics diagnosis *keras",
     "tf_keras": "errors rules registry members arguments optimizer older common keras_common "
-    "tensorflow callbacks diagnostics *tf_keras *tensorflow",
+    "tensorflow callbacks diagnostics diagnosis *tf_keras *tensorflow",
     "experimental": "errors checks rules registry arguments optimizer **any",
     "migration": "errors packages rules registry arguments optimizer older keras tf_keras **any",
     "installation": "registry packages older optimizer common experimental tensorflow",
     "frameworks": "",
-    "plots": "errors checks packages diagnostics",
-    "demo": "rules optimizer diagnostics plots optax **any",
-    "cli": "errors packages rules registry diagnostics plots demo migration lossscale **any",
+    "plots": "errors checks packages diagnostics monitoring",
+    "demo": "rules optimizer diagnostics monitoring plots optax **any",
+    "cli": "errors packages rules registry diagnosis diagnostics monitoring plots demo migration "
+    "lossscale **any",
     "__main__": "cli",
     "lossscale": "errors rules optimizer installation",
 }
@@ -214,7 +218,16 @@ def test_files_load_if_keras_is_imported_after_lossscale():
     assert "lossscale.keras" in imported_by(FILES_LOAD, KERAS_BACKEND="jax")
 
 
-PUBLIC = ("callbacks", "cli", "demo", "diagnostics", "experimental", "migration", "plots")
+PUBLIC = (
+    "callbacks",
+    "cli",
+    "demo",
+    "diagnostics",
+    "experimental",
+    "migration",
+    "monitoring",
+    "plots",
+)
 
 
 def test_every_public_submodule_is_an_attribute_after_importing_the_library_alone():
@@ -224,7 +237,7 @@ assert "lossscale.callbacks" not in sys.modules
 assert {{*{PUBLIC}, "torch", "optax"}} <= set(dir(lossscale))
 for name in (*{PUBLIC}, "torch"):
     assert getattr(lossscale, name) is sys.modules["lossscale." + name], name
-lossscale.callbacks.LossScaleMonitor, lossscale.diagnostics.diagnose
+lossscale.callbacks.LossScaleMonitor, lossscale.diagnosis.diagnose
 """
     assert roots(imported_by(program)) & FRAMEWORKS == set()
 
