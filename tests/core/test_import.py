@@ -28,20 +28,19 @@ ARROWS = {
     "diagnosis": "errors checks packages rules registry **any",
     "monitoring": "errors checks packages rules diagnosis",
     "callbacks": "errors registry monitoring",
-    "common": "errors packages checks rules callbacks diagnostics monitoring",
+    "common": "errors packages diagnostics monitoring",
     "jax": "errors rules common diagnostics monitoring *jax",
     "tensorflow": "errors rules registry common diagnostics monitoring *tensorflow",
-    "keras_common": "errors packages rules registry arguments optimizer common callbacks "
-    "diagnostics monitoring diagnosis",
-    "torch": "errors checks packages rules registry arguments optimizer common callbacks "
+    "keras_common": "errors packages rules registry arguments optimizer common "
+    "monitoring diagnosis",
+    "torch": "errors checks packages rules registry arguments optimizer common "
     "diagnostics diagnosis monitoring *torch",
-    "optax": "errors checks packages rules arguments common jax diagnostics monitoring "
-    "*jax *optax",
+    "optax": "errors checks packages rules arguments common jax diagnostics monitoring *jax *optax",
     # A backend of Keras imports its own framework as well.
     "keras": "errors packages rules members arguments optimizer older common keras_common "
-    "tensorflow jax torch callbacks diagnostics diagnosis *keras",
+    "tensorflow jax torch callbacks diagnosis *keras",
     "tf_keras": "errors rules registry members arguments optimizer older common keras_common "
-    "tensorflow callbacks diagnostics diagnosis *tf_keras *tensorflow",
+    "tensorflow callbacks diagnosis *tf_keras *tensorflow",
     "experimental": "errors checks rules registry arguments optimizer **any",
     "migration": "errors packages rules registry arguments optimizer older keras tf_keras **any",
     "installation": "registry packages older optimizer common experimental tensorflow",

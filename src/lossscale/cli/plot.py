@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         draw(history, output)
         summary["picture"] = str(output)
     if page is not None:
-        from lossscale.monitoring.html import to_html
+        from lossscale.plots.run_html import to_html
 
         with usage_errors():
             page.write_text(to_html(history), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import threading
 from collections.abc import Callable
@@ -63,7 +62,7 @@ class MonitorBody:
     def _new_run(self) -> Any:
         """Returns what computes passes of the model."""
         # With what it imports, which a monitor that looks at nothing does without.
-        passes = importlib.import_module(f"lossscale.{self._framework}.passes")
+        passes = registry.named(str(self._framework)).module("passes")
         return passes.new_run(self._trained(self.model), self._settings.loss_fn)
 
     def _sync(self) -> None:
