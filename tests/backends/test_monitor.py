@@ -456,3 +456,18 @@ def test_the_file_is_strict_json(tmp_path):
     header, *lines = (json.loads(line, parse_constant=refuse) for line in text.splitlines())
     assert header["rule"]["class_name"] == "DynamicScale"
     assert [StepRecord.from_json(line).step for line in lines] == [1, 2]
+
+
+def test_a_scale_that_is_too_low_is_measured_and_told():
+    keras.mixed_precision.set_dtype_policy("mixed_float16")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, name="out")], name="low")
+    keras.mixed_precision.set_dtype_policy("float32")
+    inner, rule = keras.optimizers.SGD(0.01), lossscale.FixedScale(2.0)
+    optimizer = lossscale.LossScaleOptimizer(inner, rule=rule)
+    model.compile(optimizer, lambda y, p: keras.ops.mean(keras.ops.abs(p - y)) * 1e-7)
+    x, y = np.ones((64, 4), "float32"), np.ones((64, 1), "float32")
+    monitor = LossScaleMonitor(every=10, measure_every=100, data=(x[:32], y[:32]))
+    with pytest.warns(LossScaleWarning, match=r"gets the gradient of out/kernel wrong by 100%"):
+        model.fit(x, y, verbose=0, callbacks=[monitor])
+    name, error = monitor.wrong_at()
+    assert (name, round(error, 2)) == ("out/kernel", 1.0)
