@@ -34,6 +34,7 @@ _SUBMODULES = frozenset(
         "demo",
         "diagnosis",
         "diagnostics",
+        "monitoring",
         "experimental",
         "migration",
         "optax",
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from lossscale import diagnostics as diagnostics
     from lossscale import experimental as experimental
     from lossscale import migration as migration
+    from lossscale import monitoring as monitoring
     from lossscale import optax as optax
     from lossscale import plots as plots
     from lossscale import torch as torch

@@ -1,9 +1,5 @@
 """What gradients look like in a number format: exponents, and the share lost to zero."""
 
-from lossscale.diagnostics.alarms import Alarm as Alarm
-from lossscale.diagnostics.alarms import AlarmKind as AlarmKind
-from lossscale.diagnostics.alarms import Alarms as Alarms
-from lossscale.diagnostics.alarms import float16_without_scaling as float16_without_scaling
 from lossscale.diagnostics.bins import ExponentBin as ExponentBin
 from lossscale.diagnostics.deviation import Deviation as Deviation
 from lossscale.diagnostics.deviation import deviation as deviation
@@ -26,20 +22,11 @@ from lossscale.diagnostics.formats import FORMATS as FORMATS
 from lossscale.diagnostics.formats import NumberFormat as NumberFormat
 from lossscale.diagnostics.formats import number_format as number_format
 from lossscale.diagnostics.histogram import GradientHistogram as GradientHistogram
-from lossscale.diagnostics.history import TrainingHistory as TrainingHistory
-from lossscale.diagnostics.history_header import HistoryHeader as HistoryHeader
-from lossscale.diagnostics.history_writer import HistoryWriter as HistoryWriter
-from lossscale.diagnostics.records import NonfiniteTensor as NonfiniteTensor
-from lossscale.diagnostics.records import SkipReason as SkipReason
-from lossscale.diagnostics.records import StepRecord as StepRecord
 from lossscale.diagnostics.report import GradientReport as GradientReport
 from lossscale.diagnostics.simulation import Simulation as Simulation
 from lossscale.diagnostics.simulation import simulate as simulate
 from lossscale.diagnostics.simulation import simulate_gradients as simulate_gradients
 from lossscale.diagnostics.simulation import simulate_random as simulate_random
-from lossscale.diagnostics.skips import SkipCounter as SkipCounter
-from lossscale.diagnostics.skips import lowest_scale as lowest_scale
-from lossscale.diagnostics.skips import skip_reason as skip_reason
 from lossscale.diagnostics.tensor_ranges import JudgedTensor as JudgedTensor
 from lossscale.diagnostics.tensor_ranges import LayerRange as LayerRange
 from lossscale.diagnostics.tensor_ranges import TensorKind as TensorKind

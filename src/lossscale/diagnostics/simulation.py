@@ -14,9 +14,9 @@ from typing import Any
 from lossscale.checks import checked_count, checked_probability
 from lossscale.diagnostics.drift import critical_probability, expected_drift
 from lossscale.diagnostics.formats import NumberFormat, number_format
-from lossscale.diagnostics.moving import first_state, next_state
-from lossscale.diagnostics.skips import lowest_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.monitoring.moving import first_state, next_state
+from lossscale.monitoring.skips import lowest_scale
 from lossscale.packages import require
 from lossscale.rules import DynamicScale, ScaleRule, Seen
 

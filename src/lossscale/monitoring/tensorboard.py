@@ -1,4 +1,4 @@
-"""Records of training steps as scalars, histograms and texts for TensorBoard."""
+"""Records of training steps as scalars and texts for TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,30 +7,17 @@ import errno
 import os
 from typing import Any
 
-from lossscale.diagnostics.histogram import GradientHistogram
-from lossscale.diagnostics.records import StepRecord
+from lossscale.monitoring.record import StepRecord
 from lossscale.packages import require
 
 _FLUSH_SECONDS = 5
 
 
-def check_installed() -> None:
-    """Raises unless the package that writes for TensorBoard is there.
-
-    Raises:
-        MissingPackageError: If it is not; the message says how to install it. It is an
-            `ImportError`.
-    """
-    require("tensorboardX", purpose="Writing for TensorBoard")
-
-
 class TensorBoardWriter:
     """Writes records into a folder that TensorBoard shows.
 
-    The tags are `loss_scale/scale`, `loss_scale/steps_skipped`, `loss_scale/loss`, and for each
-    variable `log2_gradient/NAME`: how many elements of its gradient have which power of two.
-    Skipped steps are texts, `loss_scale/skipped`. Where fidelity was measured, `fidelity_lost/NAME`
-    and `fidelity_error/NAME` say for each variable what share float16 loses, and how wrong it is.
+    The tags are `loss_scale/scale`, `loss_scale/steps_skipped`, `loss_scale/loss`, and
+    `loss_scale/worst_error` where it was measured. Skipped steps are texts, `loss_scale/skipped`.
 
     Args:
         folder: Where to write. It is made if it is not there; each writer adds a file.
@@ -40,7 +27,7 @@ class TensorBoardWriter:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        check_installed()
+        require("tensorboardX", purpose="Writing for TensorBoard")
         from tensorboardX import SummaryWriter
 
         self._writer: Any = SummaryWriter(os.fspath(folder), flush_secs=_FLUSH_SECONDS)
@@ -61,6 +48,7 @@ class TensorBoardWriter:
             "scale": record.scale,
             "steps_skipped": record.steps_skipped,
             "loss": record.loss,
+            "worst_error": None if record.wrong is None else record.wrong[1],
         }
         for name, value in scalars.items():
             if value is not None:
@@ -70,33 +58,6 @@ class TensorBoardWriter:
             self._writer.add_text(
                 "loss_scale/skipped", f"step {record.step}: {record.reason}; {tensors}", record.step
             )
-        for name, found in record.fidelity.items():
-            for key in ("lost", "error"):
-                self._writer.add_scalar(f"fidelity_{key}/{name}", found[key], record.step)
-        for name, described in record.histograms.items():
-            self._append_histogram(name, GradientHistogram.from_dict(dict(described)), record.step)
-
-    def _append_histogram(self, name: str, histogram: GradientHistogram, step: int) -> None:
-        bins = histogram.bins
-        if not bins:
-            return
-        lowest, highest = bins[0].exponent, bins[-1].exponent + 1
-        counts = dict.fromkeys(range(lowest, highest), 0)
-        counts.update({bin.exponent: bin.elements for bin in bins})
-        # Of the logarithms, by the middle of each bin.
-        middles = [(exponent + 0.5, count) for exponent, count in counts.items()]
-        self._writer.add_histogram_raw(
-            f"log2_gradient/{name}",
-            min=lowest,
-            max=highest,
-            num=histogram.nonzeros,
-            sum=sum(middle * count for middle, count in middles),
-            sum_squares=sum(middle**2 * count for middle, count in middles),
-            # An empty bucket in front: TensorBoard takes the first one to begin at minus infinity.
-            bucket_limits=[lowest, *(exponent + 1 for exponent in counts)],
-            bucket_counts=[0, *counts.values()],
-            global_step=step,
-        )
 
     def flush(self) -> None:
         """Hands all that was written to the operating system."""

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from core.oracle import trace
 from core.strategies import dynamic_scales
 from lossscale import DynamicScale, FixedScale
-from lossscale.diagnostics import AlarmKind, Alarms, StepRecord, float16_without_scaling
 from lossscale.errors import ArgumentError, LossScaleError, TrainingHaltedError
+from lossscale.monitoring import Alarm, AlarmKind, Alarms, MonitorSettings, StepRecord
+from lossscale.monitoring.alarms import float16_without_scaling
 
 N = 2000
 
@@ -72,17 +73,6 @@ def test_a_start_up_of_which_every_nth_step_is_recorded_gives_no_alarm(per_execu
     assert kinds(Alarms(rule), seen) == []
 
 
-def test_a_resumed_run_is_looked_at_from_the_start_whatever_it_skipped_before():
-    rule = DynamicScale(initial_scale=2.0**15)
-    resumed = records(rule, steps("x", 3, "-", 5), first_step=10_004, first=2.0**10)
-    scales = [2.0**10, 2.0**9, 2.0**8, *[2.0**7] * 5]
-    seen = [
-        dataclasses.replace(record, scale=scale, next_scale=None, steps_skipped=40 + min(n, 3))
-        for n, (record, scale) in enumerate(zip(resumed, scales, strict=True), start=1)
-    ]
-    assert [kind for _, kind in kinds(Alarms(rule), seen)] == ["falling"]
-
-
 @pytest.mark.parametrize(
     ("limit", "words"),
     [(1, "The last step was skipped"), (2, "The last 2 steps in a row were skipped")],
@@ -90,7 +80,7 @@ def test_a_resumed_run_is_looked_at_from_the_start_whatever_it_skipped_before():
 def test_how_many_steps_in_a_row_is_said_in_words(limit, words):
     rule = DynamicScale()
     found = given_alarms(
-        Alarms(rule, max_consecutive_skips=limit), records(rule, steps("x", limit))
+        Alarms(rule, MonitorSettings(max_consecutive_skips=limit)), records(rule, steps("x", limit))
     )
     assert found[-1][1].message.startswith(words)
 
@@ -112,27 +102,6 @@ def test_three_halvings_within_fifty_steps():
     assert not found[0][1].is_fatal
 
 
-@pytest.mark.parametrize(
-    ("gap", "alarms"), [(23, [(550, "falling")]), (24, [])], ids=["50 steps", "51 steps"]
-)
-def test_halvings_that_lie_farther_apart(gap, alarms):
-    rule = DynamicScale()
-    run = steps("-", 500, "x", 1, "-", 24, "x", 1, "-", gap, "x", 1, "-", 100)
-    found = kinds(Alarms(rule), records(rule, run))
-    assert found == alarms
-
-
-def test_two_halvings_are_not_enough_and_the_numbers_can_be_set():
-    rule = DynamicScale()
-    run = steps("-", 500, "x", 2, "-", 100)
-    assert kinds(Alarms(rule), records(rule, run)) == []
-    assert kinds(Alarms(rule, halvings=2), records(rule, run)) == [(502, "falling")]
-    apart = steps("-", 500, "x", 1, "-", 300, "x", 1, "-", 100)
-    assert kinds(Alarms(rule, halvings=2, halvings_window=400), records(rule, apart)) == [
-        (802, "falling")
-    ]
-
-
 def test_the_fall_is_measured_in_powers_of_two_whatever_the_factor():
     rule = DynamicScale(backoff_factor=0.25)
     run = steps("-", 500, "x", 2, "-", 10)
@@ -149,28 +118,6 @@ def test_a_fall_that_is_seen_one_step_later_without_the_next_scale():
     assert kinds(Alarms(rule), bare) == [(504, "falling")]
 
 
-def test_a_short_interval_is_no_start_up_without_end():
-    rule = DynamicScale(growth_interval=5)
-    run = steps("x", 5, "-", 5, "x", 4, "-", 2)
-    assert kinds(Alarms(rule), records(rule, run)) == [(13, "falling")]
-
-
-def test_the_alarm_is_given_once_until_the_trouble_is_over():
-    rule = DynamicScale(initial_scale=2.0**60)
-    collapse = steps("-", 200, "x", 12, "-", 30, "x", 6)
-    assert kinds(Alarms(rule), records(rule, collapse)) == [(203, "falling"), (210, "skip_rate")]
-    twice = steps("-", 200, "x", 4, "-", 60, "x", 4)
-    assert kinds(Alarms(rule), records(rule, twice)) == [(203, "falling"), (267, "falling")]
-
-
-def test_a_run_that_goes_on_from_an_earlier_one_has_no_start_up():
-    rule = DynamicScale(initial_scale=2.0**32)
-    resumed = DynamicScale(initial_scale=2.0**15)
-    run = list(records(resumed, steps("x", 3, "-", 5), first_step=10_001))
-    assert kinds(Alarms(rule), run) == [(10_003, "falling")]
-    assert kinds(Alarms(resumed), run) == []
-
-
 def test_the_floor():
     rule = DynamicScale(initial_scale=4, growth_interval=N)
     run = steps("x", 2, "-", 1, "x", 3, "-", 300, "x", 1)
@@ -180,20 +127,13 @@ def test_the_floor():
     message = found[0][1].message
     assert "Step 4 was skipped at the lowest loss scale, 1" in message
     assert "dense/kernel (3 inf)" in message
-    assert "learning rate" in message
+    assert "DynamicScale(min_scale=2.0**-24)" in message
 
 
 def test_the_floor_again_after_the_scale_has_grown():
     rule = DynamicScale(initial_scale=1, growth_interval=3)
     run = steps("x", 1, "-", 3, "x", 2)
     assert kinds(Alarms(rule), records(rule, run)) == [(1, "floor"), (6, "floor")]
-
-
-def test_a_floor_of_ones_own_is_mentioned():
-    rule = DynamicScale(initial_scale=2.0**12, min_scale=2.0**12)
-    ((_, alarm),) = given_alarms(Alarms(rule), records(rule, [True]))
-    assert "2**12" in alarm.message
-    assert "`min_scale`" in alarm.message
 
 
 def test_a_fixed_scale_is_at_its_floor():
@@ -208,14 +148,14 @@ def test_a_fixed_scale_is_at_its_floor():
 def test_on_floor():
     rule = DynamicScale(initial_scale=1)
     run = list(records(rule, [True, True]))
-    assert kinds(Alarms(rule, on_floor="ignore"), run) == []
-    found = given_alarms(Alarms(rule, on_floor="raise"), run)
+    assert kinds(Alarms(rule, MonitorSettings(on_floor="ignore")), run) == []
+    found = given_alarms(Alarms(rule, MonitorSettings(on_floor="raise")), run)
     assert [(step, alarm.is_fatal) for step, alarm in found] == [(1, True), (2, True)]
 
 
 def test_consecutive_skips():
     rule = DynamicScale()
-    alarms = Alarms(rule, max_consecutive_skips=5)
+    alarms = Alarms(rule, MonitorSettings(max_consecutive_skips=5))
     assert kinds(alarms, records(rule, steps("x", 4, "-", 1, "x", 4))) == []
     (alarm,) = alarms.observe(
         StepRecord(10, 2.0**6, True, 2.0**5, nonfinite=[("w", 0, 7), ("b", 2, 1)])
@@ -226,28 +166,12 @@ def test_consecutive_skips():
         assert part in alarm.message
 
 
-def test_fatal_alarms_come_first():
-    rule = DynamicScale(initial_scale=1)
-    found = Alarms(rule, max_consecutive_skips=1).observe(StepRecord(1, 1.0, True))
-    assert [alarm.is_fatal for alarm in found] == [True, False]
-
-
 def test_many_tensors_are_counted_and_not_all_named():
     rule = DynamicScale(initial_scale=1)
     tensors = [(f"layer_{number}/kernel", 1, 0) for number in range(40)]
     (alarm,) = Alarms(rule).observe(StepRecord(1, 1.0, True, nonfinite=tensors))
     assert "layer_4/kernel (1 inf) and 35 more" in alarm.message
     assert "layer_5" not in alarm.message
-
-
-def test_a_loss_that_is_not_finite():
-    rule = DynamicScale(initial_scale=1)
-    run = [StepRecord(1, 1.0, True, loss=math.nan, reason="loss")]
-    found = given_alarms(Alarms(rule), run)
-    assert [str(alarm.kind) for _, alarm in found] == ["floor", "loss"]
-    for _, alarm in found:
-        assert "The loss of step 1 is nan" in alarm.message
-        assert "No loss scale can help" in alarm.message
 
 
 def test_a_loss_that_stays_nan_gives_one_alarm():
@@ -262,19 +186,6 @@ def test_a_loss_that_stays_nan_gives_one_alarm():
     assert kinds(Alarms(rule), [*run, *good, *again]) == [(1, "loss"), (550, "loss")]
 
 
-def test_the_skip_rate():
-    rule = DynamicScale(initial_scale=2.0**100, growth_interval=N)
-    often = [step % 600 == 599 for step in range(60 * 600)]
-    found = given_alarms(Alarms(rule), records(rule, often))
-    # The tenth skip at once shows a rate above 3 / 2000.
-    assert [(step, alarm.kind) for step, alarm in found] == [(6000, AlarmKind.SKIP_RATE)]
-    assert "10 of the last 5401 steps" in found[0][1].message
-    assert "growth_interval=2000" in found[0][1].message
-    rare = [step % 800 == 799 for step in range(60 * 800)]
-    assert kinds(Alarms(rule), records(rule, rare)) == []
-    assert kinds(Alarms(rule, skip_rate_factor=1.0), records(rule, rare)) == [(8000, "skip_rate")]
-
-
 def test_the_skip_rate_again_after_it_was_low():
     rule = DynamicScale(initial_scale=2.0**100, growth_interval=N)
     bout = [step % 100 == 99 for step in range(1000)]
@@ -286,7 +197,7 @@ def test_the_skip_rate_again_after_it_was_low():
 def test_a_scale_that_stays_in_place_gives_no_rate_alarm(interval, seed):
     """Every skip after a doubling, as soon as may be: the most that a scale can bear."""
     rng = np.random.default_rng(seed)
-    alarms = Alarms(DynamicScale(growth_interval=interval), halvings=100)
+    alarms = Alarms(DynamicScale(growth_interval=interval))
     step, found = 0, []
     for total in range(1, 61):
         step += interval + int(rng.integers(1, 3))
@@ -296,7 +207,7 @@ def test_a_scale_that_stays_in_place_gives_no_rate_alarm(interval, seed):
 
 def test_skips_between_sampled_records_count():
     rule = DynamicScale(growth_interval=N)
-    alarms = Alarms(rule, max_consecutive_skips=30)
+    alarms = Alarms(rule, MonitorSettings(max_consecutive_skips=30))
     alarms.observe(StepRecord(1000, 2.0**14, False, steps_skipped=1))
     # 20 skips at unknown steps of 100: enough for the rate, as late as they can have been.
     found = alarms.observe(StepRecord(1100, 2.0**14, False, steps_skipped=21))
@@ -309,36 +220,19 @@ def test_skips_between_sampled_records_count():
 
 
 def test_a_rule_without_an_interval_has_no_rate():
-    alarms = Alarms(FixedScale(8, skip_nonfinite=True), on_floor="ignore")
+    alarms = Alarms(FixedScale(8, skip_nonfinite=True), MonitorSettings(on_floor="ignore"))
     run = [StepRecord(step, 8.0, skipped=step % 2 == 0) for step in range(1, 200)]
     assert kinds(alarms, run) == []
 
 
 def test_a_step_that_comes_twice_changes_nothing():
     rule = DynamicScale(initial_scale=4)
-    alarms = Alarms(rule, max_consecutive_skips=3)
+    alarms = Alarms(rule, MonitorSettings(max_consecutive_skips=3))
     for record in records(rule, [True, True]):
         alarms.observe(record)
     with pytest.raises(ValueError, match="later step"):
         alarms.observe(StepRecord(2, 1.0, True))
-    assert kinds(alarms, [StepRecord(3, 1.0, True)]) == [(3, "consecutive_skips"), (3, "floor")]
-
-
-@given(dynamic_scales(), st.lists(st.booleans(), max_size=300))
-def test_alarms_are_few_and_say_something(rule, skips):
-    alarms = Alarms(rule)
-    found = given_alarms(alarms, records(rule, skips))
-    assert not any(alarm.is_fatal for _, alarm in found)
-    for step, alarm in found:
-        assert str(step) in alarm.message
-        assert "  " not in alarm.message
-        assert alarm.message.endswith(".")
-    # Floor alarms need a growth in between, the others 50 quiet steps or a rate that has fallen.
-    scales = [scale for scale, _ in trace(rule, [not skip for skip in skips])]
-    grown = sum(after > before for before, after in itertools.pairwise(scales))
-    by_kind = [alarm.kind for _, alarm in found]
-    assert by_kind.count(AlarmKind.FLOOR) <= 1 + grown
-    assert by_kind.count(AlarmKind.FALLING) <= 1 + len(skips) // 50
+    assert kinds(alarms, [StepRecord(3, 1.0, True)]) == [(3, "consecutive_skips")]
 
 
 def test_memory_does_not_grow_with_the_steps():
@@ -354,29 +248,6 @@ def test_memory_does_not_grow_with_the_steps():
     assert max(sizes) <= 1.5 * max(sizes[:4])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"on_floor": "stop"}, "`on_floor` must be one of 'warn', 'raise', 'ignore'"),
-        ({"max_consecutive_skips": 0}, "max_consecutive_skips"),
-        ({"max_consecutive_skips": True}, "max_consecutive_skips"),
-        ({"halvings": 0}, "halvings"),
-        ({"halvings": math.nan}, "halvings"),
-        ({"halvings_window": 0}, "halvings_window"),
-        ({"skip_rate_factor": -1}, "skip_rate_factor"),
-        ({"skips_for_rate": 1.5}, "skips_for_rate"),
-    ],
-)
-def test_settings_that_cannot_be_used(settings, message):
-    with pytest.raises(ArgumentError, match=message):
-        Alarms(DynamicScale(), **settings)
-
-
-def test_something_that_is_no_rule():
-    with pytest.raises(TypeError, match="scaling rule"):
-        Alarms(128)
-
-
 def test_float16_without_scaling_says_what_to_do():
     alarm = float16_without_scaling("Model 'sequential'")
     assert (alarm.kind, alarm.is_fatal) == (AlarmKind.NOT_SCALED, False)
@@ -388,3 +259,160 @@ def test_the_error_of_a_run_that_was_ended():
     with pytest.raises(RuntimeError, match="why") as caught:
         raise TrainingHaltedError("why")
     assert isinstance(caught.value, LossScaleError)
+
+
+def test_a_fall_that_takes_longer_is_a_place_that_is_found_anew():
+    rule = DynamicScale()
+    run = steps("-", 500, "x", 1, "-", 120, "x", 1, "-", 120, "x", 1, "-", 120, "x", 1)
+    assert kinds(Alarms(rule), records(rule, run)) == []
+
+
+@pytest.mark.parametrize("interval", [20, 50, 200, 2000])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 1.0])
+def test_a_scale_that_hunts_around_its_ceiling_gives_no_alarm(interval, spread):
+    """The highest scale that serves is drawn anew on each step, around a mean."""
+    rng = np.random.default_rng(interval)
+    rule = DynamicScale(initial_scale=2.0**24, growth_interval=interval)
+    for start in (8, 20, 28):
+        exponent, good, found, alarms = 24, 0, [], Alarms(rule)
+        for step in range(1, 3001):
+            scale, skipped = 2.0**exponent, exponent > start + spread * rng.standard_normal()
+            good = 0 if skipped else good + 1
+            exponent += -1 if skipped else good == interval
+            good %= interval
+            found += alarms.observe(StepRecord(step, scale, skipped, 2.0**exponent, loss=0.5))
+        assert [a for a in found if a.kind is AlarmKind.FALLING] == []
+
+
+@pytest.mark.parametrize("overflows", [1, 2, 3])
+def test_one_trouble_gives_one_alarm(overflows):
+    """Eight steps whose loss is NaN: it halves, falls, skips often and ends at the floor."""
+
+    class Rule(DynamicScale):
+        overflows_before_backoff = overflows
+
+    rule = Rule(initial_scale=8.0)
+    run = [StepRecord(step, 8.0, False, 8.0, loss=0.5) for step in range(1, 301)]
+    scale = 8.0
+    for step in range(301, 325):
+        after = max(scale / 2, 1.0) if step % overflows == 0 else scale
+        run.append(StepRecord(step, scale, True, after, loss=math.nan, reason="loss"))
+        scale = after
+    assert kinds(Alarms(rule), run) == [(301, "loss")]
+    looked = []
+    alarms = Alarms(rule, look=lambda record: looked.append(record.step) or "1 (matmul) gives inf.")
+    assert kinds(alarms, run) == [(301, "loss"), (300 + 3 * overflows, "cannot_help")]
+    assert looked == [300 + 3 * overflows]
+
+
+def test_a_worse_trouble_is_said_and_a_lighter_one_is_not():
+    rule = DynamicScale(initial_scale=2.0**5)
+    run = [*steps("-", 200, "x", 12)]
+    # It falls by 2**3, and then skips at the floor.
+    assert kinds(Alarms(rule), records(rule, run)) == [(203, "falling"), (206, "floor")]
+
+
+def test_the_trouble_is_over_after_fifty_steps_without_a_sign():
+    rule = DynamicScale(initial_scale=2.0**60)
+    twice = steps("-", 200, "x", 4, "-", 180, "x", 4)
+    assert kinds(Alarms(rule), records(rule, twice)) == [(203, "falling"), (387, "falling")]
+
+
+def test_the_rule_is_looked_at_once_in_a_row_of_skips():
+    rule, looked = DynamicScale(), []
+    alarms = Alarms(rule, look=lambda record: looked.append(record.step) or "")
+    run = steps("x", 2, "-", 1, "x", 6, "-", 1, "x", 3)
+    assert given_alarms(alarms, records(rule, run)) == []
+    assert looked == [6, 13]
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (DynamicScale(initial_scale=2.0**12, min_scale=2.0**12), "DynamicScale(min_scale=2.0**-24"),
+        (DynamicScale(initial_scale=2.0**-24, min_scale=2.0**-24), "A smaller loss"),
+        (FixedScale(2.0**12, skip_nonfinite=True), "DynamicScale, which finds one"),
+    ],
+)
+def test_what_to_do_at_the_floor(rule, words):
+    scale = float(rule.init().scale)
+    (alarm,) = Alarms(rule).observe(StepRecord(1, scale, True, loss=0.5))
+    assert alarm.kind is AlarmKind.FLOOR
+    assert words in alarm.message
+
+
+def test_a_gradient_that_is_wrong_is_said_when_it_gets_worse():
+    alarms = Alarms(FixedScale(8))
+    errors = (0.05, 0.2, 0.3, 0.6, 0.7, 0.2, 0.04, 0.2, math.inf)
+    run = [
+        StepRecord(step, 8.0, False, wrong=("a/kernel", error))
+        for step, error in enumerate(errors, 1)
+    ]
+    assert kinds(alarms, run) == [(2, "wrong"), (4, "wrong"), (8, "wrong")]
+
+
+def test_the_skip_rate():
+    rule = DynamicScale(initial_scale=2.0**100, growth_interval=N)
+    often = [step % 600 == 599 for step in range(60 * 600)]
+    found = given_alarms(Alarms(rule), records(rule, often))
+    # The tenth skip at once shows a rate above 3 / 2000.
+    step, alarm = found[0]
+    assert (step, alarm.kind) == (6000, AlarmKind.SKIP_RATE)
+    assert "10 of the last 5401 steps" in alarm.message
+    assert "growth_interval=2000" in alarm.message
+    assert len(found) == 1
+    rare = [step % 800 == 799 for step in range(60 * 800)]
+    assert kinds(Alarms(rule), records(rule, rare)) == []
+
+
+def test_fatal_alarms_say_it_alone():
+    alarms = Alarms(DynamicScale(initial_scale=1), MonitorSettings(max_consecutive_skips=1))
+    (alarm,) = alarms.observe(StepRecord(1, 1.0, True))
+    assert isinstance(alarm, Alarm)
+    assert alarm.is_fatal
+
+
+@given(dynamic_scales(), st.lists(st.booleans(), max_size=300))
+def test_alarms_are_few_and_say_something(rule, skips):
+    found = given_alarms(Alarms(rule), records(rule, skips))
+    assert not any(alarm.is_fatal for _, alarm in found)
+    for step, alarm in found:
+        assert str(step) in alarm.message
+        assert "  " not in alarm.message
+        assert alarm.message.endswith(".")
+    by_kind = [alarm.kind for _, alarm in found]
+    assert by_kind.count(AlarmKind.FALLING) <= 1 + len(skips) // 50
+    # Floor alarms need a growth in between.
+    scales = [scale for scale, _ in trace(rule, [not skip for skip in skips])]
+    grown = sum(after > before for before, after in itertools.pairwise(scales))
+    assert by_kind.count(AlarmKind.FLOOR) <= 1 + grown
+
+
+def test_something_that_is_no_rule():
+    with pytest.raises(TypeError, match="scaling rule"):
+        Alarms(128)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"on_floor": "stop"}, "`on_floor` must be one of 'warn', 'raise', 'ignore'"),
+        ({"on_write_error": "stop"}, "`on_write_error` must be one of 'warn', 'raise'"),
+        ({"max_consecutive_skips": 0}, "max_consecutive_skips"),
+        ({"max_consecutive_skips": True}, "max_consecutive_skips"),
+        ({"every": 0}, "`every`"),
+        ({"measure_every": 0, "data": 1}, "`measure_every`"),
+        ({"measure_every": 2}, "`measure_every` needs `data`"),
+        ({"path": "."}, "there is a folder of that name"),
+        ({"path": ""}, "must not be empty"),
+    ],
+)
+def test_settings_that_cannot_be_used(settings, message):
+    with pytest.raises(ArgumentError, match=message):
+        MonitorSettings(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"path": 3}, {"append": 1}, {"loss_fn": 2}])
+def test_settings_of_a_wrong_type(settings):
+    with pytest.raises(TypeError, match=next(iter(settings))):
+        MonitorSettings(**settings)

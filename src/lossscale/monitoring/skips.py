@@ -7,9 +7,9 @@ import math
 from collections.abc import Hashable
 from typing import Any, NamedTuple, cast
 
-from lossscale.diagnostics.moving import first_state, next_state, overflowing
-from lossscale.diagnostics.records import SkipReason, StepRecord
 from lossscale.errors import ArgumentError
+from lossscale.monitoring.moving import first_state, next_state, overflowing
+from lossscale.monitoring.record import SkipReason, StepRecord
 from lossscale.rules import ScaleRule
 
 _TRIED_BACKOFFS = 4096

@@ -9,19 +9,18 @@ import warnings
 import pytest
 
 from lossscale import DynamicScale
-from lossscale.diagnostics import Alarms, HistoryHeader, StepRecord, TrainingHistory
-from lossscale.diagnostics.recorder import RunRecorder
 from lossscale.errors import LossScaleWarning, RecordingError
+from lossscale.monitoring import Monitor, MonitorSettings, StepStats, TrainingHistory
 
 RULE = DynamicScale()
 
 
 def recorder(path=None, **settings):
-    return RunRecorder(HistoryHeader.of(RULE), lambda: Alarms(RULE), path=path, **settings)
+    return Monitor(MonitorSettings(path, **settings), RULE)
 
 
 def record(step):
-    return StepRecord(step, 32768.0, skipped=False, loss=0.5, steps_skipped=0)
+    return StepStats(step, 32768.0, 32768.0, 0, False, loss=0.5)
 
 
 def fill_the_disk(found):
@@ -36,19 +35,19 @@ def test_a_full_disk_is_said_once_and_the_rest_goes_on(tmp_path):
     path = tmp_path / "run.jsonl"
     found = recorder(path)
     found.open()
-    found.add(record(1))
+    found.observe(record(1))
     fill_the_disk(found)
     message = r"The history '.*run\.jsonl' cannot be written any more: No space left on device\. "
     with pytest.warns(LossScaleWarning, match=message + r"From step 2 on.*Training goes on"):
-        found.add(record(2))
+        found.observe(record(2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found.add(record(3))
+        found.observe(record(3))
         found.flush()
         # A second fit, and going back to a checkpoint.
         found.close()
         found.open()
-        found.add(record(2))
+        found.observe(record(2))
         found.close()
     assert TrainingHistory.read(path).steps == [1]
 
@@ -58,7 +57,7 @@ def test_on_write_error_raise_ends_training_with_the_name_of_the_file(tmp_path):
     found.open()
     fill_the_disk(found)
     with pytest.raises(RecordingError, match=r"run\.jsonl' cannot be written.*No space left"):
-        found.add(record(1))
+        found.observe(record(1))
     found.close()
 
 
@@ -67,9 +66,9 @@ def test_alarms_go_on_without_the_file(tmp_path):
     found.open()
     fill_the_disk(found)
     with pytest.warns(LossScaleWarning, match="cannot be written"):
-        found.add(record(1))
+        found.observe(record(1))
     with pytest.warns(LossScaleWarning, match="The loss of step 2 is nan"):
-        found.add(StepRecord(2, 32768.0, skipped=True, loss=float("nan")))
+        found.observe(StepStats(2, 32768.0, 16384.0, 1, True, loss=float("nan")))
 
 
 @pytest.mark.parametrize("folder", ["nowhere", "run.jsonl"])
@@ -92,11 +91,11 @@ def test_a_file_that_vanishes_while_the_run_goes_back(tmp_path):
     folder.mkdir()
     found = recorder(folder / "run.jsonl")
     found.open()
-    found.add(record(5))
+    found.observe(record(5))
     (folder / "run.jsonl").unlink()
     folder.rmdir()
     with pytest.warns(LossScaleWarning, match="No such file or directory"):
-        found.add(record(3))
+        found.observe(record(3))
     found.close()
 
 
@@ -115,11 +114,11 @@ def test_tensorboard_on_a_full_disk_neither_blocks_nor_takes_the_history_along(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(board._thread._record_writer, "write_event", fail)
-    found.add(record(1))
+    found.observe(record(1))
     board._thread.join(timeout=30)
     with pytest.warns(LossScaleWarning, match="The folder for TensorBoard '.*board' cannot be"):
-        found.add(record(2))
+        found.observe(record(2))
     for step in range(3, 40):
-        found.add(record(step))
+        found.observe(record(step))
     found.close()
     assert TrainingHistory.read(path).steps == list(range(1, 40))
