@@ -284,10 +284,12 @@ class LossRun:
     def _outputs(self, form: _Form, arrays: list[Any], half: bool) -> dict[str, dict[str, Output]]:
         if self._grad is not None:
             return {}
-        narrow = self._watched(form, arrays, jnp.float16)
-        watched = narrow if half else self._watched(form, arrays, jnp.float32)
-        found = watched.outputs(arrays)
-        self._last = narrow.last_name(arrays)
+        found = self._watched(form, arrays, jnp.float16 if half else jnp.float32).outputs(arrays)
+        try:
+            self._last = self._watched(form, arrays, jnp.float16).last_name(arrays)
+        except Exception:
+            # It will be seen when it is run.
+            self._last = ""
         for outputs in found.values():
             if self._last in outputs:
                 outputs[MODEL] = outputs[self._last]
@@ -419,9 +421,9 @@ class _Names:
         self._made_by: dict[int, tuple[Any, str]] = {}
         self._count: dict[str, int] = {}
 
-    def new(self, equation: Any) -> str:
+    def new(self, equation: Any, scope: str) -> str:
         """Returns the name of an operation; the same ones come in the same order."""
-        name = f"{_where(equation)} ({equation.primitive.name})"
+        name = f"{scope or _where(equation)} ({equation.primitive.name})"
         self._count[name] = self._count.get(name, 0) + 1
         number = self._count[name]
         return name if number == 1 else f"{name}, {number}"
@@ -445,7 +447,11 @@ class _Names:
 
 
 def _evaluated(
-    closed: Any, inputs: Sequence[Any], see: Callable[[str, Any], Any], names: _Names
+    closed: Any,
+    inputs: Sequence[Any],
+    see: Callable[[str, Any], Any],
+    names: _Names,
+    scope: str = "",
 ) -> list[Any]:
     """Evaluates a closed jaxpr, and the calls in it, with what each operation makes replaced."""
     jaxpr = closed.jaxpr
@@ -457,8 +463,9 @@ def _evaluated(
     for equation in jaxpr.eqns:
         arguments = [read(atom) for atom in equation.invars]
         called = _called(equation)
+        within = "/".join(filter(None, (scope, str(equation.source_info.name_stack))))
         if called is not None:
-            made = _evaluated(called, arguments, see, names)
+            made = _evaluated(called, arguments, see, names, within)
         else:
             made = bind(jaxpr, equation, arguments)
             if equation.primitive.name in _MOVES_DATA:
@@ -466,7 +473,7 @@ def _evaluated(
             else:
                 for number, array in enumerate(made):
                     if array.ndim and jnp.issubdtype(array.dtype, jnp.floating):
-                        name = names.new(equation)
+                        name = names.new(equation, within)
                         if names.half and array.dtype != jnp.float16:
                             continue
                         made[number] = see(name, array)
@@ -487,10 +494,7 @@ def _called(equation: Any) -> Any:
 
 
 def _where(equation: Any) -> str:
-    """Where an operation was written: the module of a model, or the line of a function."""
-    scope = str(equation.source_info.name_stack)
-    if scope:
-        return scope
+    """The line of a function where an operation was written."""
     frames = getattr(equation.source_info.traceback, "frames", ())
     for frame in frames:
         ours = pathlib.Path(__file__).parents[1]
