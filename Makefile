@@ -75,9 +75,10 @@ bench: $(TEST)/installed
 	$(TEST)/bin/python -m benchmarks
 	$(TEST)/bin/python -m benchmarks.pages build/bench/results.json
 
-# Is the verdict of a diagnosis right? Trainings beside it, and their table in the page about it.
+# Is the verdict of a diagnosis right? Trainings beside it.
 calibration: $(TEST)/installed
-	$(TEST)/bin/python -m benchmarks.calibration --page docs/do_i_need_loss_scaling.md
+	for backend in tensorflow jax torch; do \
+		KERAS_BACKEND=$$backend $(TEST)/bin/python -m benchmarks.calibration || exit 1; done
 
 format: $(TEST)/installed
 	$(TEST)/bin/ruff check --fix .

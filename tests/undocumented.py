@@ -23,7 +23,6 @@ KERAS = {
     "models": {
         "_compute_loss": "the loss with what the layers add",
         "_compile_loss": "the loss that the model was compiled with",
-        "_compile_metrics": "the metrics that the model was compiled with, set aside for a while",
         "_call_has_training_arg": "whether `call` takes `training`",
         "_flatten_layers": "the layers inside of layers",
         "_inputs_struct": "how inputs are nested",
@@ -34,6 +33,7 @@ KERAS = {
     },
     "layers": {
         "_dtype_policy": "what a layer computes in, replaced while gradients are measured",
+        "_auto_config": "what a layer was made with: whether it asked for a dtype",
         "_trainable_variables": "the order of variables in old files",
         "_non_trainable_variables": "the order of variables in old files",
     },
@@ -78,10 +78,10 @@ TF_KERAS = {
     },
     "models": {
         "_flatten_layers": "the layers inside of layers",
-        "_is_graph_network": "whether a model is a graph of layers",
     },
     "layers": {
         "_dtype_policy": "what a layer computes in, replaced while gradients are measured",
+        "_auto_config": "what a layer was made with: whether it asked for a dtype",
         "_compute_dtype_object": "what a layer computes in, replaced while gradients are measured",
     },
     "compiled_losses": {

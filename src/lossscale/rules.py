@@ -38,6 +38,20 @@ class ScaleState(NamedTuple):
     good_steps: Any
 
 
+class OverflowCountState(NamedTuple):
+    """What a `DynamicScale` that waits for several overflows remembers.
+
+    Attributes:
+        scale: float32 scalar, dimensionless; multiplies the loss.
+        good_steps: Integer scalar, in steps; finite steps since the last overflow or growth.
+        overflows: Integer scalar, in steps; overflows in a row, up to `overflows_before_backoff`.
+    """
+
+    scale: Any
+    good_steps: Any
+    overflows: Any
+
+
 class Needs(NamedTuple):
     """What a rule has to see of the gradients, besides whether they are finite.
 
@@ -239,7 +253,8 @@ class DynamicScale(ScaleRule):
     else:
         skip the step
         good_steps = 0
-        scale = max(scale * backoff_factor, min_scale)
+        if this is overflow `overflows_before_backoff` in a row, or a later one:
+            scale = max(scale * backoff_factor, min_scale)
     ```
 
     A product that passes `max_scale` leaves the scale where it is, and the count starts again.
@@ -257,6 +272,9 @@ class DynamicScale(ScaleRule):
             between 0 and 1.
         min_scale: The lowest loss scale, dimensionless; any number from 2**-126 up.
         max_scale: The highest loss scale, dimensionless. None stands for 2**126.
+        overflows_before_backoff: How many overflows in a row lower the scale, in steps; each
+            further one in that row lowers it again. With 2 or 3, batches that overflow at any
+            scale do not wear it down. Every overflow is skipped all the same.
 
     Raises:
         ArgumentError: If a value cannot be used; the message names it. It is a `ValueError`.
@@ -282,6 +300,7 @@ class DynamicScale(ScaleRule):
     backoff_factor: float = 0.5
     min_scale: float = 1.0
     max_scale: float | None = None
+    overflows_before_backoff: int = 1
 
     def __post_init__(self) -> None:
         checked = {
@@ -293,8 +312,14 @@ class DynamicScale(ScaleRule):
         }
         if self.max_scale is not None:
             checked["max_scale"] = checked_scale("max_scale", self.max_scale)
+        checked["overflows_before_backoff"] = checked_interval(
+            "overflows_before_backoff", self.overflows_before_backoff
+        )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if self.overflows_before_backoff == 1:
+            # The default stays on the class, so that a pickle is what it was without it.
+            object.__delattr__(self, "overflows_before_backoff")
         # Rounded, because a factor that is 1 in float32 never moves the scale.
         if not 1.0 < _float32(self.growth_factor) < math.inf:
             raise ArgumentError(
@@ -313,6 +338,10 @@ class DynamicScale(ScaleRule):
                 f"Received: min_scale={self.min_scale!r}, initial_scale={self.initial_scale!r}, "
                 f"max_scale={self.max_scale!r}."
             )
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.get_config().items())
+        return f"{type(self).__name__}({settings})"
 
     @property
     def ceiling(self) -> float:
@@ -341,11 +370,13 @@ class DynamicScale(ScaleRule):
     def lowest_scale(self) -> float:
         return self.min_scale
 
-    def init(self) -> ScaleState:
-        return ScaleState(scale=self.initial_scale, good_steps=0)
+    def init(self) -> Any:
+        if self.overflows_before_backoff == 1:
+            return ScaleState(scale=self.initial_scale, good_steps=0)
+        return OverflowCountState(scale=self.initial_scale, good_steps=0, overflows=0)
 
-    def update(self, state: ScaleState, seen: Seen, *, xp: Any) -> ScaleState:
-        scale, good_steps = state
+    def update(self, state: Any, seen: Seen, *, xp: Any) -> Any:
+        scale, good_steps = state.scale, state.good_steps
         counted = good_steps + 1
         waiting = counted < self.growth_interval
         grown = scale * self.growth_factor
@@ -355,23 +386,39 @@ class DynamicScale(ScaleRule):
         lowered = xp.where(lowered > self.min_scale, lowered, self.min_scale)
         lowered = xp.where(lowered < self.ceiling, lowered, self.ceiling)
         kept = xp.where(waiting | (grown > self.ceiling), scale, grown)
+        counts = {}
+        if self.overflows_before_backoff > 1:
+            overflows = state.overflows + 1
+            early = overflows < self.overflows_before_backoff
+            lowered = xp.where(early, scale, lowered)
+            overflows = xp.where(early, overflows, self.overflows_before_backoff)
+            # A zero of its dtype: TensorFlow takes the dtype of the first number.
+            counts["overflows"] = xp.where(seen.finite, overflows * 0, overflows)
         # Each field is chosen by the verdict last: where it is known, half of this falls away.
-        return ScaleState(
+        return state._replace(
             scale=xp.where(seen.finite, kept, lowered),
             good_steps=xp.where(seen.finite, xp.where(waiting, counted, 0), 0),
+            **counts,
         )
 
-    def restored(self, state: ScaleState) -> ScaleState:
+    def restored(self, state: Any) -> Any:
         scale = float(state.scale)
         if not (math.isfinite(scale) and scale > 0):
             scale = self.initial_scale
         scale = min(max(scale, self.min_scale), self.ceiling)
         # The next step adds one, which must still fit a 32-bit counter.
         good_steps = min(max(int(state.good_steps), 0), LONGEST_INTERVAL - 1)
-        return ScaleState(scale=scale, good_steps=good_steps)
+        if self.overflows_before_backoff == 1:
+            return ScaleState(scale=scale, good_steps=good_steps)
+        overflows = min(max(int(state.overflows), 0), self.overflows_before_backoff)
+        return OverflowCountState(scale, good_steps, overflows)
 
     def get_config(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        config = dataclasses.asdict(self)
+        if self.overflows_before_backoff == 1:
+            # Releases without this setting read such a configuration, too.
+            del config["overflows_before_backoff"]
+        return config
 
 
 RULES: dict[str, type[Any]] = {rule.__name__: rule for rule in (FixedScale, DynamicScale)}

@@ -58,7 +58,7 @@ def assert_alike(found, expected, most):
 def test_gradients_are_those_of_the_framework(kind):
     model, x, y = cases.with_layer(*LAYERS[kind])
     run = new_run(model)
-    assert_alike(run((x, y), 1.0, False)[LOSS], own(model, x, y), 1e-5)
+    assert_alike(run((x, y), 1.0, False, watch=True)[LOSS], own(model, x, y), 1e-5)
     narrow, *_ = cases.with_layer(*LAYERS[kind], policy="mixed_float16")
     narrow.set_weights(model.get_weights())
     if BACKEND == "jax" and kind == "MultiHeadAttention":

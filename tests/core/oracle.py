@@ -34,8 +34,12 @@ def trace(rule, finite_steps, *, streak=0):
         "lowest": rule.min_scale,
         "highest": 2.0**126 if rule.max_scale is None else rule.max_scale,
     }
-    state, states = (float32(rule.initial_scale), streak), []
+    state, states, overflows = (float32(rule.initial_scale), streak), [], 0
     for finite in finite_steps:
-        state = next_state(*state, finite, **settings)
+        overflows = 0 if finite else overflows + 1
+        if 0 < overflows < rule.overflows_before_backoff:
+            state = (state[0], 0)
+        else:
+            state = next_state(*state, finite, **settings)
         states.append(state)
     return states

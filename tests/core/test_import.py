@@ -37,16 +37,17 @@ ARROWS = {
     "optax": "errors checks packages rules arguments common jax callbacks diagnostics *jax *optax",
     # A backend of Keras imports its own framework as well.
     "keras": "errors packages rules members arguments optimizer older common keras_common "
-    "tensorflow jax torch callbacks diagnosis diagnostics *keras",
+    "tensorflow jax torch callbacks diagnosis *keras",
     "tf_keras": "errors rules registry members arguments optimizer older common keras_common "
-    "tensorflow callbacks diagnosis diagnostics *tf_keras *tensorflow",
+    "tensorflow callbacks diagnosis *tf_keras *tensorflow",
     "experimental": "errors checks rules registry arguments optimizer **any",
     "migration": "errors packages rules registry arguments optimizer older keras tf_keras **any",
     "installation": "registry packages older optimizer common experimental tensorflow",
     "frameworks": "",
     "plots": "errors checks packages diagnostics",
     "demo": "rules optimizer diagnostics plots optax **any",
-    "cli": "errors packages rules registry diagnosis diagnostics plots demo migration lossscale **any",
+    "cli": "errors packages rules registry diagnosis diagnostics plots demo migration lossscale "
+    "**any",
     "__main__": "cli",
     "lossscale": "errors rules optimizer installation",
 }
@@ -215,7 +216,16 @@ def test_files_load_if_keras_is_imported_after_lossscale():
     assert "lossscale.keras" in imported_by(FILES_LOAD, KERAS_BACKEND="jax")
 
 
-PUBLIC = ("callbacks", "cli", "demo", "diagnosis", "diagnostics", "experimental", "migration", "plots")
+PUBLIC = (
+    "callbacks",
+    "cli",
+    "demo",
+    "diagnosis",
+    "diagnostics",
+    "experimental",
+    "migration",
+    "plots",
+)
 
 
 def test_every_public_submodule_is_an_attribute_after_importing_the_library_alone():

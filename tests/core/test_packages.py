@@ -133,7 +133,7 @@ ASKED = {
     "diagnostics.simulate(rule, [True])": "plots",
     "diagnostics.simulate_random(rule, 0.1, steps=3)": "plots",
     "diagnostics.simulate_gradients(rule, [1.0])": "plots",
-    "diagnostics.diagnose(None, [1.0])": "plots",
+    "lossscale.diagnosis.diagnose(None, [1.0])": "plots",
     "plots.plot_scales({'a': [1.0]})": "plots",
     "plots.plot_accuracy({'a': [1.0]})": "plots",
     "plots.plot_history(history)": "plots",

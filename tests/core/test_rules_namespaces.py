@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from core import oracle
 from core.strategies import dynamic_scales
-from lossscale.rules import DynamicScale, FixedScale, ScaleState, Seen
+from lossscale.rules import DynamicScale, FixedScale, Seen
 
 
 class Library(NamedTuple):
@@ -58,11 +58,13 @@ RULES = {
     "lowest scales": DynamicScale(
         initial_scale=2.0**-125, growth_interval=3, backoff_factor=0.25, min_scale=2.0**-126
     ),
+    "two overflows in a row": DynamicScale(growth_interval=3, overflows_before_backoff=2),
     # Here a product is infinite.
     "highest scales": DynamicScale(initial_scale=2.0**125, growth_interval=1, growth_factor=4),
 }
 
-FINITE_STEPS = random.Random(7).choices([True, False], weights=[3, 1], k=60)
+# Two overflows in a row at the end, for the rule that waits for them.
+FINITE_STEPS = random.Random(7).choices([True, False], weights=[3, 1], k=60) + [False] * 2
 
 
 def states_of(rule, library, finite_steps):
@@ -74,19 +76,19 @@ def states_of(rule, library, finite_steps):
         return rule.update(state, Seen(finite), xp=library.xp)
 
     update = library.compiled(update) if library.compiled else update
-    scale, good_steps = rule.init()
-    state = ScaleState(
-        library.asarray(scale, "float32"), library.asarray(good_steps, library.counter)
-    )
+    first = rule.init()
+    counts = [library.asarray(count, library.counter) for count in first[1:]]
+    state = type(first)(library.asarray(first.scale, "float32"), *counts)
     pairs = []
     # NumPy alone warns of an infinite product, which is meant and is not taken.
     with np.errstate(over="ignore", invalid="ignore"):
         for finite in finite_steps:
             state = update(state, library.asarray(finite, "bool"))
-            assert isinstance(state, ScaleState)
+            assert isinstance(state, type(first))
             # That of PyTorch has its name in front.
             names = [str(getattr(one.dtype, "name", one.dtype)) for one in state]
-            assert [name.removeprefix("torch.") for name in names] == ["float32", library.counter]
+            expected = ["float32"] + [library.counter] * len(counts)
+            assert [name.removeprefix("torch.") for name in names] == expected
             pairs.append((float(state.scale).hex(), int(state.good_steps)))
     return pairs, len(runs)
 

@@ -1,7 +1,10 @@
+import dataclasses
 import json
 import math
+import pickle
 
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -145,3 +148,41 @@ def test_a_rule_of_powers_of_two_reaches_powers_of_two_only(rule, finite_steps):
     assert rule.powers_of_two
     for state in states_of(rule, finite_steps):
         assert math.frexp(state.scale)[0] == 0.5
+
+
+@given(rule=dynamic_scales(), waits=st.integers(2, 4), finite_steps=steps, counter=counters)
+def test_a_rule_that_waits_for_overflows_gives_the_bits_of_the_oracle(
+    rule, waits, finite_steps, counter
+):
+    rule = dataclasses.replace(rule, overflows_before_backoff=waits)
+    scale, good_steps, overflows = rule.init()
+    state = type(rule.init())(np.float32(scale), counter(good_steps), counter(overflows))
+    pairs, row = [], 0
+    for finite in finite_steps:
+        state = next_state(rule, state, finite)
+        row = 0 if finite else row + 1
+        pairs.append((float(state.scale), int(state.good_steps)))
+        assert int(state.overflows) == min(row, waits)
+        assert [number.dtype for number in state] == [np.float32, counter, counter]
+        numbers = type(state)(float(state.scale), int(state.good_steps), int(state.overflows))
+        assert tuple(map(np.float32, rule.restored(numbers))) == tuple(map(np.float32, state))
+    assert pairs == oracle.trace(rule, finite_steps)
+    again = DynamicScale(**json.loads(json.dumps(rule.get_config(), allow_nan=False)))
+    assert again == rule == pickle.loads(pickle.dumps(rule))
+    assert again.get_config()["overflows_before_backoff"] == waits
+
+
+def test_the_default_adds_nothing_to_state_config_text_and_pickle():
+    rule = DynamicScale(overflows_before_backoff=1)
+    assert rule == DynamicScale()
+    assert rule.init() == ScaleState(2.0**15, 0)
+    assert "overflows_before_backoff" not in rule.get_config()
+    assert "overflows_before_backoff" not in repr(rule)
+    assert b"overflows_before_backoff" not in pickle.dumps(rule)
+    assert dataclasses.replace(rule, overflows_before_backoff=3).overflows_before_backoff == 3
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "2", 2**40])
+def test_a_count_of_overflows_is_a_whole_number_from_1(wrong):
+    with pytest.raises((ValueError, TypeError), match="overflows_before_backoff"):
+        DynamicScale(overflows_before_backoff=wrong)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from lossscale.cli.errors import UsageError
 from lossscale.cli.files import check_picture, read_history, usage_errors
 from lossscale.cli.numbers import integer, probability, seed
 from lossscale.cli.progress import progress
-from lossscale.cli.rule_text import RULES, rule_from_text
-from lossscale.diagnostics.formats import FORMATS
+from lossscale.cli.rule_text import rule_from_words
 from lossscale.diagnostics.powers import power_of_two
 from lossscale.diagnostics.simulation import (
     LARGEST_SIMULATION,
@@ -38,10 +36,11 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument(
         "--rule",
-        default="dynamic",
-        metavar="RULE",
-        help=f"{' or '.join(RULES)}, and after a colon its arguments, such as "
-        "dynamic:initial_scale=2**16,growth_interval=500 or fixed:scale=128 (default: dynamic)",
+        nargs="+",
+        default=["DynamicScale"],
+        metavar=("RULE", "NAME=VALUE"),
+        help="DynamicScale or FixedScale, and then its configuration, such as DynamicScale "
+        "growth_interval=500 initial_scale=2**16 (default: DynamicScale)",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -57,12 +56,6 @@ def add_parser(verbs: Any) -> None:
         help="a text with one number on each line, the largest |gradient| of a step, not scaled "
         "(inf and nan are allowed, # starts a comment); or the history of a run, whose skips are "
         "replayed whatever the scale",
-    )
-    parser.add_argument(
-        "--format",
-        choices=tuple(FORMATS),
-        metavar="|".join(FORMATS),
-        help="the format of the gradients in a text (default: float16)",
     )
     parser.add_argument(
         "--steps",
@@ -102,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         CommandError: If an argument or a file cannot be used.
         MissingPackageError: If a package is missing.
     """
-    rule = rule_from_text(arguments.rule)
+    rule = rule_from_words(arguments.rule)
     if arguments.plot is not None:
         check_picture("--plot", arguments.plot)
     _check_belongs(arguments)
@@ -123,12 +116,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_belongs(arguments: argparse.Namespace) -> None:
-    trace = arguments.trace is not None
-    idle = ("steps", "runs", "seed") if trace else ("format",)
-    for name in idle:
+    for name in ("steps", "runs", "seed") if arguments.trace is not None else ():
         if getattr(arguments, name) is not None:
-            needed = "--overflow-probability" if trace else "--trace"
-            raise UsageError(f"--{name} has a meaning only with {needed}")
+            raise UsageError(f"--{name} has a meaning only with --overflow-probability")
 
 
 def _at_random(rule: Any, arguments: argparse.Namespace) -> tuple[Any, str]:
@@ -147,20 +137,18 @@ def _at_random(rule: Any, arguments: argparse.Namespace) -> tuple[Any, str]:
 
 
 def _from_trace(rule: Any, arguments: argparse.Namespace) -> tuple[Any, str]:
-    path, format = arguments.trace, arguments.format or "float16"
+    path = arguments.trace
     with usage_errors(), path.open("rb") as file:
         is_history = file.read(1) == b"{"
     if is_history:
-        if arguments.format is not None:
-            raise UsageError("--format has no meaning for a history: it says what overflowed")
         skips = _skips(path)
         with progress("Simulating", len(skips)) as show:
             simulation = simulate(rule, skips, after_steps=show)
         return simulation, f"The skips of {path}, {len(skips)} steps, whatever the scale"
     magnitudes = _magnitudes(path)
     with usage_errors(), progress("Simulating", len(magnitudes)) as show:
-        simulation = simulate_gradients(rule, magnitudes, format=format, after_steps=show)
-    return simulation, f"The gradients of {path}, {len(magnitudes)} steps, in {format}"
+        simulation = simulate_gradients(rule, magnitudes, after_steps=show)
+    return simulation, f"The gradients of {path}, {len(magnitudes)} steps, in float16"
 
 
 def _skips(path: Path) -> list[bool]:
@@ -241,9 +229,7 @@ def _print(simulation: Any, summary: dict[str, Any], source: str) -> None:
 
 
 def _shown(rule: Any) -> str:
-    settings = (
-        f"{field.name}={_setting(getattr(rule, field.name))}" for field in dataclasses.fields(rule)
-    )
+    settings = (f"{name}={_setting(value)}" for name, value in rule.get_config().items())
     return f"{type(rule).__name__}({', '.join(settings)})"
 
 
@@ -273,9 +259,11 @@ def _rows(simulation: Any, summary: dict[str, Any]) -> list[tuple[str, str, str]
 def _explanation(simulation: Any) -> str:
     rule, chance = simulation.rule, simulation.probability
     critical = simulation.critical_probability
+    waiting = rule.overflows_before_backoff
+    waits = f" and overflows_before_backoff={waiting}" if waiting > 1 else ""
     falls = "falls to its lowest value" if chance > critical else "stays up"
     return (
         f"* Away from the lowest and the highest scale. With growth_interval="
-        f"{rule.growth_interval} the scale falls if more than {critical:.3g} of the steps "
+        f"{rule.growth_interval}{waits} the scale falls if more than {critical:.3g} of the steps "
         f"overflow whatever the scale. At {chance:g} it {falls}."
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -35,6 +36,8 @@ _SECOND = 8
 """Of the second scale: an error that scaling mends is a 256th there."""
 _PROBES = 6
 """How many scales are tried at most to find `bottom` on one batch."""
+_SPREAD = 36
+"""Bits from where a gradient overflows to where one of numbers alike is lost."""
 _CREDIBLE = 0.9
 """What has to become of a loss where an output is moved to where the loss should be 0."""
 
@@ -384,30 +387,32 @@ class _Loss:
 
     def _look_at_scales(self, passes: _Passes, predicted: int) -> None:
         at = functools.partial(passes.at, self._name)
-        second = min(max(predicted, MARGIN), _SECOND) if predicted >= 0 else predicted
-        at(second)
-        self._look_for_best(passes, predicted)
-        wrong = self._wrong(passes, 0)
-        room_is_seen = _all_finite(at(second)) and second >= MARGIN
-        self._needed |= wrong > self._tolerance or not room_is_seen
         if not self._needed:
-            self._bound = min(self._bound, second)
-            self._open.append((passes.batch, predicted))
-            return
+            second = min(max(predicted, MARGIN), _SECOND) if predicted >= 0 else predicted
+            at(second)
+            self._look_for_best(passes, NOISE)
+            has_room = second >= MARGIN and _all_finite(at(second))
+            if has_room and self._wrong(passes, 0) <= self._tolerance:
+                self._bound = min(self._bound, second)
+                self._open.append((passes.batch, predicted))
+                return
+            self._needed = True
 
         def finite(exponent: int) -> bool:
             return _all_finite(at(exponent))
 
-        start = predicted if self._top is None else min(self._top, predicted + 1)
-        top = _highest(finite, _HIGHEST if self._top is None else self._top, start=start)
-        self._top = top if self._top is None else min(self._top, top)
-        if wrong > self._tolerance:
-            self._look_for_best(passes, top)
-        if self._wrong(passes, 0) > self._tolerance:
-            self._bottom = max(self._bottom, self._find_bottom(passes, top))
+        # Of another batch only what is worse matters.
+        most = _HIGHEST if self._top is None else self._top
+        self._top = _highest(finite, most, start=predicted if self._top is None else most)
+        wrong = self._wrong(passes, 0)
+        self._look_for_best(passes, self._tolerance if wrong > self._tolerance else NOISE)
+        if self._bottom > 0:
+            at(self._bottom)
+        if self._wrong(passes, max(self._bottom, 0)) > self._tolerance:
+            self._bottom = self._find_bottom(passes)
 
-    def _look_for_best(self, passes: _Passes, top: int) -> None:
-        """Tries higher scales while a gradient may have its best one there."""
+    def _look_for_best(self, passes: _Passes, error_from: float) -> None:
+        """Tries higher scales while a gradient with such an error may have its best one there."""
         for _ in range(2):
             tried = [e for name, e in passes.errors if name == self._name]
             best = self._best(passes)
@@ -415,34 +420,39 @@ class _Loss:
             waiting = [
                 _predicted_top(float(np.abs(reference[name]).max())) - 1
                 for name, error in best.items()
-                if error >= NOISE or (error > self._tolerance and max(tried) < top)
+                if error >= error_from
             ]
             higher = [min(exponent, _HIGHEST) for exponent in waiting if exponent > max(tried)]
             if not higher:
                 return
             passes.at(self._name, min(higher))
 
-    def _find_bottom(self, passes: _Passes, top: int) -> int:
+    def _find_bottom(self, passes: _Passes) -> int:
         """The lowest exponent at which no gradient is wrong by more than the tolerance."""
-        for probe in range(_PROBES):
+        low, high = 0, _HIGHEST
+        for probe in itertools.count():
             tried = sorted(e for name, e in passes.errors if name == self._name and e >= 0)
             wrong = {exponent: self._wrong(passes, exponent) for exponent in tried}
-            low = max(e for e in tried if wrong[e] > self._tolerance)
-            right = [exponent for exponent in tried if exponent > low]
-            high = min(right, default=_HIGHEST)
-            if high - low == 1:
+            low = int(max(e for e in tried if wrong[e] > self._tolerance))
+            high = int(min((e for e in tried if e > low), default=_HIGHEST))
+            if high - low <= 1 or probe == _PROBES:
                 break
-            if not right:
-                guess = max(top, low + 1)
-            elif wrong[low] < NOISE and probe < _PROBES - 1:
+            guess = (low + high) // 2
+            if wrong[low] < NOISE:
                 # An error halves with each bit.
                 guess = low + math.ceil(math.log2(wrong[low] / self._tolerance))
-            else:
-                guess = (low + high) // 2
+            elif probe == 0:
+                guess = max(low + 1, self._predicted_top_of_wrong(passes, low) - _SPREAD)
             passes.at(self._name, min(max(guess, low + 1), high - 1))
-        tried = sorted(e for name, e in passes.errors if name == self._name and e >= 0)
-        low = max(e for e in tried if self._wrong(passes, e) > self._tolerance)
-        return min((int(e) for e in tried if e > low), default=_HIGHEST)
+        return high
+
+    def _predicted_top_of_wrong(self, passes: _Passes, exponent: int) -> int:
+        gradients, best = passes.references[self._name].gradients, self._best(passes)
+        return max(
+            _predicted_top(float(np.abs(gradients[variable]).max()))
+            for variable, error in passes.at(self._name, exponent).items()
+            if best[variable] < NOISE and _beyond(error, best[variable]) > self._tolerance
+        )
 
     def _best(self, passes: _Passes) -> dict[str, float]:
         found: dict[str, float] = {}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import pathlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lossscale.diagnosis.measurement import MARGIN, NEAR, TOLERANCE, Gradient, Measurement, measure
-from lossscale.diagnosis.passes import Run
+from lossscale.diagnosis.measurement import MARGIN, NEAR, TOLERANCE, Measurement, measure
+from lossscale.diagnosis.passes import MODEL, Run
 from lossscale.diagnosis.verdict import Kind, Verdict, judge
 from lossscale.rules import DynamicScale
 
@@ -103,6 +105,16 @@ class Report:
         }
         return json.dumps(_plain(described), allow_nan=False)
 
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as one page that opens offline, in any browser.
+
+        Args:
+            path: The file to write.
+        """
+        from lossscale.diagnosis.html import page
+
+        pathlib.Path(path).write_text(page(self), encoding="utf-8")
+
 
 def report_on(
     run: Run,
@@ -135,9 +147,7 @@ def headline(verdict: Verdict) -> str:
     said = _TITLES[verdict.kind]
     if verdict.rule is not None:
         return f"{said} rule = {line_to_copy(verdict.rule)}"
-    if verdict.kind in (Kind.NOT_NEEDED, Kind.UNKNOWN):
-        return said if verdict.kind is Kind.NOT_NEEDED else f"{said[:-1]}: {verdict.reason}."
-    return f"{said} {verdict.reason[:1].upper()}{verdict.reason[1:]}."
+    return said if verdict.kind is Kind.NOT_NEEDED else f"{said[:-1]}: {verdict.reason}."
 
 
 def line_to_copy(rule: DynamicScale) -> str:
@@ -246,10 +256,10 @@ def _large(found: Measurement) -> str:
 def _forward(found: Measurement) -> str:
     nearest = min(found.operations, key=lambda each: each.room)
     text = f"{nearest.room:.0f} bits of room; the largest output is that of {nearest.name}"
-    asks = [each for each in found.operations if each.reach < NEAR]
-    if asks:
-        most = min(asks, key=lambda each: each.reach)
-        text += f"; for a loss of 0 {most.name} would come within {most.reach:.0f} bits"
+    asked = [each.reach for each in found.operations if each.name == MODEL]
+    if asked and 0 <= asked[0] <= NEAR + 1:
+        bits = _several(round(asked[0]), "bit", "bits")
+        text += f"; for a loss of 0 {MODEL} would come within {bits} of the end of float16"
     return _line("forward", text)
 
 
@@ -309,11 +319,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-def worst_first(gradients: Iterable[Gradient]) -> list[Gradient]:
-    """Returns gradients by how wrong they are without scaling, noise last."""
-    return sorted(
-        gradients,
-        key=lambda each: (each.is_noise, -each.wrong_at(0) if 0 in each.errors else 0.0),
-    )

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 
-from lossscale.diagnosis.measurement import MARGIN, NEAR, Measurement
+from lossscale.diagnosis.measurement import MARGIN, Gradient, Measurement
 from lossscale.diagnosis.passes import MODEL
 from lossscale.rules import DynamicScale
 
@@ -103,12 +104,11 @@ def _rule(first: int, lowest: int) -> DynamicScale:
 
 
 def _no_single_scale(found: Measurement) -> Verdict:
-    small = max(
-        found.voting,
-        key=lambda each: max(
-            (e for e in each.errors if e >= 0 and each.wrong_at(e) > found.tolerance), default=-1
-        ),
-    )
+    def last_wrong(each: Gradient) -> int:
+        wrong = [e for e in each.errors if found.tolerance < each.wrong_at(e) < math.inf]
+        return max(wrong, default=-1)
+
+    small = max(found.voting, key=last_wrong)
     gap = found.bottom - found.top + 2 * MARGIN
     return Verdict(
         Kind.NO_SINGLE_SCALE,
@@ -123,7 +123,7 @@ def _no_single_scale(found: Measurement) -> Verdict:
 def _where_it_ends(found: Measurement) -> str:
     if found.ends_at == "the loss":
         return "the loss is not finite in float16"
-    if found.needs < float("inf"):
+    if found.needs < math.inf:
         return f"{found.ends_at} has to go beyond the range of float16"
     return f"{found.ends_at} goes beyond the range of float16"
 
@@ -133,8 +133,7 @@ def _instead(found: Measurement) -> str:
         return "compute the loss in float32, of outputs that are cast to it"
     if found.ends_at == MODEL:
         return "normalise the targets, or compute the last layer in float32; or train in bfloat16"
-    near = f"with fewer than {NEAR} bits of room " if found.needs < float("inf") else ""
     return (
-        f"make what goes into {found.ends_at} smaller, {near}or compute it in float32; or train "
-        "in bfloat16"
+        f"make what goes into {found.ends_at} smaller, or compute it in float32; or train in "
+        "bfloat16"
     )

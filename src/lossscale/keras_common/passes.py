@@ -41,7 +41,7 @@ class Watcher:
         self._change, self._is_tensor, self._map = change, is_tensor, map_structure
         self._location, self._start = location, location()
         self._names: dict[str, int] = {}
-        self._known: set[int] = set()
+        self._known: dict[int, tuple[Any, Any]] = {}
         self._is_inside = False
 
     def operation(self, function: Callable[..., Any], path: Callable[[], str], name: str) -> Any:
@@ -71,25 +71,29 @@ class Watcher:
         """Keeps what an operation returned, unless that is kept already."""
         if self._is_inside or self._location() != self._start:
             return returned
-        known = self._known if name != MODEL else ()
+        known = self._known if name != MODEL else {}
         unique = ""
 
         def kept(tensor: Any) -> Any:
             nonlocal unique
             if not self._is_tensor(tensor) or "float" not in str(tensor.dtype):
                 return tensor
-            if not len(tensor.shape) or 0 in tensor.shape or id(tensor) in known:
+            if not len(tensor.shape) or 0 in tensor.shape:
                 return tensor
+            if id(tensor) in known:
+                # An operation may return one tensor twice, as a state and as an output.
+                return known[id(tensor)][1]
             if not unique:
                 self._names[name] = number = self._names.get(name, 0) + 1
                 unique = name if number == 1 else f"{name}, {number}"
             mask = getattr(tensor, "_keras_mask", None)
-            tensor = self._change(unique, tensor)
+            returned, tensor = tensor, self._change(unique, tensor)
             if mask is not None:
                 # The loss leaves out what the mask hides.
                 tensor._keras_mask = mask
             self.kept.append((unique, tensor))
-            self._known.add(id(tensor))
+            # Both are kept, so that no other tensor gets their identities.
+            self._known |= {id(each): (each, tensor) for each in (returned, tensor)}
             return tensor
 
         return self._map(kept, returned)
@@ -180,7 +184,7 @@ class ModelRun:
         """Returns a pass for each loss."""
         batch = (*batch, None, None)[:3]
         self.check(batch)
-        # Compiled once with and without, as often as not.
+        # To compile a pass a second time would cost more than to watch it each time.
         key = half, watch or (half and self.compiles), move
         if key not in self._computing:
             losses: list[str] = []

@@ -70,7 +70,9 @@ def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
     if not isinstance(state, LossScaleState):
         raise ArgumentTypeError(_no_state(state))
     first = _without_loss_scale(rule, rule.init())
-    if missing := sorted(first.keys() - state.rule_state.keys()):
+    # A rule that falls at each overflow keeps no count of them; it starts at 0.
+    kept = {"overflows": 0, **state.rule_state}
+    if missing := sorted(first.keys() - kept.keys()):
         raise ArgumentError(
             f"The state is that of another rule: `rule_state` has no {missing[0]!r}, which "
             f"{type(rule).__name__} has. Received: rule_state with {sorted(state.rule_state)}. "
@@ -79,10 +81,7 @@ def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
         )
     return LossScaleState(
         loss_scale=jnp.asarray(state.loss_scale, jnp.float32),
-        rule_state={
-            name: jnp.asarray(state.rule_state[name], _dtype(value))
-            for name, value in first.items()
-        },
+        rule_state={name: jnp.asarray(kept[name], _dtype(value)) for name, value in first.items()},
         skipped_steps=jnp.asarray(state.skipped_steps, jnp.int32),
         consecutive_skips=jnp.asarray(state.consecutive_skips, jnp.int32),
         last_step_finite=jnp.asarray(state.last_step_finite, jnp.bool_),

@@ -1,6 +1,7 @@
 """Drawings with matplotlib: each function takes data and an Axes, and returns the Axes."""
 
 from lossscale.plots.accuracy import plot_accuracy as plot_accuracy
+from lossscale.plots.diagnosis import plot_diagnosis as plot_diagnosis
 from lossscale.plots.fidelity import plot_fidelity as plot_fidelity
 from lossscale.plots.gradient_range import plot_gradient_range as plot_gradient_range
 from lossscale.plots.history import plot_history as plot_history

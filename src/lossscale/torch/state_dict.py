@@ -26,6 +26,8 @@ from lossscale.torch.several import Several, joined
 
 _PREFIX = "loss_scale"
 _COUNTS = ("iterations", "steps_skipped")
+_OVERFLOWS = f"{_PREFIX}_overflows"
+"""The name of a count that only some rules save; the others take it out of a dictionary."""
 _OF_A_SCALER = {
     "scale": _PREFIX,
     "_growth_tracker": f"{_PREFIX}_good_steps",
@@ -84,7 +86,8 @@ def without_numbers(
             "several parts, load that of the optimizer."
         )
     groups = known["param_groups"]
-    without = [{k: v for k, v in group.items() if k not in scale.names} for group in groups]
+    ours = {*scale.names, _OVERFLOWS}
+    without = [{k: v for k, v in group.items() if k not in ours} for group in groups]
     return {**known, "param_groups": without}, checked_numbers(groups[0], scale)
 
 
@@ -98,7 +101,7 @@ def take_numbers(scale: LossScale, inner: Any) -> dict[str, float]:
     """Takes the numbers out of the groups of an optimizer that has loaded the wrapper's state."""
     group = inner.param_groups[0] if inner.param_groups else {}
     numbers = checked_numbers(group, scale)
-    for name in scale.names:
+    for name in (*scale.names, _OVERFLOWS):
         group.pop(name, None)
     return numbers
 
@@ -136,6 +139,8 @@ def restore(scale: LossScale, numbers: dict[str, float]) -> None:
             for field, now in zip(first._fields, first, strict=True)
         )
     )
+    if "scale" in numbers and "overflows" not in numbers:
+        asked = _count_begun(asked)
     state = rule.restored(asked)
     if rule.moves and state.scale != asked.scale:
         warn(
@@ -197,8 +202,17 @@ class LossScaleState:
         restore(self._scale, checked_numbers(state_dict, self._scale))
 
     def scaler_state_dict(self) -> dict[str, Any]:
-        """Returns the same as `torch.amp.GradScaler` and its kind load it: Python numbers."""
+        """Returns the same as `torch.amp.GradScaler` and its kind load it: Python numbers.
+
+        Raises:
+            ArgumentError: If the rule lowers the scale only after several overflows in a row.
+        """
         scale, numbers = self._scale, self._scale.numbers()
+        if getattr(scale.rule, "overflows_before_backoff", 1) > 1:
+            raise ArgumentError(
+                f"PyTorch's format has no place for the count of {scale.rule!r}: another scaler "
+                "would lower the scale at each overflow. Save `state_dict()` of this optimizer."
+            )
         state = type(scale.first)(*(numbers[field] for field in scale.first._fields))
         return scaler_state(scale.rule, state, scale.number, numbers["steps_skipped"])
 
@@ -284,7 +298,8 @@ def read_scaler_state(found: Any, rule: ScaleRule, state: ScaleState) -> ScalerS
         >>> read_scaler_state(saved, rule, rule.init()).state
         ScaleState(scale=8.0, good_steps=3)
     """
-    values = normal(found)
+    waits = getattr(rule, "overflows_before_backoff", 1)
+    values = normal(found, waits)
     # A rule that has no such settings keeps to itself.
     if isinstance(rule, DynamicScale):
         rule = with_settings(rule, **{n: values[n] for n in _SETTINGS if n in values})
@@ -295,6 +310,10 @@ def read_scaler_state(found: Any, rule: ScaleRule, state: ScaleState) -> ScalerS
         fields["scale"] = _number("scale", values["scale"])
     if "_growth_tracker" in values and "good_steps" in state._fields:
         fields["good_steps"] = _whole("_growth_tracker", values["_growth_tracker"])
+    if "_overflows" in values and "overflows" in state._fields:
+        fields["overflows"] = values["_overflows"]
+    elif "overflows" not in fields:
+        state = _count_begun(state)
     restored = before_growth(rule, rule.restored(state._replace(**fields)))
     if "scale" in fields and restored.scale != fields["scale"]:
         warn(
@@ -306,6 +325,11 @@ def read_scaler_state(found: Any, rule: ScaleRule, state: ScaleState) -> ScalerS
     return ScalerState(rule, restored, skipped)
 
 
+def _count_begun(state: Any) -> Any:
+    """The state with no overflow counted, as one that was saved without that count means it."""
+    return state._replace(overflows=0) if "overflows" in state._fields else state
+
+
 def before_growth(rule: ScaleRule, state: ScaleState) -> ScaleState:
     """The state with fewer finite steps than the interval, as PyTorch's class needs to grow."""
     if not isinstance(rule, DynamicScale):
@@ -313,8 +337,13 @@ def before_growth(rule: ScaleRule, state: ScaleState) -> ScaleState:
     return state._replace(good_steps=min(state.good_steps, rule.growth_interval - 1))
 
 
-def normal(found: Any) -> dict[str, Any]:
-    """The dictionary of any gradient scaler by PyTorch's names; warns of what these cannot say."""
+def normal(found: Any, waits: int = 1) -> dict[str, Any]:
+    """The dictionary of any gradient scaler by PyTorch's names; warns of what these cannot say.
+
+    Args:
+        found: The dictionary.
+        waits: After how many overflows in a row the reading rule lowers its scale.
+    """
     if not isinstance(found, Mapping) or not found:
         raise StateDictError(
             "A scaler's state is a dictionary, as `state_dict()` returns it. Received: "
@@ -331,17 +360,26 @@ def normal(found: Any) -> dict[str, Any]:
     # DeepSpeed saves the scaler itself.
     found = found if isinstance(found, Mapping) else getattr(found, "__dict__", {"": found})
     lost = {name: found[name] for name in _HYSTERESIS if found.get(name, 1) != 1}
-    if lost:
+    overflows = _overflows(found, waits)
+    if waits > 1 and lost and not found.get("consecutive_hysteresis"):
+        warn(
+            "The scaler that wrote this state has hysteresis "
+            f"({', '.join(f'{name}={value}' for name, value in lost.items())}), which counts "
+            f"overflows until the scale grows. Here the scale falls at {waits} in a row; of those "
+            f"that were counted {overflows.get('_overflows', 0)} are taken over."
+        )
+    elif waits == 1 and lost:
         warn(
             "The scaler that wrote this state has hysteresis "
             f"({', '.join(f'{name}={value}' for name, value in lost.items())}), which lets some "
             "overflows pass before the scale falls. Here it falls at each of them."
         )
     if "cur_scale" in found:
-        return _of_deepspeed(found)
+        return {**_of_deepspeed(found), **overflows}
     renamed = next((names for names in _OF_OTHERS if set(names) <= set(found)), None)
     if renamed is not None:
-        return {new: found[old] for old, new in zip(renamed, _NAMES, strict=True)}
+        values = {new: found[old] for old, new in zip(renamed, _NAMES, strict=True)}
+        return {**values, **overflows}
     if "scale" not in found and "_growth_tracker" not in found:
         raise StateDictError(
             "This is no state of a gradient scaler: it has neither 'scale' nor "
@@ -358,6 +396,19 @@ _OF_OTHERS = (
     (_OF_A_SCALER["scale"], _OF_A_SCALER["_growth_tracker"]),
 )
 _HYSTERESIS = "hysteresis_tracker", "delayed_shift"
+
+
+def _overflows(found: Mapping[str, Any], waits: int) -> dict[str, int]:
+    """The overflows that a tracker has counted; both trackers say how many more are let pass."""
+    if waits == 1:
+        return {}
+    for name, all_of_them in (
+        ("hysteresis_tracker", waits),
+        ("cur_hysteresis", found.get("delayed_shift", waits)),
+    ):
+        if name in found:
+            return {"_overflows": max(all_of_them - _whole(name, found[name]), 0)}
+    return {}
 
 
 def _of_deepspeed(found: Mapping[str, Any]) -> dict[str, Any]:

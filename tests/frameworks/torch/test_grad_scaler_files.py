@@ -2,6 +2,8 @@
 
 import io
 import json
+import math
+import warnings
 from typing import Any, NamedTuple
 
 import pytest
@@ -121,6 +123,63 @@ def test_what_cannot_be_taken_over_is_named(lost):
         optimizer.loss_scale_state.load_state_dict(OF_OTHERS["PyTorch"] | {"growth_interval": 500})
     assert warned[0].filename == __file__
     assert float(optimizer.loss_scale) == 512.0
+
+
+@pytest.mark.parametrize(
+    ("name", "trackers", "warns", "overflows"),
+    [
+        ("Megatron", {"hysteresis_tracker": 2}, True, 0),
+        ("Megatron", {"hysteresis_tracker": 1}, False, 1),
+        ("DeepSpeed", {"delayed_shift": 2, "cur_hysteresis": 1}, True, 1),
+        (
+            "DeepSpeed",
+            {"delayed_shift": 2, "cur_hysteresis": 1, "consecutive_hysteresis": True},
+            False,
+            1,
+        ),
+    ],
+)
+def test_a_rule_that_waits_takes_the_trackers_of_others_over(name, trackers, warns, overflows):
+    scaler = GradScaler("cpu", rule=lossscale.DynamicScale(overflows_before_backoff=2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scaler.load_state_dict(OF_OTHERS[name] | trackers)
+    assert [("in a row" in str(one.message)) for one in caught] == [True] * warns
+    assert scale_and_tracker(scaler) == (512.0, 7)
+    assert scaler.state_dict()["rule_state"]["overflows"] == overflows
+
+
+@pytest.mark.parametrize(("saves", "loads"), [(1, 2), (2, 1), (2, 2)])
+def test_states_go_between_rules_that_wait_and_that_do_not(saves, loads):
+    def rule(waits):
+        return lossscale.DynamicScale(initial_scale=8.0, overflows_before_backoff=waits)
+
+    def optimizer(waits):
+        inner = OPTIMIZERS["sgd"](parameters(1))
+        made = lossscale.torch.LossScaleOptimizer(inner, rule=rule(waits))
+        made.scale_loss(torch.ones(()))
+        for parameter in made.param_groups[0]["params"]:
+            parameter.grad = torch.full_like(parameter, math.inf)
+        made.step()
+        return made
+
+    written = optimizer(saves).state_dict()
+    read = optimizer(loads)
+    read.load_state_dict(json.loads(json.dumps(written)))
+    numbers = read.state_dict()["param_groups"][0]
+    assert numbers["loss_scale"] == (8.0 if saves == 2 else 4.0)
+    assert numbers.get("loss_scale_overflows") == {1: None, 2: saves - 1}[loads]
+    scaler = GradScaler("cpu", rule=rule(saves))
+    other = GradScaler("cpu", rule=rule(loads))
+    other.load_state_dict(scaler.state_dict())
+    assert other.state_dict().get("rule_state", {}).get("overflows") == {1: None, 2: 0}[loads]
+
+
+def test_the_format_of_pytorch_refuses_a_rule_that_waits():
+    rule = lossscale.DynamicScale(overflows_before_backoff=2)
+    optimizer = lossscale.torch.LossScaleOptimizer(OPTIMIZERS["sgd"](parameters(1)), rule=rule)
+    with pytest.raises(ValueError, match=r"no place for the count.*Save `state_dict"):
+        optimizer.loss_scale_state.scaler_state_dict()
 
 
 def test_an_apex_state_of_several_scalers_says_which_to_load():

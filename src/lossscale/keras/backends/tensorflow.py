@@ -14,9 +14,8 @@ from lossscale.common.private_names import check_attribute
 from lossscale.common.user_code import as_written
 from lossscale.keras.backends.backend import Backend, Step
 from lossscale.rules import ScaleState, Seen, host_can_update, updates_on_host
-from lossscale.tensorflow import gradient_stats, overflow_check, passes, replicas, scaling
+from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scaling
 from lossscale.tensorflow.apply_or_skip import apply_or_skip, can_keep_old_values
-from lossscale.tensorflow.draws import repeatable_draws
 from lossscale.tensorflow.tape import check_symbolic, recorded
 from lossscale.tensorflow.tracing import translated
 
@@ -147,8 +146,20 @@ class TensorFlowBackend(Backend):
 
     # --- Passes of a diagnosis ----------------------------------------------------------------
 
-    derive = staticmethod(passes.derive)
-    same_random_numbers = staticmethod(repeatable_draws)
+    def same_random_numbers(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it functions of TensorFlow draw what they draw each time."""
+        # With what it imports, which a step does without.
+        from lossscale.tensorflow.draws import repeatable_draws
+
+        return repeatable_draws()
+
+    def derive(
+        self, forward: Callable[..., Any], values: Sequence[Any], scale: Any, inside: bool
+    ) -> tuple[Any, Any, Any, Any]:
+        """Computes losses and their gradients in eager mode."""
+        from lossscale.tensorflow import passes
+
+        return passes.derive(forward, values, scale, inside)
 
 
 def _native(variable: Any) -> Any:

@@ -1,0 +1,168 @@
+"""The one picture of a report: how wrong each gradient is at each loss scale."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lossscale.diagnosis.measurement import Measurement
+from lossscale.diagnosis.report import Report, headline, line_to_copy, percent
+from lossscale.errors import ArgumentError
+from lossscale.plots.labels import shortened
+from lossscale.plots.style import axes_or_new
+
+_BAD, _GOOD, _DIM = "#b3261e", "#1a7f37", "#8b95a3"
+_LOWEST, _HIGHEST = 1e-5, 5.0
+_LONGEST_NAME, _BARS = 40, 10
+
+
+def plot_diagnosis(report: Report, ax: Any | None = None, *, loss: str | None = None) -> Any:
+    """Draws how wrong each gradient is in float16, over the loss scale.
+
+    Args:
+        report: The report of `diagnose`.
+        ax: The matplotlib Axes to draw on. By default a new pyplot figure.
+        loss: Name of the loss to draw, of a report on several; None for that with the worst
+            verdict.
+
+    Returns:
+        The Axes. A line is the gradient of one variable, at the scales that were tried: the norm of
+        its difference from float32, over the norm. Errors below 0.001 % are drawn there, and a
+        cross is where a gradient overflows. Green is where every gradient is right, red where one
+        overflows; of the rule that the report advises both scales are marked. Where float16 ends
+        before there is a gradient, a bar is the largest number in what an operation returned.
+
+    Raises:
+        ArgumentError: If there is no such loss, or nothing was measured in float16. It is a
+            `ValueError`.
+    """
+    name = next(iter(report.verdicts)) if loss is None else loss
+    if name not in report.measurements:
+        known = ", ".join(map(repr, report.measurements))
+        raise ArgumentError(f"`loss` must be one of {known}. Received: loss={loss!r}.")
+    found, verdict = report.measurements[name], report.verdicts[name]
+    drawn = [each for each in found.gradients if each.errors and not each.is_noise]
+    if not drawn and not found.operations:
+        raise ArgumentError(
+            "There is nothing to draw: nothing was measured in float16. "
+            f"Received: a report on {report.model!r} whose verdict is {verdict.kind.value!r}."
+        )
+    ax = axes_or_new(ax)
+    line = "" if verdict.rule is None else f"\n{line_to_copy(verdict.rule)}"
+    title = headline(verdict).partition(" rule = ")[0]
+    subject = report.model if len(report.measurements) == 1 else f"{report.model}, {name}"
+    ax.set_title(f"{subject}: {title}{line}", loc="left", fontsize=11)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    if not drawn:
+        return _outputs(ax, found)
+    tried = {exponent for each in drawn for exponent in each.errors}
+    low, high = min(*tried, 0) - 1, max(*tried, found.top + 2, 10)
+    _areas(ax, found, low, high)
+    for each in drawn:
+        points = [(e, max(error, _LOWEST)) for e, error in each.errors.items() if error < math.inf]
+        ax.plot(*zip(*points, strict=True), color=_DIM, linewidth=1, alpha=0.6, zorder=2)
+        over = min((e for e, error in each.errors.items() if math.isinf(error)), default=None)
+        if over is not None and points and over > 0:
+            ax.plot(over, points[-1][1], "x", color=_DIM, markersize=6, zorder=3)
+    if found.voting:
+        _worst(ax, found)
+    ax.axvline(0, color="black", linewidth=1.2)
+    ax.axhline(found.tolerance, color="black", linewidth=1, linestyle="--")
+    ax.annotate(
+        f"limit {percent(found.tolerance)}",
+        (high, found.tolerance),
+        xytext=(-4, 4),
+        textcoords="offset points",
+        horizontalalignment="right",
+        fontsize=9,
+    )
+    if verdict.rule is not None:
+        _rule(ax, verdict.rule, low)
+    ax.set_xlim(low, high)
+    ax.set_yscale("log")
+    ax.set_ylim(_LOWEST * 0.7, _HIGHEST)
+    step = next(step for step in (1, 2, 4, 8, 16, 32, 64) if (high - low) / step <= 10)
+    ticks = range(math.ceil(low / step) * step, high + 1, step)
+    ax.set_xticks(ticks, [f"$2^{{{tick}}}$" if tick else "1" for tick in ticks])
+    errors = (1.0, 0.1, 0.01, 0.001, 0.0001)
+    ax.set_yticks(errors, ["100 %", "10 %", "1 %", "0.1 %", "0.01 %"])
+    ax.minorticks_off()
+    ax.set_xlabel("loss scale (1: no scaling)")
+    ax.set_ylabel("error of a gradient in float16")
+    return ax
+
+
+def _outputs(ax: Any, found: Measurement) -> Any:
+    """Draws what the operations have returned, those with the least room."""
+    nearest = sorted(found.operations, key=lambda each: (each.finite, each.room))[:_BARS]
+    end = math.log2(65504)
+    for row, each in enumerate(nearest):
+        size = end - each.room if each.finite else end + 2
+        ax.barh(row, size + 24, left=-24, color=_DIM if each.finite else _BAD, height=0.6)
+    ax.axvspan(end, end + 2, color=_BAD, alpha=0.13, linewidth=0)
+    ax.set_yticks(range(len(nearest)), shortened([e.name for e in nearest], _LONGEST_NAME))
+    ax.invert_yaxis()
+    ticks = range(-24, 17, 8)
+    ax.set_xlim(-24, end + 2)
+    ax.set_xticks(ticks, [f"$2^{{{tick}}}$" if tick else "1" for tick in ticks])
+    ax.set_xlabel("largest number that an operation returns; float16 ends at $2^{16}$")
+    return ax
+
+
+def _areas(ax: Any, found: Measurement, low: int, high: int) -> None:
+    start = found.bottom if found.bottom > 0 else low
+    if start < found.top and (found.bottom > 0 or found.wrong <= found.tolerance):
+        ax.axvspan(start, found.top, color=_GOOD, alpha=0.13, linewidth=0)
+    if not found.top_is_bound:
+        ax.axvspan(found.top, high, color=_BAD, alpha=0.13, linewidth=0)
+        first = shortened([found.first_to_overflow], 24)[0]
+        right = found.top > (low + high) / 2
+        ax.annotate(
+            f"overflow above $2^{{{found.top}}}$,\nfirst {first}",
+            (found.top, 0.02),
+            xycoords=("data", "axes fraction"),
+            xytext=(-6 if right else 6, 0),
+            textcoords="offset points",
+            horizontalalignment="right" if right else "left",
+            color=_BAD,
+            fontsize=9,
+        )
+
+
+def _worst(ax: Any, found: Measurement) -> None:
+    worst = found.voting[0]
+    points = [(e, max(error, _LOWEST)) for e, error in worst.errors.items() if error < math.inf]
+    bad = found.wrong > found.tolerance
+    color = _BAD if bad else "black"
+    ax.plot(*zip(*points, strict=True), color=color, linewidth=2.4, marker="o", zorder=4)
+    name = shortened([worst.name], _LONGEST_NAME)[0]
+    ax.annotate(
+        f"without scaling {name} is wrong by {percent(found.wrong)}",
+        (0, max(worst.errors[0], _LOWEST)),
+        xytext=(12, 10),
+        textcoords="offset points",
+        color=color,
+        fontsize=10,
+        bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1},
+        zorder=5,
+    )
+
+
+def _rule(ax: Any, rule: Any, low: int) -> None:
+    marks = (("min_scale", rule.min_scale, 0.80), ("initial_scale", rule.initial_scale, 0.72))
+    for name, scale, height in marks:
+        exponent = math.frexp(scale)[1] - 1
+        if exponent < low:
+            continue
+        ax.axvline(exponent, color=_GOOD, linewidth=2)
+        ax.annotate(
+            f"{name} $2^{{{exponent}}}$",
+            (exponent, height),
+            xycoords=("data", "axes fraction"),
+            xytext=(5, 0),
+            textcoords="offset points",
+            color=_GOOD,
+            fontsize=9,
+            bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1},
+        )

@@ -1,0 +1,264 @@
+"""Measuring models whose float16 is written down: each gradient is rounded as numbers are."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lossscale.diagnosis.measurement import MARGIN, measure, wrong_at
+from lossscale.diagnosis.passes import LOSS, MODEL, Output, Pass
+from lossscale.diagnosis.verdict import Kind, judge
+
+RNG = np.random.default_rng(0)
+
+
+def spread(low, high, size=200):
+    """Gradients of both signs whose magnitudes are spread between two powers of two."""
+    rng = np.random.default_rng(0)
+    magnitudes = 2.0 ** rng.uniform(low, high, size)
+    return (magnitudes * rng.choice([-1, 1], size)).astype(np.float32)
+
+
+class Model:
+    """Gradients that float16 rounds as it rounds numbers, and outputs.
+
+    Args:
+        gradients: Name of each loss to its gradients by name; of one loss without the name.
+        outputs: In float16, by name.
+        wide: In float32.
+        constant: What the loss does not lose by moving an output.
+    """
+
+    def __init__(self, gradients, outputs=None, wide=None, loss=1.0, constant=0.0, noise=()):
+        nested = isinstance(next(iter(gradients.values()), None), dict)
+        self.losses = gradients if nested else {LOSS: gradients}
+        self.outputs, self.wide = outputs or {}, wide or {}
+        self.loss, self.constant, self.noise = loss, constant, noise
+        self.calls = []
+
+    def __call__(self, batch, scale, half, *, watch=False, move=""):
+        self.calls.append((batch, scale, half, watch, move))
+        if move:
+            return {name: Pass({}, self.constant) for name in self.losses}
+        outputs = (self.outputs if half else self.wide) if watch else {}
+        return {
+            name: Pass(
+                {key: self.rounded(key, g, scale, half, batch) for key, g in each.items()},
+                self.loss + self.constant,
+                outputs,
+            )
+            for name, each in self.losses.items()
+        }
+
+    def rounded(self, name, gradient, scale, half, batch):
+        if gradient is None:
+            return None
+        whole = gradient.astype(np.float64) * batch
+        if not half:
+            return (whole * scale).astype(np.float32)
+        if name in self.noise:
+            return (whole * scale * RNG.choice([-3, 5], whole.shape)).astype(np.float32)
+        with np.errstate(over="ignore"):
+            return (whole * scale).astype(np.float16).astype(np.float32)
+
+    def largest(self):
+        return max(np.abs(g).max() for each in self.losses.values() for g in each.values())
+
+    def measured(self, *batches, **keywords):
+        return measure(self, batches or (1.0, 1.0), **keywords)[LOSS]
+
+
+def test_nothing_is_lost_and_six_passes_say_so():
+    model = Model({"w": spread(-6, 0), "b": spread(-4, 0)})
+    found = model.measured()
+    assert judge(found).kind is Kind.NOT_NEEDED
+    assert (found.passes, found.batches, found.bottom, found.top_is_bound) == (6, 2, 0, True)
+    assert found.wrong < 0.001
+    assert found.top >= MARGIN
+    assert {each.name: each.elements for each in found.gradients} == {"w": 200, "b": 200}
+
+
+@given(low=st.integers(-60, 0), width=st.integers(1, 18))
+@settings(max_examples=60, deadline=None)
+def test_bottom_and_top_are_where_float16_begins_and_ends(low, width):
+    gradient = spread(low, low + width)
+    found = Model({"w": gradient}).measured()
+    largest = float(np.abs(gradient).max())
+    rounding = np.array(65519.9)
+    top = math.floor(math.log2(rounding / largest))
+
+    def error(exponent):
+        with np.errstate(over="ignore"):
+            scaled = (gradient.astype(np.float64) * 2.0**exponent).astype(np.float16)
+        return np.linalg.norm(
+            scaled.astype(np.float64) / 2.0**exponent - gradient
+        ) / np.linalg.norm(gradient)
+
+    wanted = next(e for e in range(127) if math.sqrt(max(error(e) ** 2 - 1e-8, 0)) <= 0.1)
+    verdict = judge(found)
+    if top < MARGIN or wanted > 0:
+        assert verdict.kind is Kind.NEEDED
+        assert found.top == top
+        assert not found.top_is_bound
+        assert found.bottom == wanted
+        assert found.passes <= 19
+        first, lowest = (math.log2(s) for s in (verdict.rule.initial_scale, verdict.rule.min_scale))
+        assert lowest <= first <= top
+        assert wanted == 0 or (first >= wanted and lowest == wanted)
+    else:
+        assert verdict.kind is Kind.NOT_NEEDED
+        assert found.passes <= 6
+
+
+def test_the_worst_batch_counts():
+    found = Model({"w": spread(-10, -4)}).measured(1.0, 2.0**-24, 2.0**13)
+    alone = Model({"w": spread(-10, -4)})
+    assert found.bottom == alone.measured(2.0**-24).bottom > 0
+    assert found.top == alone.measured(2.0**13).top
+    # The first batch asks for nothing, and is looked at again once the second one does.
+    first = Model({"w": spread(0, 8)})
+    late = first.measured(1.0, 2.0**-33)
+    assert judge(late).kind is Kind.NEEDED
+    assert late.top == math.floor(math.log2(65520 / first.largest()))
+
+
+def test_a_small_gradient_beside_one_that_overflows():
+    model = Model({"small": spread(-40, -36), "large": spread(8, 12)})
+    verdict = judge(model.measured())
+    assert verdict.kind is Kind.NO_SINGLE_SCALE
+    assert verdict.rule is None
+    assert verdict.reason.startswith("small needs 2**1")
+    assert "large overflows" in verdict.reason
+
+
+def test_noise_has_no_vote():
+    model = Model({"w": spread(-6, 0), "noise": spread(-40, -38)}, noise=("noise",))
+    found = model.measured()
+    assert judge(found).kind is Kind.NOT_NEEDED
+    assert [each.name for each in found.gradients if each.is_noise] == ["noise"]
+    assert found.passes <= 10
+    alone = Model({"noise": spread(-6, 0)}, noise=("noise",)).measured()
+    assert judge(alone).kind is Kind.UNKNOWN
+    assert "every scale" in alone.unknown
+
+
+def test_a_variable_without_a_gradient_is_left_alone():
+    found = Model({"w": spread(-6, 0), "unused": None, "dead": np.zeros(3, np.float32)}).measured()
+    assert judge(found).kind is Kind.NOT_NEEDED
+    assert [each.name for each in found.voting] == ["w"]
+
+
+OVER = Output(10.0, False)
+ENDS = {
+    "an operation": ({"a (matmul)": OVER}, {"a (matmul)": Output(1e6, True)}, "a (matmul)"),
+    "the output has to": (
+        {MODEL: Output(1.0, True)},
+        {MODEL: Output(1.0, True, 1e5)},
+        MODEL,
+    ),
+    "an operation near the end has to": (
+        {"a": Output(3e4, True)},
+        {"a": Output(3e4, True, 1e5)},
+        "a",
+    ),
+}
+GOES_ON = {
+    "a mask of infinities": ({"mask": OVER}, {"mask": Output(10.0, False, math.nan)}, 1.0),
+    "a small operation would have to": ({"a": Output(1, True)}, {"a": Output(1, True, 1e9)}, 1.0),
+    "float32 by itself": ({}, {MODEL: Output(1e7, True, 1e7)}, 1.0),
+    "a loss below 0": ({MODEL: Output(1, True)}, {MODEL: Output(1, True, 1e9)}, -1.0),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_float16_ends_on_the_way_forward(case):
+    narrow, wide, name = ENDS[case]
+    found = Model({"w": spread(-6, 0)}, narrow, wide).measured()
+    verdict = judge(found)
+    assert found.ends_at == name
+    assert verdict.kind is Kind.CANNOT_HELP
+    assert name in verdict.reason
+    assert verdict.advice
+    assert verdict.rule is None
+
+
+@pytest.mark.parametrize("case", GOES_ON)
+def test_what_looks_like_it_and_is_not(case):
+    narrow, wide, loss = GOES_ON[case]
+    assert judge(Model({"w": spread(-6, 0)}, narrow, wide, loss=loss).measured()).kind is (
+        Kind.NOT_NEEDED
+    )
+
+
+def test_a_constant_in_the_loss_asks_for_no_output():
+    outputs = {MODEL: Output(1, True)}, {MODEL: Output(1, True, 1e9)}
+    model = Model({"w": spread(-6, 0)}, *outputs, constant=1e5)
+    assert judge(model.measured()).kind is Kind.NOT_NEEDED
+    assert sum(move == MODEL for *_, move in model.calls) == 2
+
+
+def test_each_loss_is_judged_by_itself_for_the_same_passes():
+    model = Model({"critic": {"c": spread(-40, -36)}, "generator": {"g": spread(11, 14)}})
+    found = measure(model, (1.0, 1.0))
+    kinds = {name: judge(each).kind for name, each in found.items()}
+    assert kinds == {"critic": Kind.NEEDED, "generator": Kind.NEEDED}
+    assert judge(found["critic"]).rule.min_scale > 2**10
+    assert judge(found["generator"]).rule.initial_scale < 2**4
+    alone = sum(
+        measure(Model({LOSS: each}), (1.0, 1.0))[LOSS].passes for each in model.losses.values()
+    )
+    assert len(model.calls) < alone
+
+
+class Failing(Model):
+    def __call__(self, batch, scale, half, **keywords):
+        if half:
+            raise RuntimeError("no kernel for Half\nand more")
+        return super().__call__(batch, scale, half, **keywords)
+
+
+UNKNOWN = {
+    "no kernels": (Failing({"w": spread(-6, 0)}), "does not run in float16 here: no kernel"),
+    "NaN": (
+        Model({"w": np.array([1.0, np.nan], np.float32)}),
+        "a gradient is not finite in float32",
+    ),
+    "a loss of NaN": (
+        Model({"w": spread(-6, 0)}, loss=math.nan),
+        "the loss is not finite in float32",
+    ),
+    "no gradient": (Model({"w": np.zeros(3, np.float32)}), "every gradient is 0"),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_what_cannot_be_measured_has_a_reason(case):
+    model, words = UNKNOWN[case]
+    verdict = judge(model.measured())
+    assert verdict.kind is Kind.UNKNOWN
+    assert words in verdict.reason
+
+
+def test_the_scale_in_use_is_measured_too():
+    model = Model({"w": spread(-32, -27)})
+    scale, name, wrong = model.measured(in_use=3.0).in_use
+    assert (scale, name) == (3.0, "w")
+    assert wrong > 0.5
+    assert model.measured(in_use=2.0**20).in_use[2] < 0.001
+
+
+def test_the_gradient_that_is_wrong_by_most_at_a_scale():
+    model = Model({"w": spread(-30, -24), "b": spread(-6, 0), "n": spread(-4, 0)}, noise=("n",))
+    name, wrong = wrong_at(model, 1.0, 1.0)[LOSS]
+    assert name == "w"
+    assert wrong > 0.5
+    assert wrong_at(model, 1.0, 2.0**12)[LOSS][1] < 0.01
+    assert wrong_at(Model({"w": spread(8, 12)}), 1.0, 2.0**10)[LOSS] == ("w", math.inf)
+
+
+def test_a_measurement_is_compared_and_replaced_as_a_value():
+    found = Model({"w": spread(-6, 0)}).measured()
+    assert dataclasses.replace(found) == found
