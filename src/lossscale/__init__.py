@@ -33,7 +33,6 @@ _SUBMODULES = frozenset(
         "cli",
         "demo",
         "diagnosis",
-        "diagnostics",
         "monitoring",
         "experimental",
         "migration",
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from lossscale import cli as cli
     from lossscale import demo as demo
     from lossscale import diagnosis as diagnosis
-    from lossscale import diagnostics as diagnostics
     from lossscale import experimental as experimental
     from lossscale import migration as migration
     from lossscale import monitoring as monitoring

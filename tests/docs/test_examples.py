@@ -88,9 +88,33 @@ def test_a_program_on_a_page_runs(name, outcomes):
         assert output.strip() == shown[1]
 
 
+def without_measures(report):
+    """A report without what rounding and the machine decide: shares and seconds."""
+    return re.sub(r"(under )?[\d.]+ (%|s)", r"N \2", report).strip()
+
+
+PRINTED = re.findall(
+    r"^```python\n((?:(?!^```).)*?)^```\n\n```text\n(.*?)^```",
+    (ROOT / "docs/diagnosis.md").read_text(),
+    re.DOTALL | re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("number", range(len(PRINTED)))
+def test_a_report_on_a_page_is_what_its_program_prints(number, outcomes):
+    source, printed = PRINTED[number]
+    if backend_of(source) != BACKEND:
+        pytest.skip("another backend's")
+    assert without_measures(output_of(source, outcomes)) == without_measures(printed)
+
+
+def test_the_reports_are_found():
+    assert len(PRINTED) == 3
+
+
 # The last line that each example prints, where it does not depend on the machine's rounding.
 LAST_LINES = {
-    "diagnose_gradients.py": "512 x 512 pixels: loss scaling recommended",
+    "diagnose_gradients.py": "1024 x 1024 pixels: loss scaling needed",
     "documented_names.py": "2.4: 2.0 at scale 64.0",
     "fit_mixed_float16.py": None,
     "gradient_tape.py": "after minimize: weight 1.0469",

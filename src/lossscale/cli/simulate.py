@@ -13,13 +13,13 @@ from lossscale.cli.files import check_picture, read_history, usage_errors
 from lossscale.cli.numbers import integer, probability, seed
 from lossscale.cli.progress import progress
 from lossscale.cli.rule_text import rule_from_words
-from lossscale.diagnostics.simulation import (
+from lossscale.monitoring.record import power_of_two
+from lossscale.monitoring.simulation import (
     LARGEST_SIMULATION,
     simulate,
     simulate_gradients,
     simulate_random,
 )
-from lossscale.monitoring.record import power_of_two
 from lossscale.packages import require
 
 _STEPS, _RUNS, _SEED = 100_000, 16, 0

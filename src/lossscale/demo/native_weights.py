@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from lossscale.demo.experiment import HIDDEN_UNITS
-from lossscale.diagnostics import share_zeroed
+from lossscale.diagnosis.measurement import share_zeroed
 
 SIZES = ((64, HIDDEN_UNITS), (HIDDEN_UNITS, 10))
 """Inputs and outputs of the two dense layers."""

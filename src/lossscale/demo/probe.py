@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lossscale.diagnostics import share_zeroed
+from lossscale.diagnosis.measurement import share_zeroed
 
 
 def gradient_recorder() -> Any:

@@ -2,6 +2,13 @@
 
 Nothing is trained. The rule itself is run, under NumPy, so what it does here is what it does in
 training, if training overflows in the same steps.
+
+Bad batches and overflows on the way forward are not cured by a lower scale. Let each step overflow
+with probability p, and let q = 1 - p. The scale grows after N finite steps in a row, and an
+overflow starts the count anew. A count ends in growth with probability q**N, after (1 - q**N) / p
+steps on average. So the scale grows p * q**N / (1 - q**N) times per step, and backs off p times.
+The difference is its drift. A rule that waits for M overflows in a row backs off p**M times.
+Derived here for any pair of factors.
 """
 
 from __future__ import annotations
@@ -12,8 +19,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lossscale.checks import checked_count, checked_probability
-from lossscale.diagnostics.drift import critical_probability, expected_drift
-from lossscale.diagnostics.formats import NumberFormat, number_format
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring.moving import first_state, next_state
 from lossscale.monitoring.skips import lowest_scale
@@ -24,6 +29,8 @@ LARGEST_SIMULATION = 10**8
 """How many steps there may be in all runs together: about 500 MB."""
 
 _REPORTED_STEPS = 1000
+_OVERFLOW_EDGE = 65520.0
+"""The smallest magnitude that float16 rounds to infinity."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -189,27 +196,25 @@ def simulate_gradients(
     rule: ScaleRule,
     magnitudes: Any,
     *,
-    format: str | NumberFormat = "float16",
     after_steps: Callable[[int], None] = lambda steps: None,
 ) -> Simulation:
     """Runs a rule over gradients of known size.
 
-    A step overflows if its largest gradient times the scale is rounded out of the format, or is
-    not finite to begin with.
+    A step overflows if float16 rounds its largest gradient times the scale to infinity, or if that
+    is not finite to begin with.
 
     Args:
         rule: The rule.
         magnitudes: The largest |gradient| of each step, not scaled; infinities and NaN are
             allowed.
-        format: The format of the gradients, a key of `FORMATS`.
         after_steps: Called now and then with the number of steps done.
 
     Returns:
         One run.
 
     Raises:
-        ArgumentError: If `magnitudes` is empty or has anything but numbers from 0 up, or the
-            format is not known. It is a `ValueError`.
+        ArgumentError: If `magnitudes` is empty or has anything but numbers from 0 up. It is a
+            `ValueError`.
 
     Example:
         >>> simulation = simulate_gradients(DynamicScale(initial_scale=2**15), [8.0] * 5)
@@ -219,7 +224,6 @@ def simulate_gradients(
     require("numpy")
     import numpy as np
 
-    known = number_format(format)
     given = _trace("magnitudes", magnitudes, "numbers")
     if given.dtype.kind not in "iuf" or (given < 0).any():
         raise ArgumentError(
@@ -227,11 +231,10 @@ def simulate_gradients(
             f"Received: {magnitudes!r}."
         )
     given = given.astype(np.float64)
-    # Both are False for a NaN.
-    within = np.less if known.edge_overflows else np.less_equal
 
     def overflows(step: int, scale: Any) -> Any:
-        return ~within(given[step] * scale.astype(np.float64), known.overflow_edge)
+        # False for a NaN.
+        return ~(given[step] * scale.astype(np.float64) < _OVERFLOW_EDGE)
 
     return _simulation(rule, len(given), 1, overflows, after_steps, given)
 
@@ -343,3 +346,69 @@ def _trace(name: str, values: Any, what: str) -> Any:
             f"Received: shape {given.shape}."
         )
     return given
+
+
+def expected_drift(rule: DynamicScale, probability: float) -> float:
+    """Returns how fast the scale moves when steps overflow at random.
+
+    Args:
+        rule: The rule. Its lowest and its highest scale are taken to be far away.
+        probability: The probability that a step overflows, whatever the scale; from 0 to 1.
+
+    Returns:
+        The mean change of log2(scale) per step. For doubling and halving it is
+        p * q**N / (1 - q**N) - p**M, with M = `overflows_before_backoff`.
+
+    Raises:
+        ArgumentError: If `probability` is none. It is a `ValueError`.
+
+    Example:
+        >>> round(1000 * expected_drift(DynamicScale(), 1e-3), 3)
+        -0.844
+        >>> round(1000 * expected_drift(DynamicScale(), 1e-4), 3)
+        0.352
+    """
+    growth, backoff = math.log2(rule.growth_factor), math.log2(rule.backoff_factor)
+    interval = rule.growth_interval
+    probability = checked_probability(probability)
+    if probability == 0:
+        return growth / interval
+    if probability == 1:
+        return backoff
+    # log1p and expm1, because 1 - q**N loses all digits where p * N is small.
+    log_finite = interval * math.log1p(-probability)
+    growths = probability * math.exp(log_finite) / -math.expm1(log_finite)
+    # A step lowers the scale if it ends a row of so many overflows.
+    return growth * growths + backoff * probability**rule.overflows_before_backoff
+
+
+def critical_probability(rule: DynamicScale) -> float:
+    """Returns how often steps may overflow at random before the scale falls to the bottom.
+
+    Args:
+        rule: The rule.
+
+    Returns:
+        The probability at which the drift is 0. For doubling and halving at each overflow it is
+        1 - 2**(-1 / N).
+
+    Example:
+        >>> f"{critical_probability(DynamicScale()):.3g}"
+        '0.000347'
+        >>> f"{critical_probability(DynamicScale(growth_interval=100)):.2g}"
+        '0.0069'
+        >>> f"{critical_probability(DynamicScale(overflows_before_backoff=2)):.2g}"
+        '0.0021'
+    """
+    if rule.overflows_before_backoff > 1:
+        return _where_drift_is_zero(rule)
+    growth, backoff = math.log2(rule.growth_factor), -math.log2(rule.backoff_factor)
+    return -math.expm1(math.log(backoff / (growth + backoff)) / rule.growth_interval)
+
+
+def _where_drift_is_zero(rule: DynamicScale) -> float:
+    """Halves the interval that holds it: the scale rises below it and falls above it."""
+    low, high = 0.0, 1.0
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if expected_drift(rule, middle) > 0 else (low, middle)
+    return high
