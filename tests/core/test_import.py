@@ -44,8 +44,8 @@ ARROWS = {
     "migration": "errors packages rules registry arguments optimizer older keras tf_keras **any",
     "installation": "registry packages older optimizer common experimental tensorflow",
     "frameworks": "",
-    "plots": "errors checks packages diagnostics",
-    "demo": "rules optimizer diagnostics plots optax **any",
+    "plots": "errors checks packages diagnosis diagnostics",
+    "demo": "rules optimizer diagnosis diagnostics plots optax keras torch **any",
     "cli": "errors packages rules registry diagnosis diagnostics plots demo migration lossscale "
     "**any",
     "__main__": "cli",
