@@ -51,6 +51,12 @@ def test_the_program_prints_what_the_page_says(sources):
     assert (done.stdout, done.returncode) == (printed, 0), done.stderr
 
 
+def test_the_diagnosis_says_what_the_page_says(sources):
+    done = run(sources, "diagnose.py")
+    [printed] = re.findall(r"It says\n\n```\n(.*?)```", PAGE, re.DOTALL)
+    assert (done.stdout, done.returncode) == (printed, 0), done.stderr
+
+
 MISTAKES = """
 import numpy as np, plainsgd, lossscale
 inner = plainsgd.SGD(1.0)

@@ -45,7 +45,7 @@ ARROWS = {
     "installation": "registry packages older optimizer common experimental tensorflow",
     "frameworks": "",
     "plots": "errors packages diagnosis monitoring",
-    "demo": "rules optimizer diagnosis monitoring plots optax **any",
+    "demo": "rules optimizer diagnosis monitoring plots optax keras torch **any",
     "cli": "errors packages rules registry diagnosis monitoring plots demo migration "
     "lossscale **any",
     "__main__": "cli",

@@ -97,9 +97,9 @@ def run(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     console = new_console()
     table.introduce(console, framework, arguments.epochs, arguments.seed)
-    runs, gradients = _train_all(console, framework, backend, arguments.epochs, arguments.seed)
+    runs, report = _train_all(console, framework, backend, arguments.epochs, arguments.seed)
     table.print_table(console, runs)
-    picture.draw(runs, gradients, arguments.output)
+    picture.draw(runs, report, arguments.output)
     console.print(f"Picture: {arguments.output}", soft_wrap=True, markup=False)
     console.print(f"Time:    {time.perf_counter() - started:.0f} seconds in all")
     return 0
@@ -114,7 +114,7 @@ def _training_on(backend: str) -> Any:
 def _train_all(
     console: Any, framework: str, backend: str, epochs: int, seed: int
 ) -> tuple[list[Any], Any]:
-    """Trains four ways; the runs, and the gradients at the first weights in float32."""
+    """Trains four ways; the runs, and the diagnosis at the first weights."""
     from lossscale.demo import progress
     from lossscale.demo.experiment import RECIPES
 
@@ -128,10 +128,10 @@ def _train_all(
         module = _training_on(backend)
         data = images.load_digits(seed)
         probe = module.make_probe(data, seed)
-        gradients = probe.gradients("float32", module.first_weights(seed))
+        report = probe.report(module.first_weights(seed))
     with progress.training(console, RECIPES, epochs) as show:
         runs = [
             module.train(recipe, data, epochs=epochs, seed=seed, probe=probe, after_epoch=show)
             for recipe in RECIPES
         ]
-    return runs, gradients
+    return runs, report

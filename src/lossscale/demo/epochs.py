@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from lossscale.demo.experiment import BATCH, OUTPUTS, Recipe, Run
 from lossscale.demo.images import Digits
+from lossscale.demo.probe import Probe
 
 
 class Learner(Protocol):
@@ -27,22 +28,6 @@ class Learner(Protocol):
 
     def weights(self) -> Any:
         """Its weights, as the probe of its framework takes them."""
-
-
-class Probe(Protocol):
-    """What measures gradients on one batch, for any weights."""
-
-    def gradients(self, policy: str, weights: Any, scale: float = 1.0) -> Any:
-        """Returns every gradient of the weights, a float32 array of shape (number of weights,).
-
-        Args:
-            policy: What to compute in, "float32" or "mixed_float16".
-            weights: The weights.
-            scale: What the loss is multiplied by, in float32; the gradients keep it.
-        """
-
-    def share_flushed(self, policy: str, weights: Any, scale: float) -> float:
-        """Returns the share of the gradients that the policy turns into zero, from 0 to 1."""
 
 
 def learn(
@@ -92,7 +77,9 @@ def learn(
         run.accuracy.append(learner.accuracy(digits.test_images, digits.test_labels))
         run.seconds += time.perf_counter() - started
         if probe is not None:
-            run.flushed.append(probe.share_flushed(recipe.policy, learner.weights(), scale or 1.0))
+            is_half = recipe.policy != "float32"
+            weights = learner.weights()
+            run.flushed.append(probe.share_flushed(weights, scale or 1.0) if is_half else 0.0)
         run.final_scale = scale
         after_epoch(run)
         started = time.perf_counter()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 from lossscale.rules import DynamicScale, FixedScale, ScaleRule
 
@@ -17,6 +18,9 @@ BATCH = 64
 HIDDEN_UNITS = 32
 """Few, and in a dense layer. Without fast kernels each float16 product takes some 10 ns: so it was
 measured with TensorFlow and oneDNN, where a convolution takes 40 times as long as in float32."""
+
+SIZES = ((64, HIDDEN_UNITS), (HIDDEN_UNITS, 10))
+"""Inputs and outputs of the two dense layers."""
 
 LEARNING_RATE = 0.05
 """For a loss that is averaged over the images alone. The runs multiply it by the outputs."""
@@ -80,3 +84,26 @@ class Run:
         """The scale of the first step that was not skipped; of the first step if all were."""
         applied = (s for s, skip in zip(self.scales, self.skipped, strict=True) if not skip)
         return next(applied, self.scales[0])
+
+
+def first_weights(seed: int) -> list[Any]:
+    """Returns what the runs without Keras start from, as Keras would draw it.
+
+    Args:
+        seed: Seed of the matrices.
+
+    Returns:
+        A matrix and a bias for each layer, float32 arrays.
+
+    Source: X. Glorot and Y. Bengio, Understanding the difficulty of training deep feedforward
+    neural networks, 2010.
+    """
+    import numpy as np
+
+    random = np.random.default_rng(seed)
+    weights: list[Any] = []
+    for inputs, outputs in SIZES:
+        limit = math.sqrt(6 / (inputs + outputs))
+        matrix = random.uniform(-limit, limit, (inputs, outputs))
+        weights += [matrix.astype(np.float32), np.zeros(outputs, np.float32)]
+    return weights

@@ -7,9 +7,10 @@ from typing import Any
 
 from lossscale.demo.epochs import learn
 from lossscale.demo.experiment import BATCH, LEARNING_RATE, MOMENTUM, OUTPUTS, Recipe, Run
+from lossscale.demo.experiment import first_weights as first_weights
 from lossscale.demo.images import Digits
-from lossscale.demo.native_weights import NativeProbe
-from lossscale.demo.native_weights import first_weights as first_weights
+from lossscale.demo.probe import Probe
+from lossscale.diagnosis.passes import LOSS, Pass
 
 
 def logits_of(weights: Sequence[Any], images: Any, policy: str) -> Any:
@@ -39,17 +40,32 @@ def loss_of(weights: Any, images: Any, labels: Any, policy: str, outputs: int) -
     return losses.mean() / outputs
 
 
-def make_probe(digits: Digits, seed: int, outputs: int = OUTPUTS) -> NativeProbe:
+def make_probe(digits: Digits, seed: int, outputs: int = OUTPUTS) -> Probe:
     """Returns what measures gradients: on the first images, for any weights and scale."""
     import jax
+    import numpy as np
 
-    images, labels = digits.images[:BATCH], digits.labels[:BATCH]
+    loaded: list[Any] = []
 
-    def scaled(weights: Any, scale: Any, policy: str) -> Any:
+    def scaled(weights: Any, scale: Any, images: Any, labels: Any, policy: str) -> Any:
         return loss_of(weights, images, labels, policy, outputs) * scale
 
-    slope = jax.jit(jax.grad(scaled), static_argnames="policy")
-    return NativeProbe(lambda policy, weights, scale: slope(weights, scale, policy=policy))
+    slope = jax.jit(jax.value_and_grad(scaled), static_argnames="policy")
+
+    def run(
+        batch: Any, scale: float, half: bool, *, watch: bool = False, move: str = ""
+    ) -> dict[str, Pass]:
+        policy = "mixed_float16" if half else "float32"
+        loss, gradients = slope(loaded, scale, *batch, policy=policy)
+        names = ("hidden", "hidden bias", "logits", "logits bias")
+        named = dict(zip(names, map(np.asarray, gradients), strict=True))
+        return {LOSS: Pass(named, float(loss) / scale)}
+
+    def load(weights: Any) -> None:
+        loaded[:] = weights
+
+    batch = digits.images[:BATCH], digits.labels[:BATCH]
+    return Probe(load, run, batch, "JAX, mixed float16")
 
 
 def train(recipe: Recipe, digits: Digits, *, epochs: int, seed: int, **settings: Any) -> Run:

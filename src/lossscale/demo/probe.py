@@ -1,102 +1,58 @@
-"""Reads the gradients of a Keras model, on every backend by the same means.
-
-The backends compute gradients in three ways that have nothing in common. What they share is that
-`train_on_batch` hands the gradients to an optimizer: here one that keeps them.
-"""
+"""What the demo measures: the gradients of the first images, for any weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from lossscale.diagnosis.measurement import share_zeroed
-
-
-def gradient_recorder() -> Any:
-    """Returns a Keras optimizer that keeps the gradients and leaves the weights alone.
-
-    After a step its attribute `gradients` has a float32 variable for each trainable weight.
-    """
-    import keras
-
-    class GradientRecorder(keras.optimizers.Optimizer):
-        def build(self, variables: Sequence[Any]) -> None:
-            super().build(variables)
-            self.gradients = [
-                self.add_variable_from_reference(variable, name="gradient")
-                for variable in variables
-            ]
-
-        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-            self.assign(self.gradients[self._get_variable_index(variable)], gradient)
-
-    return GradientRecorder(learning_rate=1.0)
+from lossscale.diagnosis.passes import LOSS, Run
+from lossscale.diagnosis.report import Report, report_on
 
 
-class GradientProbe:
-    """Computes the gradients of one batch, in float32 and in a policy, for any weights.
+class Probe(NamedTuple):
+    """A model to look at, which is not trained.
 
-    Args:
-        build_model: Takes a Keras dtype policy and returns a model that is not compiled.
-        loss: The loss, called as Keras calls it.
-        images: The batch, an array.
-        labels: What its images show, an array.
+    Attributes:
+        load: Gives it weights, as the learner of its framework returns them.
+        run: Computes its gradients.
+        batch: What it is measured on.
+        setting: What it computes with, in words.
     """
 
-    def __init__(
-        self,
-        build_model: Callable[[str], Any],
-        loss: Callable[[Any, Any], Any],
-        images: Any,
-        labels: Any,
-    ) -> None:
-        self._build_model = build_model
-        self._loss = loss
-        self._batch = images, labels
-        self._models: dict[str, Any] = {}
+    load: Callable[[Any], None]
+    run: Run
+    batch: Any
+    setting: str
 
-    def gradients(self, policy: str, weights: Sequence[Any], scale: float = 1.0) -> Any:
-        """Returns every gradient of the trainable weights, one after another.
+    def gradients(self, weights: Any, scale: float = 1.0, *, half: bool = False) -> Any:
+        """Returns every gradient of the scaled loss, a float32 array of shape (weights,).
 
         Args:
-            policy: The Keras dtype policy to compute in.
-            weights: The weights, as `model.get_weights()` returns them.
+            weights: The weights.
             scale: What the loss is multiplied by, in float32.
-
-        Returns:
-            A float32 array of shape (number of weights,), still scaled.
+            half: Whether to compute in float16.
         """
-        import keras
         import numpy as np
 
-        model = self._models.get(policy)
-        if model is None:
-            model = self._models[policy] = self._build_model(policy)
-            model.compile(gradient_recorder(), self._loss, auto_scale_loss=False)
-        model.set_weights(weights)
-        images, labels = self._batch
-        # A weight of each image, and not a factor of the loss: a new one needs no new tracing.
-        model.train_on_batch(images, labels, np.full(len(images), scale, np.float32))
-        return np.concatenate(
-            [keras.ops.convert_to_numpy(g).ravel() for g in model.optimizer.gradients]
-        )
+        self.load(weights)
+        found = self.run(self.batch, scale, half)[LOSS].gradients
+        return np.concatenate([gradient.ravel() for gradient in found.values()])
 
-    def share_flushed(self, policy: str, weights: Sequence[Any], scale: float) -> float:
-        """Measures the share of gradients that the policy turns into zero.
+    def share_flushed(self, weights: Any, scale: float) -> float:
+        """Returns the share of gradients that are not zero in float32, but zero in float16.
 
-        An element counts if its gradient is not zero in float32. It is flushed if it is zero
-        when the same gradient is computed in the policy, from the same weights and images and
-        with the loss multiplied by the scale. So it also counts when not the gradient itself
-        was too small for float16, but one that it is computed from.
+        So it also counts where not the gradient itself is too small for float16, but one that it
+        is computed from.
 
         Args:
-            policy: The Keras dtype policy to compute in.
-            weights: The weights, as `model.get_weights()` returns them.
-            scale: The loss scale, dimensionless.
-
-        Returns:
-            The share, from 0 to 1.
+            weights: The weights.
+            scale: The loss scale in float16.
         """
-        return share_zeroed(
-            self.gradients("float32", weights), self.gradients(policy, weights, scale)
-        )
+        counted = self.gradients(weights) != 0
+        flushed = counted & (self.gradients(weights, scale, half=True) == 0)
+        return float(flushed.sum() / max(counted.sum(), 1))
+
+    def report(self, weights: Any) -> Report:
+        """Returns the diagnosis of the model with these weights."""
+        self.load(weights)
+        return report_on(self.run, [self.batch], model="digits", setting=self.setting)

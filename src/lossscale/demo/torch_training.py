@@ -7,10 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from lossscale.demo.epochs import learn
-from lossscale.demo.experiment import BATCH, LEARNING_RATE, MOMENTUM, OUTPUTS, Recipe, Run
+from lossscale.demo.experiment import (
+    BATCH,
+    LEARNING_RATE,
+    MOMENTUM,
+    OUTPUTS,
+    SIZES,
+    Recipe,
+    Run,
+)
+from lossscale.demo.experiment import first_weights as first_weights
 from lossscale.demo.images import Digits
-from lossscale.demo.native_weights import SIZES, NativeProbe
-from lossscale.demo.native_weights import first_weights as first_weights
+from lossscale.demo.probe import Probe
 from lossscale.optimizer import LossScaleOptimizer
 
 
@@ -29,10 +37,16 @@ def build_model(weights: Sequence[Any]) -> Any:
         torch.nn.ReLU(),
         torch.nn.Linear(hidden, outputs),
     )
+    _load(model, weights)
+    return model
+
+
+def _load(model: Any, weights: Sequence[Any]) -> None:
+    import torch
+
     with torch.no_grad():
         for parameter, weight in zip(model.parameters(), weights, strict=True):
             parameter.copy_(torch.tensor(_turned(weight)))
-    return model
 
 
 def _turned(weight: Any) -> Any:
@@ -60,18 +74,22 @@ def loss_of(model: Any, images: Any, labels: Any, policy: str, outputs: int) -> 
     return torch.nn.functional.cross_entropy(logits.float(), labels) / outputs
 
 
-def make_probe(digits: Digits, seed: int, outputs: int = OUTPUTS) -> NativeProbe:
+def make_probe(digits: Digits, seed: int, outputs: int = OUTPUTS) -> Probe:
     """Returns what measures gradients: on the first images, for any weights and scale."""
     import torch
 
-    images, labels = torch.tensor(digits.images[:BATCH]), torch.tensor(digits.labels[:BATCH])
+    from lossscale.torch.passes import new_run
 
-    def gradients(policy: str, weights: Sequence[Any], scale: float) -> list[Any]:
-        model = build_model(weights)
-        (loss_of(model, images, labels, policy, outputs) * scale).backward()
-        return [_turned(parameter.grad.numpy()) for parameter in model.parameters()]
+    model = build_model(first_weights(seed))
+    batch = torch.tensor(digits.images[:BATCH]), torch.tensor(digits.labels[:BATCH])
 
-    return NativeProbe(gradients)
+    def loss_fn(model: Any, batch: Any) -> Any:
+        # The diagnosis casts from outside.
+        images, labels = batch
+        return loss_of(model, images, labels, "float32", outputs)
+
+    run = new_run(model, loss_fn)
+    return Probe(lambda weights: _load(model, weights), run, batch, run.setting)
 
 
 def train(recipe: Recipe, digits: Digits, *, epochs: int, seed: int, **settings: Any) -> Run:

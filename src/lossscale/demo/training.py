@@ -16,7 +16,7 @@ from lossscale.demo.experiment import (
     Run,
 )
 from lossscale.demo.images import Digits
-from lossscale.demo.probe import GradientProbe
+from lossscale.demo.probe import Probe
 from lossscale.optimizer import LossScaleOptimizer
 
 
@@ -69,13 +69,15 @@ def first_weights(seed: int) -> Any:
     return build_model("float32", seed).get_weights()
 
 
-def make_probe(digits: Digits, seed: int, outputs: int = OUTPUTS) -> GradientProbe:
+def make_probe(digits: Digits, seed: int, outputs: int = OUTPUTS) -> Probe:
     """Returns what measures gradients: on the first images, for any weights and scale."""
-    return GradientProbe(
-        lambda policy: build_model(policy, seed),
-        averaged_loss(outputs),
-        digits.images[:BATCH],
-        digits.labels[:BATCH],
+    from lossscale.keras.passes import new_run
+
+    model = build_model("mixed_float16", seed)
+    model.compile(loss=averaged_loss(outputs))
+    run = new_run(model)
+    return Probe(
+        model.set_weights, run, (digits.images[:BATCH], digits.labels[:BATCH]), run.setting
     )
 
 
