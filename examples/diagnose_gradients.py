@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from lossscale.diagnostics import diagnose
+from lossscale.diagnosis import diagnose
 
 keras.utils.set_random_seed(0)
 
@@ -35,4 +35,4 @@ for side in (32, 512):
 print(reports[512])
 print()
 for side, report in reports.items():
-    print(f"{side} x {side} pixels: loss scaling {report.verdict}")
+    print(f"{side} x {side} pixels: loss scaling {report.verdict.value}")

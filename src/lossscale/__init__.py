@@ -32,6 +32,7 @@ _SUBMODULES = frozenset(
         "callbacks",
         "cli",
         "demo",
+        "diagnosis",
         "diagnostics",
         "experimental",
         "migration",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from lossscale import callbacks as callbacks
     from lossscale import cli as cli
     from lossscale import demo as demo
+    from lossscale import diagnosis as diagnosis
     from lossscale import diagnostics as diagnostics
     from lossscale import experimental as experimental
     from lossscale import migration as migration

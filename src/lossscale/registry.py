@@ -19,13 +19,11 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.packages import PACKAGES, is_installed, lacking_for_keras, not_installed
 
 
-class MeasuresModels(Protocol):
-    """What `package.diagnose` has where a row names a monitor."""
+class MakesPasses(Protocol):
+    """What `package.passes` has where a row names a monitor."""
 
-    def measure(
-        self, model: Any, batches: Any, after_batch: Any, *, thresholds: Any, quick: bool
-    ) -> Any:
-        """Returns the report on the gradients of a model."""
+    def new_run(self, model: Any, loss_fn: Any = None, parameters: Any = None) -> Any:
+        """Returns what computes passes of a model; see `lossscale.diagnosis.passes.Run`."""
 
 
 class CountsExponents(Protocol):
@@ -56,8 +54,8 @@ class Framework(NamedTuple):
         package: Where the modules are that serve it.
         wrappers: Base classes of its optimizers, and the wrappers that wrap them; the package has
             these, or a module of it that is named before a dot.
-        monitor: The callback that watches a run, in `package.monitor`. Models of the class
-            `root.Model` are measured by `package.diagnose`.
+        monitor: The callback that watches a run, in `package.monitor`. Passes of models of the
+            class `root.Model` are computed by `package.passes`.
         tensors: The packages that classes of its tensors come from; `package.exponents` counts
             them.
     """
@@ -93,14 +91,14 @@ class Framework(NamedTuple):
 if TYPE_CHECKING:
     # mypy holds what stands in the rows to what is expected of it.
     from lossscale.jax import exponents as jax_exponents
-    from lossscale.keras import diagnose as keras_diagnose
     from lossscale.keras import installing as keras_installing
+    from lossscale.keras import passes as keras_passes
     from lossscale.tensorflow import exponents as tensorflow_exponents
-    from lossscale.tf_keras import diagnose as tf_keras_diagnose
     from lossscale.tf_keras import installing as tf_keras_installing
+    from lossscale.tf_keras import passes as tf_keras_passes
     from lossscale.torch import exponents as torch_exponents
 
-    _MEASURING: tuple[MeasuresModels, ...] = (keras_diagnose, tf_keras_diagnose)
+    _PASSES: tuple[MakesPasses, ...] = (keras_passes, tf_keras_passes)
     _COUNTING: tuple[CountsExponents, ...] = (jax_exponents, tensorflow_exponents, torch_exponents)
     _INSTALLING: tuple[Installs, ...] = (keras_installing, tf_keras_installing)
 
@@ -268,13 +266,13 @@ def monitor_for(name: str | None) -> type[Any]:
     return found
 
 
-def diagnose_for(model: Any) -> MeasuresModels | None:
-    """Returns the module that measures a model; None if it is of no known framework."""
+def passes_for(model: Any) -> MakesPasses | None:
+    """Returns the module that computes passes of a model; None if it is of no known framework."""
     for framework in _TABLE:
         root = framework.loaded_root()
         if framework.monitor and root is not None and isinstance(model, root.Model):
-            measuring: MeasuresModels = framework.module("diagnose")
-            return measuring
+            passes: MakesPasses = framework.module("passes")
+            return passes
     return None
 
 

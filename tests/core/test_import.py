@@ -25,27 +25,28 @@ ARROWS = {
     "arguments": "errors checks rules",
     "optimizer": "arguments members registry rules",
     "diagnostics": "errors checks packages rules registry **any",
+    "diagnosis": "errors checks packages rules registry",
     "callbacks": "errors checks rules registry diagnostics",
-    "common": "errors packages checks rules callbacks diagnostics",
+    "common": "errors packages checks rules callbacks diagnosis diagnostics",
     "jax": "errors rules common diagnostics *jax",
     "tensorflow": "errors rules registry common diagnostics *tensorflow",
     "keras_common": "errors packages rules registry arguments optimizer common callbacks "
-    "diagnostics",
+    "diagnosis diagnostics",
     "torch": "errors checks packages rules registry arguments optimizer common callbacks "
-    "diagnostics *torch",
+    "diagnosis diagnostics *torch",
     "optax": "errors checks packages rules arguments common jax callbacks diagnostics *jax *optax",
     # A backend of Keras imports its own framework as well.
     "keras": "errors packages rules members arguments optimizer older common keras_common "
-    "tensorflow jax torch callbacks diagnostics *keras",
+    "tensorflow jax torch callbacks diagnosis diagnostics *keras",
     "tf_keras": "errors rules registry members arguments optimizer older common keras_common "
-    "tensorflow callbacks diagnostics *tf_keras *tensorflow",
+    "tensorflow callbacks diagnosis diagnostics *tf_keras *tensorflow",
     "experimental": "errors checks rules registry arguments optimizer **any",
     "migration": "errors packages rules registry arguments optimizer older keras tf_keras **any",
     "installation": "registry packages older optimizer common experimental tensorflow",
     "frameworks": "",
     "plots": "errors checks packages diagnostics",
     "demo": "rules optimizer diagnostics plots optax **any",
-    "cli": "errors packages rules registry diagnostics plots demo migration lossscale **any",
+    "cli": "errors packages rules registry diagnosis diagnostics plots demo migration lossscale **any",
     "__main__": "cli",
     "lossscale": "errors rules optimizer installation",
 }
@@ -214,7 +215,7 @@ def test_files_load_if_keras_is_imported_after_lossscale():
     assert "lossscale.keras" in imported_by(FILES_LOAD, KERAS_BACKEND="jax")
 
 
-PUBLIC = ("callbacks", "cli", "demo", "diagnostics", "experimental", "migration", "plots")
+PUBLIC = ("callbacks", "cli", "demo", "diagnosis", "diagnostics", "experimental", "migration", "plots")
 
 
 def test_every_public_submodule_is_an_attribute_after_importing_the_library_alone():
@@ -224,7 +225,7 @@ assert "lossscale.callbacks" not in sys.modules
 assert {{*{PUBLIC}, "torch", "optax"}} <= set(dir(lossscale))
 for name in (*{PUBLIC}, "torch"):
     assert getattr(lossscale, name) is sys.modules["lossscale." + name], name
-lossscale.callbacks.LossScaleMonitor, lossscale.diagnostics.diagnose
+lossscale.callbacks.LossScaleMonitor, lossscale.diagnosis.diagnose
 """
     assert roots(imported_by(program)) & FRAMEWORKS == set()
 

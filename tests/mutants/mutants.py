@@ -118,17 +118,17 @@ tests/conformance/test_fast_path.py
 tests/conformance/test_what_rules_see.py -k for_a_rule_that_asks
     optax _move: rule.needs != Needs() -> True
     keras on torch KerasLossScaleOptimizer._step: rule.needs != Needs() -> True
-tests/conformance/test_own_steps.py
-    keras_common on torch Recorder.keep: 1.0 if scaled else 1.0 / self.scale -> 1.0
-        -k gives_to_its_optimizers
-    keras_common on torch StandIn._take: self._recorder.forgotten[self._name] = verb -> pass
-        -k forgets_to_scale
-    keras on torch _put_back: tensor.data.copy_(value) -> pass  -k left_as_it_was
-    keras.backends.torch_own_steps on torch _scaling_derivatives:
-        not all(id(each) in trained for each in _listed(inputs)) -> False  -k within_the_loss
-    tensorflow _put_back: variable.assign(value) -> pass  -k left_as_it_was and Gan
-    keras.backends.jax_own_steps on jax _scaling_derivatives: recorder.helped += 1 -> pass
-        -k forgets_to_scale and Contrastive
+tests/conformance/test_passes.py
+    keras_common on torch _attributes_kept: attributes.update(values) -> pass  -k subclassed
+    keras_common on torch ModelRun._steps: -2.0 * loss -> -1.0 * loss  -k square_error
+    keras_common on torch ModelRun._lowest: part * step -> step * 0  -k square_error
+    keras_common on torch cast_to_float16: not asks(layer) -> True  -k ask_for_a_dtype
+    keras_common on torch Watcher.keep: self._is_inside -> True  -k attention
+    keras on torch KerasRun.values: keras.ops.cast(value, 'float32') -> value
+        -k whatever and test_the_reference
+    tensorflow derive: _summed(each) -> tf.convert_to_tensor(each)  -k Embedding
+tests/conformance/test_loss_functions.py
+    keras_common on torch ModelRun.__call__: id(variable) in owned -> True  -k several_losses
 tests/backends/test_finite.py
     tensorflow all_finite: unscaled(parts, scale, powers_of_two) -> parts
     tensorflow all_finite: tf.logical_and(fits, ...) -> fits

@@ -15,20 +15,19 @@ from lossscale.errors import LossScaleError, MissingPackageError
 PICTURE_FORMATS = (".png", ".pdf", ".svg")
 
 
-def check_picture(option: str, path: Path) -> None:
-    """Raises unless a picture can be written there.
+def check_picture(option: str, path: Path, formats: tuple[str, ...] = PICTURE_FORMATS) -> None:
+    """Raises unless a picture, or another file, can be written there.
 
     Args:
         option: What the user gave the path as, for the message.
         path: The file.
+        formats: What it may end in.
 
     Raises:
-        UsageError: If its ending is no format of pictures, or it cannot be written.
+        UsageError: If its ending is another one, or it cannot be written.
     """
-    if path.suffix.lower() not in PICTURE_FORMATS:
-        raise UsageError(
-            f"{option} must end in {', '.join(PICTURE_FORMATS)}. Received: {str(path)!r}"
-        )
+    if path.suffix.lower() not in formats:
+        raise UsageError(f"{option} must end in {', '.join(formats)}. Received: {str(path)!r}")
     if not path.parent.is_dir():
         raise UsageError(f"{option} is in a folder that does not exist: {str(path.parent)!r}")
     if path.is_dir():

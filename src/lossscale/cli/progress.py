@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -11,6 +13,41 @@ from lossscale.cli.console import new_console
 from lossscale.packages import is_installed
 
 _SHOWN_AFTER = 1.0
+_BETWEEN_LINES = 10.0
+
+
+@contextlib.contextmanager
+def waiting(describe: Callable[[], str]) -> Iterator[None]:
+    """Says on standard error what is being done, from the first second on.
+
+    On a terminal in a line that changes each second and goes at the end; elsewhere in a line after
+    a second and after each ten more.
+
+    Args:
+        describe: Returns what is being done.
+    """
+    started, done = time.monotonic(), threading.Event()
+
+    def tick() -> None:
+        pause = _SHOWN_AFTER
+        while not done.wait(pause):
+            line = f"lossscale: {describe()} ({time.monotonic() - started:.0f} s)"
+            stream.write(f"\r{line:<79}" if is_terminal else f"{line}\n")
+            stream.flush()
+            pause = _SHOWN_AFTER if is_terminal else _BETWEEN_LINES
+
+    # A stream of its own, because what frameworks write to standard error is dropped meanwhile.
+    with os.fdopen(os.dup(2), "w", encoding="utf-8") as stream:
+        is_terminal = stream.isatty()
+        thread = threading.Thread(target=tick, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+            if is_terminal:
+                stream.write(f"\r{'':<79}\r")
 
 
 @contextlib.contextmanager

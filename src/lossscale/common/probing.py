@@ -10,7 +10,7 @@ from lossscale.checks import checked_count
 from lossscale.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from lossscale.diagnostics.batches import Batch
+    from lossscale.diagnosis.batches import Batch
     from lossscale.diagnostics.deviation import Deviation
 
 Probe = Callable[[float], dict[str, dict[str, float]]]
@@ -26,7 +26,7 @@ def batch_of(data: Sequence[Any]) -> Batch:
         ArgumentError: If it holds no arrays. It is a `ValueError`.
     """
     # Not at the top: it needs NumPy, which the callbacks do without until they are used.
-    from lossscale.diagnostics.batches import batches_of
+    from lossscale.diagnosis.batches import batches_of
 
     return next(iter(batches_of(iter([tuple(data)]), None, None, batches=1, batch_size=1)))
 
@@ -59,6 +59,19 @@ def checked_fidelity(
             f"of `every`. Received: fidelity_every={every}, every={sampled_every}."
         )
     return every
+
+
+def probe_of(run: Any, batch: Any) -> Probe:
+    """Returns what measures a batch with the passes of a model."""
+    from lossscale.diagnosis.measurement import wrong_at
+
+    def probe(scale: float) -> dict[str, dict[str, float]]:
+        return {
+            variable: {"lost": min(wrong, 1.0), "error": wrong, "share": 1.0}
+            for variable, wrong in wrong_at(run, batch, scale).values()
+        }
+
+    return probe
 
 
 def described(

@@ -29,7 +29,6 @@ from lossscale.diagnostics.histogram import GradientHistogram as GradientHistogr
 from lossscale.diagnostics.history import TrainingHistory as TrainingHistory
 from lossscale.diagnostics.history_header import HistoryHeader as HistoryHeader
 from lossscale.diagnostics.history_writer import HistoryWriter as HistoryWriter
-from lossscale.diagnostics.measuring import diagnose as diagnose
 from lossscale.diagnostics.records import NonfiniteTensor as NonfiniteTensor
 from lossscale.diagnostics.records import SkipReason as SkipReason
 from lossscale.diagnostics.records import StepRecord as StepRecord

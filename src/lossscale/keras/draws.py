@@ -13,9 +13,8 @@ from typing import Any
 
 import keras
 
-from lossscale.diagnostics.measurement import NARROW
-from lossscale.diagnostics.tapping import replaced
 from lossscale.keras.private_names import random_functions
+from lossscale.keras_common.passes import NARROW, replaced
 
 _SAMPLERS = ("normal", "uniform", "truncated_normal", "gamma", "beta", "binomial")
 

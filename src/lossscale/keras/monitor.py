@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import keras
 
 from lossscale.callbacks import LossScaleMonitor
+from lossscale.common.probing import probe_of
 from lossscale.keras.slots import numpy_of
 from lossscale.keras_common.monitor import MonitorBody
 
@@ -40,9 +41,9 @@ class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callb
 
     def _new_probe(self, model: Any, batch: Any) -> Any:
         # With what it imports, which a monitor that measures nothing does without.
-        from lossscale.keras import diagnose
+        from lossscale.keras import passes
 
-        return diagnose.new_probe(self._trained(model), batch)
+        return probe_of(passes.new_run(self._trained(model)), batch)
 
     def _sync(self) -> None:
         # On JAX the variables are out of date within an epoch.

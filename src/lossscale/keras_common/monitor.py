@@ -20,7 +20,7 @@ from lossscale.optimizer import LossScaleOptimizer
 from lossscale.packages import warn
 
 if TYPE_CHECKING:
-    from lossscale.diagnostics.batches import Batch
+    from lossscale.diagnosis.batches import Batch
 
 
 class MonitorBody:

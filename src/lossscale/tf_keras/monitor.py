@@ -8,6 +8,7 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale.callbacks import LossScaleMonitor
+from lossscale.common.probing import probe_of
 from lossscale.errors import UnsupportedError
 from lossscale.keras_common.monitor import MonitorBody
 from lossscale.tensorflow.notes import Notes
@@ -45,9 +46,9 @@ class TFKerasLossScaleMonitor(MonitorBody, LossScaleMonitor, tf_keras.callbacks.
 
     def _new_probe(self, model: Any, batch: Any) -> Any:
         # With what it imports, which a monitor that measures nothing does without.
-        from lossscale.tf_keras import diagnose
+        from lossscale.tf_keras import passes
 
-        return diagnose.new_probe(model, batch)
+        return probe_of(passes.new_run(model), batch)
 
     def _steps(self, optimizer: Any) -> Any:
         return optimizer.iterations

@@ -30,11 +30,11 @@ _WHERE = {
 
 if TYPE_CHECKING:
     from lossscale.torch.amp_install import install as install
-    from lossscale.torch.passes import diagnose as diagnose
     from lossscale.torch.grad_scaler import GradScaler as GradScaler
     from lossscale.torch.lightning import LightningMonitor as LightningMonitor
     from lossscale.torch.monitor import Monitor as Monitor
     from lossscale.torch.optimizer import TorchLossScaleOptimizer as LossScaleOptimizer
+    from lossscale.torch.passes import diagnose as diagnose
     from lossscale.torch.scheduler import guard as guard
     from lossscale.torch.transformers import TransformersMonitor as TransformersMonitor
 else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
 
 import keras
 
@@ -17,20 +16,11 @@ from lossscale.packages import BACKENDS
 @functools.cache
 def load() -> Backend:
     """Returns the `Backend` that Keras runs on."""
-    backend: Backend = module_for().BACKEND
-    return backend
-
-
-def module_for(purpose: str = "") -> Any:
-    """Returns a module of Keras' backend.
-
-    Args:
-        purpose: What it is for besides steps: "counting" or "own_steps".
-    """
     name = keras.backend.backend()
     if name not in BACKENDS:
         raise UnsupportedError(
             f"Keras runs on the backend {name!r}; lossscale supports {', '.join(BACKENDS)}. "
             "Set the environment variable KERAS_BACKEND before importing Keras."
         )
-    return importlib.import_module(f"{__name__}.{name}{purpose and f'_{purpose}'}")
+    backend: Backend = importlib.import_module(f"{__name__}.{name}").BACKEND
+    return backend

@@ -14,8 +14,9 @@ from lossscale.common.private_names import check_attribute
 from lossscale.common.user_code import as_written
 from lossscale.keras.backends.backend import Backend, Step
 from lossscale.rules import ScaleState, Seen, host_can_update, updates_on_host
-from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scaling
+from lossscale.tensorflow import gradient_stats, overflow_check, passes, replicas, scaling
 from lossscale.tensorflow.apply_or_skip import apply_or_skip, can_keep_old_values
+from lossscale.tensorflow.draws import repeatable_draws
 from lossscale.tensorflow.tape import check_symbolic, recorded
 from lossscale.tensorflow.tracing import translated
 
@@ -143,6 +144,11 @@ class TensorFlowBackend(Backend):
         check_symbolic(loss)
         gradients: list[Any] = tf.gradients(loss, [_native(v) for v in variables])
         return gradients
+
+    # --- Passes of a diagnosis ----------------------------------------------------------------
+
+    derive = staticmethod(passes.derive)
+    same_random_numbers = staticmethod(repeatable_draws)
 
 
 def _native(variable: Any) -> Any:

@@ -1,0 +1,255 @@
+"""Models with a `train_step` of their own: what `diagnose` asks for, and the programs to write."""
+
+import re
+
+import numpy as np
+import pytest
+
+import keras_cases as cases
+from keras_cases import BACKEND, LOST, TF_KERAS, keras, layers, ops, wide
+from lossscale.diagnosis import diagnose
+from lossscale.diagnosis.passes import LOSS
+from lossscale.errors import ArgumentError
+
+if TF_KERAS:
+    from lossscale.tf_keras.passes import new_run
+else:
+    from lossscale.keras.passes import new_run
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
+
+def data():
+    rng = np.random.default_rng(0)
+    return (rng.standard_normal((16, 3)).astype(np.float32) for _ in range(2))
+
+
+def normal(tensor):
+    """Noise of the shape of a tensor."""
+    if TF_KERAS:
+        import tensorflow as tf
+
+        return tf.random.normal(tf.shape(tensor), dtype=tensor.dtype)
+    return keras.random.normal(tensor.shape, dtype=tensor.dtype, seed=SEEDS)
+
+
+SEEDS = None if TF_KERAS else keras.random.SeedGenerator(7)
+
+
+class OwnStep(keras.Model):
+    """What the models share: a step that a diagnosis must not run."""
+
+    def train_step(self, *arguments):
+        raise AssertionError("A step is not run.")
+
+
+# --- A variational autoencoder -------------------------------------------------------------------
+
+
+class Vae(OwnStep):
+    def __init__(self):
+        super().__init__()
+        self.encoder = layers.Dense(4, activation="tanh", name="encoder")
+        self.decoder = layers.Dense(3, name="decoder")
+
+    def call(self, x, training=None):
+        code = self.encoder(x)
+        middle, spread = code[:, :2], code[:, 2:]
+        return self.decoder(middle + ops.exp(spread) * normal(middle)), middle, spread
+
+
+def loss_of_vae(model, batch):
+    x, _, _ = batch
+    decoded, middle, spread = (wide(each) for each in model(x, training=True))
+    distance = ops.mean(ops.exp(2 * spread) + middle**2 - 2 * spread)
+    return ops.mean((decoded - x) ** 2) + 0.5 * distance
+
+
+# --- A generative adversarial network ------------------------------------------------------------
+
+
+class Gan(OwnStep):
+    """Two networks, each with a loss and an optimizer of its own; it cannot be called."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.Sequential(
+            [keras.Input((3,)), layers.Dense(4, activation="relu"), layers.Dense(3)]
+        )
+        self.discriminator = keras.Sequential(
+            [keras.Input((3,)), layers.Dense(4, activation="relu"), layers.Dense(1)]
+        )
+
+    def compile(self, d_optimizer, g_optimizer):
+        super().compile()
+        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+
+
+def losses_of_gan(model, batch):
+    real, latent, _ = batch
+    fake = model.generator(latent, training=True)
+    of_real, of_fake = (wide(model.discriminator(x, training=True)) for x in (real, fake))
+    return {
+        "d": ops.mean((of_real - 1) ** 2) + ops.mean(of_fake**2),
+        "g": ops.mean((of_fake - 1) ** 2) * 2.0**-30,
+    }
+
+
+def new_gan():
+    model = Gan()
+    model.compile(keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1))
+    return model
+
+
+# --- Two views of a sample -----------------------------------------------------------------------
+
+
+class Tower(OwnStep):
+    def __init__(self):
+        super().__init__()
+        self.tower = layers.Dense(4, name="tower", use_bias=False)
+
+    def call(self, x, training=None):
+        return self.tower(x)
+
+
+def contrastive_loss(model, batch):
+    one, other, _ = batch
+    one, other = (wide(model(x, training=True)) for x in (one, other))
+    return ops.mean((one - other) ** 2)
+
+
+# --- A penalty on a gradient ---------------------------------------------------------------------
+
+
+def slope(function, x):
+    """The gradient of the sum of a function by its input, in a way that can be derived again."""
+    if BACKEND == "torch":
+        import torch
+
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(function(x).sum(), [x], create_graph=True)[0]
+    if BACKEND == "jax":
+        import jax
+
+        return jax.grad(lambda x: function(x).sum())(x)
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        found = tf.reduce_sum(function(x))
+    return tape.gradient(found, x)
+
+
+def penalized_loss(model, batch):
+    x, _, _ = batch
+    steep = wide(slope(lambda x: wide(model(x)) ** 2, x))
+    return ops.mean((ops.sum(steep**2, axis=-1) - 1) ** 2) * 0.01
+
+
+PROGRAMS = {
+    "autoencoder": (Vae, loss_of_vae),
+    "contrastive": (Tower, contrastive_loss),
+    "gradient penalty": (Tower, penalized_loss),
+}
+
+
+def built(kind):
+    keras.utils.set_random_seed(0)
+    model = kind()
+    model(next(data()))
+    return model
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_of_one_loss(name):
+    kind, loss_fn = PROGRAMS[name]
+    model, (x, y) = built(kind), data()
+    assert diagnose(model, x, y, loss_fn=loss_fn, batch_size=16).verdict == "not needed"
+
+    def smaller(model, batch):
+        return loss_fn(model, batch) * LOST
+
+    report = diagnose(model, x, y, loss_fn=smaller, batch_size=16)
+    assert report.verdict == "needed"
+    if name != "autoencoder":
+        # No random numbers in it: the gradients are those of the same function by hand.
+        given = tuple(ops.convert_to_tensor(each) for each in (x, y))
+        (expected,) = cases.gradients(model, lambda model: loss_fn(model, (*given, None)))
+        (found,) = new_run(model, loss_fn)((x, y), 1.0, False)[LOSS].gradients.values()
+        assert cases.error(found, expected) < 1e-5
+
+
+def test_each_of_several_losses_is_judged_by_its_own_variables():
+    model, (x, y) = new_gan(), data()
+    owned = {
+        "d": model.discriminator.trainable_variables,
+        "g": model.generator.trainable_variables,
+    }
+    report = diagnose(model, x, y, loss_fn=losses_of_gan, parameters=owned)
+    found = {name: verdict.kind.value for name, verdict in report.verdicts.items()}
+    assert found == {"d": "not needed", "g": "needed"}
+    passes = new_run(model, losses_of_gan, owned)((x, y), 1.0, False)
+    given = tuple(ops.convert_to_tensor(each) for each in (x, y))
+    for name, place in (("d", slice(4, 8)), ("g", slice(0, 4))):
+        expected = cases.gradients(
+            model, lambda model, name=name: losses_of_gan(model, (*given, None))[name]
+        )
+        order = {id(variable): n for n, variable in enumerate(model.trainable_variables)}
+        places = [order[id(variable)] for variable in owned[name]]
+        assert places == list(range(8))[place]
+        for gradient, n in zip(passes[name].gradients.values(), places, strict=True):
+            assert cases.error(gradient, expected[n]) < 1e-5
+    # Together they are judged by all.
+    assert set(new_run(model, losses_of_gan)((x, y), 1.0, False)["d"].gradients) >= set(
+        passes["d"].gradients
+    )
+
+
+# --- Without a loss function ---------------------------------------------------------------------
+
+
+def lines_of(error):
+    """The function in a message, as its user pastes it."""
+    lines = str(error).splitlines()
+    start = next(n for n, line in enumerate(lines) if "def loss_fn" in line)
+    found = [line.removeprefix("    ") for line in lines[start : start + 5]]
+    assert found[-1].strip().startswith("return")
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "written"),
+    [
+        (Vae, None, "ops.mean((wide(y_pred[0]) - x) ** 2)"),
+        (Tower, "mse", None),
+    ],
+)
+def test_a_step_of_ones_own_is_refused_with_the_lines_to_write(kind, loss, written):
+    model, (x, y) = built(kind), data()
+    model.compile("sgd", loss)
+    y = np.zeros((16, 4), np.float32)
+    with pytest.raises(ArgumentError, match=f"{kind.__name__} has a train_step of its own") as no:
+        diagnose(model, x, y)
+    lines = lines_of(no.value)
+    if written is None:
+        # The loss of `compile` is known.
+        assert "model.compute_loss(x, y, y_pred, sample_weight)" in lines
+    else:
+        lines = lines.replace("loss = ...", f"loss = {written}")
+    names = {"ops": ops, "wide": wide}
+    exec(lines, names)
+    assert diagnose(model, x, y, loss_fn=names["loss_fn"]).verdict == "not needed"
+
+
+def test_several_optimizers_are_named_in_the_lines():
+    model, (x, y) = new_gan(), data()
+    with pytest.raises(ArgumentError, match="Gan has a train_step of its own") as no:
+        diagnose(model, x, y)
+    lines = lines_of(no.value)
+    assert "what model.d_optimizer minimizes" in lines
+    assert 'parameters={"d": [...], "g": [...]}' in str(no.value)
+    lines = re.sub(r"(\w)_loss = \.\.\.", r'\1_loss = losses(model, batch)["\1"]', lines)
+    names = {"losses": losses_of_gan}
+    exec(lines, names)
+    assert set(diagnose(model, x, y, loss_fn=names["loss_fn"]).verdicts) == {"d", "g"}

@@ -1,0 +1,526 @@
+"""Passes of Keras models, beside the gradients that the framework gives for the same loss."""
+
+import numpy as np
+import pytest
+
+import keras_cases as cases
+from keras_cases import BACKEND, LAYERS, RANDOM_LAYERS, TF_KERAS, keras, layers, ops, wide
+from lossscale.diagnosis import diagnose
+from lossscale.diagnosis.passes import LOSS, MODEL
+from lossscale.errors import ArgumentError, ArgumentTypeError
+
+if TF_KERAS:
+    from lossscale.tf_keras.passes import new_run
+else:
+    from lossscale.keras.passes import new_run
+
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+SCALE = 2.0**8
+
+
+@pytest.fixture(autouse=True)
+def _float32_policy_and_fixed_seed():
+    if BACKEND == "torch":
+        import torch
+
+        torch.set_num_threads(1)
+    keras.utils.set_random_seed(0)
+    yield
+    cases.set_policy("float32")
+
+
+def own(model, x, y, scale=1.0):
+    """The gradients of the compiled loss, taken by hand."""
+
+    def loss_of(model):
+        y_pred = model(ops.convert_to_tensor(x), training=True)
+        return ops.mean((wide(y_pred) - ops.convert_to_tensor(y)) ** 2)
+
+    return cases.gradients(model, loss_of, scale)
+
+
+def assert_alike(found, expected, most):
+    assert len(found.gradients) == len(expected)
+    # A gradient that is 0 but for rounding is rounded otherwise.
+    least = 1e-2 * max(np.linalg.norm(each) for each in expected if each is not None)
+    for (name, gradient), wanted in zip(found.gradients.items(), expected, strict=True):
+        if wanted is None:
+            assert gradient is None or not gradient.any()
+        elif "embeddings" in name:
+            # Of a sparse one the rows that are in it, in any order.
+            rows = [each[np.abs(each).sum(-1) > 0] for each in (gradient, wanted)]
+            assert cases.error(*(np.sort(each, axis=0) for each in rows)) < most
+        else:
+            assert cases.error(gradient, wanted, least) < most, name
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_gradients_are_those_of_the_framework(kind):
+    model, x, y = cases.with_layer(*LAYERS[kind])
+    run = new_run(model)
+    assert_alike(run((x, y), 1.0, False)[LOSS], own(model, x, y), 1e-5)
+    narrow, *_ = cases.with_layer(*LAYERS[kind], policy="mixed_float16")
+    narrow.set_weights(model.get_weights())
+    if BACKEND == "jax" and kind == "MultiHeadAttention":
+        # On a processor JAX compiles no attention in float16.
+        with pytest.raises(Exception, match="not supported"):
+            run((x, y), SCALE, True)
+        return
+    expected = own(narrow, x, y, SCALE)
+    # The framework may round otherwise inside of a compiled pass.
+    most = 2e-2 if BACKEND == "jax" else 5e-3
+    assert_alike(run((x, y), SCALE, True)[LOSS], expected, most)
+    if kind not in ("MaxPooling2D", "UpSampling2D"):
+        wider = run((x, y), SCALE, False)[LOSS].gradients
+        different = [
+            np.any(gradient != wider[name])
+            for name, gradient in run((x, y), SCALE, True)[LOSS].gradients.items()
+        ]
+        assert any(different)
+
+
+@pytest.mark.parametrize("kind", RANDOM_LAYERS)
+def test_random_numbers_are_those_of_float32_and_the_same_each_time(kind):
+    _, x, y = cases.with_layer(RANDOM_LAYERS[kind], (5, 2))
+    made = [layers.Dense(2), RANDOM_LAYERS[kind](), layers.Flatten(), layers.Dense(1)]
+    model = keras.Sequential([keras.Input((5, 2)), *made])
+    run = new_run(cases.compiled(model, cases.divided(1.0)))
+    first, again = (run((x, y), 1.0, False)[LOSS].gradients for _ in range(2))
+    narrow = run((x, y), 1.0, True)[LOSS].gradients
+    for name, gradient in first.items():
+        assert np.array_equal(gradient, again[name])
+        assert cases.error(narrow[name], gradient) < 0.02, name
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float16"])
+def test_the_reference_is_float32_whatever_the_policy(policy):
+    if TF_KERAS and policy == "float16":
+        pytest.skip("variables of float16 stay what they are there")
+    model, x, y = cases.with_layer(lambda: layers.Dense(4), (6,), policy)
+    plain, *_ = cases.with_layer(lambda: layers.Dense(4), (6,))
+    plain.set_weights(model.get_weights())
+    run = new_run(model)
+    before = [layer.dtype_policy for layer in model._flatten_layers()]
+    assert_alike(run((x, y), 1.0, False)[LOSS], own(plain, x, y), 1e-5)
+    assert [layer.dtype_policy for layer in model._flatten_layers()] == before
+    assert ("own" in run.setting) == ("float16" in policy.replace("bfloat16", ""))
+
+
+def test_layers_that_ask_for_a_dtype_keep_it():
+    model = keras.Sequential(
+        [
+            keras.Input((5, 6)),
+            layers.Bidirectional(layers.LSTM(3), name="both"),
+            layers.Dense(8, name="narrow"),
+            layers.Dense(1, dtype="float32", name="head"),
+        ]
+    )
+    x = np.random.default_rng(0).standard_normal((8, 5, 6)).astype(np.float32)
+    found = new_run(cases.compiled(model))((x, x[:, 0, :1]), 1.0, True, watch=True)[LOSS]
+    assert any(name.startswith("narrow") for name in found.outputs)
+    assert not any(name.startswith("head") for name in found.outputs)
+    # The model returns float32, whose range does not end.
+    assert MODEL not in found.outputs
+    assert diagnose(model, x, x[:, 0, :1] * 1e6, batches=1).verdict != "cannot help"
+
+
+# --- What is watched -----------------------------------------------------------------------------
+
+
+def chain(activation=None, scale=1.0):
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(4, activation=activation, name="first", kernel_initializer="ones"),
+            layers.Dense(1, name="last", use_bias=False),
+        ]
+    )
+    return cases.compiled(model, cases.divided(scale))
+
+
+def test_outputs_are_what_operations_return():
+    model = chain()
+    x, _ = cases.some_data()
+    outputs = {
+        half: new_run(model)((x, x[:, :1]), 1.0, half, watch=True)[LOSS].outputs
+        for half in (False, True)
+    }
+    returned = np.abs(x @ np.ones((6, 4))).max()
+    predicted = np.abs(cases.numpy_of(model(x))).max()
+    for half, found in outputs.items():
+        names = list(found)
+        first = next(name for name in names if name.startswith("first"))
+        assert found[first].largest == pytest.approx(returned, rel=1e-2 if half else 1e-5)
+        assert found[MODEL].largest == pytest.approx(predicted, rel=1e-2 if half else 1e-5)
+        assert all(each.finite for each in found.values())
+        assert all(np.isnan(each.reach) == half for each in [found[MODEL]])
+    assert set(outputs[True]) <= set(outputs[False])
+
+
+def test_the_reach_of_a_square_error_is_its_target():
+    model = chain(scale=2.0**30)
+    x, _ = cases.some_data()
+    y = np.linspace(0, 90000, 24, dtype=np.float32)[:, None]
+    run = new_run(model)
+    found = run((x, y), 1.0, False, watch=True)[LOSS]
+    assert found.outputs[MODEL].reach == pytest.approx(90000, rel=1e-3)
+    moved = run((x, y), 1.0, False, move=MODEL)[LOSS].loss
+    assert moved < 0.3 * found.loss
+
+
+def test_a_constant_in_the_loss_is_seen_as_that():
+    x, _ = cases.some_data()
+
+    def loss_fn(model, batch):
+        return ops.mean((wide(model(batch[0])) - batch[1]) ** 2) + 1e6
+
+    run = new_run(chain(), loss_fn)
+    found = run((x, x[:, :1]), 1.0, False, watch=True)[LOSS]
+    assert found.outputs[MODEL].reach > 65504
+    assert run((x, x[:, :1]), 1.0, False, move=MODEL)[LOSS].loss > 0.9 * found.loss
+    assert diagnose(chain(), x, x[:, :1], loss_fn=loss_fn).verdict == "not needed"
+
+
+@pytest.mark.parametrize("activation", [None, "tanh"])
+def test_an_operation_that_overflows_is_named(activation):
+    x, _ = cases.some_data()
+    report = diagnose(chain(activation), np.abs(x) + 5e4, x[:, :1])
+    assert report.verdict == "cannot help"
+    assert "first (" in str(report).splitlines()[0].lower()
+
+
+def test_attention_is_looked_into():
+    inputs = keras.Input((5, 4))
+    hidden = layers.MultiHeadAttention(2, 3, dropout=0.1, name="attention")(inputs, inputs)
+    model = cases.compiled(keras.Model(inputs, layers.Dense(1)(hidden)))
+    x = np.ones((4, 5, 4), np.float32)
+    found = new_run(model)((x, np.ones((4, 5, 1), np.float32)), 1.0, False, watch=True)[LOSS]
+    inside = [name for name in found.outputs if name.startswith("attention (") and "einsum" in name]
+    # Logits, and what they weigh: no layer returns them.
+    assert len(inside) >= 2
+
+
+# --- Kinds of models -----------------------------------------------------------------------------
+
+
+def two_outputs():
+    inputs = {"a": keras.Input((6,), name="a"), "b": keras.Input((6,), name="b")}
+    shared = layers.Dense(5, name="shared")
+    hidden = layers.concatenate([shared(inputs["a"]), shared(inputs["b"])])
+    outputs = {name: layers.Dense(1, name=name)(hidden) for name in ("one", "two")}
+    model = keras.Model(inputs, outputs)
+    return cases.compiled(
+        model, {"one": "mse", "two": "mae"}, loss_weights={"one": 2.0, "two": 0.5}
+    )
+
+
+def test_several_inputs_and_outputs():
+    x, _ = cases.some_data()
+    model, given = two_outputs(), {"a": x, "b": x * 2}
+    y = {"one": x[:, :1], "two": x[:, 1:2]}
+
+    def loss_of(model):
+        found = model({key: ops.convert_to_tensor(each) for key, each in given.items()})
+        apart = {key: wide(each) - ops.convert_to_tensor(y[key]) for key, each in found.items()}
+        return 2 * ops.mean(apart["one"] ** 2) + 0.5 * ops.mean(ops.abs(apart["two"]))
+
+    expected = cases.gradients(model, loss_of)
+    assert_alike(new_run(model)((given, y), 1.0, False)[LOSS], expected, 1e-5)
+    assert diagnose(model, given, y, batch_size=8).verdict == "not needed"
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__(name="subclassed")
+        self.inner = keras.Sequential([keras.Input((6,)), layers.Dense(4, name="in")])
+        self.end = layers.Dense(1, name="end")
+        self.calls = 0
+
+    def call(self, x, training=None):
+        self.calls += 1
+        self.add_loss(
+            ops.mean(wide(x) ** 2) * 0.25 + ops.sum(wide(self.inner.layers[-1].bias)) * 3.0
+        )
+        return self.end(self.inner(x))
+
+
+class OwnLoss(Subclassed):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean(wide(y_pred) ** 2) / 2.0**30
+
+
+def test_a_subclassed_model_with_losses_of_its_own():
+    x, _ = cases.some_data()
+    model = Subclassed()
+    model(x)
+    cases.compiled(model, cases.divided(1.0))
+    calls = model.calls
+    run = new_run(model)
+    found = run((x, x[:, :1]), 1.0, False, watch=True)[LOSS]
+    bias = own(model, x, x[:, :1])[1] + 3.0
+    assert cases.error(list(found.gradients.values())[1], bias) < 1e-5
+    assert any("in (" in name for name in found.outputs)
+    # An attribute that counts is no matter of a diagnosis.
+    assert model.calls == calls + 1
+    assert not getattr(model, "_losses_override", None)
+
+
+def test_a_loss_that_the_model_computes_itself():
+    x, _ = cases.some_data()
+    model = OwnLoss()
+    model.compile("sgd")
+    model(x)
+    assert diagnose(model, x).verdict == "needed"
+
+
+def test_a_frozen_layer_and_one_that_the_loss_does_not_depend_on():
+    inputs = keras.Input((6,))
+    used, idle = (layers.Dense(1, name=name)(inputs) for name in ("used", "idle"))
+    model = keras.Model(inputs, [used, idle])
+    model.compile("sgd", ["mse", None] if not TF_KERAS else {"used": "mse"})
+    model.get_layer("used").use_bias = True
+    x, _ = cases.some_data()
+    y = [x[:, :1], x[:, :1]] if not TF_KERAS else {"used": x[:, :1]}
+    report = diagnose(model, x, y)
+    assert report.verdict == "not needed"
+    model.get_layer("idle").trainable = False
+    assert not any("idle" in name for name in new_run(model)((x, y), 1.0, False)[LOSS].gradients)
+
+
+# --- As it was -----------------------------------------------------------------------------------
+
+
+def classifier(policy="float32"):
+    """Everything that has a state: statistics, random seeds, metrics, slots."""
+    keras.utils.set_random_seed(0)
+    cases.set_policy(policy)
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, name="first", kernel_regularizer="l2"),
+            layers.BatchNormalization(name="norm"),
+            layers.ReLU(),
+            layers.Dropout(0.5, seed=1),
+            layers.GaussianNoise(0.1, seed=2),
+            layers.Dense(4, activation="softmax", dtype="float32", name="last"),
+        ]
+    )
+    cases.set_policy("float32")
+    model.compile(
+        "adam",
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+        jit_compile=BACKEND == "jax",
+        run_eagerly=BACKEND == "tensorflow",
+    )
+    return model
+
+
+def state(model):
+    several = model.optimizer.variables
+    several = several() if callable(several) else several
+    arrays = [cases.numpy_of(each) for each in (*model.variables, *several)]
+    arrays += [cases.numpy_of(each) for metric in model.metrics for each in metric.variables]
+    flat = list(model._flatten_layers())
+    return arrays, [
+        *(layer.dtype_policy for layer in flat),
+        *(sorted(vars(layer)) for layer in flat),
+        getattr(model, "_compile_loss", None) or getattr(model, "compiled_loss", None),
+    ]
+
+
+def assert_same(before, after):
+    assert before[1] == after[1]
+    for one, other in zip(before[0], after[0], strict=True):
+        assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize(("policy", "trained"), [("mixed_float16", False), ("float32", True)])
+def test_the_model_is_left_as_it_was(policy, trained):
+    x, y = cases.some_data()
+    model, untouched = classifier(policy), classifier(policy)
+    for each in (model, untouched) if trained else ():
+        keras.utils.set_random_seed(1)
+        each.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    before = state(model)
+    numbers = np.random.get_state()[1].copy()
+    diagnose(model, x, y, batch_size=8, batches=3)
+    assert_same(before, state(model))
+    assert np.array_equal(numbers, np.random.get_state()[1])
+    # The states that nobody thought of show in what comes next.
+    for each in (model, untouched):
+        keras.utils.set_random_seed(1)
+        each.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    assert_same((state(untouched)[0], []), (state(model)[0], []))
+
+
+def test_the_model_is_left_as_it_was_by_an_exception():
+    x, y = cases.some_data()
+    model = classifier("mixed_float16")
+    model.fit(x, y, batch_size=8, verbose=0)
+    before = state(model)
+
+    def fail(*arguments):
+        raise KeyboardInterrupt
+
+    def late(model, batch):
+        model(batch[0], training=True)
+        raise ZeroDivisionError
+
+    for error, arguments in (
+        (KeyboardInterrupt, {"after_batch": fail}),
+        (KeyboardInterrupt, {"loss_fn": fail}),
+        (ZeroDivisionError, {"loss_fn": late}),
+        (ArgumentError, {"x": x[:, :5]}),
+    ):
+        with pytest.raises(error):
+            diagnose(model, **{"x": x, "y": y, **arguments})
+        assert_same(before, state(model))
+
+
+def test_a_model_that_does_not_run_in_float16_is_unknown_and_says_why():
+    class Picky(layers.Layer):
+        def call(self, x):
+            if self.compute_dtype == "float16":
+                raise TypeError("No float16, please")
+            return x
+
+    model = cases.compiled(keras.Sequential([keras.Input((6,)), Picky(), layers.Dense(1)]))
+    x, _ = cases.some_data()
+    report = diagnose(model, x, x[:, :1])
+    assert report.verdict == "unknown"
+    assert "does not run in float16 here" in str(report)
+
+
+# --- Data ----------------------------------------------------------------------------------------
+
+
+def test_weights_weigh():
+    x, y = cases.some_data()
+    batches = []
+
+    def loss_fn(model, batch):
+        batches.append(batch[2])
+        return ops.mean(wide(model(batch[0])) ** 2)
+
+    model = cases.compiled(keras.Sequential([keras.Input((6,)), layers.Dense(4)]))
+    by_class = {0: 2.0, 2: 0.5}
+    expected = np.array([by_class.get(each, 1.0) for each in y])
+    for targets in (y, y[:, None], np.eye(4, dtype=np.float32)[y]):
+        batches.clear()
+        settings = {"loss_fn": loss_fn, "batches": 1, "batch_size": 24}
+        diagnose(model, x, targets, class_weight=by_class, **settings)
+        if BACKEND != "jax":
+            assert np.allclose(cases.numpy_of(batches[0]), expected)
+    light = np.full(24, 2.0**-18)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    assert diagnose(model, x, y).verdict == "not needed"
+    assert diagnose(model, x, y, sample_weight=light).verdict == "needed"
+    assert diagnose(model, x, y, class_weight=dict.fromkeys(range(4), 2.0**-18)).rule is not None
+
+
+def batches_from(kind, x, y):
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, len(x), 8)]
+    if kind == "list":
+        return batches
+    if kind == "one":
+        return batches[0]
+    if kind == "generator":
+        return iter(batches)
+    if kind == "sequence":
+
+        class Rows(keras.utils.Sequence if TF_KERAS else keras.utils.PyDataset):
+            def __len__(self):
+                return len(batches)
+
+            def __getitem__(self, number):
+                return batches[number]
+
+        return Rows()
+    if kind == "tf.data":
+        tf = pytest.importorskip("tensorflow")
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
+    return torch.utils.data.DataLoader(data, batch_size=8)
+
+
+@pytest.mark.parametrize("kind", ["list", "one", "generator", "sequence", "tf.data", "DataLoader"])
+def test_batches_can_come_from_many_places(kind):
+    x, y = cases.some_data()
+    if kind == "tf.data" and BACKEND == "torch":
+        pytest.skip("both in one process is slow")
+    model = cases.compiled(
+        keras.Sequential([keras.Input((6,)), layers.Dense(4, activation="softmax")]),
+        "sparse_categorical_crossentropy",
+    )
+    report = diagnose(model, batches_from(kind, x, y))
+    assert report.measurements[LOSS].batches == (1 if kind == "one" else 2)
+    assert report.verdict == "not needed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"y": np.zeros(23)}, r"same number of rows.*x: \[24\], y: \[23\]"),
+        ({"sample_weight": np.zeros(3)}, r"sample_weight: \[3\]"),
+        ({"x": np.zeros((0, 6)), "y": np.zeros(0)}, "same number of rows, at least one"),
+        ({"x": [], "y": None}, "same number of rows, at least one"),
+        ({"x": iter([])}, "`y` and `sample_weight` must be None"),
+        ({"x": iter([]), "y": None}, "no batch"),
+        ({"x": iter([(1, 2, 3, 4)]), "y": None}, "4 parts"),
+        ({"y": None}, "`y` is missing: the loss of the model compares"),
+        ({"x": iter([(np.zeros((4, 6)),)]), "y": None}, r"or in batches \(x, y\)"),
+        ({"y": np.zeros((24, 3, 5))}, r"`y` does not fit .*\(24, 3, 5\), for outputs of the shape"),
+        ({"x": np.zeros((24, 7))}, r"`x` must have the shape \(rows, 6\) .*\(24, 7\)"),
+        ({"x": np.zeros(24)}, r"`x` must have the shape \(rows, 6\) .*\(24,\)"),
+        ({"x": [np.zeros((24, 6))] * 2}, "`x` must have one array for each input of the model"),
+        ({"x": np.array([["a"] * 6] * 24)}, "`x` must hold numbers. Received: .* dtype <U"),
+        ({"y": np.array([None] * 24)}, "`y` must hold numbers. Received: .* dtype object"),
+        ({"sample_weight": np.array(["1"] * 24)}, "`sample_weight` must hold numbers"),
+        ({"batches": 0}, "`batches`"),
+        ({"batch_size": -1}, "`batch_size`"),
+        ({"tolerance": 1.0}, "`tolerance` must be a number between 0 and 1"),
+        ({"loss_fn": lambda model, batch: None}, "must return the loss.*a NoneType"),
+        ({"loss_fn": lambda model, batch: model(batch[0])}, "must return the loss.*shape"),
+        ({"loss_fn": "mse"}, "`loss_fn` must be a function of the model and a batch"),
+    ],
+)
+def test_bad_arguments_change_nothing(arguments, message):
+    x, y = cases.some_data()
+    model = classifier()
+    before = state(model)
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=f"(?s){message}"):
+        diagnose(model, **{"x": x, "y": y, **arguments})
+    assert_same(before, state(model))
+
+
+def test_a_model_that_is_not_ready():
+    x, y = cases.some_data()
+    with pytest.raises(ArgumentTypeError, match="must be a model of Keras 3"):
+        diagnose(layers.Dense(1), x)
+    model = keras.Sequential([layers.Dense(1)])
+    with pytest.raises(ArgumentError, match=r"is not compiled.*model\.compile"):
+        diagnose(model, x, y)
+    model.compile("sgd", "mse")
+    with pytest.raises(ArgumentError, match="no trainable variables yet"):
+        diagnose(model, x, y)
+    model(x)
+    model.trainable = False
+    with pytest.raises(ArgumentError, match="no trainable variables"):
+        diagnose(model, x, y)
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+    model.compile("sgd")
+    with pytest.raises(ArgumentError, match="without a loss"):
+        diagnose(model, x, y)
+
+
+def test_the_scale_in_use_is_measured():
+    import lossscale
+
+    x, _ = cases.some_data()
+    inner = keras.optimizers.SGD(0.1)
+    scaled = lossscale.LossScaleOptimizer(inner, rule=lossscale.FixedScale(4.0))
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+    model.compile(scaled, cases.divided(2.0**24))
+    assert "at the loss scale 2**2 " in str(diagnose(model, x, x[:, :1]))

@@ -1,0 +1,172 @@
+"""Models of both Kerases on every backend, and gradients by the framework itself."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import numpy as np
+
+TF_KERAS = os.environ.get("LOSSSCALE_TEST_KERAS") == "tf_keras"
+
+if TF_KERAS:
+    import tensorflow as tf
+    import tf_keras as keras
+
+    BACKEND = "tensorflow"
+    ops = SimpleNamespace(
+        abs=tf.abs,
+        cast=tf.cast,
+        convert_to_tensor=tf.convert_to_tensor,
+        exp=tf.exp,
+        matmul=tf.matmul,
+        mean=tf.reduce_mean,
+        shape=tf.shape,
+        sum=tf.reduce_sum,
+        tanh=tf.tanh,
+    )
+    set_policy = keras.mixed_precision.set_global_policy
+else:
+    import keras
+
+    BACKEND = keras.backend.backend()
+    ops = keras.ops
+    set_policy = keras.config.set_dtype_policy
+
+layers = keras.layers
+LOST = 2.0**-40
+"""A loss times this has gradients that float16 takes for zero."""
+
+
+def numpy_of(tensor):
+    if BACKEND == "torch" and hasattr(tensor, "detach"):
+        tensor = tensor.detach().cpu()
+    return np.array(tensor if TF_KERAS else keras.ops.convert_to_numpy(tensor), np.float64)
+
+
+def wide(tensor):
+    return ops.cast(tensor, "float32")
+
+
+def gradients(model, loss_of, scale=1.0):
+    """The gradients of a scaled loss by the trainable variables, as a loop of the user's has them.
+
+    Args:
+        model: The model.
+        loss_of: Returns the loss, given the model.
+        scale: The loss scale.
+    """
+    variables = model.trainable_variables
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = wide(loss_of(model)) * scale
+        found = tape.gradient(loss, [v if TF_KERAS else v.value for v in variables])
+        return [None if g is None else numpy_of(tf.convert_to_tensor(g)) for g in found]
+    if BACKEND == "torch":
+        for variable in variables:
+            variable.value.grad = None
+        (wide(loss_of(model)) * scale).backward()
+        found = [variable.value.grad for variable in variables]
+        for variable in variables:
+            variable.value.grad = None
+        return [None if g is None else numpy_of(g) for g in found]
+    import jax
+
+    def scaled(values):
+        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
+            return wide(loss_of(model)) * scale
+
+    return [numpy_of(g) for g in jax.grad(scaled)([v.value for v in variables])]
+
+
+def error(found, expected, least=0.0):
+    """The relative error of an array, whose norm counts as `least` at least."""
+    norm = max(np.linalg.norm(expected), least)
+    return np.linalg.norm(np.float64(found) - expected) / (norm or 1.0)
+
+
+def some_data(rows=24, features=6, classes=4):
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((rows, features)).astype(np.float32), rng.integers(
+        classes, size=rows
+    )
+
+
+def compiled(model, loss="mse", **arguments):
+    model.compile("sgd", loss, **arguments)
+    return model
+
+
+def divided(by):
+    """A mean square error, divided."""
+
+    def loss(y, y_pred):
+        return ops.mean((wide(y_pred) - wide(y)) ** 2, axis=-1) / by
+
+    return loss
+
+
+LAYERS = {
+    "Dense": (lambda: layers.Dense(3, activation="tanh"), (6,)),
+    "EinsumDense": (lambda: layers.EinsumDense("ab,bc->ac", output_shape=3, bias_axes="c"), (6,)),
+    "Conv1D": (lambda: layers.Conv1D(3, 3, padding="same"), (8, 2)),
+    "Conv2D": (lambda: layers.Conv2D(3, 3, strides=2), (6, 6, 2)),
+    "Conv2DTranspose": (lambda: layers.Conv2DTranspose(3, 3), (4, 4, 2)),
+    "DepthwiseConv2D": (lambda: layers.DepthwiseConv2D(3), (6, 6, 2)),
+    "SeparableConv2D": (lambda: layers.SeparableConv2D(3, 3), (6, 6, 2)),
+    "Embedding": (lambda: layers.Embedding(10, 3), None),
+    "LSTM": (lambda: layers.LSTM(3), (5, 2)),
+    "GRU": (lambda: layers.GRU(3), (5, 2)),
+    "SimpleRNN": (lambda: layers.SimpleRNN(3), (5, 2)),
+    "Bidirectional": (lambda: layers.Bidirectional(layers.LSTM(3)), (5, 2)),
+    "TimeDistributed": (lambda: layers.TimeDistributed(layers.Dense(3)), (5, 2)),
+    "BatchNormalization": (layers.BatchNormalization, (6,)),
+    "LayerNormalization": (layers.LayerNormalization, (6,)),
+    "GroupNormalization": (lambda: layers.GroupNormalization(2), (6,)),
+    "PReLU": (layers.PReLU, (6,)),
+    "MaxPooling2D": (layers.MaxPooling2D, (6, 6, 2)),
+    "AveragePooling1D": (lambda: layers.AveragePooling1D(2), (6, 2)),
+    "GlobalAveragePooling2D": (layers.GlobalAveragePooling2D, (6, 6, 2)),
+    "UpSampling2D": (layers.UpSampling2D, (3, 3, 2)),
+    "Softmax": (layers.Softmax, (6,)),
+    "MultiHeadAttention": (lambda: _Twice(layers.MultiHeadAttention(2, 3)), (5, 4)),
+}
+RANDOM_LAYERS = {
+    "Dropout": lambda: layers.Dropout(0.5, seed=1),
+    "SpatialDropout1D": lambda: layers.SpatialDropout1D(0.5, seed=1),
+    "GaussianNoise": lambda: layers.GaussianNoise(0.5, seed=1),
+    "GaussianDropout": lambda: layers.GaussianDropout(0.5, seed=1),
+    "recurrent dropout": lambda: layers.LSTM(3, dropout=0.3, recurrent_dropout=0.3, seed=1),
+}
+
+
+class _Twice(layers.Layer):
+    """Attention to itself, so that it is a layer of one input."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def build(self, shape):
+        if not TF_KERAS:
+            self.inner.build(shape, shape)
+        self.built = True
+
+    def call(self, x):
+        return self.inner(x, x)
+
+
+def with_layer(make, shape, policy="float32"):
+    """A model that has a layer, and data for it."""
+    keras.utils.set_random_seed(0)
+    set_policy(policy)
+    rng = np.random.default_rng(0)
+    if shape is None:
+        given, x = keras.Input((5,), dtype="int32"), rng.integers(10, size=(16, 5))
+    else:
+        given, x = keras.Input(shape), rng.standard_normal((16, *shape)).astype(np.float32)
+    model = keras.Sequential([given, make(), layers.Flatten(), layers.Dense(1)])
+    set_policy("float32")
+    return compiled(model, divided(1.0)), x, rng.standard_normal((16, 1)).astype(np.float32)
