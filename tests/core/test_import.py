@@ -34,7 +34,8 @@ ARROWS = {
     "diagnosis diagnostics",
     "torch": "errors checks packages rules registry arguments optimizer common callbacks "
     "diagnosis diagnostics *torch",
-    "optax": "errors checks packages rules arguments common jax callbacks diagnostics *jax *optax",
+    "optax": "errors checks packages rules arguments common jax callbacks diagnosis diagnostics "
+    "*jax *optax",
     # A backend of Keras imports its own framework as well.
     "keras": "errors packages rules members arguments optimizer older common keras_common "
     "tensorflow jax torch callbacks diagnosis diagnostics *keras",
