@@ -407,7 +407,7 @@ def _place(equation: Any) -> str:
     if __file__ in found:
         return ""
     parts = re.search(r":(\d+)(?::\d+)? \((.*)\)$", found)
-    return f"{parts[2]}, line {parts[1]}" if parts else found
+    return f"{parts[2].rpartition('<locals>.')[2]}, line {parts[1]}" if parts else found
 
 
 def _called(equation: Any) -> tuple[Any, Sequence[Any]] | None:
