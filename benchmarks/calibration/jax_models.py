@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -148,7 +149,7 @@ def _quality(task: Task, params: Any) -> float:
 
 
 def _weights(key: Any, *widths: int) -> list[Any]:
-    pairs = list(zip(widths, widths[1:], strict=False))
+    pairs = list(itertools.pairwise(widths))
     keys = jax.random.split(key, len(pairs))
     return [
         {"w": jax.random.normal(k, pair) / np.sqrt(pair[0]), "b": jnp.zeros(pair[1])}
@@ -208,7 +209,7 @@ def _transformer(params: Any, x: Any, dtype: Any) -> Any:
 
 def _transformer_params(key: Any) -> Any:
     shapes = {"in": (8, 16), "place": (8, 16), "up": (16, 32), "down": (32, 16), "out": (16, 10)}
-    shapes.update({name: (16, 16) for name in "qkv"})
+    shapes.update(dict.fromkeys("qkv", (16, 16)))
     keys = jax.random.split(key, len(shapes))
     return {
         name: jax.random.normal(k, shape) / np.sqrt(shape[0])
@@ -324,6 +325,14 @@ TASKS = (
         quality=_mean_of_heads,
     ),
     Task(
+        "two heads, 3e3 and 1e-7",
+        _digits,
+        _two_head_params,
+        _two_heads,
+        _heads(3e3, 1e-7),
+        quality=_mean_of_heads,
+    ),
+    Task(
         "two heads, 3e5 and 1e-7",
         _digits,
         _two_head_params,
@@ -334,5 +343,5 @@ TASKS = (
     Task("activations x 1e5", _digits, _large_params, _large, _categories),
     Task("regression", _line(1.0), _regressor, _dense(_relu), _square),
     Task("regression, targets x 1000", _line(1e3), _regressor, _dense(_relu), _square, 1.0, 0.3),
-    Task("regression, targets x 1e5", _line(1e5), _regressor, _dense(_relu), _square, 1.0, 30.0),
+    Task("regression, targets x 1e5", _line(1e5), _regressor, _dense(_relu), _square, 1.0, 1e3),
 )
