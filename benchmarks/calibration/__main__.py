@@ -8,6 +8,7 @@ contradicts a verdict. It takes some minutes for each backend.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -22,17 +23,17 @@ def main(command_line: list[str] | None = None) -> int:
         prog="python -m benchmarks.calibration", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--only", default="", help="models whose name has this in it")
+    parser.add_argument("--library", choices=("keras", "jax"), default="keras")
     options = parser.parse_args(command_line)
     os.environ.setdefault("KERAS_BACKEND", "torch")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    from benchmarks.calibration import keras_models
-
+    models = importlib.import_module(f"benchmarks.calibration.{options.library}_models")
     rows = []
-    print(table([], keras_models.regret), flush=True)
-    for task in keras_models.TASKS:
+    print(table([], models.regret), flush=True)
+    for task in models.TASKS:
         if options.only in task.name:
-            rows.append(keras_models.run(task))
-            print(table(rows[-1:], keras_models.regret).splitlines()[-1], flush=True)
+            rows.append(models.run(task))
+            print(table(rows[-1:], models.regret).splitlines()[-1], flush=True)
     wrong = [row["task"] for row in rows if row["wrong"] == "WRONG"]
     alarms = sum(row["wrong"] == "alarm" for row in rows)
     print(f"\n{len(rows)} models: {len(wrong)} wrong, {alarms} scales that were not needed")

@@ -12,7 +12,14 @@ def step(params, opt_state, batch):
 ```
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from lossscale.packages import not_installed
+
+if TYPE_CHECKING:
+    from lossscale.optax.passes import diagnose as diagnose
 
 try:
     from lossscale.optax.conversions import from_flax, from_jmp
@@ -50,3 +57,12 @@ __all__ = [
     "unscale",
     "value_and_grad",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Training needs none of what a diagnosis imports.
+    if name != "diagnose":
+        raise AttributeError(f"module 'lossscale.optax' has no attribute {name!r}")
+    from lossscale.optax.passes import diagnose
+
+    return diagnose
