@@ -86,8 +86,7 @@ MONITORS: dict[str, dict[str, Any]] = {
     "no monitor": {},
     "every step": {"every": 1},
     "every 100 steps": {"every": 100},
-    "every 100 steps, with histograms": {"every": 100, "histograms": True},
-    "every 100 steps, with fidelity": {"every": 100, "fidelity_every": 100},
+    "every 100 steps, with data": {"every": 100, "measure_every": 100},
 }
 """The arguments of each monitor."""
 

@@ -158,9 +158,9 @@ class Epoch(Program):
         self._y = random.integers(0, CLASSES, examples)
         self._callbacks: list[Any] = []
         settings = MONITORS[name]
-        if "fidelity_every" in settings:
+        if "measure_every" in settings:
             first = self._x[: self._batch], self._y[: self._batch]
-            settings = {**settings, "fidelity_data": first}
+            settings = {**settings, "data": first}
         if settings:
             history = pathlib.Path(tempfile.mkdtemp(), "history.jsonl")
             monitor = LossScaleMonitor(history, append=True, framework=keras.__name__, **settings)

@@ -7,7 +7,7 @@ import numpy as np
 
 import lossscale
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.diagnostics import TrainingHistory
+from lossscale.monitoring import TrainingHistory
 
 keras.utils.set_random_seed(0)
 keras.mixed_precision.set_dtype_policy("mixed_float16")

@@ -33,7 +33,7 @@ _SUBMODULES = frozenset(
         "cli",
         "demo",
         "diagnosis",
-        "diagnostics",
+        "monitoring",
         "experimental",
         "migration",
         "optax",
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from lossscale import cli as cli
     from lossscale import demo as demo
     from lossscale import diagnosis as diagnosis
-    from lossscale import diagnostics as diagnostics
     from lossscale import experimental as experimental
     from lossscale import migration as migration
+    from lossscale import monitoring as monitoring
     from lossscale import optax as optax
     from lossscale import plots as plots
     from lossscale import torch as torch

@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import os
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lossscale import registry
-from lossscale.checks import checked_count, checked_truth
-from lossscale.diagnostics.alarms import Alarms
-from lossscale.diagnostics.recorder import ON_WRITE_ERROR
-from lossscale.diagnostics.records import StepRecord
-from lossscale.diagnostics.tensorboard import check_installed
-from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.rules import DynamicScale
-
-
-class Settings(NamedTuple):
-    """The arguments of a monitor, checked."""
-
-    path: str | None
-    every: int
-    tensorboard: str | None
-    histograms: bool
-    on_floor: str
-    max_consecutive_skips: int | None
-    append: bool
-    on_write_error: str
-    fidelity_every: int | None = None
-    fidelity_data: Any = None
+from lossscale.errors import ArgumentTypeError
+from lossscale.monitoring.monitor import Monitor
+from lossscale.monitoring.record import StepRecord
+from lossscale.monitoring.settings import MonitorSettings
 
 
 class LossScaleMonitor:
@@ -52,19 +33,20 @@ class LossScaleMonitor:
             steps. Skips in between count all the same, and the last of them is recorded too. With
             `steps_per_execution` the last step of an execution stands for all of it.
         tensorboard: A folder for TensorBoard, or None. It needs `lossscale[tensorboard]`.
-        histograms: Whether to count the exponents of all gradients on sampled steps, and write
-            them into `path` and `tensorboard`.
         on_floor: What a skip at the lowest scale is: "warn", "raise" to end training, or "ignore".
         max_consecutive_skips: How many skips in a row end training, in steps. None for no limit.
         append: Whether to go on with the file `path` if it exists, as a resumed run does.
         on_write_error: What it is that `path` or `tensorboard` cannot be written any more, as on a
             full disk: "warn" to warn once and train on without it, or "raise" to end training.
-        fidelity_every: After how many steps to measure what float16 loses at the scale in use, and
-            after the first one; in steps. It takes one run of the model in float32 and one in
-            float16. None for never.
-        fidelity_data: The batch to measure on, (x, y) or (x, y, sample_weight): arrays in the
-            structures that `fit` takes, of as many rows as a batch of training. It is the same
-            batch each time, so that what changes is the model. Needed with `fidelity_every`.
+        measure_every: After how many steps to measure how wrong float16 gets gradients at the scale
+            in use, and after the first one; in steps. It takes three passes over `data`. None for
+            never.
+        data: The batch to measure on, (x, y) or (x, y, sample_weight): arrays in the structures
+            that `fit` takes, of as many rows as a batch of training. It is the same batch each
+            time, so that what changes is the model. Where no loss scale helps it is also the one to
+            look at, since Keras shows a callback no data.
+        loss_fn: The loss of a model and a batch, as `lossscale.diagnosis.diagnose` takes it. None
+            for that of `compile`.
         framework: "keras" or "tf_keras". None takes tf_keras if `TF_USE_LEGACY_KERAS` is set or
             only that is imported, otherwise Keras 3.
 
@@ -87,44 +69,26 @@ class LossScaleMonitor:
     """
 
     _framework: ClassVar[str | None] = None
+    _monitor: Monitor | None = None
 
     def __new__(cls, *args: Any, framework: str | None = None, **kwargs: Any) -> Any:
         if cls._framework is None:
             if cls is LossScaleMonitor:
                 # Before any framework is imported.
-                checked_settings(*args, **kwargs)
+                _checked(*args, **kwargs)
             monitor = registry.monitor_for(framework)
             cls = monitor if cls is LossScaleMonitor else registry.combined(cls, monitor)
         return super().__new__(cls)
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None = None,
+        path: Any = None,
         *,
-        every: int = 1,
-        tensorboard: str | os.PathLike[str] | None = None,
-        histograms: bool = False,
-        on_floor: str = "warn",
-        max_consecutive_skips: int | None = None,
-        append: bool = False,
-        on_write_error: str = "warn",
-        fidelity_every: int | None = None,
-        fidelity_data: Any = None,
         framework: str | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__()
-        self._settings = checked_settings(
-            path,
-            every=every,
-            tensorboard=tensorboard,
-            histograms=histograms,
-            on_floor=on_floor,
-            max_consecutive_skips=max_consecutive_skips,
-            append=append,
-            on_write_error=on_write_error,
-            fidelity_every=fidelity_every,
-            fidelity_data=fidelity_data,
-        )
+        self._settings = _checked(path, **settings)
 
     if not TYPE_CHECKING:
         # `help()` would show what `__new__` takes.
@@ -135,87 +99,28 @@ class LossScaleMonitor:
         """The last record of this monitor, or None."""
         return self._last
 
+    def wrong_at(self) -> tuple[str, float] | None:
+        """Returns the gradient that is wrong by most at the scale in use, and by how much.
+
+        It is measured on `data`; the error is a share of the gradient. None before the first step
+        that was read.
+
+        Raises:
+            ArgumentError: If there is no `data`. It is a `ValueError`.
+        """
+        return None if self._monitor is None else self._monitor.wrong_at()
+
     @property
     def _last(self) -> StepRecord | None:
         return None
 
 
-def checked_settings(
-    path: Any = None,
-    *,
-    every: Any = 1,
-    tensorboard: Any = None,
-    histograms: Any = False,
-    on_floor: Any = "warn",
-    max_consecutive_skips: Any = None,
-    append: Any = False,
-    on_write_error: Any = "warn",
-    fidelity_every: Any = None,
-    fidelity_data: Any = None,
-) -> Settings:
-    """Checks the arguments that every monitor takes."""
-    settings = Settings(
-        path=_path("path", path),
-        every=checked_count("every", every),
-        tensorboard=_path("tensorboard", tensorboard),
-        histograms=checked_truth("histograms", histograms, ArgumentTypeError),
-        on_floor=on_floor,
-        max_consecutive_skips=max_consecutive_skips,
-        append=checked_truth("append", append, ArgumentTypeError),
-        on_write_error=on_write_error,
-        fidelity_every=(
-            None if fidelity_every is None else checked_count("fidelity_every", fidelity_every)
-        ),
-        fidelity_data=fidelity_data,
-    )
-    if (fidelity_every is None) != (fidelity_data is None):
-        raise ArgumentError(
-            "`fidelity_every` and `fidelity_data` belong together: every how many steps to "
-            "measure, and the batch (x, y) to measure on, since Keras shows a callback no data. "
-            f"Received: fidelity_every={fidelity_every!r}, and `fidelity_data` is "
-            f"{'None' if fidelity_data is None else 'given'}."
-        )
-    if fidelity_data is not None and not (
-        isinstance(fidelity_data, (tuple, list)) and 1 <= len(fidelity_data) <= 3
-    ):
+def _checked(path: Any = None, **settings: Any) -> MonitorSettings:
+    """Checks the arguments; what a batch is, Keras knows."""
+    data = settings.get("data")
+    if data is not None and not (isinstance(data, (tuple, list)) and 1 <= len(data) <= 3):
         raise ArgumentTypeError(
-            "`fidelity_data` must be a batch (x, y) or (x, y, sample_weight). "
-            f"Received: a {type(fidelity_data).__name__}."
+            "`data` must be a batch (x, y) or (x, y, sample_weight). "
+            f"Received: a {type(data).__name__}."
         )
-    if on_write_error not in ON_WRITE_ERROR:
-        raise ArgumentError(
-            f"`on_write_error` must be one of {', '.join(map(repr, ON_WRITE_ERROR))}. "
-            f"Received: on_write_error={on_write_error!r}."
-        )
-    if settings.path is not None and os.path.isdir(settings.path):
-        raise ArgumentError(
-            "`path` must be a file for the history, and there is a folder of that name. "
-            f"Received: path={path!r}."
-        )
-    # They have checks of their own, whatever the rule.
-    Alarms(DynamicScale(), on_floor=on_floor, max_consecutive_skips=max_consecutive_skips)
-    if settings.histograms and path is None and tensorboard is None:
-        raise ArgumentError(
-            "`histograms=True` writes histograms into files. Give it one: `path` for the history, "
-            "`tensorboard` for TensorBoard, or both."
-        )
-    if tensorboard is not None:
-        check_installed()
-    return settings
-
-
-def _path(name: str, value: Any) -> str | None:
-    if value is None:
-        return None
-    try:
-        path = os.fspath(value)
-    except TypeError:
-        path = b""
-    if not isinstance(path, str):
-        raise ArgumentTypeError(
-            f"`{name}` must be a path, a str or a pathlib.Path, or None. "
-            f"Received: {name}={value!r} of type {type(value).__name__}."
-        )
-    if not path:
-        raise ArgumentError(f"`{name}` must not be empty. Received: {name}={value!r}.")
-    return path
+    return MonitorSettings(path, **settings)

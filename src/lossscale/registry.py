@@ -26,16 +26,6 @@ class MakesPasses(Protocol):
         """Returns what computes passes of a model; see `lossscale.diagnosis.passes.Run`."""
 
 
-class CountsExponents(Protocol):
-    """What `package.exponents` has where a row names tensors."""
-
-    def count_bins(self, gradient: Any) -> Any:
-        """Returns the table of exponents of a tensor, where the tensor is."""
-
-    def on_host(self, table: Any) -> Any:
-        """Returns such a table as NumPy arrays."""
-
-
 class Installs(Protocol):
     """What `package.installing` has for each of the `kerases`."""
 
@@ -56,8 +46,6 @@ class Framework(NamedTuple):
             these, or a module of it that is named before a dot.
         monitor: The callback that watches a run, in `package.monitor`. Passes of models of the
             class `root.Model` are computed by `package.passes`.
-        tensors: The packages that classes of its tensors come from; `package.exponents` counts
-            them.
     """
 
     name: str
@@ -67,7 +55,6 @@ class Framework(NamedTuple):
     package: str
     wrappers: tuple[tuple[str, str], ...] = ()
     monitor: str | None = None
-    tensors: tuple[str, ...] = ()
 
     def loaded_root(self) -> Any:
         """The framework's root module, None if it is not imported in this version."""
@@ -90,16 +77,12 @@ class Framework(NamedTuple):
 
 if TYPE_CHECKING:
     # mypy holds what stands in the rows to what is expected of it.
-    from lossscale.jax import exponents as jax_exponents
     from lossscale.keras import installing as keras_installing
     from lossscale.keras import passes as keras_passes
-    from lossscale.tensorflow import exponents as tensorflow_exponents
     from lossscale.tf_keras import installing as tf_keras_installing
     from lossscale.tf_keras import passes as tf_keras_passes
-    from lossscale.torch import exponents as torch_exponents
 
     _PASSES: tuple[MakesPasses, ...] = (keras_passes, tf_keras_passes)
-    _COUNTING: tuple[CountsExponents, ...] = (jax_exponents, tensorflow_exponents, torch_exponents)
     _INSTALLING: tuple[Installs, ...] = (keras_installing, tf_keras_installing)
 
 _KERAS = Framework(
@@ -132,7 +115,6 @@ _TABLE = (
         root="tensorflow",
         major_version="2.",
         package="lossscale.tensorflow",
-        tensors=("tensorflow", "tf_keras"),
     ),
     Framework(
         name="jax",
@@ -140,7 +122,6 @@ _TABLE = (
         root="jax",
         major_version="",
         package="lossscale.jax",
-        tensors=("jax", "jaxlib"),
     ),
     Framework(
         name="torch",
@@ -149,7 +130,6 @@ _TABLE = (
         major_version="",
         package="lossscale.torch",
         wrappers=(("optim.Optimizer", "optimizer.TorchLossScaleOptimizer"),),
-        tensors=("torch",),
     ),
 )
 
@@ -273,15 +253,6 @@ def passes_for(model: Any) -> MakesPasses | None:
         if framework.monitor and root is not None and isinstance(model, root.Model):
             passes: MakesPasses = framework.module("passes")
             return passes
-    return None
-
-
-def exponents_for(package: str) -> CountsExponents | None:
-    """Returns the module that counts tensors of a package; None if it has none."""
-    for framework in _TABLE:
-        if package in framework.tensors:
-            counting: CountsExponents = framework.module("exponents")
-            return counting
     return None
 
 

@@ -11,8 +11,8 @@ import pytest
 import lossscale
 from backends.support import BACKEND, arrays, number
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.diagnostics import GradientHistogram, SkipReason, StepRecord, TrainingHistory
 from lossscale.errors import ArgumentError, LossScaleWarning, TrainingHaltedError
+from lossscale.monitoring import SkipReason, StepRecord, TrainingHistory
 from seeding import seed
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -120,27 +120,10 @@ def test_the_weights_are_those_of_a_run_without_a_monitor(tmp_path):
         np.testing.assert_array_equal(without, monitored)
 
 
-def test_histograms_are_those_of_the_unscaled_gradients(tmp_path):
-    # With one batch and SGD(1) without momentum the gradient is what the weights changed by.
-    path = tmp_path / "run.jsonl"
-    model = net(keras.optimizers.SGD(1.0), run_eagerly=False)
-    before = arrays(model.trainable_variables)
-    fit(model, rows(1), [LossScaleMonitor(path, histograms=True)])
-    [record] = TrainingHistory.read(path).records
-    after = arrays(model.trainable_variables)
-    assert set(record.histograms) == {variable.path for variable in model.trainable_variables}
-    for variable, old, new in zip(model.trainable_variables, before, after, strict=True):
-        found = GradientHistogram.from_dict(record.histograms[variable.path])
-        gradient = old.astype("float64") - new
-        assert found.size == gradient.size
-        # The weights were rounded when they were changed.
-        np.testing.assert_allclose(found.mass, np.abs(gradient).sum(), rtol=1e-4)
-
-
 @pytest.mark.usefixtures("optimized")
 def test_sampling_reads_every_nth_step_and_the_last_skip_before_it(tmp_path):
     path, results = tmp_path / "run.jsonl", []
-    monitor = LossScaleMonitor(path, every=4, histograms=True)
+    monitor = LossScaleMonitor(path, every=4)
     for callbacks in ([], [monitor]):
         model = net(jit_compile=JIT[-1])
         fit(model, rows(10, spoiled=[1, 2, 7]), callbacks)
@@ -154,7 +137,6 @@ def test_sampling_reads_every_nth_step_and_the_last_skip_before_it(tmp_path):
     assert [counts(record) for record in history.records if record.skipped] == 2 * [
         [(SPOILED, 1, 0)]
     ]
-    assert [bool(r.histograms) for r in history.records] == [False, False, True, True, False]
     assert history.skips.skips == 3
     assert history.records[1].scale == 2.0**9
     assert history.records[1].reason is SkipReason.UNKNOWN
@@ -163,13 +145,13 @@ def test_sampling_reads_every_nth_step_and_the_last_skip_before_it(tmp_path):
 
 def test_nothing_is_read_on_steps_that_are_not_sampled(monkeypatch):
     model, monitor, read = net(), LossScaleMonitor(every=4), []
-    status = type(monitor)._status
+    status = type(monitor)._stats
 
     def counted(self):
         read.append(len(steps))
         return status(self)
 
-    monkeypatch.setattr(type(monitor), "_status", counted)
+    monkeypatch.setattr(type(monitor), "_stats", counted)
     steps = []
     count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(1))
     fit(model, rows(8), [monitor, count])
@@ -332,7 +314,7 @@ def test_a_disk_that_fills_up_does_not_end_training(tmp_path):
     class FillsUp(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if batch == 2:
-                (writer,) = monitor._watch.recorder._writers.values()
+                (writer,) = monitor._monitor._writers.values()
                 full = os.open("/dev/full", os.O_WRONLY)
                 os.dup2(full, writer._file.fileno())
                 os.close(full)
@@ -356,7 +338,7 @@ def test_a_start_up_in_one_execution_gives_no_alarm():
 def test_several_steps_per_execution(tmp_path):
     path = tmp_path / "run.jsonl"
     model = net(steps_per_execution=3)
-    fit(model, rows(6, spoiled=[1]), [LossScaleMonitor(path, histograms=True)], epochs=2)
+    fit(model, rows(6, spoiled=[1]), [LossScaleMonitor(path)], epochs=2)
     history = TrainingHistory.read(path)
     assert history.steps == [2, 3, 6, 8, 9, 12]
     assert [counts(record) for record in history.records if record.skipped] == 2 * [
@@ -368,7 +350,7 @@ def test_several_steps_per_execution(tmp_path):
 def test_what_is_watched_is_not_saved(tmp_path, recwarn):
     data = rows(3, spoiled=[1])
     monitored, plain = net(), net()
-    fit(monitored, data, [LossScaleMonitor(tmp_path / "run.jsonl", histograms=True)])
+    fit(monitored, data, [LossScaleMonitor(tmp_path / "run.jsonl")])
     fit(plain, data, [])
     pair = monitored.optimizer, plain.optimizer
     for one, other in zip(*(optimizer.get_weights() for optimizer in pair), strict=True):
@@ -454,14 +436,13 @@ def test_two_monitors_at_once(tmp_path):
     paths = tmp_path / "each.jsonl", tmp_path / "some.jsonl"
     monitors = [
         LossScaleMonitor(paths[0]),
-        LossScaleMonitor(paths[1], every=2, histograms=True),
+        LossScaleMonitor(paths[1], every=2),
     ]
     fit(net(), rows(4, spoiled=[2]), monitors)
     each, some = map(TrainingHistory.read, paths)
     assert each.steps == [1, 2, 3, 4]
     assert some.steps == [1, 2, 3, 4]
     assert [counts(r) for r in some.records if r.skipped] == [[(SPOILED, 1, 0)]]
-    assert [bool(record.histograms) for record in some.records] == [False, True, False, True]
 
 
 def test_the_file_is_strict_json(tmp_path):
@@ -475,3 +456,18 @@ def test_the_file_is_strict_json(tmp_path):
     header, *lines = (json.loads(line, parse_constant=refuse) for line in text.splitlines())
     assert header["rule"]["class_name"] == "DynamicScale"
     assert [StepRecord.from_json(line).step for line in lines] == [1, 2]
+
+
+def test_a_scale_that_is_too_low_is_measured_and_told():
+    keras.mixed_precision.set_dtype_policy("mixed_float16")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, name="out")], name="low")
+    keras.mixed_precision.set_dtype_policy("float32")
+    inner, rule = keras.optimizers.SGD(0.01), lossscale.FixedScale(2.0)
+    optimizer = lossscale.LossScaleOptimizer(inner, rule=rule)
+    model.compile(optimizer, lambda y, p: keras.ops.mean(keras.ops.abs(p - y)) * 1e-7)
+    x, y = np.ones((64, 4), "float32"), np.ones((64, 1), "float32")
+    monitor = LossScaleMonitor(every=10, measure_every=100, data=(x[:32], y[:32]))
+    with pytest.warns(LossScaleWarning, match=r"gets the gradient of out/kernel wrong by 100%"):
+        model.fit(x, y, verbose=0, callbacks=[monitor])
+    name, error = monitor.wrong_at()
+    assert (name, round(error, 2)) == ("out/kernel", 1.0)

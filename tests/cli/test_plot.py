@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
 
 import matplotlib.image
@@ -10,7 +12,7 @@ import pytest
 
 from lossscale import DynamicScale
 from lossscale.cli.main import main
-from lossscale.diagnostics import HistoryHeader, StepRecord, TrainingHistory
+from lossscale.monitoring import HistoryHeader, StepRecord, TrainingHistory
 
 RECORDS = [
     StepRecord(1, 32.0, True, 16.0, 0.5, nonfinite=[("dense/kernel", 3, 0), ("b", 0, 1)]),
@@ -96,7 +98,7 @@ def test_a_file_that_is_no_history(folder, change, message, refused):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: HISTORY, -o/--output"),
+        ([], "the following arguments are required: HISTORY"),
         (["run.jsonl"], "-o/--output"),
         (["none.jsonl", "-o", "run.png"], "none.jsonl: No such file or directory"),
         ([".", "-o", "run.png"], ".: Is a directory"),
@@ -113,3 +115,53 @@ def test_no_window_is_needed(folder, capsys):
     sys.modules.pop("matplotlib.pyplot", None)
     assert main(["plot", "run.jsonl", "-o", "run.png"]) == 0
     assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_a_page_that_opens_offline(folder, capsys):
+    header = HistoryHeader.of(DynamicScale(), {"note": "<b>"})
+    alarm = ("falling", "<script>alert(1)</script> & more")
+    records = [
+        StepRecord(
+            step,
+            2.0 ** (10 + step % 5),
+            step % 7 == 0,
+            loss=None if step % 11 == 0 else math.nan if step % 13 == 0 else 1 / step,
+            nonfinite=[("layer/" * 30, 3, 0)] if step % 7 == 0 else (),
+            alarms=[alarm] if step % 50 == 0 else (),
+        )
+        for step in range(1, 20_001)
+    ]
+    TrainingHistory(header, records).write("long.jsonl")
+    assert main(["plot", "long.jsonl", "--html", "run.html"]) == 0
+    assert "Page:       run.html" in capsys.readouterr().out
+    page = (folder / "run.html").read_text()
+    assert len(page.encode()) < 60_000
+    assert "<script" not in page
+    assert not re.search(r"(?:src|href)=", page)
+    for words in ("20000 recorded", "loss not finite (1", "alarm (400)", "the loss is not known"):
+        assert words in page
+    assert "&lt;script&gt;" in page
+
+
+def test_a_mean_of_an_epoch_is_no_loss_of_a_step(folder):
+    TrainingHistory(HistoryHeader.of(DynamicScale(), {"keras": "3.15"}), RECORDS).write("k.jsonl")
+    for name, words in (("run", "loss of the step"), ("k", "mean of the losses of the epoch")):
+        assert main(["plot", f"{name}.jsonl", "--html", "run.html"]) == 0
+        assert words in (folder / "run.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss": 1.7e308},
+        {"step": 10**309},
+        {"nonfinite": [{"name": "\ud800", "infs": 1, "nans": 0}]},
+    ],
+    ids=["loss", "step", "surrogate"],
+)
+@pytest.mark.parametrize("way", [["-o", "run.png"], ["--html", "run.html"]], ids=["png", "html"])
+def test_hostile_files(folder, change, way, refused):
+    line = {"step": 5, "scale": 8.0, "skipped": True, **change}
+    with (folder / "run.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert "run.jsonl" in refused("plot", "run.jsonl", *way)

@@ -24,17 +24,18 @@ ARROWS = {
     "registry": "errors packages",
     "arguments": "errors checks rules",
     "optimizer": "arguments members registry rules",
-    "diagnostics": "errors checks packages rules registry **any",
-    "diagnosis": "errors checks packages rules registry",
-    "callbacks": "errors checks rules registry diagnostics",
-    "common": "errors packages checks rules callbacks diagnosis diagnostics",
-    "jax": "errors rules common diagnostics *jax",
-    "tensorflow": "errors rules registry common diagnostics *tensorflow",
-    "keras_common": "errors packages rules registry arguments optimizer common callbacks "
-    "diagnosis diagnostics",
-    "torch": "errors checks packages rules registry arguments optimizer common callbacks "
-    "diagnosis diagnostics *torch",
-    "optax": "errors checks packages rules arguments common jax callbacks diagnostics *jax *optax",
+    "diagnostics": "errors checks packages rules registry monitoring **any",
+    "diagnosis": "errors checks packages rules registry **any",
+    "monitoring": "errors checks packages rules diagnosis",
+    "callbacks": "errors registry monitoring",
+    "common": "errors packages diagnostics monitoring",
+    "jax": "errors rules common diagnostics monitoring *jax",
+    "tensorflow": "errors rules registry common diagnostics monitoring *tensorflow",
+    "keras_common": "errors packages rules registry arguments optimizer common "
+    "monitoring diagnosis",
+    "torch": "errors checks packages rules registry arguments optimizer common "
+    "diagnostics diagnosis monitoring *torch",
+    "optax": "errors checks packages rules arguments common jax diagnostics monitoring *jax *optax",
     # A backend of Keras imports its own framework as well.
     "keras": "errors packages rules members arguments optimizer older common keras_common "
     "tensorflow jax torch callbacks diagnosis *keras",
@@ -44,10 +45,10 @@ ARROWS = {
     "migration": "errors packages rules registry arguments optimizer older keras tf_keras **any",
     "installation": "registry packages older optimizer common experimental tensorflow",
     "frameworks": "",
-    "plots": "errors checks packages diagnosis diagnostics",
-    "demo": "rules optimizer diagnosis diagnostics plots optax keras torch **any",
-    "cli": "errors packages rules registry diagnosis diagnostics plots demo migration lossscale "
-    "**any",
+    "plots": "errors checks packages diagnosis diagnostics monitoring",
+    "demo": "rules optimizer diagnosis monitoring plots optax keras torch **any",
+    "cli": "errors packages rules registry diagnosis diagnostics monitoring plots demo migration "
+    "lossscale **any",
     "__main__": "cli",
     "lossscale": "errors rules optimizer installation",
 }
@@ -224,6 +225,7 @@ PUBLIC = (
     "diagnostics",
     "experimental",
     "migration",
+    "monitoring",
     "plots",
 )
 

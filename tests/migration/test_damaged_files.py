@@ -12,9 +12,9 @@ import pytest
 
 from lossscale import DynamicScale
 from lossscale.cli.main import main
-from lossscale.diagnostics import HistoryHeader, StepRecord, TrainingHistory
 from lossscale.errors import ArgumentError, OldFileError, UnsupportedError
 from lossscale.migration import check_file, damage, describe_file, hdf5_reader, load_model
+from lossscale.monitoring import HistoryHeader, StepRecord, TrainingHistory
 from migration import damaged
 from migration.support import FIXTURES
 

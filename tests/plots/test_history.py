@@ -13,7 +13,7 @@ import pytest
 from matplotlib import pyplot
 
 from lossscale import DynamicScale
-from lossscale.diagnostics import HistoryHeader, SkipReason, StepRecord, TrainingHistory
+from lossscale.monitoring import HistoryHeader, SkipReason, StepRecord, TrainingHistory
 from lossscale.plots import plot_history, plot_scales
 
 HEADER = HistoryHeader.of(DynamicScale(initial_scale=16))

@@ -60,7 +60,7 @@ def read_history(path: Path) -> Any:
     Raises:
         UsageError: If it cannot be read, is no history, or has no step.
     """
-    from lossscale.diagnostics import TrainingHistory
+    from lossscale.monitoring import TrainingHistory
 
     with usage_errors(), progress(f"Reading {path.name}", path.stat().st_size) as show:
         history = TrainingHistory.read(path, after_bytes=show)

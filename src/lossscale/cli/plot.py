@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+from lossscale.cli.errors import UsageError
 from lossscale.cli.files import check_picture, read_history, usage_errors
-from lossscale.diagnostics.powers import power_of_two
+from lossscale.monitoring.record import power_of_two
 from lossscale.packages import require
+
+_LARGEST = 1e300
 
 
 def add_parser(verbs: Any) -> None:
@@ -31,8 +35,13 @@ def add_parser(verbs: Any) -> None:
         "--output",
         metavar="FILE",
         type=Path,
-        required=True,
         help="the picture to write: .png, .pdf or .svg",
+    )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        type=Path,
+        help="the page to write: one file that opens offline",
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.set_defaults(run=run)
@@ -42,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Draws a history.
 
     Args:
-        arguments: `history`, `output` and `json`, as parsed.
+        arguments: `history`, `output`, `html` and `json`, as parsed.
 
     Returns:
         The exit status, 0.
@@ -51,11 +60,25 @@ def run(arguments: argparse.Namespace) -> int:
         CommandError: If a file cannot be read or written.
         MissingPackageError: If a package is missing.
     """
-    check_picture("--output", arguments.output)
-    require("numpy", "matplotlib")
+    output, page = arguments.output, arguments.html
+    if output is None and page is None:
+        raise UsageError("the following arguments are required: -o/--output or --html")
+    if output is not None:
+        check_picture("--output", output)
+        require("numpy", "matplotlib")
     history = read_history(arguments.history)
-    draw(history, arguments.output)
-    summary = {**history.summary(), "picture": str(arguments.output)}
+    if any(abs(loss) > _LARGEST for loss in history.losses if loss and math.isfinite(loss)):
+        raise UsageError(f"{arguments.history}: a loss beyond {_LARGEST:g} cannot be drawn")
+    summary = history.summary()
+    if output is not None:
+        draw(history, output)
+        summary["picture"] = str(output)
+    if page is not None:
+        from lossscale.plots.run_html import to_html
+
+        with usage_errors():
+            page.write_text(to_html(history), encoding="utf-8")
+        summary["page"] = str(page)
     if arguments.json:
         print(json.dumps(summary, allow_nan=False, indent=2))
     else:
@@ -103,5 +126,7 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         lines.append(f"Not finite: {more} more variables; --json names them")
     if summary["truncated"]:
         lines.append("The file ends within a line, which is left out: the run was killed.")
-    lines.append(f"Picture:    {summary['picture']}")
+    for name in ("picture", "page"):
+        if name in summary:
+            lines.append(f"{name.title() + ':':12}{summary[name]}")
     return lines

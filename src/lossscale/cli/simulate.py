@@ -13,8 +13,8 @@ from lossscale.cli.files import check_picture, read_history, usage_errors
 from lossscale.cli.numbers import integer, probability, seed
 from lossscale.cli.progress import progress
 from lossscale.cli.rule_text import rule_from_words
-from lossscale.diagnostics.powers import power_of_two
-from lossscale.diagnostics.simulation import (
+from lossscale.monitoring.record import power_of_two
+from lossscale.monitoring.simulation import (
     LARGEST_SIMULATION,
     simulate,
     simulate_gradients,

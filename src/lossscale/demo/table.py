@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lossscale.demo.experiment import DYNAMIC, FIXED, OUTPUTS, Run
-from lossscale.diagnostics.powers import power_of_two
+from lossscale.monitoring.record import power_of_two
 from lossscale.rules import DynamicScale
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lossscale.diagnosis.passes import MODEL, Output, Pass, Run
-from lossscale.errors import LossScaleError
+from lossscale.errors import ArgumentError, LossScaleError
 
 TOLERANCE = 0.1
 """How wrong a gradient may be. An error doubles with each bit that gradients shrink in training:
@@ -198,27 +198,59 @@ def wrong_at(run: Run, batch: Any, scale: float) -> dict[str, tuple[str, float]]
     """Returns for each loss the gradient that is wrong by most at a loss scale, and by how much.
 
     The errors are those beyond what float16 makes of a gradient at a better scale; noise is left
-    out. Three passes.
+    out. Three passes, or four where a gradient is lost at both scales.
 
     Args:
         run: Computes a pass.
         batch: What to measure on.
         scale: The loss scale.
     """
-    found = {}
-    wide = run(batch, 1.0, False)
-    narrow, better = (run(batch, at, True) for at in (scale, scale * 2.0**_SECOND))
-    for name, reference in wide.items():
-        here = _errors(reference, narrow[name], scale)
-        there = _errors(reference, better[name], scale * 2.0**_SECOND)
-        wrong = {
-            variable: _beyond(error, min(error, there[variable]))
-            for variable, error in here.items()
-            if min(error, there[variable]) < NOISE or math.isinf(error)
-        }
+    passes = _Passes(run)
+    passes.begin(batch, watch=False)
+    here, found = math.log2(scale), {}
+    for name, reference in passes.references.items():
+        loss = _Loss(name, TOLERANCE)
+        errors = passes.at(name, here)
+        top = _predicted_top(_largest(reference) or 1.0)
+        passes.at(name, top - 1)
+        loss.look_for_best(passes, NOISE)
+        wrong = loss.wrong(passes, errors)
         worst = max(wrong, key=lambda each: wrong[each], default="")
         found[name] = worst, wrong.get(worst, 0.0)
     return found
+
+
+def share_zeroed(reference: Any, values: Any) -> float:
+    """Returns the share of elements that are zero, and are not zero in a reference.
+
+    Args:
+        reference: A gradient in a format that does not flush it, such as float32; an array of any
+            shape.
+        values: The same gradient as it was computed in float16, at any scale; an array of the same
+            shape.
+
+    Returns:
+        The number of elements that are zero in `values` and not in `reference`, divided by the
+        number that are not zero in `reference`, from 0 to 1. 0 if there is none. An element of
+        the reference that is not finite is left out.
+
+    Raises:
+        ArgumentError: If the shapes differ. It is a `ValueError`.
+
+    Example:
+        >>> share_zeroed([0.0, 1e-9, 0.5, 0.25], [0.0, 0.0, 0.5, 0.25])
+        0.3333333333333333
+    """
+    expected, found = np.asarray(reference), np.asarray(values)
+    if expected.shape != found.shape:
+        raise ArgumentError(
+            "`reference` and `values` must have the same shape. "
+            f"Received: shapes {expected.shape} and {found.shape}."
+        )
+    counted = np.isfinite(expected) & (expected != 0)
+    if not counted.any():
+        return 0.0
+    return float(np.count_nonzero(counted & (found == 0)) / np.count_nonzero(counted))
 
 
 class _Passes:
@@ -228,12 +260,12 @@ class _Passes:
         self._run = run
         self.count = 0
 
-    def begin(self, batch: Any) -> None:
+    def begin(self, batch: Any, *, watch: bool = True) -> None:
         """Computes the reference on a batch, whose passes follow."""
         self.batch = batch
         self.narrow: dict[float, dict[str, Pass]] = {}
         self.errors: dict[tuple[str, float], dict[str, float]] = {}
-        self.references = self._counted(1.0, False, watch=True)
+        self.references = self._counted(1.0, False, watch=watch)
 
     def at(self, name: str, exponent: float) -> dict[str, float]:
         """Returns the error of each gradient of a loss at a scale."""
@@ -246,6 +278,22 @@ class _Passes:
                 # The gradients of other scales are not kept.
                 self.unscaled = found
         return self.errors[name, exponent]
+
+    def raise_reference(self, exponent: int) -> None:
+        """Takes the reference at a scale where float16 loses least, and compares with that."""
+        scale = 2.0**exponent
+        raised = self._counted(scale, False)
+        for name, found in raised.items():
+            gradients = {
+                key: None if g is None else np.asarray(g, np.float64) / scale
+                for key, g in found.gradients.items()
+            }
+            self.references[name] = self.references[name]._replace(gradients=gradients)
+        tried = {exponent for _, exponent in self.errors}
+        self.errors.clear()
+        for each in tried:
+            for name in raised:
+                self.at(name, each)
 
     def is_finite(self, batch: Any, name: str, exponent: int) -> bool:
         """Whether every gradient is finite at a scale, on a batch that has no reference now."""
@@ -296,7 +344,9 @@ class _Loss:
         )
         if not self.is_over and all(each.is_noise for each in found.gradients):
             found = dataclasses.replace(
-                found, unknown="float16 gets every gradient wrong at every scale"
+                found,
+                unknown="every gradient is wrong at every scale: either float16 computes none, or "
+                "the loss draws random numbers that are others in each pass",
             )
         return found
 
@@ -313,10 +363,6 @@ class _Loss:
         if not math.isfinite(reference.loss) or not all(np.isfinite(g).all() for g in numbers):
             which = "the loss" if not math.isfinite(reference.loss) else "a gradient"
             return self._stop(unknown=f"{which} is not finite in float32 already")
-        largest = max((float(np.abs(g).max(initial=0)) for g in numbers), default=0.0)
-        if not largest:
-            return self._stop(unknown="every gradient is 0")
-        predicted = _predicted_top(largest)
         try:
             passes.at(self._name, 0)
         except LossScaleError:
@@ -326,12 +372,22 @@ class _Loss:
             return self._stop(unknown=f"the model does not run in float16 here: {_line(error)}")
         if self._ends(passes, reference):
             return None
-        self._look_at_scales(passes, predicted)
+        largest = _largest(reference)
+        if not largest:
+            # A model that computes in float16 whatever it is asked for may lose all of them.
+            passes.raise_reference(MARGIN * _SECOND)
+            reference = passes.references[self._name]
+            largest = _largest(reference)
+        if not 0 < largest < math.inf:
+            return self._stop(unknown="every gradient is 0")
+        self._look_at_scales(passes, _predicted_top(largest))
         if in_use is not None:
             self._add_in_use(passes, in_use)
         for exponent in sorted({e for name, e in passes.errors if name == self._name}):
             if isinstance(exponent, int):
-                self._add_rows(reference, {exponent: passes.at(self._name, exponent)})
+                self._add_rows(
+                    passes.references[self._name], {exponent: passes.at(self._name, exponent)}
+                )
         return None
 
     def find_missing_tops(self, passes: _Passes) -> None:
@@ -389,8 +445,9 @@ class _Loss:
         at = functools.partial(passes.at, self._name)
         if not self._needed:
             second = min(max(predicted, MARGIN), _SECOND) if predicted >= 0 else predicted
-            at(second)
-            self._look_for_best(passes, NOISE)
+            if self._reference_is_narrow(at(0), at(second)):
+                passes.raise_reference(max(predicted - MARGIN, 0))
+            self.look_for_best(passes, NOISE)
             has_room = second >= MARGIN and _all_finite(at(second))
             if has_room and self._wrong(passes, 0) <= self._tolerance:
                 self._bound = min(self._bound, second)
@@ -405,13 +462,23 @@ class _Loss:
         most = _HIGHEST if self._top is None else self._top
         self._top = _highest(finite, most, start=predicted if self._top is None else most)
         wrong = self._wrong(passes, 0)
-        self._look_for_best(passes, self._tolerance if wrong > self._tolerance else NOISE)
+        self.look_for_best(passes, self._tolerance if wrong > self._tolerance else NOISE)
         if self._bottom > 0:
             at(self._bottom)
         if self._wrong(passes, max(self._bottom, 0)) > self._tolerance:
             self._bottom = self._find_bottom(passes)
 
-    def _look_for_best(self, passes: _Passes, error_from: float) -> None:
+    def _reference_is_narrow(self, one: Mapping[str, float], second: Mapping[str, float]) -> bool:
+        """Whether the model computes in float16 whatever it is asked for.
+
+        Then float16 is nearer to its reference at scale 1, where both lose the same.
+        """
+        return any(
+            error < NOISE and error + self._tolerance < second.get(name, 0.0) < math.inf
+            for name, error in one.items()
+        )
+
+    def look_for_best(self, passes: _Passes, error_from: float) -> None:
         """Tries higher scales while a gradient with such an error may have its best one there."""
         for _ in range(2):
             tried = [e for name, e in passes.errors if name == self._name]
@@ -463,26 +530,24 @@ class _Loss:
         return found
 
     def _wrong(self, passes: _Passes, exponent: float) -> float:
-        """The worst error at a scale, beyond what float16 makes of a gradient anyway.
+        """The worst error at a scale.
 
-        One that overflows says nothing here: it is `top` that it limits.
+        A gradient that overflows says nothing here: it is `top` that it limits.
         """
-        errors, best = passes.at(self._name, exponent), self._best(passes)
-        return max(
-            (
-                _beyond(error, best[variable])
-                for variable, error in errors.items()
-                if best[variable] < NOISE and math.isfinite(error)
-            ),
-            default=0.0,
-        )
+        found = self.wrong(passes, passes.at(self._name, exponent)).values()
+        return max(filter(math.isfinite, found), default=0.0)
+
+    def wrong(self, passes: _Passes, errors: Mapping[str, float]) -> dict[str, float]:
+        """Returns errors beyond what float16 makes of each gradient anyway; noise is left out."""
+        best = self._best(passes)
+        return {
+            variable: _beyond(error, best[variable])
+            for variable, error in errors.items()
+            if best[variable] < NOISE
+        }
 
     def _add_in_use(self, passes: _Passes, scale: float) -> None:
-        errors = passes.at(self._name, math.log2(scale))
-        best = self._best(passes)
-        wrong = {
-            name: _beyond(error, best[name]) for name, error in errors.items() if best[name] < NOISE
-        }
+        wrong = self.wrong(passes, passes.at(self._name, math.log2(scale)))
         worst = max(wrong, key=lambda name: wrong[name], default="")
         before = self._found.in_use
         if worst and (before is None or wrong[worst] > before[2]):
@@ -558,6 +623,12 @@ def _beyond(error: float, best: float) -> float:
 
 def _all_finite(errors: Mapping[str, float]) -> bool:
     return all(map(math.isfinite, errors.values()))
+
+
+def _largest(found: Pass) -> float:
+    """The largest magnitude in all gradients, 0 if there is none."""
+    sizes = [float(np.abs(g).max(initial=0)) for g in found.gradients.values() if g is not None]
+    return max(sizes, default=0.0)
 
 
 def _predicted_top(largest: float) -> int:

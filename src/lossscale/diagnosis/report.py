@@ -47,7 +47,7 @@ class Report:
     model: str
     setting: str
     measurements: Mapping[str, Measurement]
-    seconds: float = 0.0
+    seconds: float = dataclasses.field(default=0.0, compare=False)
 
     @property
     def verdicts(self) -> dict[str, Verdict]:

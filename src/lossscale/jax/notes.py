@@ -13,13 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.common.notes import DecidedStep, Noted, NotesOfVariables, Plan, Skip
-from lossscale.diagnostics.exponents import ExponentTable, Layout
-from lossscale.jax.exponents import count_bins, on_host
+from lossscale.common import notes
+from lossscale.common.notes import DecidedStep, Noted
 from lossscale.jax.scaling import real_parts
+from lossscale.monitoring.monitor import Skip
 
 
-class NoteState(NamedTuple):
+class _Fields(NamedTuple):
+    last_scale: Any
+    skip_step: Any
+    skip_scale: Any
+    nonfinite: Any
+
+
+class NoteState(_Fields):
     """What the steps so far have noted: arrays, each a buffer of its own.
 
     Attributes:
@@ -27,36 +34,24 @@ class NoteState(NamedTuple):
         skip_step: int32 scalar; the number of the last skipped step.
         skip_scale: float32 scalar; the loss scale it was taken with.
         nonfinite: uint32 of shape (variables, 2); its infinities and NaN.
-        table_step: int32 scalar; the number of the last step whose exponents were counted.
-        tables: For each layout the tables of its rows, stacked.
     """
 
-    last_scale: Any
-    skip_step: Any
-    skip_scale: Any
-    nonfinite: Any
-    table_step: Any
-    tables: tuple[ExponentTable, ...]
+    def __new__(cls, *values: Any) -> NoteState:
+        # What earlier versions saved has counts of exponents behind these.
+        return super().__new__(cls, *values[:4])
 
 
-def init(plan: Plan) -> NoteState:
-    """Returns the notes before the first step: NumPy arrays of zeros."""
-    tables = []
-    for layout, rows in plan.tables.items():
-        empty = _empty_table(layout)
-        tables.append(ExponentTable(*(np.zeros((len(rows), *p.shape), p.dtype) for p in empty)))
+def init(variables: int) -> NoteState:
+    """Returns the notes before the first step of so many variables: NumPy arrays of zeros."""
     return NoteState(
-        last_scale=np.zeros((), np.float32),
-        skip_step=np.zeros((), np.int32),
-        skip_scale=np.zeros((), np.float32),
-        nonfinite=np.zeros((len(plan.names), 2), np.uint32),
-        table_step=np.zeros((), np.int32),
-        tables=tuple(tables),
+        np.zeros((), np.float32),
+        np.zeros((), np.int32),
+        np.zeros((), np.float32),
+        np.zeros((variables, 2), np.uint32),
     )
 
 
 def update(
-    plan: Plan,
     state: NoteState,
     gradients: Callable[[], Sequence[Any]],
     *,
@@ -67,7 +62,6 @@ def update(
     """Returns the notes after a step.
 
     Args:
-        plan: What is noted.
         state: The notes before the step.
         gradients: Returns the unscaled gradient of each row, None where there is none; called
             only in the branches that need them.
@@ -83,63 +77,44 @@ def update(
             ("skip_step", "skip_scale", "nonfinite"),
             lambda: (number, scale, jnp.stack([_nonfinite(g) for g in gradients()])),
         )
-    if plan.tables:
-        state = _replaced_if(
-            jnp.asarray(number) % plan.histograms_every == 0,
-            state,
-            ("table_step", "tables"),
-            lambda: (number, _tables(plan, gradients())),
-        )
     return state
 
 
-def read(plan: Plan, state: NoteState, after: int, until: int) -> Noted:
+def read(names: Sequence[str], state: NoteState, after: int, until: int) -> Noted:
     """Waits for the device and returns what was noted of the steps with these numbers.
 
     Args:
-        plan: What is noted.
+        names: Those of the variables.
         state: The notes.
         after: The number of the step before the first one that is asked for.
         until: The number of the last one.
     """
-    skip = histograms = None
+    skip = None
     if after < (step := int(state.skip_step)) <= until:
-        named = plan.nonfinite(np.asarray(state.nonfinite))
+        named = notes.named_counts(names, np.asarray(state.nonfinite))
         skip = Skip(step, float(state.skip_scale), named)
-    if after < int(state.table_step) <= until:
-        on_its_way = [ExponentTable(*map(np.asarray, table)) for table in state.tables]
-        histograms = plan.histograms(dict(zip(plan.tables, on_its_way, strict=True)), on_host)
-    return Noted(float(state.last_scale), skip, histograms)
+    return Noted(float(state.last_scale), skip)
 
 
-class Notes(NotesOfVariables):
+class Notes(notes.Notes):
     """Notes in variables, for a trainer that passes them in and out with the optimizer's.
 
     Args:
-        histograms_every: At which multiples of the step's number exponents are counted.
         new_variable: Makes a variable of a name, a dtype and a shape, with zeros in it.
     """
 
-    def __init__(
-        self,
-        histograms_every: int | None,
-        new_variable: Callable[[str, str, tuple[int, ...]], Any],
-    ) -> None:
-        super().__init__(histograms_every)
+    def __init__(self, new_variable: Callable[[str, str, tuple[int, ...]], Any]) -> None:
         self._new_variable = new_variable
 
     def _create(self) -> None:
-        leaves, self._structure = jax.tree.flatten(init(self.plan))
-        names = [jax.tree_util.keystr(path) for path, _ in _with_paths(init(self.plan))]
         self.variables = [
-            self._new_variable(name.strip(".").replace(".", "_"), leaf.dtype.name, leaf.shape)
-            for name, leaf in zip(names, leaves, strict=True)
+            self._new_variable(name, leaf.dtype.name, leaf.shape)
+            for name, leaf in init(len(self.names))._asdict().items()
         ]
 
     def note(self, step: DecidedStep) -> None:
         before = self._state()
         after = update(
-            self.plan,
             before,
             lambda: self._unscaled_by_row(step),
             finite=step.finite,
@@ -152,17 +127,10 @@ class Notes(NotesOfVariables):
                 variable.assign(new)
 
     def read(self, after: int, until: int) -> Noted:
-        return read(self.plan, self._state(), after, until)
+        return read(self.names, self._state(), after, until)
 
     def _state(self) -> NoteState:
-        values = [variable.value for variable in self.variables]
-        state: NoteState = jax.tree.unflatten(self._structure, values)
-        return state
-
-
-def _with_paths(state: NoteState) -> list[tuple[Any, Any]]:
-    found: list[tuple[Any, Any]] = jax.tree_util.tree_flatten_with_path(state)[0]
-    return found
+        return NoteState(*(variable.value for variable in self.variables))
 
 
 def _replaced_if(
@@ -183,24 +151,6 @@ def _replaced_if(
     else:
         chosen = new() if bool(condition) else old
     return state._replace(**dict(zip(fields, chosen, strict=True)))
-
-
-def _tables(plan: Plan, gradients: Sequence[Any]) -> tuple[ExponentTable, ...]:
-    stacked = []
-    for layout, rows in plan.tables.items():
-        tables = [
-            count_bins(gradients[row]) if real_parts(gradients[row]) else _empty_table(layout)
-            for row in rows
-        ]
-        columns = zip(*tables, strict=True)
-        stacked.append(ExponentTable(*(jnp.stack(column) for column in columns)))
-    return tuple(stacked)
-
-
-def _empty_table(layout: Layout) -> ExponentTable:
-    dtype = jnp.float32 if layout.fraction_bits == 23 else jnp.float64
-    table = jax.eval_shape(count_bins, jax.ShapeDtypeStruct((1,), dtype))
-    return ExponentTable(*(np.zeros(part.shape, part.dtype) for part in table))
 
 
 def _nonfinite(gradient: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import keras
 
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.common.probing import probe_of
 from lossscale.keras.slots import numpy_of
 from lossscale.keras_common.monitor import MonitorBody
 
@@ -25,11 +24,11 @@ class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callb
         return getattr(model, "module", model)
 
     def _instrument(self, model: Any) -> None:
-        optimizer, every = model.optimizer, self._histograms_every()
-        if optimizer._notes is not None and optimizer._notes.serves(every):
+        optimizer = model.optimizer
+        if optimizer._notes is not None:
             return
         with _scope_of(model):
-            optimizer._keep_notes(_new_notes(every))
+            optimizer._keep_notes(_new_notes())
             if optimizer.built:
                 optimizer._build_notes()
         # `fit` has made it already, without the notes.
@@ -38,12 +37,6 @@ class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callb
 
     def _steps(self, optimizer: Any) -> Any:
         return optimizer._iterations
-
-    def _new_probe(self, model: Any, batch: Any) -> Any:
-        # With what it imports, which a monitor that measures nothing does without.
-        from lossscale.keras import passes
-
-        return probe_of(passes.new_run(self._trained(model)), batch)
 
     def _sync(self) -> None:
         # On JAX the variables are out of date within an epoch.
@@ -58,20 +51,20 @@ class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callb
         return ("keras", keras.backend.backend())
 
 
-def _new_notes(histograms_every: int | None) -> Any:
+def _new_notes() -> Any:
     """Returns what notes steps: of JAX in variables that compiled steps are passed."""
     backend = keras.backend.backend()
     if backend == "jax":
         from lossscale.jax.notes import Notes as NotesOfJax
 
-        return NotesOfJax(histograms_every, _new_variable)
+        return NotesOfJax(_new_variable)
     if backend == "torch":
         from lossscale.torch.notes import Notes as NotesOfTorch
 
-        return NotesOfTorch(histograms_every)
+        return NotesOfTorch()
     from lossscale.tensorflow.notes import Notes as NotesOfTensorFlow
 
-    return NotesOfTensorFlow(histograms_every)
+    return NotesOfTensorFlow()
 
 
 def _new_variable(name: str, dtype: str, shape: tuple[int, ...]) -> Any:

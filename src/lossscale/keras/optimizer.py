@@ -283,9 +283,8 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
         if self._notes is not None:
             trained = self._trainable_variables
             names = [getattr(variable, "path", variable.name) for variable in trained]
-            dtypes = [keras.backend.standardize_dtype(variable.dtype) for variable in trained]
             with self._backend.eager_scope():
-                self._notes.build(trained, names, dtypes)
+                self._notes.build(trained, names)
 
     # --- Gradients of a loss ------------------------------------------------------------------
 

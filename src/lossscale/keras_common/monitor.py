@@ -6,21 +6,17 @@ import math
 import threading
 from collections.abc import Callable
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from lossscale import registry
-from lossscale.callbacks import Settings
-from lossscale.common.notes import StepNotes
-from lossscale.common.probing import Probe, batch_of, said_by
-from lossscale.common.watching import Status, Watch
-from lossscale.diagnostics.alarms import float16_without_scaling
-from lossscale.diagnostics.records import StepRecord
+from lossscale.common.notes import Notes
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.monitoring.alarms import float16_without_scaling
+from lossscale.monitoring.monitor import Monitor, StepStats
+from lossscale.monitoring.record import StepRecord
+from lossscale.monitoring.settings import MonitorSettings
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.packages import warn
-
-if TYPE_CHECKING:
-    from lossscale.diagnosis.batches import Batch
 
 
 class MonitorBody:
@@ -35,16 +31,15 @@ class MonitorBody:
     _library: ClassVar[Any]
     _array_of: Callable[[Any], Any]
 
-    _settings: Settings
+    _settings: MonitorSettings
     _optimizer: Any = None
     # Of the optimizer beside it.
-    _watch: Any = None
+    _monitor: Monitor | None = None
     _watched: Any = None
-    # The `Status` of the last sample.
+    # The stats of the last sample.
     _before: Any = None
-    # What measures fidelity, and the variables that it does so for.
-    _probe: Probe | None = None
-    _probed: Any = None
+    # The variables that passes are computed for.
+    _trainable: Any = None
 
     # What a framework has to say.
 
@@ -64,9 +59,11 @@ class MonitorBody:
         """The model itself, of one that may be wrapped."""
         return model
 
-    def _new_probe(self, model: Any, batch: Batch) -> Probe:
-        """Returns what measures fidelity on a batch, given a loss scale."""
-        raise NotImplementedError
+    def _new_run(self) -> Any:
+        """Returns what computes passes of the model."""
+        # With what it imports, which a monitor that looks at nothing does without.
+        passes = registry.named(str(self._framework)).module("passes")
+        return passes.new_run(self._trained(self.model), self._settings.loss_fn)
 
     def _sync(self) -> None:
         """Brings the optimizer's variables up to date in the middle of an epoch."""
@@ -88,20 +85,20 @@ class MonitorBody:
             alarm = float16_without_scaling(f"the model {model.name!r}")
             warn(alarm.message)
             return
-        self._watch = self._watch_of(model.optimizer)
+        self._monitor = self._monitor_of(model.optimizer)
         # What is not built has no variables yet; tf_keras refuses to be asked for them.
         trained = [id(variable) for variable in model.trainable_variables] if model.built else []
-        if self._watched is not model.optimizer or self._probed != trained:
-            # It is compiled, which is not to happen in each `fit`.
-            self._probe, self._probed = None, trained
+        if self._watched is not model.optimizer or self._trainable != trained:
+            # Passes are compiled, which is not to happen in each `fit`.
+            self._monitor.forget_run()
+            self._trainable = trained
         self._watched = model.optimizer
-        self._watch.recorder.open()
+        self._monitor.open()
         self._instrument(model)
         self._optimizer = model.optimizer
         self._thread = threading.get_ident()
         self._before = None
         self._mean_is_finite: bool | None = True
-        self._measures_fidelity = self._settings.fidelity_every is not None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """A new epoch: Keras' mean of the loss starts anew."""
@@ -114,7 +111,7 @@ class MonitorBody:
         self._first_of_execution = batch
         if self._before is None:
             # Not at the start of training: a callback may still have restored a checkpoint there.
-            self._at_start = self._before = self._shown = self._status()
+            self._at_start = self._before = self._shown = self._stats()
             self._position = self._before.step
             self._notes.count_from(self._position)
 
@@ -128,14 +125,12 @@ class MonitorBody:
         loss = (logs or {}).get("loss")
         # The first step too: skips are counted from the first record on.
         is_first = self._before is self._at_start
-        every, fidelity_every = self._settings.every, self._settings.fidelity_every
-        is_sampled = is_first or self._position // every > start // every
-        probes = self._measures_fidelity and (
-            is_first or self._position // fidelity_every > start // fidelity_every
-        )
-        if is_sampled or probes:
+        every = self._settings.every
+        measure = self._settings.measure_every or every
+        end = self._position
+        if is_first or end // every > start // every or end // measure > start // measure:
             self._sync()
-            self._sample(self._own_loss(loss, steps), probes)
+            self._sample(self._own_loss(loss, steps))
         else:
             self._look_at_mean(loss)
         self._show(logs)
@@ -146,9 +141,9 @@ class MonitorBody:
             return
         self._check_thread()
         self._sync()
-        self._shown = self._status()
+        self._shown = self._stats()
         self._show(logs)
-        self._watch.recorder.flush()
+        self._monitor_now.flush()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Records the last step, if it was not sampled, and closes the files."""
@@ -156,9 +151,9 @@ class MonitorBody:
             return
         if self._before is not None:
             self._sync()
-            if self._status().step > self._before.step:
+            if self._stats().step > self._before.step:
                 self._sample(None)
-        self._watch.recorder.close()
+        self._monitor_now.close()
         self._optimizer = None
 
     # --- Before training ----------------------------------------------------------------------
@@ -192,9 +187,8 @@ class MonitorBody:
     def _computes_in_float16(self, model: Any) -> bool:
         return any(layer.compute_dtype == "float16" for layer in model._flatten_layers())
 
-    def _watch_of(self, optimizer: Any) -> Watch:
-        settings: Settings = self._settings
-        earlier: Watch | None = self._watch
+    def _monitor_of(self, optimizer: Any) -> Monitor:
+        settings, earlier = self._settings, self._monitor
         if earlier is not None and self._watched is optimizer:
             return earlier
         if earlier is not None and settings.path and not settings.append:
@@ -202,14 +196,17 @@ class MonitorBody:
                 f"This LossScaleMonitor has recorded another optimizer in {settings.path!r}. Make "
                 "a new one with another `path`, or pass append=True for a run that goes on."
             )
-        watch = Watch(optimizer.rule, settings, self._versions())
-        watch.last = self._last
-        return watch
+        looks = settings.data is not None
+        return Monitor(settings, optimizer.rule, self._versions(), self._new_run if looks else None)
+
+    @property
+    def _monitor_now(self) -> Monitor:
+        assert self._monitor is not None
+        return self._monitor
 
     @property
     def _last(self) -> StepRecord | None:
-        last: StepRecord | None = None if self._watch is None else self._watch.last
-        return last
+        return None if self._monitor is None else self._monitor.last_record
 
     def _versions(self) -> dict[str, str]:
         return {name: metadata.version(name) for name in self._packages()}
@@ -218,12 +215,9 @@ class MonitorBody:
         raise NotImplementedError
 
     @property
-    def _notes(self) -> StepNotes:
-        notes: StepNotes = self._optimizer._notes
+    def _notes(self) -> Notes:
+        notes: Notes = self._optimizer._notes
         return notes
-
-    def _histograms_every(self) -> int | None:
-        return self._settings.every if self._settings.histograms else None
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
@@ -258,42 +252,33 @@ class MonitorBody:
 
     # --- One sample ---------------------------------------------------------------------------
 
-    def _status(self) -> Status:
+    def _stats(self) -> StepStats:
         optimizer, array_of = self._optimizer, self._array_of
-        return Status(
+        scale = float(array_of(optimizer._current_scale()))
+        return StepStats(
             int(array_of(self._steps(optimizer))),
-            float(array_of(optimizer._current_scale())),
+            scale,
+            scale,
             int(array_of(optimizer._steps_skipped)),
             bool(array_of(optimizer._last_step_skipped)),
         )
 
-    def _fidelity(self, scale: float) -> dict[str, dict[str, float]] | None:
-        """What float16 makes of the gradients now; None, with one warning, if it does not run."""
-        if self._probe is None:
-            self._probe = self._new_probe(self.model, batch_of(self._settings.fidelity_data))
-        try:
-            return self._probe(scale)
-        # Whatever an operation that does not take float16 raises, training goes on.
-        except Exception as error:
-            self._measures_fidelity = False
-            warn(f"Fidelity is not measured: the model does not run here. {said_by(error)}")
-            return None
-
-    def _sample(self, loss: float | None, probes: bool = False) -> None:
-        before, status = self._before, self._status()
-        self._before = self._shown = status
-        self._position = status.step
-        self._notes.count_from(status.step)
-        if before.step == status.step:
+    def _sample(self, loss: float | None) -> None:
+        before, stats = self._before, self._stats()
+        self._before = self._shown = stats
+        self._position = stats.step
+        self._notes.count_from(stats.step)
+        if before.step == stats.step:
             # No step was taken, as with variables that are all frozen.
             return
-        noted = self._notes.read(min(before.step, status.step - 1), status.step)
-        fidelity = self._fidelity(status.scale) if probes else None
-        self._watch.sample(before, status, noted, loss, fidelity)
+        noted = self._notes.read(min(before.step, stats.step - 1), stats.step)
+        self._monitor_now.observe(
+            stats._replace(scale=noted.scale, last_skip=noted.skip, loss=loss)
+        )
 
     def _show(self, logs: Any) -> None:
         if logs is not None:
-            logs["loss_scale"] = self._shown.scale
+            logs["loss_scale"] = self._shown.next_scale
             logs["steps_skipped"] = self._shown.steps_skipped
 
     @staticmethod

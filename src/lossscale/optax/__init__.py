@@ -16,7 +16,6 @@ from lossscale.packages import not_installed
 
 try:
     from lossscale.optax.conversions import from_flax, from_jmp
-    from lossscale.optax.diagnosis.diagnose import diagnose
     from lossscale.optax.loops import (
         all_finite,
         loss_scale,
@@ -26,6 +25,7 @@ try:
     )
     from lossscale.optax.monitor import Monitor
     from lossscale.optax.noting import NotedState, noted
+    from lossscale.optax.passes import diagnose
     from lossscale.optax.scale_state import LossScaleState
     from lossscale.optax.transformation import loss_scaled
 except ModuleNotFoundError as error:

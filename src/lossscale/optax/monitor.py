@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -12,17 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.callbacks import checked_settings
 from lossscale.checks import checked_count
-from lossscale.common.loop_monitor import LoopMonitor
-from lossscale.common.notes import Noted, Plan
-from lossscale.common.probing import checked_fidelity
-from lossscale.common.watching import Status, Watch
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.jax import notes
-from lossscale.optax.diagnosis.diagnose import FidelityProbe
+from lossscale.monitoring import monitor as core
+from lossscale.monitoring.loop import LoopMonitor
+from lossscale.monitoring.monitor import StepStats
+from lossscale.monitoring.settings import MonitorSettings
 from lossscale.optax.finding import state_in
-from lossscale.optax.noting import NotedState, plan_of
+from lossscale.optax.noting import NotedState, names_of
 from lossscale.rules import ScaleRule
 
 
@@ -48,14 +44,14 @@ class Monitor(LoopMonitor):
     skipped, why. On others it reads nothing.
 
     An optimizer that is `noted` also says which gradients had infinities or NaN, when it was the
-    last skip between two samples, and the exponents of gradients.
+    last skip between two samples.
 
     Args:
         tx: What `loss_scaled` or `noted` returned; or the rule of it.
         params: The parameters, or a tree of the same form, for the names of gradients.
         opt_state: The state before the first step that is watched, or what holds it as
             `opt_state`, such as a `TrainState`.
-        path: A file for the history, JSON lines; see `lossscale.diagnostics.TrainingHistory.read`.
+        path: A file for the history, JSON lines; see `lossscale.monitoring.TrainingHistory.read`.
             None for none.
         every: Sample steps whose number is a multiple of this, and the first and the last one; in
             steps. Skips in between count all the same.
@@ -65,12 +61,13 @@ class Monitor(LoopMonitor):
         append: Whether to go on with the file `path` if it exists, as a resumed run does.
         on_write_error: What it is that `path` or `tensorboard` cannot be written any more: "warn"
             to warn once and train on without it, or "raise" to end training.
-        fidelity_every: After how many steps to measure what float16 loses at the scale in use, and
-            after the first one; in steps, a multiple of `every`. It derives the loss once in
-            float32 and once in float16. None for never. `step` takes the parameters then.
-        loss_fn: The loss, `loss_fn(params, batch, dtype)`, as for `lossscale.optax.diagnose`.
-        fidelity_data: The batch to measure on, the same each time, so that what changes is the
-            model.
+        measure_every: After how many steps to measure how wrong float16 gets gradients at the scale
+            in use, and after the first one; in steps. It takes three passes over `data`. None for
+            never. `step` takes the parameters then.
+        data: The batch to measure on, the same each time, so that what changes is the model.
+        loss_fn: The loss, `loss_fn(params, batch, dtype)`, as for `lossscale.optax.diagnose`. With
+            it, and `data` or the batch of a step, the monitor says where infinities arise that no
+            loss scale takes away.
         has_aux, grad: As for `lossscale.optax.diagnose`.
         steps_before: How many steps the run has behind it. A state of `noted` knows it by itself.
 
@@ -100,20 +97,12 @@ class Monitor(LoopMonitor):
         tx: Any,
         params: Any,
         opt_state: Any,
-        path: str | os.PathLike[str] | None = None,
+        path: Any = None,
         *,
-        every: int = 1,
-        tensorboard: str | os.PathLike[str] | None = None,
-        on_floor: str = "warn",
-        max_consecutive_skips: int | None = None,
-        append: bool = False,
-        on_write_error: str = "warn",
-        fidelity_every: int | None = None,
-        loss_fn: Callable[..., Any] | None = None,
-        fidelity_data: Any = None,
         has_aux: bool = False,
         grad: Callable[..., Any] | None = None,
         steps_before: int = 0,
+        **settings: Any,
     ) -> None:
         owner = getattr(getattr(tx, "update", None), "__self__", tx)
         rule = tx if isinstance(tx, ScaleRule) else getattr(owner, "rule", None)
@@ -122,37 +111,38 @@ class Monitor(LoopMonitor):
                 "`tx` must be what lossscale.optax.loss_scaled or noted returned, or the rule of "
                 f"it. Received: a {type(tx).__name__}."
             )
-        histograms_every: int | None = getattr(owner, "histograms_every", None)
-        writes = not (path is None and tensorboard is None)
-        settings = checked_settings(
-            path,
-            every=every,
-            tensorboard=tensorboard,
-            histograms=histograms_every is not None and writes,
-            on_floor=on_floor,
-            max_consecutive_skips=max_consecutive_skips,
-            append=append,
-            on_write_error=on_write_error,
-        )
-        if histograms_every is not None and writes and histograms_every % settings.every:
+        checked = MonitorSettings(path, **settings)
+        if checked.data is not None and checked.loss_fn is None:
             raise ArgumentError(
-                "Exponents are counted on steps that the monitor does not read: "
-                f"noted(histograms_every={histograms_every}) must be a multiple of `every`. "
-                f"Received: every={every}."
+                "`data` needs `loss_fn`: the loss of parameters and a batch, as diagnose takes it. "
+                "Received: loss_fn=None."
             )
-        probes = checked_fidelity(fidelity_every, loss_fn, fidelity_data, settings.every)
-        if probes is not None and loss_fn is not None:
-            self._fidelity_every = probes
-            self._probe = FidelityProbe(loss_fn, fidelity_data, grad=grad, has_aux=has_aux)
-        self._plan: Plan = plan_of(params, histograms_every)
-        before = checked_count("steps_before", steps_before, lowest=0)
-        start = _status(self._shown(opt_state), before)
-        # That of the next step, where no notes have it.
-        self._scale: Any = start.scale
-        versions = {name: metadata.version(name) for name in ("jax", "optax")}
-        super().__init__(Watch(rule, settings, versions), settings.every, start)
+        self._names = names_of(params)
+        self._params: Any = None
 
-    def step(self, opt_state: Any, loss: Any = None, *, steps: int = 1, params: Any = None) -> None:
+        def new_run() -> Any:
+            # With what it imports, which a monitor that looks at nothing does without.
+            from lossscale.optax import passes
+
+            return passes.new_run(self._params, checked.loss_fn, has_aux=has_aux, grad=grad)
+
+        before = checked_count("steps_before", steps_before, lowest=0)
+        start = _stats(self._shown(opt_state), before)
+        # That of the next step, where no notes have it.
+        self._scale: Any = start.next_scale
+        versions = {name: metadata.version(name) for name in ("jax", "optax")}
+        runs = None if checked.loss_fn is None else new_run
+        super().__init__(core.Monitor(checked, rule, versions, runs), start.step)
+
+    def step(
+        self,
+        opt_state: Any,
+        loss: Any = None,
+        *,
+        steps: int = 1,
+        params: Any = None,
+        batch: Any = None,
+    ) -> None:
         """Takes note of a step.
 
         Args:
@@ -161,8 +151,10 @@ class Monitor(LoopMonitor):
                 nothing tells an overflow from a loss that is not finite.
             steps: How many steps were run since the last call, where a compiled function runs
                 several. Then the optimizer must be `noted`, and the last one is read.
-            params: The parameters after it, where fidelity is measured: what `loss_fn` takes. Not
-                needed with a `TrainState`.
+            params: The parameters after it, where there is a `loss_fn`: what it takes. Not needed
+                with a `TrainState`.
+            batch: The batch of the step, as `loss_fn` takes it; None if it is not known. Where no
+                loss scale helps, it is the one to look at.
 
         Raises:
             TrainingHaltedError: If an alarm ends training. What was recorded is in the files then.
@@ -186,45 +178,35 @@ class Monitor(LoopMonitor):
                 "The scale of the last of several steps is known only if the steps note it: "
                 f"tx = lossscale.optax.noted(tx). Received: steps={steps}."
             )
+        given = getattr(opt_state, "params", None) if params is None else params
+        if given is None and self._monitor.settings.loss_fn is not None:
+            raise ArgumentError(
+                "Gradients are those by the parameters: monitor.step(opt_state, loss, "
+                "params=params). Received: params=None."
+            )
         position, scale = self._position + steps, self._scale
 
-        def read(before: Status) -> tuple[Status, Noted] | None:
+        def read(before: int) -> StepStats | None:
             if _any_gone(shown):
                 return None
-            status = _status(shown, position)
+            stats = _stats(shown, position)
             if shown.noted is None:
-                return status, Noted(float(scale), None, None)
-            after = min(before.step, status.step - 1)
-            return status, notes.read(self._plan, shown.noted[1], after, status.step)
+                return stats._replace(scale=float(scale))
+            after = min(before, stats.step - 1)
+            noted = notes.read(self._names, shown.noted[1], after, stats.step)
+            return stats._replace(scale=noted.scale, last_skip=noted.skip)
 
-        with self._measured(opt_state, params):
-            if shown.noted is None:
-                # A later step may take the buffer.
-                self._scale = jnp.copy(shown.scale)
-            self._took(steps, read, loss)
-
-    @contextlib.contextmanager
-    def _measured(self, opt_state: Any, params: Any) -> Iterator[None]:
-        """Within it fidelity is that of these parameters, if it is measured.
-
-        Raises:
-            ArgumentError, ArgumentTypeError: If it cannot be.
-        """
-        probe = self._probe
-        if not isinstance(probe, FidelityProbe):
-            yield
-            return
-        given = getattr(opt_state, "params", None) if params is None else params
-        if given is None:
-            raise ArgumentError(
-                "Fidelity is that of the parameters: monitor.step(opt_state, loss, params=params). "
-                "Received: params=None."
-            )
-        probe.prepare(given)
+        if shown.noted is None:
+            # A later step may take the buffer.
+            self._scale = jnp.copy(shown.scale)
+        # They are held no longer than it takes: a later step may take their buffers.
+        self._params = given
+        self._monitor.forget_run()
         try:
-            yield
+            self._took(steps, read, loss, batch)
         finally:
-            probe.release()
+            self._params = None
+            self._monitor.forget_run()
 
     def _shown(self, opt_state: Any) -> _Shown:
         """The arrays to read, of which none is read yet."""
@@ -238,9 +220,9 @@ class Monitor(LoopMonitor):
         kept = None
         if isinstance(whole, NotedState):
             kept = _value(whole.noted_steps), jax.tree.map(_value, whole.notes, is_leaf=_is_kept)
-            if kept[1].nonfinite.shape[0] != len(self._plan.names):
+            if kept[1].nonfinite.shape[0] != len(self._names):
                 raise ArgumentError(
-                    f"`params` has {len(self._plan.names)} arrays that are trained, and the state "
+                    f"`params` has {len(self._names)} arrays that are trained, and the state "
                     f"has notes of {kept[1].nonfinite.shape[0]}. Pass the parameters that "
                     "tx.init was called with."
                 )
@@ -254,10 +236,10 @@ class Monitor(LoopMonitor):
         return _Shown(kept, scale, _value(state.skipped_steps), _value(state.last_step_finite))
 
 
-def _status(shown: _Shown, position: int) -> Status:
+def _stats(shown: _Shown, position: int) -> StepStats:
     number = position if shown.noted is None else shown.noted[0]
     step, scale, skipped, finite = jax.device_get((number, *shown[1:]))
-    return Status(int(step), float(scale), int(skipped), not bool(finite))
+    return StepStats(int(step), float(scale), float(scale), int(skipped), not bool(finite))
 
 
 def _value(array: Any) -> Any:

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lossscale.checks import checked_count
-from lossscale.common.notes import Plan
+from lossscale.common.notes import unique
 from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentError,
@@ -40,20 +39,17 @@ class NotedState(NamedTuple):
     loss_scaled: LossScaleState
 
 
-def noted(tx: Any, *, histograms_every: int | None = None) -> Any:
+def noted(tx: Any) -> Any:
     """Lets an optimizer with loss scaling note, for a `Monitor`, what overflows.
 
-    It notes the scale of each step, how many infinities and NaN each gradient had on the last
-    skipped step, and, if asked, the exponents of all gradients on some steps. All of it
-    is part of the state and stays on the device; nothing waits for it. What is counted is counted
-    only on those steps. What the optimizer does is the same.
+    It notes the scale of each step, and how many infinities and NaN each gradient had on the last
+    skipped step. All of it is part of the state and stays on the device; nothing waits for it. What
+    is counted is counted only on skipped steps. What the optimizer does is the same.
 
     With `pmap` each replica notes its own gradients.
 
     Args:
         tx: What `loss_scaled` returned.
-        histograms_every: Count exponents on steps whose number is a multiple of this, in steps.
-            None for never. Make it a multiple of the monitor's `every`.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`. Its state is a `NotedState`; a state of `tx`
@@ -62,7 +58,6 @@ def noted(tx: Any, *, histograms_every: int | None = None) -> Any:
     Raises:
         ArgumentTypeError: If `tx` is not what `loss_scaled` returned. It is a `TypeError`.
         AlreadyWrappedError: If it notes already. It is a `TypeError`.
-        ArgumentError: If `histograms_every` is no integer of at least 1. It is a `ValueError`.
         UnsupportedError: In `update`, if it is in a `shard_map` whose devices have gradients of
             their own. It is a `NotImplementedError`.
 
@@ -81,24 +76,20 @@ def noted(tx: Any, *, histograms_every: int | None = None) -> Any:
             "`tx` must be what lossscale.optax.loss_scaled returned: "
             f"noted(loss_scaled(optax.adamw(1e-3))). Received: a {type(tx).__name__}."
         )
-    every = None
-    if histograms_every is not None:
-        every = checked_count("histograms_every", histograms_every)
-    made = _Noted(tx, owner.rule, every)
+    made = _Noted(tx, owner.rule)
     return optax.GradientTransformationExtraArgs(made.init, made.update)
 
 
 class _Noted:
     """The two functions of a transformation that notes."""
 
-    def __init__(self, tx: Any, rule: ScaleRule, histograms_every: int | None) -> None:
+    def __init__(self, tx: Any, rule: ScaleRule) -> None:
         self._tx = tx
         self.rule = rule
-        self.histograms_every = histograms_every
 
     def init(self, params: Any) -> NotedState:
         """Returns the state before the first step."""
-        empty = notes.init(plan_of(params, self.histograms_every))
+        empty = notes.init(len(named_leaves(params)))
         return NotedState(
             jnp.asarray(0, jnp.int32), jax.tree.map(jnp.array, empty), self._tx.init(params)
         )
@@ -120,11 +111,11 @@ class _Noted:
                 f"{type(state).__name__}. One of `tx` goes in as "
                 "noted(tx).init(params)._replace(loss_scaled=state)."
             )
-        plan = plan_of(updates if params is None else params, self.histograms_every)
+        names = [name for name, _ in named_leaves(updates if params is None else params)]
         rows = state.notes.nonfinite.shape[-2]
-        if len(plan.names) != rows:
+        if len(names) != rows:
             raise ArgumentError(
-                f"The state has notes of {rows} gradients, and there are {len(plan.names)} now. "
+                f"The state has notes of {rows} gradients, and there are {len(names)} now. "
                 "Make it with the parameters that are trained: tx.init(params)."
             )
         found = dict(named_leaves(updates))
@@ -138,11 +129,10 @@ class _Noted:
         number = jnp.asarray(state.noted_steps, jnp.int32) + 1
 
         def gradients() -> list[Any]:
-            by_row = [found.get(name) for name in plan.names]
+            by_row = [found.get(name) for name in names]
             return unscaled(by_row, before.loss_scale, self.rule.powers_of_two)
 
         noted_now = notes.update(
-            plan,
             state.notes,
             gradients,
             finite=after.last_step_finite if self.rule.checks_gradients else True,
@@ -155,11 +145,9 @@ class _Noted:
         return new_updates, NotedState(number, same, after)
 
 
-def plan_of(params: Any, histograms_every: int | None) -> Plan:
-    """What is noted of gradients by these parameters: the rows are their leaves, in order."""
-    named = named_leaves(params)
-    dtypes = [jnp.result_type(leaf).name for _, leaf in named]
-    return Plan.of([name for name, _ in named], dtypes, histograms_every)
+def names_of(params: Any) -> tuple[str, ...]:
+    """Names the gradients by these parameters, in the order of their leaves."""
+    return unique([name for name, _ in named_leaves(params)])
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:

@@ -2,8 +2,5 @@
 
 from lossscale.plots.accuracy import plot_accuracy as plot_accuracy
 from lossscale.plots.diagnosis import plot_diagnosis as plot_diagnosis
-from lossscale.plots.fidelity import plot_fidelity as plot_fidelity
-from lossscale.plots.gradient_range import plot_gradient_range as plot_gradient_range
 from lossscale.plots.history import plot_history as plot_history
-from lossscale.plots.layers import plot_layers as plot_layers
 from lossscale.plots.scales import plot_scales as plot_scales

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lossscale.diagnostics.history import TrainingHistory
-from lossscale.diagnostics.records import SkipReason
+from lossscale.monitoring.history import TrainingHistory
+from lossscale.monitoring.record import SkipReason
 from lossscale.packages import require
 from lossscale.plots.scales import plot_scales
 from lossscale.plots.style import LINES
@@ -86,6 +86,18 @@ def _draw_scale(history: TrainingHistory, ax: Any) -> None:
                 zorder=3,
                 **look,
             )
+    alarmed = [record for record in history.records if record.alarms]
+    if alarmed:
+        ax.plot(
+            [record.step for record in alarmed],
+            [0.97] * len(alarmed),
+            transform=ax.get_xaxis_transform(),
+            label=f"alarm ({len(alarmed)})",
+            linestyle="None",
+            marker="o",
+            markerfacecolor="#FFFFFF",
+            color=LINES[1]["color"],
+        )
     unrecorded = history.skips.skips - len(history.skipped_steps)
     if unrecorded:
         # It has no place of its own in the drawing, and must not be lost.
@@ -119,7 +131,8 @@ def _draw_loss(history: TrainingHistory, ax: Any) -> None:
         if math.isnan(around[index]) and math.isnan(around[index + 2])
     ]
     steps = [step for step, _ in known]
-    ax.plot(steps, drawn, linewidth=1.4, label="loss", markevery=alone, **look)
+    name = "loss, mean over the epoch so far" if history.header.has_mean_losses else "loss"
+    ax.plot(steps, drawn, linewidth=1.4, label=name, markevery=alone, **look)
     lost = [step for step, loss in known if not math.isfinite(loss)]
     if lost:
         ax.plot(
@@ -131,7 +144,7 @@ def _draw_loss(history: TrainingHistory, ax: Any) -> None:
             markeredgewidth=1.6,
             **_LOSS_MARKER,
         )
-        ax.legend(fontsize="small")
+    ax.legend(fontsize="small")
     if finite and min(finite) > 0 and max(finite) > _LOG_AXIS_FROM * min(finite):
         ax.set_yscale("log")
     ax.set_xlabel("step")

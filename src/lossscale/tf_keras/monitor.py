@@ -8,7 +8,6 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.common.probing import probe_of
 from lossscale.errors import UnsupportedError
 from lossscale.keras_common.monitor import MonitorBody
 from lossscale.tensorflow.notes import Notes
@@ -33,22 +32,16 @@ class TFKerasLossScaleMonitor(MonitorBody, LossScaleMonitor, tf_keras.callbacks.
                 "LossScaleMonitor does not work in graphs of TensorFlow 1. Leave out "
                 "tf.compat.v1.disable_eager_execution(), or the monitor."
             )
-        optimizer, every = model.optimizer, self._histograms_every()
-        if optimizer._notes is not None and optimizer._notes.serves(every):
+        optimizer = model.optimizer
+        if optimizer._notes is not None:
             return
-        optimizer._keep_notes(Notes(every))
+        optimizer._keep_notes(Notes())
         if model.built and model.trainable_variables:
             with model.distribute_strategy.scope():
                 optimizer._build_notes(model.trainable_variables)
         # `fit` has made it already, without the notes.
         model.train_function = None
         model.train_function = model.make_train_function()
-
-    def _new_probe(self, model: Any, batch: Any) -> Any:
-        # With what it imports, which a monitor that measures nothing does without.
-        from lossscale.tf_keras import passes
-
-        return probe_of(passes.new_run(model), batch)
 
     def _steps(self, optimizer: Any) -> Any:
         return optimizer.iterations

@@ -276,7 +276,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     def _build_notes(self, variables: Sequence[Any]) -> None:
         if self._notes is not None:
             names = [variable.name.removesuffix(":0") for variable in variables]
-            self._notes.build(variables, names, [variable.dtype.name for variable in variables])
+            self._notes.build(variables, names)
 
     # --- Gradients of a loss ------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ from lossscale.torch.scaler_arguments import (
 from lossscale.torch.scaling import CPU, read, scalar, scaled
 
 if TYPE_CHECKING:
-    from lossscale.diagnostics.records import NonfiniteTensor
+    from lossscale.monitoring.record import NonfiniteTensor
 
 _READY, _UNSCALED, _STEPPED = OptState.READY, OptState.UNSCALED, OptState.STEPPED
 

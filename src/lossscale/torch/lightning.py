@@ -24,8 +24,8 @@ class LightningMonitor(HostedMonitor, Callback):
     one writes the files.
 
     Args:
-        path, every, tensorboard, histograms, on_floor, max_consecutive_skips, append,
-            on_write_error: As of `lossscale.torch.Monitor`.
+        path, every, tensorboard, on_floor, max_consecutive_skips, append, on_write_error,
+            measure_every, data, loss_fn: As of `lossscale.torch.Monitor`.
 
     Raises:
         ArgumentError, ArgumentTypeError, MissingPackageError: As of `lossscale.torch.Monitor`. In
@@ -50,7 +50,7 @@ class LightningMonitor(HostedMonitor, Callback):
         if loss is not None:
             # Lightning has divided it, for the sum of what is accumulated.
             loss = loss * trainer.accumulate_grad_batches
-        self._took(trainer.global_step, loss)
+        self._took(trainer.global_step, loss, batch)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Records the last step, and closes the files."""

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lossscale.callbacks import checked_settings
 from lossscale.checks import checked_count
-from lossscale.common.loop_monitor import LoopMonitor
 from lossscale.common.notes import Noted
-from lossscale.common.probing import checked_fidelity
-from lossscale.common.watching import Status, Watch
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.torch.diagnosis.diagnose import probe
-from lossscale.torch.diagnosis.model_gradients import LossFn
+from lossscale.monitoring import monitor as core
+from lossscale.monitoring.loop import LoopMonitor
+from lossscale.monitoring.monitor import StepStats
+from lossscale.monitoring.settings import MonitorSettings
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.notes import LoopNotes, named
 from lossscale.torch.optimizer import TorchLossScaleOptimizer
+
+if TYPE_CHECKING:
+    from lossscale.diagnosis.passes import Run
 
 
 class Monitor(LoopMonitor):
@@ -36,24 +37,23 @@ class Monitor(LoopMonitor):
         optimizer: A `lossscale.torch.LossScaleOptimizer` or a `lossscale.torch.GradScaler`.
         model: The module, or (name, parameter) pairs, for the names of parameters. With an
             optimizer it may be None; then parameters are numbered.
-        path: A file for the history, JSON lines; see `lossscale.diagnostics.TrainingHistory.read`.
+        path: A file for the history, JSON lines; see `lossscale.monitoring.TrainingHistory.read`.
             None for none.
         every: Sample steps whose number is a multiple of this, and the first and the last one; in
             steps. Skips in between count all the same, and the last of them is recorded too.
         tensorboard: A folder for TensorBoard, or None. It needs `lossscale[tensorboard]`.
-        histograms: Whether to count the exponents of all gradients, unscaled, on steps whose number
-            is a multiple of `every`, and write them into `path` and `tensorboard`.
         on_floor: What a skip at the lowest scale is: "warn", "raise" to end training, or "ignore".
         max_consecutive_skips: How many skips in a row end training, in steps. None for no limit.
         append: Whether to go on with the file `path` if it exists, as a resumed run does.
         on_write_error: What it is that `path` or `tensorboard` cannot be written any more: "warn"
             to warn once and train on without it, or "raise" to end training.
-        fidelity_every: After how many steps to measure what float16 loses at the scale in use, and
-            after the first one; in steps, a multiple of `every`. It takes one run of the model in
-            float32 and one in float16. None for never. `model` must be a module then.
+        measure_every: After how many steps to measure how wrong float16 gets gradients at the scale
+            in use, and after the first one; in steps. It takes three passes over `data`. None for
+            never. `model` must be a module then.
+        data: The batch to measure on, the same each time, so that what changes is the model.
         loss_fn: Given the model and a batch, returns the loss, as for `lossscale.torch.diagnose`.
-        fidelity_data: The batch to measure on, the same each time, so that what changes is the
-            model.
+            With it, and `data` or the batch of a step, the monitor says where infinities arise
+            that no loss scale takes away.
         steps_before: With a `GradScaler`, how many steps the run has behind it. An optimizer knows
             it by itself.
 
@@ -82,30 +82,12 @@ class Monitor(LoopMonitor):
         self,
         optimizer: Any,
         model: Any = None,
-        path: str | os.PathLike[str] | None = None,
+        path: Any = None,
         *,
-        every: int = 1,
-        tensorboard: str | os.PathLike[str] | None = None,
-        histograms: bool = False,
-        on_floor: str = "warn",
-        max_consecutive_skips: int | None = None,
-        append: bool = False,
-        on_write_error: str = "warn",
-        fidelity_every: int | None = None,
-        loss_fn: LossFn | None = None,
-        fidelity_data: Any = None,
         steps_before: int = 0,
+        **settings: Any,
     ) -> None:
-        settings = checked_settings(
-            path,
-            every=every,
-            tensorboard=tensorboard,
-            histograms=histograms,
-            on_floor=on_floor,
-            max_consecutive_skips=max_consecutive_skips,
-            append=append,
-            on_write_error=on_write_error,
-        )
+        checked = MonitorSettings(path, **settings)
         _check_watched(optimizer)
         self._watched = optimizer
         self._is_scaler = isinstance(optimizer, GradScaler)
@@ -114,20 +96,14 @@ class Monitor(LoopMonitor):
                 "A GradScaler does not know what it scales: give Monitor the model, for the names "
                 "of its parameters. Received: model=None."
             )
-        probes = checked_fidelity(fidelity_every, loss_fn, fidelity_data, settings.every)
-        if probes is not None and loss_fn is not None:
-            self._fidelity_every, self._probe = probes, probe(model, loss_fn, fidelity_data)
-        before = checked_count("steps_before", steps_before, lowest=0)
+        new_run = _runs_of(model, checked)
+        self._start = checked_count("steps_before", steps_before, lowest=0)
         self._skips = int(optimizer.steps_skipped)
         self._skipped = False
-        self._start = before
-        self._notes = LoopNotes(
-            _names(optimizer, model, self._is_scaler),
-            settings.every if settings.histograms else None,
-            self._number,
-        )
+        self._notes = LoopNotes(_names(optimizer, model, self._is_scaler), self._number)
+        self._scale = float(optimizer.get_scale() if self._is_scaler else optimizer.loss_scale)
         versions = {"torch": metadata.version("torch")}
-        super().__init__(Watch(optimizer.rule, settings, versions), settings.every, self._status())
+        super().__init__(core.Monitor(checked, optimizer.rule, versions, new_run), self._number())
         optimizer.__dict__["_watcher"] = self
 
     def decided(self, groups: Any, *, scale: Any, applied: bool, divisor: Any = None) -> None:
@@ -135,13 +111,15 @@ class Monitor(LoopMonitor):
         self._skipped = self._skipped or not applied
         self._notes.decided(groups, scale=scale, applied=applied, divisor=divisor)
 
-    def step(self, loss: Any = None) -> None:
+    def step(self, loss: Any = None, batch: Any = None) -> None:
         """Takes note of a step that was made.
 
         Args:
             loss: The loss of the step, not scaled: a number, or a tensor with one element; None if
                 it is not known. Without it nothing tells an overflow from a loss that is not
                 finite.
+            batch: The batch of the step, as `loss_fn` takes it; None if it is not known. Where no
+                loss scale helps, it is the one to look at.
 
         Raises:
             TrainingHaltedError: If an alarm ends training. What was recorded is in the files then.
@@ -159,17 +137,18 @@ class Monitor(LoopMonitor):
         if self._is_scaler:
             self._start += 1
             self._skips += self._skipped
-        status = self._status()
-        self._skipped = False
+        now, scale = self._stats(), self._scale
+        self._skipped, self._scale = False, now.next_scale
 
-        def read(before: Status) -> tuple[Status, Noted]:
-            if self._notes.noted <= before.step:
-                # No gradient, or a step that was made behind its back.
-                return status, Noted(before.scale, None, None)
-            return status, self._notes.read(min(before.step, status.step - 1), status.step)
+        def read(before: int) -> StepStats:
+            noted = Noted(scale, None)
+            # Otherwise there was no gradient, or a step was made behind its back.
+            if self._notes.noted > before:
+                noted = self._notes.read(min(before, now.step - 1), now.step)
+            return now._replace(scale=noted.scale, last_skip=noted.skip)
 
-        if status.step > self._position:
-            self._took(status.step - self._position, read, loss)
+        if now.step > self._position:
+            self._took(now.step - self._position, read, loss, batch)
 
     def close(self) -> None:
         """Records the last step, if it was not sampled, and closes the files."""
@@ -181,16 +160,43 @@ class Monitor(LoopMonitor):
         """How many steps came before the one that is being made."""
         return self._start if self._is_scaler else int(self._watched.iterations)
 
-    def _status(self) -> Status:
+    def _stats(self) -> StepStats:
         watched = self._watched
         if self._is_scaler:
-            return Status(self._start, watched.get_scale(), self._skips, self._skipped)
-        return Status(
+            scale = watched.get_scale()
+            return StepStats(self._start, scale, scale, self._skips, self._skipped)
+        scale = float(watched.loss_scale)
+        return StepStats(
             int(watched.iterations),
-            float(watched.loss_scale),
+            scale,
+            scale,
             int(watched.steps_skipped),
             bool(watched.last_step_skipped),
         )
+
+
+def _runs_of(model: Any, settings: MonitorSettings) -> Callable[[], Run] | None:
+    """Returns what makes passes of a model, None where there is no `loss_fn`."""
+    if settings.loss_fn is None:
+        if settings.data is not None:
+            raise ArgumentError(
+                "`data` needs `loss_fn`: the loss of a model and a batch, as diagnose takes it. "
+                "Received: loss_fn=None."
+            )
+        return None
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentTypeError(
+            "With `loss_fn` the model must be a torch.nn.Module. "
+            f"Received: a {type(model).__name__}."
+        )
+
+    def new_run() -> Run:
+        # With what it imports, which a monitor that looks at nothing does without.
+        from lossscale.torch import passes
+
+        return passes.new_run(model, settings.loss_fn)
+
+    return new_run
 
 
 def _check_watched(optimizer: Any) -> None:

@@ -8,24 +8,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from lossscale.common.notes import DecidedStep, Noted, NotesOfVariables, Skip
-from lossscale.diagnostics.exponents import ExponentTable
-from lossscale.diagnostics.histogram import GradientHistogram
-from lossscale.diagnostics.records import NonfiniteTensor
+from lossscale.common import notes
+from lossscale.common.notes import DecidedStep, Noted
 from lossscale.errors import ArgumentTypeError
-from lossscale.torch.exponents import count_bins, on_host
+from lossscale.monitoring.monitor import Skip
+from lossscale.monitoring.record import NonfiniteTensor
 from lossscale.torch.ranks import local
 from lossscale.torch.scaling import CPU, real_parts
 
 
-class Notes(NotesOfVariables):
+class Notes(notes.Notes):
     """What a step notes."""
 
     def _create(self) -> None:
         self._scale: Any = 0.0
         self._step = 0
         self._skip: tuple[int, Any, list[Any]] = (0, 0.0, [])
-        self._sampled: tuple[int, dict[int, ExponentTable]] = (0, {})
 
     def count_from(self, step: int) -> None:
         """Counts on from a step number: to read the optimizer's would be to wait for it."""
@@ -40,27 +38,15 @@ class Notes(NotesOfVariables):
         if not step.finite:
             counts = [_nonfinite(gradient) for gradient in self._unscaled_by_row(step)]
             self._skip = (self._step, step.scale, counts)
-        if self.histograms_every is not None and self._step % self.histograms_every == 0:
-            tables = {
-                row: count_bins(gradient)
-                for row, gradient in enumerate(self._unscaled_by_row(step))
-                if real_parts(gradient)
-            }
-            self._sampled = (self._step, tables)
 
     def read(self, after: int, until: int) -> Noted:
-        skip = histograms = None
+        skip = None
         step, scale, counts = self._skip
         if after < step <= until:
             stacked = torch.stack([count.to(counts[0].device) for count in counts])
-            skip = Skip(step, float(scale), self.plan.nonfinite(np.asarray(stacked.cpu())))
-        step, tables = self._sampled
-        if after < step <= until:
-            histograms = {
-                self.plan.names[row]: GradientHistogram.from_table(on_host(table))
-                for row, table in tables.items()
-            }
-        return Noted(float(self._scale), skip, histograms)
+            named = notes.named_counts(self.names, np.asarray(stacked.cpu()))
+            skip = Skip(step, float(scale), named)
+        return Noted(float(self._scale), skip)
 
 
 class LoopNotes(Notes):
@@ -68,21 +54,12 @@ class LoopNotes(Notes):
 
     Args:
         named: Parameters and their names.
-        histograms_every: At which multiples of the step's number exponents are counted; None for
-            never.
         position: Returns how many steps came before the one that is decided on.
     """
 
-    def __init__(
-        self,
-        named: Mapping[Any, str],
-        histograms_every: int | None,
-        position: Callable[[], int],
-    ) -> None:
-        super().__init__(histograms_every)
+    def __init__(self, named: Mapping[Any, str], position: Callable[[], int]) -> None:
         self._position = position
-        dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in named]
-        self.build(list(named), list(named.values()), dtypes)
+        self.build(list(named), list(named.values()))
 
     def decided(
         self, groups: Iterable[Mapping[str, Any]], *, scale: Any, applied: bool, divisor: Any = None
@@ -100,22 +77,18 @@ class LoopNotes(Notes):
         def unscale(gradients: Sequence[Any]) -> list[Any]:
             return [g if divisor is None else g / divisor.to(g.device) for g in gradients]
 
-        before = self._skip, self._sampled
+        before = self._skip
         self.count_from(self._position())
         with torch.no_grad():
             gradients = [local(parameter.grad) for parameter in parameters]
             self.note(DecidedStep(gradients, parameters, unscale, applied, scale, None, True))
-        self._put_together(*before)
+        self._put_together(before)
 
-    def _put_together(
-        self, skip: tuple[int, Any, list[Any]], sampled: tuple[int, dict[int, ExponentTable]]
-    ) -> None:
+    def _put_together(self, before: tuple[int, Any, list[Any]]) -> None:
         """Keeps what another optimizer has noted of the same step."""
-        if self._skip is not skip and self._skip[0] == skip[0] > 0:
-            counts = [one + other for one, other in zip(self._skip[2], skip[2], strict=True)]
-            self._skip = (*skip[:2], counts)
-        if self._sampled is not sampled and self._sampled[0] == sampled[0] > 0:
-            self._sampled = (sampled[0], {**sampled[1], **self._sampled[1]})
+        if self._skip is not before and self._skip[0] == before[0] > 0:
+            counts = [one + other for one, other in zip(self._skip[2], before[2], strict=True)]
+            self._skip = (*before[:2], counts)
 
     @property
     def noted(self) -> int:

@@ -107,7 +107,7 @@ def diagnose(
         run,
         first_batches(batches, max_batches),
         model=type(subject).__name__,
-        setting=f"PyTorch, {run.device}, {run.casting}",
+        setting=run.setting,
         tolerance=tolerance,
         in_use=scale,
         after_batch=after_batch,
@@ -144,7 +144,7 @@ class ModelRun:
 
     Attributes:
         device: The type of device of the model.
-        casting: How float16 comes into the model, in words.
+        setting: What it is computed with, in words.
     """
 
     def __init__(
@@ -158,7 +158,8 @@ class ModelRun:
         self.device = next(model.parameters()).device.type
         own = {parameter.dtype for parameter in model.parameters()}
         self._casts = torch.float16 not in own
-        self.casting = "autocast to float16" if self._casts else "its own float16"
+        casting = "autocast to float16" if self._casts else "its own float16"
+        self.setting = f"PyTorch, {self.device}, {casting}"
         self._wide: torch.nn.Module | None = None
         self._is_narrow = any(_is_narrow(t) for t in (*model.parameters(), *model.buffers()))
         self._without_onednn = False
@@ -173,19 +174,19 @@ class ModelRun:
         if self._is_narrow:
             model, widens = _widened(self._model), True
         try:
-            return self._pass(model, _copied(batch, widens), scale, None, watch, move)
+            return self._pass(model, batch, scale, None, watch, move, widens)
         except (ArgumentError, ArgumentTypeError):
             raise
         except Exception as error:
             if widens:
                 # The loss casts what it gives to the model.
-                return self._pass(self._model, _copied(batch), scale, None, watch, move)
+                return self._pass(self._model, batch, scale, None, watch, move)
             _name_device(batch, self._model, error)
             raise
 
     def _narrow_pass(self, batch: Any, scale: float, watch: bool) -> dict[str, Pass]:
         def narrow() -> dict[str, Pass]:
-            return self._pass(self._model, _copied(batch), scale, torch.float16, watch, "")
+            return self._pass(self._model, batch, scale, torch.float16, watch, "")
 
         if not self._without_onednn:
             try:
@@ -207,6 +208,7 @@ class ModelRun:
         dtype: torch.dtype | None,
         watch: bool,
         move: str,
+        widens: bool = False,
     ) -> dict[str, Pass]:
         casting = torch.autocast(self.device, dtype, enabled=dtype is not None and self._casts)
         with _as_it_was(model), _casting_to(dtype), contextlib.ExitStack() as stack:
@@ -217,10 +219,19 @@ class ModelRun:
             def forward(moving: _Watcher | None) -> dict[str, Any]:
                 # What was cast before belongs to a graph that is gone.
                 torch.clear_autocast_cache()
+                mine = _copied(batch, widens)
                 with casting, contextlib.nullcontext() if moving is None else moving:
-                    return _checked_losses(self._loss_fn(model, batch))
+                    return _checked_losses(self._loss_fn(model, mine))
 
             losses = forward(watcher)
+            unknown = set(self._owned) - set(losses)
+            if unknown:
+                raise ArgumentError(
+                    f"`parameters` names the loss {sorted(unknown)[0]!r}, and `loss_fn` returns "
+                    f"{', '.join(map(repr, losses))}."
+                )
+            # In autocast's own way the backward pass is outside of it.
+            stack.enter_context(torch.autocast(self.device, enabled=False))
             if move and watcher is not None:
                 return self._moved(losses, forward, watcher, move)
             return self._derived(model, losses, scale, watcher, dtype is not None)
@@ -246,7 +257,6 @@ class ModelRun:
             chosen = [(n, p) for n, p, given in named if owned is None or id(given) in owned]
             total = scaled(loss.reshape(()), scale)
             inside = watcher.tensors(total) if watcher is not None and not half else []
-            # In autocast's own way the backward pass is outside of it.
             gradients = torch.autograd.grad(
                 total,
                 [*(p for _, p in chosen), *inside],

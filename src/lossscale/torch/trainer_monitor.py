@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import dataclasses
 from typing import Any
 
 import torch
 
-from lossscale.callbacks import checked_settings
-from lossscale.diagnostics.records import StepRecord
 from lossscale.errors import ArgumentError
+from lossscale.monitoring.record import StepRecord
+from lossscale.monitoring.settings import MonitorSettings
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.monitor import Monitor
 from lossscale.torch.optimizer import TorchLossScaleOptimizer
@@ -19,16 +19,16 @@ class HostedMonitor:
     """A monitor that is made when training begins, and closed when it ends.
 
     Args:
-        path, every, tensorboard, histograms, on_floor, max_consecutive_skips, append,
-            on_write_error: As of `lossscale.torch.Monitor`.
+        path, every, tensorboard, on_floor, max_consecutive_skips, append, on_write_error,
+            measure_every, data, loss_fn: As of `lossscale.torch.Monitor`.
 
     Raises:
         ArgumentError, ArgumentTypeError, MissingPackageError: As of `lossscale.torch.Monitor`.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, **settings: Any) -> None:
+    def __init__(self, path: Any = None, **settings: Any) -> None:
         super().__init__()
-        self._settings = checked_settings(path, **settings)
+        self._settings = MonitorSettings(path, **settings)
         self._monitor: Monitor | None = None
         self._last: StepRecord | None = None
 
@@ -58,20 +58,21 @@ class HostedMonitor:
             )
         settings = self._settings
         if not is_first_process:
-            settings = settings._replace(path=None, tensorboard=None, histograms=False)
-        self._monitor = Monitor(watched[0], model, **settings._asdict(), steps_before=steps)
+            settings = dataclasses.replace(settings, path=None, tensorboard=None)
+        self._monitor = Monitor(watched[0], model, **vars(settings), steps_before=steps)
         self._steps = steps
 
-    def _took(self, steps: int, loss: Any) -> None:
+    def _took(self, steps: int, loss: Any, batch: Any = None) -> None:
         """Takes note of a step, if one was made.
 
         Args:
             steps: How many steps were made so far.
             loss: The loss of the last one, not scaled, or None.
+            batch: Its batch, or None.
         """
         if self._monitor is not None and steps > self._steps:
             self._steps = steps
-            self._monitor.step(loss)
+            self._monitor.step(loss, batch)
 
     def _end(self) -> None:
         if self._monitor is not None:

@@ -21,8 +21,8 @@ class TransformersMonitor(HostedMonitor, TrainerCallback):
     one writes the files.
 
     Args:
-        path, every, tensorboard, histograms, on_floor, max_consecutive_skips, append,
-            on_write_error: As of `lossscale.torch.Monitor`.
+        path, every, tensorboard, on_floor, max_consecutive_skips, append, on_write_error,
+            measure_every, data, loss_fn: As of `lossscale.torch.Monitor`.
 
     Raises:
         ArgumentError, ArgumentTypeError, MissingPackageError: As of `lossscale.torch.Monitor`. In

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 import lossscale
 import lossscale.optax
 from frameworks.jax.support import bits
-from lossscale.diagnostics import GradientHistogram, TrainingHistory
 from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentError,
@@ -25,13 +24,14 @@ from lossscale.errors import (
     TrainingHaltedError,
     UnsupportedError,
 )
+from lossscale.monitoring import TrainingHistory
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 RULE = lossscale.DynamicScale(initial_scale=8, growth_interval=4)
 PARAMS = {"dense": {"kernel": jnp.ones((2, 3)), "bias": jnp.zeros(3)}}
 BARE = lossscale.optax.loss_scaled(optax.adam(0.1), rule=RULE)
-NOTED = lossscale.optax.noted(BARE, histograms_every=4)
+NOTED = lossscale.optax.noted(BARE)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
@@ -95,15 +95,6 @@ def test_sampled_steps_count_what_is_between_them(tx, tmp_path):
     if tx is BARE:
         expected = [row for row in expected if row[0] in (1, 4, 7)]
     assert [(r.step, r.scale, r.steps_skipped) for r in records] == expected
-
-
-def test_exponents_are_those_of_the_unscaled_gradients(tmp_path):
-    records = history(NOTED, [True, True, True, True], tmp_path / "run.jsonl", every=2)
-    assert [bool(record.histograms) for record in records] == [False, False, True]
-    described = records[2].histograms
-    assert set(described) == {"dense/bias", "dense/kernel"}
-    found = GradientHistogram.from_dict(described["dense/kernel"])
-    assert found == GradientHistogram.from_array(np.full((2, 3), 2.0, np.float32))
 
 
 def test_a_loss_that_is_not_finite_is_the_reason(tmp_path):
@@ -234,84 +225,6 @@ def small_step(params, opt_state):
     return optax.apply_updates(params, updates), opt_state, loss
 
 
-def test_fidelity_is_measured_at_the_scale_in_use_and_what_is_lost_is_told(tmp_path):
-    params = jax.tree.map(jnp.copy, WEIGHTS)
-    opt_state, path = FIXED.init(params), tmp_path / "run.jsonl"
-    settings = {"every": 2, "fidelity_every": 4, "loss_fn": small_loss, "fidelity_data": BATCH}
-    with lossscale.optax.Monitor(FIXED, params, opt_state, path, **settings) as monitor:
-        params, opt_state, loss = small_step(params, opt_state)
-        with pytest.warns(LossScaleWarning, match="gradient of w is lost to zero in float16"):
-            monitor.step(opt_state, loss, params=params)
-        for _ in range(4):
-            # What was measured may be donated.
-            params, opt_state, loss = small_step(params, opt_state)
-            monitor.step(opt_state, loss, params=params)
-    records = TrainingHistory.read(path).records
-    measured = [(record.step, bool(record.fidelity)) for record in records]
-    assert measured == [(1, True), (2, False), (4, True), (5, False)]
-    report = lossscale.optax.diagnose(small_loss, WEIGHTS, [BATCH], in_use=4.0)
-    (wanted,) = report.fidelity.variables
-    found = records[0].fidelity["w"]
-    assert (found["lost"], found["error"], found["share"]) == pytest.approx(
-        (wanted.at[4.0].lost, wanted.at[4.0].error, 1.0), rel=1e-3
-    )
-
-
-def test_a_train_state_has_its_parameters_and_a_model_is_given():
-    from flax.training.train_state import TrainState
-
-    settings = {"fidelity_every": 1, "fidelity_data": BATCH * 2**12}
-    state = TrainState.create(apply_fn=None, params=WEIGHTS, tx=FIXED)
-    with lossscale.optax.Monitor(FIXED, WEIGHTS, state, loss_fn=small_loss, **settings) as monitor:
-        grads = jax.tree.map(jnp.zeros_like, WEIGHTS)
-        monitor.step(state.apply_gradients(grads=grads))
-    assert set(monitor.last_record.fidelity) == {"w"}
-
-    def loss_fn(model, batch, dtype):
-        model.set_attributes(dtype=dtype, raise_if_not_found=False)
-        return jnp.mean(model(batch).astype(jnp.float32) ** 2), "anything"
-
-    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, FIXED, wrt=nnx.Param)
-    params = nnx.state(model, nnx.Param)
-    grad = functools.partial(nnx.value_and_grad, has_aux=False)
-    settings = {**settings, "loss_fn": loss_fn, "grad": grad, "has_aux": True}
-    with lossscale.optax.Monitor(FIXED, params, optimizer, **settings) as monitor:
-        optimizer.update(model, jax.tree.map(jnp.zeros_like, params))
-        with pytest.raises(ArgumentError, match="params=params"):
-            monitor.step(optimizer)
-        monitor.step(optimizer, params=model)
-    assert set(monitor.last_record.fidelity) == {"bias", "kernel"}
-    assert model.dtype is None
-
-
-def test_a_loss_that_does_not_run_in_float16_trains_on():
-    def only_wide(params, batch, dtype):
-        if dtype == jnp.float16:
-            raise NotImplementedError("no kernel")
-        return small_loss(params, batch, dtype)
-
-    opt_state = FIXED.init(WEIGHTS)
-    settings = {"fidelity_every": 1, "loss_fn": only_wide, "fidelity_data": BATCH}
-    with lossscale.optax.Monitor(FIXED, WEIGHTS, opt_state, steps_before=0, **settings) as monitor:
-        with pytest.warns(LossScaleWarning, match="does not run here. no kernel"):
-            monitor.step(opt_state, params=WEIGHTS)
-        monitor.step(opt_state, params=WEIGHTS)
-    assert monitor.last_record.step == 2
-
-
-def test_a_loss_that_knows_nothing_of_float16_is_refused_before_anything_is_read():
-    opt_state = FIXED.init(WEIGHTS)
-    settings = {"fidelity_every": 1, "fidelity_data": BATCH}
-    with pytest.raises(ArgumentTypeError, match=r"loss_fn\(params, batch, dtype\)"):
-        lossscale.optax.Monitor(FIXED, WEIGHTS, opt_state, loss_fn=lambda p, b: 0.0, **settings)
-    settings["loss_fn"] = lambda params, batch, dtype: jnp.sum(batch @ params["w"])
-    monitor = lossscale.optax.Monitor(FIXED, WEIGHTS, opt_state, **settings)
-    with pytest.raises(ArgumentError, match="computes nothing in float16"):
-        monitor.step(opt_state, params=WEIGHTS)
-    assert monitor.last_record is None
-
-
 # What is noted changes nothing else.
 
 
@@ -388,8 +301,6 @@ def test_what_cannot_be_noted_is_refused():
         lossscale.optax.noted(NOTED)
     with pytest.raises(AlreadyWrappedError):
         lossscale.optax.loss_scaled(NOTED).init(PARAMS)
-    with pytest.raises(ArgumentError, match="`histograms_every`"):
-        lossscale.optax.noted(BARE, histograms_every=0)
     with pytest.raises(ArgumentTypeError, match=r"_replace\(loss_scaled=state\)"):
         NOTED.update(PARAMS, BARE.init(PARAMS), PARAMS)
     with pytest.raises(ArgumentError, match="notes of 2 gradients, and there are 1 now"):
@@ -403,14 +314,10 @@ def test_what_cannot_be_noted_is_refused():
         ({"opt_state": optax.adam(0.1).init(PARAMS)}, "with loss scaling"),
         ({"params": {"w": jnp.ones(2)}}, "has 1 arrays that are trained"),
         ({"every": 0}, "`every`"),
-        ({"every": 3, "path": "run.jsonl"}, "must be a multiple of `every`"),
         ({"steps_before": -1}, "`steps_before`"),
         ({"on_floor": "shout"}, "`on_floor`"),
-        ({"fidelity_every": 2}, "belong together"),
-        (
-            {"every": 4, "fidelity_every": 2, "loss_fn": small_loss, "fidelity_data": BATCH},
-            "`fidelity_every` must be a multiple of `every`",
-        ),
+        ({"measure_every": 2}, "needs `data`"),
+        ({"data": BATCH}, "needs `loss_fn`"),
     ],
 )
 def test_a_monitor_checks_its_arguments(arguments, message, tmp_path, monkeypatch):

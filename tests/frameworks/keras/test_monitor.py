@@ -8,8 +8,8 @@ import tensorflow as tf
 from frameworks.keras.support import assert_same, values
 from lossscale import DynamicScale, LossScaleOptimizer
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.diagnostics import GradientHistogram, TrainingHistory
 from lossscale.errors import ArgumentError
+from lossscale.monitoring import TrainingHistory
 from seeding import seed
 
 
@@ -57,7 +57,7 @@ def test_what_replicas_have_is_counted_together_and_once_and_changes_nothing(
     # the first, one of the second, and one of both.
     overflows = [(9, 2), (21, 2), (24, 1), (28, 2)]
     results = []
-    for callbacks in ([], [LossScaleMonitor(tmp_path / "run.jsonl", histograms=True)]):
+    for callbacks in ([], [LossScaleMonitor(tmp_path / "run.jsonl")]):
         with two_replicas.scope():
             model = net(keras.optimizers.Adam(0.01))
         x, y = data(4, overflows)
@@ -74,8 +74,6 @@ def test_what_replicas_have_is_counted_together_and_once_and_changes_nothing(
         ((name, 2, 0),),
         ((name, 3, 0),),
     ]
-    described = history.records[0].histograms["net/out/kernel"]
-    assert GradientHistogram.from_dict(described).size == 2 * 3
 
 
 def test_checkpoints_are_those_of_a_run_without_a_monitor(tmp_path):
@@ -83,7 +81,7 @@ def test_checkpoints_are_those_of_a_run_without_a_monitor(tmp_path):
         net(keras.optimizers.Adam(0.01), run_eagerly=True) for _ in ("monitored", "plain")
     )
     x, y = data(3, [(9, 1)])
-    fit(monitored, x, y, LossScaleMonitor(tmp_path / "run.jsonl", histograms=True))
+    fit(monitored, x, y, LossScaleMonitor(tmp_path / "run.jsonl"))
     plain.fit(x, y, batch_size=8, verbose=0)
     for source, target in ((monitored, plain), (plain, monitored)):
         saved = tf.train.Checkpoint(model=source).save(str(tmp_path / "checkpoint"))
@@ -100,14 +98,13 @@ def test_a_model_that_gets_its_shape_in_fit(tmp_path, eager):
     model = keras.Sequential([Root(name="root"), keras.layers.Dense(1)], name="net")
     mode = {"run_eagerly": True} if eager else {"jit_compile": False}
     model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.0)), "mse", **mode)
-    fit(model, *data(3, [(9, 1)]), LossScaleMonitor(tmp_path / "run.jsonl", histograms=True))
+    fit(model, *data(3, [(9, 1)]), LossScaleMonitor(tmp_path / "run.jsonl"))
     history = TrainingHistory.read(tmp_path / "run.jsonl")
     assert [tuple(r.nonfinite) for r in history.records] == [
         (),
         (("net/root/kernel", 1, 0),),
         (),
     ]
-    assert len(history.records[2].histograms) == 3
 
 
 def test_sparse_gradients_are_counted_as_they_are_stored(tmp_path):
@@ -123,10 +120,9 @@ def test_sparse_gradients_are_counted_as_they_are_stored(tmp_path):
     assert words.infs + words.nans == 8 * 2 * 3
 
 
-def test_tensorboard_gets_scalars_histograms_and_skips(tmp_path):
+def test_tensorboard_gets_scalars_and_skips(tmp_path):
     model = net(keras.optimizers.SGD(1.0), run_eagerly=True)
-    before = values(model.trainable_variables)
-    monitor = LossScaleMonitor(tensorboard=tmp_path / "board", histograms=True)
+    monitor = LossScaleMonitor(tensorboard=tmp_path / "board")
     fit(model, *data(2, [(9, 1)]), monitor)
     [file] = (tmp_path / "board").iterdir()
     events = list(tf.compat.v1.train.summary_iterator(str(file)))
@@ -135,14 +131,6 @@ def test_tensorboard_gets_scalars_histograms_and_skips(tmp_path):
     assert found["loss_scale/steps_skipped", 2].simple_value == 1.0
     [text] = [v for (tag, step), v in found.items() if "skipped" in tag and v.tensor.string_val]
     assert b"step 2: overflow; net/root/kernel (1 inf)" in text.tensor.string_val[0]
-    histogram = found["log2_gradient/net/out/kernel", 1].histo
-    gradient = before[1] - values(model.trainable_variables)[1]
-    logarithms = np.log2(np.abs(gradient.astype("float64")))
-    assert histogram.num == 3
-    assert histogram.min <= logarithms.min() < histogram.min + 1
-    assert histogram.max - 1 <= logarithms.max() < histogram.max
-    edges = [-np.inf, *histogram.bucket_limit]
-    np.testing.assert_array_equal(histogram.bucket, np.histogram(logarithms, edges)[0])
 
 
 def test_a_model_of_the_other_generation_is_refused():

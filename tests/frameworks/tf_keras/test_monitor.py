@@ -14,8 +14,8 @@ import tf_keras
 from frameworks.tf_keras.support import assert_same, data, dense, small_model, values
 from lossscale import DynamicScale, LossScaleOptimizer
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.diagnostics import GradientHistogram, TrainingHistory
 from lossscale.errors import ArgumentError, LossScaleWarning, TrainingHaltedError
+from lossscale.monitoring import TrainingHistory
 
 only_new = pytest.mark.parametrize("optimizers", ["new"], indirect=True)
 only_legacy = pytest.mark.parametrize("optimizers", ["legacy"], indirect=True)
@@ -69,13 +69,12 @@ def test_an_overflow_names_the_variable_and_counts_its_elements(optimizers, run_
     path = tmp_path / "run.jsonl"
     # The first batch builds it.
     model = net(optimizers.SGD(0.01), shape=None, run_eagerly=run_eagerly)
-    fit(model, *rows(3, [(9, 2)]), LossScaleMonitor(path, histograms=True))
+    fit(model, *rows(3, [(9, 2)]), LossScaleMonitor(path))
     history = TrainingHistory.read(path)
     assert history.steps == [1, 2, 3]
     assert history.scales == [256.0, 256.0, 128.0]
     assert nonfinite(history) == [(), (("root/kernel", 2, 0),), ()]
     assert history.records[1].reason == "overflow"
-    assert set(history.records[0].histograms) == {"root/kernel", "out/kernel", "out/bias"}
     assert set(history.header.versions) >= {"tf_keras", "tensorflow"}
 
 
@@ -84,7 +83,7 @@ def test_a_compiled_run_is_recorded_and_its_weights_are_those_without_a_monitor(
     optimizers, tmp_path
 ):
     path, results = tmp_path / "run.jsonl", []
-    for callbacks in ([], [LossScaleMonitor(path, every=2, histograms=True)]):
+    for callbacks in ([], [LossScaleMonitor(path, every=2)]):
         model = net(optimizers.Adam(0.01), jit_compile=True)
         fit(model, *rows(6, [(9, 2)]), *callbacks, epochs=2)
         results.append(values([*model.variables, *model.optimizer.variables()]))
@@ -93,20 +92,6 @@ def test_a_compiled_run_is_recorded_and_its_weights_are_those_without_a_monitor(
     overflows = [record.step for record in history.records if record.reason == "overflow"]
     assert overflows == [2, 8]
     assert [found for found in nonfinite(history) if found] == [(("root/kernel", 2, 0),)] * 2
-    names = {"root/kernel", "out/kernel", "out/bias"}
-    assert any(set(record.histograms) == names for record in history.records)
-
-
-@only_legacy
-def test_histograms_are_those_of_the_unscaled_gradients(optimizers, tmp_path):
-    path = tmp_path / "run.jsonl"
-    model = net(optimizers.SGD(1.0))
-    before = values(model.trainable_variables)
-    fit(model, *rows(1), LossScaleMonitor(path, histograms=True))
-    [record] = TrainingHistory.read(path).records
-    found = GradientHistogram.from_dict(record.histograms["out/kernel"])
-    gradient = before[1].astype("float64") - values(model.trainable_variables)[1]
-    np.testing.assert_allclose(found.mass, np.abs(gradient).sum(), rtol=1e-4)
 
 
 @only_legacy
@@ -115,12 +100,10 @@ def test_an_overflow_on_one_replica_is_counted_once(optimizers, two_replicas, tm
         model = net(optimizers.SGD(0.01))
     path = tmp_path / "run.jsonl"
     # In the second batch on the first replica, in the third on the other one.
-    fit(model, *rows(4, [(9, 2), (21, 2)]), LossScaleMonitor(path, histograms=True))
+    fit(model, *rows(4, [(9, 2), (21, 2)]), LossScaleMonitor(path))
     history = TrainingHistory.read(path)
     overflow = (("root/kernel", 2, 0),)
     assert nonfinite(history) == [(), overflow, overflow, ()]
-    # Summed gradients, which all replicas have.
-    assert GradientHistogram.from_dict(history.records[0].histograms["out/bias"]).size == 1
 
 
 @only_new
@@ -145,14 +128,13 @@ def test_logs_have_the_scale_and_the_skips(optimizers, tmp_path, capsys):
 def test_sampling_and_several_steps_per_execution(optimizers, tmp_path):
     path = tmp_path / "run.jsonl"
     model = net(optimizers.SGD(0.01), steps_per_execution=3)
-    monitor = LossScaleMonitor(path, every=6, histograms=True)
+    monitor = LossScaleMonitor(path, every=6)
     fit(model, *rows(9, [(25, 1), (33, 1)]), monitor)
     history = TrainingHistory.read(path)
     # The first and the last execution, the step that is sampled, and the last skip before it.
     assert history.steps == [3, 5, 6, 9]
     assert [record.steps_skipped for record in history.records] == [0, 2, 2, 2]
     assert nonfinite(history) == [(), (("root/kernel", 1, 0),), (), ()]
-    assert [bool(record.histograms) for record in history.records] == [False, False, True, False]
 
 
 @only_new
@@ -214,7 +196,7 @@ def test_what_is_watched_changes_no_weight_and_is_not_saved(optimizers, run_eage
     monitored, plain = (
         net(optimizers.Adam(0.01), run_eagerly=run_eagerly) for _ in ("monitored", "plain")
     )
-    monitor = LossScaleMonitor(tmp_path / "run.jsonl", every=2, histograms=True)
+    monitor = LossScaleMonitor(tmp_path / "run.jsonl", every=2)
     fit(monitored, *rows(6, [(9, 1)]), monitor)
     fit(plain, *rows(6, [(9, 1)]))
     assert_same(values(monitored.variables), values(plain.variables))
@@ -230,7 +212,7 @@ def test_what_is_watched_changes_no_weight_and_is_not_saved(optimizers, run_eage
 @only_new
 def test_what_is_watched_is_in_no_saved_model(optimizers, tmp_path):
     monitored = net(optimizers.Adam(0.01), run_eagerly=True)
-    fit(monitored, *rows(2, [(9, 1)]), LossScaleMonitor(tmp_path / "run.jsonl", histograms=True))
+    fit(monitored, *rows(2, [(9, 1)]), LossScaleMonitor(tmp_path / "run.jsonl"))
     monitored.save(tmp_path / "saved", save_format="tf")
     names = [
         name for name, _ in tf.train.list_variables(str(tmp_path / "saved/variables/variables"))

@@ -1,7 +1,6 @@
-"""The report on a model of PyTorch: every number beside one that is computed by hand."""
+"""Passes of a model of PyTorch beside what is computed by hand, and the report on it."""
 
 import copy
-import json
 import types
 
 import numpy as np
@@ -12,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 import lossscale
 from frameworks.torch.modules import LOSES, MODELS, batches_of, kernels_of, loss_fn, model_of
 from frameworks.torch.support import bits
-from lossscale.diagnostics import GradientReport, Verdict
+from lossscale.diagnosis.passes import LOSS, MODEL
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.torch.passes import new_run
+from lossscale.torch.scaling import stored
 
 diagnose = lossscale.torch.diagnose
 
@@ -21,8 +22,6 @@ diagnose = lossscale.torch.diagnose
 def gradients_by_hand(model, batch, scale, *, wide):
     """The gradients of the scaled loss as training has them, by `backward` of a copy."""
     model = copy.deepcopy(model)
-    if wide:
-        model, batch = model.double(), batch.double() if batch.is_floating_point() else batch
     state, make = torch.get_rng_state(), torch.autocast
     with pytest.MonkeyPatch.context() as patch:
         # A model that switches it on by itself is measured in float16 too.
@@ -38,104 +37,108 @@ def gradients_by_hand(model, batch, scale, *, wide):
     (loss * scale).backward()
     torch.set_rng_state(state)
     pairs = ((name, p.grad) for name, p in model.named_parameters() if p.requires_grad)
-    return {name: None if g is None else g.to_dense().numpy() for name, g in pairs}
+    return {name: None if g is None else stored(g).numpy() for name, g in pairs}
 
 
-def expected(model, batches, scale, reference_scale):
-    """What float16 loses of each gradient at a scale, and how wrong it is."""
-    pairs = {}
-    for batch in batches:
-        reference = gradients_by_hand(model, batch, reference_scale, wide=True)
-        found = gradients_by_hand(model, batch, scale, wide=False)
-        for name, g in reference.items():
-            h = found[name].astype(np.float64) / scale
-            pairs.setdefault(name, []).append((g / reference_scale, h))
-    numbers = {}
-    for name, both in pairs.items():
-        g, h = (np.concatenate([each[side].ravel() for each in both]) for side in (0, 1))
-        lost = np.abs(g)[h == 0].sum() / np.abs(g).sum()
-        numbers[name] = lost, np.linalg.norm(h - g) / np.linalg.norm(g)
-    return numbers
+RIGHT = ("shared", "own function", "casts by itself", "several losses")
+"""Where float16 loses less than 10 % of each gradient."""
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_what_float16_makes_of_each_gradient_is_what_training_makes_of_it(kind):
+def test_a_pass_has_the_gradients_of_training_and_the_report_says_what_it_loses(kind):
     model, batches = model_of(kind), batches_of(kind)
-    fidelity = diagnose(model, loss_fn, batches, reference="float64", in_use=2.0**9).fidelity
-    assert fidelity.missing == ""
-    # Something is wrong without a scale, and a scale mends it.
-    without, with_one = (
-        max(variable.at[scale].error for variable in fidelity.variables)
-        for scale in (1.0, fidelity.good)
-    )
-    assert without > 0.01
-    assert with_one < without / 2
-    assert fidelity.batches == 2
-    assert (fidelity.reference_scale == 1) == (kind != "casts by itself")
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert [variable.name for variable in fidelity.variables] == names
+    run = new_run(model, loss_fn)
     with kernels_of(kind):
-        for scale in (1.0, fidelity.good, 2.0**9):
-            wanted = expected(model, batches, scale, fidelity.reference_scale)
-            for variable in fidelity.variables:
-                found = variable.at[scale]
-                assert (found.lost, found.error) == pytest.approx(wanted[variable.name], rel=1e-6)
-        overflowing = gradients_by_hand(model, batches[0], fidelity.highest * 2, wide=False)
-        highest = gradients_by_hand(model, batches[0], fidelity.highest, wide=False)
-    assert not all(np.isfinite(h).all() for h in overflowing.values())
-    assert all(np.isfinite(h).all() for h in highest.values())
+        for half, scale in ((False, 1.0), (True, 1.0), (True, 2.0**9)):
+            wanted = gradients_by_hand(model, batches[0], scale, wide=not half)
+            found = run(batches[0], scale, half)[LOSS].gradients
+            assert list(found) == list(wanted)
+            for name, gradient in wanted.items():
+                np.testing.assert_array_equal(found[name], gradient)
+    report = diagnose(model, loss_fn, batches)
+    (measurement,) = report.measurements.values()
+    if kind in RIGHT:
+        assert report.verdict == "not needed"
+        return
+    assert report.verdict == "needed"
+    assert measurement.bottom > 0
+    with kernels_of(kind):
+        beyond = gradients_by_hand(model, batches[0], 2.0 ** (measurement.top + 1), wide=False)
+        others = gradients_by_hand(model, batches[1], 2.0 ** (measurement.top + 1), wide=False)
+    assert not all(np.isfinite(h).all() for h in (*beyond.values(), *others.values()))
 
 
-# --- The report ---------------------------------------------------------------------------------
+class Watched(torch.nn.Module):
+    """One operation of each kind: a function, a module, two tensors at once, a mask, a cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 8), torch.nn.Linear(4, 2)
+        self.mask = torch.eye(3, 4).bool()
+
+    def forward(self, x):
+        left, right = torch.chunk(self.first(x), 2, dim=1)
+        masked = (left * 2).masked_fill(self.mask, float("-inf"))
+        return self.second(torch.tanh(right) * masked.softmax(-1)) * 3
 
 
-def test_the_report_names_layers_and_tensors_on_the_way():
-    model = model_of("batch norm")
-    report = diagnose(model, loss_fn, batches_of("batch norm"))
-    layers = {variable.name: variable.layer for variable in report.fidelity.variables}
-    assert layers["0.weight"] == "0"
-    assert {tensor.name for tensor in report.ranges} >= {"output:Sequential", "activation:1"}
-    # What a module only passes on is not listed again.
-    assert "activation:4" not in {tensor.name for tensor in report.ranges}
-    assert report.framework == "PyTorch"
-    assert (report.batches, report.samples) == (2, 6)
-    text = str(report)
-    assert text.startswith("Loss scaling for Sequential in float16: re")
-    assert "under torch.autocast" in text
-    assert "Keras" not in text
-    assert "keras" not in text
-    assert GradientReport.from_json(report.to_json()) == report
-    assert json.loads(report.to_json())["fidelity"]["setting"] == "under torch.autocast"
+def test_what_each_operation_returns_is_seen_in_both_precisions_by_the_same_names():
+    torch.manual_seed(0)
+    model, batch = Watched(), torch.randn(3, 4) * 50
+    run = new_run(model, lambda m, b: (m(b).float() - 9000).square().mean())
+    wide, narrow = (run(batch, 1.0, half, watch=True)[LOSS].outputs for half in (False, True))
+    names = ["first (linear)", "Watched (chunk)", "Watched (mul)", "Watched (masked_fill)"]
+    assert list(wide)[:4] == list(narrow)[:4] == names
+    assert "second (linear)" in narrow
+    # What is float32 in both has no limit.
+    assert "Watched (sub)" not in narrow
+    assert "Watched (sub)" in wide
+    assert not narrow["Watched (masked_fill)"].finite
+    assert not wide["Watched (masked_fill)"].finite
+    assert narrow["Watched (masked_fill)"].largest == pytest.approx(
+        wide["Watched (masked_fill)"].largest, rel=1e-2
+    )
+    first = float(model.first(batch).detach().abs().max())
+    assert wide["first (linear)"].largest == pytest.approx(first)
+    assert narrow["first (linear)"].largest == pytest.approx(first, rel=1e-2)
+    assert wide[MODEL].reach == pytest.approx(9000)
+    assert np.isnan(narrow[MODEL].reach)
+    assert run(batch, 1.0, False, move=MODEL)[LOSS].loss == pytest.approx(0, abs=10)
 
 
-def test_gradients_inside_are_those_that_autograd_gives():
-    model, batch = model_of("convolution"), batches_of("convolution", 1)[0]
-    tensors = []
-    handles = [m.register_forward_hook(lambda m, i, o: tensors.append(o)) for m in model[::2]]
-    grads = torch.autograd.grad(loss_fn(model, batch), tensors)
-    for handle in handles:
-        handle.remove()
-    report = diagnose(model, loss_fn, [batch], quick=True)
-    masses = {tensor.name: tensor.histogram.mass for tensor in report.ranges}
-    for name, gradient in zip(("activation:0", "output:Sequential"), grads, strict=True):
-        assert masses[name] == pytest.approx(float(gradient.double().abs().sum()), rel=1e-6)
+def test_an_operation_of_the_forward_pass_that_overflows_is_named():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+
+    def loss(model, batch):
+        return torch.tanh(model[0](batch) * 1e6).float().mean()
+
+    report = diagnose(model, loss, [torch.ones(2, 4)])
+    assert report.verdict == "cannot help"
+    assert "Sequential (mul) goes beyond the range of float16" in str(report)
 
 
-def test_quick_computes_each_batch_once_and_predicts():
+def test_losses_have_a_forward_pass_together_and_a_verdict_each():
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(6, 1), "b": torch.nn.Linear(6, 1)})
     calls = []
 
-    def counted(model, batch):
-        calls.append(torch.is_autocast_enabled("cpu"))
-        return loss_fn(model, batch)
+    def losses(model, batch):
+        calls.append(1)
+        shared = model["a"](batch)
+        return {
+            "a": shared.float().mean(),
+            "b": (model["b"](batch) + shared).float().mean() / 2**30,
+        }
 
-    report = diagnose(model_of("linear"), counted, batches_of("linear", 3), quick=True)
-    assert calls == [False] * 3
-    assert report.fidelity is None
-    assert report.verdict is report.prediction.verdict
-    assert diagnose(model_of("linear"), loss_fn, batches_of("linear", 1), format="bfloat16").format
-    assert "bfloat16" in str(
-        diagnose(model_of("linear"), loss_fn, batches_of("linear", 1), format="bfloat16")
-    )
+    owned = {name: model[name].parameters() for name in ("a", "b")}
+    report = diagnose(model, losses, batches_of("linear", 2), parameters=owned)
+    assert {name: each.kind.value for name, each in report.verdicts.items()} == {
+        "b": "needed",
+        "a": "not needed",
+    }
+    assert [g.name for g in report.measurements["b"].gradients] == ["b.weight", "b.bias"]
+    assert len(calls) == report.measurements["a"].passes
+    with pytest.raises(ArgumentError, match="`parameters` names the loss 'c'"):
+        diagnose(model, losses, batches_of("linear", 1), parameters={"c": []})
 
 
 def test_no_more_batches_are_taken_than_asked_for():
@@ -146,8 +149,8 @@ def test_no_more_batches_are_taken_than_asked_for():
             taken.append(1)
             yield torch.ones(2, 6)
 
-    report = diagnose(model_of("own function"), loss_fn, endless(), max_batches=2, quick=True)
-    assert (report.batches, len(taken)) == (2, 2)
+    report = diagnose(model_of("own function"), loss_fn, endless(), max_batches=3)
+    assert next(iter(report.measurements.values())).batches == len(taken) == 3
 
 
 @pytest.mark.parametrize("kind", ["wrapper", "scaler", "torch's scaler", "number"])
@@ -161,14 +164,15 @@ def test_the_scale_in_use_is_measured_as_well(kind):
         "number": lambda: 64,
     }[kind]()
     report = diagnose(model, loss_fn, batches_of("linear", 1), in_use=in_use)
-    assert report.fidelity.in_use == 64.0
-    assert "lost at 2**6 (in use)" in str(report)
+    assert report.measurements[LOSS].in_use[0] == 64.0
+    assert "at the loss scale 2**6" in str(report)
 
 
 def test_a_model_that_fits_needs_no_scaling():
     report = diagnose(model_of("linear"), lambda m, b: loss_fn(m, b) / LOSES, batches_of("linear"))
-    assert report.verdict is Verdict.NOT_NEEDED
-    assert report.recommended_scale == 1.0
+    assert report.verdict == "not needed"
+    assert report.rule is None
+    assert "PyTorch, cpu, autocast to float16" in str(report)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -176,25 +180,21 @@ def test_a_model_in_16_bits_is_measured_as_it_is_beside_a_wide_copy(dtype):
     model = model_of("linear").to(dtype)
     batches = [batch.to(dtype) for batch in batches_of("linear", 1)]
     before = bits(model.state_dict())
-    report = diagnose(model, loss_fn, batches, reference="float32")
+    report = diagnose(model, loss_fn, batches)
     assert bits(model.state_dict()) == before
-    assert report.verdict in (Verdict.REQUIRED, Verdict.RECOMMENDED)
-    assert report.policy == str(dtype).removeprefix("torch.")
-    assert report.fidelity.reference_scale == 1
+    assert report.verdict == "needed"
     wide = copy.deepcopy(model).float()
     loss_fn(wide, batches[0].float()).backward()
     found = {name: p.grad for name, p in wide.named_parameters()}
-    for variable in report.fidelity.variables:
-        size = float(found[variable.name].double().abs().sum())
-        assert variable.at[1.0].mass == pytest.approx(size, rel=1e-5)
+    for gradient in report.measurements[LOSS].gradients:
+        assert gradient.largest == pytest.approx(float(found[gradient.name].abs().max()))
 
 
 def test_a_loss_that_casts_to_float16_itself_is_measured_beside_a_high_scale():
     model, batches = model_of("linear").half(), batches_of("linear", 2)
     report = diagnose(model, lambda model, batch: loss_fn(model, batch.half()) / 2**8, batches)
-    assert report.fidelity.reference_scale > 2**10
-    assert report.verdict is Verdict.REQUIRED
-    assert "computes in 16 bits whatever" in str(report)
+    assert report.verdict == "needed"
+    assert report.rule.min_scale > 2**6
 
 
 def test_a_model_that_float16_cannot_run_is_unknown_and_says_why():
@@ -205,8 +205,9 @@ def test_a_model_that_float16_cannot_run_is_unknown_and_says_why():
         return found.mean()
 
     report = diagnose(model_of("linear"), loss, batches_of("linear", 1))
-    assert report.verdict is Verdict.UNKNOWN
-    assert report.reason.startswith('The model does not run in float16 here: "inverse')
+    assert report.verdict == "unknown"
+    assert 'the model does not run in float16 here: "inverse' in str(report)
+    assert "float16 would overflow above a loss scale of 2**" in str(report)
 
 
 def test_random_numbers_are_drawn_alike_in_both_precisions():
@@ -220,7 +221,7 @@ def test_random_numbers_are_drawn_alike_in_both_precisions():
 
     report = diagnose(model_of("linear"), loss, batches_of("linear", 1))
     assert {torch.float16, torch.float32} <= set(drawn)
-    assert max(v.at[report.fidelity.good].error for v in report.fidelity.variables) < 2e-3
+    assert max(each.best for each in report.measurements[LOSS].gradients) < 2e-3
 
 
 def test_a_model_that_draws_what_cannot_be_repeated_is_unknown():
@@ -228,15 +229,17 @@ def test_a_model_that_draws_what_cannot_be_repeated_is_unknown():
     report = diagnose(
         model_of("linear"), lambda m, b: loss_fn(m, b) * next(numbers), batches_of("linear", 1)
     )
-    assert report.verdict is Verdict.UNKNOWN
-    assert "draws random numbers of its own" in report.reason
+    assert report.verdict == "unknown"
+    assert "draws random numbers" in str(report)
 
 
 def test_a_compiled_model_has_the_names_of_the_one_inside():
     model = torch.compile(model_of("linear"), backend="eager")
-    report = diagnose(model, loss_fn, batches_of("linear", 1), quick=True)
-    names = {tensor.name for tensor in report.ranges}
-    assert {"0.weight", "activation:0", "output:Sequential"} <= names
+    report = diagnose(model, loss_fn, batches_of("linear", 1))
+    found = report.measurements[LOSS]
+    assert report.model == "Sequential"
+    assert "0.weight" in {each.name for each in found.gradients}
+    assert "0 (linear)" in {each.name for each in found.operations}
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -247,8 +250,8 @@ def test_checkpoints_within_the_model_change_nothing(reentrant):
         inside = checkpoint(model[:3], batch.requires_grad_(), use_reentrant=reentrant)
         return (model[3:](inside).float() ** 2).mean() * LOSES
 
-    expected = diagnose(model, lambda m, b: loss_fn(m, b), batches).fidelity.variables
-    assert diagnose(model, loss, batches).fidelity.variables == expected
+    expected = diagnose(model, lambda m, b: loss_fn(m, b), batches).measurements[LOSS].gradients
+    assert diagnose(model, loss, batches).measurements[LOSS].gradients == expected
 
 
 # --- Mistakes -----------------------------------------------------------------------------------
@@ -298,8 +301,8 @@ def test_other_mistakes_have_one_sentence():
         diagnose(torch.nn.ReLU(), loss_fn, one)
     with pytest.raises(ArgumentError, match="weight has no shape yet"):
         diagnose(torch.nn.LazyLinear(1), loss_fn, one)
-    with pytest.raises(ArgumentError, match="'float32' or 'float64'"):
-        diagnose(LINEAR, loss_fn, one, reference="float16")
+    with pytest.raises(ArgumentError, match="`tolerance` must be a number between 0 and 1"):
+        diagnose(LINEAR, loss_fn, one, tolerance=10)
     with pytest.raises(ArgumentError, match="`in_use` must be"):
         diagnose(LINEAR, loss_fn, one, in_use=-1)
     elsewhere = torch.ones(2, 6, device="meta")

@@ -57,7 +57,7 @@ def test_nothing_is_left_behind(kind, ends):
 
     def loss(model, batch):
         calls.append(model.training)
-        if ends != "well" and len(calls) > 3:
+        if ends != "well" and len(calls) > 2:
             raise KeyboardInterrupt
         return loss_fn(model, batch.mul_(2))
 
@@ -68,7 +68,7 @@ def test_nothing_is_left_behind(kind, ends):
     assert everything(model) == before
     assert bits(batches) == data
     assert all(calls)
-    assert len(calls) > 3
+    assert len(calls) > 2
     if kind == "counting":
         assert model.calls == 1
 

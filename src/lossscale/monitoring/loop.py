@@ -1,0 +1,89 @@
+"""Monitors of loops that the user writes: told of each step, they read the sampled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lossscale.monitoring.monitor import Monitor, StepStats
+from lossscale.monitoring.record import StepRecord
+
+Read = Callable[[int], "StepStats | None"]
+"""Waits for the device. Given the number of the last step that was read, returns what there is to
+know now; None if it is gone."""
+
+
+class LoopMonitor:
+    """Samples steps, and records the last one when it is closed.
+
+    Args:
+        monitor: What the sampled ones are shown to.
+        start: How many steps were run before the first one.
+    """
+
+    def __init__(self, monitor: Monitor, start: int) -> None:
+        self._monitor = monitor
+        self._before = self._position = start
+        self._is_first = True
+        self._unread: tuple[Read, Any, Any] | None = None
+        monitor.open()
+
+    @property
+    def last_record(self) -> StepRecord | None:
+        """The last record of this monitor, or None."""
+        return self._monitor.last_record
+
+    def wrong_at(self) -> tuple[str, float] | None:
+        """Returns the gradient that is wrong by most at the scale in use, and by how much.
+
+        It is measured on `data`; the error is a share of the gradient. None before the first step
+        that was read.
+
+        Raises:
+            ArgumentError: If there is no `data` or no `loss_fn`. It is a `ValueError`.
+        """
+        return self._monitor.wrong_at()
+
+    def close(self) -> None:
+        """Records the last step, if it was not sampled, and closes the files."""
+        try:
+            if self._unread is not None:
+                self._sample(*self._unread)
+        finally:
+            self._unread = None
+            self._monitor.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _took(self, steps: int, read: Read, loss: Any, batch: Any = None) -> None:
+        """Takes note of steps, and reads if it is time.
+
+        Args:
+            steps: How many were run since the last call.
+            read: Reads what there is to know of them.
+            loss: The loss of the last one, a scalar of the framework, or None.
+            batch: Its batch, or None.
+        """
+        every, end = self._monitor.settings.every, self._position + steps
+        sampled = self._is_first or end // every > self._position // every
+        self._position = end
+        if sampled:
+            self._sample(read, loss, batch)
+        else:
+            self._unread = read, loss, batch
+
+    def _sample(self, read: Read, loss: Any, batch: Any) -> None:
+        self._unread = None
+        stats = read(self._before)
+        if stats is None:
+            return
+        self._is_first = False
+        before, self._before = self._before, stats.step
+        self._position = stats.step
+        if stats.step != before:
+            number = None if loss is None else float(loss)
+            self._monitor.observe(stats._replace(loss=number, batch=batch))

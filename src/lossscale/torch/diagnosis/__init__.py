@@ -1,1 +1,0 @@
-"""Measures what float16 does to the gradients of a PyTorch model."""
