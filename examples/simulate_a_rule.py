@@ -3,7 +3,7 @@
 import numpy as np
 
 from lossscale import DynamicScale
-from lossscale.diagnostics import critical_probability, simulate_gradients, simulate_random
+from lossscale.monitoring import critical_probability, simulate_gradients, simulate_random
 
 # Some batches overflow whatever the scale is: bad data, or float16 on the way forward.
 for growth_interval in (2000, 1000, 200):

@@ -91,8 +91,15 @@ class LossScaleMonitor:
         self._settings = _checked(path, **settings)
 
     if not TYPE_CHECKING:
-        # `help()` would show what `__new__` takes.
-        __new__.__signature__ = inspect.signature(__init__)
+        # `help()` would show what `__new__` takes, and no setting.
+        __init__.__signature__ = inspect.Signature(
+            [
+                inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+                *inspect.signature(MonitorSettings).parameters.values(),
+                inspect.signature(__init__).parameters["framework"],
+            ]
+        )
+        __new__.__signature__ = __init__.__signature__
 
     @property
     def last_record(self) -> StepRecord | None:

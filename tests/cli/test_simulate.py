@@ -12,7 +12,7 @@ from lossscale import DynamicScale, FixedScale
 from lossscale.cli.errors import UsageError
 from lossscale.cli.main import main
 from lossscale.cli.rule_text import rule_from_words
-from lossscale.diagnostics import HistoryHeader, StepRecord, TrainingHistory
+from lossscale.monitoring import HistoryHeader, StepRecord, TrainingHistory
 
 
 @pytest.fixture(autouse=True)

@@ -24,18 +24,17 @@ ARROWS = {
     "registry": "errors packages",
     "arguments": "errors checks rules",
     "optimizer": "arguments members registry rules",
-    "diagnostics": "errors checks packages rules registry monitoring **any",
     "diagnosis": "errors checks packages rules registry **any",
     "monitoring": "errors checks packages rules diagnosis",
     "callbacks": "errors registry monitoring",
-    "common": "errors packages diagnostics monitoring",
-    "jax": "errors rules common diagnostics monitoring *jax",
-    "tensorflow": "errors rules registry common diagnostics monitoring *tensorflow",
+    "common": "errors packages monitoring",
+    "jax": "rules common monitoring *jax",
+    "tensorflow": "errors rules registry common monitoring *tensorflow",
     "keras_common": "errors packages rules registry arguments optimizer common "
     "monitoring diagnosis",
     "torch": "errors checks packages rules registry arguments optimizer common "
-    "diagnostics diagnosis monitoring *torch",
-    "optax": "errors checks packages rules arguments common jax diagnostics monitoring *jax *optax",
+    "diagnosis monitoring *torch",
+    "optax": "errors checks packages rules arguments common jax diagnosis monitoring *jax *optax",
     # A backend of Keras imports its own framework as well.
     "keras": "errors packages rules members arguments optimizer older common keras_common "
     "tensorflow jax torch callbacks diagnosis *keras",
@@ -45,9 +44,9 @@ ARROWS = {
     "migration": "errors packages rules registry arguments optimizer older keras tf_keras **any",
     "installation": "registry packages older optimizer common experimental tensorflow",
     "frameworks": "",
-    "plots": "errors checks packages diagnosis diagnostics monitoring",
+    "plots": "errors packages diagnosis monitoring",
     "demo": "rules optimizer diagnosis monitoring plots optax keras torch **any",
-    "cli": "errors packages rules registry diagnosis diagnostics monitoring plots demo migration "
+    "cli": "errors packages rules registry diagnosis monitoring plots demo migration "
     "lossscale **any",
     "__main__": "cli",
     "lossscale": "errors rules optimizer installation",
@@ -136,8 +135,8 @@ def test_every_arrow_is_used():
         ("jax.loops", "import flax"),
         ("optax", "import keras"),
         ("experimental.loss_scale", "import tensorflow"),
-        ("plots.histogram", "import matplotlib.pyplot as plt"),
-        ("__init__", "from lossscale import diagnostics"),
+        ("plots.history", "import matplotlib.pyplot as plt"),
+        ("__init__", "from lossscale import diagnosis"),
         ("unheard_of", "import math"),
     ],
 )
@@ -150,8 +149,8 @@ def test_an_import_that_points_the_wrong_way_is_found(name, source):
     [
         ("rules", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("rules", "MODULE = 'lossscale.checks'\nSUFFIX = '.optimizer'"),
-        ("registry", "MODULE = 'lossscale.keras.diagnose'"),
-        ("diagnostics.measuring", "def f():\n    'See `lossscale.keras`.'"),
+        ("registry", "MODULE = 'lossscale.keras.passes'"),
+        ("diagnosis", "def f():\n    'See `lossscale.keras`.'"),
         ("keras.backends.torch_state", "import keras, torch"),
         ("keras.backends.jax", "from lossscale.jax import scaling"),
         ("keras.optimizer", "from . import slots\nfrom ..keras_common import optimizer"),
@@ -222,7 +221,6 @@ PUBLIC = (
     "cli",
     "demo",
     "diagnosis",
-    "diagnostics",
     "experimental",
     "migration",
     "monitoring",

@@ -7,8 +7,8 @@ import pytest
 
 from earlier_files import read
 from lossscale.arguments import config_from_rule
-from lossscale.diagnostics import Alarms, StepRecord
 from lossscale.errors import ArgumentError
+from lossscale.monitoring import Alarms, StepRecord
 from lossscale.rules import (
     LARGEST_SCALE,
     LONGEST_INTERVAL,

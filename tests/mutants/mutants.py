@@ -211,11 +211,10 @@ tests/frameworks/jax/test_conversions.py
 tests/frameworks/jax/test_monitor.py
     optax _Noted.update: unscaled(...) -> by_row  -k exponents
     optax Monitor.step: self._scale = jnp.copy(shown.scale) -> pass  -k recorded_with_its_scale
-    common on jax LoopMonitor._took: self._unread = read, loss -> pass  -k sampled_steps_count
-    common on jax LoopMonitor._fidelity: not self._has_probed or ... -> True
-        -k fidelity_is_measured
 tests/frameworks/jax/test_diagnose.py
-    optax _evaluated: ... + next(probes) -> ... * 2 + next(probes)  -k has_named
+    optax _Watched._steps: -2 * loss / ... * u -> -loss / ... * u  -k what_each_operation
+    optax _Watched._moved: part * steps[name][index] -> 0 * steps[name][index]  -k what_each_operation
+    optax LossRun._is_owned: owned is None or ... -> True  -k verdict_each
 tests/frameworks/jax/test_mistakes.py
     optax is_array: isinstance(...) -> True  -k functions_in_it
     optax _single_scale: scale.ndim -> False  -k state_of_several

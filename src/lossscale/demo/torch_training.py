@@ -89,8 +89,7 @@ def make_probe(digits: Digits, seed: int, outputs: int = OUTPUTS) -> Probe:
         return loss_of(model, images, labels, "float32", outputs)
 
     run = new_run(model, loss_fn)
-    setting = f"PyTorch, {run.device}, {run.casting}"
-    return Probe(lambda weights: _load(model, weights), run, batch, setting)
+    return Probe(lambda weights: _load(model, weights), run, batch, run.setting)
 
 
 def train(recipe: Recipe, digits: Digits, *, epochs: int, seed: int, **settings: Any) -> Run:

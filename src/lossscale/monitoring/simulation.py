@@ -398,7 +398,7 @@ def critical_probability(rule: DynamicScale) -> float:
         >>> f"{critical_probability(DynamicScale(growth_interval=100)):.2g}"
         '0.0069'
         >>> f"{critical_probability(DynamicScale(overflows_before_backoff=2)):.2g}"
-        '0.0021'
+        '0.0029'
     """
     if rule.overflows_before_backoff > 1:
         return _where_drift_is_zero(rule)

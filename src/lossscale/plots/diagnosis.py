@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lossscale.diagnosis.measurement import Measurement
-from lossscale.diagnosis.report import Report, headline, line_to_copy, percent
 from lossscale.errors import ArgumentError
 from lossscale.plots.labels import shortened
 from lossscale.plots.style import axes_or_new
+
+if TYPE_CHECKING:
+    from lossscale.diagnosis.measurement import Measurement
+    from lossscale.diagnosis.report import Report
 
 _BAD, _GOOD, _DIM = "#b3261e", "#1a7f37", "#8b95a3"
 _LOWEST, _HIGHEST = 1e-5, 5.0
@@ -36,6 +38,9 @@ def plot_diagnosis(report: Report, ax: Any | None = None, *, loss: str | None = 
         ArgumentError: If there is no such loss, or nothing was measured in float16. It is a
             `ValueError`.
     """
+    # Not at the top: it needs NumPy, which the names of this package do without.
+    from lossscale.diagnosis.report import headline, line_to_copy, percent
+
     name = next(iter(report.verdicts)) if loss is None else loss
     if name not in report.measurements:
         known = ", ".join(map(repr, report.measurements))
@@ -131,6 +136,8 @@ def _areas(ax: Any, found: Measurement, low: int, high: int) -> None:
 
 
 def _worst(ax: Any, found: Measurement) -> None:
+    from lossscale.diagnosis.report import percent
+
     worst = found.voting[0]
     points = [(e, max(error, _LOWEST)) for e, error in worst.errors.items() if error < math.inf]
     bad = found.wrong > found.tolerance

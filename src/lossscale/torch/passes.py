@@ -319,6 +319,7 @@ class _Watcher(TorchFunctionMode):
         self._path = [""]
         self._returned: dict[str, list[Any]] = {}
         self._hooks = contextlib.ExitStack()
+        self._is_keeping = False
 
     def __enter__(self) -> Any:
         for path, module in self.model.named_modules():
@@ -335,6 +336,8 @@ class _Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
+        if self._is_keeping:
+            return returned
         name = getattr(func, "__name__", "")
         if name == "__get__" or not any(_is_output(each) for each in tree_leaves(returned)):
             return returned
@@ -367,8 +370,12 @@ class _Watcher(TorchFunctionMode):
             kept.append(tensor)
             return tensor
 
-        with torch._C.DisableTorchFunction():
+        # What is done here is no operation of the model.
+        self._is_keeping = True
+        try:
             found = tree_map(keep, returned)
+        finally:
+            self._is_keeping = False
         self._returned[name] = kept
         return found
 

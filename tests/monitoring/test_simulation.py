@@ -7,7 +7,6 @@ import json
 import math
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from core.oracle import float32, trace
 from core.strategies import dynamic_scales
 from lossscale import DynamicScale, FixedScale
-from lossscale.diagnostics import (
+from lossscale.monitoring import (
     critical_probability,
     expected_drift,
     simulate,
@@ -44,30 +43,18 @@ def test_given_overflows_move_the_scale_as_the_oracle_says(rule, overflows):
     assert simulation.skip_rate == pytest.approx(np.mean(overflows))
 
 
-DTYPES = {
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-    "float8_e5m2": ml_dtypes.float8_e5m2,
-    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-}
-
-
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-@pytest.mark.parametrize("name", DTYPES)
-def test_gradients_overflow_where_rounding_overflows(name):
-    largest = float(ml_dtypes.finfo(DTYPES[name]).max)
+def test_gradients_overflow_where_rounding_overflows():
     rng = np.random.default_rng(0)
     rule = DynamicScale(initial_scale=2.0**8, growth_interval=3, max_scale=2.0**20)
     # Around the edge at each scale that comes, and on the very edge now and then.
-    edges = {"float16": 65520.0, "float8_e5m2": 61440.0, "float8_e4m3fn": 464.0}
-    edge = edges.get(name, largest)
-    magnitudes = edge / 2.0 ** rng.integers(0, 16, 500)
+    magnitudes = 65520.0 / 2.0 ** rng.integers(0, 16, 500)
     magnitudes[::2] *= rng.uniform(0.9, 1.1, 250)
     magnitudes = magnitudes.astype(np.float32)
-    simulation = simulate_gradients(rule, magnitudes, format=name)
+    simulation = simulate_gradients(rule, magnitudes)
     scaled = magnitudes.astype(np.float64) * simulation.scales[0]
     with np.errstate(all="ignore"):
-        rounded = scaled.astype(DTYPES[name])
+        rounded = scaled.astype(np.float16)
     assert simulation.overflowed[0].tolist() == (~np.isfinite(rounded)).tolist()
     assert 0.1 < simulation.skip_rate < 0.9
     expected = [scale for scale, _ in trace(rule, np.isfinite(rounded).tolist())]
@@ -262,7 +249,6 @@ def test_progress_is_told():
         (lambda: simulate_gradients(DynamicScale(), []), "`magnitudes` must be a sequence"),
         (lambda: simulate_gradients(DynamicScale(), [-1.0]), "numbers from 0 up"),
         (lambda: simulate_gradients(DynamicScale(), ["a"]), "numbers from 0 up"),
-        (lambda: simulate_gradients(DynamicScale(), [1.0], format="float12"), "`format`"),
         (lambda: simulate_random(DynamicScale(), 1.5), "`probability` must be"),
         (lambda: simulate_random(DynamicScale(), math.nan), "`probability` must be"),
         (lambda: simulate_random(DynamicScale(), "0.5"), "`probability` must be"),
