@@ -213,7 +213,8 @@ tests/frameworks/jax/test_monitor.py
     optax Monitor.step: self._scale = jnp.copy(shown.scale) -> pass  -k recorded_with_its_scale
 tests/frameworks/jax/test_diagnose.py
     optax _Watched._steps: -2 * loss / ... * u -> -loss / ... * u  -k what_each_operation
-    optax _Watched._moved: part * steps[name][index] -> 0 * steps[name][index]  -k what_each_operation
+    optax _Watched._moved: part * steps[name][index] -> 0 * steps[name][index]
+        -k what_each_operation
     optax LossRun._is_owned: owned is None or ... -> True  -k verdict_each
 tests/frameworks/jax/test_mistakes.py
     optax is_array: isinstance(...) -> True  -k functions_in_it
