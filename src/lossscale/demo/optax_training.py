@@ -10,7 +10,6 @@ from lossscale.demo.experiment import BATCH, LEARNING_RATE, MOMENTUM, OUTPUTS, R
 from lossscale.demo.experiment import first_weights as first_weights
 from lossscale.demo.images import Digits
 from lossscale.demo.probe import Probe
-from lossscale.diagnosis.passes import LOSS, Pass
 
 
 def logits_of(weights: Sequence[Any], images: Any, policy: str) -> Any:
@@ -42,30 +41,21 @@ def loss_of(weights: Any, images: Any, labels: Any, policy: str, outputs: int) -
 
 def make_probe(digits: Digits, seed: int, outputs: int = OUTPUTS) -> Probe:
     """Returns what measures gradients: on the first images, for any weights and scale."""
-    import jax
-    import numpy as np
+    import jax.numpy as jnp
 
-    loaded: list[Any] = []
+    from lossscale.optax.passes import new_run
 
-    def scaled(weights: Any, scale: Any, images: Any, labels: Any, policy: str) -> Any:
-        return loss_of(weights, images, labels, policy, outputs) * scale
+    def loss_fn(weights: Any, batch: Any, dtype: Any) -> Any:
+        images, labels = batch
+        policy = "float32" if dtype == jnp.float32 else "mixed_float16"
+        return loss_of(weights, images, labels, policy, outputs)
 
-    slope = jax.jit(jax.value_and_grad(scaled), static_argnames="policy")
-
-    def run(
-        batch: Any, scale: float, half: bool, *, watch: bool = False, move: str = ""
-    ) -> dict[str, Pass]:
-        policy = "mixed_float16" if half else "float32"
-        loss, gradients = slope(loaded, scale, *batch, policy=policy)
-        names = ("hidden", "hidden bias", "logits", "logits bias")
-        named = dict(zip(names, map(np.asarray, gradients), strict=True))
-        return {LOSS: Pass(named, float(loss) / scale)}
+    run = new_run(first_weights(seed), loss_fn)
 
     def load(weights: Any) -> None:
-        loaded[:] = weights
+        run.params = weights
 
-    batch = digits.images[:BATCH], digits.labels[:BATCH]
-    return Probe(load, run, batch, "JAX, mixed float16")
+    return Probe(load, run, (digits.images[:BATCH], digits.labels[:BATCH]), run.setting)
 
 
 def train(recipe: Recipe, digits: Digits, *, epochs: int, seed: int, **settings: Any) -> Run:

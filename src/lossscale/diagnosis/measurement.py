@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lossscale.diagnosis.passes import MODEL, Output, Pass, Run
-from lossscale.errors import ArgumentError, LossScaleError
+from lossscale.errors import LossScaleError
 
 TOLERANCE = 0.1
 """How wrong a gradient may be. An error doubles with each bit that gradients shrink in training:
@@ -218,39 +218,6 @@ def wrong_at(run: Run, batch: Any, scale: float) -> dict[str, tuple[str, float]]
         worst = max(wrong, key=lambda each: wrong[each], default="")
         found[name] = worst, wrong.get(worst, 0.0)
     return found
-
-
-def share_zeroed(reference: Any, values: Any) -> float:
-    """Returns the share of elements that are zero, and are not zero in a reference.
-
-    Args:
-        reference: A gradient in a format that does not flush it, such as float32; an array of any
-            shape.
-        values: The same gradient as it was computed in float16, at any scale; an array of the same
-            shape.
-
-    Returns:
-        The number of elements that are zero in `values` and not in `reference`, divided by the
-        number that are not zero in `reference`, from 0 to 1. 0 if there is none. An element of
-        the reference that is not finite is left out.
-
-    Raises:
-        ArgumentError: If the shapes differ. It is a `ValueError`.
-
-    Example:
-        >>> share_zeroed([0.0, 1e-9, 0.5, 0.25], [0.0, 0.0, 0.5, 0.25])
-        0.3333333333333333
-    """
-    expected, found = np.asarray(reference), np.asarray(values)
-    if expected.shape != found.shape:
-        raise ArgumentError(
-            "`reference` and `values` must have the same shape. "
-            f"Received: shapes {expected.shape} and {found.shape}."
-        )
-    counted = np.isfinite(expected) & (expected != 0)
-    if not counted.any():
-        return 0.0
-    return float(np.count_nonzero(counted & (found == 0)) / np.count_nonzero(counted))
 
 
 class _Passes:
