@@ -13,7 +13,6 @@ KERAS = {
         "_trainable_variables": "what the optimizer was built with, in the order of its slots",
         "_tracker": "what puts variables into that list",
         "_var_key": "what slots are found by",
-        "_get_variable_index": "which slot belongs to a variable",
         "_check_variables_are_known": "the error about a variable that it was not built with",
         "_track_variable": "what lists a variable, to see which of them `add_variable` has made",
     },

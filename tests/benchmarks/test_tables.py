@@ -97,7 +97,7 @@ OTHERS = {
     ),
     "docs/monitoring.md": (
         row("monitor", *MONITORS),
-        "| jax | 12.00" + " | 1.50 (1.25-2.00)" * 4 + " |",
+        "| jax | 12.00" + " | 1.50 (1.25-2.00)" * 3 + " |",
     ),
     "docs/pytorch.md": (
         row("alone", "bare", "fixed", shell="torch", point="fused, 1"),

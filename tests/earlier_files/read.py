@@ -84,4 +84,8 @@ def check_optax(name):
     """Checks a pickled state of Optax."""
     path, expected = path_and_facts("optax", name)
     transformation = of_users.TRANSFORMATIONS[path.stem]()
+    if path.stem == "noted":
+        # It noted histograms as well, which are gone: the step of the last one, and none of them.
+        del expected["leaves"][5]
+        expected["structure"] = expected["structure"].replace("*, *, *, *, *, ()", "*, *, *, *")
     assert_same(of_users.optax_facts(path, transformation), expected)

@@ -51,7 +51,6 @@ def history(tmp_path_factory):
                 loss=float("nan") if step == 4 else 0.5,
                 nonfinite=[("a/kernel", 3, 1)] if skipped else (),
                 steps_skipped=step // 3,
-                histograms={"a": {"bins": [1, 2]}},
             )
         )
     run.write(path)

@@ -213,7 +213,6 @@ tests/frameworks/jax/test_monitor.py
     optax Monitor.step: self._scale = jnp.copy(shown.scale) -> pass  -k recorded_with_its_scale
 tests/frameworks/jax/test_diagnose.py
     optax LossRun._owns: owned is None or ... -> True
-    optax _steps: loss / largest -> loss
 tests/frameworks/jax/test_mistakes.py
     optax is_array: isinstance(...) -> True  -k functions_in_it
     optax _single_scale: scale.ndim -> False  -k state_of_several
