@@ -72,7 +72,8 @@ class Report:
             title = self.model if len(self.measurements) == 1 else f"{self.model}, {name}"
             lines += [f"{title}: {headline(verdict)}", *_details(self.measurements[name], verdict)]
         found = next(iter(self.measurements.values()))
-        counted = f"{_several(found.batches, 'batch', 'batches')}, {found.passes} passes"
+        batches = _several(found.batches, "batch", "batches")
+        counted = f"{batches}, {_several(found.passes, 'pass', 'passes')}"
         lines.append(
             _line(
                 "measured",
