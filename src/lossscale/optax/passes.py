@@ -120,7 +120,7 @@ def diagnose(
         run,
         first_batches(batches, max_batches),
         model="this loss" if name == "<lambda>" else name,
-        setting=f"JAX, {jax.default_backend()}, compiled, by the loss with dtype=float16",
+        setting=run.setting,
         tolerance=tolerance,
         in_use=scale,
         after_batch=after_batch,
@@ -157,6 +157,7 @@ class LossRun:
 
     Attributes:
         params: The parameters; others of the same structure may take their place.
+        setting: What it is computed with, in words.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class LossRun:
     ) -> None:
         self.params, self._loss_fn, self._owned = params, loss_fn, owned
         self._has_aux, self._grad = has_aux, grad
+        self.setting = f"JAX, {jax.default_backend()}, compiled, by the loss with dtype=float16"
         self._compiled: dict[Any, tuple[Any, list[str]]] = {}
 
     def __call__(
