@@ -38,7 +38,7 @@ _PROBES = 6
 """How many scales are tried at most to find `bottom` on one batch."""
 _SPREAD = 36
 """Bits from where a gradient overflows to where one of numbers alike is lost."""
-_CREDIBLE = 0.9
+_CREDIBLE = 0.99
 """What has to become of a loss where an output is moved to where the loss should be 0."""
 
 

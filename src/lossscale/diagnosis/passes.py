@@ -15,6 +15,10 @@ MODEL = "the model's output"
 """Under this name all that the model returns stands in `Pass.outputs`, taken together."""
 
 
+PARTS = (1.0, 2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-10)
+"""How far an output is moved towards a loss of 0: behind a softmax only little of the way helps."""
+
+
 class Output(NamedTuple):
     """What an operation of the forward pass returned.
 
@@ -68,7 +72,7 @@ class Run(Protocol):
             watch: Whether to look at what the operations return.
             move: Name of one of the outputs of a pass that was watched in float32, or "". The loss
                 is computed once more, in float32 and without gradients, with this output where it
-                has to be for a loss of 0, and half the way there: `Pass.loss` is the lower of both.
+                has to be for a loss of 0, and at `PARTS` of the way: `Pass.loss` is the lowest.
         """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lossscale.diagnosis.batches import NO_NUMBERS, leaves
-from lossscale.diagnosis.passes import LOSS, MODEL, Output, Pass
+from lossscale.diagnosis.passes import LOSS, MODEL, PARTS, Output, Pass
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError
 
 NARROW = ("float16", "bfloat16")
@@ -310,7 +311,7 @@ class ModelRun:
     def _lowest(
         self, derived: Derived, name: str, output: str, scale: Any, forward: Forward, values: Any
     ) -> Any:
-        """The lower loss with an output where it has to be for a loss of 0, and half way there."""
+        """The lowest loss with an output on the way to where it has to be for a loss of 0."""
         indices = [index for index, (kept, _) in enumerate(derived.kept) if kept == output]
         steps = self._steps(derived, name, indices, derived.losses[name] * scale)
 
@@ -325,7 +326,7 @@ class ModelRun:
 
             return forward(values, change)[0][name]
 
-        return self.ops.minimum(moved(1.0), moved(0.5))
+        return functools.reduce(self.ops.minimum, map(moved, PARTS))
 
 
 # --- Precision ------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from lossscale.checks import checked_above_zero, checked_count
 from lossscale.diagnosis.batches import check_batches, checked_tolerance, first_batches
-from lossscale.diagnosis.passes import LOSS, MODEL, Output, Pass
+from lossscale.diagnosis.passes import LOSS, MODEL, PARTS, Output, Pass
 from lossscale.diagnosis.report import Report, report_on
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError
 from lossscale.jax import scaling
@@ -531,7 +531,7 @@ def _lowest(
     forward: Any,
     params: Any,
 ) -> Any:
-    """The lower loss with an output where it has to be for a loss of 0, and half way there."""
+    """The lowest loss with an output on the way to where it has to be for a loss of 0."""
     indices = _groups(derived.kept, operations).get(output, [])
     steps = dict(zip(indices, _steps(derived, name, indices, 1.0), strict=True))
 
@@ -544,7 +544,7 @@ def _lowest(
 
         return forward(params, change)[0][name]
 
-    return jnp.minimum(moved(1.0), moved(0.5))
+    return jnp.nanmin(jnp.stack([moved(part) for part in PARTS]))
 
 
 # --- What is given --------------------------------------------------------------------------------

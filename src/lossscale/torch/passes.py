@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.checks import checked_above_zero, checked_count
 from lossscale.diagnosis.batches import check_batches, checked_tolerance, first_batches
-from lossscale.diagnosis.passes import LOSS, MODEL, Output, Pass
+from lossscale.diagnosis.passes import LOSS, MODEL, PARTS, Output, Pass
 from lossscale.diagnosis.report import Report, report_on
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer
@@ -291,7 +291,7 @@ class ModelRun:
             steps = watcher.steps(output, loss)
             lowest = min(
                 float(forward(_Watcher(watcher.model, output, steps, part))[name].detach())
-                for part in (1.0, 0.5)
+                for part in PARTS
             )
             passes[name] = Pass({}, lowest)
         return passes
