@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-_WAYS = ("unscaled", "default", "advised")
+from benchmarks.calibration.outcomes import WAYS, regret
 
 
 def main(command_line: list[str] | None = None) -> int:
@@ -29,11 +29,11 @@ def main(command_line: list[str] | None = None) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     models = importlib.import_module(f"benchmarks.calibration.{options.library}_models")
     rows = []
-    print(table([], models.regret), flush=True)
+    print(table([]), flush=True)
     for task in models.TASKS:
         if options.only in task.name:
             rows.append(models.run(task))
-            print(table(rows[-1:], models.regret).splitlines()[-1], flush=True)
+            print(table(rows[-1:]).splitlines()[-1], flush=True)
     wrong = [row["task"] for row in rows if row["wrong"] == "WRONG"]
     alarms = sum(row["wrong"] == "alarm" for row in rows)
     print(f"\n{len(rows)} models: {len(wrong)} wrong, {alarms} scales that were not needed")
@@ -42,14 +42,14 @@ def main(command_line: list[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def table(rows: Sequence[dict[str, Any]], regret: Any) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """Returns a Markdown table: of what float32 gains, the share that each way loses."""
-    heads = ("model", "verdict", "rule", *_WAYS, "")
+    heads = ("model", "verdict", "rule", *WAYS, "")
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for row in rows:
         rule = row["rule"]
         scales = "-" if rule is None else f"{rule.initial_scale:.4g}, min {rule.min_scale:.4g}"
-        shares = [f"{regret(row, way):+.1%}" if way in row else "-" for way in _WAYS]
+        shares = [f"{regret(row, way):+.1%}" if way in row else "-" for way in WAYS]
         cells = (row["task"], row["verdict"], scales, *shares, row["wrong"])
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

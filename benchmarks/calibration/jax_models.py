@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,9 +15,8 @@ import optax
 import lossscale
 from benchmarks.calibration import data
 from benchmarks.calibration.data import Split
+from benchmarks.calibration.outcomes import contradiction
 
-FAILS = 0.05
-"""A training has failed whose quality has lost this share of what float32 gained."""
 _BATCH, _STEPS, _TEST = 64, 200, 400
 
 Forward = Callable[[Any, Any, Any], Any]
@@ -82,29 +80,8 @@ def run(task: Task) -> dict[str, Any]:
     }
     if report.rule is not None:
         row["advised"] = _train(task, jnp.float16, report.rule)
-    row["wrong"] = _wrong(row)
+    row["wrong"] = contradiction(row)
     return row
-
-
-def regret(row: dict[str, Any], way: str) -> float:
-    """The share of what float32 gained that a way to train has lost; NaN is infinite."""
-    lost = row[way] - row["float32"]
-    found = lost / abs(row["untrained"] - row["float32"])
-    return math.inf if math.isnan(found) else found
-
-
-def _wrong(row: dict[str, Any]) -> str:
-    """What the trainings say against the verdict; "alarm" for a scale that was not needed."""
-    fails = {
-        way: regret(row, way) > FAILS for way in ("unscaled", "default", "advised") if way in row
-    }
-    if row["verdict"] == "not needed":
-        return "WRONG" if fails["unscaled"] else ""
-    if row["verdict"] == "needed":
-        return "WRONG" if fails["advised"] else "" if fails["unscaled"] else "alarm"
-    if row["verdict"] == "unknown":
-        return ""
-    return "" if fails["unscaled"] and fails["default"] else "WRONG"
 
 
 def _train(task: Task, dtype: Any, rule: Any) -> float:

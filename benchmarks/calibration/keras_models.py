@@ -15,10 +15,9 @@ from keras import layers, ops
 import lossscale
 from benchmarks.calibration import data
 from benchmarks.calibration.data import Split
+from benchmarks.calibration.outcomes import contradiction
 from lossscale.diagnosis import diagnose
 
-FAILS = 0.05
-"""A training has failed whose quality has lost this share of what float32 gained."""
 _BATCH, _STEPS, _TEST = 64, 150, 400
 _CATEGORIES = "sparse_categorical_crossentropy"
 
@@ -280,29 +279,8 @@ def run(task: Task) -> dict[str, Any]:
     for way, rule in rules.items():
         if row["verdict"] != "unknown" and (rule is not None or way == "unscaled"):
             row[way] = _train(task, "mixed_float16", rule)
-    row["wrong"] = _wrong(row)
+    row["wrong"] = contradiction(row)
     return row
-
-
-def regret(row: dict[str, Any], way: str) -> float:
-    """The share of what float32 gained that a way to train has lost; NaN is infinite."""
-    lost = row[way] - row["float32"]
-    found = lost / abs(row["untrained"] - row["float32"])
-    return math.inf if math.isnan(found) else found
-
-
-def _wrong(row: dict[str, Any]) -> str:
-    """What the trainings say against the verdict; "alarm" for a scale that was not needed."""
-    fails = {
-        way: regret(row, way) > FAILS for way in ("unscaled", "default", "advised") if way in row
-    }
-    if row["verdict"] == "not needed":
-        return "WRONG" if fails["unscaled"] else ""
-    if row["verdict"] == "needed":
-        return "WRONG" if fails["advised"] else "" if fails["unscaled"] else "alarm"
-    if row["verdict"] == "unknown":
-        return ""
-    return "" if fails["unscaled"] and fails["default"] else "WRONG"
 
 
 def _model(task: Task, policy: str, optimizer: Any) -> Any:
