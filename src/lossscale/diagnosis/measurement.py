@@ -230,7 +230,6 @@ class _Passes:
     def begin(self, batch: Any, *, watch: bool = True) -> None:
         """Computes the reference on a batch, whose passes follow."""
         self.batch = batch
-        self.narrow: dict[float, dict[str, Pass]] = {}
         self.errors: dict[tuple[str, float], dict[str, float]] = {}
         self.references = self._counted(1.0, False, watch=watch)
 
@@ -300,14 +299,14 @@ class _Loss:
         return bool(self._found.unknown or self._found.ends_at)
 
     def result(self) -> Measurement:
-        top, bounded = self._top, self._top is None
+        top = self._top
         found = dataclasses.replace(
             self._found,
             gradients=tuple(self._rows.values()),
             operations=tuple(self._operations.values()),
             bottom=self._bottom,
             top=self._bound if top is None else top,
-            top_is_bound=bounded,
+            top_is_bound=top is None,
         )
         if not self.is_over and all(each.is_noise for each in found.gradients):
             found = dataclasses.replace(
@@ -326,7 +325,8 @@ class _Loss:
             in_use: The loss scale that trains, or None.
         """
         numbers = [g for g in reference.gradients.values() if g is not None]
-        self._add_rows(reference, {})
+        given = reference
+        self._add_gradients(reference)
         if not math.isfinite(reference.loss) or not all(np.isfinite(g).all() for g in numbers):
             which = "the loss" if not math.isfinite(reference.loss) else "a gradient"
             return self._stop(unknown=f"{which} is not finite in float32 already")
@@ -350,11 +350,12 @@ class _Loss:
         self._look_at_scales(passes, _predicted_top(largest))
         if in_use is not None:
             self._add_in_use(passes, in_use)
-        for exponent in sorted({e for name, e in passes.errors if name == self._name}):
-            if isinstance(exponent, int):
-                self._add_rows(
-                    passes.references[self._name], {exponent: passes.at(self._name, exponent)}
-                )
+        if passes.references[self._name] is not given:
+            self._add_gradients(passes.references[self._name])
+        for (name, exponent), errors in passes.errors.items():
+            # The scale in use need not be a power of two.
+            if name == self._name and isinstance(exponent, int):
+                self._add_errors(exponent, errors)
         return None
 
     def find_missing_tops(self, passes: _Passes) -> None:
@@ -520,27 +521,24 @@ class _Loss:
         if worst and (before is None or wrong[worst] > before[2]):
             self._stop(in_use=(scale, worst, wrong[worst]))
 
-    def _add_rows(self, reference: Pass, errors: Mapping[int, Mapping[str, float]]) -> None:
+    def _add_gradients(self, reference: Pass) -> None:
         for name, gradient in reference.gradients.items():
             if gradient is None:
                 continue
-            found = Gradient(
-                name,
-                gradient.size,
-                float(np.abs(gradient).max(initial=0)),
-                {exponent: by[name] for exponent, by in errors.items() if name in by},
-                0.0 if errors else _rounded_to_bfloat16(gradient),
-            )
+            largest = float(np.abs(gradient).max(initial=0))
+            found = Gradient(name, gradient.size, largest, {}, _rounded_to_bfloat16(gradient))
             before = self._rows.get(name, found)
-            worst = dict(before.errors)
-            for exponent, error in found.errors.items():
-                worst[exponent] = max(error, worst.get(exponent, 0.0))
             self._rows[name] = dataclasses.replace(
-                found,
+                before,
                 largest=max(found.largest, before.largest),
-                errors=dict(sorted(worst.items())),
                 bfloat16=max(found.bfloat16, before.bfloat16),
             )
+
+    def _add_errors(self, exponent: int, errors: Mapping[str, float]) -> None:
+        for name, error in errors.items():
+            before = self._rows[name]
+            worst = {**before.errors, exponent: max(error, before.errors.get(exponent, 0.0))}
+            self._rows[name] = dataclasses.replace(before, errors=dict(sorted(worst.items())))
 
 
 def _highest(finite: Callable[[int], bool], most: int, start: int) -> int:
