@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from lossscale import registry
+import lossscale.registry as registry
 from lossscale.common import monkeypatch
 from lossscale.common.checks import living_wrapper
 from lossscale.common.monkeypatch import DocumentedNames

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from lossscale import registry
+import lossscale.registry as registry
 from lossscale.arguments import arguments_from_config, check_config, growth_steps
 from lossscale.members import OptimizerMembers
 from lossscale.rules import ScaleRule

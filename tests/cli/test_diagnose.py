@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import lossscale
-from lossscale.cli import diagnose, progress
-from lossscale.cli.errors import UsageError
+from lossscale.cli import console, diagnose
+from lossscale.cli.files import UsageError
 from lossscale.cli.main import main
-from lossscale.demo import experiment, images, training
+from lossscale.demo import experiment, training
 
 ROWS = 40
 
@@ -59,7 +59,7 @@ def files(tmp_path_factory):
     model.compile("sgd", ["mse", "mse"])
     model.save(folder / "several.keras")
 
-    data = images.load_digits(0)
+    data = experiment.load_digits(0)
     x, y = data.images[:ROWS], data.labels[:ROWS]
     rng = np.random.default_rng(0)
     several = {"a": rng.normal(size=(9, 3)), "b": rng.normal(size=(9, 2))}
@@ -167,10 +167,10 @@ def test_several_inputs_and_outputs_by_their_names(run):
 
 
 def test_what_takes_long_is_said_also_where_nobody_reads(monkeypatch, capfd):
-    monkeypatch.setattr(progress, "_SHOWN_AFTER", 0.05)
-    monkeypatch.setattr(progress, "_BETWEEN_LINES", 0.05)
+    monkeypatch.setattr(console, "_SHOWN_AFTER", 0.05)
+    monkeypatch.setattr(console, "_BETWEEN_LINES", 0.05)
     number = itertools.count(1)
-    with progress.waiting(lambda: f"batch {next(number)}"):
+    with console.waiting(lambda: f"batch {next(number)}"):
         time.sleep(0.5)
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].startswith("lossscale: batch 1 (")

@@ -10,8 +10,8 @@ from importlib import metadata
 import pytest
 
 from lossscale.cli import environment, info
+from lossscale.cli.console import progress
 from lossscale.cli.main import main
-from lossscale.cli.progress import progress
 from lossscale.cli.trial_step import take_trial_step
 
 NAMES = [shell.name for shell in environment.SHELLS]

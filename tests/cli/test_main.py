@@ -11,12 +11,11 @@ import sys
 import pytest
 
 import lossscale
-from lossscale.cli import backend as backends
+from lossscale.cli import arguments, demo
 from lossscale.cli import console as consoles
-from lossscale.cli import demo
 from lossscale.cli.main import main
 from lossscale.demo.experiment import RECIPES, Run
-from lossscale.demo.table import print_table
+from lossscale.demo.output import print_table
 
 
 @pytest.fixture(autouse=True)
@@ -103,21 +102,21 @@ def test_the_default_backend(monkeypatch):
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     monkeypatch.setitem(sys.modules, "keras", FakeKeras)
-    assert backends.choose_backend(None) == "torch"
+    assert arguments.choose_backend(None) == "torch"
     monkeypatch.delitem(sys.modules, "keras")
-    assert backends.choose_backend(None) == "jax"
-    assert backends.choose_backend("torch") == "torch"
+    assert arguments.choose_backend(None) == "jax"
+    assert arguments.choose_backend("torch") == "torch"
     monkeypatch.delenv("KERAS_BACKEND")
-    assert backends.choose_backend(None) == "tensorflow"
+    assert arguments.choose_backend(None) == "tensorflow"
     monkeypatch.setenv("KERAS_BACKEND", "theano")
     with pytest.raises(Exception, match="not 'theano'"):
-        backends.choose_backend(None)
+        arguments.choose_backend(None)
 
 
 def test_silenced_drops_what_compiled_code_writes_and_gives_it_back(capfd):
-    with backends.silenced():
+    with consoles.silenced():
         os.write(2, b"hidden\n")
-    with pytest.raises(ZeroDivisionError), backends.silenced():
+    with pytest.raises(ZeroDivisionError), consoles.silenced():
         raise ZeroDivisionError
     os.write(2, b"shown\n")
     assert capfd.readouterr().err == "shown\n"

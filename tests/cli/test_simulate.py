@@ -9,9 +9,9 @@ import pytest
 
 from core.oracle import trace
 from lossscale import DynamicScale, FixedScale
-from lossscale.cli.errors import UsageError
+from lossscale.cli.arguments import rule_from_words
+from lossscale.cli.files import UsageError
 from lossscale.cli.main import main
-from lossscale.cli.rule_text import rule_from_words
 from lossscale.monitoring import HistoryHeader, StepRecord, TrainingHistory
 
 

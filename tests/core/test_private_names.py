@@ -18,7 +18,7 @@ PRIVATE_MODULES = re.compile(
 )
 MAY_NAME_THEM = {
     # The name of a class in a file, and a module that is there or not.
-    "lossscale.migration.keras_2_12",
+    "lossscale.migration.tf_keras_models",
     "lossscale.tf_keras.installing",
 }
 LISTED = {

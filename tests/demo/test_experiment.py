@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("keras")
 
 from lossscale.cli.main import build_parser
-from lossscale.demo import experiment, images, optax_training, torch_training, training
+from lossscale.demo import experiment, optax_training, torch_training, training
 
 FLOAT32, UNSCALED, FIXED, DYNAMIC = experiment.RECIPES
 NATIVE = {"torch": torch_training, "optax": optax_training}
@@ -20,7 +20,7 @@ WAYS = {"keras": training, **NATIVE}
 
 @pytest.fixture(scope="module")
 def data():
-    return images.load_digits(seed=0)
+    return experiment.load_digits(seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def test_all_digits_are_there_once(data):
 
 
 def test_the_seed_chooses_the_test_images(data):
-    assert np.array_equal(images.load_digits(0).test_images, data.test_images)
-    assert not np.array_equal(images.load_digits(1).test_images, data.test_images)
+    assert np.array_equal(experiment.load_digits(0).test_images, data.test_images)
+    assert not np.array_equal(experiment.load_digits(1).test_images, data.test_images)
 
 
 def test_both_precisions_start_from_the_same_weights(weights):
@@ -106,7 +106,7 @@ def test_float16_stays_cheap_without_hardware_for_it(weights):
     assert {type(layer).__name__ for layer in model.layers} == {"Flatten", "Dense", "Activation"}
     products = sum(weight.size for weight in weights if weight.ndim == 2)
     epochs = build_parser().parse_args(["demo"]).epochs
-    images_seen = epochs * (3 * (1437 + experiment.BATCH) + images.TEST_IMAGES)
+    images_seen = epochs * (3 * (1437 + experiment.BATCH) + experiment.TEST_IMAGES)
     runs = sum(recipe.policy == "mixed_float16" for recipe in experiment.RECIPES)
     assert runs * images_seen * products * 20e-9 < 15
 

@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lossscale.cli.backend import choose_backend, silenced
-from lossscale.cli.console import new_console
+from lossscale.cli.arguments import choose_backend, integer, seed
+from lossscale.cli.console import new_console, silenced
 from lossscale.cli.files import check_picture
-from lossscale.cli.numbers import integer, seed
 from lossscale.packages import BACKENDS, require
 
 NATIVE = {
@@ -92,14 +91,14 @@ def run(arguments: argparse.Namespace) -> int:
         packages, framework = ("keras", backend), f"Keras on {backend}"
     require("matplotlib", "numpy", "rich", "sklearn", *packages)
     # These need what was just checked.
-    from lossscale.demo import picture, table
+    from lossscale.demo import output
 
     started = time.perf_counter()
     console = new_console()
-    table.introduce(console, framework, arguments.epochs, arguments.seed)
+    output.introduce(console, framework, arguments.epochs, arguments.seed)
     runs, report = _train_all(console, framework, backend, arguments.epochs, arguments.seed)
-    table.print_table(console, runs)
-    picture.draw(runs, report, arguments.output)
+    output.print_table(console, runs)
+    output.draw(runs, report, arguments.output)
     console.print(f"Picture: {arguments.output}", soft_wrap=True, markup=False)
     console.print(f"Time:    {time.perf_counter() - started:.0f} seconds in all")
     return 0
@@ -116,17 +115,15 @@ def _train_all(
 ) -> tuple[list[Any], Any]:
     """Trains four ways; the runs, and the diagnosis at the first weights."""
     from lossscale.demo import progress
-    from lossscale.demo.experiment import RECIPES
+    from lossscale.demo.experiment import RECIPES, load_digits
 
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Keras reads its backend when it is imported, and imports TensorFlow late, whatever the
     # backend, if it is installed.
     with progress.waiting(console, f"Importing {framework.split()[0].strip(',')}"), silenced():
-        from lossscale.demo import images
-
         module = _training_on(backend)
-        data = images.load_digits(seed)
+        data = load_digits(seed)
         probe = module.make_probe(data, seed)
         report = probe.report(module.first_weights(seed))
     with progress.training(console, RECIPES, epochs) as show:

@@ -9,11 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lossscale.cli.backend import choose_backend, silenced
-from lossscale.cli.errors import UsageError
-from lossscale.cli.files import check_picture, usage_errors
-from lossscale.cli.numbers import integer
-from lossscale.cli.progress import waiting
+from lossscale.cli.arguments import choose_backend, integer
+from lossscale.cli.console import silenced, waiting
+from lossscale.cli.files import UsageError, check_picture, usage_errors
 from lossscale.errors import LossScaleError
 from lossscale.packages import BACKENDS, require
 

@@ -1,4 +1,4 @@
-"""Files that verbs read and write, with one line for each thing that can be wrong with them."""
+"""Files that verbs read and write, and the one line that says what is wrong with them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lossscale.cli.errors import UsageError
-from lossscale.cli.progress import progress
+from lossscale.cli.console import progress
 from lossscale.errors import LossScaleError, MissingPackageError
 
 PICTURE_FORMATS = (".png", ".pdf", ".svg")
+
+
+class CommandError(Exception):
+    """The command cannot go on. Its text is shown after the name of the program."""
+
+    exit_status = 1
+
+
+class UsageError(CommandError):
+    """An argument cannot be used."""
+
+    exit_status = 2
 
 
 def check_picture(option: str, path: Path, formats: tuple[str, ...] = PICTURE_FORMATS) -> None:

@@ -8,6 +8,7 @@ import platform
 from typing import Any
 
 from lossscale import __version__
+from lossscale.cli.console import progress
 from lossscale.cli.environment import (
     SHELLS,
     gpus,
@@ -15,7 +16,6 @@ from lossscale.cli.environment import (
     keras_backend,
     why_not,
 )
-from lossscale.cli.progress import progress
 from lossscale.cli.trial_step import take_trial_step
 
 

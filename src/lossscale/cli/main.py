@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from lossscale import __version__
 from lossscale.cli import demo, diagnose, info, migrate, plot, simulate
-from lossscale.cli.errors import CommandError, UsageError
+from lossscale.cli.files import CommandError, UsageError
 from lossscale.errors import MissingPackageError
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lossscale.cli.backend import choose_backend, silenced
-from lossscale.cli.console import new_console
-from lossscale.cli.errors import UsageError
+from lossscale.cli.arguments import choose_backend
+from lossscale.cli.console import new_console, silenced
+from lossscale.cli.files import UsageError
 from lossscale.errors import LossScaleError, LossScaleWarning, MissingPackageError
 from lossscale.packages import require
 

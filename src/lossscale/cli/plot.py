@@ -8,8 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from lossscale.cli.errors import UsageError
-from lossscale.cli.files import check_picture, read_history, usage_errors
+from lossscale.cli.files import UsageError, check_picture, read_history, usage_errors
 from lossscale.monitoring.record import power_of_two
 from lossscale.packages import require
 

@@ -7,12 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lossscale.cli.console import new_console
-from lossscale.cli.errors import UsageError
-from lossscale.cli.files import check_picture, read_history, usage_errors
-from lossscale.cli.numbers import integer, probability, seed
-from lossscale.cli.progress import progress
-from lossscale.cli.rule_text import rule_from_words
+from lossscale.cli.arguments import integer, probability, rule_from_words, seed
+from lossscale.cli.console import new_console, progress
+from lossscale.cli.files import UsageError, check_picture, read_history, usage_errors
 from lossscale.monitoring.record import power_of_two
 from lossscale.monitoring.simulation import (
     LARGEST_SIMULATION,

@@ -6,9 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from lossscale.demo.experiment import BATCH, OUTPUTS, Recipe, Run
-from lossscale.demo.images import Digits
-from lossscale.demo.probe import Probe
+from lossscale.demo.experiment import BATCH, OUTPUTS, Digits, Probe, Recipe, Run
 
 
 class Learner(Protocol):

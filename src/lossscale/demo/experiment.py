@@ -1,11 +1,17 @@
-"""What is compared: four ways to train, and what happened in each. Needs no framework."""
+"""What is compared: four ways to train on the digits, and what happened in each.
+
+Needs no framework.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from lossscale.diagnosis import passes
+from lossscale.diagnosis.report import Report, report_on
 from lossscale.rules import DynamicScale, FixedScale, ScaleRule
 
 OUTPUTS = 2**20
@@ -107,3 +113,88 @@ def first_weights(seed: int) -> list[Any]:
         matrix = random.uniform(-limit, limit, (inputs, outputs))
         weights += [matrix.astype(np.float32), np.zeros(outputs, np.float32)]
     return weights
+
+
+TEST_IMAGES = 360
+
+
+class Digits(NamedTuple):
+    """Images of digits and what they show.
+
+    Attributes:
+        images: float32 array of shape (n, 8, 8), from 0 to 1; n is 1437.
+        labels: int64 array of shape (n,), from 0 to 9.
+        test_images: The same for the 360 images that are not trained on.
+        test_labels: Their labels.
+    """
+
+    images: Any
+    labels: Any
+    test_images: Any
+    test_labels: Any
+
+
+def load_digits(seed: int) -> Digits:
+    """Returns the 1,797 digits that come with scikit-learn, a fifth of them for testing.
+
+    Args:
+        seed: Which images are tested on.
+    """
+    from sklearn.datasets import load_digits as load
+    from sklearn.model_selection import train_test_split
+
+    data = load()
+    images = (data.images / 16).astype("float32")
+    trained, tested, labels, test_labels = train_test_split(
+        images, data.target, test_size=TEST_IMAGES, random_state=seed, stratify=data.target
+    )
+    return Digits(trained, labels, tested, test_labels)
+
+
+class Probe(NamedTuple):
+    """A model to look at, which is not trained.
+
+    Attributes:
+        load: Gives it weights, as the learner of its framework returns them.
+        run: Computes its gradients.
+        batch: What it is measured on.
+        setting: What it computes with, in words.
+    """
+
+    load: Callable[[Any], None]
+    run: passes.Run
+    batch: Any
+    setting: str
+
+    def gradients(self, weights: Any, scale: float = 1.0, *, half: bool = False) -> Any:
+        """Returns every gradient of the scaled loss, a float32 array of shape (weights,).
+
+        Args:
+            weights: The weights.
+            scale: What the loss is multiplied by, in float32.
+            half: Whether to compute in float16.
+        """
+        import numpy as np
+
+        self.load(weights)
+        found = self.run(self.batch, scale, half)[passes.LOSS].gradients
+        return np.concatenate([gradient.ravel() for gradient in found.values()])
+
+    def share_flushed(self, weights: Any, scale: float) -> float:
+        """Returns the share of gradients that are not zero in float32, but zero in float16.
+
+        So it also counts where not the gradient itself is too small for float16, but one that it
+        is computed from.
+
+        Args:
+            weights: The weights.
+            scale: The loss scale in float16.
+        """
+        counted = self.gradients(weights) != 0
+        flushed = counted & (self.gradients(weights, scale, half=True) == 0)
+        return float(flushed.sum() / max(counted.sum(), 1))
+
+    def report(self, weights: Any) -> Report:
+        """Returns the diagnosis of the model with these weights."""
+        self.load(weights)
+        return report_on(self.run, [self.batch], model="digits", setting=self.setting)

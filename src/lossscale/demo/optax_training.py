@@ -6,10 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lossscale.demo.epochs import learn
-from lossscale.demo.experiment import BATCH, LEARNING_RATE, MOMENTUM, OUTPUTS, Recipe, Run
+from lossscale.demo.experiment import (
+    BATCH,
+    LEARNING_RATE,
+    MOMENTUM,
+    OUTPUTS,
+    Digits,
+    Probe,
+    Recipe,
+    Run,
+)
 from lossscale.demo.experiment import first_weights as first_weights
-from lossscale.demo.images import Digits
-from lossscale.demo.probe import Probe
 
 
 def logits_of(weights: Sequence[Any], images: Any, policy: str) -> Any:

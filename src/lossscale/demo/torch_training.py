@@ -13,12 +13,12 @@ from lossscale.demo.experiment import (
     MOMENTUM,
     OUTPUTS,
     SIZES,
+    Digits,
+    Probe,
     Recipe,
     Run,
 )
 from lossscale.demo.experiment import first_weights as first_weights
-from lossscale.demo.images import Digits
-from lossscale.demo.probe import Probe
 from lossscale.optimizer import LossScaleOptimizer
 
 

@@ -12,11 +12,11 @@ from lossscale.demo.experiment import (
     LEARNING_RATE,
     MOMENTUM,
     OUTPUTS,
+    Digits,
+    Probe,
     Recipe,
     Run,
 )
-from lossscale.demo.images import Digits
-from lossscale.demo.probe import Probe
 from lossscale.optimizer import LossScaleOptimizer
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from lossscale.common import notes
 from lossscale.common.notes import DecidedStep, Noted
-from lossscale.jax.scaling import real_parts
+from lossscale.jax.gradients import real_parts
 from lossscale.monitoring.monitor import Skip
 
 

@@ -13,11 +13,13 @@ import keras
 import numpy as np
 from keras import ops
 
+import lossscale.keras.backends as backends
+import lossscale.keras.saving as saving
+import lossscale.keras.slots as slots
 from lossscale.common.checks import check_own_name, check_some_gradient, with_gradient
 from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
 from lossscale.common.user_code import as_written
 from lossscale.errors import ArgumentError, GradientsError, UnknownSettingError
-from lossscale.keras import backends, saving, slots
 from lossscale.keras.arguments import (
     SETTINGS_OF_THE_BASE,
     check_inner,

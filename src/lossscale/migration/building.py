@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from lossscale.errors import OldFileError
-from lossscale.migration.converted import (
+from lossscale.migration.functional import FunctionalCalls
+from lossscale.migration.layers import (
     ConvertedLayer,
     is_container,
+    known_settings,
+    layer_name,
     made_by_keras,
     name_of,
+    successor,
     unpacked,
 )
-from lossscale.migration.functional import FunctionalCalls
-from lossscale.migration.layers import known_settings, layer_name, successor
 
 _FUNCTIONAL = ("Functional", "Model")
 

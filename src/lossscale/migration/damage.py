@@ -11,8 +11,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import lossscale.migration.hdf5_reader as hdf5_reader
 from lossscale.errors import LossScaleError, OldFileError, UnsupportedError
-from lossscale.migration import hdf5_reader
 from lossscale.packages import not_installed
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lossscale.errors import OldFileError
-from lossscale.migration.converted import (
+from lossscale.migration.layers import (
     ConvertedLayer,
     is_container,
     made_by_keras,

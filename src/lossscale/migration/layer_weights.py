@@ -11,8 +11,7 @@ from typing import Any
 
 from lossscale.errors import OldFileError
 from lossscale.migration.building import ModelBuilder
-from lossscale.migration.converted import ConvertedLayer
-from lossscale.migration.layers import plain_values
+from lossscale.migration.layers import ConvertedLayer, plain_values
 from lossscale.migration.models import chunks
 
 # Where `.keras` files have the layers of a model; the second one is of 2.12.

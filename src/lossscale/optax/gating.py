@@ -13,7 +13,7 @@ import numpy as np
 from lossscale.errors import ArgumentError
 from lossscale.jax import jaxprs
 from lossscale.jax.apply_or_skip import chosen, gated, lasting_dtype, must_branch, strong
-from lossscale.optax.judging import each_finite, is_gradient, is_traced
+from lossscale.optax.overflow_check import each_finite, is_gradient, is_traced
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 """Takes gradients, state and parameters; returns updates and the new state."""

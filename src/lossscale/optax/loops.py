@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+import lossscale.optax.overflow_check as overflow_check
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.jax import scaling
-from lossscale.optax import judging
+from lossscale.jax.gradients import scaled, unscaled
 from lossscale.optax.finding import described, has_loss_scale, state_in
 
 
@@ -64,7 +64,7 @@ def scale_loss(opt_state: Any, loss: Any) -> Any:
         >>> jax.grad(lambda w: lossscale.optax.scale_loss(opt_state, w.sum()))(jnp.ones(2))
         Array([8., 8.], dtype=float32)
     """
-    return scaling.scaled(loss, _single_scale(opt_state))
+    return scaled(loss, _single_scale(opt_state))
 
 
 def unscale(opt_state: Any, gradients: Any) -> Any:
@@ -90,9 +90,9 @@ def unscale(opt_state: Any, gradients: Any) -> Any:
     scale = loss_scale(opt_state)
 
     def divided(leaf: Any) -> Any:
-        if not judging.is_gradient(leaf):
+        if not overflow_check.is_gradient(leaf):
             return leaf
-        return scaling.unscaled([leaf], scale, powers_of_two=False)[0]
+        return unscaled([leaf], scale, powers_of_two=False)[0]
 
     return jax.tree.map(divided, gradients)
 
@@ -110,7 +110,7 @@ def all_finite(gradients: Any) -> Any:
         >>> bool(lossscale.optax.all_finite({"w": jnp.float32([1.0, jnp.inf]), "b": None}))
         False
     """
-    return judging.each_finite(jax.tree.leaves(gradients))
+    return overflow_check.each_finite(jax.tree.leaves(gradients))
 
 
 def value_and_grad(
@@ -173,13 +173,13 @@ def value_and_grad(
         except ArgumentTypeError as error:
             raise ArgumentTypeError(f"{error} {_CALL}") from None
 
-        def scaled(*args: Any, **kwargs: Any) -> Any:
+        def scaled_loss(*args: Any, **kwargs: Any) -> Any:
             result = fun(*args, **kwargs)
             loss = _loss_in(result, has_aux)
             # The loss itself is returned: scaled and divided again, it could be infinite.
-            return scaling.scaled(loss, scale), _Result(result)
+            return scaled(loss, scale), _Result(result)
 
-        found = grad(scaled, has_aux=True, **chosen, **options)(*args, **kwargs)
+        found = grad(scaled_loss, has_aux=True, **chosen, **options)(*args, **kwargs)
         if not (_is_pair(found) and _is_pair(found[0]) and isinstance(found[0][1], _Result)):
             raise ArgumentTypeError(
                 "`grad` must make a function that returns the value and the gradients, as "

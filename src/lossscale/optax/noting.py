@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import lossscale.optax.overflow_check as overflow_check
 from lossscale.common.notes import unique
 from lossscale.errors import (
     AlreadyWrappedError,
@@ -17,9 +18,8 @@ from lossscale.errors import (
 )
 from lossscale.jax import notes
 from lossscale.jax.apply_or_skip import varying
+from lossscale.jax.gradients import unscaled
 from lossscale.jax.notes import NoteState
-from lossscale.jax.scaling import unscaled
-from lossscale.optax import judging
 from lossscale.optax.scale_state import LossScaleState
 from lossscale.optax.transformation import LossScaled
 from lossscale.rules import ScaleRule
@@ -153,7 +153,7 @@ def names_of(params: Any) -> tuple[str, ...]:
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """The leaves that have gradients, each with its path as a name."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(_name(path), leaf) for path, leaf in leaves if judging.is_gradient(leaf)]
+    return [(_name(path), leaf) for path, leaf in leaves if overflow_check.is_gradient(leaf)]
 
 
 def _name(path: Any) -> str:

@@ -23,7 +23,7 @@ from lossscale.diagnosis.batches import check_batches, checked_tolerance, first_
 from lossscale.diagnosis.passes import LOSS, MODEL, PARTS, Output, Pass
 from lossscale.diagnosis.report import Report, report_on
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError
-from lossscale.jax import scaling
+from lossscale.jax.gradients import scaled
 from lossscale.jax.jaxprs import bind
 from lossscale.optax.loops import loss_scale
 from lossscale.optax.noting import named_leaves
@@ -287,7 +287,7 @@ class LossRun:
         assert self._grad is not None
 
         def scaled_loss(params: Any, batch: Any) -> Any:
-            return scaling.scaled(self._losses(params, batch, half)[LOSS], scale)
+            return scaled(self._losses(params, batch, half)[LOSS], scale)
 
         loss, gradients = self._grad(scaled_loss)(params, batch)
         return loss / scale, gradients

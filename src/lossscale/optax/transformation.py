@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import lossscale.optax.gating as gating
+import lossscale.optax.overflow_check as overflow_check
+import lossscale.optax.scale_state as scale_state
 from lossscale.arguments import rule_from_arguments
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
-from lossscale.jax.gradient_stats import seen
-from lossscale.jax.scaling import unscaled
-from lossscale.optax import gating, judging, scale_state
+from lossscale.jax.gradients import seen, unscaled
 from lossscale.optax.finding import states_below
 from lossscale.optax.scale_state import LossScaleState
 from lossscale.rules import Needs, ScaleRule, Seen
@@ -113,16 +114,17 @@ class LossScaled:
         """
         _check_gradients(updates, params)
         leaves, structure = jax.tree.flatten(updates)
-        gradients = [leaf for leaf in leaves if judging.is_gradient(leaf)]
+        gradients = [leaf for leaf in leaves if overflow_check.is_gradient(leaf)]
         before = scale_state.scalars_of(self.rule, state)
         # Where nothing is compiled, this is one call for the host instead of many.
-        traced = judging.is_traced([*gradients, *jax.tree.leaves(before)])
+        traced = overflow_check.is_traced([*gradients, *jax.tree.leaves(before)])
         finite, divided = (_judge if traced else _judge_jit)(
             self.rule, self._axis_names, gradients, before.loss_scale
         )
         given = iter(divided)
         unscaled_tree = jax.tree.unflatten(
-            structure, [next(given) if judging.is_gradient(leaf) else leaf for leaf in leaves]
+            structure,
+            [next(given) if overflow_check.is_gradient(leaf) else leaf for leaf in leaves],
         )
 
         def update(gradients: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
@@ -141,8 +143,8 @@ class LossScaled:
         )
         after = before
         # A step without any gradient is no finite step.
-        if judging.has_elements(gradients):
-            traced = traced or judging.is_traced([finite])
+        if overflow_check.has_elements(gradients):
+            traced = traced or overflow_check.is_traced([finite])
             after = (_move if traced else _move_jit)(
                 self.rule, self._axis_names, before, finite, gradients
             )
@@ -174,11 +176,11 @@ def _judge(
     rule: ScaleRule, axis_names: tuple[str, ...], gradients: list[Any], scale: Any
 ) -> tuple[Any, list[Any]]:
     """The verdict, None if nobody looks; and the unscaled gradients."""
-    if not (rule.checks_gradients and judging.has_elements(gradients)):
+    if not (rule.checks_gradients and overflow_check.has_elements(gradients)):
         return None, unscaled(gradients, scale, rule.powers_of_two)
     divisor = scale if scale_state.may_be_below_one(rule) else None
-    finite = judging.each_finite(gradients, divisor, rule.powers_of_two)
-    finite = judging.agreed(finite & scale_state.is_usable(rule, scale), axis_names, scale)
+    finite = overflow_check.each_finite(gradients, divisor, rule.powers_of_two)
+    finite = overflow_check.agreed(finite & scale_state.is_usable(rule, scale), axis_names, scale)
     divided = unscaled(gradients, scale, rule.powers_of_two)
     # Nothing inside ever sees a number that is not finite.
     return finite, [jnp.where(finite, part, jnp.zeros_like(part)) for part in divided]
@@ -195,7 +197,7 @@ def _move(
     looked = Seen(verdict)
     if rule.needs != Needs():
         looked = seen(rule.needs, verdict, gradients, before.loss_scale, are_scaled=True)
-    return scale_state.moved(rule, before, judging.seen_by_all(looked, axis_names))
+    return scale_state.moved(rule, before, overflow_check.seen_by_all(looked, axis_names))
 
 
 _judge_jit = functools.partial(jax.jit, static_argnums=(0, 1))(_judge)

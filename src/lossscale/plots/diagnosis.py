@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lossscale.errors import ArgumentError
+from lossscale.plots.curves import axes_or_new
 from lossscale.plots.labels import shortened
-from lossscale.plots.style import axes_or_new
 
 if TYPE_CHECKING:
     from lossscale.diagnosis.measurement import Measurement

@@ -9,8 +9,7 @@ from typing import Any
 from lossscale.monitoring.history import TrainingHistory
 from lossscale.monitoring.record import SkipReason
 from lossscale.packages import require
-from lossscale.plots.scales import plot_scales
-from lossscale.plots.style import LINES
+from lossscale.plots.curves import LINES, plot_scales
 
 # Told apart by their shape; the colours are a help. The last are drawn on top.
 _LOSS_MARKER = {"marker": "|", "markersize": 9, "color": "#000000"}

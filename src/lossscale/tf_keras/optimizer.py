@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 import tf_keras
 
+import lossscale.tf_keras.saving as saving
 from lossscale import registry
 from lossscale.common.checks import check_own_name, scaled_value
 from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
@@ -20,7 +21,6 @@ from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scali
 from lossscale.tensorflow.apply_or_skip import apply_or_skip
 from lossscale.tensorflow.private_names import DelegatingTrackableMixin
 from lossscale.tensorflow.tape import check_symbolic, recorded
-from lossscale.tf_keras import saving
 from lossscale.tf_keras.arguments import (
     check_inner,
     check_names,

@@ -35,8 +35,12 @@ from lossscale.keras_common.passes import (
 )
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.tensorflow import passes
-from lossscale.tf_keras.draws import same_draws
-from lossscale.tf_keras.private_names import AutoCastVariable, create_autocast_variable
+from lossscale.tensorflow.passes import Draws, repeatable_draws
+from lossscale.tf_keras.private_names import (
+    AutoCastVariable,
+    RandomGenerator,
+    create_autocast_variable,
+)
 
 _CAST_BY_THEMSELVES = (
     tf_keras.layers.Embedding,
@@ -267,3 +271,38 @@ def _autocast(value: Any) -> Any:
 
 def _to_tensor(array: Any) -> Any:
     return None if array is None else tf.convert_to_tensor(array)
+
+
+@contextlib.contextmanager
+def same_draws() -> Iterator[None]:
+    """Within it functions that are traced draw numbers that are the same in every run."""
+    generator = RandomGenerator
+    with repeatable_draws() as draws:
+        stand_ins = {
+            "random_normal": _sampler(draws, "normal"),
+            "random_uniform": _sampler(draws, "uniform"),
+            "truncated_normal": _sampler(draws, "truncated_normal"),
+            "dropout": lambda self, inputs, rate, noise_shape=None: draws.dropout(
+                inputs, rate, noise_shape
+            ),
+        }
+        before = {name: getattr(generator, name) for name in stand_ins}
+        try:
+            for name, method in stand_ins.items():
+                setattr(generator, name, method)
+            yield
+        finally:
+            for name, method in before.items():
+                setattr(generator, name, method)
+
+
+def _sampler(draws: Draws, name: str) -> Any:
+    draw = getattr(draws, name)
+
+    def drawn(
+        self: Any, shape: Any, *bounds: Any, dtype: Any = None, nonce: Any = None, **named: Any
+    ) -> Any:
+        del self, nonce
+        return draw(shape, *bounds, dtype=dtype or tf_keras.backend.floatx(), **named)
+
+    return drawn

@@ -11,8 +11,8 @@ import torch
 from lossscale.common.checks import checked_pairs, flat_list
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError
 from lossscale.torch import fused, ranks
+from lossscale.torch.engine import SCALED, SCALED_BY_HAND, UNSCALED
 from lossscale.torch.scaling import CPU, unscaled
-from lossscale.torch.step_state import SCALED, SCALED_BY_HAND, UNSCALED
 
 _NOT_UNSCALED = (
     "get_scaled_loss() was called, and get_unscaled_gradients() was not, before "

@@ -30,19 +30,20 @@ from lossscale.packages import warn
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.documented_verbs import DocumentedVerbs
-from lossscale.torch.engine import Engine, StepDecision
-from lossscale.torch.inner_settings import InnerSettings
-from lossscale.torch.scaling import CPU, real_parts, scalar, widened
-from lossscale.torch.several import Several, parts_of
-from lossscale.torch.step_state import (
+from lossscale.torch.engine import (
     CHECKED,
     NOTHING,
     SCALED,
     UNSCALED,
+    Engine,
+    StepDecision,
     StepState,
     remember_scaled,
     was_scaled,
 )
+from lossscale.torch.inner_settings import InnerSettings
+from lossscale.torch.scaling import CPU, real_parts, scalar, widened
+from lossscale.torch.several import Several, parts_of
 
 _NOTHING_SCALED = (
     "step() was called, and no loss was scaled since the last one. The gradients are applied as "

@@ -13,7 +13,7 @@ import numpy as np
 
 from lossscale.common.scaled_gradient_tracker import TraceLocation
 from lossscale.errors import UnsupportedError
-from lossscale.jax import gradient_stats, overflow_check, scaling
+from lossscale.jax import gradients as jax_gradients
 from lossscale.keras.backends.backend import Backend, Step
 from lossscale.rules import Seen
 
@@ -27,9 +27,9 @@ class JaxBackend(Backend):
     """What Keras computes with JAX."""
 
     namespace = keras.ops
-    gradient_stats = staticmethod(gradient_stats.seen)
-    all_finite = staticmethod(overflow_check.all_finite)
-    flat_gradients = staticmethod(scaling.flat_gradients)
+    gradient_stats = staticmethod(jax_gradients.seen)
+    all_finite = staticmethod(jax_gradients.all_finite)
+    flat_gradients = staticmethod(jax_gradients.flat_gradients)
 
     # --- One step -----------------------------------------------------------------------------
 
@@ -85,12 +85,12 @@ class JaxBackend(Backend):
     def scaled(self, loss: Any, scale: Any) -> Any:
         """Multiplies a loss by the scale, in float32 or wider."""
         _check_not_baked_in(scale)
-        return scaling.scaled(loss, scale)
+        return jax_gradients.scaled(loss, scale)
 
     def unscaled(self, gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[Any]:
-        """Divides gradients by the scale; see `scaling.unscaled`."""
+        """Divides gradients by the scale; see `jax.gradients.unscaled`."""
         _check_not_baked_in(scale)
-        return scaling.unscaled(gradients, scale, powers_of_two)
+        return jax_gradients.unscaled(gradients, scale, powers_of_two)
 
     def cast(self, gradient: Any, dtype: str) -> Any:
         """Returns a gradient, dense or sparse, in another dtype."""

@@ -149,7 +149,7 @@ class TensorFlowBackend(Backend):
     def same_random_numbers(self) -> contextlib.AbstractContextManager[Any]:
         """Within it functions of TensorFlow draw what they draw each time."""
         # With what it imports, which a step does without.
-        from lossscale.tensorflow.draws import repeatable_draws
+        from lossscale.tensorflow.passes import repeatable_draws
 
         return repeatable_draws()
 

@@ -1,13 +1,68 @@
-"""The loss scale over the steps of a training run."""
+"""Lines over epochs and steps: accuracy, loss scale; told apart without colour too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lossscale.errors import ArgumentError
 from lossscale.packages import require
-from lossscale.plots.style import axes_or_new, line_style
+
+# Okabe and Ito's colours, which stay apart for colour-blind readers. Their greys differ less
+# than the dashes and markers do, so every line has all three.
+LINES: tuple[dict[str, Any], ...] = (
+    {"color": "#000000", "linestyle": "-", "marker": "o"},
+    {"color": "#D55E00", "linestyle": ":", "marker": "X"},
+    {"color": "#0072B2", "linestyle": "--", "marker": "s"},
+    {"color": "#009E73", "linestyle": "-.", "marker": "^"},
+)
+"""Arguments of `Axes.plot` for the first, second, ... line of a drawing."""
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Returns the style of line number `index`, counted from 0."""
+    return dict(LINES[index % len(LINES)])
+
+
+def axes_or_new(ax: Any | None) -> Any:
+    """Returns `ax`, or the Axes of a new pyplot figure if it is None."""
+    if ax is not None:
+        return ax
+    require("matplotlib")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(layout="constrained")[1]
+
+
+def plot_accuracy(curves: Mapping[str, Sequence[float]], ax: Any | None = None) -> Any:
+    """Draws the accuracy of several runs, one line each.
+
+    Args:
+        curves: Name of a run to its accuracy after epoch 1, 2, ..., as shares from 0 to 1.
+        ax: The matplotlib Axes to draw on. By default a new pyplot figure.
+
+    Returns:
+        The Axes.
+    """
+    require("matplotlib")
+    from matplotlib.ticker import MaxNLocator
+
+    ax = axes_or_new(ax)
+    for index, (name, accuracy) in enumerate(curves.items()):
+        epochs = range(1, len(accuracy) + 1)
+        percent = [100 * share for share in accuracy]
+        # The first line is the reference. It is drawn wide, so that it shows behind the others.
+        width = 3.5 if index == 0 else 1.6
+        ax.plot(epochs, percent, label=name, linewidth=width, markersize=5, **line_style(index))
+    ax.set_xlabel("epoch")
+    ax.set_ylabel("test accuracy [%]")
+    ax.set_ylim(0, 102)
+    # One epoch alone would otherwise be drawn on an axis of thousandths.
+    ax.set_xlim(0.5, max((len(accuracy) for accuracy in curves.values()), default=1) + 0.5)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    ax.grid(alpha=0.3)
+    ax.legend()
+    return ax
 
 
 def plot_scales(

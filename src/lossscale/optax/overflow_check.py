@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from lossscale.common.sizes import small_and_large
 from lossscale.errors import ArgumentError, GradientsError
 from lossscale.jax.apply_or_skip import is_laid_out, varying
+from lossscale.jax.gradients import real_parts, unscaled, widened
 from lossscale.jax.jaxprs import static_size
-from lossscale.jax.scaling import real_parts, unscaled, widened
 from lossscale.rules import Seen
 
 
