@@ -35,8 +35,11 @@ working.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
+
+_AROUND = ("Exception encountered", "in user code", "File ", "Arguments received", "Call arguments")
 
 
 class LossScaleError(Exception):
@@ -137,3 +140,25 @@ class UnsupportedError(LossScaleError, NotImplementedError):
 
 class LossScaleWarning(UserWarning):
     """The loss and its gradients are probably not scaled by the same number."""
+
+
+def first_line(error: BaseException, most: int = 300) -> str:
+    """Returns the line of an error that says what is wrong, or its class, for a message.
+
+    A full stop at its end is left out.
+
+    Args:
+        error: The error.
+        most: How many characters of it at most.
+
+    Example:
+        >>> first_line(ValueError("no such file\\n  in line 3"))
+        'no such file'
+    """
+    # Not the escapes of a terminal.
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # What AutoGraph and Keras put around an error of a layer.
+    inner = [line for line in lines if re.match(r"\w*(Error|Exception): ", line)]
+    plain = [line for line in lines if not line.startswith(_AROUND)]
+    return (inner[-1:] or plain[:1] or [type(error).__name__])[0][:most].removesuffix(".")

@@ -12,7 +12,7 @@ from typing import Any
 from lossscale.cli.arguments import choose_backend, integer
 from lossscale.cli.console import silenced, waiting
 from lossscale.cli.files import UsageError, check_picture, usage_errors
-from lossscale.errors import LossScaleError
+from lossscale.errors import LossScaleError, first_line
 from lossscale.packages import BACKENDS, require
 
 _MOST = 2**31 - 1
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
         except Exception as error:
             raise UsageError(
                 f"{arguments.data}: the model cannot compute its loss on these arrays: "
-                f"{_line(error)}"
+                f"{first_line(error)}"
             ) from error
     # Before the files, which may fail.
     print(report.to_json() if arguments.json else report, flush=True)
@@ -182,7 +182,7 @@ def _read_arrays(path: Path) -> dict[str, Any]:
     # What a damaged file raises depends on the byte that is wrong.
     except Exception as error:
         raise UsageError(
-            f"{path}: no .npz file, or it is damaged: {_line(error)}; save x and y with "
+            f"{path}: no .npz file, or it is damaged: {first_line(error)}; save x and y with "
             "numpy.savez(path, x=, y=)"
         ) from error
     if not arrays:
@@ -204,7 +204,7 @@ def _load_model(path: Path) -> Any:
             return keras.models.load_model(path)
         # What a damaged file or an unknown layer raises depends on the layer.
         except Exception as error:
-            raise UsageError(f"{path}: Keras cannot load it: {_line(error)}") from error
+            raise UsageError(f"{path}: Keras cannot load it: {first_line(error)}") from error
 
 
 def _matched(model: Any, arrays: Mapping[str, Any], path: Path) -> tuple[Any, Any, Any]:
@@ -259,9 +259,3 @@ def _expected(general: str, names: Sequence[str]) -> str:
     if len(names) < 2:
         return f"the {kind} is called {general}" + (f" or {names[0]}" if names else "")
     return f"the {kind}s are called {', '.join(names)}"
-
-
-def _line(error: Exception) -> str:
-    """The first line of what an error says that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines or [type(error).__name__])[0][:300]

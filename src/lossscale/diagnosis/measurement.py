@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lossscale.diagnosis.passes import MODEL, Output, Pass, Run
-from lossscale.errors import LossScaleError
+from lossscale.errors import LossScaleError, first_line
 
 TOLERANCE = 0.1
 """How wrong a gradient may be. An error doubles with each bit that gradients shrink in training:
@@ -336,7 +336,8 @@ class _Loss:
             raise
         # In float32 it has run, so that it is float16 that an operation does not take.
         except Exception as error:
-            return self._stop(unknown=f"the model does not run in float16 here: {_line(error)}")
+            said = first_line(error, 200)
+            return self._stop(unknown=f"the model does not run in float16 here: {said}")
         if self._ends(passes, reference):
             return None
         largest = _largest(reference)
@@ -617,10 +618,3 @@ def _rounded_to_bfloat16(gradient: Any) -> float:
     )
     norm = _norm(narrow)
     return _norm(rounded - narrow) / norm if norm and math.isfinite(norm) else 0.0
-
-
-def _line(error: BaseException) -> str:
-    """The first line of what an error says."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = (lines or [type(error).__name__])[0][:200]
-    return said.removesuffix(".")

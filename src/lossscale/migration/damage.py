@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import lossscale.migration.hdf5_reader as hdf5_reader
-from lossscale.errors import LossScaleError, OldFileError, UnsupportedError
+from lossscale.errors import LossScaleError, OldFileError, UnsupportedError, first_line
 from lossscale.packages import not_installed
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -32,11 +32,6 @@ def is_hdf5(path: str | Path) -> bool:
             return file.read(8) == _SIGNATURE
     except OSError:
         return False
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of what an error says, or its class, for a message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 @contextlib.contextmanager

@@ -11,8 +11,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from lossscale.errors import LossScaleError, OldFileError
-from lossscale.migration.damage import first_line
+from lossscale.errors import LossScaleError, OldFileError, first_line
 
 # Nothing that a layer computes depends on these, where Keras 3 does not have them.
 _WITHOUT_EFFECT = {

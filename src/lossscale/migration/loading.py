@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lossscale import registry
-from lossscale.errors import ArgumentError, LossScaleError, OldFileError
+from lossscale.errors import ArgumentError, LossScaleError, OldFileError, first_line
 from lossscale.migration.compiling import UNSET, compile_arguments
-from lossscale.migration.damage import check_file, damage_named, first_line
+from lossscale.migration.damage import check_file, damage_named
 from lossscale.migration.layer_weights import load_old_model
 from lossscale.migration.models import ModelFile, read_model_file, saved_optimizer
 from lossscale.migration.restoring import Plan

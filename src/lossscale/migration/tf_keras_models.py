@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lossscale.errors import ArgumentError, LossScaleError, OldFileError
-from lossscale.migration.damage import first_line
+from lossscale.errors import ArgumentError, LossScaleError, OldFileError, first_line
 from lossscale.migration.layer_weights import holds_arrays, turn
 from lossscale.migration.models import HDF5, ModelFile, saved_optimizer
 from lossscale.migration.restoring import Plan

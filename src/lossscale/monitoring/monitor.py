@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lossscale.errors import ArgumentError, RecordingError, TrainingHaltedError
+from lossscale.errors import ArgumentError, RecordingError, TrainingHaltedError, first_line
 from lossscale.monitoring.alarms import Alarms
 from lossscale.monitoring.history import HistoryHeader, HistoryWriter
 from lossscale.monitoring.record import NonfiniteTensor, StepRecord
@@ -21,9 +20,6 @@ from lossscale.rules import ScaleRule
 
 if TYPE_CHECKING:
     from lossscale.diagnosis.passes import Run
-
-
-_AROUND = ("Exception encountered", "in user code", "File ", "Arguments received", "Call arguments")
 
 
 class Skip(NamedTuple):
@@ -258,7 +254,7 @@ class Monitor:
             found = origin(self._current_run(), data if batch is None else batch, record.scale)
         # Whatever an operation raises, training goes on.
         except Exception as error:
-            warn(f"Why steps are skipped cannot be looked at: {said_by(error)}")
+            warn(f"Why steps are skipped cannot be looked at: {first_line(error)}.")
             self._new_run = None
             return ""
         if not found:
@@ -285,7 +281,7 @@ class Monitor:
         # Whatever an operation that does not take float16 raises, training goes on.
         except Exception as error:
             self._new_run = None
-            warn(f"Gradients are not measured: the model does not run here. {said_by(error)}")
+            warn(f"Gradients are not measured: the model does not run here. {first_line(error)}.")
             return None
         return found if found is not None and found[0] else None
 
@@ -325,17 +321,6 @@ class Monitor:
                     self.close()
                     raise RecordingError(f"{message} (on_write_error='raise')") from error
                 warn(f"{message} Training goes on.")
-
-
-def said_by(error: BaseException) -> str:
-    """The line of an error that says what is wrong, and not where."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    # What AutoGraph and Keras put around an error of a layer.
-    inner = [line for line in lines if re.match(r"\w*(Error|Exception): ", line)]
-    plain = [line for line in lines if not line.startswith(_AROUND)]
-    said = (inner[-1:] or plain[:1] or [type(error).__name__])[0][:200]
-    return said if said.endswith(".") else f"{said}."
 
 
 def _reason(error: OSError) -> str:
