@@ -75,10 +75,11 @@ bench: $(TEST)/installed
 	$(TEST)/bin/python -m benchmarks
 	$(TEST)/bin/python -m benchmarks.pages build/bench/results.json
 
-# Is the verdict of a diagnosis right? Trainings beside it.
+# Is the verdict of a diagnosis right? Trainings beside it, and the tables of docs/calibration.md.
+CALIBRATION := $(TEST)/bin/python -m benchmarks.calibration --page docs/calibration.md
 calibration: $(TEST)/installed
-	for backend in tensorflow jax torch; do \
-		KERAS_BACKEND=$$backend $(TEST)/bin/python -m benchmarks.calibration || exit 1; done
+	for backend in torch tensorflow jax; do KERAS_BACKEND=$$backend $(CALIBRATION) || exit 1; done
+	$(CALIBRATION) --library jax
 
 format: $(TEST)/installed
 	$(TEST)/bin/ruff check --fix .

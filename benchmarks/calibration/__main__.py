@@ -2,19 +2,23 @@
 
 Each model is asked for its verdict, and then trained in float32 and in float16: without loss
 scaling, with `DynamicScale()` and with the rule that was advised. The status is 1 if a training
-contradicts a verdict. It takes some minutes for each backend.
+contradicts a verdict. It takes some minutes for each backend. `--page docs/calibration.md` writes
+the table between the markers of that page.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.calibration.outcomes import WAYS, regret
+from benchmarks.pages import insert
 
 
 def main(command_line: list[str] | None = None) -> int:
@@ -24,6 +28,7 @@ def main(command_line: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", default="", help="models whose name has this in it")
     parser.add_argument("--library", choices=("keras", "jax"), default="keras")
+    parser.add_argument("--page", type=pathlib.Path, help="a page to write the table into")
     options = parser.parse_args(command_line)
     os.environ.setdefault("KERAS_BACKEND", "torch")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -36,7 +41,12 @@ def main(command_line: list[str] | None = None) -> int:
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     wrong = [row["task"] for row in rows if row["wrong"] == "WRONG"]
     alarms = sum(row["wrong"] == "alarm" for row in rows)
-    print(f"\n{len(rows)} models: {len(wrong)} wrong, {alarms} scales that were not needed")
+    said = f"{len(rows)} models: {len(wrong)} wrong, {alarms} scales that were not needed."
+    print(f"\n{said}")
+    if options.page is not None:
+        what = "JAX" if options.library == "jax" else f"Keras on {os.environ['KERAS_BACKEND']}"
+        marks = f"<!-- {what}: make calibration -->", f"<!-- end of {what} -->"
+        insert(options.page, f"\n{table(rows)}\n\n{said}\n", *marks)
     for name in wrong:
         print(f"error: {name}: the training contradicts the verdict", file=sys.stderr)
     return 1 if wrong else 0
@@ -44,15 +54,23 @@ def main(command_line: list[str] | None = None) -> int:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Returns a Markdown table: of what float32 gains, the share that each way loses."""
-    heads = ("model", "verdict", "rule", *WAYS, "")
+    heads = ("model", "verdict", "first and lowest scale", *WAYS, "")
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for row in rows:
         rule = row["rule"]
-        scales = "-" if rule is None else f"{rule.initial_scale:.4g}, min {rule.min_scale:.4g}"
-        shares = [f"{regret(row, way):+.1%}" if way in row else "-" for way in WAYS]
-        cells = (row["task"], row["verdict"], scales, *shares, row["wrong"])
+        scales = "-"
+        if rule is not None:
+            first, lowest = (math.log2(scale) for scale in (rule.initial_scale, rule.min_scale))
+            scales = f"2\\*\\*{first:.0f}, min 2\\*\\*{lowest:.0f}"
+        shares = [_share(regret(row, way)) if way in row else "-" for way in WAYS]
+        cells = (row["task"].replace("**", "\\*\\*"), row["verdict"], scales, *shares, row["wrong"])
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _share(lost: float) -> str:
+    # Rounded first, so that there is no -0.0.
+    return "fails" if math.isinf(lost) else f"{round(100 * lost, 1) + 0.0:+.1f} %"
 
 
 if __name__ == "__main__":

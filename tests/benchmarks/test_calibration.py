@@ -32,15 +32,25 @@ def test_a_contradiction_is_found(verdict, unscaled, default, advised, said):
     assert contradiction(row) == said
 
 
-def test_the_command_runs_one(monkeypatch, capsys):
+def test_the_command_runs_one(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(
         keras_models,
         "TASKS",
         tuple(dataclasses.replace(task, steps=12) for task in keras_models.TASKS[:3]),
     )
-    status = command.main(["--only", "2**20"])
+    page = tmp_path / "page.md"
+    marks = "<!-- Keras on torch: make calibration -->", "<!-- end of Keras on torch -->"
+    page.write_text(f"# Verdicts\n{marks[0]}\nold\n{marks[1]}\nmore\n")
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    status = command.main(["--only", "2**20", "--page", str(page)])
     out = capsys.readouterr().out
-    assert "| digits, dense, loss / 2**20 | needed |" in out
+    row = "| digits, dense, loss / 2\\*\\*20 | needed | 2\\*\\*"
+    assert row in out
+    written = page.read_text()
+    assert row in written
+    assert "old" not in written
+    assert written.startswith("# Verdicts\n<!--")
+    assert written.endswith("-->\nmore\n")
     assert "1 models:" in out
     assert status in (0, 1)
 

@@ -200,6 +200,15 @@ def test_a_constant_in_the_loss_asks_for_no_output():
     assert sum(move == MODEL for *_, move in model.calls) == 2
 
 
+@pytest.mark.parametrize("reach", [math.nan, -math.inf])
+def test_an_output_whose_reach_is_not_known_asks_for_nothing(reach):
+    # XLA's maximum of nothing but NaN is minus infinity.
+    outputs = {"dense": Output(8.0, True, reach)}
+    found = Model({"w": spread(-6, 0)}, {"dense": Output(8.0, True)}, outputs).measured()
+    assert judge(found).kind is Kind.NOT_NEEDED
+    assert math.isnan(found.operations[0].reach)
+
+
 def test_each_loss_is_judged_by_itself_for_the_same_passes():
     model = Model({"critic": {"c": spread(-40, -36)}, "generator": {"g": spread(11, 14)}})
     found = measure(model, (1.0, 1.0))

@@ -604,8 +604,9 @@ def _predicted_top(largest: float) -> int:
 
 def _bits(magnitude: float) -> float:
     """The bits between a magnitude and the largest number of float16."""
-    if not magnitude or math.isnan(magnitude):
-        return magnitude or math.inf
+    if not magnitude > 0:
+        # The largest of nothing but NaN is minus infinity on some processors.
+        return math.inf if magnitude == 0 else math.nan
     return math.log2(_LARGEST) - math.log2(magnitude)
 
 
