@@ -85,12 +85,6 @@ class Run:
     final_scale: float | None = None
     seconds: float = 0.0
 
-    @property
-    def first_applied_scale(self) -> float:
-        """The scale of the first step that was not skipped; of the first step if all were."""
-        applied = (s for s, skip in zip(self.scales, self.skipped, strict=True) if not skip)
-        return next(applied, self.scales[0])
-
 
 def first_weights(seed: int) -> list[Any]:
     """Returns what the runs without Keras start from, as Keras would draw it.

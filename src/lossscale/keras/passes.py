@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -30,10 +30,8 @@ from lossscale.keras_common.passes import (
     arguments_of,
     cast_to_float16,
     check_batch,
-    check_model,
     computing_in,
     naming_targets,
-    optimizer_names,
     replaced,
     without_a_loss,
 )
@@ -54,43 +52,18 @@ _LOOPS_OF_CORE = (
 """Out of the body of a loop or a branch no tensor gets: it is one operation."""
 
 
-def new_run(
-    model: Any,
-    loss_fn: Callable[..., Any] | None = None,
-    parameters: Mapping[str, Iterable[Any]] | None = None,
-) -> KerasRun:
-    """Returns what computes passes of a model as it is when it is called.
-
-    Args:
-        model: A `keras.Model` that has its variables.
-        loss_fn, parameters: As for `lossscale.diagnosis.diagnose`.
-
-    Raises:
-        ArgumentError: If the loss is not known, or the model has no variables.
-        ArgumentTypeError: If `loss_fn` is no function.
-    """
-    check_model(
-        model,
-        keras.Model,
-        loss_fn,
-        is_compiled=model.compiled,
-        names=optimizer_names(model, lambda each: isinstance(each, keras.optimizers.Optimizer)),
-    )
-    return KerasRun(model, loss_fn, parameters)
-
-
 class KerasRun(ModelRun):
     """Passes of a Keras 3 model, on any backend.
 
     Args:
-        model, loss_fn, parameters: As for `new_run`.
+        model: A `keras.Model` that has its variables.
+        loss_fn, parameters: As for `lossscale.diagnosis.diagnose`.
     """
 
-    ops = keras.ops
+    library, ops = keras, keras.ops
 
-    def __init__(self, model: Any, loss_fn: Any, parameters: Any) -> None:
-        names = [_inside(each.path, model) for each in model.trainable_variables]
-        super().__init__(model, loss_fn, parameters, names)
+    def __init__(self, model: Any, loss_fn: Any = None, parameters: Any = None) -> None:
+        super().__init__(model, loss_fn, parameters)
         trained = {id(variable) for variable in self.variables}
         self._fixed = [variable for variable in model.variables if id(variable) not in trained]
         self._backend = backends.load()
@@ -99,6 +72,14 @@ class KerasRun(ModelRun):
         self._casts = {id(layer) for layer in casts}
         how = "mixed_float16" if casts else "its own float16"
         self.setting = f"Keras on {keras.backend.backend()}, {how}"
+
+    def is_compiled(self, model: Any) -> bool:
+        """Whether `compile` was called."""
+        return bool(model.compiled)
+
+    def name_of(self, variable: Any) -> str:
+        """Returns the path of a variable within the model."""
+        return _inside(variable.path, self.model)
 
     def scale_in_use(self) -> float | None:
         """The loss scale of the model's optimizer; None if it has none."""
@@ -218,6 +199,10 @@ class KerasRun(ModelRun):
         copy = type(loss)(loss._user_loss, loss._user_loss_weights, output_names=loss.output_names)
         with replaced(self.model, "_compile_loss", copy):
             yield
+
+
+new_run = KerasRun
+"""Returns what computes passes of a model as it is when it is called."""
 
 
 def _loss_of_compile(model: Any, batch: Any) -> Any:

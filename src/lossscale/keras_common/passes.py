@@ -130,25 +130,38 @@ class ModelRun:
         model: The model, with its variables.
         loss_fn: As for `lossscale.diagnosis.diagnose`.
         parameters: The same.
-        names: The names of the trainable variables.
 
     Attributes:
         setting: What it computes with, in words.
+
+    Raises:
+        ArgumentError: If its loss is not known, or it has no variables. It is a `ValueError`.
+        ArgumentTypeError: If `loss_fn` is no function. It is a `TypeError`.
     """
 
     setting: str
 
-    def __init__(self, model: Any, loss_fn: Any, parameters: Any, names: Iterable[str]) -> None:
+    def __init__(self, model: Any, loss_fn: Any = None, parameters: Any = None) -> None:
+        _check_model(model, self.library, loss_fn, is_compiled=self.is_compiled(model))
         self.model, self.loss_fn = model, loss_fn
         self.variables = list(model.trainable_variables)
-        self._names = unique(names)
+        self._names = _unique(map(self.name_of, self.variables))
         self._owned = {key: {id(v) for v in each} for key, each in (parameters or {}).items()}
         self._computing: dict[Any, tuple[Any, list[str], list[str]]] = {}
 
     # What a library has to say.
 
     compiles = False
+    library: Any
     ops: Any
+
+    def is_compiled(self, model: Any) -> bool:
+        """Whether `compile` was called."""
+        raise NotImplementedError
+
+    def name_of(self, variable: Any) -> str:
+        """Returns what reports call a variable."""
+        raise NotImplementedError
 
     def running(self, half: bool) -> contextlib.AbstractContextManager[Any]:
         """Within it the model computes in float32 or in float16; after it, it is as before."""
@@ -439,28 +452,16 @@ def _host_random_numbers() -> Iterator[None]:
 # --- Checks ---------------------------------------------------------------------------------------
 
 
-def check_model(model: Any, base: Any, loss_fn: Any, *, is_compiled: bool, names: Any) -> None:
-    """Checks that passes of a model can be computed.
-
-    Args:
-        model: The model.
-        base: The library's class of models.
-        loss_fn: The user's loss function, or None.
-        is_compiled: Whether it was compiled.
-        names: What the optimizers of the model are called in it.
-
-    Raises:
-        ArgumentError: If its loss is not known, or it has no variables. It is a `ValueError`.
-        ArgumentTypeError: If `loss_fn` is no function. It is a `TypeError`.
-    """
+def _check_model(model: Any, library: Any, loss_fn: Any, *, is_compiled: bool) -> None:
+    """Checks that passes of a model of a library can be computed."""
     if loss_fn is not None and not callable(loss_fn):
         raise ArgumentTypeError(
             "`loss_fn` must be a function of the model and a batch (x, y, sample_weight) that "
             f"returns the loss. Received: {loss_fn!r} of type {type(loss_fn).__name__}."
         )
-    own_step = type(model).train_step is not base.train_step or "train_step" in vars(model)
-    if loss_fn is None and own_step:
-        raise ArgumentError(_lines_to_write(model, names))
+    own_step = type(model).train_step is not library.Model.train_step
+    if loss_fn is None and (own_step or "train_step" in vars(model)):
+        raise ArgumentError(_lines_to_write(model, _optimizer_names(model, library)))
     if loss_fn is None and not is_compiled:
         raise ArgumentError(
             f"The model {model.name!r} is not compiled, so its loss is not known. "
@@ -582,9 +583,13 @@ def without_a_loss(model: Any) -> ArgumentError:
     )
 
 
-def optimizer_names(model: Any, is_optimizer: Callable[[Any], bool]) -> list[str]:
-    """Returns what the optimizers of a model are called in it, each once."""
-    found = {id(each): name for name, each in reversed(vars(model).items()) if is_optimizer(each)}
+def _optimizer_names(model: Any, library: Any) -> list[str]:
+    """What the optimizers of a model are called in it, each once."""
+    module = library.optimizers
+    kinds = (module.Optimizer, *(() if library.__name__ == "keras" else (module.legacy.Optimizer,)))
+    found = {
+        id(each): name for name, each in reversed(vars(model).items()) if isinstance(each, kinds)
+    }
     names = [name for name in vars(model) if name in found.values()]
     # `compile` makes an RMSprop where it is given none.
     if len(names) > 2 and type(vars(model).get("optimizer")).__name__ == "RMSprop":
@@ -592,7 +597,7 @@ def optimizer_names(model: Any, is_optimizer: Callable[[Any], bool]) -> list[str
     return names
 
 
-def unique(names: Iterable[str]) -> list[str]:
+def _unique(names: Iterable[str]) -> list[str]:
     """Returns names, those that come again with a number."""
     counts: dict[str, int] = {}
     found = []

@@ -1,84 +1,9 @@
-"""What is written around a drawing: names of ranges above it, its legend below it, long names."""
+"""Long names in a drawing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple
-
-_SIZE = 8.5
-_LINE = 12.0
-_LEGEND_BELOW = 34.0
-"""In points; the legend is below the numbers and the label of the horizontal axis."""
-
-
-class Range(NamedTuple):
-    """A part of a horizontal axis, and what it is called."""
-
-    start: float
-    end: float
-    name: str
-
-
-def write_above(ax: Any, ranges: Sequence[Range]) -> None:
-    """Writes the names of ranges above an Axes, in as many lines as they need to stay apart.
-
-    Args:
-        ax: The matplotlib Axes, whose limits are set.
-        ranges: The ranges, from left to right.
-    """
-    from matplotlib.textpath import TextPath
-    from matplotlib.transforms import offset_copy
-
-    left, right = ax.get_xlim()
-    points = ax.get_window_extent().width * 72 / ax.figure.dpi
-    # How far each line is written, in points. The layout may still make the axes a third narrower.
-    ends: list[float] = []
-    for each in ranges:
-        middle = 0.67 * points * ((each.start + each.end) / 2 - left) / (right - left)
-        width = TextPath((0, 0), each.name, size=_SIZE).get_extents().width + _SIZE
-        start = min(max(middle - width / 2, 0.0), 0.67 * points - width)
-        line = next((n for n, end in enumerate(ends) if end <= start), len(ends))
-        ends[line : line + 1] = [start + width]
-        # Names at an edge begin or end there, so that they do not stick out.
-        align = "center"
-        if start > middle - width / 2:
-            align = "left"
-        elif start < middle - width / 2:
-            align = "right"
-        x = {"left": left, "right": right}.get(align, (each.start + each.end) / 2)
-        lifted = offset_copy(
-            ax.get_xaxis_transform(), fig=ax.figure, y=3 + _LINE * line, units="points"
-        )
-        ax.text(
-            x,
-            1,
-            each.name,
-            transform=lifted,
-            horizontalalignment=align,
-            verticalalignment="bottom",
-            fontsize=_SIZE,
-        )
-
-
-def legend_below(ax: Any, columns: int) -> None:
-    """Puts the legend below an Axes, at the same distance whatever the height of the Axes.
-
-    Args:
-        ax: The matplotlib Axes.
-        columns: How many names stand side by side.
-    """
-    from matplotlib.transforms import offset_copy
-
-    below = offset_copy(ax.transAxes, fig=ax.figure, y=-_LEGEND_BELOW, units="points")
-    ax.legend(
-        loc="upper center",
-        bbox_to_anchor=(0.5, 0.0),
-        bbox_transform=below,
-        borderaxespad=0.0,
-        ncols=columns,
-        frameon=False,
-    )
 
 
 def shortened(names: Sequence[str], length: int) -> list[str]:

@@ -7,7 +7,7 @@ All runs eagerly, so that what a layer returns in a loop can be seen as well.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,10 +26,8 @@ from lossscale.keras_common.passes import (
     arguments_of,
     cast_to_float16,
     check_batch,
-    check_model,
     computing_in,
     naming_targets,
-    optimizer_names,
     replaced,
     without_a_loss,
 )
@@ -51,41 +49,17 @@ _CAST_BY_THEMSELVES = (
 _LISTS_OF_KERAS = ("_trainable_weights", "_non_trainable_weights")
 _FUNCTIONS = ("matmul", "einsum", "tensordot")
 """What layers call that may leave the range of float16 before they return."""
-_OPTIMIZERS = (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer)
-
-
-def new_run(
-    model: Any,
-    loss_fn: Callable[..., Any] | None = None,
-    parameters: Mapping[str, Iterable[Any]] | None = None,
-) -> TFKerasRun:
-    """Returns what computes passes of a model as it is when it is called.
-
-    Args:
-        model: A `tf_keras.Model` that has its variables.
-        loss_fn, parameters: As for `lossscale.diagnosis.diagnose`.
-
-    Raises:
-        ArgumentError: If the loss is not known, or the model has no variables.
-        ArgumentTypeError: If `loss_fn` is no function.
-    """
-    check_model(
-        model,
-        tf_keras.Model,
-        loss_fn,
-        is_compiled=bool(getattr(model, "compiled_loss", None)),
-        names=optimizer_names(model, lambda each: isinstance(each, _OPTIMIZERS)),
-    )
-    return TFKerasRun(model, loss_fn, parameters)
 
 
 class TFKerasRun(ModelRun):
     """Passes of a tf_keras model.
 
     Args:
-        model, loss_fn, parameters: As for `new_run`.
+        model: A `tf_keras.Model` that has its variables.
+        loss_fn, parameters: As for `lossscale.diagnosis.diagnose`.
     """
 
+    library = tf_keras
     ops = SimpleNamespace(
         abs=tf.abs,
         all=tf.reduce_all,
@@ -100,12 +74,19 @@ class TFKerasRun(ModelRun):
         where=tf.where,
     )
 
-    def __init__(self, model: Any, loss_fn: Any, parameters: Any) -> None:
-        names = [each.name.removesuffix(":0") for each in model.trainable_variables]
-        super().__init__(model, loss_fn, parameters, names)
+    def __init__(self, model: Any, loss_fn: Any = None, parameters: Any = None) -> None:
+        super().__init__(model, loss_fn, parameters)
         casts = cast_to_float16(model, "tf_keras", _asks, _has_narrow_variables)
         self._casts = {id(layer) for layer in casts}
         self.setting = f"tf_keras, {'mixed_float16' if casts else 'its own float16'}"
+
+    def is_compiled(self, model: Any) -> bool:
+        """Whether `compile` was called."""
+        return bool(getattr(model, "compiled_loss", None))
+
+    def name_of(self, variable: Any) -> str:
+        """Returns the name of a variable."""
+        return str(variable.name).removesuffix(":0")
 
     def scale_in_use(self) -> float | None:
         """The loss scale of the model's optimizer; None if it has none."""
@@ -225,6 +206,10 @@ class TFKerasRun(ModelRun):
         copy = type(loss)(loss._user_losses, loss._user_loss_weights, output_names=names)
         with replaced(self.model, "compiled_loss", copy):
             yield
+
+
+new_run = TFKerasRun
+"""Returns what computes passes of a model as it is when it is called."""
 
 
 def _loss_of_compile(model: Any, batch: Any) -> Any:
