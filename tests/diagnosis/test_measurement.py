@@ -3,12 +3,13 @@
 import dataclasses
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lossscale.diagnosis.measurement import MARGIN, measure, wrong_at
+from lossscale.diagnosis.measurement import MARGIN, Gradient, Measurement, measure, wrong_at
 from lossscale.diagnosis.passes import LOSS, MODEL, Output, Pass
 from lossscale.diagnosis.verdict import Kind, judge
 
@@ -60,7 +61,7 @@ class Model:
         if not half:
             return (whole * scale).astype(np.float32)
         if name in self.noise:
-            return (whole * scale * RNG.choice([-3, 5], whole.shape)).astype(np.float32)
+            return (whole * scale * RNG.choice([-3, 9], whole.shape)).astype(np.float32)
         with np.errstate(over="ignore"):
             return (whole * scale).astype(np.float16).astype(np.float32)
 
@@ -143,6 +144,71 @@ def test_noise_has_no_vote():
     alone = Model({"noise": spread(-6, 0)}, noise=("noise",)).measured()
     assert judge(alone).kind is Kind.UNKNOWN
     assert "every scale" in alone.unknown
+
+
+def test_noise_asks_for_no_scale_beside_a_gradient_that_needs_one():
+    needy = {"w": spread(-32, -24)}
+    alone = Model(needy).measured()
+    found = Model({**needy, "noise": spread(-40, -38)}, noise=("noise",)).measured()
+    assert (found.bottom, found.top) == (alone.bottom, alone.top)
+
+
+class Wider(Model):
+    """Gradients that end in float16 two bits above where those of float32 say."""
+
+    def rounded(self, name, gradient, scale, half, batch):
+        quarter = super().rounded(name, gradient, scale / 4, half, batch)
+        return quarter * np.float32(4)
+
+
+def test_top_is_looked_for_above_what_float32_predicts():
+    gradient = spread(-32, -24)
+    top = math.floor(math.log2(65520 / np.abs(gradient).max()))
+    assert Model({"w": gradient}).measured(1.0).top == top
+    assert Wider({"w": gradient}).measured(1.0).top == top + 2
+
+
+def test_what_float16_loses_at_every_scale_is_not_counted():
+    found = Gradient("w", 3, 1.0, {0: 0.5, 8: 0.4, 20: math.inf}, 0.0)
+    assert found.wrong_at(0) == pytest.approx(0.3)
+    assert (found.wrong_at(8), found.wrong_at(20)) == (0, math.inf)
+
+
+def test_bfloat16_rounds_as_it_does():
+    gradient = np.concatenate([spread(-30, 30), [1.00390625, -1.01171875]]).astype(np.float32)
+    rounded = gradient.astype(ml_dtypes.bfloat16).astype(np.float64)
+    error = np.linalg.norm(rounded - gradient) / np.linalg.norm(gradient)
+    (found,) = Model({"w": gradient}).measured().gradients
+    assert found.bfloat16 == pytest.approx(error, rel=1e-3)
+    (few,) = Model({"w": np.full(5, 1 + 2.0**-8 + 2.0**-12, np.float32)}).measured().gradients
+    assert few.bfloat16 == pytest.approx((2.0**-8 - 2.0**-12) / (1 + 2.0**-8 + 2.0**-12))
+
+
+# bottom, top, and the exponents of the advised rule; none where no single scale serves.
+RULES = [
+    (0, 3, (-1, -21)),
+    (0, -30, (-34, -54)),
+    (0, -125, (-126, -126)),
+    (4, 26, (15, 4)),
+    (10, 13, (10, 10)),
+    (10, 17, (13, 10)),
+    (4, 5, (4, 4)),
+    (5, 5, None),
+    (6, 5, None),
+]
+
+
+@pytest.mark.parametrize(("bottom", "top", "exponents"), RULES)
+def test_the_rule_follows_from_bottom_and_top(bottom, top, exponents):
+    lost = {0: 0.9, 20: 0.001} if bottom else {0: 0.001}
+    found = Measurement((Gradient("w", 10, 1.0, lost, 0.002),), bottom=bottom, top=top)
+    verdict = judge(found)
+    if exponents is None:
+        assert (verdict.kind, verdict.rule) == (Kind.NO_SINGLE_SCALE, None)
+    else:
+        assert verdict.kind is Kind.NEEDED
+        scales = (verdict.rule.initial_scale, verdict.rule.min_scale)
+        assert scales == tuple(2.0**exponent for exponent in exponents)
 
 
 def test_a_variable_without_a_gradient_is_left_alone():

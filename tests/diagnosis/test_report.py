@@ -48,6 +48,14 @@ def test_the_report_begins_with_the_verdict_and_is_short(name):
     assert all(any(c.isdigit() for c in row) for row in rows)
 
 
+def test_the_worst_of_several_losses_comes_first():
+    small, large = {"c": spread(-40, -36)}, {"g": spread(-6, 0)}
+    model = Model({"right": large, "needs one": small, "neither": {**small, "b": spread(8, 12)}})
+    found = report_on(model, (1.0, 1.0), model="Net", setting="NumPy")
+    assert [*found.verdicts] == ["neither", "needs one", "right"]
+    assert (found.verdict, found.rule) == ("no single scale", None)
+
+
 def test_what_the_lines_say():
     needed = str(report("needed", in_use=2.0**15))
     for words in (

@@ -143,6 +143,24 @@ tests/backends/test_files.py
     keras_common KerasCommonOptimizer: {'inner_optimizer', 'get_slot_names'} -> {'get_slot_names'}
         -k plain_optimizer
     keras load_inner: optimizer._iterations.follow() -> pass  -k plain_optimizer or own_class
+tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
+    diagnosis _bits: magnitude > 0 -> magnitude
+    diagnosis _beyond: error ** 2 - best ** 2 -> error ** 2
+    diagnosis _rounded_to_bfloat16: np.uint32(0x8000) -> np.uint32(0)
+    diagnosis _predicted_top: _LARGEST / largest -> largest
+    diagnosis _highest: exponent + 1 -> exponent
+    diagnosis measure: loss.find_missing_tops(passes) -> pass
+    diagnosis _Loss._ends: found.room < NEAR -> found.room < 0
+    diagnosis _Loss._ends: _CREDIBLE * reference.loss -> math.inf
+    diagnosis _Loss._ends: output.finite or not wide.finite -> output.finite
+    diagnosis _Loss._look_at_scales: self._open.append((passes.batch, predicted)) -> pass
+    diagnosis _Loss._wrong: filter(math.isfinite, found) -> found
+    diagnosis _Loss.wrong: best[variable] < NOISE -> True
+    diagnosis judge: found.top - 1 -> found.top + 1
+    diagnosis judge: found.top >= MARGIN -> True
+    diagnosis judge: min(middle, found.top - MARGIN) -> middle
+    diagnosis judge: first - _BELOW -> first
+    diagnosis Report.verdicts: _ORDER.index(item[1].kind) -> 0
 tests/documents/test_documented_members.py
     arguments rule_from_arguments: min(1.0, settings['initial_scale']) -> 1.0  -k floor
     keras set_weights: targets = all_variables -> targets = weights  -k set_weights
