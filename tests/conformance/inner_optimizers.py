@@ -23,9 +23,16 @@ INNER = {
     "schedule": lambda optimizers: optimizers.SGD(
         optimizers.schedules.ExponentialDecay(0.5, decay_steps=1, decay_rate=0.5)
     ),
+    "small-rate": lambda optimizers: optimizers.SGD(2.0**-13),
+    "large-rate": lambda optimizers: optimizers.SGD(8.0),
+    "small-momentum": lambda optimizers: optimizers.SGD(2.0**-13, momentum=0.5),
+    "lion": lambda optimizers: optimizers.Lion(2.0**-13, beta_1=0.5, beta_2=0.75),
 }
 
-RECORDED = tuple(name for name in INNER if name != "plain")
+MULTIPLYING = ("small-rate", "large-rate", "small-momentum", "lion", "global_clipnorm")
+"""Those that multiply a gradient by what a compiler could take together with the scale."""
+
+RECORDED = tuple(name for name in INNER if name != "plain" and name not in MULTIPLYING[:4])
 """Those that each wrapper is recorded with: all that have code of their own."""
 
 FEW = ("plain", "sgd", "momentum", "adam", "accumulation")
@@ -36,9 +43,13 @@ WITH_STATE = ("momentum", "adam", "accumulation")
 
 _NO_HOOKS = "hooks of a fused optimizer run on every step where the device decides"
 MISSING = {
-    "torch": {"accumulation": "PyTorch accumulates gradients in the loop"},
+    "torch": {
+        "accumulation": "PyTorch accumulates gradients in the loop",
+        "lion": "PyTorch has no Lion",
+    },
     "torch-device": {
         "accumulation": "PyTorch accumulates gradients in the loop",
+        "lion": "PyTorch has no Lion",
         "ema": _NO_HOOKS,
         "schedule": _NO_HOOKS,
     },
@@ -47,6 +58,7 @@ MISSING = {
         "accumulation": "tf_keras accumulates no gradients",
         "ema": "the legacy optimizers do not average variables",
         "adamw-clipnorm": "AdamW is a new optimizer",
+        "lion": "Lion is a new optimizer",
     },
 }
 """For each family of optimizers, what it cannot do, and why."""

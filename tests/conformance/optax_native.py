@@ -38,6 +38,10 @@ _INNER: dict[str, Callable[[], Any]] = {
     "ema": lambda: optax.chain(_momentum(), optax.ema(0.5)),
     "accumulation": lambda: optax.MultiSteps(optax.adam(0.1), 2),
     "schedule": lambda: optax.sgd(optax.exponential_decay(0.5, 1, 0.5)),
+    "small-rate": lambda: optax.sgd(2.0**-13),
+    "large-rate": lambda: optax.sgd(8.0),
+    "small-momentum": lambda: optax.sgd(2.0**-13, momentum=0.5),
+    "lion": lambda: optax.lion(2.0**-13, b1=0.5, b2=0.75, weight_decay=0.0),
 }
 
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from conformance.inner_optimizers import RECORDED
+from conformance.inner_optimizers import MULTIPLYING, RECORDED
 from conformance.recordings import GRADIENTS, VALUES, recorded, spoiled
 from conformance.wrappers import BACKEND, KERAS
 from core import oracle
@@ -162,6 +162,48 @@ def test_powers_of_two_leave_the_weights_bit_identical(wrapper, scale):
     assert scaled.scale() == 4 * scale
     same_bits(scaled.parameters(), plain.parameters())
     same_bits(scaled.inner_state(), plain.inner_state())
+
+
+def moved_by(inner, given):
+    """Where parameters that begin at 0 are after these steps, in float64."""
+    rate = {"large-rate": 8.0, "global_clipnorm": 0.5}.get(inner, 2.0**-13)
+    norms = [np.sqrt(sum(np.square(g, dtype=float).sum() for g in step)) for step in given]
+    moved = []
+    for each in zip(*given, strict=True):
+        place = momentum = np.zeros(each[0].shape)
+        for gradient, norm in zip(each, norms, strict=True):
+            if inner == "lion":
+                update, momentum = np.sign(momentum + gradient), 0.75 * momentum + 0.25 * gradient
+            elif inner == "small-momentum":
+                update = momentum = 0.5 * momentum + gradient
+            else:
+                update = gradient / max(norm, 1.0) if inner == "global_clipnorm" else gradient
+            place = place - rate * update
+        moved.append(place)
+    return moved
+
+
+GROWING = DynamicScale(2.0**-120, growth_interval=1, growth_factor=2.0**24, min_scale=2.0**-120)
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("inner", MULTIPLYING)
+@pytest.mark.parametrize("rule", [GROWING, FixedScale(2.0**-120), FixedScale(2.0**125)], ids=str)
+def test_no_compiler_moves_the_reciprocal_of_the_scale(wrapper, inner, rule):
+    # Together with a small learning rate it would be 0 for a large scale, and with a large one
+    # infinite for a small scale.
+    # Of one variable: TensorFlow does so only with what is used once.
+    harness = wrapper.make(ZEROS[:1], inner, rule)
+    factors = (1.0, -0.5, 0.5, 1.0, 1.0, 0.25, -1.0, 0.5, 0.5, 1.0, 0.5)
+    given = [[GRADIENTS[0] * np.float32(factor)] for factor in factors]
+    for gradients in given:
+        scale = harness.scale()
+        harness.take_for_scaled()
+        harness.step([gradient * scale for gradient in gradients])
+    assert harness.counters()[1] == 0
+    assert scale == (rule.scale if isinstance(rule, FixedScale) else 2.0**120)
+    for found, expected in zip(harness.parameters(), moved_by(inner, given), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_small_float16_gradients_survive_a_large_scale(wrapper):

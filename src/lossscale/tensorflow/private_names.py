@@ -44,6 +44,13 @@ is_in_xla: Any = private_name(
     # XLA then gets what graphs get, which is only slower.
     fallback=lambda graph: False,
 )
+xla_optimization_barrier: Any = private_name(
+    "tensorflow.compiler.tf2xla.ops.gen_xla_ops",
+    "xla_optimization_barrier",
+    "keep XLA from taking a fixed scale together with a learning rate",
+    # Then an update may be 0 at a fixed scale above 2**100.
+    fallback=lambda input: input,
+)
 
 
 def own_loss_scales() -> Any:

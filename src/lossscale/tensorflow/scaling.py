@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from lossscale.tensorflow.private_names import xla_optimization_barrier
 from lossscale.tensorflow.tracing import in_xla
 
 
@@ -54,9 +55,9 @@ def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[
         gradients: Tensors or `tf.IndexedSlices` of any dtype, or None. Slices stay slices.
         scale: float32 scalar tensor, or a Python float.
         powers_of_two: Whether the scale is a power of two, so that multiplying by the reciprocal
-            is exact. Others are divided by.
+            is exact, which XLA does faster. Others are divided by.
     """
-    factors: dict[Any, Any] = {}
+    divisors: dict[Any, Any] = {}
     compiled = in_xla()
 
     def divided(gradient: Any) -> Any:
@@ -66,16 +67,30 @@ def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[
             values = divided(gradient.values)
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         gradient = widened(gradient)
-        if gradient.dtype not in factors:
-            divisor = tf.cast(scale, gradient.dtype)
-            factors[gradient.dtype] = tf.math.reciprocal(divisor) if powers_of_two else divisor
-        factor = factors[gradient.dtype]
-        result = gradient * factor if powers_of_two else gradient / factor
-        if compiled:
-            _quotients(result)[result.name] = Quotient(gradient, scale, powers_of_two)
+        if gradient.dtype not in divisors:
+            divisor = _not_constant(tf.cast(scale, gradient.dtype))
+            if compiled and powers_of_two:
+                divisor = tf.math.reciprocal(divisor)
+            divisors[gradient.dtype] = divisor
+        divisor = divisors[gradient.dtype]
+        if not compiled:
+            # A product the graph optimizer would take apart: (g * r) * lr becomes g * (r * lr),
+            # which is 0 for a large scale and a small learning rate.
+            return gradient / divisor
+        result = gradient * divisor if powers_of_two else gradient / divisor
+        _quotients(result)[result.name] = Quotient(gradient, scale, powers_of_two)
         return result
 
     return [divided(gradient) for gradient in gradients]
+
+
+def _not_constant(divisor: Any) -> Any:
+    """The same scalar, with which no compiler computes: it would take other constants together."""
+    if tf.executing_eagerly() or tf.get_static_value(divisor) is None:
+        return divisor
+    if in_xla():
+        return xla_optimization_barrier([divisor])[0]
+    return tf.raw_ops.PlaceholderWithDefault(input=divisor, shape=[])
 
 
 class Quotient(NamedTuple):

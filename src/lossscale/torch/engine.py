@@ -22,6 +22,8 @@ from lossscale.torch.scaling import CPU, read, scalar
 from lossscale.torch.several import parts_of
 
 _LARGEST = torch.finfo(torch.float32).max
+_SMALLEST_NORM = 2.0**-40
+"""Above it all elements together whose squares are 0 in float32 do not matter."""
 
 NOTHING = "nothing"
 """No loss was scaled since the last step."""
@@ -260,8 +262,9 @@ class Engine:
         total = read(norm)
         if total < 0:
             return StepDecision(True, empty=True)
-        # A norm may overflow though no element does, and unscaling may overflow some.
-        if not math.isfinite(total / scale) or total / scale > _LARGEST:
+        # A norm may overflow though no element does, and unscaling may overflow some. At a scale
+        # far below 1 the squares of elements are 0.
+        if not math.isfinite(total / scale) or total / scale > _LARGEST or total < _SMALLEST_NORM:
             return None
         # On the host from here on: a device is not waited for a second time.
         coefficient = clipping.coefficient(scalar(total, CPU, norm.dtype) / scale, clip_norm)

@@ -40,8 +40,8 @@ class JaxBackend(Backend):
         function.
         """
         _check_not_baked_in(scale)
-        leaves = jax.tree.leaves(list(gradients))
-        return np.asarray(scale) if _is_known(scale) and any(map(_is_traced, leaves)) else scale
+        known = _is_known(scale) and _any_traced(gradients)
+        return np.asarray(scale) if known else scale
 
     def apply_or_skip(
         self,
@@ -90,6 +90,9 @@ class JaxBackend(Backend):
     def unscaled(self, gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[Any]:
         """Divides gradients by the scale; see `jax.gradients.unscaled`."""
         _check_not_baked_in(scale)
+        if _any_traced(gradients):
+            # XLA would take a fixed scale together with a learning rate, which may give 0.
+            scale = jax.lax.optimization_barrier(scale)
         return jax_gradients.unscaled(gradients, scale, powers_of_two)
 
     def cast(self, gradient: Any, dtype: str) -> Any:
@@ -154,6 +157,10 @@ class JaxBackend(Backend):
 
 def _is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
+
+
+def _any_traced(gradients: Sequence[Any]) -> bool:
+    return any(map(_is_traced, jax.tree.leaves(list(gradients))))
 
 
 def _is_known(value: Any) -> bool:
