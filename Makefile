@@ -10,7 +10,7 @@ TEST := .venv-test
 # One more than the cores of a small machine: some tests wait for processes that they start.
 JOBS ?= 3
 
-.PHONY: demo test test-quick mutants versions peers peers-torch peers-trainers peers-jax lint types tests table bench calibration format clean
+.PHONY: demo test test-quick mutants versions peers peers-torch peers-trainers peers-jax lint types tests table bench calibration rules format clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/lossscale demo
@@ -80,6 +80,10 @@ CALIBRATION := $(TEST)/bin/python -m benchmarks.calibration --page docs/calibrat
 calibration: $(TEST)/installed
 	for backend in torch tensorflow jax; do KERAS_BACKEND=$$backend $(CALIBRATION) || exit 1; done
 	$(CALIBRATION) --library jax
+
+# What bad batches do to a loss scale: the tables of docs/bad_data.md.
+rules: $(TEST)/installed
+	$(TEST)/bin/python -m benchmarks.rules --page docs/bad_data.md
 
 format: $(TEST)/installed
 	$(TEST)/bin/ruff check --fix .

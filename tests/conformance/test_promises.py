@@ -127,6 +127,7 @@ RULES = {
     ),
     "multiplier": DynamicScale(100.0, growth_interval=3, growth_factor=1.7, backoff_factor=1 / 1.7),
     "capped": DynamicScale(4.0, growth_interval=1, max_scale=20.0),
+    "waiting": DynamicScale(2.0**10, growth_interval=2, overflows_before_backoff=2),
 }
 SEQUENCE = [True, True, True, False, True, True, False, False, False, *[True] * 7, False, True]
 

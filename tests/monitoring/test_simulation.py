@@ -77,34 +77,52 @@ def test_gradients_that_are_not_finite_overflow_at_every_scale():
     assert simulation.overflowed.tolist() == [[False, True, True, False]]
 
 
-def stationary_drift(interval, growth, backoff, probability):
-    """The drift by the stationary distribution of the counter, a Markov chain of N states."""
-    finite = 1 - probability
-    move = np.zeros((interval, interval))
-    for count in range(interval):
-        move[count, (count + 1) % interval] += finite
-        move[count, 0] += probability
+def stationary_drift(interval, growth, backoff, waits, probability):
+    """The drift by the stationary distribution of both counters, a Markov chain.
+
+    The first states are numbers of finite steps in a row, and then those of overflows.
+    """
+    finite, size = 1 - probability, interval + waits
+    move = np.zeros((size, size))
+    for state in range(size):
+        count = state if state < interval else 0
+        move[state, (count + 1) % interval] += finite
+        overflows = state - interval + 1 if state >= interval else 0
+        move[state, interval + min(overflows + 1, waits) - 1] += probability
     # The left eigenvector of 1, and its sum.
-    system = np.vstack([move.T - np.eye(interval), np.ones(interval)])
-    share, *_ = np.linalg.lstsq(system, np.r_[np.zeros(interval), 1.0], rcond=None)
-    grows = share[interval - 1] * finite
-    return math.log2(growth) * grows + math.log2(backoff) * probability
+    system = np.vstack([move.T - np.eye(size), np.ones(size)])
+    share, *_ = np.linalg.lstsq(system, np.r_[np.zeros(size), 1.0], rcond=None)
+    last = share[interval - 1] + (share[interval:].sum() if interval == 1 else 0)
+    lowers = share[interval + waits - 1]
+    return math.log2(growth) * last * finite + math.log2(backoff) * lowers
 
 
-@given(st.integers(1, 40), factors, st.floats(1e-9, 0.999))
-def test_the_law_is_that_of_the_chain(interval, pair, probability):
-    law = expected_drift(rule_of(interval, *pair), probability)
-    assert law == pytest.approx(stationary_drift(interval, *pair, probability), abs=1e-9)
+waiting = st.integers(1, 4)
 
 
-@given(st.integers(1, 10**6), factors)
-def test_the_drift_is_zero_at_the_critical_probability(interval, pair):
-    rule = rule_of(interval, *pair)
+@given(st.integers(1, 40), factors, waiting, st.floats(1e-9, 0.999))
+def test_the_law_is_that_of_the_chain(interval, pair, waits, probability):
+    law = expected_drift(rule_of(interval, *pair, overflows_before_backoff=waits), probability)
+    expected = stationary_drift(interval, *pair, waits, probability)
+    assert law == pytest.approx(expected, abs=1e-9)
+
+
+@given(st.integers(1, 10**6), factors, waiting)
+def test_the_drift_is_zero_at_the_critical_probability(interval, pair, waits):
+    rule = rule_of(interval, *pair, overflows_before_backoff=waits)
     critical = critical_probability(rule)
     assert 0 < critical < 1
-    rate = critical * abs(math.log2(pair[1]))
+    rate = critical**waits * abs(math.log2(pair[1]))
     assert expected_drift(rule, critical) == pytest.approx(0, abs=1e-9 * rate)
     assert expected_drift(rule, critical * 0.9) > 0 > expected_drift(rule, critical * 1.1 % 1)
+
+
+def test_a_rule_that_waits_drifts_as_its_law_says():
+    rule = rule_of(50, overflows_before_backoff=2, initial_scale=2.0**60, min_scale=2.0**-126)
+    for probability in (0.03, 0.1):
+        simulation = simulate_random(rule, probability, steps=4000, runs=64, seed=3)
+        assert abs(simulation.drift - simulation.expected_drift) < 5 * simulation.drift_error
+        assert simulation.drift_error < 0.1 * abs(simulation.drift)
 
 
 def test_the_law_at_its_ends():
