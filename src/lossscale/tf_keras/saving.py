@@ -45,16 +45,20 @@ def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
     optimizer._pending_named.update(pending)
     tf_keras.backend.batch_set_value(pairs)
     state = optimizer._state
-    if state is not None and any(name in values for name in state.named):
-        _make_valid(state)
+    if state is not None:
+        _make_valid(state, {id(state.named[name]) for name in state.named if name in values})
 
 
 def _named_variables(optimizer: Any) -> dict[str, Any]:
     return {**optimizer._own_variables(), **optimizer._unlisted_variables()}
 
 
-def _make_valid(state: TFKerasScaleVariables) -> None:
-    saved = {f: v.item() for f, v in zip(state.variables, values_of(state.variables), strict=True)}
+def _make_valid(state: TFKerasScaleVariables, read: set[int]) -> None:
+    """What the rule makes of the variables that a file had; others begin anew."""
+    if not read:
+        return
+    numbers = zip(state.variables.items(), values_of(state.variables), strict=True)
+    saved = {field: value.item() for (field, each), value in numbers if id(each) in read}
     valid = state.rule.restored(state.first._replace(**saved))._asdict()
     tf_keras.backend.batch_set_value(
         [
