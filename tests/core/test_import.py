@@ -27,7 +27,7 @@ ARROWS = {
     "diagnosis": "errors checks packages rules registry **any",
     "monitoring": "errors checks packages rules diagnosis",
     "callbacks": "errors registry monitoring",
-    "common": "errors packages monitoring",
+    "common": "errors packages rules monitoring",
     "jax": "rules common monitoring *jax",
     "tensorflow": "errors rules registry common monitoring *tensorflow",
     "keras_common": "errors packages rules registry arguments optimizer common "

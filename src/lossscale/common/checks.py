@@ -14,7 +14,10 @@ from lossscale.errors import (
     MalformedGradientsError,
     UnknownSettingError,
 )
+from lossscale.packages import warn
+from lossscale.rules import DynamicScale, ScaleRule
 
+_USEFUL_FLOOR = 2.0**-24
 _wrappers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -174,3 +177,28 @@ def unknown_setting(wrapper: type[Any], inner: Any, name: str) -> UnknownSetting
         )
 
     return UnknownSettingError(message)
+
+
+def warned_at_floor(
+    rule: ScaleRule, scale: float, write: str = "DynamicScale(min_scale=2.0**-24)"
+) -> bool:
+    """Warns of a step that was skipped where the scale cannot fall further.
+
+    Args:
+        rule: The rule.
+        scale: The loss scale that the step was taken with.
+        write: What sets a lower floor.
+
+    Returns:
+        Whether that was so.
+    """
+    if not isinstance(rule, DynamicScale) or scale > rule.min_scale:
+        return False
+    lower = f" Where gradients are too large for float16: {write}."
+    warn(
+        f"A step was skipped at the lowest loss scale, {scale:g}: its gradients are not finite, "
+        f"and the scale cannot fall further.{lower if scale > _USEFUL_FLOOR else ''} Where the "
+        "data, the model or the loss give infinities or NaN, no loss scale helps; a monitor says "
+        "where they arise."
+    )
+    return True

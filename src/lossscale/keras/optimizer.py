@@ -16,7 +16,12 @@ from keras import ops
 import lossscale.keras.backends as backends
 import lossscale.keras.saving as saving
 import lossscale.keras.slots as slots
-from lossscale.common.checks import check_own_name, check_some_gradient, with_gradient
+from lossscale.common.checks import (
+    check_own_name,
+    check_some_gradient,
+    warned_at_floor,
+    with_gradient,
+)
 from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
 from lossscale.common.user_code import as_written
 from lossscale.errors import ArgumentError, GradientsError, UnknownSettingError
@@ -221,7 +226,8 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
             inner._check_variables_are_known(variables)
             backend.check_context()
             needs_stats = rule.needs != Needs()
-            needs_scale = scaled or needs_stats or self._notes is not None
+            looks_at_floor = self._looks_at_floor() and backend.runs_now(gradients)
+            needs_scale = scaled or needs_stats or looks_at_floor or self._notes is not None
             scale = self._current_scale() if needs_scale else None
             divisor = backend.scale_for_trace(scale, gradients) if scaled else None
             step = Step(list(gradients), list(variables), divisor)
@@ -253,6 +259,8 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
                     self._update_scale(seen)
 
             backend.apply_or_skip(seen, step, inner, apply, update_scale)
+        if looks_at_floor and not finite:
+            self._warned_at_floor = warned_at_floor(rule, float(ops.convert_to_numpy(scale)))
         return self.iterations
 
     def _update_scale(self, seen: Seen) -> None:

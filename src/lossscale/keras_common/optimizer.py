@@ -18,6 +18,7 @@ from lossscale.common.user_code import as_written
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnknownSlotError
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.optimizer import LossScaleOptimizer
+from lossscale.rules import DynamicScale
 
 Slots = Iterator[tuple[list[str], dict[Any, Any]]]
 """The names of each kind of slot, and its variables by the key of the reference variable."""
@@ -49,6 +50,7 @@ class KerasCommonOptimizer(LossScaleOptimizer):
     # Scalar variables: in steps, and whether.
     _steps_skipped: Any
     _last_step_skipped: Any
+    _warned_at_floor = False
     # By the name of the slot and the key of its variable.
     _added_slots: dict[tuple[str, Any], Any]
 
@@ -196,6 +198,12 @@ class KerasCommonOptimizer(LossScaleOptimizer):
     @property
     def last_step_skipped(self) -> Any:
         return self._backend.read(self._last_step_skipped)
+
+    def _looks_at_floor(self) -> bool:
+        """Whether a step that the host sees skipped may be the first at the lowest scale."""
+        # A monitor says it.
+        is_said = self._warned_at_floor or self._notes is not None
+        return self._state is not None and not is_said and isinstance(self.rule, DynamicScale)
 
     def _current_scale(self) -> Any:
         # A loss scale that moves by itself has a method of its own in this place.

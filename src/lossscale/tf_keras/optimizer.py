@@ -12,7 +12,7 @@ import tf_keras
 
 import lossscale.tf_keras.saving as saving
 from lossscale import registry
-from lossscale.common.checks import check_own_name, scaled_value
+from lossscale.common.checks import check_own_name, scaled_value, warned_at_floor
 from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.members import VariableList
@@ -221,7 +221,12 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         if self._notes is not None:
             self._note(gradients, trained, finite)
         kept = self._kept_on_a_skip(gradients, trained)
-        return self._result(apply_or_skip(seen, gradients, None, apply, self._update_scale, kept))
+        runs_now = tf.executing_eagerly() and not tf.distribute.has_strategy()
+        before = self._current_scale() if runs_now and self._looks_at_floor() else None
+        done = apply_or_skip(seen, gradients, None, apply, self._update_scale, kept)
+        if before is not None and not finite:
+            self._warned_at_floor = warned_at_floor(rule, float(before))
+        return self._result(done)
 
     def _kept_on_a_skip(self, gradients: Sequence[Any], trained: Sequence[Any]) -> Any:
         """Returns what `apply_or_skip` takes as `kept`: by default a branch skips."""

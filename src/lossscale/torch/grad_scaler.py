@@ -20,6 +20,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.utils.hooks import RemovableHandle
 
 from lossscale.checks import checked_truth
+from lossscale.common.checks import warned_at_floor
 from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentTypeError,
@@ -30,7 +31,7 @@ from lossscale.errors import (
 )
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.packages import warn
-from lossscale.rules import DynamicScale, Needs, ScaleRule, ScaleState
+from lossscale.rules import Needs, ScaleRule, ScaleState
 from lossscale.torch import fused, gradient_stats, gradients, overflow_check, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
@@ -478,18 +479,8 @@ class GradScaler(torch.amp.GradScaler):
             before = self._read()
             self._put(update_on_host(self._rule, before, seen))
             if skipped and not self._warned_at_floor:
-                self._warn_at_floor(before.scale)
-
-    def _warn_at_floor(self, scale: float) -> None:
-        rule = self._rule
-        if isinstance(rule, DynamicScale) and scale <= rule.min_scale:
-            self._warned_at_floor = True
-            warn(
-                f"Gradients overflow at the lowest loss scale, {scale:g}, and such steps are "
-                "skipped: the loss or the model gives infinities or NaN by itself, and "
-                "name_overflows(model) tells where. `min_scale=` sets the lowest scale; at a very "
-                "low one small gradients flush to zero until it has grown again."
-            )
+                write = "GradScaler(min_scale=2.0**-24)"
+                self._warned_at_floor = warned_at_floor(self._rule, before.scale, write)
 
     def _measured(self, entries: Collection[dict[str, Any]]) -> Any:
         """What the rule has to see besides overflow, of the gradients of all optimizers."""

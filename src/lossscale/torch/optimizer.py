@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lossscale import registry
 from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checked_above_zero
-from lossscale.common.checks import check_not_wrapped, remember_wrapper
+from lossscale.common.checks import check_not_wrapped, remember_wrapper, warned_at_floor
 from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentError,
@@ -114,6 +114,7 @@ class TorchLossScaleOptimizer(
 
     _watcher: Any = None
     """The monitor that notes each decision."""
+    _warned_at_floor = False
 
     def __init__(
         self,
@@ -284,6 +285,7 @@ class TorchLossScaleOptimizer(
 
     def _finish(self, decision: StepDecision) -> None:
         """Moves the scale and counts the step, once it was applied or is to be skipped."""
+        scale = None if self._engine.scale.on_device else self._engine.scale.number
         if not decision.empty:
             self._engine.update(decision)
         self._step_state.reset()
@@ -291,6 +293,8 @@ class TorchLossScaleOptimizer(
             tell_accelerate()
             for hook in list(self._skipped_hooks.values()):
                 hook(self)
+            if scale is not None and self._watcher is None and not self._warned_at_floor:
+                self._warned_at_floor = warned_at_floor(self.rule, scale)
 
     def _step_as_given(self, decision: StepDecision) -> Any:
         """A step whose loss nobody scaled: checkpointing makes such steps, with zero gradients."""

@@ -76,7 +76,6 @@ def test_random_runs_are_those_of_torch(optimizer, steps, init, growth, backoff,
     assert skipped == sum(kind != "good" for kind, _ in steps)
 
 
-@pytest.mark.filterwarnings("ignore:Gradients overflow at the lowest loss scale")
 @settings(max_examples=60, deadline=None)
 @given(
     finite=st.lists(st.booleans(), min_size=1, max_size=40),

@@ -202,7 +202,6 @@ def of_the_same_index(scale, *values):
     return torch.sparse_coo_tensor(places, given, (3, 1), check_invariants=True)
 
 
-@pytest.mark.filterwarnings("ignore:Gradients overflow at the lowest loss scale")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("by", OURS)
 @pytest.mark.parametrize("name", SPARSE)

@@ -165,7 +165,6 @@ def test_the_state_dictionary_functions_of_distributed_checkpoint():
     assert bits(list(model.parameters())) == parameters_before
 
 
-@pytest.mark.filterwarnings("ignore:Gradients overflow at the lowest loss scale")
 @pytest.mark.parametrize("name", read.of("torch", ""))
 def test_a_file_of_an_earlier_release_loads_as_it_read_it_itself(name):
     read.check_torch(name)

@@ -66,6 +66,10 @@ class Backend:
     def check_context(self) -> None:
         """Raises where no step can be taken."""
 
+    def runs_now(self, gradients: Sequence[Any]) -> bool:
+        """Whether the host sees what comes of a step while it is taken."""
+        return True
+
     def scale_for_trace(self, scale: Any, gradients: Sequence[Any]) -> Any:
         """Returns the scale of the step as something that gradients can be divided by."""
         return scale

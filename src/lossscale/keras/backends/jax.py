@@ -43,6 +43,10 @@ class JaxBackend(Backend):
         known = _is_known(scale) and _any_traced(gradients)
         return np.asarray(scale) if known else scale
 
+    def runs_now(self, gradients: Sequence[Any]) -> bool:
+        """Whether the step is not compiled."""
+        return not _any_traced(gradients)
+
     def apply_or_skip(
         self,
         seen: Seen,

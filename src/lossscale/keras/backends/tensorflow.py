@@ -45,6 +45,10 @@ class TensorFlowBackend(Backend):
         replicas.check_strategy()
         replicas.check_replica_context()
 
+    def runs_now(self, gradients: Sequence[Any]) -> bool:
+        """Whether the step is taken eagerly, by one replica."""
+        return tf.executing_eagerly() and not tf.distribute.has_strategy()
+
     def apply_or_skip(
         self,
         seen: Seen,

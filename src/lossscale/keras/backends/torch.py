@@ -98,6 +98,10 @@ class TorchBackend(Backend):
             apply(step.gradients, step.divisor)
         update_scale(seen)
 
+    def runs_now(self, gradients: Sequence[Any]) -> bool:
+        """Whether the step is not compiled."""
+        return not torch.compiler.is_compiling()
+
     def update_on_host(self, optimizer: Any, seen: Seen, state_on_host: ScaleState | None) -> bool:
         """Updates the loss scale and the counters, if the host has read it or nothing moves it."""
         state, skipped = optimizer._state, optimizer._steps_skipped._value
