@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 import warnings
 
 import jax
@@ -343,3 +344,80 @@ def test_a_monitor_checks_what_it_is_shown(tmp_path):
     assert monitor.last_record is None
     with pytest.raises(RecordingError):
         lossscale.optax.Monitor(RULE, PARAMS, opt_state, tmp_path / "no" / "folder" / "run.jsonl")
+
+
+# What is not for the scale, and what is wrong at it.
+
+
+def six_params():
+    keys = jax.random.split(jax.random.key(1), 2)
+    return {
+        "first": jax.random.normal(keys[0], (4, 4)) / 2,
+        "wide": jnp.eye(4) * 6e4,
+        "head": jax.random.normal(keys[1], (4, 1)) / 2,
+    }
+
+
+def six_loss(kind, params, x, dtype):
+    params = jax.tree.map(lambda p: p.astype(dtype), params)
+    hidden = x.astype(dtype) @ params["first"]
+    if kind in ("forward", "tanh"):
+        hidden = (10 * hidden) @ params["wide"]
+    if kind == "tanh":
+        # The derivative of the square is infinite, times 0.
+        hidden = jnp.tanh(hidden * hidden)
+    out = hidden @ params["head"]
+    if kind == "loss":
+        large = out * 1e3 + 3e4
+        return (large * large).mean()
+    if kind == "backward":
+        return out.astype(jnp.float32).mean() * 1e9
+    if kind == "log":
+        return jnp.log(out.astype(jnp.float32) * 0).mean()
+    return jnp.square(out.astype(jnp.float32)).mean()
+
+
+OVERFLOWS = r"cannot help: six_loss, line \d+ \(%s\) gives inf in float16, on the batch of step 3\."
+SIX = [
+    ("forward", OVERFLOWS % "dot_general"),
+    ("tanh", OVERFLOWS % "dot_general"),
+    ("loss", OVERFLOWS % "mul"),
+    (
+        "nan",
+        r"cannot help: .*\(dot_general\) is not finite, in float32 too, on the batch of step 3",
+    ),
+    # What is computed in float32 always is not looked into.
+    ("log", r"cannot help: the loss is -inf, in float32 too, on the batch of step 3"),
+    ("backward", r"at the lowest loss scale, 1, .* DynamicScale\(min_scale=2\.0\*\*-24\)"),
+]
+
+
+@pytest.mark.parametrize(("kind", "words"), SIX, ids=[kind for kind, _ in SIX])
+def test_what_is_not_the_scale_is_named(kind, words):
+    params, loss_fn = six_params(), functools.partial(six_loss, kind)
+    x = jax.random.normal(jax.random.key(0), (8, 4))
+    bad = x * jnp.nan if kind == "nan" else x
+    tx = lossscale.optax.loss_scaled(optax.sgd(1e-3), initial_scale=16)
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def step(params, opt_state):
+        loss, grads = lossscale.optax.value_and_grad(loss_fn, argnums=0)(
+            opt_state, params, bad, jnp.float16
+        )
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    with (
+        warnings.catch_warnings(record=True) as said,
+        lossscale.optax.Monitor(tx, params, opt_state, loss_fn=loss_fn, data=x) as monitor,
+    ):
+        warnings.simplefilter("always", LossScaleWarning)
+        for _ in range(8):
+            params, opt_state, loss = step(params, opt_state)
+            monitor.step(opt_state, loss, params=params, batch=bad)
+    assert int(opt_state.skipped_steps) == 8
+    messages = [str(each.message) for each in said if each.category is LossScaleWarning]
+    assert re.search(words, messages[-1]), messages
+    assert [line for line in messages[:-1] if "The loss of step 1 is" not in line] == []
+    assert any("cannot help" in line for line in messages) == (kind != "backward")
