@@ -133,6 +133,7 @@ class OptimizerMembers:
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],
         name: str | None = None,
+        *third: Any,
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
@@ -145,6 +146,9 @@ class OptimizerMembers:
             grads_and_vars: (gradient, variable) pairs. A gradient is a tensor of the variable's
                 shape, a `tf.IndexedSlices`, or None.
             name: Name of the operations, or None.
+            *third: Must not be given. It was `experimental_aggregate_gradients` in TensorFlow 2.2
+                to 2.10, and is its opposite around today's optimizers. Around legacy optimizers,
+                and of `lossscale.experimental`, it is what it was.
             skip_gradients_aggregation: Whether the gradients were already summed over the
                 replicas of a strategy; then they are not summed again.
             experimental_aggregate_gradients: The opposite, under its older name.

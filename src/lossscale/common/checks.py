@@ -10,6 +10,7 @@ from typing import Any
 
 from lossscale.errors import (
     AlreadyWrappedError,
+    ArgumentTypeError,
     GradientsError,
     MalformedGradientsError,
     UnknownSettingError,
@@ -202,3 +203,19 @@ def warned_at_floor(
         "where they arise."
     )
     return True
+
+
+def check_named(third: Sequence[Any]) -> None:
+    """Checks that `apply_gradients` was given nothing after the name but by name.
+
+    Raises:
+        ArgumentTypeError: If it was. It is a `TypeError`.
+    """
+    if third:
+        raise ArgumentTypeError(
+            "The third argument of apply_gradients() must have a name: in TensorFlow 2.2 to 2.10 "
+            "it was experimental_aggregate_gradients, and of today's optimizers it is "
+            "skip_gradients_aggregation, its opposite. Write apply_gradients(pairs, name, "
+            f"experimental_aggregate_gradients={bool(third[0])}) for what it was. "
+            f"Received: {third[0]!r}."
+        )

@@ -179,6 +179,16 @@ class DynamicLossScale(_RuleLossScale):
         """Returns the current loss scale, a float32 scalar tensor, dimensionless."""
         return self._bound_state().read().scale
 
+    # What programs of that time read besides.
+
+    @property
+    def _current_loss_scale(self) -> Any:
+        return self._bound_state().variables["scale"]
+
+    @property
+    def _num_good_steps(self) -> Any:
+        return self._bound_state().variables["good_steps"]
+
     def update(self, grads: Any) -> tuple[Any, Any]:
         """Moves the loss scale.
 

@@ -70,6 +70,21 @@ class LossScaleOptimizer(_Base):
         loss_scale: LossScale = self._loss_scale
         return loss_scale
 
+    def apply_gradients(
+        self,
+        grads_and_vars: Any,
+        name: str | None = None,
+        experimental_aggregate_gradients: bool = True,
+        skip_gradients_aggregation: bool = False,
+    ) -> Any:
+        # The order of arguments of TensorFlow 2.2 and 2.3.
+        return super().apply_gradients(
+            grads_and_vars,
+            name,
+            experimental_aggregate_gradients=experimental_aggregate_gradients,
+            skip_gradients_aggregation=skip_gradients_aggregation,
+        )
+
     def _first_state(self) -> Any:
         loss_scale = self._loss_scale
         by_rule = _moves_by_its_rule(loss_scale)

@@ -29,8 +29,8 @@ def policy_class(plain: type[Any]) -> type[Any]:
     class Policy(metaclass=_ClassOfPlainPolicies):
         """A dtype policy with the loss scale that `compile` wraps optimizers with.
 
-        Calling it makes a policy of Keras' own with one attribute more, `loss_scale`, so that
-        files name what every Keras knows.
+        Calling it makes a policy of Keras' own with two attributes more, `loss_scale` and
+        `should_cast_variables`, so that files name what every Keras knows.
 
         Args:
             name: `"mixed_float16"`, or another name of a policy.
@@ -48,6 +48,7 @@ def policy_class(plain: type[Any]) -> type[Any]:
         def __new__(cls, name: str, loss_scale: Any = "auto") -> Any:
             policy = plain(name)
             policy.loss_scale = _loss_scale_of(policy, loss_scale)
+            policy.should_cast_variables = policy.variable_dtype != policy.compute_dtype
             return policy
 
     return Policy

@@ -330,6 +330,11 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
     # --- What can be read ---------------------------------------------------------------------
 
     @property
+    def _optimizer(self) -> Any:
+        # What tf_keras calls the inner optimizer, and programs ask for.
+        return self.inner_optimizer
+
+    @property
     def loss_scale(self) -> Any:
         return ops.cast(self._current_scale(), "float32")
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from lossscale.arguments import config_from_rule, rule_from_arguments
 from lossscale.common.checks import (
+    check_named,
     checked_pairs,
     remember_wrapper,
     unknown_setting,
@@ -129,9 +130,11 @@ class KerasCommonOptimizer(LossScaleOptimizer):
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],
         name: str | None = None,
+        *third: Any,
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
+        check_named(third)
         gradients, variables = checked_pairs(grads_and_vars, self._backend.is_variable)
         self._check_context()
         location, updated = self._backend.current_location(), with_gradient(gradients, variables)
@@ -198,6 +201,11 @@ class KerasCommonOptimizer(LossScaleOptimizer):
     @property
     def last_step_skipped(self) -> Any:
         return self._backend.read(self._last_step_skipped)
+
+    # Of `experimental` it is the loss scale itself, which is called the same way.
+    def _loss_scale(self) -> Any:
+        # What programs of TensorFlow 2.4 call besides `loss_scale`.
+        return self._current_scale()
 
     def _looks_at_floor(self) -> bool:
         """Whether a step that the host sees skipped may be the first at the lowest scale."""

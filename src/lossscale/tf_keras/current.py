@@ -74,8 +74,11 @@ class TFKerasLossScaleOptimizer(TFKerasCommonOptimizer, LossScaleOptimizerV3, me
             # no file has it. A traced function keeps what it was when it was traced.
             inner._u_product_counter = int(inner.iterations) + 1
         with _without_own_function(inner) if in_xla() else contextlib.nullcontext():
-            apply = translated(inner.apply_gradients)
-            return apply(pairs, name=name, skip_gradients_aggregation=True)
+            # An optimizer of a user's may take no name.
+            named = {} if name is None else {"name": name}
+            return translated(inner.apply_gradients)(
+                pairs, **named, skip_gradients_aggregation=True
+            )
 
     def _kept_on_a_skip(self, gradients: Sequence[Any], trained: Sequence[Any]) -> Any:
         def written() -> list[Any]:

@@ -52,7 +52,26 @@ def put_in_place(names: DocumentedNames) -> contextlib.ExitStack:
         for module in (optimizers, tf_keras.__internal__.optimizers, of_tensorflow):
             if module is not None:
                 replace(stack, module, "convert_to_legacy_optimizer", convert)
+        # What loads models and checkpoints of configurations: they name tf_keras' own class.
+        read = _reading_ours(optimizers.deserialize, own.BaseLossScaleOptimizer, names.optimizer)
+        of_tensorflow = sys.modules.get("tf_keras.api._v2.keras.optimizers")
+        for module in (optimizers, tf_keras.optimizers, of_tensorflow):
+            if module is not None:
+                replace(stack, module, "deserialize", read)
         return stack.pop_all()
+
+
+def _reading_ours(deserialize: Callable[..., Any], own: type[Any], ours: Any) -> Callable[..., Any]:
+    """Returns tf_keras' function that makes optimizers of configurations, with ours for its own."""
+
+    @functools.wraps(deserialize)
+    def read(*args: Any, **kwargs: Any) -> Any:
+        found = deserialize(*args, **kwargs)
+        if isinstance(found, own) and not isinstance(found, ours):
+            return ours.from_config(found.get_config())
+        return found
+
+    return read
 
 
 def _with_ours(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:

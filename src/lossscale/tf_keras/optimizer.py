@@ -140,7 +140,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             # A LossScale object whose value was asked for before it met an optimizer, in a process
             # that has imported Keras 3 as well.
             values = first.read()
-            first = self._loss_scale._state = self._new_state(self._rule)
+            loss_scale: Any = self._loss_scale
+            first = loss_scale._state = self._new_state(self._rule)
             first.write(values)
         self._state = first
         self._steps_skipped = new_variable("steps_skipped", tf.int64, 0)

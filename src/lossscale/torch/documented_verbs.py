@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lossscale.common.checks import checked_pairs, flat_list
+from lossscale.common.checks import check_named, checked_pairs, flat_list
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError
 from lossscale.torch import fused, ranks
 from lossscale.torch.engine import SCALED, SCALED_BY_HAND, UNSCALED
@@ -48,9 +48,11 @@ class DocumentedVerbs:
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],
         name: str | None = None,
+        *third: Any,
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
+        check_named(third)
         state = self._step_state
         given, variables = checked_pairs(grads_and_vars, _is_variable)
         parameters = ranks.parameters_of(self.inner_optimizer)
