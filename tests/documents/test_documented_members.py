@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import lossscale
+from documents import forms
 from documents.forms import INF, assert_same, everything, number, overflow, sgd
 
 # --- inner_optimizer, dynamic, initial_scale, dynamic_growth_steps, dynamic_counter, loss_scale -
@@ -495,3 +496,15 @@ def test_from_config_takes_classes_of_ones_own(form):
 def test_from_config_of_something_else_is_a_value_error(form, wrong):
     with pytest.raises(ValueError, match="configuration has a key"):
         form.cls.from_config(wrong)
+
+
+def test_what_programs_read_that_is_on_no_page(form):
+    inner = sgd()
+    optimizer = form.dynamic(inner, 8)
+    assert optimizer._optimizer is inner
+    assert not hasattr(optimizer._optimizer, "_optimizer")
+    assert float(optimizer._loss_scale()) == 8.0
+    if form is forms.EXPERIMENTAL:
+        loss_scale = optimizer.loss_scale
+        assert float(loss_scale._current_loss_scale) == 8.0
+        assert int(loss_scale._num_good_steps) == 0

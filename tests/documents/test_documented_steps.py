@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from documents import forms
 from documents.forms import INF, assert_same, everything, number, overflow, sgd
 from lossscale import LossScaleWarning
 
@@ -328,6 +329,22 @@ def test_apply_gradients_refuses_what_it_cannot_apply_and_changes_nothing(
     step = stepped(lambda: optimizer.apply_gradients(pairs(var)))
     with pytest.raises(error, match=message):
         step()
+    assert_same(before, everything(optimizer, var))
+
+
+@pytest.mark.parametrize("third", [True, False])
+def test_a_third_argument_of_apply_gradients_is_what_it_was_or_refused(form, var, third):
+    optimizer = form.dynamic(sgd(1.0), 8)
+    var.assign(tf.ones_like(var))
+    (gradient,) = optimizer.get_unscaled_gradients([optimizer.get_scaled_loss(tf.ones_like(var))])
+    before = everything(optimizer, var)
+    if form is forms.EXPERIMENTAL:
+        optimizer.apply_gradients([(gradient, var)], None, third)
+        np.testing.assert_array_equal(var, tf.zeros_like(var))
+        return
+    said = f"experimental_aggregate_gradients={third}"
+    with pytest.raises(TypeError, match=said):
+        optimizer.apply_gradients([(gradient, var)], None, third)
     assert_same(before, everything(optimizer, var))
 
 

@@ -96,6 +96,15 @@ tests/conformance/test_promises.py
     keras on torch TorchBackend.check: not state.scale >= 1.0 -> False
     keras on torch TorchBackend.check: found_inf + ... -> found_inf
     keras on torch TorchBackend.update_on_host: skipped.add_(1) -> pass
+tests/conformance/test_promises.py -k 'reciprocal and tensorflow'
+    tensorflow unscaled: compiled and powers_of_two -> powers_of_two
+    tensorflow _not_constant: tf.get_static_value(divisor) is None -> True
+tests/conformance/test_promises.py -k 'reciprocal and keras-jax-jit'
+    keras on jax JaxBackend.unscaled: jax.lax.optimization_barrier(scale) -> scale
+tests/conformance/test_promises.py -k 'reciprocal and torch-native-host'
+    torch Engine._decide_by_norm: total < _SMALLEST_NORM -> False
+tests/conformance/test_promises.py -k 'floor and torch-native-host'
+    common on torch warned_at_floor: scale > rule.min_scale -> scale >= rule.min_scale
 tests/conformance/test_promises.py -k torch-native-host
     torch Engine._on_host: not found > 0 -> True
     torch Engine.apply: decision.apply is False -> False
@@ -166,7 +175,7 @@ tests/documents/test_documented_members.py
     keras set_weights: targets = all_variables -> targets = weights  -k set_weights
 tests/documents/test_documented_steps.py
     tensorflow widened: tf.cast(tensor, tf.float32) -> tensor  -k float32_or_wider
-    tensorflow unscaled: gradient / factor -> gradient * tf.math.reciprocal(factor)
+    tensorflow unscaled: gradient / divisor -> gradient * tf.math.reciprocal(divisor)
         -k divides_exactly
     tensorflow unscaled: divided(gradient.values) -> gradient.values  -k indexed_slices
     keras KerasLossScaleOptimizer._differentiated: self.get_scaled_loss

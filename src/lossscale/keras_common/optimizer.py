@@ -211,7 +211,7 @@ class KerasCommonOptimizer(LossScaleOptimizer):
         """Whether a step that the host sees skipped may be the first at the lowest scale."""
         # A monitor says it.
         is_said = self._warned_at_floor or self._notes is not None
-        return self._state is not None and not is_said and isinstance(self.rule, DynamicScale)
+        return self._state is not None and not is_said and isinstance(self._rule, DynamicScale)
 
     def _current_scale(self) -> Any:
         # A loss scale that moves by itself has a method of its own in this place.

@@ -225,7 +225,7 @@ class TFKerasTarget(Target):
         self.optimizer._build(list(variables))
 
     def built_with(self) -> list[Any]:
-        return list(self.optimizer._trained[0]) if self.optimizer._trained else []
+        return [each for group in self.optimizer._trained for each in group]
 
     def key(self, variable: Any) -> Any:
         return variable._unique_id

@@ -59,6 +59,9 @@ def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[
     """
     divisors: dict[Any, Any] = {}
     compiled = in_xla()
+    # Elsewhere a product would be taken apart: of (g * r) * lr the graph optimizer makes
+    # g * (r * lr), which is 0 for a large scale and a small learning rate.
+    multiplies = compiled and powers_of_two
 
     def divided(gradient: Any) -> Any:
         if gradient is None:
@@ -69,16 +72,11 @@ def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[
         gradient = widened(gradient)
         if gradient.dtype not in divisors:
             divisor = _not_constant(tf.cast(scale, gradient.dtype))
-            if compiled and powers_of_two:
-                divisor = tf.math.reciprocal(divisor)
-            divisors[gradient.dtype] = divisor
+            divisors[gradient.dtype] = tf.math.reciprocal(divisor) if multiplies else divisor
         divisor = divisors[gradient.dtype]
-        if not compiled:
-            # A product the graph optimizer would take apart: (g * r) * lr becomes g * (r * lr),
-            # which is 0 for a large scale and a small learning rate.
-            return gradient / divisor
-        result = gradient * divisor if powers_of_two else gradient / divisor
-        _quotients(result)[result.name] = Quotient(gradient, scale, powers_of_two)
+        result = gradient * divisor if multiplies else gradient / divisor
+        if compiled:
+            _quotients(result)[result.name] = Quotient(gradient, scale, powers_of_two)
         return result
 
     return [divided(gradient) for gradient in gradients]

@@ -35,13 +35,14 @@ class TFKerasLossScaleOptimizer(TFKerasCommonOptimizer, LossScaleOptimizerV3, me
 
     def _build(self, variables: list[Any], has_gradient: Sequence[bool] = ()) -> None:
         self._optimizer.build(variables)
-        self._trained = (variables,)
+        self._remember_trained(variables)
         self._load_pending()
 
     def _unlisted_variables(self) -> dict[str, Any]:
         # tf_keras lists what `add_variable` made, and not what `build` set as an attribute.
         inner, unlisted = self._optimizer, {}
-        listed = [*inner.variables, inner.iterations, *(self._trained[0] if self._trained else ())]
+        trained = [each for group in self._trained for each in group]
+        listed = [*inner.variables, inner.iterations, *trained]
         seen = {id(variable) for variable in (*listed, inner._learning_rate)}
         for name, variable in _variables_in(vars(inner), UNLISTED.removesuffix(".")):
             if id(variable) not in seen:

@@ -56,7 +56,7 @@ class TFKerasLegacyLossScaleOptimizer(
         # As without loss scaling, a variable without a gradient gets no slots.
         kept = [v for i, v in enumerate(variables) if i >= len(has_gradient) or has_gradient[i]]
         self._optimizer._create_all_weights(kept)
-        self._trained = (kept,)
+        self._remember_trained(kept)
         self._load_pending()
 
     def _inner_weights(self) -> list[Any]:

@@ -127,7 +127,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         self._pending_values: list[Any] | None = None
         self.__dict__["_pending_named"] = {}
         self._warned_of_none = False
-        # The list of variables that it was built with; empty before it is.
+        # The lists of variables that it was built with, one after the other.
         self._trained: tuple[Any, ...] = ()
         # Variables of a LossScale object, by name.
         self._loss_scale_variables: dict[str, Any] = {}
@@ -445,8 +445,16 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     _set_inner_values = saving.set_inner_values
 
     def _build_alike(self, other: Any) -> None:
-        if self._trained:
-            other._build(*self._trained)
+        # In the same order: by it weights are told apart.
+        for variables in self._trained:
+            other._build(list(variables))
+
+    def _remember_trained(self, variables: Sequence[Any]) -> None:
+        """Takes note of variables that it was not built with before."""
+        known = {id(each) for group in self._trained for each in group}
+        new = [each for each in variables if id(each) not in known]
+        if new or not self._trained:
+            self._trained = (*self._trained, new)
 
     def get_config(self) -> dict[str, Any]:
         return {

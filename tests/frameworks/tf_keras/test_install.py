@@ -17,7 +17,9 @@ X = np.linspace(-1, 1, 16, dtype="float32").reshape(8, 2)
 Y = X @ np.array([[1.0], [-2.0]], "float32")
 _PLACES = {
     tf_keras.__internal__.optimizers: ["convert_to_legacy_optimizer"],
-    optimizers_module: ["convert_to_legacy_optimizer"],
+    tf_keras.optimizers: ["deserialize"],
+    tf.keras.optimizers: ["deserialize"],
+    optimizers_module: ["convert_to_legacy_optimizer", "deserialize"],
     tf_keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
     tf.keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
     tf.compat.v1.keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
@@ -268,3 +270,44 @@ def test_tf_keras_own_class_reads_configurations_of_tensorflow_2_3(loss_scale):
     }
     with lossscale.install():
         assert own.LossScaleOptimizer.from_config(config).initial_scale == 8.0
+
+
+# Files and configurations of tf_keras' own class.
+
+
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+@pytest.mark.parametrize("form", ["old.h5", "saved_model", "old.keras"])
+def test_what_tf_keras_own_class_wrote_is_read_into_ours(optimizers, form, tmp_path):
+    if optimizers is tf_keras.optimizers.legacy and form == "old.keras":
+        pytest.skip("tf_keras writes no legacy optimizer there")
+    model = tf_keras.Sequential([tf_keras.Input((2,)), tf_keras.layers.Dense(1, dtype="float32")])
+    model.compile(optimizers.SGD(0.5, momentum=0.5), "mse")
+    model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    assert isinstance(model.optimizer, own.BaseLossScaleOptimizer)
+    assert not isinstance(model.optimizer, lossscale.LossScaleOptimizer)
+    path = str(tmp_path / form)
+    model.save(path)
+    with lossscale.install():
+        loaded = tf_keras.models.load_model(path)
+        assert isinstance(loaded.optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
+    assert isinstance(loaded.optimizer, lossscale.LossScaleOptimizer)
+    assert float(loaded.optimizer.loss_scale) == 2.0**15
+    if form == "saved_model":
+        # Of these tf_keras restores no state of an optimizer.
+        model = tf_keras.models.load_model(path)
+    for each in (model, loaded):
+        each.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    for before, after in zip(model.get_weights(), loaded.get_weights(), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_deserialize_makes_ours_of_tf_keras_own_configurations(optimizers):
+    made = own.BaseLossScaleOptimizer(optimizers.Adam(0.25), initial_scale=64)
+    described = tf_keras.optimizers.serialize(made)
+    with lossscale.install():
+        found = tf_keras.optimizers.deserialize(described)
+        plain = tf_keras.optimizers.deserialize(tf_keras.optimizers.serialize(optimizers.SGD(0.5)))
+    assert isinstance(found, lossscale.LossScaleOptimizer)
+    assert (found.initial_scale, float(found.learning_rate)) == (64, 0.25)
+    assert type(plain).__name__ == "SGD"
+    assert isinstance(tf_keras.optimizers.deserialize(described), own.BaseLossScaleOptimizer)

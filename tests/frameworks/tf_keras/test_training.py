@@ -402,3 +402,40 @@ def test_one_device_is_supported_and_central_storage_is_refused(optimizers):
     central = tf.distribute.experimental.CentralStorageStrategy()
     with central.scope(), pytest.raises(ValueError, match=r"CentralStorageStrategy.*Supported"):
         wrapped(optimizers.SGD(1.0))
+
+
+# Copies.
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "RMSprop", "Ftrl"])
+def test_a_copy_made_after_a_step_on_some_variables_has_the_state_of_all(optimizers, kind):
+    settings = {"momentum": 0.5} if kind in ("SGD", "RMSprop") else {}
+    inner = getattr(optimizers, kind)(0.5, **settings)
+    a, b = tf.Variable([1.0, 2.0]), tf.Variable([3.0])
+    optimizer, one = wrapped(inner), np.float32(1)
+    if optimizers is tf_keras.optimizers.legacy:
+        # These get to know variables one by one.
+        step(optimizer, [a], [one])
+    step(optimizer, [a, b], [one, one])
+    step(optimizer, [a], [one])
+    other = copy.deepcopy(optimizer)
+    kept, ends = (a.numpy(), b.numpy()), []
+    for each in (optimizer, other):
+        a.assign(kept[0])
+        b.assign(kept[1])
+        step(each, [a], [one])
+        step(each, [a, b], [one, one])
+        ends.append((a.numpy().tolist(), b.numpy().tolist(), status(each)))
+    assert ends[0] == ends[1]
+
+
+def test_an_optimizer_of_a_user_whose_apply_gradients_takes_no_name():
+    class Own(tf_keras.optimizers.SGD):
+        def apply_gradients(self, grads_and_vars, skip_gradients_aggregation=False):
+            return super().apply_gradients(
+                grads_and_vars, skip_gradients_aggregation=skip_gradients_aggregation
+            )
+
+    variable = tf.Variable(1.0)
+    wrapped(Own(0.5)).minimize(lambda: variable * 1.0, [variable])
+    assert float(variable) == 0.5
