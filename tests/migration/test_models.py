@@ -433,3 +433,48 @@ def test_without_tf_keras_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tf_keras", None)
     with pytest.raises(MissingPackageError, match=r'pip install "lossscale\[tf_keras\]"'):
         load_model(DENSE, framework="tf_keras")
+
+
+# --- Files of Keras 3 whose slots are as many as something else -----------------------------------
+
+
+NAMES = ("SGD", "Adam", "AdamW", "Nadam", "Ftrl", "RMSprop", "Adagrad", "Adadelta", "Lion")
+
+
+def every_optimizer():
+    """The optimizers of Keras with few and with many slots, by name."""
+    optimizers = keras.optimizers
+    plain = {name: lambda name=name: getattr(optimizers, name)(0.1) for name in NAMES}
+    return plain | {
+        "momentum": lambda: optimizers.SGD(0.1, momentum=0.9),
+        "averaging": lambda: optimizers.SGD(0.1, use_ema=True),
+        "accumulating": lambda: optimizers.Adam(0.1, gradient_accumulation_steps=2),
+        "amsgrad": lambda: optimizers.Adam(0.1, amsgrad=True),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("name", every_optimizer())
+def test_a_file_of_this_library_loads_however_many_slots_it_has(name, layers, tmp_path):
+    dense = [keras.layers.Dense(3) for _ in range(layers)]
+    model = keras.Sequential([keras.Input((1,)), *dense])
+    optimizer = lossscale.LossScaleOptimizer(every_optimizer()[name](), initial_scale=8)
+    model.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+    for variable in optimizer.inner_optimizer.variables[2:]:
+        variable.assign(np.random.default_rng(0).normal(size=variable.shape))
+    # That of accumulation is divided.
+    optimizer.inner_optimizer._iterations.assign(7)
+    optimizer._iterations.follow()
+    optimizer.dynamic_scale.assign(32.0)
+    for form in ("model.keras", "model.h5"):
+        model.save(tmp_path / form)
+        loaded = load_model(tmp_path / form).optimizer
+        for before, after in zip(
+            optimizer.inner_optimizer.variables, loaded.inner_optimizer.variables, strict=True
+        ):
+            np.testing.assert_array_equal(
+                keras.ops.convert_to_numpy(before), keras.ops.convert_to_numpy(after)
+            )
+        assert float(loaded.dynamic_scale) == 32.0

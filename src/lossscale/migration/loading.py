@@ -184,21 +184,19 @@ def _restore_keras_3(file: ModelFile, optimizer: Any, trained: list[Any]) -> Non
     # loss scale either, but two counters and two learning rates.
     if file.era == KERAS_3 and len(arrays) == 4:
         return
-    if not _fits(arrays, optimizer):
+    # Arrays of slots have the shapes of variables; without any it may never have been built.
+    if any(array.shape for array in arrays) or not optimizer._can_load(len(arrays)):
         optimizer.build(trained)
-    if not _fits(arrays, optimizer):
+    # In an HDF5 file of this library the loss scale and the counters come first.
+    shapes = [tuple(variable.shape) for variable in optimizer.variables]
+    if [tuple(array.shape) for array in arrays] == shapes:
+        optimizer.set_weights(arrays)
+    elif optimizer._can_load(len(arrays)):
+        optimizer._load_inner({str(number): array for number, array in enumerate(arrays)})
+    else:
         raise OldFileError(
             f"{file.path}: holds {len(arrays)} arrays of the optimizer, which keeps "
             f"{len(inner.variables)}."
         )
-    if len(arrays) == len(optimizer.variables):
-        # An HDF5 file of this library.
-        optimizer.set_weights(arrays)
-    else:
-        optimizer._load_inner({str(number): array for number, array in enumerate(arrays)})
     if file.own:
         optimizer._set_own_values(file.own)
-
-
-def _fits(arrays: list[Any], optimizer: Any) -> bool:
-    return len(arrays) == len(optimizer.variables) or optimizer._can_load(len(arrays))
