@@ -185,7 +185,8 @@ def _restore_keras_3(file: ModelFile, optimizer: Any, trained: list[Any]) -> Non
     if file.era == KERAS_3 and len(arrays) == 4:
         return
     # Arrays of slots have the shapes of variables; without any it may never have been built.
-    if any(array.shape for array in arrays) or not optimizer._can_load(len(arrays)):
+    unbuilt = len(arrays) == len(optimizer.variables) or optimizer._can_load(len(arrays))
+    if any(array.shape for array in arrays) or not unbuilt:
         optimizer.build(trained)
     # In an HDF5 file of this library the loss scale and the counters come first.
     shapes = [tuple(variable.shape) for variable in optimizer.variables]
