@@ -60,7 +60,8 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
     _framework: ClassVar[str | None] = "keras"
     _library = keras
     _inner_attribute = "inner_optimizer"
-    _hidden = KerasCommonOptimizer._hidden | {"_inner_parts"}
+    # What Keras would save a second time.
+    _hidden = KerasCommonOptimizer._hidden | {"_inner_parts", "_optimizer"}
     _backend: Backend
     _state: KerasScaleVariables | None
     # Of Keras' base class.
