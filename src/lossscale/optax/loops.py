@@ -94,7 +94,7 @@ def unscale(opt_state: Any, gradients: Any) -> Any:
             return leaf
         return unscaled([leaf], scale, powers_of_two=False)[0]
 
-    return jax.tree.map(divided, gradients)
+    return jax.tree.map(divided, overflow_check.with_arrays(gradients))
 
 
 def all_finite(gradients: Any) -> Any:
@@ -110,7 +110,7 @@ def all_finite(gradients: Any) -> Any:
         >>> bool(lossscale.optax.all_finite({"w": jnp.float32([1.0, jnp.inf]), "b": None}))
         False
     """
-    return overflow_check.each_finite(jax.tree.leaves(gradients))
+    return overflow_check.each_finite(jax.tree.leaves(overflow_check.with_arrays(gradients)))
 
 
 def value_and_grad(
@@ -164,6 +164,12 @@ def value_and_grad(
         raise ArgumentTypeError(
             f"`argnums` says what to derive by. Received: {described(argnums)}. {_CALL}"
         )
+    if "axis_name" in options:
+        raise ArgumentTypeError(
+            "`value_and_grad` has no `axis_name`. Average the gradients that it returns, "
+            f"jax.lax.pmean(grads, {options['axis_name']!r}), before `update`; or, where each "
+            "device has parameters of its own, pass axis_name= to `loss_scaled`."
+        )
     # Not every one has it: Equinox differentiates by the first argument.
     chosen = {} if argnums == 0 else {"argnums": argnums}
 
@@ -214,7 +220,7 @@ def _single_scale(opt_state: Any) -> Any:
 
 
 def _loss_in(result: Any, has_aux: bool) -> Any:
-    if has_aux and not _is_pair(result):
+    if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
         raise ArgumentTypeError(
             "With has_aux=True the function that is differentiated must return (loss, aux). "
             f"Received: {_described(result)}."

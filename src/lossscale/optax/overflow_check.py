@@ -27,6 +27,11 @@ def is_gradient(leaf: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
+def with_arrays(tree: Any) -> Any:
+    """Returns a tree whose Python floats are arrays: outside of `jit` a gradient may be one."""
+    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (float, complex)) else x, tree)
+
+
 def has_elements(leaves: Sequence[Any]) -> bool:
     """Whether there is anything to look at."""
     return any(is_gradient(leaf) and static_size(leaf) != 0 for leaf in leaves)

@@ -113,6 +113,7 @@ class LossScaled:
             extra_args: What the transformation inside takes besides.
         """
         _check_gradients(updates, params)
+        updates = overflow_check.with_arrays(updates)
         leaves, structure = jax.tree.flatten(updates)
         gradients = [leaf for leaf in leaves if overflow_check.is_gradient(leaf)]
         before = scale_state.scalars_of(self.rule, state)

@@ -231,3 +231,20 @@ def test_a_leaf_of_every_size_is_looked_at():
     for index, leaf in enumerate(tree):
         for value, place in ((jnp.inf, 0), (jnp.nan, -1), (-jnp.inf, leaf.size // 2)):
             assert not check([*tree[:index], leaf.at[place].set(value), *tree[index + 1 :]])
+
+
+# Numbers of Python, which are gradients where nothing is compiled.
+
+
+@pytest.mark.parametrize("wraps", [lambda tx: tx, lossscale.optax.noted], ids=["bare", "noted"])
+@pytest.mark.parametrize("gradient", [16.0, float("inf"), float("nan")])
+def test_a_gradient_that_is_a_python_float_is_divided_and_checked(gradient, wraps):
+    tx = wraps(lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8.0))
+    params, finite = {"w": jnp.float32(1)}, gradient == 16.0
+    for update in (tx.update, jax.jit(tx.update)):
+        state = tx.init(params)
+        updates, after = update({"w": gradient}, state, params)
+        assert float(updates["w"]) == (-1.0 if finite else 0.0)
+        assert int(lossscale.optax.loss_scale(after)) == (8 if finite else 4)
+        assert bool(lossscale.optax.all_finite({"w": gradient})) == finite
+    assert float(lossscale.optax.unscale(tx.init(params), 16.0)) == 2.0

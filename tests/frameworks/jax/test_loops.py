@@ -262,3 +262,15 @@ def test_nothing_is_kept_of_a_step():
         _, state = tx.update(gradients, state, inner.params())
     gc.collect()
     assert len(jax.live_arrays()) <= before
+
+
+def test_a_function_with_aux_may_return_a_list():
+    state = lossscale.optax.loss_scaled(optax.sgd(0.1), initial_scale=8).init(jnp.float32(1))
+    function = lossscale.optax.value_and_grad(lambda p: [p**2, "aux"], has_aux=True)
+    (loss, aux), gradient = function(state, jnp.float32(1))
+    assert (float(loss), aux, float(gradient)) == (1.0, "aux", 16.0)
+
+
+def test_an_axis_name_is_refused_with_what_to_write():
+    with pytest.raises(TypeError, match=r"jax\.lax\.pmean\(grads, 'batch'\)"):
+        lossscale.optax.value_and_grad(lambda p: p.sum(), axis_name="batch")
