@@ -165,6 +165,7 @@ tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
     diagnosis _Loss._look_at_scales: self._open.append((passes.batch, predicted)) -> pass
     diagnosis _Loss._wrong: filter(math.isfinite, found) -> found
     diagnosis _Loss.wrong: best[variable] < NOISE -> True
+    diagnosis _not_finite: math.isfinite(found.loss) -> True
     diagnosis judge: found.top - 1 -> found.top + 1
     diagnosis judge: found.top >= MARGIN -> True
     diagnosis judge: min(middle, found.top - MARGIN) -> middle
@@ -238,6 +239,9 @@ tests/frameworks/jax/test_conversions.py
 tests/frameworks/jax/test_monitor.py
     optax _Noted.update: unscaled(...) -> by_row  -k exponents
     optax Monitor.step: self._scale = jnp.copy(shown.scale) -> pass  -k recorded_with_its_scale
+    optax Monitor.__init__.new_run: self._params is None -> False  -k parameters_are_gone
+    optax Monitor.__init__.new_run: self._compiled is None -> True  -k measured_at_the_scale
+    optax Monitor.wrong_at: params is None and ... -> False  -k measured_at_the_scale
 tests/frameworks/jax/test_diagnose.py
     optax LossRun._owns: owned is None or ... -> True
 tests/frameworks/jax/test_mistakes.py
@@ -252,6 +256,10 @@ tests/frameworks/torch/test_steps.py
     torch attributes: vars(each).pop -> vars(each).setdefault  -k raises
     torch TorchLossScaleOptimizer._are_scaled: any(as_they_were) and not all(as_they_were) -> False
         -k gradients_of_some
+tests/frameworks/torch/test_monitor.py
+    monitoring on torch MonitorSettings.samples: (self.every, self.measure_every) -> (self.every,)
+    monitoring on torch Monitor._measure: self._measures = False -> self._looks = False
+    monitoring on torch Monitor._measure: self._measures = False -> pass
 tests/frameworks/torch/test_closures.py
     torch TorchLossScaleOptimizer._evaluate: scale.update(decision.seen) -> pass
 tests/frameworks/torch/test_clipping.py

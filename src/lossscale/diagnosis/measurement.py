@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lossscale.diagnosis.passes import MODEL, Output, Pass, Run
-from lossscale.errors import LossScaleError, first_line
+from lossscale.errors import ArgumentError, LossScaleError, first_line
 
 TOLERANCE = 0.1
 """How wrong a gradient may be. An error doubles with each bit that gradients shrink in training:
@@ -204,11 +204,19 @@ def wrong_at(run: Run, batch: Any, scale: float) -> dict[str, tuple[str, float]]
         run: Computes a pass.
         batch: What to measure on.
         scale: The loss scale.
+
+    Raises:
+        ArgumentError: If the loss or a gradient is not finite in float32 already.
     """
     passes = _Passes(run)
     passes.begin(batch, watch=False)
     here, found = math.log2(scale), {}
     for name, reference in passes.references.items():
+        which = _not_finite(reference)
+        if which:
+            raise ArgumentError(
+                f"{which} is not finite in float32 already, so that nothing can be compared with it"
+            )
         loss = _Loss(name, TOLERANCE)
         errors = passes.at(name, here)
         top = _predicted_top(_largest(reference) or 1.0)
@@ -324,11 +332,10 @@ class _Loss:
             reference: That in float32.
             in_use: The loss scale that trains, or None.
         """
-        numbers = [g for g in reference.gradients.values() if g is not None]
         given = reference
         self._add_gradients(reference)
-        if not math.isfinite(reference.loss) or not all(np.isfinite(g).all() for g in numbers):
-            which = "the loss" if not math.isfinite(reference.loss) else "a gradient"
+        which = _not_finite(reference)
+        if which:
             return self._stop(unknown=f"{which} is not finite in float32 already")
         try:
             passes.at(self._name, 0)
@@ -589,6 +596,14 @@ def _beyond(error: float, best: float) -> float:
 
 def _all_finite(errors: Mapping[str, float]) -> bool:
     return all(map(math.isfinite, errors.values()))
+
+
+def _not_finite(found: Pass) -> str:
+    """What of a pass is not finite, "" if all of it is."""
+    if not math.isfinite(found.loss):
+        return "the loss"
+    numbers = [g for g in found.gradients.values() if g is not None]
+    return "" if all(np.isfinite(g).all() for g in numbers) else "a gradient"
 
 
 def _largest(found: Pass) -> float:

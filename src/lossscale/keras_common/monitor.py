@@ -125,10 +125,7 @@ class MonitorBody:
         loss = (logs or {}).get("loss")
         # The first step too: skips are counted from the first record on.
         is_first = self._before is self._at_start
-        every = self._settings.every
-        measure = self._settings.measure_every or every
-        end = self._position
-        if is_first or end // every > start // every or end // measure > start // measure:
+        if is_first or self._settings.samples(start, self._position):
             self._sync()
             self._sample(self._own_loss(loss, steps))
         else:

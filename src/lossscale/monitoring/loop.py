@@ -68,8 +68,8 @@ class LoopMonitor:
             loss: The loss of the last one, a scalar of the framework, or None.
             batch: Its batch, or None.
         """
-        every, end = self._monitor.settings.every, self._position + steps
-        sampled = self._is_first or end // every > self._position // every
+        end = self._position + steps
+        sampled = self._is_first or self._monitor.settings.samples(self._position, end)
         self._position = end
         if sampled:
             self._sample(read, loss, batch)

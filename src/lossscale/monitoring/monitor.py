@@ -8,7 +8,13 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lossscale.errors import ArgumentError, RecordingError, TrainingHaltedError, first_line
+from lossscale.errors import (
+    ArgumentError,
+    LossScaleError,
+    RecordingError,
+    TrainingHaltedError,
+    first_line,
+)
 from lossscale.monitoring.alarms import Alarms
 from lossscale.monitoring.history import HistoryHeader, HistoryWriter
 from lossscale.monitoring.record import NonfiniteTensor, StepRecord
@@ -75,8 +81,8 @@ class Monitor:
         settings: What it is asked for.
         rule: The rule of the loss scale.
         versions: Names of packages to their versions, for the history.
-        new_run: Returns what computes passes of the model, or None if there is nothing to look at
-            it with. Called when it is needed first.
+        new_run: Returns what computes passes of the model, or None where there is no model to look
+            at now. Called when it is needed first, and again after `forget_run`. None for never.
 
     Attributes:
         settings: As they were given.
@@ -103,6 +109,8 @@ class Monitor:
         self._header = HistoryHeader.of(rule, versions)
         self._new_run = new_run
         self._run: Run | None = None
+        # What has failed once is not tried on each step.
+        self._looks = self._measures = new_run is not None
         self._alarms = Alarms(rule, settings, self._look)
         self._before: StepStats | None = None
         self._stats: StepStats | None = None
@@ -158,6 +166,7 @@ class Monitor:
             before = None
             self._alarms = Alarms(self._rule, self.settings, self._look)
             self._measured = 0
+            self._looks = self._measures = self._new_run is not None
             self.close()
             self._for_each(self._targets, self._open)
         skip = stats.last_skip
@@ -200,14 +209,15 @@ class Monitor:
             the first step.
 
         Raises:
-            ArgumentError: If there is no `data`, or no `loss_fn` where one is needed.
+            ArgumentError: If there is no `data`, or no `loss_fn` where one is needed, or if the
+                loss on `data` or a gradient is not finite in float32 already.
         """
         if self._new_run is None or self.settings.data is None:
             raise ArgumentError(
                 "`wrong_at` measures on a batch: give the monitor `data`, and `loss_fn` as "
                 "diagnose takes it."
             )
-        if self._stats is None:
+        if self._stats is None or (run := self._current_run()) is None:
             return None
         import numpy as np
 
@@ -215,7 +225,7 @@ class Monitor:
 
         # An overflow is what is looked for.
         with np.errstate(all="ignore"):
-            found = wrong_at(self._current_run(), self.settings.data, self._stats.next_scale)
+            found = wrong_at(run, self.settings.data, self._stats.next_scale)
         return max(found.values(), key=lambda worst: worst[1])
 
     def flush(self) -> None:
@@ -237,29 +247,33 @@ class Monitor:
         """Has passes computed anew, of a model that has other variables now."""
         self._run = None
 
-    def _current_run(self) -> Run:
-        if self._run is None:
-            assert self._new_run is not None
+    def _current_run(self) -> Run | None:
+        if self._run is None and self._new_run is not None:
             self._run = self._new_run()
         return self._run
 
     def _look(self, record: StepRecord) -> str:
         stats, data = self._stats, self.settings.data
         batch = None if stats is None else stats.batch
-        if self._new_run is None or (batch is None and data is None):
+        if not self._looks or (batch is None and data is None):
             return ""
         from lossscale.monitoring.origin import origin
 
+        where = f"the batch of step {record.step}" if batch is not None else "the batch `data`"
         try:
-            found = origin(self._current_run(), data if batch is None else batch, record.scale)
+            run = self._current_run()
+            found = run and origin(run, data if batch is None else batch, record.scale)
         # Whatever an operation raises, training goes on.
         except Exception as error:
-            warn(f"Why steps are skipped cannot be looked at: {first_line(error)}.")
-            self._new_run = None
+            self._looks = False
+            warn(
+                "Where steps overflow is not looked for any more, since a pass over "
+                f"{where} failed: {_said(error)}. Give a batch as training has it; the model must "
+                "run in float16 here."
+            )
             return ""
         if not found:
             return ""
-        where = f"the batch of step {record.step}" if batch is not None else "the batch `data`"
         more = (
             "Look at the data of this batch, and at what this operation is given."
             if "float32 too" in found
@@ -271,7 +285,7 @@ class Monitor:
 
     def _measure(self, stats: StepStats) -> tuple[str, float] | None:
         every = self.settings.measure_every
-        if every is None or self._new_run is None:
+        if every is None or not self._measures:
             return None
         if self._measured and stats.step // every <= self._measured // every:
             return None
@@ -280,8 +294,12 @@ class Monitor:
             found = self.wrong_at()
         # Whatever an operation that does not take float16 raises, training goes on.
         except Exception as error:
-            self._new_run = None
-            warn(f"Gradients are not measured: the model does not run here. {first_line(error)}.")
+            self._measures = False
+            warn(
+                "Gradients are not measured any more, since a pass over the batch `data` failed: "
+                f"{_said(error)}. Give a batch as training has it, of finite numbers; the model "
+                "must run in float16 here."
+            )
             return None
         return found if found is not None and found[0] else None
 
@@ -321,6 +339,12 @@ class Monitor:
                     self.close()
                     raise RecordingError(f"{message} (on_write_error='raise')") from error
                 warn(f"{message} Training goes on.")
+
+
+def _said(error: Exception) -> str:
+    said = first_line(error)
+    own = isinstance(error, LossScaleError) or said == type(error).__name__
+    return said if own else f"{type(error).__name__}: {said}"
 
 
 def _reason(error: OSError) -> str:

@@ -29,7 +29,8 @@ class MonitorSettings:
         on_write_error: What it is that `path` or `tensorboard` cannot be written any more, as on a
             full disk: "warn" to warn once and train on without it, or "raise" to end training.
         measure_every: After how many steps to measure how wrong gradients are at the scale in use,
-            and after the first one; in steps. It takes three passes over `data`. None for never.
+            and after the first one; in steps. Such a step is sampled. It takes three passes over
+            `data`. None for never.
         data: A batch to measure on, the same each time, so that what changes is the model; and to
             look at where loss scaling does not help. None for none.
         loss_fn: The loss of a model and a batch, as `diagnose` takes it. None for none, or for
@@ -56,6 +57,12 @@ class MonitorSettings:
     measure_every: int | None = None
     data: Any = None
     loss_fn: Any = None
+
+    def samples(self, before: int, step: int) -> bool:
+        """Whether one of the steps after `before`, up to `step`, is to be sampled or measured."""
+        return any(
+            step // every > before // every for every in (self.every, self.measure_every) if every
+        )
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {name: _path(name, self) for name in ("path", "tensorboard")}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,9 @@ from lossscale.monitoring.settings import MonitorSettings
 from lossscale.optax.finding import state_in
 from lossscale.optax.noting import NotedState, names_of
 from lossscale.rules import ScaleRule
+
+if TYPE_CHECKING:
+    from lossscale.optax.passes import LossRun
 
 
 class _Shown(NamedTuple):
@@ -119,12 +123,21 @@ class Monitor(LoopMonitor):
             )
         self._names = names_of(params)
         self._params: Any = None
+        # Its passes are compiled once, for parameters that change.
+        self._compiled: LossRun | None = None
 
         def new_run() -> Any:
-            # With what it imports, which a monitor that looks at nothing does without.
-            from lossscale.optax import passes
+            if self._params is None:
+                return None
+            if self._compiled is None:
+                # With what it imports, which a monitor that looks at nothing does without.
+                from lossscale.optax import passes
 
-            return passes.new_run(self._params, checked.loss_fn, has_aux=has_aux, grad=grad)
+                self._compiled = passes.new_run(
+                    self._params, checked.loss_fn, has_aux=has_aux, grad=grad
+                )
+            self._compiled.params = self._params
+            return self._compiled
 
         before = checked_count("steps_before", steps_before, lowest=0)
         start = _stats(self._shown(opt_state), before)
@@ -199,14 +212,41 @@ class Monitor(LoopMonitor):
         if shown.noted is None:
             # A later step may take the buffer.
             self._scale = jnp.copy(shown.scale)
-        # They are held no longer than it takes: a later step may take their buffers.
-        self._params = given
+        with self._looking_at(given):
+            self._took(steps, read, loss, batch)
+
+    def wrong_at(self, params: Any = None) -> tuple[str, float] | None:
+        """Returns the gradient that is wrong by most at the scale in use, and by how much.
+
+        It is measured on `data`; the error is a share of the gradient. None before the first step
+        that was read.
+
+        Args:
+            params: The parameters, as `step` takes them; of a `TrainState` its `params`.
+
+        Raises:
+            ArgumentError: If there is no `data`, `loss_fn` or `params`. It is a `ValueError`.
+        """
+        if params is None and self._monitor.settings.data is not None:
+            raise ArgumentError(
+                "Gradients are those by the parameters: monitor.wrong_at(params). "
+                "Received: params=None."
+            )
+        with self._looking_at(params):
+            return super().wrong_at()
+
+    @contextlib.contextmanager
+    def _looking_at(self, params: Any) -> Iterator[None]:
+        """Has passes be of these parameters, which a later step may take the buffers of."""
+        self._params = params
         self._monitor.forget_run()
         try:
-            self._took(steps, read, loss, batch)
+            yield
         finally:
             self._params = None
             self._monitor.forget_run()
+            if self._compiled is not None:
+                self._compiled.params = None
 
     def _shown(self, opt_state: Any) -> _Shown:
         """The arrays to read, of which none is read yet."""

@@ -206,6 +206,8 @@ def _check_watched(optimizer: Any) -> None:
             more = " lossscale.torch.GradScaler takes the place of PyTorch's."
         elif isinstance(optimizer, torch.optim.Optimizer):
             more = " Wrap it: lossscale.torch.LossScaleOptimizer(optimizer)."
+        elif isinstance(optimizer, torch.nn.Module):
+            more = " The model comes second: Monitor(optimizer, model)."
         raise ArgumentTypeError(
             "Monitor watches a lossscale.torch.LossScaleOptimizer or a lossscale.torch.GradScaler. "
             f"Received: a {type(optimizer).__module__}.{type(optimizer).__qualname__}.{more}"

@@ -204,7 +204,7 @@ def test_an_nnx_optimizer_is_watched():
     assert [tensor.name for tensor in record.nonfinite] == ["bias", "kernel"]
 
 
-# Fidelity.
+# What no skipped step shows.
 
 
 def small_loss(params, batch, dtype):
@@ -224,6 +224,122 @@ def small_step(params, opt_state):
     loss, grads = value_and_grad(opt_state, params, BATCH, jnp.float16)
     updates, opt_state = FIXED.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss
+
+
+def test_gradients_are_measured_at_the_scale_in_use(tmp_path):
+    params = jax.tree.map(jnp.copy, WEIGHTS)
+    opt_state, path = FIXED.init(params), tmp_path / "run.jsonl"
+    traced = []
+
+    def loss_fn(params, batch, dtype):
+        traced.append(dtype)
+        return small_loss(params, batch, dtype)
+
+    settings = {"every": 100, "measure_every": 4, "loss_fn": loss_fn, "data": BATCH}
+    with lossscale.optax.Monitor(FIXED, params, opt_state, path, **settings) as monitor:
+        params, opt_state, loss = small_step(params, opt_state)
+        with pytest.warns(LossScaleWarning, match="gets the gradient of w wrong by"):
+            monitor.step(opt_state, loss, params=params)
+        count = len(traced)
+        for _ in range(4):
+            # What was measured may be donated.
+            params, opt_state, loss = small_step(params, opt_state)
+            monitor.step(opt_state, loss, params=params)
+        wanted = wrong_by_hand(params)
+        assert monitor.wrong_at(params) == ("w", pytest.approx(wanted, rel=1e-3))
+        with pytest.raises(ArgumentError, match=r"monitor\.wrong_at\(params\)"):
+            monitor.wrong_at()
+    # Passes are compiled once, for parameters that change.
+    assert len(traced) == count
+    records = TrainingHistory.read(path).records
+    assert [(r.step, r.wrong is not None) for r in records] == [(1, True), (4, True), (5, False)]
+    assert wanted > 0.1
+
+
+def wrong_by_hand(params):
+    """What float16 loses of the gradient at a scale of 4, and not at one of 2**24."""
+
+    def gradient(dtype, scale):
+        return jax.grad(lambda p: small_loss(p, BATCH, dtype) * scale)(params)["w"] / scale
+
+    wide = gradient(jnp.float32, 1.0)
+    low, high = (jnp.linalg.norm(gradient(jnp.float16, s) - wide) for s in (4.0, 2.0**24))
+    return float(jnp.sqrt(low**2 - high**2) / jnp.linalg.norm(wide))
+
+
+def test_a_train_state_has_its_parameters_and_a_model_is_given():
+    from flax.training.train_state import TrainState
+
+    settings = {"measure_every": 1, "data": BATCH * 2**12}
+    state = TrainState.create(apply_fn=None, params=WEIGHTS, tx=FIXED)
+    with lossscale.optax.Monitor(FIXED, WEIGHTS, state, loss_fn=small_loss, **settings) as monitor:
+        grads = jax.tree.map(jnp.zeros_like, WEIGHTS)
+        monitor.step(state.apply_gradients(grads=grads))
+    assert monitor.last_record.wrong[0] == "w"
+
+    def loss_fn(model, batch, dtype):
+        model.set_attributes(dtype=dtype, raise_if_not_found=False)
+        return jnp.mean(model(batch).astype(jnp.float32) ** 2) * 2.0**-40, "anything"
+
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, FIXED, wrt=nnx.Param)
+    params = nnx.state(model, nnx.Param)
+    settings = {**settings, "loss_fn": loss_fn, "grad": nnx.value_and_grad, "has_aux": True}
+    with lossscale.optax.Monitor(FIXED, params, optimizer, **settings) as monitor:
+        optimizer.update(model, jax.tree.map(jnp.zeros_like, params))
+        with pytest.raises(ArgumentError, match="params=params"):
+            monitor.step(optimizer)
+        with pytest.warns(LossScaleWarning, match="wrong by"):
+            monitor.step(optimizer, params=model)
+        assert monitor.wrong_at(model) == monitor.last_record.wrong
+    assert monitor.last_record.wrong[0] in ("bias", "kernel")
+    assert model.dtype is None
+
+
+def only_wide(params, batch, dtype):
+    if dtype == jnp.float16:
+        raise NotImplementedError("no kernel")
+    return small_loss(params, batch, dtype)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "data", "words"),
+    [
+        (only_wide, BATCH, "NotImplementedError: no kernel"),
+        (lambda p, b: 0.0, BATCH, r"loss_fn\(params, batch, dtype\)"),
+        (lambda p, b, d: jnp.sum(b @ p["w"]), BATCH, "computes nothing in float16"),
+        (small_loss, BATCH[:, :2], "TypeError: dot_general"),
+        (small_loss, BATCH * np.nan, "the loss is not finite in float32 already"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_once_and_training_goes_on(loss_fn, data, words):
+    opt_state = FIXED.init(WEIGHTS)
+    settings = {"measure_every": 1, "loss_fn": loss_fn, "data": data}
+    with lossscale.optax.Monitor(FIXED, WEIGHTS, opt_state, **settings) as monitor:
+        with pytest.warns(
+            LossScaleWarning, match=f"not measured any more.*`data` failed: .*{words}"
+        ):
+            monitor.step(opt_state, params=WEIGHTS)
+        monitor.step(opt_state, params=WEIGHTS)
+        with pytest.raises(
+            (TypeError, ValueError, NotImplementedError), match=words.split(": ")[-1]
+        ):
+            monitor.wrong_at(WEIGHTS)
+    assert (monitor.last_record.step, monitor.last_record.wrong) == (2, None)
+
+
+def test_the_last_step_is_recorded_where_the_parameters_are_gone():
+    """It is read when the monitor is closed, and its third halving has nothing to look at."""
+    params, opt_state = start(NOTED)
+    settings = {"every": 2, "loss_fn": small_loss, "data": BATCH}
+    monitor = lossscale.optax.Monitor(NOTED, PARAMS, opt_state, **settings)
+    for spoiled in (False, False, True, True, True):
+        params, opt_state, loss = step(NOTED, params, opt_state, np.inf if spoiled else 1.0)
+        monitor.step(opt_state, loss, params=params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monitor.close()
+    assert (monitor.last_record.step, monitor.last_record.skipped) == (5, True)
 
 
 # What is noted changes nothing else.

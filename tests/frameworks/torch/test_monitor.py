@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import pickle
 import re
 import warnings
@@ -220,7 +221,7 @@ def test_gradients_are_measured_at_the_scale_in_use(tmp_path):
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer = lossscale.torch.LossScaleOptimizer(inner, rule=lossscale.FixedScale(4.0))
     path = tmp_path / "run.jsonl"
-    settings = {"every": 2, "measure_every": 4, "loss_fn": loss_fn, "data": batches[0]}
+    settings = {"every": 100, "measure_every": 4, "loss_fn": loss_fn, "data": batches[0]}
     with Monitor(optimizer, model, path, **settings) as monitor:
         assert monitor.wrong_at() is None
         for _ in range(5):
@@ -234,8 +235,8 @@ def test_gradients_are_measured_at_the_scale_in_use(tmp_path):
         assert monitor.wrong_at() == wrong_at(run, batches[0], 4.0)["loss"]
     records = TrainingHistory.read(path).records
     found = [(r.step, r.wrong is not None) for r in records]
-    assert found == [(1, True), (2, False), (4, True), (5, False)]
-    assert records[2].wrong == monitor.wrong_at()
+    assert found == [(1, True), (4, True), (5, False)]
+    assert records[1].wrong == monitor.wrong_at()
 
 
 class Six(torch.nn.Module):
@@ -321,6 +322,33 @@ def test_a_batch_that_was_not_given_is_not_taken_for_the_one_that_failed():
     assert not any("cannot help" in line for line in watched_six("nan", with_batch=False))
 
 
+def test_a_batch_that_cannot_be_measured_does_not_keep_another_from_being_looked_at():
+    torch.manual_seed(1)
+    model, x = Six("nan"), torch.randn(8, 4)
+    optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+    settings = {"measure_every": 1, "loss_fn": six_loss}
+    for data, words in (
+        (x[:, :3], "RuntimeError: mat1 and mat2"),
+        (x * math.nan, "the loss is not"),
+    ):
+        with (
+            warnings.catch_warnings(record=True) as said,
+            Monitor(optimizer, model, data=data, **settings) as monitor,
+        ):
+            warnings.simplefilter("always", LossScaleWarning)
+            for _ in range(4):
+                optimizer.zero_grad()
+                loss = six_loss(model, x * math.nan)
+                optimizer.scale_loss(loss).backward()
+                optimizer.step()
+                monitor.step(loss, batch=x * math.nan)
+            with pytest.raises((RuntimeError, ValueError), match=words.split(": ")[-1]):
+                monitor.wrong_at()
+        messages = [str(each.message) for each in said if each.category is LossScaleWarning]
+        assert sum("not measured any more" in line and words in line for line in messages) == 1
+        assert "first (linear) is not finite, in float32 too" in messages[-1]
+
+
 def test_a_model_that_does_not_run_in_float16_trains_on():
     model, batches = model_of("linear"), batches_of("linear", 1)
     optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -334,7 +362,7 @@ def test_a_model_that_does_not_run_in_float16_trains_on():
     with Monitor(optimizer, model, **settings) as monitor:
         optimizer.scale_loss(loss_fn(model, batches[0])).backward()
         optimizer.step()
-        with pytest.warns(LossScaleWarning, match="does not run here. no kernel"):
+        with pytest.warns(LossScaleWarning, match="any more, .* NotImplementedError: no kernel"):
             monitor.step(0.5)
         optimizer.scale_loss(loss_fn(model, batches[0])).backward()
         optimizer.step()
@@ -348,6 +376,8 @@ def test_mistakes_have_one_sentence():
         Monitor(loop.inner, loop.named)
     with pytest.raises(ArgumentTypeError, match="takes the place of PyTorch's"):
         Monitor(torch.amp.GradScaler("cpu"), loop.named)
+    with pytest.raises(ArgumentTypeError, match=r"comes second: Monitor\(optimizer, model\)"):
+        Monitor(torch.nn.Linear(2, 1), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
     with pytest.raises(ArgumentTypeError, match="give Monitor the model"):
         Monitor(lossscale.torch.GradScaler("cpu"))
     with pytest.raises(ArgumentError, match="disabled"):
