@@ -129,6 +129,66 @@ def test_compile_makes_the_documented_class_which_trains_and_goes_on_when_it_is_
     assert not isinstance(model_with("sgd").optimizer, lossscale.LossScaleOptimizer)
 
 
+# --- Verbs that a subclass has written anew -------------------------------------------------------
+
+
+class BySeven(lossscale.LossScaleOptimizer):
+    """Scales and unscales by itself."""
+
+    def get_scaled_loss(self, loss):
+        return loss * 7.0
+
+    def get_unscaled_gradients(self, grads):
+        return (gradient / 7.0 for gradient in grads)
+
+
+class Clipping(lossscale.LossScaleOptimizer):
+    """Clips what was unscaled."""
+
+    def get_unscaled_gradients(self, grads):
+        return [
+            keras.ops.clip(each, -0.125, 0.125) for each in super().get_unscaled_gradients(grads)
+        ]
+
+
+class Twice(lossscale.LossScaleOptimizer):
+    """Trains on another loss."""
+
+    def get_scaled_loss(self, loss):
+        return super().get_scaled_loss(loss * 2.0)
+
+
+class Calling(lossscale.LossScaleOptimizer):
+    """Calls the verb that calls it."""
+
+    def get_scaled_loss(self, loss):
+        return self.scale_loss(loss)
+
+
+SUBCLASSES = {
+    BySeven: lambda: keras.optimizers.SGD(0.1),
+    Clipping: lambda: keras.optimizers.SGD(0.1, clipvalue=0.125),
+    Twice: lambda: keras.optimizers.SGD(0.2),
+    Calling: lambda: keras.optimizers.SGD(0.1),
+}
+
+
+@pytest.mark.parametrize("cls", SUBCLASSES)
+def test_fit_calls_the_verbs_that_a_subclass_has_written(cls):
+    # Warnings are errors: it says nothing of a loss that was never scaled.
+    x, y = data(24)
+    spoiled = np.concatenate([x, x[:8] * np.nan])
+    optimizer = cls(keras.optimizers.SGD(0.1), initial_scale=2.0**10)
+    trained = []
+    for each, inputs in ((SUBCLASSES[cls](), x), (optimizer, spoiled)):
+        model = model_with(each, jit_compile=JIT[-1])
+        model.fit(inputs, np.resize(y, (len(inputs), 1)), batch_size=8, shuffle=False, verbose=0)
+        trained.append(arrays(model.trainable_variables))
+    for expected, weights in zip(*trained, strict=True):
+        np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-7)
+    assert number(optimizer.steps_skipped) == 1
+
+
 # --- Gradients that the inner optimizer adds up before it applies them ----------------------------
 
 WINDOW = [np.array([0.5, -1.0, 2.0]), np.array([1.5, 1.0, -4.0])]

@@ -75,6 +75,14 @@ tests/conformance/test_promises.py -k tensorflow-xla
         -> {'assign': assign, 'assign_add': assign_add}
     keras KerasLossScaleOptimizer._update_scale: self._steps_skipped.assign_add(ops.cast(...))
         -> pass
+tests/backends/test_fit.py -k subclass
+    keras KerasLossScaleOptimizer._step: scaled and self._is_rewritten(...) -> False
+    keras KerasLossScaleOptimizer.scale_loss: ... and self._is_rewritten(...) -> False
+    keras KerasLossScaleOptimizer.scale_loss: not self._scaling.is_isolated(location) -> True
+tests/frameworks/keras/test_subclasses.py
+    keras_common _noted: self._scaling.isolated_step(location) -> self._backend.eager_scope()
+    keras_common _noted: each is not None -> False
+    keras_common KerasCommonOptimizer.__init_subclass__: setattr(cls, name, ...) -> None
 tests/conformance/test_promises.py -k tf_keras-new-function
     tf_keras TFKerasCommonOptimizer._step: ... if rule.checks_gradients else True -> ...
     tf_keras TFKerasCommonOptimizer._update_scale:

@@ -155,6 +155,8 @@ class ScaledGradientTracker:
         self._from_other_graphs: dict[int, tuple[Any, set[tuple[str, bool]]]] = {}
         # By name. A verb that makes a whole step leaves none.
         self._calls: set[str] = set()
+        # The replicas for which such a verb is under way.
+        self._isolated: list[int] = []
         self._warned: set[str] = set()
 
     def note_scale_loss(self, location: TraceLocation) -> None:
@@ -190,17 +192,24 @@ class ScaledGradientTracker:
 
     @contextlib.contextmanager
     def isolated_step(self, location: TraceLocation) -> Iterator[None]:
-        """Within it a verb makes a whole step, which is no part of the loop around it."""
+        """Within it calls are no part of the loop around it: their notes go when it ends."""
         records = {replica: self._records.pop(replica, None) for replica in location.replicas}
         calls = set(self._calls)
+        self._isolated.extend(location.replicas)
         try:
             yield
         finally:
+            for replica in location.replicas:
+                self._isolated.remove(replica)
             for replica, record in records.items():
                 self._records.pop(replica, None)
                 if record is not None:
                     self._records[replica] = record
             self._calls = calls
+
+    def is_isolated(self, location: TraceLocation) -> bool:
+        """Whether an `isolated_step` is under way."""
+        return location.replicas[0] in self._isolated
 
     @as_written
     def note_all_unscaled(self, location: TraceLocation) -> None:

@@ -154,7 +154,11 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
 
     @as_written
     def scale_loss(self, loss: Any) -> Any:
-        self._scaling.note_scale_loss(self._backend.current_location())
+        location = self._backend.current_location()
+        self._scaling.note_scale_loss(location)
+        # A subclass' own verb may call this one.
+        if not self._scaling.is_isolated(location) and self._is_rewritten("get_scaled_loss"):
+            return self.get_scaled_loss(loss)
         return self._scaled(loss)
 
     @as_written
@@ -221,6 +225,9 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
             name: Name of the operations, or None.
         """
         backend, rule, inner = self._backend, self._rule, self.inner_optimizer
+        if scaled and self._is_rewritten("get_unscaled_gradients"):
+            with self._scaling.isolated_step(backend.current_location()):
+                gradients, scaled = self._unscaled_by_verb(gradients, variables), False
         with keras.name_scope(name or self.name), backend.no_gradients():
             self.build(variables)
             # Before anything is done.

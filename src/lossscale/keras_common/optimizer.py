@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -99,6 +100,17 @@ class KerasCommonOptimizer(LossScaleOptimizer):
         self._check_inner(inner_optimizer)
         self._construct(inner_optimizer, rule, name)
         remember_wrapper(inner_optimizer, self)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in _VERBS_OF_A_LOSS:
+            if cls._is_rewritten(name) and not hasattr(getattr(cls, name), "is_noted"):
+                setattr(cls, name, _noted(cls, name))
+
+    @classmethod
+    def _is_rewritten(cls, verb: str) -> bool:
+        """Whether a subclass has a verb of its own."""
+        return getattr(cls, verb) is not getattr(KerasCommonOptimizer, verb)
 
     # --- The documented loop: scale the loss, unscale the gradients, apply them ---------------
 
@@ -358,6 +370,32 @@ class KerasCommonOptimizer(LossScaleOptimizer):
     def _after(result: Any, value: Any) -> Any:
         """Returns a value that is there once an update was made."""
         return value
+
+
+_VERBS_OF_A_LOSS = ("get_scaled_loss", "get_unscaled_gradients")
+
+
+def _noted(cls: type[Any], name: str) -> Callable[..., Any]:
+    """Returns a subclass' own verb of a loss, which is noted as ours is, whatever it calls."""
+    rewritten = getattr(cls, name)
+    is_inherited = name not in vars(cls)
+
+    @functools.wraps(rewritten)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # An inherited one may be rewritten once more, after this class was made.
+        verb = getattr(super(cls, self), name) if is_inherited else rewritten.__get__(self)
+        location = self._backend.current_location()
+        with self._scaling.isolated_step(location):
+            result = verb(*args, **kwargs)
+        if name == "get_scaled_loss":
+            self._scaling.note_get_scaled_loss()
+            return result
+        gradients = list(result)
+        self._scaling.note_unscaled(location, sum(each is not None for each in gradients))
+        return gradients
+
+    noted.is_noted = True  # type: ignore[attr-defined]
+    return noted
 
 
 def _rebuild(

@@ -80,6 +80,7 @@ def test_every_verb_calls_what_a_subclass_overrides(verb, cls, stale):
     with loss_scale_warnings() as messages:
         if stale:
             optimizer.scale_loss(1.0)
+            optimizer.calls.clear()
         returned = getattr(optimizer, verb)(lambda: tf.reduce_sum(weight.value * 0.25), [weight])
     assert optimizer.calls == CALLS[verb]
     factor = 2.0 if cls is Own else 1.0
@@ -89,6 +90,44 @@ def test_every_verb_calls_what_a_subclass_overrides(verb, cls, stale):
         np.testing.assert_allclose(weight.numpy(), [1.0 - 0.25 * factor])
         given = returned if verb == "minimize" else returned[0]
         assert given == "applied" if cls is Own else int(given) == 1
+    assert messages == []
+
+
+class BySeven(lossscale.LossScaleOptimizer):
+    def get_scaled_loss(self, loss):
+        return loss * 7.0
+
+    def get_unscaled_gradients(self, grads):
+        return (gradient / 7.0 for gradient in grads)
+
+
+class OnlyScales(lossscale.LossScaleOptimizer):
+    def get_scaled_loss(self, loss):
+        return loss * self.loss_scale
+
+
+class OnlyUnscales(lossscale.LossScaleOptimizer):
+    def get_unscaled_gradients(self, grads):
+        return [gradient / self.loss_scale for gradient in grads]
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("cls", [BySeven, OnlyScales, OnlyUnscales])
+@pytest.mark.parametrize("scale", ["get_scaled_loss", "scale_loss"])
+def test_gradients_of_rewritten_verbs_are_known_to_be_unscaled(scale, cls, mode):
+    optimizer, weight = cls(SGD(0.25)), keras.Variable([1.0])
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = getattr(optimizer, scale)(tf.reduce_sum(weight.value**2))
+        gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [weight.value]))
+        optimizer.apply_gradients(zip(gradients, [weight], strict=True))
+
+    run = step if mode == "eager" else tf.function(step)
+    with loss_scale_warnings() as messages:
+        run()
+        run()
+    assert weight.numpy() == 0.25
     assert messages == []
 
 

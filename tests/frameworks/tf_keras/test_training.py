@@ -197,6 +197,34 @@ def test_every_verb_calls_what_a_subclass_overrides(optimizers, verb, make, grap
     assert float(variable) == (0.5 if "apply_gradients" in CALLS[verb] else 1.0)
 
 
+class OnlyScales(lossscale.LossScaleOptimizer):
+    def get_scaled_loss(self, loss):
+        return loss * self.loss_scale
+
+
+class OnlyUnscales(lossscale.LossScaleOptimizer):
+    def get_unscaled_gradients(self, grads):
+        return [gradient / self.loss_scale for gradient in grads]
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("cls", [OnlyScales, OnlyUnscales])
+def test_gradients_of_rewritten_verbs_are_known_to_be_unscaled(optimizers, cls, graph):
+    optimizer, variable = cls(optimizers.SGD(0.25)), tf.Variable(1.0)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = optimizer.get_scaled_loss(variable**2)
+        gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [variable]))
+        optimizer.apply_gradients(zip(gradients, [variable], strict=True))
+
+    # Warnings are errors: it says nothing of a loss that was never scaled.
+    run = tf.function(step) if graph else step
+    run()
+    run()
+    assert float(variable) == 0.25
+
+
 @pytest.mark.parametrize("verb", ["compute_gradients", "_compute_gradients"])
 def test_minimize_calls_what_computes_the_gradients(optimizers, verb):
     class Doubling(lossscale.LossScaleOptimizer):
