@@ -23,7 +23,7 @@ from lossscale.tf_keras.optimizer import (
     register_family,
 )
 from lossscale.tf_keras.private_names import LossScaleOptimizerV3
-from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, values_of
+from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, build_pending, values_of
 
 
 @public("lossscale.tf_keras")
@@ -34,6 +34,8 @@ class TFKerasLossScaleOptimizer(TFKerasCommonOptimizer, LossScaleOptimizerV3, me
     _is_legacy = False
 
     def _build(self, variables: list[Any], has_gradient: Sequence[bool] = ()) -> None:
+        if self._pending_groups:
+            build_pending(self, variables)
         self._optimizer.build(variables)
         self._remember_trained(variables)
         self._load_pending()

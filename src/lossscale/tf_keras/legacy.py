@@ -19,6 +19,7 @@ from lossscale.tf_keras.optimizer import (
     register_family,
 )
 from lossscale.tf_keras.private_names import LegacyLossScaleOptimizer
+from lossscale.tf_keras.saving import build_pending
 
 
 @public("lossscale.tf_keras")
@@ -55,6 +56,8 @@ class TFKerasLegacyLossScaleOptimizer(
     def _build(self, variables: list[Any], has_gradient: Sequence[bool] = ()) -> None:
         # As without loss scaling, a variable without a gradient gets no slots.
         kept = [v for i, v in enumerate(variables) if i >= len(has_gradient) or has_gradient[i]]
+        if self._pending_groups:
+            build_pending(self, kept)
         self._optimizer._create_all_weights(kept)
         self._remember_trained(kept)
         self._load_pending()

@@ -126,6 +126,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         # weights, and by name what it does not list. A checkpoint holds no arrays.
         self._pending_values: list[Any] | None = None
         self.__dict__["_pending_named"] = {}
+        # The key and the shape of each variable that the original of a copy was built with.
+        self.__dict__["_pending_groups"] = []
         self._warned_of_none = False
         # The lists of variables that it was built with, one after the other.
         self._trained: tuple[Any, ...] = ()
@@ -197,6 +199,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         replicas.check_strategy()
         with tf.init_scope():
             self._build(list(variables), [g is not None for g in gradients])
+        if self._pending_values is not None:
+            saving.drop_pending(self)
         pairs = self._with_gradients(gradients, variables)
         if aggregate:
             pairs = list(self._aggregated(pairs))

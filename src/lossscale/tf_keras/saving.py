@@ -8,7 +8,9 @@ wrapped one, and back.
 
 from __future__ import annotations
 
+import uuid
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,12 +18,16 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from lossscale.errors import LossScaleWarning
+from lossscale.errors import GradientsError, LossScaleWarning
 from lossscale.keras_common.state import ValueStore
 from lossscale.tf_keras.state import TFKerasScaleVariables
 
 # What begins the name of a variable that the inner optimizer does not list.
 UNLISTED = "inner."
+
+# The variables that optimizers of this process were built with, by the keys that copies name.
+_BUILT_WITH: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_PROCESS = uuid.uuid4().hex
 
 
 class LossScaleStore(ValueStore, tf_keras.losses.Loss):
@@ -90,20 +96,79 @@ def load_pending(optimizer: Any) -> None:
         tf_keras.backend.batch_set_value(pairs)
 
 
-def inner_values(optimizer: Any) -> list[Any]:
-    """Returns the inner optimizer's variables as arrays that nothing changes."""
+def inner_values(optimizer: Any) -> dict[str, Any]:
+    """Returns the inner optimizer's variables as arrays that nothing changes.
+
+    Returns:
+        values: The arrays.
+        groups: The key and the shape of each variable it was built with, by the calls of `build`.
+    """
     pending = optimizer._pending_values
     values = values_of(optimizer._inner_weights()) if pending is None else pending
-    return [np.array(value) for value in values]
+    groups = [[_key_and_shape(each) for each in group] for group in optimizer._trained]
+    return {
+        "values": [np.array(value) for value in values],
+        "groups": groups or optimizer._pending_groups,
+    }
 
 
-def set_inner_values(optimizer: Any, values: Sequence[Any]) -> None:
+def _key_and_shape(variable: Any) -> tuple[str, tuple[int, ...]]:
+    key = f"{_PROCESS} {variable._unique_id}"
+    _BUILT_WITH[key] = variable
+    return key, tuple(variable.shape)
+
+
+def set_inner_values(optimizer: Any, saved: Any) -> None:
     """Sets them, or keeps them until the variables exist that they belong to."""
+    # Pickles of 0.1 have the arrays alone.
+    saved = saved if isinstance(saved, Mapping) else {"values": saved, "groups": []}
+    values = saved["values"]
     if values:
         optimizer._pending_values = list(values)
+        optimizer._pending_groups = saved["groups"]
         # The count is asked for before the variables exist that are trained.
         optimizer._inner_iterations().assign(values[0])
         load_pending(optimizer)
+
+
+def build_pending(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Builds a copy as its original was, of which `variables` may be a part.
+
+    Raises:
+        GradientsError: If they are not, and are not as many of the same shapes. It is a
+            `ValueError`.
+    """
+    groups = optimizer._pending_groups
+    saved = [each for group in groups for each in group]
+    found = [_BUILT_WITH.get(key) for key, _ in saved]
+    are_found = all(each is not None for each in found)
+    if are_found and {id(each) for each in variables} <= {id(each) for each in found}:
+        # A copy within a process: the variables of the original.
+        variables = found
+    shapes = [shape for _, shape in saved]
+    if shapes != [tuple(each.shape) for each in variables]:
+        raise GradientsError(
+            f"This optimizer is a copy with the state of {len(shapes)} variables of the shapes "
+            f"{shapes}. Received: {len(variables)} variables of the shapes "
+            f"{[tuple(each.shape) for each in variables]}. Call build(variables) with all of them, "
+            "in their order, before a step on some of them."
+        )
+    optimizer._pending_groups = []
+    remaining = iter(variables)
+    for group in groups:
+        optimizer._build([next(remaining) for _ in group])
+
+
+def drop_pending(optimizer: Any) -> None:
+    """Says that what was loaded does not fit the variables of the first step."""
+    loaded, optimizer._pending_values = optimizer._pending_values, None
+    warnings.warn(
+        f"The saved state of the optimizer, {len(loaded)} arrays, does not fit the "
+        f"{len(optimizer._inner_weights())} that it has now, and is not used. Call "
+        "build(variables) with all variables that it was saved with before the first step.",
+        LossScaleWarning,
+        stacklevel=2,
+    )
 
 
 def values_of(variables: Any) -> list[Any]:
