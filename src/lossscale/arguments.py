@@ -147,19 +147,17 @@ def growth_steps(rule: ScaleRule) -> int | None:
 def config_from_rule(rule: ScaleRule) -> dict[str, Any]:
     """Returns the part of an optimizer's configuration that describes its rule.
 
-    The documented keys are used where they say it all, so that such a configuration is the one
-    that Keras 3 writes and reads.
+    The documented keys are used where they say it all.
 
     Example:
         >>> config_from_rule(DynamicScale(initial_scale=8, growth_interval=3))
-        {'initial_scale': 8.0, 'dynamic_growth_steps': 3}
+        {'dynamic': True, 'initial_scale': 8.0, 'dynamic_growth_steps': 3}
     """
     config: dict[str, Any] = {
+        "dynamic": rule.moves,
         "initial_scale": float(rule.init().scale),
         "dynamic_growth_steps": growth_steps(rule),
     }
-    if not rule.moves:
-        config["dynamic"] = False
     described = (DynamicScale, FixedScale)
     if not isinstance(rule, described) or rule != rule_from_arguments(**config):
         config["rule"] = {"class_name": type(rule).__name__, "config": rule.get_config()}

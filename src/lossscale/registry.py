@@ -169,6 +169,15 @@ def default_wrapper(config: Any = None) -> type[Any]:
     return first_wrapper(_TF_KERAS if older else _KERAS)
 
 
+def is_graph_of_tensorflow_1() -> bool:
+    """Whether calls build a graph of TensorFlow 1, whose variables a session initializes."""
+    tf: Any = sys.modules.get("tensorflow")
+    # While TensorFlow is imported it has no such name yet.
+    if not hasattr(tf, "executing_eagerly") or tf.executing_eagerly():
+        return False
+    return not tf.compat.v1.get_default_graph().building_function
+
+
 def first_wrapper(framework: Framework) -> type[Any]:
     """Returns the wrapper that reads configurations of a framework."""
     return _wrapper(framework, framework.wrappers[0][1])

@@ -480,7 +480,9 @@ def test_a_configuration_has_the_documented_keys(form):
             "config": {"initial_loss_scale": 8.0, "increment_period": 3, "multiplier": 2.0},
         }
     else:
-        assert set(config) == {"name", "inner_optimizer", "initial_scale", "dynamic_growth_steps"}
+        settings = {"dynamic": True, "initial_scale": 8.0, "dynamic_growth_steps": 3}
+        assert set(config) == {"name", "inner_optimizer", *settings}
+        assert settings.items() <= config.items()
 
 
 def test_from_config_takes_classes_of_ones_own(form):

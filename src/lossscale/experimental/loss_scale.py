@@ -159,6 +159,9 @@ class DynamicLossScale(_RuleLossScale):
         self._rule: DynamicScale = rule_from_loss_scale_arguments(
             initial_loss_scale, increment_period, multiplier
         )
+        if registry.is_graph_of_tensorflow_1():
+            # What initializes the variables of a graph is often made before they are used.
+            self._bound_state()
 
     @property
     def initial_loss_scale(self) -> float:
@@ -197,7 +200,7 @@ class DynamicLossScale(_RuleLossScale):
                 scale stays as it is.
 
         Returns:
-            The operation that moves it in a graph of TensorFlow 1, elsewhere None; and whether all
+            A tensor that moves it in a graph of TensorFlow 1, elsewhere None; and whether all
             gradients are finite, a boolean scalar tensor.
         """
         wrapper = registry.default_wrapper()

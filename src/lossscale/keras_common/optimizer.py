@@ -248,13 +248,17 @@ class KerasCommonOptimizer(LossScaleOptimizer):
     lr = learning_rate
 
     def __getattr__(self, name: str) -> Any:
-        # Called only for names that are not found here.
+        # Called only for names that are not found here, or where a property raised this error.
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)
         inner = self.__dict__.get(type(self)._inner_attribute)
         if inner is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         try:
             return getattr(inner, name)
         except AttributeError:
+            if hasattr(type(inner), name):
+                raise
             raise unknown_setting(type(self), inner, name) from None
 
     def _remember_name(self, name: str) -> None:

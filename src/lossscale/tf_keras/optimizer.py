@@ -464,7 +464,6 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         return {
             **({} if self._given_name is None else {"name": self._given_name}),
             "inner_optimizer": tf_keras.optimizers.serialize(self._optimizer),
-            "dynamic": self.dynamic,
             **self._described_rule(),
         }
 
@@ -488,9 +487,10 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     @staticmethod
     def _operation(result: Any) -> Any:
-        if tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function:
+        if not registry.is_graph_of_tensorflow_1():
             return None
-        return tracing.grouped(result)
+        # Programs of that time took a tensor where something moves, and an operation elsewhere.
+        return tf.no_op() if result is None else tracing.after(result, lambda: tf.constant(True))
 
     @staticmethod
     def _after(result: Any, value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from lossscale.keras_common.state import ScaleVariables, kind_of_number
@@ -15,6 +16,7 @@ from lossscale.tf_keras.private_names import track_variable
 
 # The names that every release of TensorFlow wrote into checkpoints.
 _VARIABLE_NAMES = {"scale": "current_loss_scale"}
+_VALUE = "VARIABLE_VALUE"
 _DTYPES = {"bool": tf.bool, "int": tf.int64, "float32": tf.float32}
 
 
@@ -279,8 +281,15 @@ class StepCounter(tf.Variable):
         return bool(self.numpy())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        array = self.numpy()
-        return array if dtype is None else array.astype(dtype)
+        return np.asarray(self.numpy(), dtype)
+
+    # A checkpoint of it alone; in that of its optimizer stand the two counters.
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        return {_VALUE: self.value()}
+
+    def _restore_from_tensors(self, restored_tensors: Mapping[str, Any]) -> Any:
+        return self.assign(restored_tensors[_VALUE])
 
     def __repr__(self) -> str:
         if tf.executing_eagerly():

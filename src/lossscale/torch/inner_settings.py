@@ -100,7 +100,9 @@ class InnerSettings:
         return all(name in group for group in self.param_groups)
 
     def __getattr__(self, name: str) -> Any:
-        # Called only for names that are not found here.
+        # Called only for names that are not found here, or where a property raised this error.
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)
         inner = self.__dict__.get("inner_optimizer")
         if inner is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -109,6 +111,8 @@ class InnerSettings:
         try:
             return getattr(inner, name)
         except AttributeError:
+            if hasattr(type(inner), name):
+                raise
             if name in _OF_SCALERS:
                 raise UnknownSettingError(
                     f"A LossScaleOptimizer has no {name!r}, which is of a GradScaler: "

@@ -23,6 +23,7 @@ from lossscale.errors import (
     ArgumentTypeError,
     CallOrderError,
     GradientsError,
+    UnknownSettingError,
     UnsupportedError,
 )
 from lossscale.optimizer import LossScaleOptimizer, public
@@ -589,7 +590,10 @@ class TorchLossScaleOptimizer(
     @property
     def variables(self) -> Any:
         # `hasattr` is answered, where the error of a member that is not offered would not be.
-        raise AttributeError
+        raise UnknownSettingError(
+            "An optimizer of PyTorch has no list of its variables. Its parameters stand in "
+            "`param_groups`, and what it keeps for each of them in `state`."
+        )
 
     weights = variables
 

@@ -37,6 +37,31 @@ SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 # --- The settings of the optimizer inside ---------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["learning_rate", "lr"])
+def test_what_an_optimizer_of_several_says_of_its_learning_rate_is_said(name):
+    inner = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(SGD(), {".*b": Adam()}))
+    with pytest.raises(AttributeError) as expected:
+        _ = inner.learning_rate
+    optimizer = wrapped(inner)
+    with pytest.raises(AttributeError) as said:
+        getattr(optimizer, name)
+    assert str(said.value) == str(expected.value)
+    assert not hasattr(optimizer, name)
+
+
+class Failing(SGD):
+    """Has a property that cannot be read."""
+
+    @property
+    def gauge(self):
+        raise AttributeError("no gauge before the first step")
+
+
+def test_what_a_property_of_the_inner_optimizer_says_is_said():
+    with pytest.raises(AttributeError, match="no gauge before the first step"):
+        _ = wrapped(Failing()).gauge
+
+
 @pytest.mark.parametrize(
     ("make", "name", "before", "after"),
     [

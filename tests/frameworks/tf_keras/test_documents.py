@@ -133,6 +133,20 @@ def test_iterations_count_all_steps_and_assigning_moves_both(optimizers, var):
     assert int(tf.function(lambda: optimizer.iterations + 1)()) == 2
 
 
+def test_iterations_are_read_as_an_array_and_saved_by_themselves(optimizers, var, tmp_path):
+    steps = trained(wrapped(optimizers.SGD(0.1)), [var], [False, True, True]).iterations
+    for array in (np.asarray(steps), np.array(steps, "f8"), np.arange(9)[steps]):
+        assert array == 3
+    # What a variable of TensorFlow saves and restores.
+    plain = tf.Variable(0, dtype=tf.int64)
+    tf.train.Checkpoint(i=plain).restore(tf.train.Checkpoint(i=steps).save(tmp_path / "ours"))
+    assert int(plain) == 3
+    plain.assign(7)
+    path = tf.train.Checkpoint(i=plain).save(tmp_path / "plain")
+    tf.train.Checkpoint(i=steps).restore(path).assert_consumed()
+    assert int(steps) == 7
+
+
 def test_a_counter_of_ones_own_is_used(optimizers, var):
     optimizer, mine = wrapped(optimizers.SGD(1.0)), tf.Variable(5, dtype=tf.int64)
     optimizer.iterations = mine

@@ -1,5 +1,6 @@
 """compile, fit, loops of one's own, graphs of TensorFlow 1 and replicas."""
 
+import contextlib
 import copy
 import pickle
 
@@ -318,24 +319,63 @@ class Halving(experimental.LossScale):
 
 
 @pytest.mark.parametrize("make", [experimental.DynamicLossScale, experimental.FixedLossScale])
-def test_update_returns_an_operation_in_a_graph_and_none_elsewhere(make):
+def test_update_returns_what_moves_it_in_a_graph_and_none_elsewhere(make):
     loss_scale = make(8.0)
     assert loss_scale.update([tf.constant(1.0)])[0] is None
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         loss_scale = make(8.0)
+        # As programs of that time do, before it is used.
+        initialize = tf.compat.v1.global_variables_initializer()
         bad = tf.compat.v1.placeholder(tf.float32, [])
         moved, should_apply = loss_scale.update([bad])
         nothing, _ = loss_scale.update([])
-        assert isinstance(moved, tf.Operation)
+        moves = make is experimental.DynamicLossScale
+        # TensorFlow 2.1 gave a tensor where something moves.
+        assert isinstance(moved, tf.Tensor if moves else tf.Operation)
         assert isinstance(nothing, tf.Operation)
-        session.run(tf.compat.v1.global_variables_initializer())
+        session.run(initialize)
         session.run(nothing)
         # Asked for the verdict alone, nothing moves.
         session.run(tf.identity(should_apply), {bad: INF})
         assert session.run(loss_scale()) == 8.0
         session.run(moved, {bad: INF})
-        moves = make is experimental.DynamicLossScale
         assert session.run(loss_scale()) == (4.0 if moves else 8.0)
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "finite", "scales"),
+    [
+        ((8.0, 2, 2.0), [True, True, False, True, True], [8, 16, 8, 8, 16]),
+        ((4.0, 1, 3.0), [True, False, False, False, True], [12, 4, 4 / 3, 1, 3]),
+    ],
+)
+def test_a_loss_scale_moves_alone_in_a_graph(settings, finite, scales, mirrored):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tf.Graph().as_default())
+        if mirrored:
+            stack.enter_context(tf.distribute.MirroredStrategy(["CPU:0"]).scope())
+        loss_scale = experimental.DynamicLossScale(*settings)
+        is_finite = tf.compat.v1.placeholder(tf.bool, [])
+        gradient = tf.cond(is_finite, lambda: 1.0, lambda: NAN)
+        moved, should_apply = loss_scale.update([gradient])
+        with tf.control_dependencies([tf.debugging.assert_equal(should_apply, is_finite)]):
+            train = tf.identity(moved)
+        session = stack.enter_context(tf.compat.v1.Session())
+        session.run(tf.compat.v1.global_variables_initializer())
+        for each, expected in zip(finite, scales, strict=True):
+            session.run(train, {is_finite: each})
+            assert session.run(loss_scale()) == np.float32(expected)
+
+
+def test_a_dynamic_loss_scale_made_for_a_graph_serves_an_optimizer_there():
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        loss_scale, variable = experimental.DynamicLossScale(8.0), tf.Variable(1.0)
+        optimizer = experimental.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1.0), loss_scale)
+        train = optimizer.minimize(lambda: variable * np.inf, [variable])
+        session.run(tf.compat.v1.global_variables_initializer())
+        session.run(train)
+        assert session.run([loss_scale(), optimizer.steps_skipped, variable]) == [4.0, 1, 1.0]
 
 
 def test_a_loss_scale_of_ones_own_moves_in_a_graph_by_its_operation():

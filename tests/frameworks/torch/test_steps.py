@@ -263,6 +263,10 @@ def test_settings_are_read_and_written_through():
         optimizer.betas = (0.5, 0.5)
     with pytest.raises(AttributeError, match="setting 'momentun'"):
         optimizer.momentun  # noqa: B018
+    for name in ("variables", "weights"):
+        assert not hasattr(optimizer, name)
+        with pytest.raises(AttributeError, match="`param_groups`"):
+            getattr(optimizer, name)
     optimizer.epoch_of_mine = 3
     assert copy.deepcopy(optimizer).epoch_of_mine == 3
     optimizer.add_param_group({"params": parameters((2,)), "lr": 0.125})
