@@ -55,7 +55,7 @@ peers-trainers:
 peers-jax: $(TEST)/installed
 	$(TEST)/bin/python tests/peers/jax_libraries.py
 
-# The promises on the oldest releases that the extras admit, in environments in a temporary folder.
+# The promises on the oldest and the newest releases that the extras admit, in environments in a temporary folder.
 versions:
 	$(PYTHON) tests/versions.py $(SETS)
 

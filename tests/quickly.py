@@ -1,11 +1,25 @@
 """Compiling on JAX in less time what then runs slower."""
 
 import contextlib
+import functools
 import os
 from unittest import mock
 
 # A program in one part, by the older emitters: XLA takes a quarter of the time.
-_OPTIONS = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+_WANTED = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+
+
+@functools.cache
+def _options():
+    """Those that this release of XLA has, each tried once."""
+    import jax
+
+    options = {}
+    for name, value in _WANTED.items():
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.jit(lambda x: x).lower(0.0).compile(compiler_options={name: value})
+            options[name] = value
+    return options
 
 
 @contextlib.contextmanager
@@ -17,10 +31,10 @@ def compiling_quickly():
     import jax
     from jax._src import compiler
 
-    usual = compiler.get_compile_options
+    usual, wanted = compiler.get_compile_options, _options()
 
     def options(*arguments, env_options_overrides=None, **named):
-        overrides = {**_OPTIONS, **(env_options_overrides or {})}
+        overrides = {**wanted, **(env_options_overrides or {})}
         return usual(*arguments, env_options_overrides=overrides, **named)
 
     before = jax.config.values["jax_disable_most_optimizations"]

@@ -1,8 +1,9 @@
-"""Runs the promises on the oldest releases that the extras admit.
+"""Runs the promises on the oldest and on the newest releases that the extras admit.
 
-`make versions` makes an environment for each set in a temporary folder, which takes some minutes
-and, for PyTorch, gigabytes; `make versions SETS="jax tensorflow"` makes these. The newest releases
-are those of `constraints.txt`, which `make test` runs with. docs/what_runs_where.md has the table.
+`make versions` makes two environments for each set in a temporary folder, which takes some minutes
+and, for PyTorch, gigabytes; `make versions SETS="jax tensorflow"` makes these, and
+`SETS="jax --releases newest"` one of them. The newest are those for the Python that runs this.
+docs/what_runs_where.md has the table.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ ENVIRONMENTS = {
     **{name: {"KERAS_BACKEND": name} for name in SETS},
     "tf_keras": {"KERAS_BACKEND": "tensorflow", "LOSSSCALE_TEST_KERAS": "tf_keras"},
 }
-# Tests of what the releases of a set cannot do themselves.
+RELEASES = ("oldest", "newest")
+# Tests of what the oldest releases of a set cannot do themselves.
 IMPOSSIBLE = {
     # A gradient of another dtype than its parameter's.
     "torch": [
@@ -52,34 +54,41 @@ IMPOSSIBLE = {
 }
 
 
+def admitted(extras: tuple[str, ...]) -> list[str]:
+    """Returns what extras ask for, as `name>=version,<version`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return sorted({line for extra in extras for line in project["optional-dependencies"][extra]})
+
+
 def lowest(extras: tuple[str, ...]) -> list[str]:
     """Returns the lowest releases that extras admit, as `name==version`."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [line for extra in extras for line in project["optional-dependencies"][extra]]
-    return sorted({line.partition(",")[0].replace(">=", "==") for line in wanted})
+    return [line.partition(",")[0].replace(">=", "==") for line in admitted(extras)]
 
 
-def install(name: str, folder: pathlib.Path) -> pathlib.Path:
+def install(name: str, releases: str, folder: pathlib.Path) -> pathlib.Path:
     """Makes the environment of a set, and returns its interpreter."""
     extras, pins, _ = SETS[name]
-    python = folder / name / "bin" / "python"
-    venv.create(folder / name, with_pip=True)
-    packages = [*lowest(extras), *pins, *TOOLS]
-    print(f"{name}: installing {' '.join(packages)}", flush=True)
+    place = folder / f"{name}-{releases}"
+    python = place / "bin" / "python"
+    venv.create(place, with_pip=True)
+    wanted = [*lowest(extras), *pins] if releases == "oldest" else admitted(extras)
+    packages = [*wanted, *TOOLS]
+    print(f"{name}, {releases}: installing {' '.join(packages)}", flush=True)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, *packages], check=True)
     subprocess.run([*pip, "--no-deps", "--editable", str(ROOT)], check=True)
     return python
 
 
-def run(name: str, python: pathlib.Path, further: list[str]) -> int:
+def run(name: str, releases: str, python: pathlib.Path, further: list[str]) -> int:
     """Runs the tests of a set, and returns the exit status."""
     *_, rooms = SETS[name]
     tests = [PROMISES, *(f"tests/frameworks/{room}/test_private_names.py" for room in rooms)]
-    left_out = [f"--deselect={test}" for test in IMPOSSIBLE.get(name, [])]
+    impossible = IMPOSSIBLE.get(name, []) if releases == "oldest" else []
+    left_out = [f"--deselect={test}" for test in impossible]
     options = ["-q", "-p", "no:cacheprovider", *left_out, *further]
     command = [str(python), "-m", "pytest", *tests, *options]
-    print(f"{name}: {' '.join(command[1:])}", flush=True)
+    print(f"{name}, {releases}: {' '.join(command[1:])}", flush=True)
     environment = {**os.environ, **ENVIRONMENTS[name], "PYTHONPATH": str(ROOT / "src")}
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
@@ -88,20 +97,24 @@ def main() -> int:
     """Runs the sets that are named, all by default; the status is 1 if a test failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sets", nargs="*", metavar="SET", help=f"of {', '.join(SETS)}")
+    parser.add_argument("--releases", choices=RELEASES, help="only these")
     parser.add_argument("--python", type=pathlib.Path, help="an environment made before, for one")
     parser.add_argument("-k", default="", help="as of pytest")
     arguments = parser.parse_args()
     names = arguments.sets or list(SETS)
     if unknown := set(names) - set(SETS):
         parser.error(f"there is no set {', '.join(sorted(unknown))}")
+    which = [arguments.releases] if arguments.releases else RELEASES
+    environments = [(name, releases) for name in names for releases in which]
     further = ["-k", arguments.k] if arguments.k else []
     with tempfile.TemporaryDirectory(prefix="lossscale-versions-") as folder:
-        failed = [
-            name
-            for name in names
-            if run(name, arguments.python or install(name, pathlib.Path(folder)), further)
-        ]
-    print(f"failed: {', '.join(failed)}" if failed else f"passed: {', '.join(names)}")
+        failed = []
+        for name, releases in environments:
+            python = arguments.python or install(name, releases, pathlib.Path(folder))
+            if run(name, releases, python, further):
+                failed.append(f"{name}, {releases}")
+    passed = [f"{name}, {releases}" for name, releases in environments]
+    print(f"failed: {'; '.join(failed)}" if failed else f"passed: {'; '.join(passed)}")
     return int(bool(failed))
 
 
