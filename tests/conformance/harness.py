@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ class Harness:
       and all iterations;
     - `rule_state()`: what the rule remembers;
     - `save(path)`, `load(path)`: parameters and optimizer into a file and out of it;
+    - `set_scale(value)`: sets the loss scale;
+    - `become_a_copy()`: goes on with copies of what it has, and leaves the originals behind;
     - `optimizers()`: the module of the optimizers to wrap;
     - `framework_wrapper()`: an optimizer with the framework's own loss scaling, or with ours where
       it has none.
@@ -41,11 +44,13 @@ class Harness:
         optimizer: What a training loop calls.
         inner_optimizer: What is wrapped.
         traces: How often the step was traced, or run where it is not compiled.
+        saves_last_step_skipped: Whether a file has that.
     """
 
     optimizer: Any
     inner_optimizer: Any
     traces: int = 0
+    saves_last_step_skipped: bool = True
     _scaled_already = False
 
     def take_for_scaled(self) -> None:
@@ -190,6 +195,15 @@ class KerasHarness(Harness):
 
     def rule_state(self) -> Any:
         return self.optimizer._state.read()
+
+    def set_scale(self, value: float) -> None:
+        self.optimizer._state.variables["scale"].assign(value)
+
+    def become_a_copy(self) -> None:
+        self.optimizer = copy.deepcopy(self.optimizer)
+        self.inner_optimizer = self.optimizer.inner_optimizer
+        self.build()
+        self._compiled = None
 
     def save(self, path: Any) -> None:
         self.model.save_weights(path)

@@ -9,6 +9,7 @@ is done by transformations inside.
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 import types
@@ -209,6 +210,12 @@ class OptaxJit(Harness):
             not bool(state.last_step_finite),
             applied + skipped,
         )
+
+    def set_scale(self, value: float) -> None:
+        self.opt_state = self.opt_state._replace(loss_scale=jnp.float32(value))
+
+    def become_a_copy(self) -> None:
+        self.params, self.opt_state = copy.deepcopy((self.params, self.opt_state))
 
     def save(self, path: Any) -> None:
         path.write_bytes(pickle.dumps((self.params, self.opt_state)))

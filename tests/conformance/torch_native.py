@@ -6,6 +6,7 @@ by hooks of the optimizer inside, which a step that is skipped must not call.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -99,6 +100,7 @@ class TorchNative(Harness):
     """PyTorch's optimizers, where the host decides whether to skip."""
 
     decide = "host"
+    saves_last_step_skipped = False
 
     def __init__(self, values: Sequence[Any], inner: str, rule: Any = None) -> None:
         self.parameters_ = [torch.nn.Parameter(torch.from_numpy(np.array(v))) for v in values]
@@ -170,6 +172,15 @@ class TorchNative(Harness):
             bool(optimizer.last_step_skipped),
             int(optimizer.iterations),
         )
+
+    def set_scale(self, value: float) -> None:
+        state = self.optimizer.state_dict()
+        state["param_groups"][0]["loss_scale"] = value
+        self.optimizer.load_state_dict(state)
+
+    def become_a_copy(self) -> None:
+        self.parameters_, self.optimizer = copy.deepcopy((self.parameters_, self.optimizer))
+        self.inner_optimizer = self.optimizer.inner_optimizer
 
     def save(self, path: Any) -> None:
         torch.save((self.parameters_, self.optimizer.state_dict()), path)

@@ -76,6 +76,11 @@ class Wrapper:
         """Whether an optimizer is an object with a state, and no pair of functions."""
         return self.family != "optax"
 
+    @property
+    def takes_some_gradients(self) -> bool:
+        """Whether a step may have gradients for some variables, where all have a state."""
+        return self.is_an_object
+
     def wrap(self, optimizer: Any) -> Any:
         """Wraps something with loss scaling, as a user does."""
         import lossscale

@@ -1,0 +1,193 @@
+"""Programs made at random, and what they must do, computed with NumPy.
+
+A program drives one optimizer with steps of which some overflow, on all of its variables or on some,
+at scales from 2**-126 to 2**126; it writes files and goes on from them with another optimizer, and
+copies its optimizer. The oracle knows nothing of this package but the arguments of the rule.
+All is exact: the scales and the learning rate are powers of two, so each operation of an SGD with
+momentum rounds alike wherever it is computed, and weights are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import pathlib
+import pickle
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from conformance.wrappers import Wrapper
+from core import oracle
+from lossscale import DynamicScale
+
+SHAPES = ((3,), (2, 2))
+RATE, MOMENTUM = 2.0**-13, 0.5
+INNER = "small-momentum"
+
+LOW = DynamicScale(2.0**15, growth_interval=2, min_scale=2.0**-126)
+"""The rule of every wrapper that has rules; it reaches every scale."""
+OLDER = DynamicScale(2.0**15, growth_interval=2, min_scale=1.0, max_scale=None)
+"""That of the others."""
+
+
+class Expected(NamedTuple):
+    """What an optimizer must hold.
+
+    Attributes:
+        weights: Float32 arrays.
+        momenta: What each weight moves by on, in units of the gradient.
+        scale: The loss scale.
+        good_steps: Finite steps since the scale changed.
+        skipped: How many steps were skipped.
+        last_skipped: Whether the last one was.
+        steps: How many steps there were.
+    """
+
+    weights: list[Any]
+    momenta: list[Any]
+    scale: float
+    good_steps: int = 0
+    skipped: int = 0
+    last_skipped: bool = False
+    steps: int = 0
+
+
+def stepped(before: Expected, gradients: list[Any], rule: DynamicScale) -> Expected:
+    """Returns what a step makes of it, with the gradients of the loss; None for no gradient."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = [None if g is None else g * np.float32(before.scale) for g in gradients]
+    finite = all(np.isfinite(g).all() for g in scaled if g is not None)
+    highest = 2.0**126 if rule.max_scale is None else rule.max_scale
+    scale, good_steps = oracle.next_state(
+        before.scale,
+        before.good_steps,
+        finite,
+        interval=rule.growth_interval,
+        growth=rule.growth_factor,
+        backoff=rule.backoff_factor,
+        lowest=rule.min_scale,
+        highest=highest,
+    )
+    weights, momenta = list(before.weights), list(before.momenta)
+    for index, gradient in enumerate(gradients if finite else ()):
+        if gradient is not None:
+            momenta[index] = momenta[index] * np.float32(MOMENTUM) + gradient
+            weights[index] = weights[index] - np.float32(RATE) * momenta[index]
+    return Expected(
+        weights,
+        momenta,
+        scale,
+        good_steps,
+        before.skipped + (not finite),
+        not finite,
+        before.steps + 1,
+    )
+
+
+class Run:
+    """A program that is under way.
+
+    Args:
+        wrapper: What it is run with.
+        seed: What it is made of.
+        folder: Where it writes its files.
+    """
+
+    def __init__(self, wrapper: Wrapper, seed: int, folder: pathlib.Path) -> None:
+        self.random = np.random.default_rng(seed)
+        self.rule = OLDER if wrapper.takes_loss_scales_only else LOW
+        self.wrapper, self.folder = wrapper, folder
+        values = [self.random.normal(size=shape).astype(np.float32) for shape in SHAPES]
+        # Each goes on from the files of the other.
+        self.harness, self.other = (wrapper.harness(values, INNER, self.rule) for _ in range(2))
+        momenta = [np.zeros_like(value) for value in values]
+        self.expected = Expected(values, momenta, self.rule.initial_scale)
+        self.log: list[str] = []
+
+    def write_checkpoint(self, number: int) -> None:
+        """Writes where it stands, so that a folder of that name is whole or is not there."""
+        unfinished = self.folder / f"unfinished-{number}"
+        unfinished.mkdir()
+        self.harness.save(unfinished / "state.weights.h5")
+        (unfinished / "expected.pickle").write_bytes(pickle.dumps(self.expected))
+        unfinished.rename(self.folder / f"checkpoint-{number}")
+
+    def resume(self) -> int:
+        """Goes on from the newest checkpoint, and returns its number."""
+        found = self.folder.glob("checkpoint-*")
+        number, newest = max((int(path.name.rpartition("-")[2]), path) for path in found)
+        self.harness.load(newest / "state.weights.h5")
+        self.expected = pickle.loads((newest / "expected.pickle").read_bytes())
+        self._has_loaded()
+        return number
+
+    def act(self) -> None:
+        """Does one thing of those that programs do, and checks what there is then."""
+        kinds = {self.step: 0.85, self.move_scale: 0.07, self.reload: 0.05, self.copy: 0.03}
+        chosen = self.random.choice(len(kinds), p=list(kinds.values()))
+        list(kinds)[chosen]()
+        self.check()
+
+    def step(self) -> None:
+        """Takes a step, sometimes with an infinity or NaN, sometimes for some variables only."""
+        exponent = math.log2(self.expected.scale)
+        # Small enough to be a normal number once it is scaled; large enough to overflow at times.
+        low = max(-8, math.ceil(-126 - exponent))
+        gradients: list[Any] = []
+        for shape in SHAPES:
+            exponents = self.random.integers(low, max(low + 1, 12), shape)
+            sizes = np.ldexp(1 + self.random.random(shape), exponents)
+            signs = self.random.choice([-1.0, 0.0, 1.0], shape)
+            gradients.append((signs * sizes).astype(np.float32))
+        chance = self.random.random()
+        if chance < 0.15:
+            spoiled = gradients[self.random.integers(len(gradients))]
+            spoiled.flat[self.random.integers(spoiled.size)] = self.random.choice(
+                [np.inf, -np.inf, np.nan]
+            )
+        elif chance < 0.25 and self.wrapper.takes_some_gradients:
+            gradients[self.random.integers(len(gradients))] = None
+        self.log.append(f"step {gradients}")
+        self.harness.step(gradients)
+        self.expected = stepped(self.expected, gradients, self.rule)
+
+    def move_scale(self) -> None:
+        """Sets the scale, as a program does that restarts with another one."""
+        lowest, highest = math.log2(self.rule.min_scale), 126
+        scale = 2.0 ** int(self.random.integers(lowest, highest + 1))
+        self.log.append(f"scale {scale}")
+        self.harness.set_scale(scale)
+        self.expected = self.expected._replace(scale=scale)
+        self._has_loaded()
+
+    def reload(self) -> None:
+        """Writes a file, and goes on from it with another optimizer."""
+        self.log.append("reload")
+        path = self.folder / f"{len(self.log)}.weights.h5"
+        self.harness.save(path)
+        self.other.load(path)
+        self.harness, self.other = self.other, self.harness
+        self._has_loaded()
+
+    def _has_loaded(self) -> None:
+        if not self.harness.saves_last_step_skipped:
+            self.expected = self.expected._replace(last_skipped=False)
+
+    def copy(self) -> None:
+        """Goes on with a copy, and leaves behind the original."""
+        self.log.append("copy")
+        self.harness = copy.copy(self.harness)
+        self.harness.become_a_copy()
+
+    def check(self) -> None:
+        """Compares what there is with what there must be."""
+        expected, harness = self.expected, self.harness
+        found = (harness.scale(), harness.counters())
+        wanted = (
+            np.float32(expected.scale),
+            (expected.good_steps, expected.skipped, expected.last_skipped, expected.steps),
+        )
+        assert found == wanted, (found, wanted, self.log[-3:])
+        for weight, value in zip(harness.parameters(), expected.weights, strict=True):
+            assert weight.tobytes() == value.tobytes(), (weight, value, self.log[-3:])
