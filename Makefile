@@ -10,7 +10,7 @@ TEST := .venv-test
 # One more than the cores of a small machine: some tests wait for processes that they start.
 JOBS ?= 3
 
-.PHONY: demo test test-quick mutants versions peers peers-torch peers-trainers peers-jax lint types tests table bench soak calibration rules format clean
+.PHONY: demo test test-quick mutants versions peers peers-torch peers-trainers peers-jax lint types tests table bench strangers soak calibration rules format clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/lossscale demo
@@ -77,6 +77,14 @@ bench: $(TEST)/installed
 
 # Is the verdict of a diagnosis right? Trainings beside it, and the tables of docs/calibration.md.
 CALIBRATION := $(TEST)/bin/python -m benchmarks.calibration --page docs/calibration.md
+# Short programs in the shapes of public ones; `make test` runs them too.
+STRANGERS := $(TEST)/bin/python -m pytest -q tests/strangers
+strangers: $(TEST)/installed
+	KERAS_BACKEND=tensorflow $(STRANGERS)
+	KERAS_BACKEND=tensorflow LOSSSCALE_TEST_KERAS=tf_keras $(STRANGERS)
+	KERAS_BACKEND=jax $(STRANGERS)
+	KERAS_BACKEND=torch $(STRANGERS)
+
 # Random programs by the thousand, long runs and runs that are killed, on every wrapper: some hours.
 soak: $(TEST)/installed
 	$(TEST)/bin/python tests/soak.py $(SOAK)

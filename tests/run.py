@@ -32,7 +32,7 @@ PROGRAMS = ("tests/docs", "tests/benchmarks/test_command.py")
 EMITTERS = {"XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
 # What runs on TensorFlow is in few parts: each process imports its framework anew, which takes as
 # long as many tests.
-EACH_BACKEND = ("tests/conformance", "tests/backends", *PROGRAMS)
+EACH_BACKEND = ("tests/conformance", "tests/backends", "tests/strangers", *PROGRAMS)
 FILES = ("tests/migration", "tests/cli")
 KERAS_3 = ("tests/frameworks/keras", "tests/documents")
 # These run in processes that never import Keras, which a test in each shows.
@@ -45,7 +45,10 @@ _IGNORED = [
 # Processes of pytest: what selects the backend, and what they run. By the time they take, longest
 # first: what starts last is then short, and no core waits for long.
 ALL = {
-    "tf_keras": (TF_KERAS, ("tests/conformance", "tests/frameworks/tf_keras", *PROGRAMS[1:])),
+    "tf_keras": (
+        TF_KERAS,
+        ("tests/conformance", "tests/frameworks/tf_keras", "tests/strangers", *PROGRAMS[1:]),
+    ),
     "tensorflow": ({**TENSORFLOW, **EMITTERS}, EACH_BACKEND),
     "jax": (JAX, EACH_BACKEND),
     "tensorflow, files": (TENSORFLOW, FILES),

@@ -1,6 +1,6 @@
 """Programs made at random, and what they must do, computed with NumPy.
 
-A program drives one optimizer with steps of which some overflow, on all of its variables or on some,
+A program drives one optimizer with steps of which some overflow, on all of its variables or some,
 at scales from 2**-126 to 2**126; it writes files and goes on from them with another optimizer, and
 copies its optimizer. The oracle knows nothing of this package but the arguments of the rule.
 All is exact: the scales and the learning rate are powers of two, so each operation of an SGD with

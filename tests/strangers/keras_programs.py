@@ -1,0 +1,180 @@
+"""Loops of TensorFlow in the shapes of public programs, for Keras 3 and both families of tf_keras.
+
+Each takes batches and what makes an optimizer, and returns the weights that it ends with. It asks
+with `isinstance` whether to scale, as those programs do, so it runs without loss scaling as well.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from lossscale import LossScaleOptimizer
+
+
+def gradients_of(optimizer, weights, batch):
+    """A step's gradients, by the documented verbs where there is a loss scale."""
+    x, y = batch
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((tf.linalg.matvec(x, weights[0]) + weights[1] - y) ** 2)
+        if isinstance(optimizer, LossScaleOptimizer):
+            loss = optimizer.get_scaled_loss(loss)
+    gradients = tape.gradient(loss, weights)
+    if isinstance(optimizer, LossScaleOptimizer):
+        gradients = optimizer.get_unscaled_gradients(gradients)
+    return gradients
+
+
+def new_weights():
+    return [tf.Variable([0.5, -0.25, 1.0]), tf.Variable(0.125)]
+
+
+def a_loop_in_a_function(make, optimizers, batches, folder):
+    """The loop of the guides."""
+    weights, optimizer = new_weights(), make(optimizers.SGD(0.125, momentum=0.5))
+
+    @tf.function
+    def step(x, y):
+        gradients = gradients_of(optimizer, weights, (x, y))
+        optimizer.apply_gradients(zip(gradients, weights, strict=True))
+
+    for batch in batches:
+        step(*batch)
+    return weights
+
+
+def two_optimizers_under_a_distributed_wrapper(make, optimizers, batches, folder):
+    """As with Horovod: a subclass made of the optimizer's own class reduces what it applies."""
+
+    class Reducing:
+        def apply_gradients(self, grads_and_vars, **kwargs):
+            reduced = [(gradient * 0.5, variable) for gradient, variable in grads_and_vars]
+            return super(self.__class__, self).apply_gradients(reduced, **kwargs)
+
+    def distributed(optimizer):
+        name, base = type(optimizer).__name__, type(optimizer)
+        cls = type(name, (base,), {"apply_gradients": Reducing.apply_gradients})
+        return cls.from_config(optimizer.get_config())
+
+    weights = new_weights()
+    first = make(distributed(optimizers.SGD(0.125, momentum=0.5)))
+    second = make(distributed(optimizers.SGD(0.25)))
+
+    @tf.function
+    def step(x, y):
+        for optimizer, part in ((first, weights[:1]), (second, weights[1:])):
+            x_of_part = x + (0.0 if optimizer is first else 1.0)
+            gradients = gradients_of(optimizer, weights, (x_of_part, y))
+            index = 0 if optimizer is first else 1
+            optimizer.apply_gradients([(gradients[index], part[0])])
+
+    for batch in batches:
+        step(*batch)
+    return weights
+
+
+def accumulators_in_a_cond(make, optimizers, batches, folder):
+    """Gradients are added up in variables, and applied every second batch, inside of a graph."""
+    weights, optimizer = new_weights(), make(optimizers.SGD(0.125, momentum=0.5))
+    sums = [tf.Variable(tf.zeros_like(weight), trainable=False) for weight in weights]
+    count = tf.Variable(0, dtype=tf.int64)
+    optimizer.build(weights) if hasattr(optimizer, "build") else None
+
+    def apply():
+        optimizer.apply_gradients([(s / 2.0, w) for s, w in zip(sums, weights, strict=True)])
+        for each in sums:
+            each.assign(tf.zeros_like(each))
+        return tf.constant(True)
+
+    @tf.function
+    def step(x, y):
+        gradients = gradients_of(optimizer, weights, (x, y))
+        for total, gradient in zip(sums, gradients, strict=True):
+            total.assign_add(gradient)
+        count.assign_add(1)
+        tf.cond(count % 2 == 0, apply, lambda: tf.constant(False))
+
+    for batch in batches:
+        step(*batch)
+    return weights
+
+
+def a_moving_average_outside(make, optimizers, batches, folder):
+    """The average follows the weights, also on a step that is skipped."""
+    weights, optimizer = new_weights(), make(optimizers.SGD(0.125))
+    average = tf.train.ExponentialMovingAverage(0.5)
+    for batch in batches:
+        before = [weight.numpy() for weight in weights]
+        gradients = gradients_of(optimizer, weights, batch)
+        optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        if any((new.numpy() != old).any() for new, old in zip(weights, before, strict=True)):
+            average.apply(weights)
+    return [*weights, *(average.average(weight) for weight in weights)]
+
+
+def a_moving_average_inside(make, optimizers, batches, folder):
+    """The optimizer inside averages in its own `apply_gradients`."""
+
+    class Averaging(optimizers.SGD):
+        averages = ()
+
+        def apply_gradients(self, grads_and_vars, **kwargs):
+            pairs = list(grads_and_vars)
+            result = super().apply_gradients(pairs, **kwargs)
+            for average, (_, variable) in zip(averages, pairs, strict=True):
+                average.assign(0.5 * average + 0.5 * tf.convert_to_tensor(variable))
+            return result
+
+    weights = new_weights()
+    averages = [tf.Variable(weight, trainable=False) for weight in weights]
+    optimizer = make(Averaging(0.125))
+    optimizer.build(weights) if hasattr(optimizer, "build") else None
+
+    @tf.function
+    def step(x, y):
+        gradients = gradients_of(optimizer, weights, (x, y))
+        optimizer.apply_gradients(zip(gradients, weights, strict=True))
+
+    for batch in batches:
+        step(*batch)
+    return [*weights, *averages]
+
+
+def an_optimizer_looked_for_inside(make, optimizers, batches, folder):
+    """Wrappers are taken off one by one, to set the learning rate of what is inside."""
+    weights, optimizer = new_weights(), make(optimizers.SGD(0.5))
+    inside = optimizer
+    while hasattr(inside, "_optimizer"):
+        inside = inside._optimizer
+    inside.learning_rate = 0.125
+    for batch in batches:
+        gradients = gradients_of(optimizer, weights, batch)
+        optimizer.apply_gradients(zip(gradients, weights, strict=True))
+    return weights
+
+
+def a_checkpoint_manager(make, optimizers, batches, folder):
+    """Every step is saved, and after each the program begins anew from the latest file."""
+    for batch in batches:
+        weights, optimizer = new_weights(), make(optimizers.SGD(0.125, momentum=0.5))
+        named = {f"w{index}": weight for index, weight in enumerate(weights)}
+        checkpoint = tf.train.Checkpoint(optimizer=optimizer, **named)
+        manager = tf.train.CheckpointManager(checkpoint, str(folder), max_to_keep=2)
+        if hasattr(optimizer, "build"):
+            optimizer.build(weights)
+        checkpoint.restore(manager.latest_checkpoint).expect_partial()
+        gradients = gradients_of(optimizer, weights, batch)
+        optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        manager.save()
+    return weights
+
+
+# With how many batches there are to a step.
+PROGRAMS = {
+    a_loop_in_a_function: 1,
+    two_optimizers_under_a_distributed_wrapper: 1,
+    accumulators_in_a_cond: 2,
+    a_moving_average_outside: 1,
+    a_moving_average_inside: 1,
+    an_optimizer_looked_for_inside: 1,
+    a_checkpoint_manager: 1,
+}

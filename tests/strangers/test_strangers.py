@@ -1,0 +1,165 @@
+"""Programs of strangers train as they do without loss scaling on the batches that are finite.
+
+That is the oracle, bit for bit: their own loop, with the framework's own optimizer. One batch
+overflows in the runs with loss scaling; the others never see it.
+"""
+
+import os
+
+import numpy as np
+import pytest
+
+BACKEND = os.environ["KERAS_BACKEND"]
+KERAS = os.environ.get("LOSSSCALE_TEST_KERAS", "keras")
+BAD = 2
+
+
+def batches_of(convert, step_of_batches):
+    """Returns batches of which one is spoiled, and those without the step that it is in."""
+    random = np.random.default_rng(0)
+    batches = [
+        (random.normal(size=(4, 3)).astype("f"), random.normal(size=4).astype("f"))
+        for _ in range(8)
+    ]
+    first = BAD - BAD % step_of_batches
+    good = [*batches[:first], *batches[first + step_of_batches :]]
+    x, y = batches[BAD]
+    batches[BAD] = x, y * np.float32(np.inf)
+    return [[tuple(map(convert, batch)) for batch in group] for group in (batches, good)]
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert np.isfinite(a).all()
+        assert a.tobytes() == b.tobytes(), (a, b)
+
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    import lossscale
+    from strangers.keras_programs import PROGRAMS
+
+    if KERAS == "tf_keras":
+        import tf_keras
+
+        FAMILIES = {"new": tf_keras.optimizers, "legacy": tf_keras.optimizers.legacy}
+    else:
+        import keras
+
+        FAMILIES = {"keras": keras.optimizers}
+
+    def of_2_4(optimizer):
+        return lossscale.LossScaleOptimizer(optimizer, initial_scale=8.0, dynamic_growth_steps=3)
+
+    def of_2_3(optimizer):
+        loss_scale = lossscale.experimental.DynamicLossScale(8.0, 3)
+        return lossscale.experimental.LossScaleOptimizer(optimizer, loss_scale)
+
+    @pytest.mark.parametrize("wrap", [of_2_4, of_2_3])
+    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+    def test_a_program_of_tensorflow(program, family, wrap, tmp_path):
+        batches, good = batches_of(tf.constant, PROGRAMS[program])
+        optimizers = FAMILIES[family]
+        expected = program(lambda optimizer: optimizer, optimizers, good, tmp_path / "expected")
+        found = program(wrap, optimizers, batches, tmp_path / "found")
+        assert_same(found, expected)
+
+
+elif BACKEND == "torch":
+    import torch
+
+    import lossscale
+    from strangers.torch_programs import PROGRAMS
+
+    class Plain:
+        """Without loss scaling."""
+
+        def scaler_for(self, optimizer):
+            return optimizer, torch.amp.GradScaler("cpu", enabled=False)
+
+        def wrapped(self, optimizer):
+            return optimizer
+
+        def scale(self, optimizer, loss):
+            return loss
+
+        def step_of(self, optimizer):
+            for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+                each.step()
+                each.zero_grad()
+
+    class Ours(Plain):
+        """With the drop-in and the wrapper."""
+
+        rule = lossscale.DynamicScale(8.0, growth_interval=3)
+
+        def scaler_for(self, optimizer):
+            return optimizer, lossscale.torch.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+
+        def wrapped(self, optimizer):
+            return lossscale.LossScaleOptimizer(optimizer, rule=self.rule)
+
+        def scale(self, optimizer, loss):
+            return optimizer.scale_loss(loss)
+
+    class OursOnTheDevice(Ours):
+        """The verdict stays on the device."""
+
+        def wrapped(self, optimizer):
+            return lossscale.torch.LossScaleOptimizer(optimizer, rule=self.rule, decide="device")
+
+    @pytest.mark.parametrize("scaling", [Ours, OursOnTheDevice])
+    @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+    def test_a_program_of_pytorch(program, scaling, tmp_path):
+        batches, good = batches_of(torch.from_numpy, PROGRAMS[program])
+        found = program(scaling(), batches, tmp_path)
+        expected = program(Plain(), good, tmp_path)
+        assert_same([p.detach() for p in found], [p.detach() for p in expected])
+
+
+else:
+    import jax
+    import jax.numpy as jnp
+
+    import lossscale
+    from strangers.jax_programs import PROGRAMS
+
+    class Plain:
+        """Without loss scaling."""
+
+        def wrapped(self, tx):
+            return tx
+
+        def value_and_grad(self, loss_fn):
+            return lambda state, params, batch: jax.value_and_grad(loss_fn)(params, batch)
+
+        def inner(self, state):
+            return state
+
+    class Ours:
+        """With it."""
+
+        def wrapped(self, tx):
+            rule = lossscale.DynamicScale(8.0, growth_interval=3)
+            return lossscale.optax.loss_scaled(tx, rule=rule)
+
+        def value_and_grad(self, loss_fn):
+            return lossscale.optax.value_and_grad(loss_fn)
+
+        def inner(self, state):
+            return state.inner_state
+
+    @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+    def test_a_program_of_jax(program, tmp_path):
+        batches, good = batches_of(jnp.array, PROGRAMS[program])
+        (tmp_path / "plain").mkdir()
+        found = program(Ours(), batches, tmp_path)
+        expected = program(Plain(), good, tmp_path / "plain")
+        # XLA rounds an update otherwise where a number that it does not know multiplies it.
+        for a, b in zip(found, expected, strict=True):
+            assert np.isfinite(a).all()
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
