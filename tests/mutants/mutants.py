@@ -120,10 +120,6 @@ tests/conformance/test_fast_path.py
     tensorflow _sums: tf.reduce_all -> tf.reduce_any  -k function and momentum
     tensorflow _all_true: tf.reduce_all -> tf.reduce_any  -k function and momentum
     tensorflow _in_turn: tf.constant(False) -> tf.constant(True)  -k xla and momentum
-    jax _or_in_turn: jnp.asarray(False) -> jnp.asarray(True)  -k jit and momentum
-    jax _sums: (...).all() -> (...).any()  -k jit and momentum
-    jax _or_in_turn: jax.lax.cond(fits, ..., ...) -> fits  -k jit and momentum
-    jax _all_true: jnp.all(jnp.stack(verdicts)) -> verdicts[0]  -k jit and momentum
 tests/conformance/test_what_rules_see.py -k for_a_rule_that_asks
     optax _move: rule.needs != Needs() -> True
     keras on torch KerasLossScaleOptimizer._step: rule.needs != Needs() -> True
@@ -216,9 +212,14 @@ tests/frameworks/jax/test_state_form.py
 tests/frameworks/jax/test_skipping.py
     optax skipped_like: complex(-0.0, -0.0) if ... else -0.0 -> 0.0  -k momentum
     optax of_its_own: id(leaf) in known and isinstance(leaf, jax.Array) -> False  -k lbfgs
-    optax _judge: [jnp.where(...) for part in divided] -> divided  -k nothing_inside
+    optax _judge: [jnp.where(...) for part in gradients] -> gradients  -k nothing_inside
 tests/frameworks/jax/test_loops.py
     optax run: finite = finite & ... -> pass  -k of_its_own
+tests/frameworks/jax/test_finite.py
+    jax _extremes: ('int', 'uint') -> ('int', 'int')  -k whatever_xla
+    jax _all_finite: jnp.where(f, x, jnp.zeros_like(x)) -> x  -k checkify
+    jax evaluate: not variable.aval.shape -> False  -k checkify
+    optax _judge: [jnp.where(...) for part in gradients] -> gradients  -k checkify
 tests/frameworks/jax/test_jaxprs.py
     jax evaluate: not chosen_already -> False  -k kept_old
 tests/frameworks/jax/test_memory.py

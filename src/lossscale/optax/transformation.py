@@ -179,12 +179,16 @@ def _judge(
     """The verdict, None if nobody looks; and the unscaled gradients."""
     if not (rule.checks_gradients and overflow_check.has_elements(gradients)):
         return None, unscaled(gradients, scale, rule.powers_of_two)
+    usable = scale_state.is_usable(rule, scale)
+    # By a number that is none, what is finite would be divided into NaN.
+    scale = jnp.where(usable, scale, jnp.ones_like(scale))
     divisor = scale if scale_state.may_be_below_one(rule) else None
     finite = overflow_check.each_finite(gradients, divisor, rule.powers_of_two)
-    finite = overflow_check.agreed(finite & scale_state.is_usable(rule, scale), axis_names, scale)
-    divided = unscaled(gradients, scale, rule.powers_of_two)
-    # Nothing inside ever sees a number that is not finite.
-    return finite, [jnp.where(finite, part, jnp.zeros_like(part)) for part in divided]
+    finite = overflow_check.agreed(finite & usable, axis_names, scale)
+    # Nothing inside ever sees a number that is not finite, nor is one divided: `checkify` and
+    # `jax_debug_nans` would report what is made of a NaN.
+    gated = [jnp.where(finite, part, jnp.zeros_like(part)) for part in gradients]
+    return finite, unscaled(gated, scale, rule.powers_of_two)
 
 
 def _move(
