@@ -215,6 +215,8 @@ tests/frameworks/jax/test_skipping.py
     optax _judge: [jnp.where(...) for part in gradients] -> gradients  -k nothing_inside
 tests/frameworks/jax/test_loops.py
     optax run: finite = finite & ... -> pass  -k of_its_own
+tests/frameworks/jax/test_orders.py
+    optax _is_transparent: not has_schedule -> True  -k refused
 tests/frameworks/jax/test_finite.py
     jax _extremes: ('int', 'uint') -> ('int', 'int')  -k whatever_xla
     jax _all_finite: jnp.where(f, x, jnp.zeros_like(x)) -> x  -k checkify
@@ -230,6 +232,7 @@ tests/frameworks/jax/test_devices.py
         -k would_part
 tests/frameworks/jax/test_leaves.py
     optax LossScaled.update: overflow_check.has_elements(gradients) -> True  -k without_a_gradient
+    optax _narrowed: all(map(_is_narrow, here)) -> True  -k rounded_last
     optax _counted: jnp.where(count < most, ..., most) -> jnp.where(count < most, ..., count + 1)
         -k counter
     optax LossScaled.init: jax.tree.map(_widened, params) -> params
@@ -239,6 +242,8 @@ tests/frameworks/jax/test_conversions.py
     optax from_jmp: {'good_steps': good_steps} -> {}  -k run_of_jmp_goes_on
 tests/frameworks/jax/test_monitor.py
     optax _Noted.update: unscaled(...) -> by_row  -k exponents
+    optax rows_of: row is None -> False  -k lookahead
+    optax _name: alone and not is_key and ... -> parts[-1] == 'value'  -k put_down_to_its_own
     optax Monitor.step: self._scale = jnp.copy(shown.scale) -> pass  -k recorded_with_its_scale
     optax Monitor.__init__.new_run: self._params is None -> False  -k parameters_are_gone
     optax Monitor.__init__.new_run: self._compiled is None -> True  -k measured_at_the_scale
@@ -250,7 +255,7 @@ tests/frameworks/jax/test_mistakes.py
     optax _single_scale: scale.ndim -> False  -k state_of_several
     optax value_and_grad: isinstance(found[0][1], _Result) -> True  -k returns_no_value
 tests/frameworks/jax/test_leaves.py tests/frameworks/jax/test_loops.py
-    optax _judge: finite & scale_state.is_usable(rule, scale) -> finite
+    optax _judge: finite & usable -> finite
 tests/frameworks/torch/test_steps.py
     torch Engine._all_have_state: p.grad is None or id(p) in ids -> True
         -k garbage or joins_late
