@@ -243,7 +243,7 @@ tests/frameworks/jax/test_conversions.py
 tests/frameworks/jax/test_monitor.py
     optax _Noted.update: unscaled(...) -> by_row  -k exponents
     optax rows_of: row is None -> False  -k lookahead
-    optax _name: alone and not is_key and ... -> parts[-1] == 'value'  -k put_down_to_its_own
+    optax _name: not is_key -> True  -k put_down_to_its_own
     optax Monitor.step: self._scale = jnp.copy(shown.scale) -> pass  -k recorded_with_its_scale
     optax Monitor.__init__.new_run: self._params is None -> False  -k parameters_are_gone
     optax Monitor.__init__.new_run: self._compiled is None -> True  -k measured_at_the_scale
