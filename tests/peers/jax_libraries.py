@@ -173,7 +173,6 @@ class Suite:
     imported_with_ours: bool = False
 
 
-_WIDE = "unscaled gradients, and so the updates, are float32 where gradients are narrower"
 _MOMENTS = "the state of narrower parameters is float32, as the gradients that it gets are"
 _LBFGS = "without loss scaling it does not pass either"
 _INSIDE = "looks at the state of the transformation, which is the `inner_state` of ours"
@@ -192,12 +191,8 @@ SUITES = (
         ("AliasTest",),
         our_aliases(),
         {
-            # Each with bfloat16, then float32.
-            "test_preserve_dtype": (_WIDE, lambda number: number % 2 == 0),
             # Adam and AdamW with parameters in bfloat16, and no dtype for their moments.
             "test_explicit_dtype": (_MOMENTS, lambda number: number in (10, 11)),
-            # Each with float16, bfloat16, and four wider ones.
-            "test_state_shape_dtype_shard_stability": (_WIDE, lambda number: number % 6 < 2),
         },
     ),
     Suite(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.sparse import BCOO
 
 from lossscale.common.sizes import small_and_large
+from lossscale.jax.apply_or_skip import is_laid_out
+from lossscale.jax.jaxprs import static_size
 from lossscale.rules import Needs, Seen
 
 
@@ -80,65 +83,80 @@ def flat_gradients(gradients: Any) -> list[Any]:
 def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
     """Whether every element of every gradient is finite once it is unscaled; reads each once.
 
-    The sum of an array is infinite or NaN if an element is, and reading it needs no second array.
-    But finite elements can add up to infinity too. So a sum that is not finite only asks the
-    question again, of each element. To look at each element at once makes a step of 100 large
-    variables 1.08 (Adam) to 1.15 times (SGD) as long.
+    It asks the bits, as integers, and so makes no number that is not finite itself. XLA with
+    `--xla_cpu_enable_fast_math` takes `sum(x - x)` for 0, and told that there are no NaN it takes
+    `isfinite` for true; `checkify` and `jax_debug_nans` report a NaN that a check makes.
 
     Args:
         gradients: Arrays, `BCOO` (their data are looked at) or None (skipped).
-        scale: What they will be divided by; None if they are unscaled already.
+        scale: What they will be divided by; None if they are unscaled already, or if dividing
+            cannot make them infinite.
         powers_of_two: As for `unscaled`.
 
     Returns:
         A boolean scalar array.
     """
-    parts = [widened(part) for gradient in gradients for part in real_parts(gradient)]
+    parts = [part for gradient in gradients for part in real_parts(gradient)]
     if not parts:
         return jnp.asarray(True)
-    small, large = small_and_large(parts, lambda part: part.size)
+    traced = any(isinstance(array, jax.core.Tracer) for array in [*parts, scale])
+    # Where nothing is compiled, this is one call for the host instead of many.
+    return (_all_finite if traced else _all_finite_jit)(parts, scale, powers_of_two)
+
+
+def _all_finite(parts: Sequence[Any], scale: Any, powers_of_two: bool) -> Any:
+    apart = [part for part in parts if is_laid_out(part)]
+    small, large = small_and_large([p for p in parts if not is_laid_out(p)], static_size)
     joined = [jnp.concatenate([part.ravel() for part in group]) for group in small]
 
-    def each_finite(part: Any) -> Any:
-        result = part if scale is None else unscaled([part], scale, powers_of_two)[0]
-        return jnp.all(jnp.isfinite(result))
+    def verdict(part: Any) -> Any:
+        extremes = _extremes(part)
+        finite = jax.tree.map(_is_finite, extremes)
+        if scale is not None:
+            # Dividing keeps the order. An infinity or a NaN is not divided, which makes a NaN.
+            rest = jax.tree.map(lambda f, x: jnp.where(f, x, jnp.zeros_like(x)), finite, extremes)
+            finite += [_is_finite(part) for part in unscaled(rest, scale, powers_of_two)]
+        return functools.reduce(jnp.logical_and, finite)
 
-    # A branch takes longer than these elements.
-    verdicts = list(map(each_finite, joined))
-    if large:
-        # A scale below 1 makes numbers larger.
-        may_grow = False if scale is None else scale < 1.0
-        fits = _sums(large) & jnp.logical_not(may_grow)
-        verdicts.append(_or_in_turn(fits, each_finite, large))
-    return _all_true(verdicts)
-
-
-def _or_in_turn(fits: Any, each_finite: Callable[[Any], Any], parts: list[Any]) -> Any:
-    """Whether `fits`, or else each of the parts is finite."""
-    if not isinstance(fits, jax.core.Tracer):
-        # Outside a compiled function a branch would be compiled anew at every call.
-        return fits if bool(fits) else _all_true(list(map(each_finite, parts)))
-
-    def in_turn() -> Any:
-        # XLA would hold a copy of every array at once for this, and sets the room aside at each
-        # step.
-        finite = jnp.asarray(True)
-        for part in parts:
-            looked = functools.partial(each_finite, part)
-            finite = jax.lax.cond(finite, looked, lambda: jnp.asarray(False))
-        return finite
-
-    return jax.lax.cond(fits, lambda: jnp.asarray(True), in_turn)
+    # One by one, so that parts of different devices need no common layout.
+    return functools.reduce(jnp.logical_and, map(verdict, [*joined, *large, *apart]))
 
 
-def _all_true(verdicts: list[Any]) -> Any:
-    return verdicts[0] if len(verdicts) == 1 else jnp.all(jnp.stack(verdicts))
+_all_finite_jit = functools.partial(jax.jit, static_argnums=2)(_all_finite)
 
 
-def _sums(parts: list[Any]) -> Any:
-    """Whether the sum of each array is finite: a boolean scalar array."""
-    # Not added up: finite sums of several arrays could overflow together.
-    return jnp.isfinite(jnp.stack([jnp.sum(part) for part in parts])).all()
+def _extremes(array: Any) -> list[Any]:
+    """The elements of an array of which one is infinite or NaN if any is, scalars; 0 of none.
+
+    As signed integers the largest bits are those of the largest positive element, as unsigned ones
+    those of the largest negative element, and NaN are beyond infinities.
+    """
+    if array.dtype not in _HAVE_BITS:
+        array = array.astype(jnp.float32)
+    width = 8 * array.dtype.itemsize
+    views = [jax.lax.bitcast_convert_type(array, f"{kind}{width}") for kind in ("int", "uint")]
+    # Both in one reduction: XLA on a CPU reads no array twice for it and makes none. For a
+    # reduction of one array of integers or booleans, such as all(isfinite(x)), it makes that first.
+    zeros = tuple(np.zeros((), view.dtype) for view in views)
+    found = jax.lax.reduce(tuple(views), zeros, _both_larger, tuple(range(array.ndim)))
+    return [jax.lax.bitcast_convert_type(bits, array.dtype) for bits in found]
+
+
+_HAVE_BITS = tuple(map(jnp.dtype, (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)))
+
+
+def _both_larger(first: Any, second: Any) -> tuple[Any, ...]:
+    return tuple(map(jax.lax.max, first, second))
+
+
+def _is_finite(number: Any) -> Any:
+    """Whether a scalar array is finite, by its bits."""
+    bits = jnp.dtype(f"uint{8 * number.dtype.itemsize}")
+    infinite = np.asarray(np.inf, number.dtype).view(bits)
+    magnitude = bits.type(np.iinfo(bits).max >> 1)
+    # Which is larger, not whether the exponent is equal: LLVM knows that for a test for infinity
+    # and NaN, and drops it where a flag says there are none.
+    return (jax.lax.bitcast_convert_type(number, bits) & magnitude) < infinite
 
 
 def seen(

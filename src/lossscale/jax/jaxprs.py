@@ -48,8 +48,12 @@ def evaluate(
     wanted: dict[Any, int] = {}
     for number in gates:
         variable = jaxpr.outvars[number]
+        if isinstance(variable, Literal) or not variable.aval.shape:
+            # There is no room to spare with a scalar. At the end it is chosen for the output alone:
+            # with a count that stays 0, Adam would divide 0 by 0.
+            continue
         # Of a variable that is two outputs the first is chosen here, the other at the end.
-        if not isinstance(variable, Literal) and variable not in values:
+        if variable not in values:
             wanted.setdefault(variable, number)
 
     def read(atom: Any) -> Any:

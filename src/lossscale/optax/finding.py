@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import jax
@@ -86,11 +87,17 @@ def state_in(opt_state: Any) -> LossScaleState:
 def _is_transparent(node: Any, below: Any) -> bool:
     name = type(node).__name__
     if name in _TRANSPARENT:
-        return getattr(node, _TRANSPARENT[name]) is below
-    return type(node) is tuple and len(node) == 1
+        # A schedule outside counts skipped steps too.
+        has_schedule = bool(getattr(node, "hyperparams_states", None))
+        return getattr(node, _TRANSPARENT[name]) is below and not has_schedule
+    # optax.named_chain has its states in an ordered dictionary.
+    return type(node) in (tuple, OrderedDict) and len(node) == 1
 
 
 def _wrong_order(node: Any, below: Any) -> str:
+    names = list(node) if isinstance(node, OrderedDict) else []
+    if names:
+        node = tuple(node.values())
     if isinstance(node, (dict, list)) or not isinstance(node, tuple):
         return (
             "`opt_state` must be the state of one optimizer, what its `init` or `update` "
@@ -105,12 +112,20 @@ def _wrong_order(node: Any, below: Any) -> str:
             for index, child in enumerate(node)
             if index != position
         ]
+        chain = "optax.named_chain" if names else "optax.chain"
         around = (
-            f"optax.chain has it in place {position} of {len(node)}, beside transformations with "
+            f"{chain} has it in place {position} of {len(node)}, beside transformations with "
             f"the states {', '.join(others)}. Those before it get scaled gradients, those after "
             "it run on skipped steps too"
         )
-        right = "loss_scaled(optax.chain(...))"
+        right = f"loss_scaled({chain}(...))"
+    elif type(node).__name__ in _TRANSPARENT:
+        moved = ", ".join(map(repr, getattr(node, "hyperparams_states", ())))
+        around = (
+            "optax.inject_hyperparams is around it, and has a schedule, which would move on "
+            f"skipped steps too: {moved}"
+        )
+        right = "loss_scaled(optax.inject_hyperparams(...))"
     else:
         name = type(node).__name__.removesuffix("State")
         around = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
@@ -111,15 +112,15 @@ class _Noted:
                 f"{type(state).__name__}. One of `tx` goes in as "
                 "noted(tx).init(params)._replace(loss_scaled=state)."
             )
-        names = [name for name, _ in named_leaves(updates if params is None else params)]
         rows = state.notes.nonfinite.shape[-2]
-        if len(names) != rows:
+        gradients_now = overflow_check.with_arrays(updates)
+        found = rows_of(gradients_now if params is None else params, gradients_now)
+        if len(found) != rows:
             raise ArgumentError(
-                f"The state has notes of {rows} gradients, and there are {len(names)} now. "
+                f"The state has notes of {rows} gradients, and there are {len(found)} now. "
                 "Make it with the parameters that are trained: tx.init(params)."
             )
-        found = dict(named_leaves(updates))
-        if any(map(varying, found.values())):
+        if any(varying(leaf) for leaf in found if leaf is not None):
             raise UnsupportedError(
                 "noted() keeps what all devices have together, and in this shard_map each has "
                 "gradients of its own. Leave noted() out, or use jit over sharded arrays."
@@ -129,8 +130,7 @@ class _Noted:
         number = jnp.asarray(state.noted_steps, jnp.int32) + 1
 
         def gradients() -> list[Any]:
-            by_row = [found.get(name) for name in names]
-            return unscaled(by_row, before.loss_scale, self.rule.powers_of_two)
+            return unscaled(found, before.loss_scale, self.rule.powers_of_two)
 
         noted_now = notes.update(
             state.notes,
@@ -151,16 +151,46 @@ def names_of(params: Any) -> tuple[str, ...]:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves that have gradients, each with its path as a name."""
+    """The leaves that have gradients, each with its path as a name to show; names may recur."""
+    leaves = _with_paths(tree)
+    below = Counter(path[:-1] for path, _ in leaves)
+    return [(_name(path, alone=below[path[:-1]] == 1), leaf) for path, leaf in leaves]
+
+
+def rows_of(params: Any, gradients: Any) -> list[Any]:
+    """The gradient of each leaf of the parameters that has one, in their order; None of others.
+
+    They belong together by their places. Where parameters hold gradients' places deeper down, as
+    the pair of `optax.lookahead` does, the first such place counts.
+    """
+    of_rows = [path for path, _ in _with_paths(params)]
+    found: list[Any] = [None] * len(of_rows)
+    rows = {path: row for row, path in enumerate(of_rows)}
+    given = _with_paths(gradients)
+    if len(given) == len(of_rows) and rows.keys().isdisjoint(path for path, _ in given):
+        # Nodes of other classes, such as a state of flax.nnx beside a dictionary.
+        return [gradient for _, gradient in given]
+    for path, gradient in given:
+        row = rows.get(path)
+        if row is None:
+            deeper = (row for row, whole in enumerate(of_rows) if whole[-len(path) :] == path)
+            row = next((each for each in deeper if found[each] is None), None)
+        if row is not None:
+            found[row] = gradient
+    return found
+
+
+def _with_paths(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(_name(path), leaf) for path, leaf in leaves if overflow_check.is_gradient(leaf)]
+    return [(tuple(path), leaf) for path, leaf in leaves if overflow_check.is_gradient(leaf)]
 
 
-def _name(path: Any) -> str:
+def _name(path: Any, alone: bool) -> str:
     parts = [
         str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
     ]
-    # A variable of flax.nnx is a node with one leaf.
-    if len(parts) > 1 and parts[-1] == "value":
+    # A variable of flax.nnx is a node with one leaf. A key of a dictionary is the user's.
+    is_key = bool(path) and isinstance(path[-1], jax.tree_util.DictKey)
+    if alone and not is_key and len(parts) > 1 and parts[-1] == "value":
         parts.pop()
     return "/".join(parts) or "params"

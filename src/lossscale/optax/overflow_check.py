@@ -1,9 +1,4 @@
-"""Whether gradients are finite, for steps without a branch, and the division by the scale.
-
-`sum(x - x)` is 0 for finite elements and NaN otherwise. It reads an array once and needs no second
-look, as a plain sum does, which may overflow. So it is right under `vmap` and in a `shard_map` too,
-where a branch is dear or not allowed.
-"""
+"""Whether gradients are finite, and what devices with gradients of their own agree on."""
 
 from __future__ import annotations
 
@@ -13,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lossscale.common.sizes import small_and_large
 from lossscale.errors import ArgumentError, GradientsError
-from lossscale.jax.apply_or_skip import is_laid_out, varying
-from lossscale.jax.gradients import real_parts, unscaled, widened
+from lossscale.jax.apply_or_skip import varying
+from lossscale.jax.gradients import all_finite
 from lossscale.jax.jaxprs import static_size
 from lossscale.rules import Seen
 
@@ -49,16 +43,7 @@ def each_finite(leaves: Sequence[Any], scale: Any = None, powers_of_two: bool = 
         scale: What they will be divided by, if that can make them infinite.
         powers_of_two: As for `unscaled`.
     """
-    parts = [widened(part) for leaf in leaves if is_gradient(leaf) for part in real_parts(leaf)]
-    if scale is not None:
-        parts = unscaled(parts, scale, powers_of_two)
-    apart = [part for part in parts if is_laid_out(part)]
-    small, large = small_and_large([p for p in parts if not is_laid_out(p)], static_size)
-    joined = [jnp.concatenate([part.ravel() for part in group]) for group in small]
-    sums = [jnp.sum(part - part).astype(jnp.float32) for part in [*joined, *large, *apart]]
-    # In a list that is added up, so that parts of different devices need no common layout.
-    total = sum(sums[1:], sums[0]) if sums else jnp.zeros((), jnp.float32)
-    return total == 0
+    return all_finite(list(filter(is_gradient, leaves)), scale, powers_of_two)
 
 
 def agreed(finite: Any, axis_names: tuple[str, ...], scale: Any) -> Any:

@@ -15,7 +15,7 @@ import lossscale.optax.gating as gating
 import lossscale.optax.overflow_check as overflow_check
 import lossscale.optax.scale_state as scale_state
 from lossscale.arguments import rule_from_arguments
-from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
+from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, UnsupportedError
 from lossscale.jax.gradients import seen, unscaled
 from lossscale.optax.finding import states_below
 from lossscale.optax.scale_state import LossScaleState
@@ -57,7 +57,9 @@ def loss_scaled(
 
     Returns:
         An `optax.GradientTransformationExtraArgs`. Its state is a `LossScaleState`. Arguments of
-        `update` that it does not know go to the transformation inside.
+        `update` that it does not know go to the transformation inside. Updates are float32 or
+        wider; those of float16 or bfloat16 gradients are in their dtype where the parameters, which
+        `update` is given, are too.
 
     Raises:
         AlreadyWrappedError: If `inner` has loss scaling already; if that can only be seen in its
@@ -119,6 +121,8 @@ class LossScaled:
         before = scale_state.scalars_of(self.rule, state)
         # Where nothing is compiled, this is one call for the host instead of many.
         traced = overflow_check.is_traced([*gradients, *jax.tree.leaves(before)])
+        if not traced:
+            _check_together(gradients)
         finite, divided = (_judge if traced else _judge_jit)(
             self.rule, self._axis_names, gradients, before.loss_scale
         )
@@ -142,6 +146,7 @@ class LossScaled:
             jax.tree.map(_widened, params),
             looks_itself=any(map(callable, extra_args.values())),
         )
+        new_updates = _narrowed(new_updates, updates, params)
         after = before
         # A step without any gradient is no finite step.
         if overflow_check.has_elements(gradients):
@@ -173,18 +178,33 @@ def _check_gradients(gradients: Any, params: Any) -> None:
         )
 
 
+def _check_together(gradients: Sequence[Any]) -> None:
+    """Raises if gradients are on different devices: nothing can be decided about them at once."""
+    places = {frozenset(x.devices()) for x in gradients if getattr(x, "committed", False)}
+    if len(places) > 1:
+        raise UnsupportedError(
+            "The gradients must be on the same devices, since one overflow skips the step on all. "
+            f"Received: gradients on {len(places)} sets of devices. Put the parameters on one mesh "
+            "with jax.device_put and a NamedSharding, and compile the step with jax.jit."
+        )
+
+
 def _judge(
     rule: ScaleRule, axis_names: tuple[str, ...], gradients: list[Any], scale: Any
 ) -> tuple[Any, list[Any]]:
     """The verdict, None if nobody looks; and the unscaled gradients."""
     if not (rule.checks_gradients and overflow_check.has_elements(gradients)):
         return None, unscaled(gradients, scale, rule.powers_of_two)
+    usable = scale_state.is_usable(rule, scale)
+    # By a number that is none, what is finite would be divided into NaN.
+    scale = jnp.where(usable, scale, jnp.ones_like(scale))
     divisor = scale if scale_state.may_be_below_one(rule) else None
     finite = overflow_check.each_finite(gradients, divisor, rule.powers_of_two)
-    finite = overflow_check.agreed(finite & scale_state.is_usable(rule, scale), axis_names, scale)
-    divided = unscaled(gradients, scale, rule.powers_of_two)
-    # Nothing inside ever sees a number that is not finite.
-    return finite, [jnp.where(finite, part, jnp.zeros_like(part)) for part in divided]
+    finite = overflow_check.agreed(finite & usable, axis_names, scale)
+    # Nothing inside ever sees a number that is not finite, nor is one divided: `checkify` and
+    # `jax_debug_nans` would report what is made of a NaN.
+    gated = [jnp.where(finite, part, jnp.zeros_like(part)) for part in gradients]
+    return finite, unscaled(gated, scale, rule.powers_of_two)
 
 
 def _move(
@@ -213,13 +233,36 @@ _TWICE = (
 
 def _widened(leaf: Any) -> Any:
     """A leaf of the parameters, in float32 if it is an array of a narrower floating-point type."""
-    dtype = getattr(leaf, "dtype", None)
-    narrow = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    if not narrow:
+    if not _is_narrow(leaf):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(dtype=jnp.float32)
     return jnp.asarray(leaf, jnp.float32)
+
+
+def _narrowed(updates: Any, gradients: Any, params: Any) -> Any:
+    """Updates in the wider dtype of gradient and parameter, which they are rounded to at last.
+
+    So they have the dtypes that Optax has. Without parameters nothing says that float32 ones are
+    not behind float16 gradients, and in float16 what the loss scale has saved may be 0.
+    """
+    if params is None or not any(map(_is_narrow, jax.tree.leaves(gradients))):
+        return updates
+    # By their places: the transformation inside may have updates of another form.
+    given = [dict(jax.tree_util.tree_flatten_with_path(tree)[0]) for tree in (gradients, params)]
+
+    def cast(path: Any, update: Any) -> Any:
+        here = [leaves[path] for leaves in given if path in leaves]
+        dtypes = {leaf.dtype for leaf in here if _is_narrow(leaf)}
+        fits = path in given[1] and all(map(_is_narrow, here)) and len(dtypes) == 1
+        # float16 and bfloat16 have float32 in common.
+        return update.astype(*dtypes) if fits and overflow_check.is_gradient(update) else update
+
+    return jax.tree_util.tree_map_with_path(cast, updates)
+
+
+def _is_narrow(leaf: Any) -> bool:
+    return overflow_check.is_gradient(leaf) and leaf.dtype.itemsize < 4
 
 
 def _checked_inner(inner: Any) -> Any:

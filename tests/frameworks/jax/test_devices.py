@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from frameworks.jax.support import bits
 from lossscale import Needs, ScaleRule, ScaleState
-from lossscale.errors import ArgumentError, GradientsError
+from lossscale.errors import ArgumentError, GradientsError, UnsupportedError
 from lossscale.optax import loss_scaled, value_and_grad
 
 AUTO = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -278,3 +278,11 @@ def test_a_branch_and_a_choice_come_to_the_same():
         state.inner_state.inner_opt_state[0].mu["w"],
         rtol=1e-5,
     )
+
+
+def test_gradients_on_several_devices_are_refused_with_what_to_do():
+    first, last = jax.devices()[0], jax.devices()[-1]
+    params = {"a": jax.device_put(jnp.ones(3), first), "b": jax.device_put(jnp.ones(3), last)}
+    tx = loss_scaled(optax.sgd(0.1), initial_scale=8)
+    with pytest.raises(UnsupportedError, match=r"on 2 sets of devices.*NamedSharding"):
+        tx.update(params, tx.init(params), params)

@@ -248,3 +248,60 @@ def test_a_gradient_that_is_a_python_float_is_divided_and_checked(gradient, wrap
         assert int(lossscale.optax.loss_scale(after)) == (8 if finite else 4)
         assert bool(lossscale.optax.all_finite({"w": gradient})) == finite
     assert float(lossscale.optax.unscale(tx.init(params), 16.0)) == 2.0
+
+
+# The dtypes of gradients, parameters (None where `update` is not given them) and updates. Without
+# parameters, those of float32 may be behind the gradients, and float16 has no number for 2**-26.
+DTYPES = [
+    *((dtype, dtype, dtype) for dtype in ("float16", "bfloat16", "float32")),
+    ("float16", "float32", "float32"),
+    ("bfloat16", "float32", "float32"),
+    ("float16", "bfloat16", "float32"),
+    ("float32", "float16", "float32"),
+    ("float32", "bfloat16", "float32"),
+    ("float16", None, "float32"),
+    ("bfloat16", None, "float32"),
+]
+
+
+@pytest.mark.parametrize(("of_gradients", "of_params", "of_updates"), DTYPES)
+@pytest.mark.parametrize("inner", [optax.sgd(0.5), optax.adam(0.5)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("finite", [True, False])
+def test_updates_are_rounded_last_and_have_the_dtypes_of_optax(
+    inner, finite, of_gradients, of_params, of_updates
+):
+    tx = small(inner)
+    params = {"w": jnp.ones(3, of_params or "float32")}
+    given = None if of_params is None else params
+    gradients = {"w": jnp.array([8.0, 3.0, 2.0**-14 if finite else jnp.inf], of_gradients)}
+    wide = {"w": gradients["w"].astype("float32") / 8}
+    exact, _ = inner.update(wide, inner.init({"w": jnp.ones(3)}))
+    wanted = exact["w"].astype(of_updates) if finite else jnp.full(3, -0.0, of_updates)
+    for update in both_ways(tx):
+        updates, state = update(gradients, tx.init(params), given)
+        assert updates["w"].dtype == wanted.dtype
+        np.testing.assert_allclose(
+            np.float32(updates["w"]),
+            np.float32(wanted),
+            rtol=1e-6 if of_updates == "float32" else 0,
+        )
+        assert np.signbit(np.float32(updates["w"])).all()
+        # A second step finds the state as the first one did.
+        assert signature(state) == signature(update(gradients, state, given)[1])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_branch_around_a_step_and_strict_dtypes_are_as_with_optax_alone(dtype):
+    params = {"w": jnp.ones(4, dtype), "none": None}
+    tx = small(optax.sgd(0.1, momentum=0.9))
+
+    def step(gradients, state, params, apply):
+        return jax.lax.cond(
+            apply,
+            lambda: tx.update(gradients, state, params),
+            lambda: (jax.tree.map(jnp.zeros_like, gradients), state),
+        )
+
+    with jax.numpy_dtype_promotion("strict"):
+        updates, _ = jax.jit(step)(params, tx.init(params), params, True)
+        assert optax.apply_updates(params, updates)["w"].dtype == dtype

@@ -537,3 +537,38 @@ def test_what_is_not_the_scale_is_named(kind, words):
     assert re.search(words, messages[-1]), messages
     assert [line for line in messages[:-1] if "The loss of step 1 is" not in line] == []
     assert any("cannot help" in line for line in messages) == (kind != "backward")
+
+
+# What a row belongs to goes by places, not by names, which may recur.
+
+BESIDE = {
+    "one name": ({"a": {"b": jnp.ones(2)}, "a/b": jnp.ones(2)}, "a/b"),
+    "a key called value": ({"attn": {"key": jnp.ones(2), "value": jnp.ones(2)}}, "attn/value"),
+    "alone and called value": ({"attn": {"value": jnp.ones(2)}}, "attn/value"),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_an_overflow_is_put_down_to_its_own_gradient(case):
+    params, name = BESIDE[case]
+    leaves, structure = jax.tree.flatten(params)
+    tx = lossscale.optax.noted(lossscale.optax.loss_scaled(optax.sgd(0.1)))
+    for row in range(len(leaves)):
+        given = [leaf * jnp.inf if n == row else leaf for n, leaf in enumerate(leaves)]
+        opt_state = tx.init(params)
+        with lossscale.optax.Monitor(tx, params, opt_state) as monitor:
+            _, opt_state = tx.update(jax.tree.unflatten(structure, given), opt_state, params)
+            monitor.step(opt_state, 1.0)
+        assert opt_state.notes.nonfinite[row].tolist() == [2, 0]
+        assert int(opt_state.notes.nonfinite.sum()) == 2
+        if row == len(leaves) - 1:
+            assert str(monitor.last_record.nonfinite[0]).startswith(name)
+
+
+def test_parameters_in_the_pair_of_lookahead_have_their_gradients_noted():
+    inner = optax.lookahead(optax.adam(0.01), 5, 0.1)
+    tx = lossscale.optax.noted(lossscale.optax.loss_scaled(inner))
+    params = optax.LookaheadParams.init_synced({"v": jnp.ones(2), "w": jnp.ones(2)})
+    gradients = {"v": jnp.ones(2), "w": jnp.array([jnp.inf, 1.0])}
+    _, opt_state = jax.jit(tx.update)(gradients, tx.init(params), params)
+    assert opt_state.notes.nonfinite.tolist() == [[0, 0], [1, 0], [0, 0], [0, 0]]

@@ -43,6 +43,15 @@ WRONG = {
     "chain has it in place 1": clipped,
     "chain has it in place 0": lambda: optax.chain(wrapped(), optax.ema(0.9)),
     "chain has it in place 0 of 2": lambda: optax.chain(wrapped(), optax.add_decayed_weights(0.1)),
+    "named_chain has it in place 1 of 2": lambda: optax.named_chain(
+        ("clip", optax.clip(1.0)), ("scaled", wrapped())
+    ),
+    "named_chain has it in place 0 of 2": lambda: optax.named_chain(
+        ("scaled", wrapped()), ("decay", optax.add_decayed_weights(0.1))
+    ),
+    "inject_hyperparams is around it, and has a schedule": lambda: optax.inject_hyperparams(
+        lambda rate: loss_scaled(optax.sgd(rate))
+    )(rate=optax.linear_schedule(1.0, 0.0, 4)),
     "Masked": lambda: optax.masked(wrapped(), inner.MASK),
     "Partition": lambda: optax.partition(
         {"matrix": wrapped(), "vector": optax.sgd(0.1)}, inner.LABELS
