@@ -287,6 +287,13 @@ tests/frameworks/torch/test_mistakes.py
     torch TorchLossScaleOptimizer._unscale_: decision.empty -> False  -k before_there_are_gradients
 tests/migration/test_checkpoints.py -k what_the_rule_has
     migration KerasTarget.set_scale_values: field in named -> True
+tests/migration/test_models.py
+    migration _described_optimizer: begins_as_keras_own(arrays) -> False  -k arrives and SGD
+    migration _described_optimizer: begins_as_keras_own(arrays) -> len(arrays) > 4
+        -k is_not_taken
+    migration ModelFile.of_keras_own: len(self.arrays) > _UNBUILT_KERAS_OWN -> True
+        -k before_its_first
+    keras load_inner: len(_KERAS_OWN_VARIABLES) if is_own else 0 -> 0  -k arrives and SGD
 """
 
 _MUTANT = re.compile(
