@@ -13,8 +13,11 @@ from typing import Any
 from lossscale.cli.arguments import choose_backend
 from lossscale.cli.console import new_console, silenced
 from lossscale.cli.files import UsageError
-from lossscale.errors import LossScaleError, LossScaleWarning, MissingPackageError
+from lossscale.errors import LossScaleError, LossScaleWarning, MissingPackageError, visible
 from lossscale.packages import require
+
+# Of the settings in a file, more than any optimizer has.
+_LONGEST_CELL = 2000
 
 
 def add_parser(verbs: Any) -> None:
@@ -68,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(" ".join(str(error).split())) from error
     for warning in caught:
         if issubclass(warning.category, LossScaleWarning):
-            print(f"lossscale: warning: {warning.message}", file=sys.stderr)
+            print(f"lossscale: warning: {visible(warning.message)}", file=sys.stderr)
     if arguments.json:
         print(json.dumps({**description.to_dict(), "written": _text(arguments.new)}, indent=2))
     else:
@@ -104,18 +107,19 @@ def _text(path: Path | None) -> str | None:
 
 def _print(description: Any, written: Path | None) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     console = new_console()
-    console.print(f"{description.path}: {description.form}", markup=False, soft_wrap=True)
+    console.print(visible(f"{description.path}: {description.form}"), markup=False, soft_wrap=True)
     for optimizer in description.optimizers:
         table = Table(show_header=False)
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for name, value in _rows(optimizer):
-            table.add_row(name, value)
+            table.add_row(name, Text(_cut(visible(value))))
         console.print(table)
     if written is not None:
-        console.print(f"Written: {written}", markup=False, soft_wrap=True)
+        console.print(visible(f"Written: {written}"), markup=False, soft_wrap=True)
 
 
 def _rows(optimizer: Any) -> list[tuple[str, str]]:
@@ -136,6 +140,10 @@ def _rows(optimizer: Any) -> list[tuple[str, str]]:
         ("settings", settings or "-"),
         ("slots", slots or "-"),
     ]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_CELL else f"{text[:_LONGEST_CELL]}..."
 
 
 def _number(value: Any) -> str:

@@ -187,7 +187,7 @@ def _completed(
         steps = int(filled[0])
         filled[lacking[0]] = nadam_product(float(inner.beta_1), steps)
     # What it keeps so of a variable with one axis is a stand-in that no step reads.
-    elif not (kind_of(inner) == "Adafactor" and not any(len(v.shape) for v in missing)):
+    elif not (type(inner).__name__ == "Adafactor" and not any(len(v.shape) for v in missing)):
         names = sorted({variable.path for variable in missing})
         warnings.warn(
             f"The file has no values for the variables {names} of {type(inner).__name__}: Keras' "

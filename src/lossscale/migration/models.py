@@ -11,6 +11,7 @@ from typing import Any
 
 from lossscale.errors import OldFileError
 from lossscale.migration.damage import damage_named, is_hdf5
+from lossscale.migration.hdf5_reader import check_size
 from lossscale.migration.saved import (
     FIRST_KIND,
     KERAS_3,
@@ -27,6 +28,9 @@ from lossscale.older.slots import (
 )
 
 HDF5 = "HDF5 model"
+
+# A model in a model in a model takes some ten each.
+_DEEPEST = 200
 
 # Where Keras' own LossScaleOptimizer writes what has an effect. Before it stand its own count of
 # steps and its own learning rate, which stay 0; the last is the count of the optimizer inside.
@@ -120,8 +124,35 @@ def _json_attribute(file: Any, name: str) -> dict[str, Any] | None:
     text = file.attrs.get(name)
     if text is None:
         return None
-    found: dict[str, Any] = json.loads(text.decode() if isinstance(text, bytes) else text)
+    found: dict[str, Any] = parsed(text)
     return found
+
+
+def parsed(text: str | bytes) -> Any:
+    """Returns what JSON in a model file says.
+
+    Raises:
+        OldFileError: If its brackets are nested deeper than those of any model.
+    """
+    deep = OldFileError(
+        f"brackets are nested more than {_DEEPEST} deep in its configuration, and no model needs "
+        "that"
+    )
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise deep from None
+    level = [found]
+    for _ in range(_DEEPEST):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, (dict, list))
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return found
+    raise deep
 
 
 def _read_hdf5(path: str) -> ModelFile:
@@ -181,13 +212,14 @@ def _read_zip(path: str) -> ModelFile:
 
     import h5py
 
+    check_size(path)
     with zipfile.ZipFile(path) as archive:
         broken = archive.testzip()
         if broken is not None:
             raise OldFileError(f"{path}: damaged: {broken!r} inside does not match its checksum.")
         if "config.json" not in archive.namelist():
             raise OldFileError(f"{path}: a zip file without config.json, so no model of Keras.")
-        config = json.loads(archive.read("config.json"))
+        config = parsed(archive.read("config.json"))
         weights = io.BytesIO(archive.read("model.weights.h5"))
     training = config.get("compile_config")
     own, names, arrays = {}, [], []
