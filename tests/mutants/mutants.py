@@ -287,6 +287,11 @@ tests/frameworks/torch/test_mistakes.py
     torch TorchLossScaleOptimizer._unscale_: decision.empty -> False  -k before_there_are_gradients
 tests/migration/test_checkpoints.py -k what_the_rule_has
     migration KerasTarget.set_scale_values: field in named -> True
+tests/cli/test_migrate.py -k killed_command
+    migration on tensorflow _remove_abandoned: _locked(owner) -> True
+    migration on tensorflow _remove_abandoned: owner.read(2**16) == _mark(new) -> True
+    migration on tensorflow _remove_abandoned: shutil.rmtree(folder) -> pass
+    cli on tensorflow _ended_by_exception: signal.signal(signal.SIGTERM, end) -> pass
 tests/cli/test_untrusted_files.py
     cli on tensorflow main: visible(shortened(str(error))) -> str(error)  -k wrong_names
     migration on tensorflow check_size: expanded > _ANY_ZIP + _LARGEST_ZIP_RATIO * held -> False

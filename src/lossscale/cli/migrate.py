@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lossscale.cli.arguments import choose_backend
 from lossscale.cli.console import new_console, silenced
@@ -63,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            with silenced():
+            with silenced(), _ended_by_exception():
                 description = _described(arguments)
         except MissingPackageError:
             raise
@@ -77,6 +80,25 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print(description, arguments.new)
     return 0
+
+
+@contextlib.contextmanager
+def _ended_by_exception() -> Iterator[None]:
+    """Lets SIGTERM end the command by an exception, so that what is half written is removed."""
+
+    def end(number: int, frame: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    # Elsewhere a handler cannot be set, and one that a program has is its own.
+    known = threading.current_thread() is threading.main_thread()
+    if not known or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _described(arguments: argparse.Namespace) -> Any:
