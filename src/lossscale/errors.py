@@ -49,6 +49,10 @@ class LossScaleError(Exception):
     # which is no ValueError or TypeError any more. It leaves those with this attribute alone.
     ag_pass_through = True
 
+    def __init__(self, *args: Any, **named: Any) -> None:
+        # A value in it may come from a file, and be of any length.
+        super().__init__(*(shortened(a) if isinstance(a, str) else a for a in args), **named)
+
 
 class ArgumentError(LossScaleError, ValueError):
     """An argument has a value that cannot be used."""
@@ -140,6 +144,45 @@ class UnsupportedError(LossScaleError, NotImplementedError):
 
 class LossScaleWarning(UserWarning):
     """The loss and its gradients are probably not scaled by the same number."""
+
+
+_LONGEST_MESSAGE = 2000
+
+
+def shortened(text: str) -> str:
+    """Returns a message without its middle if it is longer than anybody reads.
+
+    Args:
+        text: The message.
+
+    Example:
+        >>> shortened("x" * 5000).replace("x", "")
+        ' [... 3000 characters ...] '
+    """
+    left_out = len(text) - _LONGEST_MESSAGE
+    if left_out <= 0:
+        return text
+    half = _LONGEST_MESSAGE // 2
+    return f"{text[:half]} [... {left_out} characters ...] {text[-half:]}"
+
+
+# C0 and C1 controls, marks that turn the direction of text, line separators, halves of characters.
+_UNSEEN = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def visible(text: Any) -> str:
+    """Returns a text from a file as it can be shown: what a terminal would obey is escaped.
+
+    Args:
+        text: The text, or what has one.
+
+    Example:
+        >>> visible("a\\x1b[31mred")
+        'a\\\\x1b[31mred'
+    """
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
 def first_line(error: BaseException, most: int = 300) -> str:

@@ -15,6 +15,8 @@ def refused(capsys):
         assert out == ""
         assert err.startswith("lossscale: ")
         assert err.count("\n") == 1
+        assert err[:-1].isprintable()
+        assert len(err) < 3000
         return err
 
     return run

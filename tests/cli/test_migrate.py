@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pathlib
@@ -275,3 +276,55 @@ def test_a_difference_is_said_on_standard_error(tmp_path, capsys):
     assert err.startswith("lossscale: warning: ")
     assert "schedule_decay=0.004" in err
     assert err.count("\n") == 1
+
+
+# --- Commands that are killed ---------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from lossscale.cli.migrate import _ended_by_exception
+from lossscale.migration import conversion
+
+def write(graph, path):
+    path.write_bytes(b"half")
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+
+conversion.write_hdf5 = write
+conversion.is_checkpoint = conversion.read_graph = conversion.find_optimizers = lambda path: True
+with _ended_by_exception():
+    conversion.migrate_file("old", sys.argv[2])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
+def test_what_a_killed_command_leaves(tmp_path):
+    new = tmp_path / "new.h5"
+
+    def killed(signal):
+        command = [sys.executable, "-c", KILLED, signal, str(new)]
+        return subprocess.run(command, check=False, capture_output=True).returncode
+
+    assert killed("SIGTERM") == 143
+    assert list(tmp_path.iterdir()) == []
+    assert killed("SIGKILL") == -9
+    (left,) = tmp_path.iterdir()
+    assert {each.name for each in left.iterdir()} == {"owner", "new.h5"}
+    # Those of another file, of a process that goes on, with something besides, and of others.
+    for name, mark, more in (
+        ("other", b"lossscale migrate, for other.h5", []),
+        ("held", b"lossscale migrate, for new.h5", []),
+        ("more", b"lossscale migrate, for new.h5", ["more"]),
+        ("empty", b"", []),
+    ):
+        folder = tmp_path / f".lossscale-{name}"
+        folder.mkdir()
+        (folder / "owner").write_bytes(mark)
+        for each in more:
+            (folder / each).touch()
+    (tmp_path / ".lossscale-bare").mkdir()
+    (tmp_path / ".lossscale-link").symlink_to(left, target_is_directory=True)
+    others = set(tmp_path.iterdir()) - {left}
+    with open(tmp_path / ".lossscale-held" / "owner") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert main(["migrate", str(CHECKPOINTS[0]), str(new)]) == 0
+    assert set(tmp_path.iterdir()) == {*others, new}

@@ -478,3 +478,107 @@ def test_a_file_of_this_library_loads_however_many_slots_it_has(name, layers, tm
                 keras.ops.convert_to_numpy(before), keras.ops.convert_to_numpy(after)
             )
         assert float(loaded.dynamic_scale) == 32.0
+
+
+# --- What Keras 3's own optimizer wrote -----------------------------------------------------------
+
+OF_KERAS = (*NAMES, "Adafactor", "Adamax", "Lamb", "Muon")
+
+
+def saved_by_keras(optimizer, path, *, wrapped, built=True):
+    """A model with Keras' own loss scaling, in a file; returns the optimizer inside."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+    finally:
+        keras.config.set_dtype_policy("float32")
+    if wrapped:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, 64.0, 5)
+    model.compile(optimizer, "mse")
+    theirs = model.optimizer
+    assert type(theirs) is keras.optimizers.LossScaleOptimizer
+    if built:
+        theirs.build(model.trainable_variables)
+        random = np.random.default_rng(0)
+        for variable in theirs.inner_optimizer.variables[2:]:
+            variable.assign(random.normal(size=variable.shape))
+        theirs.inner_optimizer.iterations.assign(7)
+        theirs.step_counter.assign(3)
+        theirs.dynamic_scale.assign(512.0)
+    model.save(path)
+    return theirs.inner_optimizer
+
+
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+@pytest.mark.parametrize("suffix", [".keras", ".h5"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["by_compile", "by_hand"])
+@pytest.mark.parametrize("name", OF_KERAS)
+def test_the_loss_scale_of_keras_own_optimizer_arrives(name, wrapped, suffix, tmp_path):
+    if not hasattr(keras.optimizers, name):
+        pytest.skip(f"this Keras has no {name}")
+    if (name, suffix) == ("Adafactor", ".h5"):
+        pytest.skip("Keras gives two of its arrays one name, and cannot write this file")
+    path = tmp_path / f"model{suffix}"
+    theirs = saved_by_keras(getattr(keras.optimizers, name)(0.25), path, wrapped=wrapped)
+    (found,) = describe_file(path).optimizers
+    assert (found.optimizer, found.era, found.scaling) == (name, "Keras 3", "dynamic")
+    assert (found.scale, found.good_steps, found.iterations) == (512.0, 3, 7)
+    mine = load_model(path).optimizer
+    assert type(mine) is KerasLossScaleOptimizer
+    rule = (64.0, 5) if wrapped else (2.0**15, 2000)
+    assert mine.rule == lossscale.DynamicScale(*rule)
+    assert support.number(mine.loss_scale) == 512.0
+    assert support.number(mine.dynamic_counter) == 3
+    assert support.number(mine.iterations) == 7
+    assert type(mine.inner_optimizer) is type(theirs)
+    # Without what their file lacks: Nadam's product, and Adafactor's stand-ins.
+    own = mine.inner_optimizer.variables
+    lacks = name in ("Nadam", "Adafactor")
+    kept = [each for place, each in enumerate(own) if place < 2 or len(each.shape) or not lacks]
+    support.assert_equal(support.values(kept), support.values(theirs.variables))
+
+
+@pytest.mark.parametrize("schedule", [False, True], ids=["rate", "schedule"])
+@pytest.mark.parametrize("given", ["name", "optimizer", "wrapped"])
+def test_keras_own_optimizer_before_its_first_step(given, schedule, tmp_path):
+    path = tmp_path / "model.keras"
+    rate = keras.optimizers.schedules.ExponentialDecay(0.5, 3, 0.5) if schedule else 0.001
+    optimizer = "adam" if given == "name" else keras.optimizers.Adam(rate)
+    saved_by_keras(optimizer, path, wrapped=given == "wrapped", built=False)
+    (found,) = describe_file(path).optimizers
+    assert (found.scaling, found.good_steps) == ("dynamic", None)
+    mine = load_model(path).optimizer
+    assert type(mine.inner_optimizer) is keras.optimizers.Adam
+    assert support.number(mine.loss_scale) == (64.0 if given == "wrapped" else 2.0**15)
+    assert support.number(mine.iterations) == 0
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "nadam"])
+def test_a_name_and_a_schedule_with_a_state(optimizer, tmp_path):
+    path = tmp_path / "model.keras"
+    theirs = saved_by_keras(optimizer, path, wrapped=False)
+    (found,) = describe_file(path).optimizers
+    assert (found.optimizer, found.scale, found.iterations) == (optimizer.title(), 512.0, 7)
+    assert type(load_model(path).optimizer.inner_optimizer) is type(theirs)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 3, 0.5)
+    saved_by_keras(keras.optimizers.Adam(schedule), path, wrapped=False)
+    assert describe_file(path).optimizers[0].scale == 512.0
+    mine = load_model(path).optimizer
+    assert support.number(mine.loss_scale) == 512.0
+    assert support.number(mine.iterations) == 7
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("name", OF_KERAS)
+def test_an_optimizer_without_loss_scaling_is_not_taken_for_one_with_it(name, steps, tmp_path):
+    if not hasattr(keras.optimizers, name):
+        pytest.skip(f"this Keras has no {name}")
+    path = tmp_path / "model.keras"
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(getattr(keras.optimizers, name)(), "mse")
+    if steps:
+        model.optimizer.build(model.trainable_variables)
+    model.save(path)
+    assert describe_file(path).optimizers[0].scaling == "none"
+    with pytest.raises(OldFileError, match=f"{name}, has no loss scaling"):
+        load_model(path)

@@ -308,6 +308,26 @@ tests/frameworks/torch/test_mistakes.py
     torch TorchLossScaleOptimizer._unscale_: decision.empty -> False  -k before_there_are_gradients
 tests/migration/test_checkpoints.py -k what_the_rule_has
     migration KerasTarget.set_scale_values: field in named -> True
+tests/cli/test_migrate.py -k killed_command
+    migration on tensorflow _remove_abandoned: _locked(owner) -> True
+    migration on tensorflow _remove_abandoned: owner.read(2**16) == _mark(new) -> True
+    migration on tensorflow _remove_abandoned: shutil.rmtree(folder) -> pass
+    cli on tensorflow _ended_by_exception: signal.signal(signal.SIGTERM, end) -> pass
+tests/cli/test_untrusted_files.py
+    cli on tensorflow main: visible(shortened(str(error))) -> str(error)  -k wrong_names
+    migration on tensorflow check_size: expanded > _ANY_ZIP + _LARGEST_ZIP_RATIO * held -> False
+        -k small_zip
+    migration on tensorflow parsed: range(_DEEPEST) -> range(10**6)  -k nested_deep
+    monitoring on tensorflow _line: len(line) > _LONGEST_LINE -> False  -k without_an_end
+    monitoring on tensorflow HistoryHeader.from_json:
+        is_text(json.dumps(described, ensure_ascii=False)) -> True  -k hostile_histories
+tests/migration/test_models.py
+    migration _described_optimizer: begins_as_keras_own(arrays) -> False  -k arrives and SGD
+    migration _described_optimizer: begins_as_keras_own(arrays) -> len(arrays) > 4
+        -k is_not_taken
+    migration ModelFile.of_keras_own: len(self.arrays) > _UNBUILT_KERAS_OWN -> True
+        -k before_its_first
+    keras load_inner: len(_KERAS_OWN_VARIABLES) if is_own else 0 -> 0  -k arrives and SGD
 """
 
 _MUTANT = re.compile(

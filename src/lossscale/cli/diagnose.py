@@ -12,7 +12,7 @@ from typing import Any
 from lossscale.cli.arguments import choose_backend, integer
 from lossscale.cli.console import silenced, waiting
 from lossscale.cli.files import UsageError, check_picture, usage_errors
-from lossscale.errors import LossScaleError, first_line
+from lossscale.errors import LossScaleError, first_line, visible
 from lossscale.packages import BACKENDS, require
 
 _MOST = 2**31 - 1
@@ -133,7 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{first_line(error)}"
             ) from error
     # Before the files, which may fail.
-    print(report.to_json() if arguments.json else report, flush=True)
+    lines = [report.to_json()] if arguments.json else map(visible, str(report).splitlines())
+    print("\n".join(lines), flush=True)
     with usage_errors():
         if arguments.plot is not None:
             _draw(report, arguments.plot)
@@ -173,10 +174,13 @@ def _check_model_file(path: Path) -> None:
 def _read_arrays(path: Path) -> dict[str, Any]:
     import numpy as np
 
+    from lossscale.migration.hdf5_reader import check_size
+
     if not path.is_file():
         kind = "it is a folder" if path.is_dir() else "no such file"
         raise UsageError(f"{path}: {kind}; --data must be an .npz file")
     try:
+        check_size(path)
         with path.open("rb") as file, np.load(file, allow_pickle=False) as loaded:
             arrays = {name: loaded[name] for name in loaded.files}
     # What a damaged file raises depends on the byte that is wrong.

@@ -11,7 +11,7 @@ from typing import NoReturn
 from lossscale import __version__
 from lossscale.cli import demo, diagnose, info, migrate, plot, simulate
 from lossscale.cli.files import CommandError, UsageError
-from lossscale.errors import MissingPackageError
+from lossscale.errors import MissingPackageError, shortened, visible
 
 
 class _Parser(argparse.ArgumentParser):
@@ -52,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except CommandError as error:
-        print(f"lossscale: {error}", file=sys.stderr)
+        print(f"lossscale: {visible(shortened(str(error)))}", file=sys.stderr)
         return error.exit_status
     except MissingPackageError as error:
-        print(f"lossscale: {error}", file=sys.stderr)
+        print(f"lossscale: {visible(shortened(str(error)))}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         # Whoever read the output has gone, as `head` does. Python flushes once more as it ends.

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lossscale.cli.arguments import choose_backend
 from lossscale.cli.console import new_console, silenced
 from lossscale.cli.files import UsageError
-from lossscale.errors import LossScaleError, LossScaleWarning, MissingPackageError
+from lossscale.errors import LossScaleError, LossScaleWarning, MissingPackageError, visible
 from lossscale.packages import require
+
+# Of the settings in a file, more than any optimizer has.
+_LONGEST_CELL = 2000
 
 
 def add_parser(verbs: Any) -> None:
@@ -60,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            with silenced():
+            with silenced(), _ended_by_exception():
                 description = _described(arguments)
         except MissingPackageError:
             raise
@@ -68,12 +74,31 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(" ".join(str(error).split())) from error
     for warning in caught:
         if issubclass(warning.category, LossScaleWarning):
-            print(f"lossscale: warning: {warning.message}", file=sys.stderr)
+            print(f"lossscale: warning: {visible(warning.message)}", file=sys.stderr)
     if arguments.json:
         print(json.dumps({**description.to_dict(), "written": _text(arguments.new)}, indent=2))
     else:
         _print(description, arguments.new)
     return 0
+
+
+@contextlib.contextmanager
+def _ended_by_exception() -> Iterator[None]:
+    """Lets SIGTERM end the command by an exception, so that what is half written is removed."""
+
+    def end(number: int, frame: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    # Elsewhere a handler cannot be set, and one that a program has is its own.
+    known = threading.current_thread() is threading.main_thread()
+    if not known or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _described(arguments: argparse.Namespace) -> Any:
@@ -104,18 +129,19 @@ def _text(path: Path | None) -> str | None:
 
 def _print(description: Any, written: Path | None) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     console = new_console()
-    console.print(f"{description.path}: {description.form}", markup=False, soft_wrap=True)
+    console.print(visible(f"{description.path}: {description.form}"), markup=False, soft_wrap=True)
     for optimizer in description.optimizers:
         table = Table(show_header=False)
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for name, value in _rows(optimizer):
-            table.add_row(name, value)
+            table.add_row(name, Text(_cut(visible(value))))
         console.print(table)
     if written is not None:
-        console.print(f"Written: {written}", markup=False, soft_wrap=True)
+        console.print(visible(f"Written: {written}"), markup=False, soft_wrap=True)
 
 
 def _rows(optimizer: Any) -> list[tuple[str, str]]:
@@ -136,6 +162,10 @@ def _rows(optimizer: Any) -> list[tuple[str, str]]:
         ("settings", settings or "-"),
         ("slots", slots or "-"),
     ]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_CELL else f"{text[:_LONGEST_CELL]}..."
 
 
 def _number(value: Any) -> str:

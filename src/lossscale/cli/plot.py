@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.cli.files import UsageError, check_picture, read_history, usage_errors
+from lossscale.errors import visible
 from lossscale.monitoring.record import power_of_two
 from lossscale.packages import require
 
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(summary, allow_nan=False, indent=2))
     else:
-        print("\n".join(_lines(summary)))
+        print("\n".join(map(visible, _lines(summary))))
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from lossscale.cli.arguments import integer, probability, rule_from_words, seed
 from lossscale.cli.console import new_console, progress
 from lossscale.cli.files import UsageError, check_picture, read_history, usage_errors
+from lossscale.errors import visible
 from lossscale.monitoring.record import power_of_two
 from lossscale.monitoring.simulation import (
     LARGEST_SIMULATION,
@@ -208,7 +209,7 @@ def _print(simulation: Any, summary: dict[str, Any], source: str) -> None:
 
     console = new_console()
     for line in (_shown(simulation.rule), source):
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(visible(line), markup=False, soft_wrap=True)
     law = summary["expected_drift"] is not None
     table = Table()
     # All columns may be folded: what is narrow must not lose its numbers.

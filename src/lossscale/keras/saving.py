@@ -20,7 +20,7 @@ import numpy as np
 from lossscale.errors import LossScaleWarning
 from lossscale.keras.slots import numpy_of
 from lossscale.keras_common.state import ValueStore
-from lossscale.older.slots import kind_of, nadam_product
+from lossscale.older.slots import begins_as_keras_own, kind_of, nadam_product
 
 # Keras' own LossScaleOptimizer writes these before the inner optimizer's variables. The first
 # two have no effect there.
@@ -64,19 +64,24 @@ def load_pending(optimizer: Any) -> None:
 def can_load(optimizer: Any, count: int) -> bool:
     """Whether a file with this many arrays can be one of the inner optimizer."""
     inner, ahead = len(optimizer.inner_optimizer.variables), len(_KERAS_OWN_VARIABLES)
-    lacking = len(_variables_files_may_lack(optimizer, count))
+    lacking = len(_variables_files_may_lack(optimizer, count, 0, ahead))
     return count in (inner, inner + ahead, inner - lacking, inner + ahead - lacking)
 
 
 def load_inner(optimizer: Any, values: dict[str, Any]) -> None:
     """Sets the inner optimizer's variables from the arrays of a file, by number."""
-    inner, ahead = optimizer.inner_optimizer, len(_KERAS_OWN_VARIABLES)
-    lacking = _variables_files_may_lack(optimizer, len(values))
+    inner = optimizer.inner_optimizer
     listed = len(inner.variables)
-    if lacking and len(values) in (listed - len(lacking), listed - len(lacking) + ahead):
-        before = len(values) - (listed - len(lacking))
-        values = _completed(values, before, lacking, inner)
-    if len(values) == listed + ahead:
+    # Not by their number: an optimizer may keep as many arrays that those files lack (Adafactor).
+    first = [values[str(i)] for i in range(min(3, len(values)))]
+    is_own = not any(len(each.shape) for each in first) and begins_as_keras_own(
+        [numpy_of(each) for each in first]
+    )
+    ahead = len(_KERAS_OWN_VARIABLES) if is_own else 0
+    lacking = _variables_files_may_lack(optimizer, len(values), ahead)
+    if lacking and len(values) == listed - len(lacking) + ahead:
+        values = _completed(values, ahead, lacking, inner)
+    if ahead and len(values) == listed + ahead:
         own = {name: values[str(i)] for i, name in enumerate(_KERAS_OWN_VARIABLES)}
         numbered = {int(key) - ahead: value for key, value in values.items()}
         values = {str(key): value for key, value in numbered.items() if key >= 0}
@@ -85,10 +90,9 @@ def load_inner(optimizer: Any, values: dict[str, Any]) -> None:
     optimizer._iterations.follow()
 
 
-def _variables_files_may_lack(optimizer: Any, count: int) -> list[int]:
-    inner, ahead = optimizer.inner_optimizer, len(_KERAS_OWN_VARIABLES)
-    listed = len(inner.variables)
-    whole = count in (listed, listed + ahead)
+def _variables_files_may_lack(optimizer: Any, count: int, *ahead: int) -> list[int]:
+    inner = optimizer.inner_optimizer
+    whole = count in [len(inner.variables) + more for more in ahead]
     if not optimizer.built or whole or hasattr(inner, "optimizers"):
         return []
     return _places_of_attributes(inner, optimizer._trainable_variables)
@@ -182,7 +186,8 @@ def _completed(
         # These files count applied steps alone, so it can be computed.
         steps = int(filled[0])
         filled[lacking[0]] = nadam_product(float(inner.beta_1), steps)
-    else:
+    # What it keeps so of a variable with one axis is a stand-in that no step reads.
+    elif not (type(inner).__name__ == "Adafactor" and not any(len(v.shape) for v in missing)):
         names = sorted({variable.path for variable in missing})
         warnings.warn(
             f"The file has no values for the variables {names} of {type(inner).__name__}: Keras' "

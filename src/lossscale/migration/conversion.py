@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lossscale.errors import OldFileError
 from lossscale.migration.description import is_checkpoint
@@ -14,6 +18,9 @@ from lossscale.migration.saved import find_optimizers
 
 MODEL_SUFFIX = ".keras"
 STATE_SUFFIX = ".h5"
+
+_PREFIX = ".lossscale-"
+_OWNER = "owner"
 
 
 def migrate_file(old: str | Path, new: str | Path, *, overwrite: bool = False) -> Path:
@@ -40,7 +47,7 @@ def migrate_file(old: str | Path, new: str | Path, *, overwrite: bool = False) -
     check_new(old, new, checkpoint=checkpoint, overwrite=overwrite)
     try:
         # In the folder of the new file: only there is a change of name a single act.
-        with tempfile.TemporaryDirectory(dir=new.parent, prefix=".lossscale-") as folder:
+        with _folder_beside(new) as folder:
             written = Path(folder, f"new{new.suffix}")
             if checkpoint:
                 graph = read_graph(old)
@@ -54,6 +61,57 @@ def migrate_file(old: str | Path, new: str | Path, *, overwrite: bool = False) -
     except OSError as error:
         raise OldFileError(f"{new}: cannot be written: {error}") from error
     return new
+
+
+@contextlib.contextmanager
+def _folder_beside(new: Path) -> Iterator[str]:
+    """Makes a folder for a file until it is complete, and removes those that were left behind."""
+    for left in new.parent.glob(f"{_PREFIX}*"):
+        _remove_abandoned(left, new)
+    with (
+        tempfile.TemporaryDirectory(dir=new.parent, prefix=_PREFIX) as folder,
+        open(Path(folder, _OWNER), "wb") as owner,
+    ):
+        # Whose folder it is comes after the lock: a folder without it is left alone.
+        if _locked(owner):
+            owner.write(_mark(new))
+            owner.flush()
+        yield folder
+
+
+def _remove_abandoned(folder: Path, new: Path) -> None:
+    """Removes a folder that this function's caller made for the same file, in a process now gone.
+
+    Nothing else has a file with this content and nothing besides but the new file, and the lock on
+    it goes with the process that held it, however that ended.
+    """
+    try:
+        names = {each.name for each in folder.iterdir()}
+        if folder.is_symlink() or not {_OWNER} <= names <= {_OWNER, f"new{new.suffix}"}:
+            return
+        with open(folder / _OWNER, "r+b") as owner:
+            if owner.read(2**16) == _mark(new) and _locked(owner):
+                shutil.rmtree(folder)
+    # One that cannot be looked at is not known to be one of these.
+    except OSError:
+        return
+
+
+def _mark(new: Path) -> bytes:
+    return b"lossscale migrate, for " + os.fsencode(new.name)
+
+
+def _locked(file: Any) -> bool:
+    """Takes the lock on a file; returns whether nobody else has it."""
+    try:
+        import fcntl
+    except ImportError:  # There is none on Windows.
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def check_new(old: str | Path, new: Path, *, checkpoint: bool, overwrite: bool) -> None:

@@ -156,7 +156,7 @@ def _of_model(file: ModelFile) -> OptimizerDescription:
     newer = file.era in (KERAS_3, OURS)
     saved = None if newer else saved_optimizer(file)
     scaling, scale = _rule_of(file)
-    own = file.own
+    own = file.own or file.of_keras_own
     return OptimizerDescription(
         path="optimizer",
         era=file.era,

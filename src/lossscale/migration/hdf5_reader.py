@@ -7,6 +7,7 @@ library. Imports nothing of this package, so that the interpreter starts quickly
 from __future__ import annotations
 
 import io
+import os
 import sys
 import zipfile
 from typing import Any
@@ -18,6 +19,43 @@ NOT_INSTALLED = 4
 # Compression makes of a byte in the file about a thousand at most.
 _LARGEST_RATIO = 1100
 _ANY_FILE = 2**20
+
+
+# What the members of a zip file may expand to: Keras and NumPy store arrays as they are, and
+# trained weights do not compress a hundredfold.
+_LARGEST_ZIP_RATIO = 100
+_ANY_ZIP = 2**28
+_LARGEST_TEXT = 2**25
+
+
+def check_size(path: str | os.PathLike[str]) -> None:
+    """Raises if what is in a zip file would take far more memory than the file is large.
+
+    Args:
+        path: The file; one that is no zip file is left alone.
+
+    Raises:
+        ValueError: If it would, or a text in it is larger than that of any model.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+    held = sum(member.compress_size for member in members)
+    expanded = sum(member.file_size for member in members)
+    # Several members may claim the same bytes.
+    held = min(held, os.path.getsize(path))
+    if expanded > _ANY_ZIP + _LARGEST_ZIP_RATIO * held:
+        raise ValueError(
+            f"{held} bytes of it expand to {expanded}, more than {_LARGEST_ZIP_RATIO} times as "
+            "many; if the file is what it should be, save it without compression"
+        )
+    for member in members:
+        if member.filename.endswith(".json") and member.file_size > _LARGEST_TEXT:
+            raise ValueError(
+                f"{member.filename} has {member.file_size} bytes, and no model needs more than "
+                f"{_LARGEST_TEXT}"
+            )
 
 
 def read_everything(path: str) -> None:
@@ -33,6 +71,7 @@ def read_everything(path: str) -> None:
     import h5py
 
     if zipfile.is_zipfile(path):
+        check_size(path)
         with zipfile.ZipFile(path) as archive:
             for name in archive.namelist():
                 if name.endswith(".h5"):

@@ -35,8 +35,9 @@ def load_model(
 
     The model is a Keras 3 model, on whatever backend Keras runs, or a tf_keras model. It is
     compiled with a `lossscale.LossScaleOptimizer`, which has the state that the file holds: slots
-    and iterations. TensorFlow put the loss scale and its counter into no model file, so they start
-    anew.
+    and iterations, and the loss scale if Keras 3 wrote the file. TensorFlow put the loss scale and
+    its counter into no model file, so they start anew. Keras 3 puts a loss scale optimizer of its
+    own around the optimizer of a model whose policy is mixed_float16; its files load too.
 
     Args:
         path: An HDF5 file, or a `.keras` file of tf_keras or Keras 3.
@@ -181,8 +182,8 @@ def _restore(file: ModelFile, optimizer: Any, model: Any, trained: list[Any]) ->
 def _restore_keras_3(file: ModelFile, optimizer: Any, trained: list[Any]) -> None:
     arrays, inner = file.arrays, optimizer.inner_optimizer
     # An optimizer that was saved before it was built has no slots in the file. Keras' own has no
-    # loss scale either, but two counters and two learning rates.
-    if file.era == KERAS_3 and len(arrays) == 4:
+    # loss scale either.
+    if file.era == KERAS_3 and not file.of_keras_own:
         return
     # Arrays of slots have the shapes of variables; without any it may never have been built.
     unbuilt = len(arrays) == len(optimizer.variables) or optimizer._can_load(len(arrays))

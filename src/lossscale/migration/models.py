@@ -11,6 +11,7 @@ from typing import Any
 
 from lossscale.errors import OldFileError
 from lossscale.migration.damage import damage_named, is_hdf5
+from lossscale.migration.hdf5_reader import check_size
 from lossscale.migration.saved import (
     FIRST_KIND,
     KERAS_3,
@@ -19,9 +20,25 @@ from lossscale.migration.saved import (
     SavedOptimizer,
     SavedSlot,
 )
-from lossscale.older.slots import Place, places_of_names, places_of_numbers
+from lossscale.older.slots import (
+    Place,
+    begins_as_keras_own,
+    places_of_names,
+    places_of_numbers,
+)
 
 HDF5 = "HDF5 model"
+
+# A model in a model in a model takes some ten each.
+_DEEPEST = 200
+
+# Where Keras' own LossScaleOptimizer writes what has an effect. Before it stand its own count of
+# steps and its own learning rate, which stay 0; the last is the count of the optimizer inside.
+_PLACES_OF_KERAS_OWN = {"step_counter": 2, "dynamic_scale": 3, "iteration": 4}
+# Before it is built: two counts and one or two learning rates.
+_UNBUILT_KERAS_OWN = 4
+# What Keras makes its own of when `compile` puts it around an optimizer.
+_KERAS_DEFAULTS = {"initial_scale": 2.0**15, "dynamic_growth_steps": 2000}
 _ZIP = ".keras model"
 
 
@@ -37,7 +54,7 @@ class ModelFile:
         optimizer: The configuration of the optimizer, None if there is none.
         names: The names of the optimizer's arrays in their order; of a `.keras` file, numbers.
         arrays: The optimizer's arrays, in that order.
-        own: What a `.keras` file holds of the loss scale, by name.
+        own: What a `.keras` file of this library holds of the loss scale, by name.
     """
 
     path: str
@@ -58,6 +75,17 @@ class ModelFile:
     def wrapped(self) -> bool:
         """Whether the optimizer has loss scaling."""
         return "inner_optimizer" in self.settings or "loss_scale" in self.settings
+
+    @property
+    def of_keras_own(self) -> dict[str, Any]:
+        """What Keras' own LossScaleOptimizer wrote of the scale and the steps, by name."""
+        if self.era != KERAS_3 or not self.wrapped or not begins_as_keras_own(self.arrays):
+            return {}
+        return {
+            name: self.arrays[place]
+            for name, place in _PLACES_OF_KERAS_OWN.items()
+            if len(self.arrays) > _UNBUILT_KERAS_OWN
+        }
 
     @property
     def inner(self) -> dict[str, Any]:
@@ -96,8 +124,35 @@ def _json_attribute(file: Any, name: str) -> dict[str, Any] | None:
     text = file.attrs.get(name)
     if text is None:
         return None
-    found: dict[str, Any] = json.loads(text.decode() if isinstance(text, bytes) else text)
+    found: dict[str, Any] = parsed(text)
     return found
+
+
+def parsed(text: str | bytes) -> Any:
+    """Returns what JSON in a model file says.
+
+    Raises:
+        OldFileError: If its brackets are nested deeper than those of any model.
+    """
+    deep = OldFileError(
+        f"brackets are nested more than {_DEEPEST} deep in its configuration, and no model needs "
+        "that"
+    )
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise deep from None
+    level = [found]
+    for _ in range(_DEEPEST):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, (dict, list))
+            for inner in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return found
+    raise deep
 
 
 def _read_hdf5(path: str) -> ModelFile:
@@ -157,13 +212,14 @@ def _read_zip(path: str) -> ModelFile:
 
     import h5py
 
+    check_size(path)
     with zipfile.ZipFile(path) as archive:
         broken = archive.testzip()
         if broken is not None:
             raise OldFileError(f"{path}: damaged: {broken!r} inside does not match its checksum.")
         if "config.json" not in archive.namelist():
             raise OldFileError(f"{path}: a zip file without config.json, so no model of Keras.")
-        config = json.loads(archive.read("config.json"))
+        config = parsed(archive.read("config.json"))
         weights = io.BytesIO(archive.read("model.weights.h5"))
     training = config.get("compile_config")
     own, names, arrays = {}, [], []
@@ -175,11 +231,30 @@ def _read_zip(path: str) -> ModelFile:
         beside = file.get("optimizer/loss_scale_state/vars")
         if beside is not None:
             own = {name: beside[name][()] for name in beside}
-    optimizer = (training or {}).get("optimizer")
-    optimizer = optimizer if isinstance(optimizer, dict) else None
+    optimizer = _described_optimizer((training or {}).get("optimizer"), arrays)
     model = ModelFile(path, _ZIP, "", training, optimizer, names, arrays, own)
     model.era = _era(model)
     return model
+
+
+def _described_optimizer(written: Any, arrays: Sequence[Any]) -> dict[str, Any] | None:
+    """Returns the configuration of the optimizer that a `.keras` file holds the arrays of.
+
+    Under the policy mixed_float16, `compile` of Keras 3 puts its own LossScaleOptimizer around the
+    optimizer, and describes the one it was given.
+    """
+    if not isinstance(written, dict):
+        return None
+    settings = written.get("config")
+    alone = isinstance(settings, dict) and not {"inner_optimizer", "loss_scale"} & set(settings)
+    if not (alone and begins_as_keras_own(arrays)):
+        return written
+    return {
+        "module": "keras.optimizers",
+        "class_name": "LossScaleOptimizer",
+        "config": {"inner_optimizer": written, **_KERAS_DEFAULTS},
+        "registered_name": None,
+    }
 
 
 def _era(model: ModelFile) -> str:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
+import json
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -24,7 +26,14 @@ from importlib import metadata
 from typing import Any
 
 from lossscale.errors import ArgumentError
-from lossscale.monitoring.record import SkipReason, StepRecord, after, json_line, parsed
+from lossscale.monitoring.record import (
+    SkipReason,
+    StepRecord,
+    after,
+    is_text,
+    json_line,
+    parsed,
+)
 from lossscale.monitoring.skips import SkipCounter, at_lowest, check_order, lowest_scale
 from lossscale.rules import RULES, ScaleRule
 
@@ -33,6 +42,8 @@ FORMAT_VERSION = 1
 
 _FORMAT_KEY = "lossscale_history"
 _REPORTED_LINES = 1000
+# What a step says of some hundred thousand gradients.
+_LONGEST_LINE = 2**24
 _KERASES = ("keras", "tf_keras")
 
 
@@ -115,6 +126,7 @@ class HistoryHeader:
             and isinstance(rule.get("config"), dict)
             and isinstance(described["versions"], dict)
             and isinstance(described["started"], str)
+            and is_text(json.dumps(described, ensure_ascii=False))
         ):
             raise ArgumentError(
                 "the first line must have `rule`, with `class_name` and `config`, `versions` and "
@@ -319,12 +331,12 @@ class TrainingHistory:
         """
         name = os.fspath(path)
         with open(path, "rb") as file:
-            first = file.readline()
+            first = _line(file, name, 1)
             if not first.strip():
                 raise ArgumentError(f"{name}: the file is empty, so it is no history.")
             history = cls(_parsed_header(first, name))
             resumed, size = False, len(first)
-            for number, line in enumerate(file, start=2):
+            for number, line in enumerate(iter(functools.partial(_line, file, name), b""), start=2):
                 try:
                     value = parsed(line)
                     if isinstance(value, dict) and _FORMAT_KEY in value:
@@ -440,6 +452,16 @@ class TrainingHistory:
             ],
             "truncated": self.truncated,
         }
+
+
+def _line(file: Any, name: str, number: int | None = None) -> bytes:
+    line: bytes = file.readline(_LONGEST_LINE + 1)
+    if len(line) > _LONGEST_LINE:
+        raise ArgumentError(
+            f"{name}{'' if number is None else f', line {number}'}: a line has more than "
+            f"{_LONGEST_LINE} bytes, so this is no history."
+        )
+    return line
 
 
 def _parsed_header(line: bytes, name: str) -> HistoryHeader:

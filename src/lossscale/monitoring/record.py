@@ -273,13 +273,13 @@ def _reason(reason: Any, skipped: bool) -> SkipReason | None:
 
 def _texts(argument: str, texts: Any, count: int) -> tuple[str, ...]:
     found = tuple(texts) if isinstance(texts, (tuple, list)) else ()
-    if len(found) != count or not all(isinstance(t, str) and t and _is_text(t) for t in found):
+    if len(found) != count or not all(isinstance(t, str) and t and is_text(t) for t in found):
         raise ArgumentError(f"`{argument}` must name what it is about. Received: {texts!r}.")
     return found
 
 
-def _is_text(text: str) -> bool:
-    # Half of a character, which JSON can hold, can be written nowhere.
+def is_text(text: str) -> bool:
+    """Whether a text can be written: half of a character, which JSON can hold, cannot."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 

@@ -197,3 +197,24 @@ def places_of_numbers(
         # Saved before it had met a variable.
         return places[:1]
     return places if len(places) == count else None
+
+
+def begins_as_keras_own(arrays: Sequence[Any]) -> bool:
+    """Whether numbered arrays begin as those of Keras 3's own LossScaleOptimizer.
+
+    It writes a count of steps, a learning rate, a count. No other optimizer of Keras has a second
+    count in this place: there its slots begin, which are of floating point.
+
+    Args:
+        arrays: The arrays, or anything with their `shape` and `dtype`, in the order of the file.
+
+    Example:
+        >>> import numpy as np
+        >>> counts, numbers = np.array(3), np.array(0.5)
+        >>> begins_as_keras_own([counts, numbers, counts, numbers])
+        True
+        >>> begins_as_keras_own([counts, numbers, numbers])
+        False
+    """
+    first = [(tuple(array.shape), array.dtype.kind in "iu") for array in arrays[:3]]
+    return first == [((), True), ((), False), ((), True)]
