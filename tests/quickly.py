@@ -31,9 +31,12 @@ def compiling_quickly():
     import jax
     from jax._src import compiler
 
-    usual, wanted = compiler.get_compile_options, _options()
+    usual = compiler.get_compile_options
 
     def options(*arguments, env_options_overrides=None, **named):
+        # Not before something is compiled: a program may have to say first what devices there are.
+        with mock.patch.object(compiler, "get_compile_options", usual):
+            wanted = _options()
         overrides = {**wanted, **(env_options_overrides or {})}
         return usual(*arguments, env_options_overrides=overrides, **named)
 
