@@ -145,3 +145,39 @@ def test_an_overflow_on_one_of_two_devices_skips_the_step_on_both():
         "iterations": 8,
         "applied": 7,
     }
+
+
+class Noting(keras.optimizers.SGD):
+    """Keeps a fraction in a variable of whole numbers, beside one of fractions."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.whole = self.add_variable((), dtype="int32", name="whole")
+        self.fraction = self.add_variable((), dtype="float32", name="fraction")
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.whole.assign(gradient[0])
+        self.fraction.assign(gradient[0])
+        super().update_step(gradient, variable, learning_rate)
+
+
+@pytest.mark.filterwarnings("ignore:.*the loss was never scaled")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_state_inside_keeps_the_form_that_it_has_without_loss_scaling(compiled):
+    found = []
+    for wrap in (lambda inner: inner, lambda inner: wrapped(inner, initial_scale=8.0)):
+        weight, inner = keras.Variable([1.0, 2.0]), Noting(0.5, momentum=0.5)
+        optimizer = wrap(inner)
+        optimizer.build([weight])
+        factor = 1.0 if optimizer is inner else 8.0
+        given = [2.75] if optimizer is inner else [np.nan, 2.75, np.inf]
+        step = jax.jit(optimizer.stateless_apply) if compiled else optimizer.stateless_apply
+        state, values = [v.value for v in optimizer.variables], [weight.value]
+        for number in given:
+            # The scale is halved by the first of them.
+            scale = factor / 2 if number == 2.75 and factor > 1 else factor
+            values, state = step(state, [jnp.full(2, number * scale)], values)
+        named = dict(zip((v.path for v in optimizer.variables), state, strict=True))
+        found.append([named[v.path] for v in inner.variables])
+    for expected, kept in zip(*found, strict=True):
+        assert (kept.dtype, kept.tolist()) == (expected.dtype, expected.tolist())

@@ -45,6 +45,33 @@ def test_a_number_becomes_a_fraction(first, compiled):
     assert after(inner, [GOOD, BAD, GOOD], compiled)["sum"] == 1.0
 
 
+@pytest.mark.parametrize("first", [0, jnp.int32(0), jnp.float32(0)], ids=repr)
+def test_in_a_scan_the_fraction_is_kept_or_the_carry_is_refused(first):
+    def update(gradients, state, params=None):
+        return gradients, {"sum": state["sum"] + gradients.sum() / 2}
+
+    tx = lossscale.optax.loss_scaled(transformation({"sum": first}, update), initial_scale=1.0)
+    params, gradients = jnp.ones(2), jnp.stack([GOOD, BAD, GOOD])
+
+    def run(state):
+        def step(state, gradient):
+            _, state = tx.update(gradient, state._replace(loss_scale=jnp.float32(1)), params)
+            return state, None
+
+        return float(jax.lax.scan(step, state, gradients)[0].inner_state["sum"])
+
+    state = tx.init(params)
+    try:
+        assert run(state) == 1.0
+    except TypeError as error:
+        # An array of integers; a Python number JAX makes a fraction of.
+        assert isinstance(first, jax.Array)
+        assert first.dtype == jnp.int32
+        assert "carry" in str(error)
+    _, state = tx.update(GOOD, state, params)
+    assert run(state) == 1.5
+
+
 def test_a_narrow_state_stays_narrow():
     def update(gradients, state, params=None):
         return gradients, state + gradients
