@@ -51,12 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             status: int = arguments.run(arguments)
         finally:
             sys.stdout.flush()
-    except CommandError as error:
+    except (CommandError, MissingPackageError) as error:
         print(f"lossscale: {visible(shortened(str(error)))}", file=sys.stderr)
-        return error.exit_status
-    except MissingPackageError as error:
-        print(f"lossscale: {visible(shortened(str(error)))}", file=sys.stderr)
-        return 1
+        return error.exit_status if isinstance(error, CommandError) else 1
     except BrokenPipeError:
         # Whoever read the output has gone, as `head` does. Python flushes once more as it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -184,7 +184,10 @@ def _as_array(leaf: Any) -> Any:
 
 def _narrowed(array: Any) -> Any:
     """A float64 array as float32, as Keras' `fit` does; others as they are."""
-    return array.astype(np.float32) if getattr(array, "dtype", None) == np.float64 else array
+    if getattr(array, "dtype", None) != np.float64:
+        return array
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array.astype(np.float32)
 
 
 def _mapped(function: Callable[[Any], Any], structure: Any) -> Any:
