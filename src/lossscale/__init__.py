@@ -67,3 +67,8 @@ else:
 register()
 register_later()
 del register_later
+
+
+def __dir__() -> list[str]:
+    # What is public, for completion.
+    return sorted({*__all__, *_SUBMODULES})

@@ -8,8 +8,11 @@ Three ways of saying how the scale moves lead here: the arguments `dynamic`, `in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from lossscale.checks import checked_interval, checked_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -33,6 +36,83 @@ _IDLE_KERAS_ARGUMENTS: dict[str, Any] = {
     "loss_scale_factor": None,
     "gradient_accumulation_steps": None,
 }
+
+
+ARGUMENTS = ["inner_optimizer", "dynamic", "initial_scale", "dynamic_growth_steps", "rule", "name"]
+"""Those of the constructor on every framework."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_RULE = "rule=lossscale.DynamicScale({name}={value!r})"
+# What other classes call an argument, and what is written here.
+INSTEAD_OF_THOSE_OF_OTHERS = {
+    **dict.fromkeys(("init_scale", "initial_loss_scale"), "initial_scale={value!r}"),
+    **dict.fromkeys(("growth_interval", "increment_period"), "dynamic_growth_steps={value!r}"),
+    **dict.fromkeys(
+        ("growth_factor", "backoff_factor", "min_scale", "max_scale", "overflows_before_backoff"),
+        _RULE,
+    ),
+    "multiplier": "rule=lossscale.DynamicScale(growth_factor={value!r})",
+    "hysteresis": "rule=lossscale.DynamicScale(overflows_before_backoff={value!r})",
+    "loss_scale": "dynamic=False, initial_scale={value!r} for a fixed scale, or "
+    "initial_scale={value!r} for one that moves",
+    "loss_scale_value": "dynamic=False, initial_scale={value!r}",
+    "skip_nonfinite": "rule=lossscale.FixedScale(scale, skip_nonfinite={value!r})",
+    "enabled": "nothing, and leave the loss scaling out where it is not wanted",
+}
+
+
+def unknown_arguments(
+    owner: str, given: Mapping[str, Any], taken: Iterable[str], instead: Mapping[str, str]
+) -> str:
+    """Returns what an error says of keywords that a function does not take.
+
+    Args:
+        owner: Its name.
+        given: The keywords and their values.
+        taken: Those that it takes.
+        instead: What to write for some, a format of `name` and `value`.
+
+    Example:
+        >>> unknown_arguments("f", {"enabled": False, "rul": 1}, ["rule"], {"enabled": "nothing"})
+        'f has no argument `enabled`: write nothing. It has no argument `rul`: did you mean `rule`?'
+    """
+    taken = list(taken)
+    parts: list[str] = []
+    for name, value in given.items():
+        close = difflib.get_close_matches(name, taken, n=1)
+        if name in instead:
+            advice = f"write {instead[name].format(name=name, value=value)}."
+        elif close:
+            advice = f"did you mean `{close[0]}`?"
+        else:
+            advice = f"it takes {', '.join(taken[:-1])} and {taken[-1]}."
+        parts.append(f"{'It' if parts else owner} has no argument `{name}`: {advice}")
+    return " ".join(parts)
+
+
+def checks_keywords(
+    owner: str, instead: Mapping[str, str] = INSTEAD_OF_THOSE_OF_OTHERS
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Makes a function say what to write for a keyword that it does not take.
+
+    Args:
+        owner: What the user calls it.
+        instead: As for `unknown_arguments`.
+    """
+
+    def decorated(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        taken = [name for name in inspect.signature(function).parameters if name != "self"]
+
+        @functools.wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if unknown := {name: kwargs[name] for name in kwargs if name not in taken}:
+                raise ArgumentTypeError(unknown_arguments(owner, unknown, taken, instead))
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorated
 
 
 def rule_from_arguments(

@@ -205,3 +205,29 @@ def first_line(error: BaseException, most: int = 300) -> str:
     inner = [line for line in lines if re.match(r"\w*(Error|Exception): ", line)]
     plain = [line for line in lines if not line.startswith(_AROUND)]
     return (inner[-1:] or plain[:1] or [type(error).__name__])[0][:most].removesuffix(".")
+
+
+__all__ = [
+    "AlreadyWrappedError",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "CallOrderError",
+    "GradientsError",
+    "LossScaleError",
+    "LossScaleWarning",
+    "MalformedGradientsError",
+    "MissingPackageError",
+    "OldFileError",
+    "RecordingError",
+    "ScalerArgumentError",
+    "StateDictError",
+    "TrainingHaltedError",
+    "UnknownSettingError",
+    "UnknownSlotError",
+    "UnsupportedError",
+]
+
+
+def __dir__() -> list[str]:
+    # What is public, for completion.
+    return sorted(__all__)

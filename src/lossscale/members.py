@@ -18,6 +18,12 @@ def not_offered(optimizer: Any, name: str) -> UnsupportedError:
     )
 
 
+def hides_what_only_raises(cls: type[Any]) -> frozenset[str]:
+    """Returns the members that a wrapper does not have, though its class declares them."""
+    declared = {name: member for name, member in vars(OptimizerMembers).items() if name[0] != "_"}
+    return frozenset(name for name, member in declared.items() if getattr(cls, name) is member)
+
+
 class VariableList(list[Any]):
     """A list of variables that returns itself when called.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import lossscale.registry as registry
 from lossscale.arguments import arguments_from_config, check_config, growth_steps
-from lossscale.members import OptimizerMembers
+from lossscale.members import OptimizerMembers, hides_what_only_raises
 from lossscale.rules import ScaleRule
 
 
@@ -79,6 +79,10 @@ class LossScaleOptimizer(OptimizerMembers):
     """
 
     _framework: ClassVar[str | None] = None
+    # What `dir` does not name.
+    _hidden: ClassVar[frozenset[str]] = frozenset()
+    # How the scale that is in use now is set.
+    _sets_scale: ClassVar[str]
 
     _rule: ScaleRule
 
@@ -142,6 +146,26 @@ class LossScaleOptimizer(OptimizerMembers):
         rules = wrapper._with_class_named(config.get("rule"), custom_objects)
         inner, arguments = arguments_from_config(config, rules)
         return cls(wrapper._inner_from_config(inner, custom_objects), **arguments)
+
+    def __dir__(self) -> list[str]:
+        hidden = self._hidden | hides_what_only_raises(type(self))
+        return [name for name in super().__dir__() if name not in hidden]
+
+    def __repr__(self) -> str:
+        inner = type(self.inner_optimizer).__name__
+        return f"<LossScaleOptimizer {self.name!r} around {inner}, {self._rule}{self._now()}>"
+
+    def _now(self) -> str:
+        """What a reader sees of the state, where it can be read."""
+        try:
+            scale, skipped = float(self._scale_now()), int(self.steps_skipped)
+            return f": loss scale {scale:g}, {skipped} of {int(self.iterations)} steps skipped"
+        except Exception:
+            # In a function that is being traced, or a graph of TensorFlow 1.
+            return ""
+
+    def _scale_now(self) -> Any:
+        return self.loss_scale
 
     @property
     def rule(self) -> ScaleRule:

@@ -163,6 +163,32 @@ def _settings(cls: Any) -> frozenset[str]:
     return frozenset(arguments | settable) - {"self", "name", "iterations"}
 
 
+_HOW_TO_SET = {
+    "rule": "The rule is chosen when the optimizer is made: "
+    "LossScaleOptimizer(inner_optimizer, rule={value!r}). Another one goes on from the saved state "
+    "of the first",
+    **dict.fromkeys(
+        ("dynamic", "initial_scale", "dynamic_growth_steps", "decide", "process_group"),
+        "Make LossScaleOptimizer(inner_optimizer, {name}={value!r})",
+    ),
+    **dict.fromkeys(("steps_skipped", "last_step_skipped", "dynamic_counter"), "It is counted"),
+}
+
+
+def check_settable(optimizer: Any, name: str, value: Any) -> None:
+    """Checks that a name is not one of those that can only be read.
+
+    Raises:
+        UnknownSettingError: If it is; it says how the value is set. It is an `AttributeError`.
+    """
+    found = None if name[0] == "_" else getattr(type(optimizer), name, None)
+    if not isinstance(found, property) or found.fset is not None:
+        return
+    how = {**_HOW_TO_SET, "loss_scale": type(optimizer)._sets_scale}.get(name)
+    said = "" if how is None else f" {how.format(name=name, value=value)}."
+    raise UnknownSettingError(f"`{name}` can only be read.{said} Received: {name} = {value!r}.")
+
+
 def unknown_setting(wrapper: type[Any], inner: Any, name: str) -> UnknownSettingError:
     """Returns the error for a name that neither the wrapper nor the optimizer inside it has."""
 

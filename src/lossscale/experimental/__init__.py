@@ -8,3 +8,8 @@ from lossscale.experimental.loss_scale import DynamicLossScale, FixedLossScale, 
 from lossscale.experimental.optimizer import LossScaleOptimizer
 
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "LossScaleOptimizer"]
+
+
+def __dir__() -> list[str]:
+    # What is public, for completion.
+    return sorted(__all__)

@@ -6,7 +6,12 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from lossscale import optimizer
-from lossscale.arguments import arguments_from_config, check_config, rule_from_arguments
+from lossscale.arguments import (
+    arguments_from_config,
+    check_config,
+    checks_keywords,
+    rule_from_arguments,
+)
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.experimental.loss_scale import (
     DynamicLossScale,
@@ -26,6 +31,22 @@ if TYPE_CHECKING:
 else:
     _Base = optimizer.LossScaleOptimizer
 
+_DYNAMIC = "loss_scale=lossscale.experimental.DynamicLossScale({argument}={{value!r}})"
+# What the later class and others call it.
+_INSTEAD = {
+    "inner_optimizer": "optimizer={value!r}",
+    "dynamic": "loss_scale='dynamic', or a number for a fixed scale",
+    **dict.fromkeys(
+        ("initial_scale", "init_scale", "initial_loss_scale"),
+        _DYNAMIC.format(argument="initial_loss_scale"),
+    ),
+    **dict.fromkeys(
+        ("dynamic_growth_steps", "growth_interval", "increment_period"),
+        _DYNAMIC.format(argument="increment_period"),
+    ),
+    "multiplier": _DYNAMIC.format(argument="multiplier"),
+    "rule": "lossscale.LossScaleOptimizer(optimizer, rule={value!r}), which takes rules",
+}
 _ARGUMENTS_OF_RULES = {"dynamic", "initial_scale", "dynamic_growth_steps", "rule"}
 
 
@@ -57,6 +78,7 @@ class LossScaleOptimizer(_Base):
 
     _package_in_files = "lossscale.experimental"
 
+    @checks_keywords("experimental.LossScaleOptimizer", _INSTEAD)
     def __init__(self, optimizer: Any, loss_scale: Any, name: str | None = None) -> None:
         loss_scale = get(loss_scale)
         # The wrapper's constructor needs it, and Keras refuses attributes before that has run.
@@ -84,6 +106,9 @@ class LossScaleOptimizer(_Base):
             experimental_aggregate_gradients=experimental_aggregate_gradients,
             skip_gradients_aggregation=skip_gradients_aggregation,
         )
+
+    def _scale_now(self) -> Any:
+        return self._loss_scale()
 
     def _first_state(self) -> Any:
         loss_scale = self._loss_scale

@@ -7,7 +7,12 @@ from typing import Any
 import keras
 from keras import ops
 
-from lossscale.arguments import check_described
+from lossscale.arguments import (
+    ARGUMENTS,
+    INSTEAD_OF_THOSE_OF_OTHERS,
+    check_described,
+    unknown_arguments,
+)
 from lossscale.common.checks import check_not_wrapped
 from lossscale.errors import AlreadyWrappedError, ArgumentError
 from lossscale.older import configurations as older_configs
@@ -40,8 +45,7 @@ def check_names(kwargs: dict[str, Any]) -> None:
             )
     if kwargs:
         raise ArgumentError(
-            f"LossScaleOptimizer has no arguments: `{'`, `'.join(kwargs)}`. It takes "
-            "inner_optimizer, dynamic, initial_scale, dynamic_growth_steps, rule and name."
+            unknown_arguments("LossScaleOptimizer", kwargs, ARGUMENTS, INSTEAD_OF_THOSE_OF_OTHERS)
         )
 
 

@@ -18,6 +18,7 @@ import lossscale.keras.saving as saving
 import lossscale.keras.slots as slots
 from lossscale.common.checks import (
     check_own_name,
+    check_settable,
     check_some_gradient,
     warned_at_floor,
     with_gradient,
@@ -62,6 +63,10 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
     _inner_attribute = "inner_optimizer"
     # What Keras would save a second time.
     _hidden = KerasCommonOptimizer._hidden | {"_inner_parts", "_optimizer"}
+    if keras.backend.backend() == "jax":
+        # They say only what to do instead.
+        _hidden |= {"minimize", "get_gradients", "get_updates"}
+    _sets_scale = "A variable holds it: optimizer.dynamic_scale.assign({value!r})"
     _backend: Backend
     _state: KerasScaleVariables | None
     # Of Keras' base class.
@@ -388,6 +393,7 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
             # A subclass may set attributes before it calls Keras' constructor, as in TensorFlow.
             object.__setattr__(self, name, value)
             return
+        check_settable(self, name, value)
         inner = self.__dict__.get("inner_optimizer")
         if name in _OWN_VARIABLES and self.__dict__.get(name) is not None:
             raise UnknownSettingError(

@@ -199,13 +199,6 @@ class KerasCommonOptimizer(LossScaleOptimizer):
 
     # --- What can be read ---------------------------------------------------------------------
 
-    def __repr__(self) -> str:
-        inner = type(self.inner_optimizer).__name__
-        return f"<LossScaleOptimizer {self.name!r} around {inner}, {self._rule}>"
-
-    def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if name not in self._hidden]
-
     @property
     def steps_skipped(self) -> Any:
         return self._backend.read(self._steps_skipped)

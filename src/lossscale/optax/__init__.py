@@ -66,3 +66,8 @@ def __getattr__(name: str) -> Any:
     from lossscale.optax.passes import diagnose
 
     return diagnose
+
+
+def __dir__() -> list[str]:
+    # What is public, for completion.
+    return sorted(__all__)

@@ -8,7 +8,12 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
-from lossscale.arguments import check_described
+from lossscale.arguments import (
+    ARGUMENTS,
+    INSTEAD_OF_THOSE_OF_OTHERS,
+    check_described,
+    unknown_arguments,
+)
 from lossscale.common.checks import check_not_wrapped, flat_list
 from lossscale.common.user_code import as_written
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
@@ -23,9 +28,7 @@ def check_names(kwargs: dict[str, Any]) -> None:
     """
     if kwargs:
         raise ArgumentError(
-            f"LossScaleOptimizer has no arguments: `{'`, `'.join(kwargs)}`. It takes "
-            "inner_optimizer, dynamic, initial_scale, dynamic_growth_steps, rule and name; set "
-            "everything else on the `inner_optimizer`."
+            unknown_arguments("LossScaleOptimizer", kwargs, ARGUMENTS, INSTEAD_OF_THOSE_OF_OTHERS)
         )
 
 

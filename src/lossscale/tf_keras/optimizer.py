@@ -12,7 +12,12 @@ import tf_keras
 
 import lossscale.tf_keras.saving as saving
 from lossscale import registry
-from lossscale.common.checks import check_own_name, scaled_value, warned_at_floor
+from lossscale.common.checks import (
+    check_own_name,
+    check_settable,
+    scaled_value,
+    warned_at_floor,
+)
 from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.members import VariableList
@@ -90,6 +95,9 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     _framework: ClassVar[str | None] = "tf_keras"
     _library = tf_keras
     _inner_attribute = "_optimizer"
+    _sets_scale = (
+        "Restore a checkpoint, or make LossScaleOptimizer(inner_optimizer, initial_scale={value!r})"
+    )
     _backend = Arrays
     _state: TFKerasScaleVariables | None
 
@@ -427,6 +435,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         return object.__getattribute__(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        check_settable(self, name, value)
         inner = self.__dict__.get("_optimizer")
         own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
         if inner is None or own:

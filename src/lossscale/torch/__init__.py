@@ -59,4 +59,5 @@ else:
         return globals()[name]
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_WHERE})
+        # What is public, for completion.
+        return sorted({*__all__, *_WHERE})

@@ -19,6 +19,7 @@ import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.utils.hooks import RemovableHandle
 
+from lossscale.arguments import checks_keywords
 from lossscale.checks import checked_truth
 from lossscale.common.checks import warned_at_floor
 from lossscale.errors import (
@@ -46,6 +47,18 @@ from lossscale.torch.scaling import CPU, read, scalar, scaled
 
 if TYPE_CHECKING:
     from lossscale.monitoring.record import NonfiniteTensor
+
+# What the wrapper calls it, and other libraries.
+_INSTEAD = {
+    **dict.fromkeys(("initial_scale", "initial_loss_scale"), "init_scale={value!r}"),
+    **dict.fromkeys(("dynamic_growth_steps", "increment_period"), "growth_interval={value!r}"),
+    **dict.fromkeys(
+        ("overflows_before_backoff", "hysteresis"),
+        "rule=lossscale.DynamicScale(overflows_before_backoff={value!r})",
+    ),
+    "loss_scale": "rule=lossscale.FixedScale({value!r})",
+    "dynamic": "rule=lossscale.FixedScale(scale) for a scale that stays",
+}
 
 _READY, _UNSCALED, _STEPPED = OptState.READY, OptState.UNSCALED, OptState.STEPPED
 
@@ -115,6 +128,7 @@ class GradScaler(torch.amp.GradScaler):
 
     _warned_at_floor = False
 
+    @checks_keywords("GradScaler", _INSTEAD)
     def __init__(
         self,
         device: Any = "cuda",

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lossscale.common.checks import check_own_name, unknown_setting
+from lossscale.common.checks import check_own_name, check_settable, unknown_setting
 from lossscale.errors import UnknownSettingError, UnsupportedError
 from lossscale.torch.several import Several
 
@@ -124,6 +124,7 @@ class InnerSettings:
         inner = self.__dict__.get("inner_optimizer")
         own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
         # Schedulers replace `step`, a method of the class, by one that counts its calls.
+        check_settable(self, name, value)
         if inner is None or own or name in _OWN_ATTRIBUTES:
             object.__setattr__(self, name, value)
         elif self._is_setting(name):

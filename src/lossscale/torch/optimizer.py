@@ -14,7 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from lossscale import registry
-from lossscale.arguments import rule_from_arguments
+from lossscale.arguments import checks_keywords, rule_from_arguments
 from lossscale.checks import checked_above_zero
 from lossscale.common.checks import check_not_wrapped, remember_wrapper, warned_at_floor
 from lossscale.errors import (
@@ -116,7 +116,13 @@ class TorchLossScaleOptimizer(
     _watcher: Any = None
     """The monitor that notes each decision."""
     _warned_at_floor = False
+    _hidden = frozenset({"variables", "weights"})
+    _sets_scale = (
+        "Set it in the state: state = optimizer.state_dict(); "
+        'state["param_groups"][0]["loss_scale"] = {value!r}; optimizer.load_state_dict(state)'
+    )
 
+    @checks_keywords("LossScaleOptimizer")
     def __init__(
         self,
         inner_optimizer: Any,
@@ -163,10 +169,6 @@ class TorchLossScaleOptimizer(
     def __bool__(self) -> bool:
         # Whatever it has a length of.
         return True
-
-    def __repr__(self) -> str:
-        inner = type(self.inner_optimizer).__name__
-        return f"<LossScaleOptimizer {self.name!r} around {inner}, {self._rule}>"
 
     # --- Scale the loss -----------------------------------------------------------------------
 

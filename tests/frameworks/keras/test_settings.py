@@ -316,7 +316,7 @@ def test_the_inner_optimizer_can_be_wrapped_again_once_its_wrapper_is_gone():
         ({"clipnorm": 1.0}, ValueError, "Set `clipnorm` on the `inner_optimizer`"),
         ({"learning_rate": 1.0}, ValueError, "Set `learning_rate` on the `inner_optimizer`"),
         ({"loss_scale_factor": 8}, ValueError, "loss_scale_factor"),
-        ({"growth": 3}, ValueError, "no arguments: `growth`"),
+        ({"growth": 3}, ValueError, "no argument `growth`: it takes inner_optimizer"),
         ({"rule": 128}, TypeError, "must be a scaling rule"),
         ({"rule": lossscale.DynamicScale}, TypeError, "must be a scaling rule"),
         ({"rule": DynamicScale(), "initial_scale": 8}, ValueError, "already says"),

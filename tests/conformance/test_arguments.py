@@ -1,0 +1,72 @@
+"""What is asked of a wrapper by another name, or cannot be set, is answered with what to write."""
+
+import numpy as np
+import pytest
+
+import lossscale
+from conformance.recordings import VALUES
+from lossscale import DynamicScale, FixedScale
+
+RULE = DynamicScale(8.0)
+
+# What stands in the message; and a rule that the same keyword gives where it is written so.
+SAID = {
+    ("growth_interval", 500): "dynamic_growth_steps=500",
+    ("increment_period", 500): "dynamic_growth_steps=500",
+    ("init_scale", 4.0): "initial_scale=4.0",
+    ("loss_scale", 4.0): "dynamic=False, initial_scale=4.0",
+    ("min_scale", 0.5): "rule=lossscale.DynamicScale(min_scale=0.5)",
+    ("hysteresis", 2): "rule=lossscale.DynamicScale(overflows_before_backoff=2)",
+    ("skip_nonfinite", True): "rule=lossscale.FixedScale(scale, skip_nonfinite=True)",
+    ("enabled", False): "leave the loss scaling out",
+    ("inital_scale", 4.0): "did you mean `initial_scale`",
+    ("nonsense", 1): "it takes ",
+}
+
+
+@pytest.mark.parametrize(("keyword", "said"), SAID.items(), ids=lambda value: str(value)[:30])
+def test_a_keyword_of_others_is_answered_with_what_to_write(wrapper, keyword, said):
+    if wrapper.like:
+        pytest.skip(f"the constructor is that of {wrapper.like}")
+    name, value = keyword
+    inner = wrapper.make(VALUES, "sgd").inner_optimizer
+    wrap = lossscale.LossScaleOptimizer if wrapper.is_an_object else None
+    if wrap is None:
+        wrap = lossscale.optax.loss_scaled
+    with pytest.raises((TypeError, ValueError)) as raised:
+        wrap(inner, **{name: value})
+    assert f"no argument `{name}`: " in str(raised.value)
+    assert said in str(raised.value)
+    # The class by the name that users know it by.
+    assert not any(private in str(raised.value) for private in ("Torch", "Keras", "__init__"))
+
+
+def test_what_can_only_be_read_says_how_it_is_set(wrapper):
+    if not wrapper.is_an_object:
+        pytest.skip("an Optax state is a tuple")
+    harness = wrapper.make(VALUES, "sgd", RULE)
+    optimizer, before = harness.optimizer, harness.scale()
+    for name, value in (("loss_scale", 4.0), ("rule", FixedScale(2.0)), ("steps_skipped", 0)):
+        with pytest.raises(AttributeError, match=f"`{name}` can only be read"):
+            setattr(optimizer, name, value)
+    assert (harness.scale(), optimizer.rule) == (before, RULE)
+
+
+def test_what_is_offered_for_completion_is_there(wrapper):
+    if not wrapper.is_an_object:
+        pytest.skip("an Optax transformation is a pair of functions")
+    optimizer = wrapper.make(VALUES, "sgd", RULE).optimizer
+    offered = [name for name in dir(optimizer) if name[0] != "_"]
+    assert {"loss_scale", "steps_skipped", "rule"} <= set(offered)
+    for name in offered:
+        found = getattr(optimizer, name, None)
+        doubtful = getattr(found, "__func__", None)
+        assert doubtful is not vars(lossscale.members.OptimizerMembers).get(name, ()), name
+
+
+def test_a_repr_shows_the_scale_and_the_skips(wrapper):
+    if not wrapper.is_an_object:
+        pytest.skip("an Optax transformation is a pair of functions")
+    harness = wrapper.make(VALUES, "sgd", RULE)
+    harness.step([np.full_like(value, np.inf) for value in VALUES])
+    assert "loss scale 4, 1 of 1 steps skipped" in repr(harness.optimizer)
