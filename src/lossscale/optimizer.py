@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self, overload
 
 import lossscale.registry as registry
 from lossscale.arguments import arguments_from_config, check_config, growth_steps
 from lossscale.members import OptimizerMembers, hides_what_only_raises
 from lossscale.rules import ScaleRule
+
+if TYPE_CHECKING:
+    import keras
+    import torch
 
 
 def public(package: str, qualname: str | None = None) -> Callable[[type[Any]], type[Any]]:
@@ -26,6 +30,19 @@ def public(package: str, qualname: str | None = None) -> Callable[[type[Any]], t
         return cls
 
     return renamed
+
+
+def _constructed(
+    self: Any,
+    inner_optimizer: Any,
+    dynamic: bool = True,
+    initial_scale: float | None = None,
+    dynamic_growth_steps: int | None = None,
+    *,
+    rule: ScaleRule | None = None,
+    name: str | None = None,
+) -> None:
+    """Declared for `help()` and for subclasses: each wrapper has a constructor of its own."""
 
 
 class LossScaleOptimizer(OptimizerMembers):
@@ -86,17 +103,44 @@ class LossScaleOptimizer(OptimizerMembers):
 
     _rule: ScaleRule
 
-    def __init__(
-        self,
-        inner_optimizer: Any,
-        dynamic: bool = True,
-        initial_scale: float | None = None,
-        dynamic_growth_steps: int | None = None,
-        *,
-        rule: ScaleRule | None = None,
-        name: str | None = None,
-    ) -> None:
-        """Declared for type checkers and `help()`: each wrapper has a constructor of its own."""
+    if TYPE_CHECKING:
+        # What is made is an optimizer of the framework of the one inside.
+        @overload
+        def __new__(
+            cls,
+            inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+            dynamic: bool = True,
+            initial_scale: float | None = None,
+            dynamic_growth_steps: int | None = None,
+            *,
+            rule: ScaleRule | None = None,
+            clip_norm: float | None = None,
+            process_group: Any = None,
+            decide: str = "host",
+            name: str | None = None,
+        ) -> AroundTorch: ...
+        @overload
+        def __new__(  # type: ignore[overload-cannot-match]
+            cls,
+            inner_optimizer: keras.optimizers.Optimizer,
+            dynamic: bool = True,
+            initial_scale: float | None = None,
+            dynamic_growth_steps: int | None = None,
+            *,
+            rule: ScaleRule | None = None,
+            name: str | None = None,
+        ) -> AroundKeras: ...
+        @overload
+        def __new__(  # type: ignore[overload-cannot-match]
+            cls,
+            inner_optimizer: Any,
+            dynamic: bool = True,
+            initial_scale: float | None = None,
+            dynamic_growth_steps: int | None = None,
+            *,
+            rule: ScaleRule | None = None,
+            name: str | None = None,
+        ) -> Self: ...
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if cls._framework is None:
@@ -107,9 +151,7 @@ class LossScaleOptimizer(OptimizerMembers):
         return made
 
     if not TYPE_CHECKING:
-        __new__.__signature__ = inspect.signature(__init__)
-        # It would come before those of the frameworks' base classes.
-        del __init__
+        __new__.__signature__ = inspect.signature(_constructed)
 
     @classmethod
     def from_config(
@@ -145,7 +187,9 @@ class LossScaleOptimizer(OptimizerMembers):
         check_config(config)
         rules = wrapper._with_class_named(config.get("rule"), custom_objects)
         inner, arguments = arguments_from_config(config, rules)
-        return cls(wrapper._inner_from_config(inner, custom_objects), **arguments)
+        inner = wrapper._inner_from_config(inner, custom_objects)
+        made: LossScaleOptimizer = cls(inner, **arguments)
+        return made
 
     def __dir__(self) -> list[str]:
         hidden = self._hidden | hides_what_only_raises(type(self))
@@ -186,3 +230,20 @@ class LossScaleOptimizer(OptimizerMembers):
     def dynamic_growth_steps(self) -> int | None:
         """How many finite steps in a row raise the scale, in steps; None if it is fixed."""
         return growth_steps(self._rule)
+
+
+if TYPE_CHECKING:
+
+    class AroundTorch(LossScaleOptimizer, torch.optim.Optimizer):
+        """What a type checker knows of one around an optimizer of PyTorch."""
+
+        def scale_loss(self, loss: Any) -> torch.Tensor: ...
+        @property
+        def loss_scale(self) -> torch.Tensor: ...
+        @property
+        def steps_skipped(self) -> torch.Tensor: ...
+        @property
+        def last_step_skipped(self) -> torch.Tensor: ...
+
+    class AroundKeras(LossScaleOptimizer, keras.optimizers.LossScaleOptimizer):
+        """What a type checker knows of one around an optimizer of Keras 3."""

@@ -676,7 +676,7 @@ class TorchLossScaleOptimizer(
         self.__dict__.update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = type(self).__new__(type(self))
+        copied: Any = object.__new__(type(self))
         memo[id(self)] = copied
         # Process groups are not copied: the copy talks to the same processes.
         memo[id(self.process_group)] = self.process_group
