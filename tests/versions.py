@@ -33,7 +33,7 @@ SETS = {
     ),
     "torch": (("keras", "torch"), ("numpy==1.26.4", "ml_dtypes==0.4.0"), ("keras", "torch")),
     "tensorflow": (("tensorflow",), (), ("keras",)),
-    "tf_keras": (("tf_keras",), (), ("tf_keras",)),
+    "tf_keras": (("tf-keras",), (), ("tf_keras",)),
 }
 ENVIRONMENTS = {
     **{name: {"KERAS_BACKEND": name} for name in SETS},

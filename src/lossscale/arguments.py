@@ -79,15 +79,20 @@ def unknown_arguments(
     """
     taken = list(taken)
     parts: list[str] = []
+    others: list[str] = []
     for name, value in given.items():
-        close = difflib.get_close_matches(name, taken, n=1)
         if name in instead:
             advice = f"write {instead[name].format(name=name, value=value)}."
-        elif close:
+        elif close := difflib.get_close_matches(name, taken, n=1):
             advice = f"did you mean `{close[0]}`?"
         else:
-            advice = f"it takes {', '.join(taken[:-1])} and {taken[-1]}."
+            others.append(f"`{name}`")
+            continue
         parts.append(f"{'It' if parts else owner} has no argument `{name}`: {advice}")
+    if others:
+        names = f"argument: {others[0]}" if len(others) == 1 else f"arguments: {', '.join(others)}"
+        parts.append(f"{'It' if parts else owner} does not support {names}.")
+        parts.append(f"Supported: {', '.join(taken)}.")
     return " ".join(parts)
 
 

@@ -38,7 +38,7 @@ PACKAGES = {
     "sklearn": Package("scikit-learn", "demo"),
     "tensorboardX": Package("tensorboardX", "tensorboard"),
     "tensorflow": Package("tensorflow", "tensorflow"),
-    "tf_keras": Package("tf_keras", "tf_keras"),
+    "tf_keras": Package("tf_keras", "tf-keras"),
     "torch": Package("torch", "torch"),
 }
 """For each module that is imported, the package it comes in."""
@@ -47,7 +47,7 @@ INCLUDED = {
     "demo": {"keras", "plots"},
     "optax": {"jax"},
     "tensorflow": {"keras"},
-    "tf_keras": {"tensorflow", "keras"},
+    "tf-keras": {"tensorflow", "keras"},
 }
 """For an extra, others that install nothing that it does not install."""
 
@@ -84,7 +84,11 @@ def require(*modules: str, purpose: str = "", hint: str = "") -> None:
 
 
 def not_installed(
-    modules: Iterable[str], *, purpose: str = "", hint: str = ""
+    modules: Iterable[str],
+    *,
+    purpose: str = "",
+    hint: str = "",
+    extras: Iterable[str] | None = None,
 ) -> MissingPackageError:
     """Returns the error that says how to install what is missing.
 
@@ -92,6 +96,7 @@ def not_installed(
         modules: Keys of `PACKAGES`.
         purpose: What needs them, as the start of a sentence.
         hint: A sentence at the end of the message.
+        extras: What installs them here; by default the smallest extras that do.
 
     Example:
         >>> str(not_installed(["rich", "matplotlib"]))
@@ -101,7 +106,7 @@ def not_installed(
     """
     modules = list(modules)
     named = ", ".join(PACKAGES[module].distribution for module in modules)
-    command = install_command(PACKAGES[module].extra for module in modules)
+    command = install_command(extras or (PACKAGES[module].extra for module in modules))
     if purpose:
         are = "is" if len(modules) == 1 else "are"
         message = f"{purpose} needs {named}, which {are} not installed: {command}"

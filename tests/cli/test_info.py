@@ -51,7 +51,7 @@ def test_a_machine_with_nothing(monkeypatch, capsys):
     assert main(["info"]) == 0
     out = capsys.readouterr().out
     assert "tensorflow  -" in out
-    assert 'tf_keras is not installed: pip install "lossscale[tf_keras]"' in out
+    assert 'tf_keras is not installed: pip install "lossscale[tf-keras]"' in out
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def direct_requirements(name):
 
 def extras_in(message):
     """The extras of the command at the end of a message."""
-    return re.search(r'pip install "lossscale\[([\w,]+)\]"', message)[1].split(",")
+    return re.search(r'pip install "lossscale\[([\w,-]+)\]"', message)[1].split(",")
 
 
 @pytest.mark.parametrize("module", PACKAGES)
@@ -125,7 +125,7 @@ ASKED = {
     "lossscale.install()": "tensorflow",
     "lossscale.LossScaleOptimizer.from_config(config)": "tensorflow",
     "LossScaleMonitor()": "tensorflow",
-    "LossScaleMonitor(framework='tf_keras')": "tf_keras",
+    "LossScaleMonitor(framework='tf_keras')": "tf-keras",
     "LossScaleMonitor(tensorboard='board')": "tensorboard",
     "monitoring.simulate(rule, [True])": "plots",
     "monitoring.simulate_random(rule, 0.1, steps=3)": "plots",

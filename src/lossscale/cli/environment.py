@@ -54,7 +54,7 @@ SHELLS = (
         )
         for backend in BACKENDS
     ),
-    Shell(f"Keras 2 ({_TF_KERAS.title})", (_TF_KERAS.root, "tensorflow"), (_TF_KERAS.root,)),
+    Shell(f"Keras 2 ({_TF_KERAS.title})", (_TF_KERAS.root, "tensorflow"), ("tf-keras",)),
     Shell(f"{registry.named('torch').title}, without Keras", ("torch",), ("torch",)),
     Shell(f"{registry.named('jax').title} with Optax", ("optax", "jax"), ("optax",)),
 )

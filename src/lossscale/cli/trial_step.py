@@ -34,6 +34,8 @@ optimizer = lossscale.LossScaleOptimizer(torch.optim.SGD([weight], 0.5))
 optimizer.scale_loss(weight).backward()
 optimizer.step()
 applied = float(weight)
+for name in lossscale.torch.__all__:
+    getattr(lossscale.torch, name)
 """
 _OPTAX = """
 import optax, lossscale.optax

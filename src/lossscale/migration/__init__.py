@@ -1,10 +1,17 @@
 """Files and configurations of every release of TensorFlow, brought to this library."""
 
-from lossscale.migration.conversion import migrate_file
-from lossscale.migration.damage import check_file
-from lossscale.migration.description import FileDescription, OptimizerDescription, describe_file
-from lossscale.migration.loading import load_model
-from lossscale.migration.restoring import Restored, restore_checkpoint
+from lossscale.packages import not_installed
+
+try:
+    from lossscale.migration.conversion import migrate_file
+    from lossscale.migration.damage import check_file
+    from lossscale.migration.description import FileDescription, OptimizerDescription, describe_file
+    from lossscale.migration.loading import load_model
+    from lossscale.migration.restoring import Restored, restore_checkpoint
+except ModuleNotFoundError as error:
+    if error.name != "numpy":
+        raise
+    raise not_installed(["numpy"], purpose="lossscale.migration", extras=["keras"]) from None
 
 __all__ = [
     "FileDescription",

@@ -46,8 +46,8 @@ else:
             module = importlib.import_module(f"lossscale.torch.{_WHERE[name]}")
         except ModuleNotFoundError as error:
             missing, purpose = (error.name or "").partition(".")[0], f"lossscale.torch.{name}"
-            if missing == "torch":
-                raise not_installed([missing], purpose=purpose) from None
+            if missing in ("torch", "numpy"):
+                raise not_installed([missing], purpose=purpose, extras=["torch"]) from None
             if name in __all__ or missing != _WHERE[name]:
                 raise
             raise MissingPackageError(
