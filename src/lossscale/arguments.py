@@ -90,9 +90,9 @@ def unknown_arguments(
             continue
         parts.append(f"{'It' if parts else owner} has no argument `{name}`: {advice}")
     if others:
-        names = f"argument: {others[0]}" if len(others) == 1 else f"arguments: {', '.join(others)}"
-        parts.append(f"{'It' if parts else owner} does not support {names}.")
-        parts.append(f"Supported: {', '.join(taken)}.")
+        named = f"argument {others[0]}" if len(others) == 1 else f"arguments: {', '.join(others)}"
+        takes = f"it takes {', '.join(taken)}."
+        parts.append(f"{'It' if parts else owner} has no {named}: {takes}")
     return " ".join(parts)
 
 

@@ -20,7 +20,7 @@ SAID = {
     ("skip_nonfinite", True): "rule=lossscale.FixedScale(scale, skip_nonfinite=True)",
     ("enabled", False): "leave the loss scaling out",
     ("inital_scale", 4.0): "did you mean `initial_scale`",
-    ("nonsense", 1): "does not support argument: `nonsense`. Supported: ",
+    ("nonsense", 1): "it takes ",
 }
 
 
