@@ -30,7 +30,7 @@ _LISTS = ("rows", "not_run", "wrong")
 def main(command_line: Sequence[str] | None = None) -> int:
     """Runs the benchmarks; returns the exit status."""
     options = _parser().parse_args(command_line)
-    common = options.case, options.mode, options.quick, options.rounds
+    common = options.case, options.mode, options.quick, options.rounds, options.device
     processes = [p for backend in options.backend for p in Process(backend, *common).split()]
     if not processes:
         names = ", ".join([*options.backend, *options.case, *options.mode])
@@ -91,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
         )
     rounds = "how many rounds of each row are timed; by default as many as fit in some seconds"
     parser.add_argument("--rounds", type=_positive, help=rounds)
+    device = "the kind of device to measure on; all that a backend has by default"
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="", help=device)
     quick = "tiny workloads, to see that everything runs; the times mean nothing"
     parser.add_argument("--quick", action="store_true", help=quick)
     output = "the JSON file to write; %(default)s by default"

@@ -237,6 +237,15 @@ class Process:
     """A process that measures what was asked for of one backend.
 
     How many virtual devices it has is fixed when it starts.
+
+    Args:
+        backend: One of `BACKENDS`.
+        cases: Some of `CASES`.
+        modes: Some of `ALL_MODES`.
+        quick: Whether everything is tiny.
+        rounds: How many rounds are timed; None for what each row says.
+        device: The kind of device it measures on, "cpu" or "gpu"; empty for all there are.
+        devices: How many virtual devices it has.
     """
 
     backend: str
@@ -244,13 +253,17 @@ class Process:
     modes: Sequence[str]
     quick: bool = False
     rounds: int | None = None
+    device: str = ""
     devices: int = 1
 
     def rows(self, kinds: Iterable[str] = ("cpu",)) -> list[Row]:
         """Returns what it times on each kind of device, and then what it counts on the CPU."""
         own = [row for row in self._asked() if row.devices == self.devices]
         timed = [row for row in own if row.timing is not None]
+        kinds = [kind for kind in kinds if self.device in ("", kind)]
         timed = [dataclasses.replace(row, device=kind) for kind in kinds for row in timed]
+        if self.device == "gpu":
+            return timed
         # What `torch.compile` leaves behind makes first steps slow that come after it.
         return [*timed, *(row for row in own if row.timing is None)]
 

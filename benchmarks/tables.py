@@ -106,7 +106,11 @@ def _monitors(rows: Sequence[Row]) -> str:
 def _optax(rows: Sequence[Row]) -> str:
     """Ratios to the transformation alone."""
     names = OPTAX[1:]
-    return _table(["", *names], [[row["point"], *_cells(row, names, _median)] for row in rows])
+    lines = []
+    for row in rows:
+        point = row["point"] if row["device"] == "cpu" else f"{row['point']}, GPU"
+        lines.append([point, *_cells(row, names, _median)])
+    return _table(["", *names], lines)
 
 
 def _torch(rows: Sequence[Row]) -> str:
@@ -115,7 +119,8 @@ def _torch(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         milliseconds = _milliseconds(row["methods"]["bare"])
-        lines.append([row["point"], milliseconds, *_cells(row, names, _median, "-")])
+        point = row["point"] if row["device"] == "cpu" else f"{row['point']}, GPU"
+        lines.append([point, milliseconds, *_cells(row, names, _median, "-")])
     return _table(["AdamW", "ms a step, bare", *names], lines)
 
 

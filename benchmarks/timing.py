@@ -34,6 +34,14 @@ class Program:
     def wait(self) -> None:
         """Waits for all steps that were started."""
 
+    def timed(self, steps: int, clock: Callable[[], float]) -> float:
+        """Runs some steps to their end; returns the seconds that they took together."""
+        begin = clock()
+        for _ in range(steps):
+            self.step()
+        self.wait()
+        return clock() - begin
+
     def parameters(self) -> list[Any] | None:
         """Returns the values of what is trained, NumPy arrays; None if nobody may compare them."""
         return None
@@ -50,11 +58,7 @@ def burst(program: Program, steps: int, clock: Callable[[], float]) -> float:
     for _ in range(chunks):
         program.prepare()
         program.wait()
-        begin = clock()
-        for _ in range(size):
-            program.step()
-        program.wait()
-        spent += clock() - begin
+        spent += program.timed(size, clock)
     return spent / steps
 
 

@@ -37,7 +37,7 @@ def environment(process: Process) -> dict[str, str]:
     if process.backend == "jax" and process.devices > 1:
         devices = f"--xla_force_host_platform_device_count={process.devices}"
         found["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {devices}".strip()
-    if process.backend == "optax" or process.devices > 1:
+    if (process.backend == "optax" and process.device != "gpu") or process.devices > 1:
         found["JAX_PLATFORMS"] = "cpu"
     return found
 
@@ -55,8 +55,10 @@ def main(arguments: Sequence[str]) -> int:
     kinds = framework.devices()
     gpus = {process.backend: kinds["gpu"]} if "gpu" in kinds else {}
     results: dict[str, Any] = {"gpus": gpus, "rows": [], "not_run": [], "wrong": []}
-    if process.backend in ("jax", "torch") and process.devices == 1 and not gpus:
+    asked = process.backend in ("jax", "torch") or process.device == "gpu"
+    if asked and process.devices == 1 and not gpus:
         results["not_run"].append({"what": f"{process.backend} on a GPU", "why": "there is no GPU"})
+    output.write_text(json.dumps(results))
     _warm_up(process, framework)
     for row in process.rows(kinds):
         _measure(row, framework, process, results)
@@ -84,7 +86,7 @@ def _measure(row: Row, framework: Framework, process: Process, results: dict[str
 
 def _warm_up(process: Process, framework: Framework) -> None:
     """Makes the framework load what it loads only once, so that no row pays for it."""
-    rows = dataclasses.replace(process, quick=True).rows()
+    rows = dataclasses.replace(process, quick=True, device="").rows()
     for row in rows:
         if row.case == rows[0].case and row.timing is not None:
             first = dataclasses.replace(row, methods=row.methods[:1])

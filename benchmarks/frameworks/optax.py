@@ -11,10 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 import optax
-from flax.training.dynamic_scale import DynamicScale
 
 from benchmarks.frameworks.jax import FRAMEWORK as ON_JAX
 from benchmarks.frameworks.jax import Compiled
@@ -40,6 +38,8 @@ def _update(tx: Any, state: Any, gradients: Any) -> Any:
 
 
 def _update_with_jmp(tx: Any, state: Any, gradients: Any) -> Any:
+    import jmp
+
     scale = jmp.DynamicLossScale(*state[2])
     gradients = scale.unscale(gradients)
     finite = jmp.all_finite(gradients)
@@ -81,6 +81,8 @@ def _whole(name: str, tx: Any, loss: Any, state: Any, batch: Any) -> tuple[Any, 
     params, opt_state, scale = state
 
     def scaled(params: Any) -> Any:
+        import jmp
+
         value = loss(params, batch)
         return jmp.DynamicLossScale(*scale).scale(value), value
 
@@ -181,7 +183,10 @@ def _program(row: Row, name: str, small: bool) -> Compiled:
     if row.model:
         params, loss, given = _model(row.model, small)
         step = functools.partial(_whole, name, tx, loss)
-        scale = DynamicScale(scale=jnp.float32(SCALE)) if name == "flax" else scale
+        if name == "flax":
+            from flax.training.dynamic_scale import DynamicScale
+
+            scale = DynamicScale(scale=jnp.float32(SCALE))
     else:
         params = [jnp.asarray(value) for value in row.workload.values()]
         gradients = row.workload.gradients(SCALE if name in ("lossscale", *UPDATES) else 1.0)

@@ -84,6 +84,18 @@ class Step(Program):
         if self._tensors[0].is_cuda:
             torch.cuda.synchronize()
 
+    def timed(self, steps: int, clock: Callable[[], float]) -> float:
+        if not self._tensors[0].is_cuda:
+            return super().timed(steps, clock)
+        # The device's own time, from the first kernel to the last.
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(steps):
+            self.step()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
     def parameters(self) -> list[Any] | None:
         if self._shared:
             return None
@@ -188,7 +200,8 @@ def _program(row: Row, name: str, small: bool) -> Program:
     return _training(row, name, small) if row.model else _alone(row, name)
 
 
-def _devices() -> dict[str, str]:
+def devices() -> dict[str, str]:
+    """Returns the kinds of device that PyTorch sees, with the GPU's name."""
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {"cpu": "", **gpu}
 
@@ -200,4 +213,4 @@ def _on_device(kind: str) -> Any:
     return keras.device("cpu" if kind == "cpu" else "gpu:0")
 
 
-FRAMEWORK = Framework(_program, devices=_devices, on_device=_on_device)
+FRAMEWORK = Framework(_program, devices=devices, on_device=_on_device)

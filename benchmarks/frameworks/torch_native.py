@@ -1,8 +1,8 @@
 """An AdamW of PyTorch alone, and with `lossscale.torch` or `torch.amp.GradScaler` around it.
 
 All methods of a row have one list of parameters and one list of gradients, which are put back
-before each step, and a state of their own. Times are processor time of one thread. A step scales a
-loss, steps the optimizer and moves the scale; the backward pass is in the rows of whole steps only,
+before each step, and a state of their own. Times are processor time of one thread, on a GPU the
+time between two CUDA events. A step scales a loss, steps the optimizer and moves the scale; the backward pass is in the rows of whole steps only,
 which compute in float32: what loss scaling costs does not depend on that, and float16 is slow on
 processors.
 """
@@ -18,7 +18,7 @@ from torch import nn
 
 import lossscale
 from benchmarks.frameworks import Framework
-from benchmarks.frameworks.torch import Step
+from benchmarks.frameworks.torch import Step, devices
 from benchmarks.methods import SCALE
 from benchmarks.rows import Row
 
@@ -32,10 +32,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _method(name: str, parameters: list[Any], mode: str) -> tuple[Any, ...]:
+def _method(name: str, parameters: list[Any], row: Row) -> tuple[Any, ...]:
     """Returns an optimizer, what scales a loss, and what comes after the backward pass."""
     # A rate that leaves the parameters where they are, which all methods share.
-    inner = torch.optim.AdamW(parameters, lr=1e-12, weight_decay=0.0, **FLAGS[mode])
+    inner = torch.optim.AdamW(parameters, lr=1e-12, weight_decay=0.0, **FLAGS[row.mode])
     way, _, clips = name.partition(", ")
     if way in SETTINGS:
         clip_norm = CLIP if clips else None
@@ -49,7 +49,7 @@ def _method(name: str, parameters: list[Any], mode: str) -> tuple[Any, ...]:
             inner.step()
 
         return inner, lambda loss: loss, step
-    scaler: Any = SCALERS[way]("cpu", init_scale=SCALE)
+    scaler: Any = SCALERS[way]("cpu" if row.device == "cpu" else "cuda", init_scale=SCALE)
 
     def step_and_update() -> None:
         if clips:
@@ -87,7 +87,7 @@ def _shared(row: Row, small: bool) -> tuple[list[Any], Callable[[], Any]]:
 
 def _program(row: Row, name: str, small: bool) -> Step:
     parameters, loss = _shared(row, small)
-    optimizer, scale, finish = _method(name, parameters, row.mode)
+    optimizer, scale, finish = _method(name, parameters, row)
 
     def alone() -> None:
         scale(loss())
@@ -106,5 +106,10 @@ def _program(row: Row, name: str, small: bool) -> Step:
 
 
 FRAMEWORK = Framework(
-    _program, start=lambda devices: torch.set_num_threads(1), forget=_shared.cache_clear
+    _program,
+    start=lambda devices: torch.set_num_threads(1),
+    devices=devices,
+    # What is made without a device is made on that one.
+    on_device=lambda kind: torch.device("cpu" if kind == "cpu" else "cuda"),
+    forget=_shared.cache_clear,
 )

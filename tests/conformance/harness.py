@@ -14,6 +14,13 @@ import numpy as np
 from conformance.inner_optimizers import INNER
 
 
+def kind_of_device(tensor: Any) -> str:
+    """Returns "cpu" or "gpu" for a tensor of PyTorch, JAX or TensorFlow."""
+    # TensorFlow's is a path, such as "/job:localhost/replica:0/task:0/device:GPU:0".
+    name = str(tensor.device).lower()
+    return "gpu" if "gpu" in name or "cuda" in name else "cpu"
+
+
 class Harness:
     """Drives one optimizer. Each kind is made of
 
@@ -36,6 +43,7 @@ class Harness:
     - `save(path)`, `load(path)`: parameters and optimizer into a file and out of it;
     - `set_scale(value)`: sets the loss scale;
     - `become_a_copy()`: goes on with copies of what it has, and leaves the originals behind;
+    - `device()`: what its parameters are on, "cpu" or "gpu";
     - `optimizers()`: the module of the optimizers to wrap;
     - `framework_wrapper()`: an optimizer with the framework's own loss scaling, or with ours where
       it has none.
@@ -176,6 +184,11 @@ class KerasHarness(Harness):
 
     def parameters(self) -> list[Any]:
         return [self.numpy(variable) for variable in self.variables]
+
+    def device(self) -> str:
+        value = getattr(self.variables[0], "value", None)
+        # That of a variable of TensorFlow is a method.
+        return kind_of_device(self.variables[0] if value is None or callable(value) else value)
 
     def inner_state(self) -> list[Any]:
         found = self.inner_optimizer.variables

@@ -23,7 +23,7 @@ import optax
 import pytest
 
 import lossscale.optax
-from conformance.harness import Harness
+from conformance.harness import Harness, kind_of_device
 
 _momentum = functools.partial(optax.sgd, 0.5, momentum=0.9)
 _INNER: dict[str, Callable[[], Any]] = {
@@ -186,6 +186,9 @@ class OptaxJit(Harness):
 
     def parameters(self) -> list[Any]:
         return [np.array(value) for value in self.params]
+
+    def device(self) -> str:
+        return kind_of_device(self.params[0])
 
     def inner_state(self) -> list[Any]:
         state = self.opt_state

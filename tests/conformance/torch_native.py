@@ -7,6 +7,7 @@ by hooks of the optimizer inside, which a step that is skipped must not call.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +15,9 @@ import numpy as np
 import torch
 
 import lossscale
-from conformance.harness import Harness
+from conformance.harness import Harness, kind_of_device
 
+DEVICE = os.environ.get("LOSSSCALE_TEST_DEVICE", "cpu")
 CLIPS = {"global_clipnorm": 1.0}
 """What the wrapper itself clips, and without it a hook does."""
 
@@ -55,6 +57,11 @@ def _scheduled(optimizer: Any) -> Any:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     optimizer.register_step_post_hook(lambda *_: scheduler.step())
     return optimizer
+
+
+def tensor(value: Any) -> Any:
+    """Returns an array as a tensor on the device that is tested."""
+    return torch.from_numpy(np.array(value)).to(DEVICE)
 
 
 def inner_optimizers(fused: bool) -> dict[str, Callable[[Sequence[Any]], Any]]:
@@ -103,7 +110,7 @@ class TorchNative(Harness):
     saves_last_step_skipped = False
 
     def __init__(self, values: Sequence[Any], inner: str, rule: Any = None) -> None:
-        self.parameters_ = [torch.nn.Parameter(torch.from_numpy(np.array(v))) for v in values]
+        self.parameters_ = [torch.nn.Parameter(tensor(v)) for v in values]
         self.inner_optimizer = inner_optimizers(self.decide == "device")[inner](self.parameters_)
         clip = CLIPS.get(inner)
         self.scales_loss = rule is not None
@@ -128,30 +135,34 @@ class TorchNative(Harness):
         )
 
     def scale_loss(self, loss: Any) -> Any:
-        return self.optimizer.scale_loss(torch.from_numpy(np.array(loss))).numpy()
+        return self.optimizer.scale_loss(tensor(loss)).cpu().numpy()
 
     def apply_nothing(self) -> None:
         self.step([None] * len(self.parameters_))
 
     def step(self, gradients: Sequence[Any]) -> None:
-        factor = self.optimizer.scale_loss(torch.ones(())) if self.scales_loss else torch.ones(())
+        one = tensor(np.float32(1))
+        factor = self.optimizer.scale_loss(one) if self.scales_loss else one
         for parameter, gradient in zip(self.parameters_, gradients, strict=True):
             if gradient is None:
                 parameter.grad = None
                 continue
-            given = torch.from_numpy(np.array(gradient))
+            given = tensor(gradient)
             if given.dtype != parameter.dtype:
                 parameter.grad_dtype = None
             parameter.grad = given if self._scaled_already else given * factor
         self.optimizer.step()
 
     def parameters(self) -> list[Any]:
-        return [parameter.detach().numpy().copy() for parameter in self.parameters_]
+        return [parameter.detach().cpu().numpy().copy() for parameter in self.parameters_]
+
+    def device(self) -> str:
+        return kind_of_device(self.parameters_[0])
 
     def inner_state(self) -> list[Any]:
         saved = self.inner_optimizer.state_dict()
         kept = [
-            np.array(value)
+            np.array(torch.as_tensor(value).cpu())
             for state in saved["state"].values()
             for value in state.values()
             if value is not None
@@ -159,7 +170,7 @@ class TorchNative(Harness):
         return [*kept, *(np.array(group["lr"]) for group in saved["param_groups"])]
 
     def scale(self) -> Any:
-        return self.optimizer.loss_scale.numpy()[()]
+        return self.optimizer.loss_scale.cpu().numpy()[()]
 
     def rule_state(self) -> Any:
         return self.optimizer._engine.scale.state
@@ -186,7 +197,7 @@ class TorchNative(Harness):
         torch.save((self.parameters_, self.optimizer.state_dict()), path)
 
     def load(self, path: Any) -> None:
-        parameters, state = torch.load(path, weights_only=True)
+        parameters, state = torch.load(path, weights_only=True, map_location=DEVICE)
         with torch.no_grad():
             for parameter, value in zip(self.parameters_, parameters, strict=True):
                 parameter.copy_(value)

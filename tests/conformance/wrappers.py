@@ -2,7 +2,8 @@
 
 A row is usable in the process whose `KERAS_BACKEND` it names, since Keras fixes its backend when
 it is imported; those of tf_keras in one with `LOSSSCALE_TEST_KERAS=tf_keras`. `make test` starts
-one process for each. A new wrapper is a new row, and a harness if it is driven in a new way.
+one process for each. With `LOSSSCALE_TEST_KERAS=none` no Keras is needed, and the rows of PyTorch
+and Optax are left. A new wrapper is a new row, and a harness if it is driven in a new way.
 """
 
 from __future__ import annotations
@@ -173,6 +174,7 @@ TABLE = (
 WRAPPERS = tuple(
     wrapper
     for wrapper in TABLE
-    if (wrapper.backend, wrapper.keras) == (BACKEND, KERAS)
+    if wrapper.backend == BACKEND
+    and (wrapper.is_native if KERAS == "none" else wrapper.keras == KERAS)
     and all(map(importlib.util.find_spec, wrapper.needs))
 )

@@ -452,7 +452,7 @@ def test_a_framework_that_there_is_not():
 
 def test_without_tf_keras_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tf_keras", None)
-    with pytest.raises(MissingPackageError, match=r'pip install "lossscale\[tf_keras\]"'):
+    with pytest.raises(MissingPackageError, match=r'pip install "lossscale\[tf-keras\]"'):
         load_model(DENSE, framework="tf_keras")
 
 
