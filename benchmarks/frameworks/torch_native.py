@@ -2,9 +2,9 @@
 
 All methods of a row have one list of parameters and one list of gradients, which are put back
 before each step, and a state of their own. Times are processor time of one thread, on a GPU the
-time between two CUDA events. A step scales a loss, steps the optimizer and moves the scale; the backward pass is in the rows of whole steps only,
-which compute in float32: what loss scaling costs does not depend on that, and float16 is slow on
-processors.
+time between two CUDA events. A step scales a loss, steps the optimizer and moves the scale; the
+backward pass is in the rows of whole steps only, which compute in float32: what loss scaling costs
+does not depend on that, and float16 is slow on processors.
 """
 
 from __future__ import annotations
