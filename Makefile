@@ -10,7 +10,7 @@ TEST := .venv-test
 # One more than the cores of a small machine: some tests wait for processes that they start.
 JOBS ?= 3
 
-.PHONY: demo test test-quick mutants versions peers peers-torch peers-trainers peers-jax lint types tests table bench strangers soak calibration rules format clean
+.PHONY: demo test test-quick mutants versions peers peers-torch peers-trainers peers-jax lint types tests table bench strangers soak gpu calibration rules format clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/lossscale demo
@@ -84,6 +84,10 @@ strangers: $(TEST)/installed
 	KERAS_BACKEND=tensorflow LOSSSCALE_TEST_KERAS=tf_keras $(STRANGERS)
 	KERAS_BACKEND=jax $(STRANGERS)
 	KERAS_BACKEND=torch $(STRANGERS)
+
+# What runs on a GPU, with the frameworks that PYTHON has: build/gpu.json and docs/gpu.md.
+gpu:
+	$(PYTHON) tests/gpu.py
 
 # Random programs by the thousand, long runs and runs that are killed, on every wrapper: some hours.
 soak: $(TEST)/installed

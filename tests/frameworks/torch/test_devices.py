@@ -1,0 +1,313 @@
+"""Training on one device, a processor or the GPU that `make gpu` asks for.
+
+The oracle is PyTorch's plain optimizer on the processor, which is given the gradients of the steps
+that are finite and no others.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lossscale
+from lossscale import DynamicScale
+
+DEVICE = os.environ.get("LOSSSCALE_TEST_DEVICE", "cpu")
+ON_A_GPU = DEVICE != "cpu"
+only_on_a_gpu = pytest.mark.skipif(not ON_A_GPU, reason="a processor has no CUDA graphs or streams")
+
+STEPS, OVERFLOWS = 8, (2, 5)
+RULE = DynamicScale(2.0**10, growth_interval=2)
+# What the rule does in these steps: two finite ones double the scale, an overflow halves it.
+SCALES = [2.0**power for power in (10, 11, 10, 10, 11, 10, 10, 11)]
+INNER = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+}
+FLAGS = {"single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+SHAPES = ((3,), (33, 65), (4097,))
+
+
+def arrays(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def trained_plainly(name):
+    """The parameters after the finite steps alone, on the processor."""
+    cls, settings = INNER[name]
+    parameters = [nn.Parameter(value) for value in arrays(0)]
+    optimizer = cls(parameters, **settings, foreach=False)
+    for number in range(STEPS):
+        if number not in OVERFLOWS:
+            for parameter, gradient in zip(parameters, arrays(number + 1), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+    return parameters
+
+
+def give_gradients(parameters, number, factor):
+    """Puts the gradients of a step in place, times the scale; an overflow is one infinity."""
+    for parameter, gradient in zip(parameters, arrays(number + 1), strict=True):
+        parameter.grad = gradient.to(DEVICE) * factor
+    if number in OVERFLOWS:
+        parameters[1].grad[0, 7] = torch.inf
+
+
+def assert_like_the_plain(parameters, name):
+    for found, expected in zip(parameters, trained_plainly(name), strict=True):
+        assert found.device.type == torch.device(DEVICE).type
+        # Fused kernels of a GPU may contract a product and a sum, which the plain one rounds apart.
+        torch.testing.assert_close(found.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("decide", ["host", "device"])
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("name", INNER)
+def test_the_wrapper(name, flags, decide):
+    cls, settings = INNER[name]
+    parameters = [nn.Parameter(value.to(DEVICE)) for value in arrays(0)]
+    if decide == "device" and name != "sgd":
+        # Its steps are counted in a tensor, so that the device can take one back.
+        settings = {**settings, "capturable": ON_A_GPU and flags != "fused"}
+    inner = cls(parameters, **settings, **FLAGS[flags])
+    optimizer = lossscale.torch.LossScaleOptimizer(inner, rule=RULE, decide=decide)
+    scales = []
+    for number in range(STEPS):
+        factor = optimizer.scale_loss(torch.ones((), device=DEVICE))
+        give_gradients(parameters, number, factor)
+        optimizer.step()
+        scales.append(float(optimizer.loss_scale))
+    assert scales == SCALES
+    assert int(optimizer.steps_skipped) == len(OVERFLOWS)
+    assert_like_the_plain(parameters, name)
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("name", INNER)
+def test_the_drop_in_scaler_beside_that_of_pytorch(name, flags):
+    ends = []
+    for scaler_class in (lossscale.torch.GradScaler, torch.amp.GradScaler):
+        cls, settings = INNER[name]
+        parameters = [nn.Parameter(value.to(DEVICE)) for value in arrays(0)]
+        optimizer = cls(parameters, **settings, **FLAGS[flags])
+        scaler = scaler_class(DEVICE, init_scale=2.0**10, growth_interval=2)
+        scales = []
+        for number in range(STEPS):
+            factor = scaler.scale(torch.ones((), device=DEVICE))
+            give_gradients(parameters, number, factor)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert scales == SCALES
+        assert_like_the_plain(parameters, name)
+        ends.append([parameter.detach().cpu() for parameter in parameters])
+    for ours, theirs in zip(*ends, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def small_model():
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)]
+    return nn.Sequential(*layers).to(DEVICE)
+
+
+def batches(count=30):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 64, 16, generator=generator).to(DEVICE)
+    return list(zip(x, x[..., :4].sin(), strict=True))
+
+
+def autocast_loss(model, x, y):
+    with torch.autocast(DEVICE, torch.float16):
+        output = model(x)
+    return nn.functional.mse_loss(output.float(), y)
+
+
+def test_float16_training_is_that_of_pytorchs_scaler_bit_for_bit():
+    def losses(scale, finish, optimizer, model):
+        found = []
+        for x, y in batches():
+            optimizer.zero_grad()
+            loss = autocast_loss(model, x, y)
+            scale(loss).backward()
+            finish()
+            found.append(float(loss.detach()))
+        return found
+
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    wrapped = lossscale.torch.LossScaleOptimizer(optimizer, rule=DynamicScale(2.0**16))
+    ours = losses(wrapped.scale_loss, wrapped.step, wrapped, model)
+
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**16)
+
+    def finish():
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert ours == losses(scaler.scale, finish, optimizer, model)
+    assert ours[-1] < ours[0] / 2
+
+
+def test_state_of_one_device_goes_on_on_the_other():
+    def made(device):
+        parameters = [nn.Parameter(value.to(device)) for value in arrays(0)]
+        inner = torch.optim.Adam(parameters, lr=0.01)
+        return parameters, lossscale.torch.LossScaleOptimizer(inner, rule=RULE)
+
+    def steps(parameters, optimizer, numbers):
+        device = parameters[0].device
+        for number in numbers:
+            factor = optimizer.scale_loss(torch.ones((), device=device))
+            for parameter, gradient in zip(parameters, arrays(number + 1), strict=True):
+                parameter.grad = gradient.to(device) * factor
+            if number in OVERFLOWS:
+                parameters[1].grad[0, 7] = torch.inf
+            optimizer.step()
+
+    parameters, optimizer = made(DEVICE)
+    steps(parameters, optimizer, range(4))
+    on_the_cpu, other = made("cpu")
+    with torch.no_grad():
+        for to, of in zip(on_the_cpu, parameters, strict=True):
+            to.copy_(of)
+    other.load_state_dict(optimizer.state_dict())
+    steps(on_the_cpu, other, range(4, STEPS))
+    assert (float(other.loss_scale), int(other.steps_skipped)) == (SCALES[-1], len(OVERFLOWS))
+    for found, expected in zip(on_the_cpu, trained_plainly("adam"), strict=True):
+        torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_forward_pass():
+    model = small_model()
+    optimizer = lossscale.LossScaleOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+
+    # Inductor on a processor needs a C++ compiler, and takes minutes.
+    @torch.compile(backend="inductor" if ON_A_GPU else "eager", fullgraph=True)
+    def scaled_loss(x, y):
+        loss = autocast_loss(model, x, y)
+        return optimizer.scale_loss(loss), loss
+
+    losses = []
+    for x, y in batches():
+        optimizer.zero_grad()
+        scaled, loss = scaled_loss(x, y)
+        scaled.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] / 2
+
+
+def test_the_device_decides_without_a_wait():
+    parameters = [nn.Parameter(value.to(DEVICE)) for value in arrays(0)]
+    inner = torch.optim.AdamW(parameters, fused=True)
+    optimizer = lossscale.torch.LossScaleOptimizer(inner, rule=RULE, decide="device")
+    one = torch.ones((), device=DEVICE)
+    give_gradients(parameters, 0, optimizer.scale_loss(one))
+    optimizer.step()
+    try:
+        if ON_A_GPU:
+            torch.cuda.set_sync_debug_mode("error")
+        scaled = optimizer.scale_loss(one)
+        for parameter in parameters:
+            parameter.grad.mul_(scaled)
+        optimizer.step()
+    finally:
+        if ON_A_GPU:
+            torch.cuda.set_sync_debug_mode("default")
+    assert int(optimizer.iterations) == 2
+
+
+@only_on_a_gpu
+def test_a_step_in_a_cuda_graph():
+    parameters = [nn.Parameter(value.to(DEVICE)) for value in arrays(0)]
+    inner = torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, fused=True, capturable=True)
+    optimizer = lossscale.torch.LossScaleOptimizer(inner, rule=RULE, decide="device")
+    static = [torch.zeros_like(parameter) for parameter in parameters]
+    one = torch.ones((), device=DEVICE)
+
+    def give(number):
+        for held, gradient in zip(static, arrays(number + 1), strict=True):
+            held.copy_(gradient)
+        if number in OVERFLOWS:
+            static[1][0, 7] = torch.inf
+
+    def step():
+        factor = optimizer.scale_loss(one)
+        for parameter, held in zip(parameters, static, strict=True):
+            parameter.grad.copy_(held * factor)
+        optimizer.step()
+
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    # The first two steps, which make the state, run as they are.
+    with torch.cuda.stream(stream):
+        for number in range(2):
+            give(number)
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for number in range(2, STEPS):
+        give(number)
+        graph.replay()
+    assert float(optimizer.loss_scale) == SCALES[-1]
+    assert int(optimizer.steps_skipped) == len(OVERFLOWS)
+    assert_like_the_plain(parameters, "adamw")
+
+
+def test_a_diagnosis_and_a_monitor(tmp_path):
+    def loss_fn(model, batch):
+        return nn.functional.mse_loss(model(batch[0]).float(), batch[1].to(torch.float32))
+
+    report = lossscale.torch.diagnose(small_model(), loss_fn, batches(3))
+    assert report.verdict in ("not needed", "needed")
+
+    model = small_model()
+    optimizer = lossscale.LossScaleOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    history = tmp_path / "run.jsonl"
+    with lossscale.torch.Monitor(optimizer, model, history) as monitor:
+        for x, y in batches():
+            optimizer.zero_grad()
+            loss = autocast_loss(model, x, y)
+            optimizer.scale_loss(loss).backward()
+            optimizer.step()
+            monitor.step(loss)
+    assert history.stat().st_size > 0
+
+
+def _two_ranks(rank, folder):
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2
+    )
+    model = nn.Linear(4, 1, bias=False).to(DEVICE)
+    nn.init.ones_(model.weight)
+    wrapped = DistributedDataParallel(model)
+    inner = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = lossscale.LossScaleOptimizer(inner, rule=DynamicScale(8.0))
+    found = []
+    for number in range(3):
+        optimizer.zero_grad()
+        # One rank alone overflows, in the second step.
+        x = torch.full((2, 4), torch.inf if (number, rank) == (1, 1) else 1.0, device=DEVICE)
+        optimizer.scale_loss(wrapped(x).mean()).backward()
+        optimizer.step()
+        found.append((float(optimizer.loss_scale), model.weight.tolist()))
+    torch.save(found, f"{folder}/{rank}")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.skipif("LOSSSCALE_TEST_DEVICE" not in os.environ, reason="make gpu runs it")
+def test_two_ranks_on_one_device(tmp_path):
+    torch.multiprocessing.spawn(_two_ranks, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / str(rank)) for rank in range(2))
+    assert first == second == [(8.0, [[0.5] * 4]), (4.0, [[0.5] * 4]), (4.0, [[0.0] * 4])]
