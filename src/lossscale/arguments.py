@@ -8,11 +8,8 @@ Three ways of saying how the scale moves lead here: the arguments `dynamic`, `in
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from lossscale.checks import checked_interval, checked_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -41,8 +38,6 @@ _IDLE_KERAS_ARGUMENTS: dict[str, Any] = {
 ARGUMENTS = ["inner_optimizer", "dynamic", "initial_scale", "dynamic_growth_steps", "rule", "name"]
 """Those of the constructor on every framework."""
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _RULE = "rule=lossscale.DynamicScale({name}={value!r})"
 # What other classes call an argument, and what is written here.
 INSTEAD_OF_THOSE_OF_OTHERS = {
@@ -60,64 +55,6 @@ INSTEAD_OF_THOSE_OF_OTHERS = {
     "skip_nonfinite": "rule=lossscale.FixedScale(scale, skip_nonfinite={value!r})",
     "enabled": "nothing, and leave the loss scaling out where it is not wanted",
 }
-
-
-def unknown_arguments(
-    owner: str, given: Mapping[str, Any], taken: Iterable[str], instead: Mapping[str, str]
-) -> str:
-    """Returns what an error says of keywords that a function does not take.
-
-    Args:
-        owner: Its name.
-        given: The keywords and their values.
-        taken: Those that it takes.
-        instead: What to write for some, a format of `name` and `value`.
-
-    Example:
-        >>> unknown_arguments("f", {"enabled": False, "rul": 1}, ["rule"], {"enabled": "nothing"})
-        'f has no argument `enabled`: write nothing. It has no argument `rul`: did you mean `rule`?'
-    """
-    taken = list(taken)
-    parts: list[str] = []
-    others: list[str] = []
-    for name, value in given.items():
-        if name in instead:
-            advice = f"write {instead[name].format(name=name, value=value)}."
-        elif close := difflib.get_close_matches(name, taken, n=1):
-            advice = f"did you mean `{close[0]}`?"
-        else:
-            others.append(f"`{name}`")
-            continue
-        parts.append(f"{'It' if parts else owner} has no argument `{name}`: {advice}")
-    if others:
-        named = f"argument {others[0]}" if len(others) == 1 else f"arguments: {', '.join(others)}"
-        takes = f"it takes {', '.join(taken)}."
-        parts.append(f"{'It' if parts else owner} has no {named}: {takes}")
-    return " ".join(parts)
-
-
-def checks_keywords(
-    owner: str, instead: Mapping[str, str] = INSTEAD_OF_THOSE_OF_OTHERS
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Makes a function say what to write for a keyword that it does not take.
-
-    Args:
-        owner: What the user calls it.
-        instead: As for `unknown_arguments`.
-    """
-
-    def decorated(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        taken = [name for name in inspect.signature(function).parameters if name != "self"]
-
-        @functools.wraps(function)
-        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if unknown := {name: kwargs[name] for name in kwargs if name not in taken}:
-                raise ArgumentTypeError(unknown_arguments(owner, unknown, taken, instead))
-            return function(*args, **kwargs)
-
-        return checked
-
-    return decorated
 
 
 def rule_from_arguments(

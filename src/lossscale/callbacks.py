@@ -11,6 +11,13 @@ from lossscale.monitoring.monitor import Monitor
 from lossscale.monitoring.record import StepRecord
 from lossscale.monitoring.settings import MonitorSettings
 
+__all__ = ["LossScaleMonitor"]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)
+
 
 class LossScaleMonitor:
     """Records what the loss scale does while a model trains, and warns when something is wrong.

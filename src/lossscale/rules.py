@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import struct
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from lossscale.checks import (
     LARGEST_SCALE,
@@ -22,8 +22,42 @@ from lossscale.checks import (
     checked_number,
     checked_scale,
     checked_truth,
+    checks_keywords,
 )
 from lossscale.errors import ArgumentError
+
+_Rule = TypeVar("_Rule")
+
+__all__ = [
+    "DynamicScale",
+    "FixedScale",
+    "Needs",
+    "OverflowCountState",
+    "ScaleRule",
+    "ScaleState",
+    "Seen",
+]
+
+# What other classes call a setting, and what is written here.
+_INSTEAD = {
+    **dict.fromkeys(("init_scale", "initial_loss_scale"), "initial_scale={value!r}"),
+    **dict.fromkeys(
+        ("increment_period", "dynamic_growth_steps", "scale_window"), "growth_interval={value!r}"
+    ),
+    **dict.fromkeys(("multiplier", "scale_factor"), "growth_factor={value!r}"),
+    "hysteresis": "overflows_before_backoff={value!r}",
+    **dict.fromkeys(("loss_scale", "loss_scale_value"), "FixedScale({value!r})"),
+}
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)
+
+
+def _checks_keywords(cls: type[_Rule]) -> type[_Rule]:
+    cls.__init__ = checks_keywords(cls.__name__, _INSTEAD)(cls.__init__)  # type: ignore[method-assign]
+    return cls
 
 
 class ScaleState(NamedTuple):
@@ -172,6 +206,7 @@ def _is_power_of_two(value: float) -> bool:
     return math.frexp(value)[0] == 0.5
 
 
+@_checks_keywords
 @dataclasses.dataclass(frozen=True)
 class FixedScale(ScaleRule):
     """A loss scale that never changes.
@@ -238,6 +273,7 @@ class FixedScale(ScaleRule):
         return dataclasses.asdict(self)
 
 
+@_checks_keywords
 @dataclasses.dataclass(frozen=True)
 class DynamicScale(ScaleRule):
     """A loss scale that grows while gradients are finite and backs off when they are not.

@@ -207,7 +207,7 @@ def test_a_damaged_archive_is_no_traceback(files):
         ("plain.keras", "texts.npz", "`x` must hold numbers. Received: an array of dtype <U1"),
         ("plain.keras", "narrow.npz", "`x` must have the shape (rows, 8, 8) for the input"),
         ("plain.keras", "flat.npz", "`x` must have the shape (rows, 8, 8) for the input"),
-        ("plain.keras", "short.npz", "same number of rows, at least one. Received: rows x: [40]"),
+        ("plain.keras", "short.npz", "same number of rows, at least one. Found: x (40, 8, 8), y ("),
         ("plain.keras", "wrong_targets.npz", "`y` does not fit what the model returns"),
         ("plain.keras", "extra.npz", "no input or output of the name 'z'"),
         ("plain.keras", "no_x.npz", "no array 'input_layer'; the input is called x or input_layer"),
@@ -254,6 +254,14 @@ def test_bad_arguments_give_one_line_and_status_2(run, arguments, message):
     assert (status, out) == (2, "")
     (line,) = said(err)
     assert message in line
+
+
+def test_rows_that_do_not_match_are_found_before_the_model_is_loaded(run, monkeypatch):
+    def loaded(path):
+        pytest.fail("the model was loaded")
+
+    monkeypatch.setattr("lossscale.cli.diagnose._load_model", loaded)
+    assert run("plain.keras", "short.npz")[0] == 2
 
 
 @pytest.mark.parametrize("arguments", [["diagnose"], ["diagnose", "plain.keras"]], ids=len)

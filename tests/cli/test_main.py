@@ -45,6 +45,8 @@ def nothing_runs(monkeypatch, tmp_path):
         (["demo", "--output", "demo.txt"], "must end in .png, .pdf, .svg. Received: 'demo.txt'"),
         (["demo", "--output", "nowhere/demo.png"], "a folder that does not exist: 'nowhere'"),
         (["demo", "--output", "folder.svg"], "is a folder: 'folder.svg'"),
+        (["demo", "--output", "/proc/a.png"], "cannot be written: '/proc/a.png': No such file"),
+        (["demo", "--output", f"{'a' * 300}.png"], "File name too long"),
         (["demo", "--backend", "numpy"], "torch, torch-native, optax, not 'numpy'"),
         (["demo", "--backend", ""], "one of tensorflow, jax, torch"),
         (["info", "--frobnicate"], "--frobnicate"),
@@ -53,6 +55,23 @@ def nothing_runs(monkeypatch, tmp_path):
 def test_bad_arguments_give_one_line_and_status_2(arguments, message, tmp_path, refused):
     (tmp_path / "folder.svg").mkdir()
     assert message in refused(*arguments)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["info"], ["info", "--json"], ["simulate", "--overflow-probability", "0.1", "--json"]],
+    ids=" ".join,
+)
+def test_a_full_disk_behind_the_output_is_one_line(command):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "lossscale", *command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "lossscale: No space left on device\n")
 
 
 DEMO, PLOT = ["demo", "--backend", "jax"], ["plot", "run.jsonl", "-o", "run.png"]

@@ -36,10 +36,10 @@ ARROWS = {
     "diagnosis monitoring *torch",
     "optax": "errors checks packages rules arguments common jax diagnosis monitoring *jax *optax",
     # A backend of Keras imports its own framework as well.
-    "keras": "errors packages rules members arguments optimizer older common keras_common "
+    "keras": "errors checks packages rules members arguments optimizer older common keras_common "
     "tensorflow jax torch callbacks diagnosis *keras",
-    "tf_keras": "errors rules registry members arguments optimizer older common keras_common "
-    "tensorflow callbacks diagnosis *tf_keras *tensorflow",
+    "tf_keras": "errors checks rules registry members arguments optimizer older common "
+    "keras_common tensorflow callbacks diagnosis *tf_keras *tensorflow",
     "experimental": "errors checks rules registry arguments optimizer **any",
     "migration": "errors packages rules registry arguments optimizer older keras tf_keras **any",
     "installation": "registry packages older optimizer common experimental tensorflow",

@@ -7,7 +7,7 @@ import pytest
 
 from earlier_files import read
 from lossscale.arguments import config_from_rule
-from lossscale.errors import ArgumentError
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring import Alarms, StepRecord
 from lossscale.rules import (
     LARGEST_SCALE,
@@ -429,3 +429,27 @@ def test_a_stored_count_is_counted_on(interval, stored):
 )
 def test_whether_only_powers_of_two_are_reached_is_known(rule, expected):
     assert rule.powers_of_two is expected
+
+
+# --- keywords of other classes
+
+
+@pytest.mark.parametrize(
+    ("rule", "keywords", "said"),
+    [
+        (DynamicScale, {"init_scale": 4.0}, "DynamicScale has no argument `init_scale`: write "),
+        (DynamicScale, {"init_scale": 4.0}, "write initial_scale=4.0."),
+        (DynamicScale, {"increment_period": 500}, "write growth_interval=500."),
+        (DynamicScale, {"dynamic_growth_steps": 500}, "write growth_interval=500."),
+        (DynamicScale, {"multiplier": 4.0}, "write growth_factor=4.0."),
+        (DynamicScale, {"hysteresis": 2}, "write overflows_before_backoff=2."),
+        (DynamicScale, {"loss_scale": 8.0}, "write FixedScale(8.0)."),
+        (DynamicScale, {"growth_intervall": 3}, "did you mean `growth_interval`?"),
+        (FixedScale, {"growth_interval": 3}, "no argument `growth_interval`: it takes scale, skip"),
+        (FixedScale, {"loss_scale_value": 8.0}, "write FixedScale(8.0)."),
+    ],
+)
+def test_a_keyword_of_others_is_answered_with_what_to_write(rule, keywords, said):
+    with pytest.raises(ArgumentTypeError) as raised:
+        rule(**keywords)
+    assert said in str(raised.value)

@@ -172,3 +172,12 @@ def test_there_is_nothing_to_draw_of_what_was_not_measured():
 def test_a_report_is_a_value():
     found = report("needed")
     assert dataclasses.replace(found) == found
+
+
+def test_in_a_notebook_it_is_shown_whole_and_elsewhere_by_its_first_line():
+    found = report("needed")
+    assert repr(found) == f"<Report: {str(found).splitlines()[0]}>"
+    assert len(repr(found)) < 200
+    assert html.unescape(found._repr_html_()) == f"<pre>{found}</pre>"
+    hostile = dataclasses.replace(found, model="<script>")
+    assert "<script>" not in hostile._repr_html_()

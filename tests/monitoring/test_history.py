@@ -485,3 +485,12 @@ def test_a_second_writer_is_refused_and_changes_nothing(tmp_path):
 def test_hostile_lines_are_named(tmp_path, line):
     with pytest.raises(ValueError, match="line 2: "):
         TrainingHistory.read(written(tmp_path, FIRST, line))
+
+
+def test_it_is_shown_in_one_line():
+    history = TrainingHistory(HEADER)
+    assert repr(history) == "<TrainingHistory: no steps>"
+    history.append(StepRecord(1, 8.0, skipped=True, next_scale=4.0, steps_skipped=1))
+    history.append(StepRecord(900, 4.0, skipped=False, next_scale=4.0, steps_skipped=1))
+    said = "steps 1 to 900, 1 skipped, loss scale 8 at first and 4 at last"
+    assert repr(history) == f"<TrainingHistory: {said}>"

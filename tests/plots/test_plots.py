@@ -100,3 +100,19 @@ def test_without_axes_a_new_figure_is_drawn_on(draw):
     first, second = draw(), draw()
     assert first.figure is not second.figure
     assert drawn(first).std() > 0
+
+
+def test_a_long_run_is_drawn_by_the_ends_of_its_levels(ax):
+    plot_scales([8.0] * 500_000 + [4.0] * 500_000, ax=ax)
+    (line,) = ax.lines
+    assert line.get_xdata().tolist() == [1, 500_000, 500_001, 1_000_000]
+    assert line.get_ydata().tolist() == [8.0, 8.0, 4.0, 4.0]
+
+
+def test_a_legend_over_many_points_is_put_in_a_corner(ax):
+    # Where a search takes over a second, matplotlib warns when the picture is drawn.
+    plot_scales([8.0, 4.0] * 20_000, ax=ax)
+    ax.figure.canvas.draw()
+    box = ax.get_legend().get_window_extent().transformed(ax.transAxes.inverted())
+    assert 0.9 < box.x1 <= 1
+    assert 0.9 < box.y1 <= 1

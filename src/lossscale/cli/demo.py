@@ -10,7 +10,7 @@ from typing import Any
 
 from lossscale.cli.arguments import choose_backend, integer, seed
 from lossscale.cli.console import new_console, silenced
-from lossscale.cli.files import check_picture
+from lossscale.cli.files import check_picture, usage_errors
 from lossscale.packages import BACKENDS, require
 
 NATIVE = {
@@ -98,7 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
     output.introduce(console, framework, arguments.epochs, arguments.seed)
     runs, report = _train_all(console, framework, backend, arguments.epochs, arguments.seed)
     output.print_table(console, runs)
-    output.draw(runs, report, arguments.output)
+    with usage_errors():
+        output.draw(runs, report, arguments.output)
     console.print(f"Picture: {arguments.output}", soft_wrap=True, markup=False)
     console.print(f"Time:    {time.perf_counter() - started:.0f} seconds in all")
     return 0

@@ -191,6 +191,13 @@ def _read_arrays(path: Path) -> dict[str, Any]:
         ) from error
     if not arrays:
         raise UsageError(f"{path}: there is no array in it; it must hold x and y")
+    # Before the model is loaded, which takes longer.
+    rows = {array.shape[:1] for array in arrays.values()}
+    if len(rows) != 1 or rows & {(), (0,)}:
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        raise UsageError(
+            f"{path}: all arrays must have the same number of rows, at least one. Found: {shapes}"
+        )
     return arrays
 
 

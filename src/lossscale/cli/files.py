@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,12 +38,18 @@ def check_picture(option: str, path: Path, formats: tuple[str, ...] = PICTURE_FO
     """
     if path.suffix.lower() not in formats:
         raise UsageError(f"{option} must end in {', '.join(formats)}. Received: {str(path)!r}")
-    if not path.parent.is_dir():
-        raise UsageError(f"{option} is in a folder that does not exist: {str(path.parent)!r}")
-    if path.is_dir():
-        raise UsageError(f"{option} is a folder: {str(path)!r}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"{option} cannot be written: {str(path)!r}")
+    try:
+        if not path.parent.is_dir():
+            raise UsageError(f"{option} is in a folder that does not exist: {str(path.parent)!r}")
+        if path.is_dir():
+            raise UsageError(f"{option} is a folder: {str(path)!r}")
+        existed = path.exists()
+        # Only trying tells: of /proc, of a disk that is read only.
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"{option} cannot be written: {str(path)!r}: {error.strerror}") from error
 
 
 @contextlib.contextmanager

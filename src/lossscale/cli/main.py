@@ -55,12 +55,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lossscale: {visible(shortened(str(error)))}", file=sys.stderr)
         return error.exit_status if isinstance(error, CommandError) else 1
     except BrokenPipeError:
-        # Whoever read the output has gone, as `head` does. Python flushes once more as it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read the output has gone, as `head` does.
+        _forget_what_cannot_be_written()
+        return 1
+    except OSError as error:
+        _forget_what_cannot_be_written()
+        named = "" if error.filename is None else f"{error.filename}: "
+        reason = error.strerror or str(error)
+        print(f"lossscale: {visible(shortened(named + reason))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def _forget_what_cannot_be_written() -> None:
+    """Lets go of the standard output if it is full or gone: Python flushes once more as it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -13,6 +13,13 @@ from lossscale.packages import require
 if TYPE_CHECKING:
     from lossscale.diagnosis.report import Report
 
+__all__ = ["diagnose"]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)
+
 
 def diagnose(
     model: Any,

@@ -9,6 +9,7 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Mapping
+from html import escape
 from typing import Any
 
 from lossscale.diagnosis.measurement import MARGIN, NEAR, TOLERANCE, Measurement, measure
@@ -82,6 +83,13 @@ class Report:
             )
         )
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Report: {str(self).splitlines()[0]}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     def to_json(self) -> str:
         """Returns the report as strict JSON, with the numbers of each gradient."""

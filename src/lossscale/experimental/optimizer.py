@@ -9,9 +9,9 @@ from lossscale import optimizer
 from lossscale.arguments import (
     arguments_from_config,
     check_config,
-    checks_keywords,
     rule_from_arguments,
 )
+from lossscale.checks import checks_keywords
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.experimental.loss_scale import (
     DynamicLossScale,

@@ -11,8 +11,8 @@ from lossscale.arguments import (
     ARGUMENTS,
     INSTEAD_OF_THOSE_OF_OTHERS,
     check_described,
-    unknown_arguments,
 )
+from lossscale.checks import unknown_arguments
 from lossscale.common.checks import check_not_wrapped
 from lossscale.errors import AlreadyWrappedError, ArgumentError
 from lossscale.older import configurations as older_configs

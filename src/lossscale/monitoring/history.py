@@ -284,6 +284,15 @@ class TrainingHistory:
         for earlier, later in zip(self.records, self.records[1:], strict=False):
             check_order(earlier, later)
 
+    def __repr__(self) -> str:
+        if not self.records:
+            return "<TrainingHistory: no steps>"
+        first, last = self.records[0], self.records[-1]
+        return (
+            f"<TrainingHistory: steps {first.step} to {last.step}, {self.skips.skips} skipped, "
+            f"loss scale {first.scale:g} at first and {last.scale:g} at last>"
+        )
+
     def append(self, record: StepRecord) -> None:
         """Adds one more record.
 

@@ -14,7 +14,8 @@ import optax
 import lossscale.optax.gating as gating
 import lossscale.optax.overflow_check as overflow_check
 import lossscale.optax.scale_state as scale_state
-from lossscale.arguments import checks_keywords, rule_from_arguments
+from lossscale.arguments import INSTEAD_OF_THOSE_OF_OTHERS, rule_from_arguments
+from lossscale.checks import checks_keywords
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, UnsupportedError
 from lossscale.jax.gradients import seen, unscaled
 from lossscale.optax.finding import states_below
@@ -22,7 +23,7 @@ from lossscale.optax.scale_state import LossScaleState
 from lossscale.rules import Needs, ScaleRule, Seen
 
 
-@checks_keywords("loss_scaled")
+@checks_keywords("loss_scaled", INSTEAD_OF_THOSE_OF_OTHERS)
 def loss_scaled(
     inner: Any,
     dynamic: bool = True,

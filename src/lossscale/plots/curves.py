@@ -34,6 +34,27 @@ def axes_or_new(ax: Any | None) -> Any:
     return pyplot.subplots(layout="constrained")[1]
 
 
+_FEW_POINTS = 10_000
+"""With more, to look for the place where a legend covers least takes matplotlib seconds."""
+
+
+def add_legend(ax: Any, **settings: Any) -> None:
+    """Adds a legend, where it covers least unless there are too many points to look for that."""
+    points = sum(len(line.get_xdata()) for line in ax.lines)
+    ax.legend(loc="best" if points <= _FEW_POINTS else "upper right", **settings)
+
+
+def level_ends(steps: Sequence[int], scales: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Leaves out points in the middle of a level stretch, which a long run has many of."""
+    last = len(scales) - 1
+    kept = [
+        index
+        for index, scale in enumerate(scales)
+        if index in (0, last) or not scales[index - 1] == scale == scales[index + 1]
+    ]
+    return [steps[index] for index in kept], [scales[index] for index in kept]
+
+
 def plot_accuracy(curves: Mapping[str, Sequence[float]], ax: Any | None = None) -> Any:
     """Draws the accuracy of several runs, one line each.
 
@@ -61,7 +82,7 @@ def plot_accuracy(curves: Mapping[str, Sequence[float]], ax: Any | None = None) 
     ax.set_xlim(0.5, max((len(accuracy) for accuracy in curves.values()), default=1) + 0.5)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     ax.grid(alpha=0.3)
-    ax.legend()
+    add_legend(ax)
     return ax
 
 
@@ -105,7 +126,8 @@ def plot_scales(
     # A line of one point would not be seen.
     look = {**line_style(style), **({} if len(scales) == 1 else {"marker": "None"})}
     steps = range(1, len(scales) + 1) if steps is None else steps
-    ax.plot(steps, scales, label=label, drawstyle="steps-mid", linewidth=1.8, **look)
+    ends = level_ends(steps, scales)
+    ax.plot(*ends, label=label, drawstyle="steps-mid", linewidth=1.8, **look)
     marked = [index for index, skip in enumerate(skipped or ()) if skip]
     if marked:
         ax.plot(
@@ -125,5 +147,5 @@ def plot_scales(
     ax.set_xlabel("step")
     ax.set_ylabel("loss scale")
     ax.grid(alpha=0.3)
-    ax.legend()
+    add_legend(ax)
     return ax

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from lossscale.monitoring.history import TrainingHistory
 from lossscale.monitoring.record import SkipReason
 from lossscale.packages import require
-from lossscale.plots.curves import LINES, plot_scales
+from lossscale.plots.curves import LINES, add_legend, plot_scales
 
 # Told apart by their shape; the colours are a help. The last are drawn on top.
 _LOSS_MARKER = {"marker": "|", "markersize": 9, "color": "#000000"}
@@ -71,8 +70,7 @@ def plot_history(
 
 
 def _draw_scale(history: TrainingHistory, ax: Any) -> None:
-    steps, scales = _corners(history.steps, history.scales)
-    plot_scales(scales, None, ax, steps=steps)
+    plot_scales(history.scales, None, ax, steps=history.steps)
     for reason, (label, look) in _MARKERS.items():
         marked = [record for record in history.records if record.reason is reason]
         if marked:
@@ -102,18 +100,7 @@ def _draw_scale(history: TrainingHistory, ax: Any) -> None:
         # It has no place of its own in the drawing, and must not be lost.
         ax.plot([], [], " ", label=f"skipped between the recorded steps ({unrecorded})")
     ax.margins(y=0.12)
-    ax.legend(fontsize="small")
-
-
-def _corners(steps: Sequence[int], scales: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Leaves out points in the middle of a level stretch, which a long run has many of."""
-    last = len(scales) - 1
-    kept = [
-        index
-        for index, scale in enumerate(scales)
-        if index in (0, last) or not scales[index - 1] == scale == scales[index + 1]
-    ]
-    return [steps[index] for index in kept], [scales[index] for index in kept]
+    add_legend(ax, fontsize="small")
 
 
 def _draw_loss(history: TrainingHistory, ax: Any) -> None:
@@ -143,7 +130,7 @@ def _draw_loss(history: TrainingHistory, ax: Any) -> None:
             markeredgewidth=1.6,
             **_LOSS_MARKER,
         )
-    ax.legend(fontsize="small")
+    add_legend(ax, fontsize="small")
     if finite and min(finite) > 0 and max(finite) > _LOG_AXIS_FROM * min(finite):
         ax.set_yscale("log")
     ax.set_xlabel("step")

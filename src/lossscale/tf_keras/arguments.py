@@ -12,8 +12,8 @@ from lossscale.arguments import (
     ARGUMENTS,
     INSTEAD_OF_THOSE_OF_OTHERS,
     check_described,
-    unknown_arguments,
 )
+from lossscale.checks import unknown_arguments
 from lossscale.common.checks import check_not_wrapped, flat_list
 from lossscale.common.user_code import as_written
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError

@@ -19,8 +19,7 @@ import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.utils.hooks import RemovableHandle
 
-from lossscale.arguments import checks_keywords
-from lossscale.checks import checked_truth
+from lossscale.checks import checked_truth, checks_keywords
 from lossscale.common.checks import warned_at_floor
 from lossscale.errors import (
     AlreadyWrappedError,
@@ -181,6 +180,11 @@ class GradScaler(torch.amp.GradScaler):
         self._steps_skipped, self._last_step_skipped = 0, False
         self._last_nonfinite: tuple[NonfiniteTensor, ...] = ()
         self._forget()
+
+    def __repr__(self) -> str:
+        if not self.is_enabled():
+            return "<GradScaler, not enabled>"
+        return f"<GradScaler: loss scale {self.get_scale():g}, {self.steps_skipped} steps skipped>"
 
     def _forget(self) -> None:
         """Forgets optimizers, parameters and hooks, which a copy does not share."""

@@ -14,8 +14,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from lossscale import registry
-from lossscale.arguments import checks_keywords, rule_from_arguments
-from lossscale.checks import checked_above_zero
+from lossscale.arguments import INSTEAD_OF_THOSE_OF_OTHERS, rule_from_arguments
+from lossscale.checks import checked_above_zero, checks_keywords
 from lossscale.common.checks import check_not_wrapped, remember_wrapper, warned_at_floor
 from lossscale.errors import (
     AlreadyWrappedError,
@@ -122,7 +122,7 @@ class TorchLossScaleOptimizer(
         'state["param_groups"][0]["loss_scale"] = {value!r}; optimizer.load_state_dict(state)'
     )
 
-    @checks_keywords("LossScaleOptimizer")
+    @checks_keywords("LossScaleOptimizer", INSTEAD_OF_THOSE_OF_OTHERS)
     def __init__(
         self,
         inner_optimizer: Any,

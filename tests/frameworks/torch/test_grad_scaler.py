@@ -360,3 +360,9 @@ def test_a_fixed_scale_read_by_torch_stays_fixed():
     for slope in (1.0, torch.inf, 1.0):
         one_step(theirs, optimizer, weights, slope)
         assert theirs.get_scale() == 128
+
+
+def test_it_is_shown_in_one_line():
+    scaler = GradScaler("cpu", init_scale=8.0)
+    assert repr(scaler) == "<GradScaler: loss scale 8, 0 steps skipped>"
+    assert repr(GradScaler("cpu", enabled=False)) == "<GradScaler, not enabled>"

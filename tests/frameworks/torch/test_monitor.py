@@ -395,3 +395,14 @@ def test_mistakes_have_one_sentence():
     monitor = Monitor(loop.watched, loop.named)
     with pytest.raises(ArgumentError, match="one element"):
         monitor.step(torch.ones(2))
+
+
+def test_it_is_shown_in_one_line():
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = lossscale.LossScaleOptimizer(torch.optim.SGD([parameter], lr=0.1), initial_scale=8)
+    with Monitor(optimizer) as monitor:
+        assert repr(monitor) == "<Monitor: no step was sampled yet>"
+        optimizer.scale_loss(parameter.sum() * torch.inf).backward()
+        optimizer.step()
+        monitor.step(1.0)
+    assert repr(monitor) == "<Monitor: at step 1 loss scale 4, 1 steps skipped>"
