@@ -7,10 +7,11 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 COMPILE := -W ignore -m compileall -qq -j 0 -x '/tests?/|/transformers/models/|/py312'
 DEMO := .venv-demo
 TEST := .venv-test
+DOCS := .venv-docs
 # One more than the cores of a small machine: some tests wait for processes that they start.
 JOBS ?= 3
 
-.PHONY: demo test test-quick mutants versions peers peers-torch peers-trainers peers-jax lint types tests table bench strangers soak gpu calibration rules format clean
+.PHONY: demo test test-quick mutants versions peers peers-torch peers-trainers peers-jax lint types tests table bench strangers soak gpu docs calibration rules format clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/lossscale demo
@@ -85,6 +86,10 @@ strangers: $(TEST)/installed
 	KERAS_BACKEND=jax $(STRANGERS)
 	KERAS_BACKEND=torch $(STRANGERS)
 
+# The site: build/site/index.html, which opens from the disk and needs no network. Warnings are errors.
+docs: $(DOCS)/installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+
 # What runs on a GPU, with the frameworks that PYTHON has: build/gpu.json and docs/gpu.md.
 gpu:
 	$(PYTHON) tests/gpu.py
@@ -120,5 +125,11 @@ $(TEST)/installed: pyproject.toml constraints.txt
 	-$(TEST)/bin/python $(COMPILE) $(TEST)/lib
 	touch $@
 
+$(DOCS)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python $(PIP_INSTALL) --upgrade pip
+	$(DOCS)/bin/python $(PIP_INSTALL) --constraint constraints.txt ".[docs]"
+	touch $@
+
 clean:
-	rm -rf $(DEMO) $(TEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(DEMO) $(TEST) $(DOCS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

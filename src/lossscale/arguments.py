@@ -77,7 +77,7 @@ def rule_from_arguments(
         ArgumentTypeError: If `dynamic` is not a bool or `rule` not a rule. It is a `TypeError`.
         ArgumentError: If a value cannot be used. It is a `ValueError`.
 
-    Example:
+    Examples:
         >>> rule_from_arguments(dynamic=False, initial_scale=128)
         FixedScale(scale=128.0, skip_nonfinite=False)
     """
@@ -171,7 +171,7 @@ def config_from_rule(rule: ScaleRule) -> dict[str, Any]:
 
     The documented keys are used where they say it all.
 
-    Example:
+    Examples:
         >>> config_from_rule(DynamicScale(initial_scale=8, growth_interval=3))
         {'dynamic': True, 'initial_scale': 8.0, 'dynamic_growth_steps': 3}
     """
@@ -202,7 +202,7 @@ def arguments_from_config(
     Raises:
         ArgumentError: If the configuration is not one of a loss scale optimizer.
 
-    Example:
+    Examples:
         >>> arguments_from_config({"optimizer": {}, "loss_scale": {
         ...     "class_name": "FixedLossScale", "config": {"loss_scale_value": 8.0}}})
         ({}, {'rule': FixedScale(scale=8.0, skip_nonfinite=False)})

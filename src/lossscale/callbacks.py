@@ -67,7 +67,7 @@ class LossScaleMonitor:
     recorded is in the files by then. It raises `lossscale.errors.RecordingError` before the first
     step if a file cannot be written.
 
-    Example:
+    Examples:
         >>> LossScaleMonitor(every=0)
         Traceback (most recent call last):
         ...

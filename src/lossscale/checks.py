@@ -163,7 +163,7 @@ def unknown_arguments(
         taken: Those that it takes.
         instead: What to write for some, a format of `name` and `value`.
 
-    Example:
+    Examples:
         >>> unknown_arguments("f", {"enabled": False, "rul": 1}, ["rule"], {"enabled": "nothing"})
         'f has no argument `enabled`: write nothing. It has no argument `rul`: did you mean `rule`?'
     """

@@ -155,7 +155,7 @@ def shortened(text: str) -> str:
     Args:
         text: The message.
 
-    Example:
+    Examples:
         >>> shortened("x" * 5000).replace("x", "")
         ' [... 3000 characters ...] '
     """
@@ -178,7 +178,7 @@ def visible(text: Any) -> str:
     Args:
         text: The text, or what has one.
 
-    Example:
+    Examples:
         >>> visible("a\\x1b[31mred")
         'a\\\\x1b[31mred'
     """
@@ -194,7 +194,7 @@ def first_line(error: BaseException, most: int = 300) -> str:
         error: The error.
         most: How many characters of it at most.
 
-    Example:
+    Examples:
         >>> first_line(ValueError("no such file\\n  in line 3"))
         'no such file'
     """

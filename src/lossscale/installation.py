@@ -25,7 +25,7 @@ def register() -> None:
 
     `import lossscale` does it for Keras and tf_keras, whether they are imported before or after.
 
-    Example:
+    Examples:
         >>> register()
     """
     for framework in registry.kerases():
@@ -126,7 +126,7 @@ def install() -> Installation:
     Raises:
         ImportError: If TensorFlow is not installed.
 
-    Example:
+    Examples:
         >>> import tensorflow as tf
         >>> with install():
         ...     tf.keras.mixed_precision.experimental.LossScaleOptimizer.__module__

@@ -88,7 +88,7 @@ class OptimizerMembers:
             ValueError: If `var_list` holds something else than variables, if no variable has a
                 gradient, or if `loss` is a tensor without a tape.
 
-        Example:
+        Examples:
             >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.25))
             >>> weight = tf.Variable(1.0)
             >>> steps = optimizer.minimize(lambda: weight**2, [weight])
@@ -110,7 +110,7 @@ class OptimizerMembers:
             The product, in float32 or wider, so that the scaled value of a float16 loss does not
             overflow. For a callable, a callable that reads the scale when it is called.
 
-        Example:
+        Examples:
             >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
             >>> float(optimizer.get_scaled_loss(tf.constant(0.5)))
             4.0
@@ -129,7 +129,7 @@ class OptimizerMembers:
             A new list of the same length, in float32 or wider: float16 cannot hold the small
             values that scaling protected. None stays None, sparse stays sparse.
 
-        Example:
+        Examples:
             >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
             >>> gradient, missing = optimizer.get_unscaled_gradients([tf.constant([4.0]), None])
             >>> gradient.numpy(), missing
@@ -170,7 +170,7 @@ class OptimizerMembers:
             TypeError: If `grads_and_vars` does not hold pairs.
             ValueError: If no variable has a gradient.
 
-        Example:
+        Examples:
             >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.5))
             >>> weight = tf.Variable([1.0, 2.0])
             >>> scaled = optimizer.get_scaled_loss(tf.constant([2.0, float("inf")]))
@@ -194,7 +194,7 @@ class OptimizerMembers:
         Raises:
             ValueError: If a gradient cannot be computed.
 
-        Example:
+        Examples:
             >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
             >>> weight = tf.Variable(3.0)
             >>> float(optimizer.get_gradients(lambda: weight**2, [weight])[0])
@@ -215,7 +215,7 @@ class OptimizerMembers:
         Raises:
             ValueError: If a gradient cannot be computed.
 
-        Example:
+        Examples:
             >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.5))
             >>> weight = tf.Variable(3.0)
             >>> updates = optimizer.get_updates(lambda: weight**2, [weight])
@@ -237,7 +237,7 @@ class OptimizerMembers:
         Returns:
             The product, in float32 or wider; for a callable, a callable.
 
-        Example:
+        Examples:
             >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
             >>> float(optimizer.scale_loss(tf.constant(0.5)))
             4.0
@@ -257,7 +257,7 @@ class OptimizerMembers:
         Raises:
             ValueError: If no variable has a gradient, or without variables their number differs.
 
-        Example:
+        Examples:
             >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(1.0))
             >>> weight = keras.Variable([1.0, 2.0])
             >>> optimizer.apply([optimizer.scale_loss(tf.constant([0.5, 0.5]))], [weight])
@@ -377,7 +377,7 @@ class OptimizerMembers:
         Raises:
             ValueError: If their number or a shape does not match. Then nothing is changed.
 
-        Example:
+        Examples:
             >>> inner = keras.optimizers.SGD(0.5, momentum=0.9)
             >>> optimizer = lossscale.LossScaleOptimizer(inner)
             >>> optimizer.build([keras.Variable([1.0, 2.0])])
@@ -405,7 +405,7 @@ class OptimizerMembers:
         Raises:
             KeyError: If there is no such slot, or the optimizer does not know the variable.
 
-        Example:
+        Examples:
             >>> inner = keras.optimizers.SGD(0.5, momentum=0.9)
             >>> optimizer = lossscale.LossScaleOptimizer(inner)
             >>> weight = tf.Variable(1.0)
@@ -426,7 +426,7 @@ class OptimizerMembers:
         Returns:
             The new state variable. It is saved with the optimizer.
 
-        Example:
+        Examples:
             >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
             >>> optimizer.add_slot(tf.Variable([1.0, 2.0]), "average").shape.as_list()
             [2]
@@ -460,7 +460,7 @@ class OptimizerMembers:
         Raises:
             ValueError: If another `synchronization` is asked for, which Keras 3 does not have.
 
-        Example:
+        Examples:
             >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
             >>> int(optimizer.add_weight("seen", (), dtype="int64"))
             0

@@ -79,7 +79,7 @@ class LossScaleOptimizer(OptimizerMembers):
             is not a bool, or `rule` is no rule.
         ValueError: If a scale or a number of steps cannot be used.
 
-    Example:
+    Examples:
         >>> import keras, lossscale, tensorflow as tf
         >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.25))
         >>> weight = tf.Variable(1.0)
@@ -170,7 +170,7 @@ class LossScaleOptimizer(OptimizerMembers):
         Raises:
             ValueError: If it is not the configuration of a loss scale optimizer.
 
-        Example:
+        Examples:
             >>> import keras, lossscale
             >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
             >>> lossscale.LossScaleOptimizer.from_config(optimizer.get_config()).initial_scale

@@ -75,7 +75,7 @@ def require(*modules: str, purpose: str = "", hint: str = "") -> None:
     Raises:
         MissingPackageError: If some cannot. The message has the command that installs them. It is
             an `ImportError`.
-    Example:
+    Examples:
         >>> require("numpy")
     """
     missing = [name for name in modules if not is_installed(name)]
@@ -98,7 +98,7 @@ def not_installed(
         hint: A sentence at the end of the message.
         extras: What installs them here; by default the smallest extras that do.
 
-    Example:
+    Examples:
         >>> str(not_installed(["rich", "matplotlib"]))
         'rich, matplotlib not found: pip install "lossscale[demo]"'
         >>> str(not_installed(["optax"], purpose="This schedule"))
@@ -121,7 +121,7 @@ def install_command(extras: Iterable[str]) -> str:
     Args:
         extras: Their names; what another one includes is left out.
 
-    Example:
+    Examples:
         >>> install_command(["keras", "jax"]), install_command(["keras", "tensorflow"])
         ('pip install "lossscale[keras,jax]"', 'pip install "lossscale[tensorflow]"')
     """

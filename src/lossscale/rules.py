@@ -220,7 +220,7 @@ class FixedScale(ScaleRule):
     Raises:
         ArgumentError: If `scale` is no such number. It is a `ValueError`.
 
-    Example:
+    Examples:
         >>> FixedScale(128).init()
         ScaleState(scale=128.0, good_steps=0)
 
@@ -315,7 +315,7 @@ class DynamicScale(ScaleRule):
     Raises:
         ArgumentError: If a value cannot be used; the message names it. It is a `ValueError`.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> rule = DynamicScale(initial_scale=8, growth_interval=2)
         >>> state = ScaleState(np.float32(8), np.int64(0))
@@ -491,7 +491,7 @@ def updates_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[
         before: The state before the step, as Python numbers.
         applied: Whether the step was applied.
 
-    Example:
+    Examples:
         >>> updates_on_host(DynamicScale(), ScaleState(32768.0, 7), applied=False)
         {'scale': 16384.0, 'good_steps': 0}
     """

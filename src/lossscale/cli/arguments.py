@@ -28,7 +28,7 @@ def rule_from_words(words: Sequence[str]) -> ScaleRule:
     Raises:
         UsageError: If there is no such rule or setting, or a value cannot be used.
 
-    Example:
+    Examples:
         >>> rule_from_words(["DynamicScale", "growth_interval=500"]).growth_interval
         500
         >>> rule_from_words(["FixedScale", "scale=2**7"])

@@ -53,7 +53,7 @@ class Noted(NamedTuple):
 def unique(names: Sequence[str]) -> tuple[str, ...]:
     """Returns names, of which those that recur get a number.
 
-    Example:
+    Examples:
         >>> unique(["kernel", "bias", "kernel"])
         ('kernel', 'bias', 'kernel#2')
     """

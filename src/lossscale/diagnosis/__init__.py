@@ -75,7 +75,7 @@ def diagnose(
         ArgumentError: If its loss is not known, it has no variables, or the data or another
             argument cannot be used. It is a `ValueError`.
 
-    Example:
+    Examples:
         >>> diagnose("model", [1.0])
         Traceback (most recent call last):
         ...

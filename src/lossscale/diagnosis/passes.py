@@ -86,7 +86,7 @@ def reach(output: Any, gradient: Any, loss: float, squares: float | None = None)
         squares: The sum of the squares of all gradients of one output in several arrays; None for
             that of this array.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> output, target = np.zeros(4), np.full(4, 9000.0)
         >>> error = output - target

@@ -162,7 +162,7 @@ def headline(verdict: Verdict) -> str:
 def line_to_copy(rule: DynamicScale) -> str:
     """Returns the call that makes a rule.
 
-    Example:
+    Examples:
         >>> line_to_copy(DynamicScale(initial_scale=2.0**15, min_scale=2.0**4))
         'DynamicScale(initial_scale=2.0**15, min_scale=2.0**4)'
     """
@@ -173,7 +173,7 @@ def line_to_copy(rule: DynamicScale) -> str:
 def percent(share: float) -> str:
     """Returns a share as people read it.
 
-    Example:
+    Examples:
         >>> percent(0.0004), percent(0.034), percent(1.12), percent(float("inf"))
         ('under 0.1 %', '3.4 %', '112 %', 'infinitely')
     """

@@ -62,7 +62,7 @@ def judge(found: Measurement) -> Verdict:
     Args:
         found: What was measured of it.
 
-    Example:
+    Examples:
         >>> from lossscale.diagnosis.measurement import Gradient
         >>> lost = Gradient("w", 10, 1e-6, {0: 0.9, 8: 0.01, 20: 0.001}, 0.002)
         >>> verdict = judge(Measurement((lost,), bottom=4, top=27))

@@ -99,7 +99,7 @@ class FixedLossScale(_RuleLossScale):
     Raises:
         ValueError: If it is no such number.
 
-    Example:
+    Examples:
         >>> FixedLossScale(8).get_config()
         {'loss_scale_value': 8.0}
 
@@ -143,7 +143,7 @@ class DynamicLossScale(_RuleLossScale):
     Raises:
         ValueError: If a value cannot be used; the message names it.
 
-    Example:
+    Examples:
         >>> DynamicLossScale(increment_period=500).get_config()
         {'initial_loss_scale': 32768.0, 'increment_period': 500, 'multiplier': 2.0}
 

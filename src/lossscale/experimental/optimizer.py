@@ -65,7 +65,7 @@ class LossScaleOptimizer(_Base):
         TypeError: If `optimizer` is no optimizer or already has loss scaling.
         ValueError: If `loss_scale` cannot be used.
 
-    Example:
+    Examples:
         >>> import keras, tensorflow as tf
         >>> opt = LossScaleOptimizer(keras.optimizers.SGD(0.25), "dynamic")
         >>> weight = tf.Variable(1.0)

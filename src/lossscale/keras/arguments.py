@@ -109,7 +109,7 @@ def hard_sigmoid(x: Any) -> Any:
     Args:
         x: A tensor of any shape.
 
-    Example:
+    Examples:
         >>> [round(float(hard_sigmoid(x)), 1) for x in (-3.0, 0.0, 1.0)]
         [0.0, 0.5, 0.7]
     """

@@ -70,7 +70,7 @@ def check_file(path: str | Path) -> None:
         MissingPackageError: If there is no h5py.
         UnsupportedError: If there is no Python interpreter to start, as in a frozen program.
 
-    Example:
+    Examples:
         >>> import h5py, tempfile
         >>> path = tempfile.mkdtemp() + "/model.h5"
         >>> with h5py.File(path, "w") as file:

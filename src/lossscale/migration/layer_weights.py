@@ -185,7 +185,7 @@ def attributes(layer: Any) -> list[tuple[str, list[Any]]]:
 def snake_case(name: str) -> str:
     """Returns the name of a class as `.keras` files have it.
 
-    Example:
+    Examples:
         >>> snake_case("MultiHeadAttention"), snake_case("Conv2DTranspose")
         ('multi_head_attention', 'conv2d_transpose')
     """

@@ -78,7 +78,7 @@ def successor(kind: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]
         kind: The name of the class.
         settings: Its configuration, which is not changed.
 
-    Example:
+    Examples:
         >>> successor("ThresholdedReLU", {"theta": 1.0, "dtype": "float32"})
         ('ReLU', {'dtype': 'float32', 'threshold': 1.0})
     """
@@ -105,7 +105,7 @@ def successor(kind: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]
 def plain_values(config: Any) -> Any:
     """Returns a configuration with plain numbers and lists for the arrays and tuples in it.
 
-    Example:
+    Examples:
         >>> slope = {"class_name": "__numpy__", "config": {"value": 0.5, "dtype": "float32"}}
         >>> plain_values({"negative_slope": slope, "shape": [2]})
         {'negative_slope': 0.5, 'shape': [2]}

@@ -112,7 +112,7 @@ class Alarms:
     Raises:
         ArgumentTypeError: If `rule` is no rule. It is a `TypeError`.
 
-    Example:
+    Examples:
         >>> from lossscale import DynamicScale
         >>> alarms = Alarms(DynamicScale(initial_scale=1), MonitorSettings(max_consecutive_skips=2))
         >>> for step in (1, 2):
@@ -326,7 +326,7 @@ def float16_without_scaling(where: str) -> Alarm:
     Args:
         where: What computes in float16, as the user knows it: the name of a model or a layer.
 
-    Example:
+    Examples:
         >>> float16_without_scaling("model 'sequential'").kind
         <AlarmKind.NOT_SCALED: 'not_scaled'>
     """

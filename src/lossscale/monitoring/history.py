@@ -56,7 +56,7 @@ class HistoryHeader:
         versions: Name of a package to its version.
         started: When the run started, in ISO 8601 with a time zone.
 
-    Example:
+    Examples:
         >>> from lossscale import DynamicScale
         >>> header = HistoryHeader.of(DynamicScale(initial_scale=8), {"keras": "3.15.1"})
         >>> header.rule["class_name"], header.versions["keras"]
@@ -158,7 +158,7 @@ class HistoryWriter:
             or if it is no history. Nothing is written then. It is a `ValueError`.
         OSError: If the file cannot be written.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from lossscale import DynamicScale
         >>> folder = tempfile.TemporaryDirectory()
@@ -266,7 +266,7 @@ class TrainingHistory:
     Raises:
         ArgumentError: If the steps are not in order. It is a `ValueError`.
 
-    Example:
+    Examples:
         >>> from lossscale import DynamicScale
         >>> history = TrainingHistory(HistoryHeader.of(DynamicScale(initial_scale=4)))
         >>> history.append(StepRecord(1, 4.0, skipped=True, nonfinite=[("dense/kernel", 3, 0)]))

@@ -88,7 +88,7 @@ class Monitor:
         settings: As they were given.
         last_record: The last record, or None.
 
-    Example:
+    Examples:
         >>> from lossscale import DynamicScale
         >>> monitor = Monitor(MonitorSettings(), DynamicScale(initial_scale=8))
         >>> monitor.observe(StepStats(1, 8.0, 4.0, 1, True, loss=0.5))

@@ -14,7 +14,7 @@ def first_state(rule: ScaleRule, shape: tuple[int, ...] = ()) -> ScaleState:
         rule: The rule.
         shape: The shape of each array. Each element is the state of a run of its own.
 
-    Example:
+    Examples:
         >>> from lossscale.rules import DynamicScale
         >>> first_state(DynamicScale(initial_scale=8), (2,)).scale.tolist()
         [8.0, 8.0]

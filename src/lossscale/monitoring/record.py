@@ -42,7 +42,7 @@ class NonfiniteTensor(NamedTuple):
         infs: How many elements are infinite.
         nans: How many are not numbers.
 
-    Example:
+    Examples:
         >>> str(NonfiniteTensor("dense/kernel", infs=3, nans=0))
         'dense/kernel (3 inf)'
     """
@@ -80,7 +80,7 @@ class StepRecord:
     Raises:
         ArgumentError: If a value cannot be used; the message names it. It is a `ValueError`.
 
-    Example:
+    Examples:
         >>> record = StepRecord(7, 32768.0, True, loss=float("nan"), reason="loss")
         >>> record.to_json()
         {'step': 7, 'scale': 32768.0, 'skipped': True, 'loss': 'nan', 'reason': 'loss'}
@@ -206,7 +206,7 @@ def power_of_two(value: float) -> str:
     Args:
         value: A number above 0.
 
-    Example:
+    Examples:
         >>> power_of_two(1024.0), power_of_two(1000.0), power_of_two(0.5)
         ('2**10', '1000', '0.5')
     """

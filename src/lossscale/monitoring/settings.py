@@ -42,7 +42,7 @@ class MonitorSettings:
         MissingPackageError: If `tensorboard` is given and tensorboardX is not installed. It is an
             `ImportError`.
 
-    Example:
+    Examples:
         >>> MonitorSettings(every=100).every
         100
     """

@@ -175,7 +175,7 @@ def simulate(
     Raises:
         ArgumentError: If `overflows` is empty or has anything but booleans. It is a `ValueError`.
 
-    Example:
+    Examples:
         >>> rule = DynamicScale(initial_scale=8, growth_interval=2)
         >>> simulate(rule, [False, False, True]).scales.tolist()
         [[8.0, 8.0, 16.0]]
@@ -216,7 +216,7 @@ def simulate_gradients(
         ArgumentError: If `magnitudes` is empty or has anything but numbers from 0 up. It is a
             `ValueError`.
 
-    Example:
+    Examples:
         >>> simulation = simulate_gradients(DynamicScale(initial_scale=2**15), [8.0] * 5)
         >>> simulation.scales.tolist()
         [[32768.0, 16384.0, 8192.0, 4096.0, 4096.0]]
@@ -264,7 +264,7 @@ def simulate_random(
     Raises:
         ArgumentError: If a value cannot be used; the message names it. It is a `ValueError`.
 
-    Example:
+    Examples:
         >>> simulation = simulate_random(DynamicScale(growth_interval=100), 0.02, steps=5000)
         >>> simulation.scales.shape, float(simulation.final_scales.max()) < 2**15
         ((16, 5000), True)
@@ -362,7 +362,7 @@ def expected_drift(rule: DynamicScale, probability: float) -> float:
     Raises:
         ArgumentError: If `probability` is none. It is a `ValueError`.
 
-    Example:
+    Examples:
         >>> round(1000 * expected_drift(DynamicScale(), 1e-3), 3)
         -0.844
         >>> round(1000 * expected_drift(DynamicScale(), 1e-4), 3)
@@ -392,7 +392,7 @@ def critical_probability(rule: DynamicScale) -> float:
         The probability at which the drift is 0. For doubling and halving at each overflow it is
         1 - 2**(-1 / N).
 
-    Example:
+    Examples:
         >>> f"{critical_probability(DynamicScale()):.3g}"
         '0.000347'
         >>> f"{critical_probability(DynamicScale(growth_interval=100)):.2g}"

@@ -40,7 +40,7 @@ class SkipCounter:
         consecutive: How many steps in a row were skipped, up to the last record.
         longest: The highest number that `consecutive` has had.
 
-    Example:
+    Examples:
         >>> counter = SkipCounter()
         >>> counter.observe(StepRecord(1, 8.0, skipped=True))
         Stretch(steps=1, skips=1)
@@ -113,7 +113,7 @@ def lowest_scale(rule: ScaleRule) -> float | None:
     Returns:
         The scale, dimensionless; None if the rule still lowers it after so many overflows.
 
-    Example:
+    Examples:
         >>> from lossscale.rules import DynamicScale, FixedScale
         >>> lowest_scale(DynamicScale(min_scale=0.25)), lowest_scale(FixedScale(128))
         (0.25, 128.0)
@@ -154,7 +154,7 @@ def skip_reason(rule: ScaleRule, scale: float, loss: float | None) -> SkipReason
         loss: The loss of this step alone, not scaled and no mean of several steps; None if it
             is not known.
 
-    Example:
+    Examples:
         >>> from lossscale.rules import DynamicScale
         >>> skip_reason(DynamicScale(), 32768.0, loss=0.3)
         <SkipReason.OVERFLOW: 'overflow'>

@@ -79,7 +79,7 @@ def inner_config(config: Any, custom_objects: Mapping[str, Any] | None = None) -
     Raises:
         ArgumentError: If Keras 3 cannot do what a setting says; the message names it.
 
-    Example:
+    Examples:
         >>> inner_config({"class_name": "sgd", "module": "keras.optimizers.legacy",
         ...               "config": {"lr": 0.5, "decay": 0.0}, "registered_name": None})
         {'class_name': 'SGD', 'config': {'learning_rate': 0.5}}

@@ -74,7 +74,7 @@ def names_for(kind: str | None, names: Sequence[str]) -> list[str]:
         kind: An optimizer's name, as `kind_of` returns it.
         names: What a file calls the slot.
 
-    Example:
+    Examples:
         >>> sorted(names_for("Adamax", ["v"]))
         ['_u', 'norm', 'u', 'v']
     """
@@ -92,7 +92,7 @@ def documented_name(kind: str | None, names: Sequence[str]) -> str | None:
         kind: An optimizer's name, as `kind_of` returns it.
         names: What the slot is called anywhere.
 
-    Example:
+    Examples:
         >>> documented_name("RMSprop", ["_velocities"])
         'rms'
     """
@@ -107,7 +107,7 @@ def nadam_product(beta_1: float, steps: int) -> float:
         beta_1: Its setting of that name.
         steps: Applied steps.
 
-    Example:
+    Examples:
         >>> nadam_product(0.5, 0), nadam_product(0.5, 1)
         (1.0, 0.26)
     """
@@ -121,7 +121,7 @@ def split_label(label: str) -> tuple[str, str]:
     Args:
         label: `m/dense/kernel`; or `Adam/m/dense/kernel`, if it made its state by itself.
 
-    Example:
+    Examples:
         >>> split_label("m/dense/kernel"), split_label("Adam/m/dense/kernel")
         (('m', 'dense/kernel'), ('m', 'dense/kernel'))
     """
@@ -141,7 +141,7 @@ def places_of_names(names: Sequence[str]) -> list[Place]:
     Args:
         names: The names of the arrays, in the order of the file.
 
-    Example:
+    Examples:
         >>> places_of_names(["SGD/iter:0", "SGD/a/momentum:0", "SGD/b/momentum:0"])
         [Place(name='iterations', turn=None), Place(name='momentum', turn=0), \
 Place(name='momentum', turn=1)]
@@ -177,7 +177,7 @@ def places_of_numbers(
     Returns:
         None if the number of arrays is not the one that this optimizer writes.
 
-    Example:
+    Examples:
         >>> [place.name for place in places_of_numbers("Adam", {}, 2, 5)]
         ['iterations', 'm', 'v', 'm', 'v']
     """
@@ -208,7 +208,7 @@ def begins_as_keras_own(arrays: Sequence[Any]) -> bool:
     Args:
         arrays: The arrays, or anything with their `shape` and `dtype`, in the order of the file.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> counts, numbers = np.array(3), np.array(0.5)
         >>> begins_as_keras_own([counts, numbers, counts, numbers])

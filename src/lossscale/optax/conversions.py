@@ -45,7 +45,7 @@ def from_jmp(
         ArgumentError: If a number in it cannot be used. It is a `ValueError`.
         AlreadyWrappedError: If `inner_state` has a loss scale already. It is a `TypeError`.
 
-    Example:
+    Examples:
         >>> import jmp
         >>> scale = jmp.DynamicLossScale(jnp.float32(64), jnp.int32(9), period=10)
         >>> rule, opt_state = lossscale.optax.from_jmp(scale, optax.sgd(0.5).init(jnp.ones(2)))
@@ -98,7 +98,7 @@ def from_flax(dynamic_scale: Any, inner_state: Any) -> tuple[ScaleRule, LossScal
         ArgumentError: If a number in it cannot be used. It is a `ValueError`.
         AlreadyWrappedError: If `inner_state` has a loss scale already. It is a `TypeError`.
 
-    Example:
+    Examples:
         >>> from flax.training.dynamic_scale import DynamicScale
         >>> scale = DynamicScale(growth_interval=2000, scale=64.0)
         >>> rule, opt_state = lossscale.optax.from_flax(scale, optax.sgd(0.5).init(jnp.ones(2)))

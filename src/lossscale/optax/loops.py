@@ -29,7 +29,7 @@ def loss_scale(opt_state: Any) -> Any:
         ArgumentError: If `loss_scaled` is inside a transformation that has to be inside of it. It
             is a `ValueError`.
 
-    Example:
+    Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.1), initial_scale=8)
         >>> float(lossscale.optax.loss_scale(tx.init(jnp.ones(2))))
         8.0
@@ -58,7 +58,7 @@ def scale_loss(opt_state: Any, loss: Any) -> Any:
         ArgumentTypeError, ArgumentError: As for `loss_scale`; or if the state is that of several
             replicas or members.
 
-    Example:
+    Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.1), initial_scale=8)
         >>> opt_state = tx.init(jnp.ones(2))
         >>> jax.grad(lambda w: lossscale.optax.scale_loss(opt_state, w.sum()))(jnp.ones(2))
@@ -82,7 +82,7 @@ def unscale(opt_state: Any, gradients: Any) -> Any:
     Raises:
         ArgumentTypeError, ArgumentError: As for `loss_scale`.
 
-    Example:
+    Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.1), initial_scale=8)
         >>> lossscale.optax.unscale(tx.init(jnp.ones(2)), {"w": jnp.float16([16.0, 4.0])})
         {'w': Array([2. , 0.5], dtype=float32)}
@@ -106,7 +106,7 @@ def all_finite(gradients: Any) -> Any:
     Returns:
         A boolean scalar array.
 
-    Example:
+    Examples:
         >>> bool(lossscale.optax.all_finite({"w": jnp.float32([1.0, jnp.inf]), "b": None}))
         False
     """
@@ -145,7 +145,7 @@ def value_and_grad(
         ArgumentError: When it is called, as for `scale_loss`; or if the loss is no scalar of
             floating-point numbers. It is a `ValueError`.
 
-    Example:
+    Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8)
         >>> weight = jnp.float32(1.0)
         >>> opt_state = tx.init(weight)

@@ -72,7 +72,8 @@ class Monitor(LoopMonitor):
         loss_fn: The loss, `loss_fn(params, batch, dtype)`, as for `lossscale.optax.diagnose`. With
             it, and `data` or the batch of a step, the monitor says where infinities arise that no
             loss scale takes away.
-        has_aux, grad: As for `lossscale.optax.diagnose`.
+        has_aux: As for `lossscale.optax.diagnose`.
+        grad: As for `lossscale.optax.diagnose`.
         steps_before: How many steps the run has behind it. A state of `noted` knows it by itself.
 
     Raises:
@@ -82,7 +83,7 @@ class Monitor(LoopMonitor):
             `ImportError`.
         RecordingError: If a file cannot be written. It is an `OSError`.
 
-    Example:
+    Examples:
         >>> params = {"w": jnp.ones(2)}
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8)
         >>> tx = lossscale.optax.noted(tx)

@@ -62,7 +62,7 @@ def noted(tx: Any) -> Any:
         UnsupportedError: In `update`, if it is in a `shard_map` whose devices have gradients of
             their own. It is a `NotImplementedError`.
 
-    Example:
+    Examples:
         >>> tx = lossscale.optax.noted(lossscale.optax.loss_scaled(optax.sgd(0.5)))
         >>> opt_state = tx.init({"w": jnp.ones(2)})
         >>> _, opt_state = tx.update({"w": jnp.float32([1.0, jnp.inf])}, opt_state)

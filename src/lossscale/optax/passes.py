@@ -102,7 +102,7 @@ def diagnose(
         ArgumentError: If there is nothing to train, no batch, no loss that can be derived, or
             `loss_fn` computes nothing in float16. It is a `ValueError`.
 
-    Example:
+    Examples:
         >>> def loss_fn(params, batch, dtype):
         ...     predicted = batch.astype(dtype) @ params["w"].astype(dtype)
         ...     return jnp.mean(predicted.astype(jnp.float32) ** 2) / 2**30

@@ -70,7 +70,7 @@ def loss_scaled(
             or `axis_name` no name. It is a `TypeError`.
         ArgumentError: If a scale or a number of steps cannot be used. It is a `ValueError`.
 
-    Example:
+    Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8)
         >>> weight = jnp.float32(1.0)
         >>> opt_state = tx.init(weight)

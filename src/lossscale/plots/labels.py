@@ -13,7 +13,7 @@ def shortened(names: Sequence[str], length: int) -> list[str]:
         names: Names, such as the paths of variables. The end of a path says most.
         length: How many characters may be left of each.
 
-    Example:
+    Examples:
         >>> shortened(["encoder/attention/query/kernel", "head/bias"], 20)
         ['encode…/query/kernel', 'head/bias']
         >>> shortened([f"encoder/block_{n}/attention/query/kernel" for n in (1, 2)], 24)

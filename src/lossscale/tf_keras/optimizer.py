@@ -336,7 +336,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             ValueError: If `var_list` holds something else than variables, or if `loss` is a
                 tensor without a tape.
 
-        Example:
+        Examples:
             >>> optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.SGD())
             >>> weight = tf.Variable(3.0)
             >>> [(gradient, _)] = optimizer.compute_gradients(lambda: weight**2, [weight])

@@ -106,7 +106,7 @@ def install() -> ScalerInstallation:
     Returns:
         An object whose `undo()` puts PyTorch's back; also a context manager that does.
 
-    Example:
+    Examples:
         >>> with lossscale.torch.install():
         ...     isinstance(torch.amp.GradScaler("cpu"), lossscale.torch.GradScaler)
         True

@@ -97,7 +97,7 @@ class GradScaler(torch.amp.GradScaler):
             `AssertionError`.
         ArgumentTypeError: If `rule` or `process_group` is something else. It is a `TypeError`.
 
-    Example:
+    Examples:
         >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
         >>> optimizer = torch.optim.SGD([weight], lr=0.5)
         >>> scaler = GradScaler("cpu", init_scale=8.0)

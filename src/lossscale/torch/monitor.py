@@ -64,7 +64,7 @@ class Monitor(LoopMonitor):
             `ImportError`.
         RecordingError: If a file cannot be written. It is an `OSError`.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(2, 1, bias=False)
         >>> inner = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> optimizer = lossscale.torch.LossScaleOptimizer(inner, initial_scale=8)

@@ -95,7 +95,7 @@ class TorchLossScaleOptimizer(
             is not a bool, or `rule` is no rule.
         ValueError: If a value cannot be used.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(3, 1)
         >>> inner = torch.optim.AdamW(model.parameters(), fused=True)
         >>> optimizer = lossscale.torch.LossScaleOptimizer(inner)
@@ -238,7 +238,7 @@ class TorchLossScaleOptimizer(
         Raises:
             GradientsError: If a gradient is of float16, like its parameter. It is a `ValueError`.
 
-        Example:
+        Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
             >>> optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD([weight], lr=0.5))
             >>> optimizer.scale_loss(weight.sum()).backward()
@@ -364,7 +364,7 @@ class TorchLossScaleOptimizer(
         Raises:
             UnsupportedError: With `decide="device"`, where nobody waits for what was decided.
 
-        Example:
+        Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
             >>> optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD([weight], lr=0.5))
             >>> handle = optimizer.register_step_skipped_hook(lambda _: print("skipped"))
@@ -394,7 +394,7 @@ class TorchLossScaleOptimizer(
         Raises:
             GradientsError: If a gradient is of float16, like its parameter. It is a `ValueError`.
 
-        Example:
+        Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
             >>> optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD([weight], lr=0.5))
             >>> optimizer.scale_loss(weight.sum()).backward()
@@ -609,7 +609,7 @@ class TorchLossScaleOptimizer(
             `loss_scale` (dimensionless), `loss_scale_good_steps`, `loss_scale_steps_skipped` and
             `loss_scale_iterations` (in steps): Python numbers. The optimizer inside can load it.
 
-        Example:
+        Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
             >>> optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD([weight], lr=0.5))
             >>> optimizer.state_dict()["param_groups"][0]["loss_scale"]

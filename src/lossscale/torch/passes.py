@@ -89,7 +89,7 @@ def diagnose(
             a `ValueError`.
         UnsupportedError: If parameters are spread over processes.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(3, 1)
         >>> def loss_fn(model, batch):
         ...     return (model(batch) - 1).abs().mean() / 2**30

@@ -148,7 +148,7 @@ def groups_of(tensors: Iterable[Any], process_group: Any = None) -> tuple[Any, .
         ArgumentTypeError: If `process_group` is none of these. It is a `TypeError`.
         UnsupportedError: If parameters are sharded by FSDP1, and no group is given.
 
-    Example:
+    Examples:
         >>> groups_of([torch.nn.Parameter(torch.zeros(3))])
         ()
 
@@ -273,7 +273,7 @@ def agreed(
         float32 scalar tensors: 1 if one process found an overflow, 0 if none, -1 if there is no
         gradient anywhere; and 1 if a loss was scaled somewhere, else 0.
 
-    Example:
+    Examples:
         >>> agreed(torch.tensor(1.0), True, True, ())
         (tensor(1.), tensor(1.))
     """

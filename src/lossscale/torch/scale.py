@@ -38,7 +38,7 @@ def update_on_host(rule: ScaleRule, state: ScaleState, seen: Seen) -> ScaleState
         state: The state before, as Python numbers.
         seen: What the rule sees: `finite` is a bool, the rest are float32 tensors of the CPU.
 
-    Example:
+    Examples:
         >>> rule = lossscale.DynamicScale(initial_scale=8)
         >>> update_on_host(rule, rule.init(), Seen(False))
         ScaleState(scale=4.0, good_steps=0)

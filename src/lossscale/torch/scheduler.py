@@ -110,7 +110,7 @@ def guard(scheduler: _Scheduler, optimizer: Any) -> _Scheduler:
         TypeError: If `optimizer` is no loss scale optimizer of PyTorch, `scheduler` has no `step`,
             or it is guarded already.
 
-    Example:
+    Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD([weight], lr=0.5))
         >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)

@@ -292,7 +292,7 @@ def read_scaler_state(found: Any, rule: ScaleRule, state: ScaleState) -> ScalerS
             `KeyError`.
         ArgumentError: If a value in it cannot be used. It is a `ValueError`.
 
-    Example:
+    Examples:
         >>> from lossscale import DynamicScale
         >>> rule, saved = DynamicScale(), {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}}
         >>> read_scaler_state(saved, rule, rule.init()).state

@@ -21,15 +21,15 @@ class TransformersMonitor(HostedMonitor, TrainerCallback):
     one writes the files.
 
     Args:
-        path, every, tensorboard, on_floor, max_consecutive_skips, append, on_write_error,
-            measure_every, data, loss_fn: As of `lossscale.torch.Monitor`.
+        settings: As of `lossscale.torch.Monitor`: `path`, `every`, `tensorboard`, `on_floor`,
+            `max_consecutive_skips`, `append`, `on_write_error`, `measure_every`, `data`, `loss_fn`.
 
     Raises:
         ArgumentError, ArgumentTypeError, MissingPackageError: As of `lossscale.torch.Monitor`. In
             `train` ArgumentError if the trainer has no loss scale of this library,
             TrainingHaltedError if an alarm ends training.
 
-    Example:
+    Examples:
         >>> lossscale.torch.TransformersMonitor(every=100, max_consecutive_skips=20).last_record
     """
 

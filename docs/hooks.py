@@ -1,0 +1,86 @@
+"""What the site shows of files outside docs/: README, CHANGELOG, CONTRIBUTING and the examples.
+
+Links to them are rewritten, so that the same pages hold in a checkout and on the site.
+"""
+
+import pathlib
+import posixpath
+import re
+
+from mkdocs.structure.files import File
+
+ROOT = pathlib.Path(__file__).parents[1]
+# Of a file in the repository the page that it is on the site.
+PAGES = {
+    "README.md": "index.md",
+    **{
+        path.name: f"{path.stem.lower()}.md"
+        for path in sorted(ROOT.glob("*.md"))
+        if path.name != "README.md"
+    },
+}
+EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
+LINK = re.compile(r"\[([^\]\[]*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files, config):
+    """Adds pages that are written elsewhere."""
+    for name, page in PAGES.items():
+        text = rewritten((ROOT / name).read_text(encoding="utf-8"), "")
+        files.append(File.generated(config, page, content=text))
+    for path in EXAMPLES:
+        source = path.read_text(encoding="utf-8")
+        where = path.relative_to(ROOT).with_suffix(".md").as_posix()
+        text = f"---\nsearch:\n  boost: 0.5\n---\n# {path.name}\n\n```python\n{source}```\n"
+        files.append(File.generated(config, where, content=text))
+    for folder in sorted({path.parent for path in EXAMPLES}):
+        inside = [path for path in EXAMPLES if path.is_relative_to(folder)]
+        lines = [f"# {folder.relative_to(ROOT).as_posix()}", ""]
+        lines += [
+            f"- [{p.relative_to(folder)}]({p.relative_to(folder).with_suffix('.md')})"
+            for p in inside
+        ]
+        where = (folder.relative_to(ROOT) / "index.md").as_posix()
+        files.append(File.generated(config, where, content="\n".join(lines) + "\n"))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Rewrites links that leave docs/."""
+    if page.file.generated_by is not None:
+        return markdown
+    return rewritten(markdown, f"docs/{posixpath.dirname(page.file.src_uri)}")
+
+
+def rewritten(markdown, folder):
+    """Returns a text whose links lead to pages of the site, and are called as those are.
+
+    Args:
+        markdown: The text.
+        folder: Where it stands in the repository.
+    """
+
+    def replaced(found):
+        words, link, anchor = found[1], found[2], found[3] or ""
+        source = posixpath.normpath(posixpath.join(folder, link))
+        if source.startswith("tests/") or source in ("LICENSE", "constraints.txt"):
+            return words
+        page = page_of(source)
+        if page is None:
+            return found[0]
+        if words.endswith(".md"):
+            words = (ROOT / source).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        here = folder.removeprefix("docs").strip("/") or "."
+        return f"[{words}]({posixpath.relpath(page, here)}{anchor})"
+
+    return LINK.sub(replaced, markdown)
+
+
+def page_of(source):
+    """Returns the page of the site that a file or a folder of the repository is, or None."""
+    if source in PAGES:
+        return PAGES[source]
+    if source.startswith("examples"):
+        is_program = source.endswith(".py")
+        return f"{source.removesuffix('.py')}.md" if is_program else f"{source}/index.md"
+    return source.removeprefix("docs/") if source.startswith("docs/") else None

@@ -1,0 +1,107 @@
+"""The site: it builds without a warning, loads nothing, and names all that is public."""
+
+import importlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import zlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+API = sorted((ROOT / "docs" / "api").glob("*.md"))
+MODULES = (
+    "lossscale",
+    *(
+        f"lossscale.{name}"
+        for name in [
+            "callbacks",
+            "diagnosis",
+            "errors",
+            "experimental",
+            "migration",
+            "monitoring",
+            "optax",
+            "plots",
+            "rules",
+            "torch",
+        ]
+    ),
+)
+
+pytestmark = pytest.mark.skipif(
+    os.environ["KERAS_BACKEND"] != "tensorflow", reason="the site is the same on every backend"
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", folder],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # It is strict: a broken link or anchor, a page that no menu has, a name that is not there.
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def named(path):
+    """What a dotted name of a module and something in it stands for."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def entries():
+    """What each entry of the reference is made of, and what it is called."""
+    entry = re.compile(r"^::: (\S+)\n    options:\n      heading: (\S+)$", re.MULTILINE)
+    return [found for page in API for found in entry.findall(page.read_text())]
+
+
+def test_every_public_name_is_on_a_page():
+    shown = {id(named(heading)) for _, heading in entries()}
+    for module in MODULES:
+        for name in importlib.import_module(module).__all__:
+            if name != "__version__":
+                assert id(named(f"{module}.{name}")) in shown, f"{module}.{name}"
+
+
+def test_an_entry_is_what_it_is_called():
+    for where, heading in entries():
+        assert named(where) is named(heading), heading
+
+
+def test_methods_have_pages_too(site):
+    # After four lines the index of names is compressed.
+    lines = (site / "objects.inv").read_bytes().split(b"\n", 4)
+    names = zlib.decompress(lines[4]).decode()
+    for name in ("OptimizerMembers.get_scaled_loss", "GradScaler.unscale_", "Report.to_html"):
+        assert name in names
+
+
+def test_no_page_loads_anything_from_the_network(site):
+    loaded = re.compile(
+        r'<(?:script|img|iframe)[^>]*src="([^"]*)"|<link[^>]*rel="stylesheet"[^>]*href="([^"]*)"'
+    )
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:
+        for found in loaded.findall(page.read_text(encoding="utf-8")):
+            assert "//" not in "".join(found), page
+
+
+def test_the_command_line_is_as_on_its_page():
+    text = (ROOT / "docs" / "api" / "command_line.md").read_text()
+    shown = re.findall(r"^## (\w+)\n\n```text\n(.*?)\n```", text, re.M | re.S)
+    assert len(shown) == 6
+    for verb, expected in shown:
+        command = [sys.executable, "-m", "lossscale", verb, "--help"]
+        environment = {**os.environ, "COLUMNS": "90"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.rstrip() == expected
