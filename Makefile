@@ -60,7 +60,7 @@ peers-jax: $(TEST)/installed
 versions:
 	$(PYTHON) tests/versions.py $(SETS)
 
-# The table of the README and docs/what_runs_where.md, from the outcomes of the conformance suite.
+# The table of docs/what_runs_where.md, from the outcomes of the conformance suite.
 RESULTS := $(CURDIR)/build/conformance.json
 CONFORMANCE := LOSSSCALE_RESULTS=$(RESULTS) $(TEST)/bin/python -m pytest -p conformance.results --numprocesses $(JOBS) tests/conformance
 table: $(TEST)/installed
@@ -69,9 +69,9 @@ table: $(TEST)/installed
 	KERAS_BACKEND=jax $(CONFORMANCE)
 	KERAS_BACKEND=torch $(CONFORMANCE)
 	KERAS_BACKEND=tensorflow LOSSSCALE_TEST_KERAS=tf_keras $(CONFORMANCE)
-	$(TEST)/bin/python tests/conformance/results.py $(RESULTS) README.md docs/what_runs_where.md
+	$(TEST)/bin/python tests/conformance/results.py $(RESULTS) docs/what_runs_where.md
 
-# What loss scaling costs: build/bench/results.json, and the tables of the README and of pages in docs.
+# What loss scaling costs: build/bench/results.json, and the tables of pages in docs.
 bench: $(TEST)/installed
 	$(TEST)/bin/python -m benchmarks
 	$(TEST)/bin/python -m benchmarks.pages build/bench/results.json

@@ -9,7 +9,6 @@ import sys
 from benchmarks import tables
 
 PAGES = {
-    "README.md": ("bench", tables.short),
     "docs/benchmarks.md": ("bench", tables.page),
     "docs/jax_speed.md": ("optax", tables.alone),
     "docs/monitoring.md": ("monitoring", tables.alone),

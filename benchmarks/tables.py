@@ -33,22 +33,6 @@ def alone(results: dict[str, Any], name: str) -> str:
     return found
 
 
-def short(results: dict[str, Any], name: str) -> str:
-    """Returns the table for the README: the dynamic scale, ours and the peer's."""
-    cases = ("big", "small", "mlp", "cnn")
-    found: dict[str, dict[str, list[str]]] = {}
-    for row in results["rows"]:
-        compiled = row["mode"] != "eager" or row["shell"] == "keras-torch"
-        if row["case"] in cases and compiled:
-            cells = found.setdefault(f"{row['shell']}, {_where(row)}", {})
-            cells[row["case"]] = _cells(row, _DYNAMIC, _median, "-")
-    lines = [
-        [name, *(" / ".join(cells.get(case, ["-", "-"])) for case in cases)]
-        for name, cells in found.items()
-    ]
-    return _table(["", *cases], lines)
-
-
 def _ratios(rows: Sequence[Row]) -> str:
     """Times as ratios to the bare optimizer: the median and the quartiles."""
     names = [name for name in _present(rows) if name != "bare"]

@@ -83,12 +83,6 @@ def test_the_page_says_what_it_was_measured_with_and_what_was_not_run():
     assert page.endswith("- Not run: jax on a GPU, because there is no GPU")
 
 
-def test_the_short_table_has_ours_beside_the_peer():
-    rows = [row(c, *THREE, methods={"peer_dynamic": method(2.25)}) for c in ("big", "sparse")]
-    short = tables.short(results(*rows), "bench")
-    assert short.splitlines()[2:] == ["| keras-jax, jit | 1.50 / 2.25 | - / - | - / - | - / - |"]
-
-
 # For each page with one table a row of results, and its line.
 OTHERS = {
     "docs/jax_speed.md": (
@@ -132,14 +126,16 @@ def test_tables_go_between_the_markers_of_the_pages_that_they_are_for(tmp_path, 
         assert begins in (REPOSITORY / page).read_text(encoding="utf-8").partition(ends)[0]
         around[page] = f"before\n{begins}\n", f"\n{ends}\nafter\n"
         (tmp_path / page).write_text("old".join(around[page]))
-    (tmp_path / "README.md").write_text("no markers\n")
+    bare = tmp_path / "docs" / "jax_speed.md"
+    bare.write_text("no markers\n")
     file = tmp_path / "results.json"
-    file.write_text(json.dumps(results(row("big", "bare"), OTHERS["docs/pytorch.md"][0])))
+    measured = [OTHERS[page][0] for page in ("docs/pytorch.md", "docs/jax_speed.md")]
+    file.write_text(json.dumps(results(row("big", "bare"), *measured)))
     written = {"docs/benchmarks.md": "### The optimizer alone", "docs/pytorch.md": "| AdamW"}
     for _ in range(2):
         pages.main(str(file), str(tmp_path))
-        assert (tmp_path / "README.md").read_text() == "no markers\n"
-        for page in (page for page in PAGES if page != "README.md"):
+        assert bare.read_text() == "no markers\n"
+        for page in (page for page in PAGES if page != "docs/jax_speed.md"):
             text, (before, after) = (tmp_path / page).read_text(), around[page]
             # What was not measured keeps its table.
             assert text.startswith(before + written.get(page, "old"))
