@@ -11,7 +11,7 @@ DOCS := .venv-docs
 # One more than the cores of a small machine: some tests wait for processes that they start.
 JOBS ?= 3
 
-.PHONY: demo test test-quick mutants versions peers peers-torch peers-trainers peers-jax lint types tests table bench strangers soak gpu docs calibration rules format clean
+.PHONY: demo test test-quick mutants versions peers peers-torch peers-trainers peers-jax lint types tests table bench strangers soak gpu docs release-test calibration rules format clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/lossscale demo
@@ -89,6 +89,10 @@ strangers: $(TEST)/installed
 # The site: build/site/index.html, which opens from the disk and needs no network. Warnings are errors.
 docs: $(DOCS)/installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+
+# What is published, installed in bare environments with old and new pips: about an hour.
+release-test: $(TEST)/installed
+	$(PYTHON) tests/release.py $(RELEASE)
 
 # What runs on a GPU, with the frameworks that PYTHON has: build/gpu.json and docs/gpu.md.
 gpu:

@@ -16,7 +16,7 @@ PAGES = {
     **{
         path.name: f"{path.stem.lower()}.md"
         for path in sorted(ROOT.glob("*.md"))
-        if path.name != "README.md"
+        if path.name not in ("README.md", "PACKAGE.md")
     },
 }
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))

@@ -24,7 +24,7 @@ __all__ = [
     "register",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Imported when they are first asked for, because of what they import.
 _SUBMODULES = frozenset(

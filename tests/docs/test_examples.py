@@ -12,7 +12,7 @@ from fresh import Program
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "PACKAGE.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # These run in a process without Keras (tests/frameworks/torch/test_documents.py), and in a copy of
 # the sources (tests/core/test_add_a_framework.py).
 RUN_ELSEWHERE = {

@@ -1,0 +1,225 @@
+"""Tries what is published: builds it, and installs it as a stranger does.
+
+`make release-test` builds the wheel and the source distribution, checks their metadata, and makes
+an environment for each extra, outside of the checkout: with the oldest pip that PACKAGE.md admits
+and with the newest, on each Python that is there. In each runs the first example of that extra,
+`lossscale info --check`, and every public name of its front. The tests of the source distribution
+run from it. It takes about an hour; `make release-test RELEASE="--extras torch,optax"` less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[1]
+OLDEST_PIP = "23.0.1"
+# For each extra the first example, the backend of Keras in it, and the modules that must be whole.
+ALONE = ("lossscale", "lossscale.rules", "lossscale.errors")
+KERAS = (*ALONE, "lossscale.callbacks", "lossscale.migration", "lossscale.diagnosis")
+EXTRAS = {
+    "": ("none", "", ALONE),
+    "tensorflow": ("docs/keras.md", "tensorflow", (*KERAS, "lossscale.experimental")),
+    "keras,jax": ("docs/keras.md", "jax", KERAS),
+    "keras,torch": ("docs/keras.md", "torch", KERAS),
+    "tf-keras": ("tf_keras", "tensorflow", (*KERAS, "lossscale.experimental")),
+    "torch": ("README.md", "", (*ALONE, "lossscale.torch")),
+    "optax": ("docs/jax.md", "", (*ALONE, "lossscale.optax")),
+    "demo": ("plots", "", (*ALONE, "lossscale.plots", "lossscale.monitoring")),
+    "plots": ("plots", "", (*ALONE, "lossscale.plots", "lossscale.monitoring")),
+    "tensorboard": ("tensorboard", "", ALONE),
+}
+PROGRAMS = {
+    "none": "import lossscale\nprint(lossscale.DynamicScale().init())",
+    "tf_keras": (
+        "import tensorflow as tf\nimport tf_keras\nimport lossscale\n"
+        "opt = lossscale.LossScaleOptimizer(tf_keras.optimizers.SGD(0.25))\n"
+        "weight = tf.Variable(1.0)\nopt.minimize(lambda: weight**2, [weight])\n"
+        "assert float(weight) == 0.5, float(weight)\n"
+    ),
+    "plots": (
+        "from lossscale import DynamicScale\nfrom lossscale.monitoring import simulate\n"
+        "from lossscale.plots import plot_scales\n"
+        "found = simulate(DynamicScale(), [False, True, False])\n"
+        "plot_scales(found.scales[0].tolist()).figure.savefig('scales.png')\n"
+    ),
+    "tensorboard": (
+        "from lossscale import DynamicScale\n"
+        "from lossscale.monitoring import Monitor, MonitorSettings, StepStats\n"
+        "monitor = Monitor(MonitorSettings(tensorboard='board'), DynamicScale())\n"
+        "monitor.open()\nmonitor.observe(StepStats(1, 32768.0, 32768.0, 0))\nmonitor.close()\n"
+    ),
+}
+NAMES = (
+    "import importlib, sys\n"
+    "for module in sys.argv[1:]:\n"
+    "    found = importlib.import_module(module)\n"
+    "    for name in found.__all__:\n"
+    "        getattr(found, name)\n"
+)
+
+
+class FailedError(Exception):
+    """A step did not do what a stranger would expect."""
+
+
+def run(command: list[object], folder: pathlib.Path, **environment: str) -> str:
+    """Runs a command outside of the checkout; returns what it printed.
+
+    Raises:
+        FailedError: If its status is not 0.
+    """
+    kept = ("PATH", "HOME", "LANG", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CONFIG_FILE")
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=folder,
+        env={
+            **{name: os.environ[name] for name in kept if name in os.environ},
+            "MPLBACKEND": "agg",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            **environment,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise FailedError(f"{' '.join(map(str, command))}\n{done.stdout[-4000:]}")
+    return done.stdout
+
+
+def program_of(source: str) -> str:
+    """Returns the first Python program of a page, or the one of that name."""
+    if source in PROGRAMS:
+        return PROGRAMS[source]
+    page = (ROOT / source).read_text(encoding="utf-8")
+    return re.search(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
+
+
+def built(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+    """Builds the wheel and the source distribution, and checks what their pages will say."""
+    tools, packages = folder / "tools", folder / "dist"
+    run([sys.executable, "-m", "venv", tools], folder)
+    run([tools / "bin" / "pip", "install", "-q", "build", "twine"], folder)
+    # From a copy, so that nothing that lies in the checkout decides what is in it.
+    copy = folder / "checkout"
+    run(["git", "clone", "-q", ROOT, copy], folder)
+    run([tools / "bin" / "python", "-m", "build", "--outdir", packages, copy], folder)
+    print(run([tools / "bin" / "twine", "check", "--strict", *packages.iterdir()], folder).strip())
+    return next(packages.glob("*.whl")), next(packages.glob("*.tar.gz"))
+
+
+def check_sources(sources: pathlib.Path, folder: pathlib.Path) -> None:
+    """Checks that the source distribution is whole: its tests run from it."""
+    with tarfile.open(sources) as archive:
+        archive.extractall(folder, filter="data")
+    unpacked = folder / sources.name.removesuffix(".tar.gz")
+    for name in ("tests", "docs", "examples", "benchmarks"):
+        missing = {
+            path.relative_to(folder / "checkout")
+            for path in (folder / "checkout" / name).rglob("*")
+            if path.is_file() and not (unpacked / path.relative_to(folder / "checkout")).exists()
+        }
+        if missing:
+            raise FailedError(f"the source distribution lacks {', '.join(map(str, missing))}")
+    for name in ("CHANGELOG.md", "constraints.txt", "Makefile", "mkdocs.yml", "SECURITY.md"):
+        if not (unpacked / name).exists():
+            raise FailedError(f"the source distribution lacks {name}")
+    tests = ROOT / ".venv-test" / "bin" / "python"
+    command = [tests, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/core/test_rules.py"]
+    command += ["tests/conformance/test_promises.py", "tests/docs"]
+    said = run(command, unpacked, PYTHONPATH=str(unpacked / "src"), KERAS_BACKEND="torch")
+    print(f"source distribution: {said.strip().splitlines()[-1]}")
+
+
+def check_extra(
+    python: str, pip: str, extra: str, wheel: pathlib.Path, folder: pathlib.Path
+) -> None:
+    """Installs an extra into a bare environment and uses it."""
+    place = folder / "environment"
+    shutil.rmtree(place, ignore_errors=True)
+    work = folder / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    run([python, "-m", "venv", place], folder)
+    inside = place / "bin" / "python"
+    wanted = f"pip=={pip}" if pip != "newest" else "pip"
+    run([inside, "-m", "pip", "install", "-q", "--upgrade", wanted], folder)
+    required = f"{wheel}[{extra}]" if extra else str(wheel)
+    constraints = ["-c", ROOT / "constraints.txt"]
+    run([inside, "-m", "pip", "install", "-q", *constraints, required], folder)
+    source, backend, modules = EXTRAS[extra]
+    environment = {"KERAS_BACKEND": backend} if backend else {}
+    if extra == "tf-keras":
+        environment["TF_USE_LEGACY_KERAS"] = "1"
+    run([inside, "-c", program_of(source)], work, **environment)
+    run([inside, "-c", NAMES, *modules], work, **environment)
+    run([place / "bin" / "lossscale", "info", "--check"], work, **environment)
+
+
+def pythons() -> list[str]:
+    """Returns an interpreter of each minor release that there is, this one first."""
+    found = {f"3.{sys.version_info.minor}": sys.executable}
+    for minor in (11, 12, 13):
+        candidates = [
+            shutil.which(f"python3.{minor}"),
+            *sorted(pathlib.Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python")),
+        ]
+        for candidate in filter(None, candidates):
+            command = [str(candidate), "-c", "import sys, venv; print(sys.version_info.minor)"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.stdout.strip() == str(minor):
+                found.setdefault(f"3.{minor}", str(candidate))
+    return list(found.values())
+
+
+def main() -> int:
+    """Runs all of it; the status is 1 if something failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--extras", help="separated by spaces; all by default")
+    parser.add_argument("--pips", default=f"{OLDEST_PIP} newest", help="separated by spaces")
+    parser.add_argument("--pythons", help="interpreters, separated by spaces; all there are")
+    options = parser.parse_args()
+    extras = list(EXTRAS) if options.extras is None else options.extras.split()
+    failed = []
+    with tempfile.TemporaryDirectory(prefix="lossscale-release-") as name:
+        folder = pathlib.Path(name)
+        wheel, sources = built(folder)
+        if options.extras is None:
+            check_sources(sources, folder)
+        for python in (options.pythons or " ".join(pythons())).split():
+            version = subprocess.run(
+                [python, "-c", "import sys; print('%d.%d.%d' % sys.version_info[:3])"],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.strip()
+            for pip in options.pips.split():
+                if pip == OLDEST_PIP and not version.startswith("3.11"):
+                    # That pip does not start on a later Python.
+                    continue
+                for extra in extras:
+                    start = time.monotonic()
+                    what = f"Python {version}, pip {pip}, [{extra}]"
+                    try:
+                        check_extra(python, pip, extra, wheel, folder)
+                    except FailedError as error:
+                        failed.append(what)
+                        print(f"{what}: FAILED\n{error}", flush=True)
+                    else:
+                        print(f"{what}: passed, {time.monotonic() - start:.0f} s", flush=True)
+    print(f"failed: {'; '.join(failed)}" if failed else "passed")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
