@@ -5,7 +5,7 @@ import numpy as np
 from lossscale import DynamicScale
 from lossscale.monitoring import critical_probability, simulate_gradients, simulate_random
 
-# Some batches overflow whatever the scale is: bad data, or float16 on the way forward.
+# Some batches overflow whatever the scale is: bad data, or float16 in the forward pass.
 for growth_interval in (2000, 1000, 200):
     rule = DynamicScale(growth_interval=growth_interval)
     runs = simulate_random(rule, probability=1e-3, steps=20_000, runs=32)

@@ -27,7 +27,7 @@ def hides_what_only_raises(cls: type[Any]) -> frozenset[str]:
 class VariableList(list[Any]):
     """A list of variables that returns itself when called.
 
-    Keras 3 has `optimizer.variables`, the documents have `optimizer.variables()`.
+    Keras 3 has `optimizer.variables`, TensorFlow documented `optimizer.variables()`.
     """
 
     def __call__(self) -> VariableList:

@@ -44,8 +44,8 @@ def installed(monkeypatch, **versions):
 def test_a_machine_with_nothing(monkeypatch, capsys):
     installed(monkeypatch)
     report = found(capsys)
-    assert [shell["available"] for shell in report["shells"]] == [False] * len(NAMES)
-    assert report["shells"][1]["reason"] == (
+    assert [shell["available"] for shell in report["frameworks"]] == [False] * len(NAMES)
+    assert report["frameworks"][1]["reason"] == (
         'keras is not installed: pip install "lossscale[keras,jax]"'
     )
     assert main(["info"]) == 0
@@ -72,7 +72,7 @@ def test_a_machine_with_nothing(monkeypatch, capsys):
 )
 def test_which_frameworks_are_available(monkeypatch, versions, available, capsys):
     installed(monkeypatch, **versions)
-    shells = found(capsys)["shells"]
+    shells = found(capsys)["frameworks"]
     assert [shell["name"] for shell in shells] == NAMES
     assert [shell["name"] for shell in shells if shell["available"]] == available
     assert all((shell["reason"] is None) == shell["available"] for shell in shells)
@@ -80,7 +80,7 @@ def test_which_frameworks_are_available(monkeypatch, versions, available, capsys
 
 def test_the_reason_names_the_version(monkeypatch, capsys):
     installed(monkeypatch, keras="3.8.0", jax="0.10.2", tensorflow="2.21.0", tf_keras="3.0.0")
-    reasons = [shell["reason"] for shell in found(capsys)["shells"]]
+    reasons = [shell["reason"] for shell in found(capsys)["frameworks"]]
     assert reasons[1].startswith("keras 3.8.0 is too old, it needs 3.9 or later: pip install")
     assert reasons[3].startswith("tf_keras 3.0.0 is not supported, only tf_keras 2: pip install")
 
@@ -165,7 +165,7 @@ def test_a_broken_package_is_one_line(tmp_path, monkeypatch, line, error):
 
 def test_check_takes_a_step_and_a_failure_is_exit_status_1(tmp_path, monkeypatch, capsys):
     installed(monkeypatch, jax="0.10.2", optax="0.2.8", torch="2.13.0")
-    checked = [s for s in found(capsys, "--check")["shells"] if s["available"]]
+    checked = [s for s in found(capsys, "--check")["frameworks"] if s["available"]]
     assert [(s["error"], bool(s["devices"])) for s in checked] == [(None, True)] * 2
     # One with Keras.
     assert take_trial_step(SHELL)["error"] is None

@@ -48,12 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
     """
     found = _found()
     if arguments.check:
-        _check(found["shells"])
+        _check(found["frameworks"])
     if arguments.json:
         print(json.dumps(found, allow_nan=False, indent=2))
     else:
         print("\n".join(_lines(found)))
-    return int(any(shell.get("error") for shell in found["shells"]))
+    return int(any(shell.get("error") for shell in found["frameworks"]))
 
 
 def _found() -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _found() -> dict[str, Any]:
         "packages": versions,
         "keras_backend": {"name": backend, "set_by": source},
         "gpus": gpus(),
-        "shells": [
+        "frameworks": [
             {"name": shell.name, "available": reason is None, "reason": reason}
             for shell, reason in zip(SHELLS, reasons, strict=True)
         ],
@@ -86,7 +86,7 @@ def _check(shells: list[dict[str, Any]]) -> None:
 
 def _lines(found: dict[str, Any]) -> list[str]:
     backend = found["keras_backend"]
-    shells = found["shells"]
+    shells = found["frameworks"]
     return [
         f"lossscale {found['lossscale']}",
         f"Python {found['python']} on {found['platform']}",

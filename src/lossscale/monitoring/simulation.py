@@ -3,7 +3,7 @@
 Nothing is trained. The rule itself is run, under NumPy, so what it does here is what it does in
 training, if training overflows in the same steps.
 
-Bad batches and overflows on the way forward are not cured by a lower scale. Let each step overflow
+Bad batches and overflows in the forward pass are not cured by a lower scale. Let each step overflow
 with probability p, and let q = 1 - p. The scale grows after N finite steps in a row, and an
 overflow starts the count anew. A count ends in growth with probability q**N, after (1 - q**N) / p
 steps on average. So the scale grows p * q**N / (1 - q**N) times per step, and backs off p times.

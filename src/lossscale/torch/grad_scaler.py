@@ -63,7 +63,7 @@ _READY, _UNSCALED, _STEPPED = OptState.READY, OptState.UNSCALED, OptState.STEPPE
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler`, mended: the same calls, the same numbers, the same files.
+    """`torch.amp.GradScaler` without its defects: the same calls, numbers and files.
 
     ```
     scaler.scale(loss).backward()

@@ -533,7 +533,7 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
     """Within it a model trains as it was written, from random numbers that are always the same.
 
     Parameters are put back as well: `torch.nn.Embedding(max_norm=...)` is one that writes to its
-    own on the way forward.
+    own in the forward pass.
     """
     tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
     modules = [
