@@ -115,19 +115,24 @@ format: $(TEST)/installed
 	$(TEST)/bin/ruff format .
 
 $(DEMO)/installed: pyproject.toml constraints.txt
-	@echo "Installing Keras and TensorFlow into $(DEMO); this may take a few minutes."
-	$(PYTHON) -m venv $(DEMO)
-	$(DEMO)/bin/python $(PIP_INSTALL) --upgrade pip
-	$(DEMO)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable ".[demo,tensorflow]"
-	-$(DEMO)/bin/python $(COMPILE) $(DEMO)/lib
-	touch $@
+	@echo "[1/3] Making the environment $(DEMO)"
+	@$(PYTHON) -m venv $(DEMO)
+	@$(DEMO)/bin/python $(PIP_INSTALL) --upgrade pip
+	@echo "[2/3] Installing Keras, TensorFlow and matplotlib: about 2 GB, one minute or more"
+	@$(DEMO)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable ".[demo,tensorflow]"
+	@echo "[3/3] Compiling what was installed: about half a minute"
+	-@$(DEMO)/bin/python $(COMPILE) $(DEMO)/lib
+	@touch $@
 
 $(TEST)/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(TEST)
-	$(TEST)/bin/python $(PIP_INSTALL) --upgrade pip
-	$(TEST)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable ".[test]"
-	-$(TEST)/bin/python $(COMPILE) $(TEST)/lib
-	touch $@
+	@echo "[1/3] Making the environment $(TEST)"
+	@$(PYTHON) -m venv $(TEST)
+	@$(TEST)/bin/python $(PIP_INSTALL) --upgrade pip
+	@echo "[2/3] Installing TensorFlow, JAX, PyTorch and what the tests use: about 4 GB, some minutes"
+	@$(TEST)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable ".[test]"
+	@echo "[3/3] Compiling what was installed: about a minute"
+	-@$(TEST)/bin/python $(COMPILE) $(TEST)/lib
+	@touch $@
 
 $(DOCS)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)

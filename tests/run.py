@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import multiprocessing.pool
 import os
 import pathlib
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -64,14 +66,22 @@ QUICK = {
 }
 
 
-def run(job: tuple[str, tuple[dict[str, str], tuple[str, ...]]], shared: str) -> str | None:
+def run(
+    job: tuple[str, tuple[dict[str, str], tuple[str, ...]]],
+    shared: str,
+    ended: Iterator[int],
+    total: int,
+) -> str | None:
     """Runs a process and reports when it ends; returns its name if it failed.
 
     Args:
         job: An item of `ALL`.
         shared: A folder for what one process makes and others read.
+        ended: Counts the processes that have ended.
+        total: How many there are.
     """
     name, (environment, arguments) = job
+    print(f"starts: {name}", flush=True)
     start = time.monotonic()
     # The first process keeps the bytecode of our files for all that start later.
     inherited = {name: v for name, v in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -93,7 +103,10 @@ def run(job: tuple[str, tuple[dict[str, str], tuple[str, ...]]], shared: str) ->
     last = closing[-1] if closing else "pytest printed no summary"
     failure = f"--- {name}: FAILED\n{done.stdout}\n" if done.returncode else ""
     # At once, so that what others print does not come in between.
-    print(f"{failure}{name} ({time.monotonic() - start:.0f} s): {last}\n", end="", flush=True)
+    seconds = time.monotonic() - start
+    print(
+        f"{failure}[{next(ended)}/{total}] {name} ({seconds:.0f} s): {last}\n", end="", flush=True
+    )
     return name if done.returncode else None
 
 
@@ -106,12 +119,14 @@ def main() -> int:
     arguments = parser.parse_args()
     start = time.monotonic()
     jobs = QUICK if arguments.quick else ALL
+    about = "1 minute" if arguments.quick else "12 minutes on 2 cores"
+    print(f"{len(jobs)} parts, {arguments.jobs} at a time, about {about}", flush=True)
     with (
         tempfile.TemporaryDirectory(prefix="lossscale-tests-") as shared,
         multiprocessing.pool.ThreadPool(max(arguments.jobs, 1)) as pool,
     ):
-        ended = pool.imap(functools.partial(run, shared=shared), jobs.items())
-        failed = [name for name in ended if name]
+        one = functools.partial(run, shared=shared, ended=itertools.count(1), total=len(jobs))
+        failed = [name for name in pool.imap(one, jobs.items()) if name]
     print(f"{time.monotonic() - start:.0f} s in all; failed: {', '.join(failed) or 'none'}")
     return 1 if failed else 0
 
