@@ -19,7 +19,7 @@ ARROWS = {
     "checks": "errors",
     "packages": "errors",
     "members": "errors",
-    "older": "errors",
+    "older": "errors packages",
     "rules": "errors checks",
     "registry": "errors packages",
     "arguments": "errors checks rules",
@@ -38,7 +38,7 @@ ARROWS = {
     # A backend of Keras imports its own framework as well.
     "keras": "errors checks packages rules members arguments optimizer older common keras_common "
     "tensorflow jax torch callbacks diagnosis *keras",
-    "tf_keras": "errors checks rules registry members arguments optimizer older common "
+    "tf_keras": "errors checks packages rules registry members arguments optimizer older common "
     "keras_common tensorflow callbacks diagnosis *tf_keras *tensorflow",
     "experimental": "errors checks rules registry arguments optimizer **any",
     "migration": "errors packages rules registry arguments optimizer older keras tf_keras **any",

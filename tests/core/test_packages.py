@@ -180,3 +180,9 @@ def test_the_library_alone_names_what_each_of_its_parts_needs():
     lines = done.stdout.splitlines()
     assert {line.partition(" | ")[0] for line in lines} == {"MissingPackageError"}, done.stdout
     assert [extras_in(line) for line in lines] == [[extra] for extra in ASKED.values()]
+
+
+def test_every_warning_goes_through_the_one_function_that_finds_the_users_line():
+    sources = (Path(__file__).parents[2] / "src").rglob("*.py")
+    direct = [path.name for path in sources if "warnings.warn(" in path.read_text("utf-8")]
+    assert direct == ["packages.py"]

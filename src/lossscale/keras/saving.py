@@ -10,17 +10,16 @@ Nadam's product: it builds the optimizer inside it with attribute tracking off.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from lossscale.errors import LossScaleWarning
 from lossscale.keras.slots import numpy_of
 from lossscale.keras_common.state import ValueStore
 from lossscale.older.slots import begins_as_keras_own, kind_of, nadam_product
+from lossscale.packages import warn
 
 # Keras' own LossScaleOptimizer writes these before the inner optimizer's variables. The first
 # two have no effect there.
@@ -130,11 +129,9 @@ def restore_scale(optimizer: Any, values: Mapping[str, Any]) -> None:
     state.restore(saved)
     scale = state.read().scale
     if rule.moves and "scale" in saved and float(scale) != np.float32(saved["scale"]):
-        warnings.warn(
+        warn(
             f"The saved loss scale, {saved['scale']}, is outside the range of {rule}. "
-            f"Training goes on with {float(scale)}.",
-            LossScaleWarning,
-            stacklevel=2,
+            f"Training goes on with {float(scale)}."
         )
 
 
@@ -189,10 +186,8 @@ def _completed(
     # What it keeps so of a variable with one axis is a stand-in that no step reads.
     elif not (type(inner).__name__ == "Adafactor" and not any(len(v.shape) for v in missing)):
         names = sorted({variable.path for variable in missing})
-        warnings.warn(
+        warn(
             f"The file has no values for the variables {names} of {type(inner).__name__}: Keras' "
-            "own LossScaleOptimizer does not write them. They stay as they are.",
-            LossScaleWarning,
-            stacklevel=2,
+            "own LossScaleOptimizer does not write them. They stay as they are."
         )
     return {str(number): value for number, value in enumerate([*saved[:own], *filled])}

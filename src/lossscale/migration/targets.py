@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from lossscale.errors import LossScaleWarning, OldFileError, UnknownSlotError, UnsupportedError
+from lossscale.errors import OldFileError, UnknownSlotError, UnsupportedError
 from lossscale.migration.saved import FIRST_KIND, NEW_KIND, OLDEST, SavedOptimizer, SavedSlot
 from lossscale.older.configurations import NADAM_DECAY, decayed
 from lossscale.older.slots import kind_of, nadam_product, names_for
+from lossscale.packages import warn
 
 # With it TensorFlow's first Nadam raises its momentum as all later ones do.
 NEW_NADAM_DECAY = 1.0
@@ -60,7 +60,7 @@ class Target:
     def set_momentum_schedule(self, decay: float) -> None:
         """Sets how fast Nadam raises its momentum: TensorFlow's `schedule_decay`, per step."""
         if decay != NEW_NADAM_DECAY:
-            warnings.warn(NADAM_DECAY.format(decay=decay), LossScaleWarning, stacklevel=5)
+            warn(NADAM_DECAY.format(decay=decay))
 
     def momentum_product(self) -> Any:
         """Returns the scalar in which Nadam keeps the product of its momentums, or None."""
@@ -147,13 +147,11 @@ class Target:
             steps = (saved.iterations or 0) - saved.skipped
             product.assign(nadam_product(float(self.inner.beta_1), steps))
             if saved.era == NEW_KIND and self.optimizer.dynamic:
-                warnings.warn(
+                warn(
                     f"{self.path}: Nadam's product of momentums is not in such a file. It was "
                     f"computed for {steps} steps, and the file does not say how many of them "
                     "were skipped. If some were, the next steps differ a little. A checkpoint "
-                    "has the product itself.",
-                    LossScaleWarning,
-                    stacklevel=5,
+                    "has the product itself."
                 )
         return left
 

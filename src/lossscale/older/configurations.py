@@ -7,11 +7,11 @@ another way is said so, and what it cannot do is an error or a warning that name
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from lossscale.errors import ArgumentError, LossScaleWarning
+from lossscale.errors import ArgumentError
+from lossscale.packages import warn
 
 OPTIMIZER_NAMES = (
     "LossScaleOptimizer",
@@ -118,7 +118,7 @@ def _settings(optimizer: str, settings: dict[str, Any]) -> dict[str, Any]:
         # What every other optimizer calls the decay of the learning rate.
         slow_rise = decay if slow_rise is None else slow_rise
         if slow_rise is not None and slow_rise != 1.0:
-            warnings.warn(NADAM_DECAY.format(decay=slow_rise), LossScaleWarning, stacklevel=2)
+            warn(NADAM_DECAY.format(decay=slow_rise))
     elif decay:
         settings["learning_rate"] = decayed(settings.get("learning_rate"), decay, optimizer)
     return settings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,10 +13,10 @@ from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentError,
     ArgumentTypeError,
-    LossScaleWarning,
 )
 from lossscale.optax.finding import states_below
 from lossscale.optax.scale_state import LossScaleState, state_of
+from lossscale.packages import warn
 from lossscale.rules import DynamicScale, FixedScale, ScaleRule
 
 
@@ -131,11 +130,9 @@ def _dynamic(scale: float, *, min_scale: float, max_scale: float | None, **given
     first = min(max(scale if usable else DynamicScale.initial_scale, lowest), highest)
     rule = DynamicScale(initial_scale=first, min_scale=lowest, max_scale=max_scale, **given)
     if first != scale:
-        warnings.warn(
+        warn(
             f"The loss scale was {scale}, which is outside the range of {rule}. Training goes on "
-            f"with {first}.",
-            LossScaleWarning,
-            stacklevel=3,
+            f"with {first}."
         )
     return rule
 
@@ -154,11 +151,9 @@ def _converted_state(
     given = first._replace(**kept)
     restored = rule.restored(given)
     if rule.moves and float(restored.scale) != float(given.scale):
-        warnings.warn(
+        warn(
             f"The loss scale was {given.scale}, which is outside the range of {rule}. Training "
-            f"goes on with {restored.scale}.",
-            LossScaleWarning,
-            stacklevel=3,
+            f"goes on with {restored.scale}."
         )
     return state_of(rule, restored, inner_state)
 

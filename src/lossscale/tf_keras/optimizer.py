@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -21,6 +20,7 @@ from lossscale.common.checks import (
 from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.members import VariableList
+from lossscale.packages import warn
 from lossscale.rules import Needs, ScaleRule, Seen
 from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scaling, tracing
 from lossscale.tensorflow.apply_or_skip import apply_or_skip
@@ -250,10 +250,9 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         without = [variable.name for gradient, variable in pairs if gradient is None]
         if without and not self._warned_of_none:
             self._warned_of_none = True
-            warnings.warn(
+            warn(
                 f"Gradients do not exist for the variables {without}; they stay as they are.",
                 UserWarning,
-                stacklevel=4,
             )
         return [(gradient, variable) for gradient, variable in pairs if gradient is not None]
 

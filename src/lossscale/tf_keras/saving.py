@@ -9,7 +9,6 @@ wrapped one, and back.
 from __future__ import annotations
 
 import uuid
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,8 +17,9 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from lossscale.errors import GradientsError, LossScaleWarning
+from lossscale.errors import GradientsError
 from lossscale.keras_common.state import ValueStore
+from lossscale.packages import warn
 from lossscale.tf_keras.state import TFKerasScaleVariables
 
 # What begins the name of a variable that the inner optimizer does not list.
@@ -73,11 +73,9 @@ def _make_valid(state: TFKerasScaleVariables, read: set[int]) -> None:
         ]
     )
     if np.float32(valid["scale"]) != np.float32(saved["scale"]):
-        warnings.warn(
+        warn(
             f"The saved loss scale, {saved['scale']}, is outside the range of {state.rule}. "
-            f"Training goes on with {valid['scale']}.",
-            LossScaleWarning,
-            stacklevel=2,
+            f"Training goes on with {valid['scale']}."
         )
 
 
@@ -162,12 +160,10 @@ def build_pending(optimizer: Any, variables: Sequence[Any]) -> None:
 def drop_pending(optimizer: Any) -> None:
     """Says that what was loaded does not fit the variables of the first step."""
     loaded, optimizer._pending_values = optimizer._pending_values, None
-    warnings.warn(
+    warn(
         f"The saved state of the optimizer, {len(loaded)} arrays, does not fit the "
         f"{len(optimizer._inner_weights())} that it has now, and is not used. Call "
-        "build(variables) with all variables that it was saved with before the first step.",
-        LossScaleWarning,
-        stacklevel=2,
+        "build(variables) with all variables that it was saved with before the first step."
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import warnings
 from typing import Any, ClassVar
 
 from torch import distributed
 
 from lossscale.common.monkeypatch import Installation, replace
+from lossscale.packages import warn
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.scaler_arguments import DEFAULTS
 
@@ -27,11 +27,10 @@ class _OfOneDevice(GradScaler):
         growth_interval: int = DEFAULTS.growth_interval,
         enabled: bool = True,
     ) -> None:
-        warnings.warn(
+        warn(
             f"torch.{self._type}.amp.GradScaler(...) is deprecated; use "
             f'torch.amp.GradScaler("{self._type}", ...).',
             FutureWarning,
-            stacklevel=2,
         )
         super().__init__(
             self._type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
