@@ -179,6 +179,18 @@ def test_the_version_is_the_installed_one():
     assert project["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "lossscale.__version__"
 
 
+def test_one_version_is_named_everywhere():
+    said = lossscale.__version__
+    assert f"\nversion: {said}\n" in (ROOT / "CITATION.cff").read_text()
+    released = re.findall(r"^## \[([\d.]+)\] - ", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert released[0] == said
+
+
+def test_the_page_of_the_package_leads_nowhere_that_is_not_there():
+    page = (ROOT / "PACKAGE.md").read_text()
+    assert re.findall(r"\]\(|<img|src=", page) == []
+
+
 def test_a_name_that_is_not_there_is_an_attribute_error():
     assert not hasattr(lossscale, "plotting")
     with pytest.raises(AttributeError, match="'lossscale' has no attribute 'plotting'"):
