@@ -55,7 +55,9 @@ PROGRAMS = {
         "from lossscale import DynamicScale\n"
         "from lossscale.monitoring import Monitor, MonitorSettings, StepStats\n"
         "monitor = Monitor(MonitorSettings(tensorboard='board'), DynamicScale())\n"
-        "monitor.open()\nmonitor.observe(StepStats(1, 32768.0, 32768.0, 0, False))\nmonitor.close()\n"
+        "monitor.open()\n"
+        "monitor.observe(StepStats(1, 32768.0, 32768.0, 0, False))\n"
+        "monitor.close()\n"
     ),
 }
 NAMES = (

@@ -24,6 +24,7 @@ LONGEST_INTERVAL = 2**31 - 1
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_T = TypeVar("_T")
 
 
 def checked_count(name: str, value: Any, *, lowest: int = 1) -> int:
@@ -208,3 +209,18 @@ def checks_keywords(
         return checked
 
     return decorated
+
+
+def class_checks_keywords(owner: str, instead: Mapping[str, str]) -> Callable[[type[_T]], type[_T]]:
+    """Makes the constructor of a class say what to write, as `checks_keywords` does.
+
+    Args:
+        owner: What the user calls it.
+        instead: As for `unknown_arguments`.
+    """
+
+    def changed(cls: type[_T]) -> type[_T]:
+        cls.__init__ = checks_keywords(owner, instead)(cls.__init__)  # type: ignore[method-assign]
+        return cls
+
+    return changed

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import struct
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from lossscale.checks import (
     LARGEST_SCALE,
@@ -22,11 +22,9 @@ from lossscale.checks import (
     checked_number,
     checked_scale,
     checked_truth,
-    checks_keywords,
+    class_checks_keywords,
 )
 from lossscale.errors import ArgumentError
-
-_Rule = TypeVar("_Rule")
 
 __all__ = [
     "DynamicScale",
@@ -53,11 +51,6 @@ _INSTEAD = {
 def __dir__() -> list[str]:
     """The public names."""
     return sorted(__all__)
-
-
-def _checks_keywords(cls: type[_Rule]) -> type[_Rule]:
-    cls.__init__ = checks_keywords(cls.__name__, _INSTEAD)(cls.__init__)  # type: ignore[method-assign]
-    return cls
 
 
 class ScaleState(NamedTuple):
@@ -206,7 +199,7 @@ def _is_power_of_two(value: float) -> bool:
     return math.frexp(value)[0] == 0.5
 
 
-@_checks_keywords
+@class_checks_keywords("FixedScale", _INSTEAD)
 @dataclasses.dataclass(frozen=True)
 class FixedScale(ScaleRule):
     """A loss scale that never changes.
@@ -273,7 +266,7 @@ class FixedScale(ScaleRule):
         return dataclasses.asdict(self)
 
 
-@_checks_keywords
+@class_checks_keywords("DynamicScale", _INSTEAD)
 @dataclasses.dataclass(frozen=True)
 class DynamicScale(ScaleRule):
     """A loss scale that grows while gradients are finite and backs off when they are not.

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from typing import Any
 
-from lossscale.checks import checked_count, checked_truth
+from lossscale.checks import checked_count, checked_truth, class_checks_keywords
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.packages import require
 
@@ -14,6 +14,7 @@ ON_FLOOR = ("warn", "raise", "ignore")
 ON_WRITE_ERROR = ("warn", "raise")
 
 
+@class_checks_keywords("A monitor", {})
 @dataclasses.dataclass(frozen=True)
 class MonitorSettings:
     """The arguments that every monitor takes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -124,10 +125,12 @@ def named(parameters: Any) -> dict[Any, str]:
     if found is None or not all(
         isinstance(p, torch.Tensor) and isinstance(n, str) for p, n in found.items()
     ):
+        is_path = isinstance(parameters, str | os.PathLike)
         raise ArgumentTypeError(
             "Parameters are named by a module, or by (name, parameter) pairs as "
             f"model.named_parameters() gives them. Received: {parameters!r} of type "
             f"{type(parameters).__name__}."
+            + (f" The file of a history is path={parameters!r}." if is_path else "")
         )
     return found
 

@@ -406,3 +406,19 @@ def test_it_is_shown_in_one_line():
         optimizer.step()
         monitor.step(1.0)
     assert repr(monitor) == "<Monitor: at step 1 loss scale 4, 1 steps skipped>"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "said"),
+    [
+        ((), {"evry": 3}, "A monitor has no argument `evry`: did you mean `every`?"),
+        ((), {"histograms": True}, "A monitor has no argument `histograms`: it takes path, every"),
+        (("run.jsonl",), {}, "The file of a history is path='run.jsonl'."),
+    ],
+)
+def test_what_a_monitor_does_not_take_is_answered_with_what_to_write(arguments, keywords, said):
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = lossscale.LossScaleOptimizer(torch.optim.SGD([parameter], lr=0.1))
+    with pytest.raises(ArgumentTypeError) as raised:
+        Monitor(optimizer, *arguments, **keywords)
+    assert said in str(raised.value)
