@@ -31,7 +31,7 @@ SETS = {
         ("jaxlib==0.6.0", "numpy==1.26.4", "ml_dtypes==0.5.0"),
         ("keras", "jax"),
     ),
-    "torch": (("keras", "torch"), ("numpy==1.26.4", "ml_dtypes==0.4.0"), ("keras", "torch")),
+    "torch": (("keras", "torch"), ("ml_dtypes==0.4.0",), ("keras", "torch")),
     "tensorflow": (("tensorflow",), (), ("keras",)),
     "tf_keras": (("tf-keras",), (), ("tf_keras",)),
 }
@@ -50,6 +50,18 @@ IMPOSSIBLE = {
             "test_small_float16_gradients_survive_a_large_scale",
         )
         for mode in ("host", "device")
+    ],
+    # The last bit of momentum under XLA: of m * v - g * r LLVM fuses either product with the
+    # difference, and not always the same one. Unoptimized, with
+    # XLA_FLAGS=--xla_backend_optimization_level=0, these tests pass.
+    "tf_keras": [
+        f"{PROMISES}::{test}"
+        for test in (
+            "test_training_with_skipped_steps_is_training_without_them[tf_keras-new-xla-momentum]",
+            "test_powers_of_two_leave_the_weights_bit_identical[tf_keras-new-xla-0.125]",
+            "test_powers_of_two_leave_the_weights_bit_identical"
+            "[tf_keras-new-xla-1.152921504606847e+18]",
+        )
     ],
 }
 

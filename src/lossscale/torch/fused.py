@@ -50,7 +50,11 @@ def steps_as_torch(inner: Any) -> bool:
         return True
     # A scheduler counts the calls, and does nothing else.
     counts = hasattr(replaced, "_wrapped_by_lr_sched") or hasattr(replaced, "_with_counter")
-    return counts and getattr(replaced, "__wrapped__", None) is own
+    if not counts:
+        return False
+    # PyTorch 2.4 keeps what it counts in the closure alone.
+    counted = getattr(replaced, "__wrapped__", None)
+    return (counted or inspect.getclosurevars(replaced).nonlocals.get("func")) is own
 
 
 def expects_attributes(inner: Any) -> bool:
