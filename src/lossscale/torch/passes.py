@@ -529,6 +529,18 @@ def _name_device(batch: Any, model: torch.nn.Module, error: Exception) -> None:
 
 
 @contextlib.contextmanager
+def _uncompiled(model: torch.nn.Module) -> Iterator[None]:
+    """Leaves modules as they were written, on PyTorch 2.4 and 2.5. `_as_it_was` puts them back."""
+    for module in model.modules():
+        attributes = vars(module)
+        if attributes.get("_compiled_call_impl") is not None:
+            attributes["_compiled_call_impl"] = None
+        if "_orig_mod" in attributes["_modules"]:
+            attributes["forward"] = attributes["_modules"]["_orig_mod"]
+    yield
+
+
+@contextlib.contextmanager
 def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
     """Within it a model trains as it was written, from random numbers that are always the same.
 
@@ -549,7 +561,7 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
             torch.enable_grad(),
             _same_random_numbers({t.device for t, _ in tensors}),
             # Compiled, models call no hooks.
-            contextlib.nullcontext() if stance is None else stance("force_eager"),
+            _uncompiled(model) if stance is None else stance("force_eager"),
             _nothing_recomputed(),
         ):
             if not model.training:

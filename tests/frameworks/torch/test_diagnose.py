@@ -233,13 +233,35 @@ def test_a_model_that_draws_what_cannot_be_repeated_is_unknown():
     assert "draws random numbers" in str(report)
 
 
-def test_a_compiled_model_has_the_names_of_the_one_inside():
-    model = torch.compile(model_of("linear"), backend="eager")
+def compiled_around(model):
+    return torch.compile(model, backend="eager")
+
+
+def compiled_within(model):
+    model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
+def compiled_in_place(model):
+    model[0].compile(backend="eager")
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compiled", [compiled_around, compiled_within, compiled_in_place])
+@pytest.mark.parametrize("has_stance", [True, False])
+def test_a_compiled_model_has_the_names_of_the_one_inside(compiled, has_stance, monkeypatch):
+    # PyTorch 2.4 and 2.5 have none.
+    if not has_stance:
+        monkeypatch.delattr(torch.compiler, "set_stance", raising=False)
+    model = compiled(model_of("linear"))
+    before = [dict(vars(module)) for module in model.modules()]
     report = diagnose(model, loss_fn, batches_of("linear", 1))
     found = report.measurements[LOSS]
     assert report.model == "Sequential"
     assert "0.weight" in {each.name for each in found.gradients}
     assert "0 (linear)" in {each.name for each in found.operations}
+    assert [dict(vars(module)) for module in model.modules()] == before
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
