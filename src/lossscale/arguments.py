@@ -53,7 +53,7 @@ INSTEAD_OF_THOSE_OF_OTHERS = {
     "initial_scale={value!r} for one that moves",
     "loss_scale_value": "dynamic=False, initial_scale={value!r}",
     "skip_nonfinite": "rule=lossscale.FixedScale(scale, skip_nonfinite={value!r})",
-    "enabled": "nothing, and leave the loss scaling out where it is not wanted",
+    "enabled": "rule=lossscale.FixedScale(1.0) where no loss scaling is wanted",
 }
 
 

@@ -196,8 +196,8 @@ class LossScaleOptimizer(OptimizerMembers):
         return [name for name in super().__dir__() if name not in hidden]
 
     def __repr__(self) -> str:
-        inner = type(self.inner_optimizer).__name__
-        return f"<LossScaleOptimizer {self.name!r} around {inner}, {self._rule}{self._now()}>"
+        names = [type(each).__name__ for each in (self, self.inner_optimizer, self._rule)]
+        return "<{} around {}, {}{}>".format(*names, self._now())
 
     def _now(self) -> str:
         """What a reader sees of the state, where it can be read."""

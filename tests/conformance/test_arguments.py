@@ -18,7 +18,7 @@ SAID = {
     ("min_scale", 0.5): "rule=lossscale.DynamicScale(min_scale=0.5)",
     ("hysteresis", 2): "rule=lossscale.DynamicScale(overflows_before_backoff=2)",
     ("skip_nonfinite", True): "rule=lossscale.FixedScale(scale, skip_nonfinite=True)",
-    ("enabled", False): "leave the loss scaling out",
+    ("enabled", False): "FixedScale(1.0)",
     ("inital_scale", 4.0): "did you mean `initial_scale`",
     ("nonsense", 1): "it takes ",
 }
@@ -69,4 +69,6 @@ def test_a_repr_shows_the_scale_and_the_skips(wrapper):
         pytest.skip("an Optax transformation is a pair of functions")
     harness = wrapper.make(VALUES, "sgd", RULE)
     harness.step([np.full_like(value, np.inf) for value in VALUES])
-    assert "loss scale 4, 1 of 1 steps skipped" in repr(harness.optimizer)
+    inner, rule = (type(getattr(harness.optimizer, name)) for name in ("inner_optimizer", "rule"))
+    shown = f"{inner.__name__}, {rule.__name__}: loss scale 4, 1 of 1 steps skipped"
+    assert repr(harness.optimizer) == f"<LossScaleOptimizer around {shown}>"
