@@ -4,7 +4,7 @@
 an environment for each extra, outside of the checkout: with the oldest pip that PACKAGE.md admits
 and with the newest, on each Python that is there. In each runs the first example of that extra,
 `lossscale info --check`, and every public name of its front. The tests of the source distribution
-run from it. It takes about an hour; `make release-test RELEASE="--extras torch,optax"` less.
+run from it. It takes about an hour; `make release-test RELEASE="--extras torch optax"` less.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OLDEST_PIP = "23.0.1"
 ALONE = ("lossscale", "lossscale.rules", "lossscale.errors")
 KERAS = (*ALONE, "lossscale.callbacks", "lossscale.migration", "lossscale.diagnosis")
 EXTRAS = {
-    "": ("none", "", ALONE),
+    "none": ("none", "", ALONE),
     "tensorflow": ("docs/keras.md", "tensorflow", (*KERAS, "lossscale.experimental")),
     "keras,jax": ("docs/keras.md", "jax", KERAS),
     "keras,torch": ("docs/keras.md", "torch", KERAS),
@@ -156,7 +156,7 @@ def check_extra(
     inside = place / "bin" / "python"
     wanted = f"pip=={pip}" if pip != "newest" else "pip"
     run([inside, "-m", "pip", "install", "-q", "--upgrade", wanted], folder)
-    required = f"{wheel}[{extra}]" if extra else str(wheel)
+    required = str(wheel) if extra == "none" else f"{wheel}[{extra}]"
     constraints = ["-c", ROOT / "constraints.txt"]
     run([inside, "-m", "pip", "install", "-q", *constraints, required], folder)
     source, backend, modules = EXTRAS[extra]
@@ -187,29 +187,28 @@ def pythons() -> list[str]:
 def main() -> int:
     """Runs all of it; the status is 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--extras", help="separated by spaces; all by default")
-    parser.add_argument("--pips", default=f"{OLDEST_PIP} newest", help="separated by spaces")
-    parser.add_argument("--pythons", help="interpreters, separated by spaces; all there are")
+    parser.add_argument("--extras", nargs="+", choices=EXTRAS, metavar="EXTRA", help="or none")
+    parser.add_argument("--pips", nargs="+", default=[OLDEST_PIP, "newest"], metavar="VERSION")
+    parser.add_argument("--pythons", nargs="+", metavar="PATH", help="all that are found")
     options = parser.parse_args()
-    extras = list(EXTRAS) if options.extras is None else options.extras.split()
     failed = []
     with tempfile.TemporaryDirectory(prefix="lossscale-release-") as name:
         folder = pathlib.Path(name)
         wheel, sources = built(folder)
         if options.extras is None:
             check_sources(sources, folder)
-        for python in (options.pythons or " ".join(pythons())).split():
+        for python in options.pythons or pythons():
             version = subprocess.run(
                 [python, "-c", "import sys; print('%d.%d.%d' % sys.version_info[:3])"],
                 capture_output=True,
                 text=True,
                 check=True,
             ).stdout.strip()
-            for pip in options.pips.split():
+            for pip in options.pips:
                 if pip == OLDEST_PIP and not version.startswith("3.11"):
                     # That pip does not start on a later Python.
                     continue
-                for extra in extras:
+                for extra in options.extras or EXTRAS:
                     start = time.monotonic()
                     what = f"Python {version}, pip {pip}, [{extra}]"
                     try:

@@ -328,7 +328,7 @@ def test_a_batch_that_cannot_be_measured_does_not_keep_another_from_being_looked
     optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
     settings = {"measure_every": 1, "loss_fn": six_loss}
     for data, words in (
-        (x[:, :3], "RuntimeError: mat1 and mat2"),
+        (x[:, :3], "mat1 and mat2"),
         (x * math.nan, "the loss is not"),
     ):
         with (
@@ -342,7 +342,7 @@ def test_a_batch_that_cannot_be_measured_does_not_keep_another_from_being_looked
                 optimizer.scale_loss(loss).backward()
                 optimizer.step()
                 monitor.step(loss, batch=x * math.nan)
-            with pytest.raises((RuntimeError, ValueError), match=words.split(": ")[-1]):
+            with pytest.raises((RuntimeError, ValueError), match=words):
                 monitor.wrong_at()
         messages = [str(each.message) for each in said if each.category is LossScaleWarning]
         assert sum("not measured any more" in line and words in line for line in messages) == 1
