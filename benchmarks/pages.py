@@ -12,7 +12,7 @@ PAGES = {
     "docs/benchmarks.md": ("bench", tables.page),
     "docs/jax_speed.md": ("optax", tables.alone),
     "docs/monitoring.md": ("monitoring", tables.alone),
-    "docs/pytorch.md": ("torch_native", tables.alone),
+    "docs/pytorch_speed.md": ("torch_native", tables.alone),
 }
 """For each page the name in its markers, and what writes its tables."""
 

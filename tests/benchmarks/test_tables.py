@@ -93,7 +93,7 @@ OTHERS = {
         row("monitor", *MONITORS),
         "| jax | 12.00" + " | 1.50 (1.25-2.00)" * 3 + " |",
     ),
-    "docs/pytorch.md": (
+    "docs/pytorch_speed.md": (
         row("alone", "bare", "fixed", shell="torch", point="fused, 1"),
         "| fused, 1 | 12.00 | - | - | 1.50 | - | - | - | - |",
     ),
@@ -129,9 +129,9 @@ def test_tables_go_between_the_markers_of_the_pages_that_they_are_for(tmp_path, 
     bare = tmp_path / "docs" / "jax_speed.md"
     bare.write_text("no markers\n")
     file = tmp_path / "results.json"
-    measured = [OTHERS[page][0] for page in ("docs/pytorch.md", "docs/jax_speed.md")]
+    measured = [OTHERS[page][0] for page in ("docs/pytorch_speed.md", "docs/jax_speed.md")]
     file.write_text(json.dumps(results(row("big", "bare"), *measured)))
-    written = {"docs/benchmarks.md": "### The optimizer alone", "docs/pytorch.md": "| AdamW"}
+    written = {"docs/benchmarks.md": "### The optimizer alone", "docs/pytorch_speed.md": "| AdamW"}
     for _ in range(2):
         pages.main(str(file), str(tmp_path))
         assert bare.read_text() == "no markers\n"
