@@ -93,7 +93,7 @@ def gradients(row: Row, name: str) -> list[Any]:
 
 def mlp(layers: Any, small: bool) -> list[Any]:
     """Returns the layers of a perceptron of 0.67 million parameters."""
-    hidden = [layers.Dense(8 if small else 512, activation="relu") for _ in range(2)]
+    hidden = [layers.Dense(512, activation="relu") for _ in range(2)] if not small else []
     return [layers.Input((784,)), *hidden, layers.Dense(CLASSES, dtype="float32")]
 
 
