@@ -55,7 +55,7 @@ ALL = {
     "jax": (JAX, EACH_BACKEND),
     "tensorflow, files": (TENSORFLOW, FILES),
     "tensorflow, Keras 3": (TENSORFLOW, KERAS_3),
-    "tensorflow, all else": (TENSORFLOW, ("tests", *_IGNORED)),
+    "tensorflow, all else": ({**TENSORFLOW, **EMITTERS}, ("tests", *_IGNORED)),
     "jax without Keras": (JAX, (JAX_ALONE,)),
     "torch without Keras": (TORCH, (TORCH_ALONE,)),
     "torch": (TORCH, EACH_BACKEND),
@@ -81,7 +81,7 @@ def run(
         total: How many there are.
     """
     name, (environment, arguments) = job
-    print(f"starts: {name}", flush=True)
+    print(f"starts: {name}\n", end="", flush=True)
     start = time.monotonic()
     # The first process keeps the bytecode of our files for all that start later.
     inherited = {name: v for name, v in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -89,6 +89,8 @@ def run(
         [sys.executable, "-m", "pytest", "--color=no", "-p", "no:cacheprovider", *arguments],
         cwd=ROOT,
         env={
+            # Several processes share the cores: threads that wait for one another would spin.
+            "OMP_NUM_THREADS": "1",
             **inherited,
             "LOSSSCALE_TEST_SHARED": shared,
             "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(shared, "compiled")),

@@ -1,4 +1,4 @@
-"""The files that a step passes through, in their order, are those that docs/design.md names."""
+"""What a wrapper loads, and the files that a step passes through, which docs/design.md names."""
 
 import os
 import pathlib
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import lossscale
+from fresh import Program
 
 SOURCES = pathlib.Path(lossscale.__file__).parent
 PAGE = pathlib.Path(__file__).parents[2] / "docs/design.md"
@@ -101,3 +102,24 @@ STEPS = {
 @pytest.mark.skipif(PROCESS not in STEPS, reason="a compiled step of Keras; PyTorch compiles none")
 def test_a_step_passes_through_the_files_that_the_design_names():
     assert passed_through(STEPS[PROCESS]()) == documented(COLUMNS[PROCESS])
+
+
+# How many of ours are loaded by a program that makes an optimizer. Of TensorFlow's arrays a wrapper
+# needs more than of the others': graphs, replicas and tapes.
+LOADED = {"jax": 37, "torch": 40, "tensorflow": 42, "tf_keras": 40}
+
+
+def test_a_wrapper_loads_little_and_nothing_of_diagnosis():
+    keras = "tf_keras" if PROCESS == "tf_keras" else "keras"
+    program = f"""
+import sys
+import {keras}, lossscale
+lossscale.LossScaleOptimizer({keras}.optimizers.Adam())
+print(*(name for name in sys.modules if name.partition(".")[0] == "lossscale"))
+"""
+    done = Program(program, module=keras).finished()
+    assert done.returncode == 0, done.stderr
+    ours = done.stdout.split()
+    assert 10 < len(ours) <= LOADED[PROCESS]
+    measuring = ("diagn", "monitor", "notes", "plots", "own_step")
+    assert not [module for module in ours if any(word in module for word in measuring)]
