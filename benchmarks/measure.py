@@ -54,7 +54,7 @@ def measure(
         needed = row.workload.parameters * BYTES_PER_PARAMETER * programs
         if needed > (free := available()):
             raise TooBigError(f"needs {needed / 2**30:.0f} GiB of memory, {free / 2**30:.0f} free")
-    fields = ("case", "point", "shell", "mode", "device", "optimizer")
+    fields = ("case", "point", "wrapper", "mode", "device", "optimizer")
     found = {field: getattr(row, field) for field in fields}
     try:
         with framework.on_device(row.device):

@@ -27,13 +27,13 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
 
 def package(row: Row) -> Any:
     """Returns `keras` or `tf_keras`."""
-    return importlib.import_module("tf_keras" if "tf_keras" in row.shell else "keras")
+    return importlib.import_module("tf_keras" if "tf_keras" in row.wrapper else "keras")
 
 
 def new_optimizer(row: Row, name: str) -> Any:
     """Returns the optimizer of a method around the inner one of a row, without its floors."""
     optimizers, (kind, settings) = package(row).optimizers, OPTIMIZERS[row.optimizer]
-    if row.shell == "tf_keras-legacy":
+    if row.wrapper == "tf_keras-legacy":
         optimizers = optimizers.legacy
     new_inner = functools.partial(getattr(optimizers, kind), **settings)
     wrapped = method(name).wrapped

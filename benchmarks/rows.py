@@ -74,7 +74,7 @@ class Row:
 
     Args:
         case: One of `CASES`.
-        shell: The shell of the optimizers, such as "keras-jax".
+        wrapper: The wrapper of the optimizers, such as "keras-jax".
         mode: How the step is run, such as "jit".
         methods: Names of the methods; most are compared with the first.
         point: What distinguishes it from the other rows of the case.
@@ -89,7 +89,7 @@ class Row:
     """
 
     case: str
-    shell: str
+    wrapper: str
     mode: str
     methods: tuple[str, ...]
     point: str = ""
@@ -105,7 +105,7 @@ class Row:
     @property
     def name(self) -> str:
         """What it is called in messages."""
-        parts = (self.shell, self.mode, self.device, self.case, self.point, self.optimizer)
+        parts = (self.wrapper, self.mode, self.device, self.case, self.point, self.optimizer)
         return " ".join(part for part in parts if part)
 
 
@@ -120,28 +120,28 @@ def table(backend: str) -> list[Row]:
 
 def _of_keras(backend: str) -> Iterator[Row]:
     tf_keras = ("tf_keras-new", "tf_keras-legacy")
-    shells = tf_keras if backend == "tf_keras" else (f"keras-{backend}",)
+    wrappers = tf_keras if backend == "tf_keras" else (f"keras-{backend}",)
     mode, *others, fit = MODES[backend]
-    for shell in shells:
+    for wrapper in wrappers:
         for each in (mode, *others):
-            yield from _of_shell(backend, shell, each)
+            yield from _of_wrapper(backend, wrapper, each)
     for devices in (1, 2, 4) if backend == "tensorflow" else ():
         work, point = equal(8, 2_000_000), str(devices)
-        yield Row("replicas", *shells, mode, GROWTH, point, work, devices=devices)
+        yield Row("replicas", *wrappers, mode, GROWTH, point, work, devices=devices)
     for devices in (2, 4) if backend in ("tensorflow", "jax") else ():
         work, point = equal(10, 10_000), str(devices)
-        yield Row("collectives", *shells, mode, GROWTH, point, work, None, devices=devices)
+        yield Row("collectives", *wrappers, mode, GROWTH, point, work, None, devices=devices)
     if backend == "torch":
-        yield Row("host_syncs", *shells, mode, STEP, "", equal(50, 50_000), None, model="mlp")
-    yield Row("monitor", shells[0], fit, tuple(MONITORS), timing=OF_FIT)
+        yield Row("host_syncs", *wrappers, mode, STEP, "", equal(50, 50_000), None, model="mlp")
+    yield Row("monitor", wrappers[0], fit, tuple(MONITORS), timing=OF_FIT)
 
 
-def _of_shell(backend: str, shell: str, mode: str) -> Iterator[Row]:
+def _of_wrapper(backend: str, wrapper: str, mode: str) -> Iterator[Row]:
     # tf_keras takes as long as all the others, and so has fewer rows.
-    tf_keras, legacy = backend == "tf_keras", shell == "tf_keras-legacy"
+    tf_keras, legacy = backend == "tf_keras", wrapper == "tf_keras-legacy"
     # Operation by operation, TensorFlow takes ten times as long.
     slow = mode == "eager" and backend != "torch"
-    row = functools.partial(Row, shell=shell, mode=mode)
+    row = functools.partial(Row, wrapper=wrapper, mode=mode)
     alone = functools.partial(row, methods=GROWTH if slow else ALONE, structure=True)
     yield alone("big", workload=equal(100, 10_000_000), timing=SHORT if slow else LONG)
     if not tf_keras or mode == "function":
@@ -159,7 +159,7 @@ def _of_shell(backend: str, shell: str, mode: str) -> Iterator[Row]:
             methods = STEP if tf_keras else FLOORS
             yield row(model, methods=methods, model=model, timing=LONG)
     for optimizer in () if legacy else ("SGD momentum", "AdamW clipnorm"):
-        work, exact = equal(8, 2_000_000), (shell, mode, optimizer) != _ROUNDS_OTHERWISE
+        work, exact = equal(8, 2_000_000), (wrapper, mode, optimizer) != _ROUNDS_OTHERWISE
         yield row("optimizers", methods=FLOORS, workload=work, optimizer=optimizer, exact=exact)
     if tf_keras:
         return
@@ -179,7 +179,7 @@ def _of_optax() -> Iterator[Row]:
     whole = tuple(name for name in OPTAX if name != "read")
     # A check of each array by itself, added up one by one, compiles for minutes with more of them.
     few = tuple(name for name in OPTAX if name not in ("jmp", "flax"))
-    row = functools.partial(Row, shell="optax", timing=OF_OPTAX, exact=False)
+    row = functools.partial(Row, wrapper="optax", timing=OF_OPTAX, exact=False)
     for mode, point, optimizer, methods, work in (
         ("jit", "adam, 10M in 100 arrays", "adam", OPTAX, equal(100, 10**7)),
         ("jit", "adam, 10M in 20 arrays", "adam", OPTAX, equal(20, 10**7)),
@@ -196,7 +196,7 @@ def _of_optax() -> Iterator[Row]:
 
 
 def _of_torch() -> Iterator[Row]:
-    row = functools.partial(Row, shell="torch", timing=OF_TORCH, optimizer="AdamW")
+    row = functools.partial(Row, wrapper="torch", timing=OF_TORCH, optimizer="AdamW")
     shapes = {"10M in 100": ((320, 312),) * 100, "200 x 1000": ((1000,),) * 200}
     for mode in MODES["torch_native"]:
         methods = tuple(name for name in TORCH if name != "device" or mode == "fused")
@@ -212,7 +212,7 @@ def _short_form(rows: Sequence[Row]) -> Iterator[Row]:
     """Returns tiny rows: every case and method in one mode, and every mode in one case."""
     seen, first_mode = set(), {}
     for row in rows:
-        kind = (row.case, row.shell, row.mode, row.optimizer, row.model, row.devices)
+        kind = (row.case, row.wrapper, row.mode, row.optimizer, row.model, row.devices)
         is_first = row.mode == first_mode.setdefault(row.case, row.mode)
         if kind in seen or row.devices > 2 or not (is_first or row.case in ("big", "alone")):
             continue

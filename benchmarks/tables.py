@@ -21,7 +21,7 @@ def sections(results: dict[str, Any], name: str | None = None) -> dict[str, str]
     """Returns the tables of a page, or all, by title; those without rows are left out."""
     found = {}
     for of, title, values, table in SECTIONS:
-        rows = [row for row in results["rows"] if row["case"] in values or row["shell"] in values]
+        rows = [row for row in results["rows"] if row["case"] in values or row["wrapper"] in values]
         if rows and name in (None, of):
             found[title] = table(rows)
     return found
@@ -57,8 +57,8 @@ def _skips(rows: Sequence[Row]) -> str:
 def _growth(rows: Sequence[Row]) -> str:
     """How the time of the bare optimizer, and the ratios to it, grow with the work."""
     lines = []
-    for row in sorted(rows, key=lambda row: (row["case"], row["shell"], _where(row))):
-        names = f"{row['shell']}, {_where(row)}", f"{row['point']} {row['case']}"
+    for row in sorted(rows, key=lambda row: (row["case"], row["wrapper"], _where(row))):
+        names = f"{row['wrapper']}, {_where(row)}", f"{row['point']} {row['case']}"
         lines.append([*names, _bare(row), *_cells(row, _DYNAMIC, _ratio)])
     return _table(["", "", "bare, ms", *_titles(_DYNAMIC)], lines)
 
@@ -79,8 +79,8 @@ def _monitors(rows: Sequence[Row]) -> str:
     """What a monitor costs in `fit`, beside none."""
     base, *names = MONITORS
     lines = []
-    for row in sorted(rows, key=lambda row: row["shell"].startswith("tf_keras")):
-        backend = row["shell"].removeprefix("keras-").removesuffix("-new")
+    for row in sorted(rows, key=lambda row: row["wrapper"].startswith("tf_keras")):
+        backend = row["wrapper"].removeprefix("keras-").removesuffix("-new")
         place = "" if row["device"] == "cpu" else f", {row['device'].upper()}"
         milliseconds = _milliseconds(row["methods"][base])
         lines.append([backend + place, milliseconds, *_cells(row, names, _ratio)])
@@ -125,7 +125,7 @@ def _collectives(rows: Sequence[Row]) -> str:
     """How many sums over devices a step does, and how many bytes each device gives."""
     lines = []
     for row in rows:
-        backend = row["shell"].removeprefix("keras-")
+        backend = row["wrapper"].removeprefix("keras-")
         for name, found in row["methods"].items():
             title = f"{backend}, {METHODS[name].title}"
             lines.append([title, row["point"], f"{found['sums']:,}", f"{found['bytes']:,}"])
@@ -191,7 +191,7 @@ def _ratio(method: Row, key: str = "ratio") -> str:
 
 def _title(row: Row) -> str:
     optimizer = "" if row["optimizer"] == "Adam" else row["optimizer"]
-    parts = (row["shell"], _where(row), row["case"], row["point"], optimizer)
+    parts = (row["wrapper"], _where(row), row["case"], row["point"], optimizer)
     return ", ".join(part for part in parts if part)
 
 
@@ -222,4 +222,4 @@ SECTIONS = (
     ("optax", "Optax", ("optax",), _optax),
     ("torch_native", "PyTorch alone", ("torch",), _torch),
 )
-"""For each table its page, its title, the cases or shells that it has, and what writes it."""
+"""For each table its page, its title, the cases or wrappers that it has, and what writes it."""

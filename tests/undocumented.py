@@ -1,6 +1,6 @@
 """What the sources use of each framework that it does not document, and what for.
 
-Objects stand in `private_names.py` of a room, with the error where one is gone. These are
+Objects stand in `private_names.py` of a part, with the error where one is gone. These are
 attributes, by the kind of thing that has them; the tests of each framework hold its release to
 them, and tests/core/test_private_names.py holds the sources.
 """
@@ -130,7 +130,7 @@ TENSORFLOW = {
 }
 JAX = {
     "tracers": {
-        "_trace": "which function is being traced, by the shell of Keras",
+        "_trace": "which function is being traced, by the wrapper of Keras",
     },
 }
 TORCH = {

@@ -94,8 +94,8 @@ def install(name: str, releases: str, folder: pathlib.Path) -> pathlib.Path:
 
 def run(name: str, releases: str, python: pathlib.Path, further: list[str]) -> int:
     """Runs the tests of a set, and returns the exit status."""
-    *_, rooms = SETS[name]
-    tests = [PROMISES, *(f"tests/frameworks/{room}/test_private_names.py" for room in rooms)]
+    *_, parts = SETS[name]
+    tests = [PROMISES, *(f"tests/frameworks/{part}/test_private_names.py" for part in parts)]
     impossible = IMPOSSIBLE.get(name, []) if releases == "oldest" else []
     left_out = [f"--deselect={test}" for test in impossible]
     options = ["-q", "-p", "no:cacheprovider", *left_out, *further]

@@ -176,7 +176,7 @@ def _training(row: Row, name: str, small: bool) -> Step:
     """The train step of the trainer."""
     optimizer, model, batch = models.training(row, name, small)
     data = tuple(tf.constant(array) for array in batch)
-    if "tf_keras" in row.shell:
+    if "tf_keras" in row.wrapper:
         counter = optimizer.iterations
     else:
         counter = optimizer.variables[0].value
@@ -195,7 +195,7 @@ def _program(row: Row, name: str, small: bool) -> Program:
         return Replicated(row, name)
     if row.model:
         return _training(row, name, small)
-    return (_alone_with_tf_keras if "tf_keras" in row.shell else _alone)(row, name)
+    return (_alone_with_tf_keras if "tf_keras" in row.wrapper else _alone)(row, name)
 
 
 def _start(devices: int) -> None:

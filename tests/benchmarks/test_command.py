@@ -113,12 +113,12 @@ def test_the_short_form_runs_every_program(backend, tmp_path, monkeypatch, capfd
     expected = [row for process in processes for row in process.rows()]
     assert {row.case for row in expected} == set(cases)
     for row, found in zip(expected, results["rows"], strict=True):
-        for field in ("case", "shell", "mode", "point", "optimizer", "device"):
+        for field in ("case", "wrapper", "mode", "point", "optimizer", "device"):
             assert found[field] == getattr(row, field)
         assert tuple(found["methods"]) == row.methods
         (check_times if row.timing else check_counts)(row, found)
         assert row.point in printed
-        assert row.shell.removeprefix("keras-") in printed or backend in WITHOUT_KERAS
+        assert row.wrapper.removeprefix("keras-") in printed or backend in WITHOUT_KERAS
     if backend in ("jax", "torch") and not results["machine"]["gpus"]:
         assert f"Not run: {backend} on a GPU, because there is no GPU" in printed
 
@@ -141,7 +141,7 @@ def check_times(row, found):
             check_quartiles(method[field])
         if name in (row.methods[0], "bare, clip"):
             assert method["ratio"]["median"] == 1.0
-        compiled = row.mode != "eager" or row.shell == "keras-torch"
+        compiled = row.mode != "eager" or row.wrapper == "keras-torch"
         assert ("graph_size" in method) == (row.structure and compiled)
         assert ("memory_bytes" in method) == row.structure
         assert (method.get("memory_bytes") or 0) >= 0

@@ -23,7 +23,7 @@ def method(ratio=1.5, **more):
 def row(case, *names, methods=None, **more):
     """A row of results."""
     methods = {**{name: method() for name in names}, **(methods or {})}
-    common = {"point": "", "shell": "keras-jax", "mode": "jit", "device": "cpu"}
+    common = {"point": "", "wrapper": "keras-jax", "mode": "jit", "device": "cpu"}
     return {"case": case, "optimizer": "Adam", **common, "methods": methods} | more
 
 
@@ -86,7 +86,7 @@ def test_the_page_says_what_it_was_measured_with_and_what_was_not_run():
 # For each page with one table a row of results, and its line.
 OTHERS = {
     "docs/jax_speed.md": (
-        row("alone", "bare", "jmp", shell="optax", point="adam"),
+        row("alone", "bare", "jmp", wrapper="optax", point="adam"),
         "| adam |  |  |  | 1.50 |  |",
     ),
     "docs/monitoring.md": (
@@ -94,7 +94,7 @@ OTHERS = {
         "| jax | 12.00" + " | 1.50 (1.25-2.00)" * 3 + " |",
     ),
     "docs/pytorch_speed.md": (
-        row("alone", "bare", "fixed", shell="torch", point="fused, 1"),
+        row("alone", "bare", "fixed", wrapper="torch", point="fused, 1"),
         "| fused, 1 | 12.00 | - | - | 1.50 | - | - | - | - |",
     ),
 }
@@ -112,8 +112,8 @@ def test_other_pages_have_one_table(page):
 
 
 def test_tf_keras_stands_below_keras_among_the_monitors():
-    shells = ("keras-tensorflow", "tf_keras-new", "keras-torch")
-    rows = [row("monitor", *MONITORS, shell=shell) for shell in shells]
+    wrappers = ("keras-tensorflow", "tf_keras-new", "keras-torch")
+    rows = [row("monitor", *MONITORS, wrapper=wrapper) for wrapper in wrappers]
     lines = tables.alone(results(*rows), "monitoring").splitlines()[2:]
     assert [line.split()[1] for line in lines] == ["tensorflow", "torch", "tf_keras"]
 

@@ -14,7 +14,7 @@ from lossscale.cli.console import progress
 from lossscale.cli.main import main
 from lossscale.cli.trial_step import take_trial_step
 
-NAMES = [shell.name for shell in environment.SHELLS]
+NAMES = [stack.name for stack in environment.STACKS]
 
 
 def found(capsys, *arguments):
@@ -44,7 +44,7 @@ def installed(monkeypatch, **versions):
 def test_a_machine_with_nothing(monkeypatch, capsys):
     installed(monkeypatch)
     report = found(capsys)
-    assert [shell["available"] for shell in report["frameworks"]] == [False] * len(NAMES)
+    assert [framework["available"] for framework in report["frameworks"]] == [False] * len(NAMES)
     assert report["frameworks"][1]["reason"] == (
         'keras is not installed: pip install "lossscale[keras,jax]"'
     )
@@ -72,15 +72,15 @@ def test_a_machine_with_nothing(monkeypatch, capsys):
 )
 def test_which_frameworks_are_available(monkeypatch, versions, available, capsys):
     installed(monkeypatch, **versions)
-    shells = found(capsys)["frameworks"]
-    assert [shell["name"] for shell in shells] == NAMES
-    assert [shell["name"] for shell in shells if shell["available"]] == available
-    assert all((shell["reason"] is None) == shell["available"] for shell in shells)
+    frameworks = found(capsys)["frameworks"]
+    assert [framework["name"] for framework in frameworks] == NAMES
+    assert [framework["name"] for framework in frameworks if framework["available"]] == available
+    assert all((framework["reason"] is None) == framework["available"] for framework in frameworks)
 
 
 def test_the_reason_names_the_version(monkeypatch, capsys):
     installed(monkeypatch, keras="3.8.0", jax="0.10.2", tensorflow="2.21.0", tf_keras="3.0.0")
-    reasons = [shell["reason"] for shell in found(capsys)["frameworks"]]
+    reasons = [framework["reason"] for framework in found(capsys)["frameworks"]]
     assert reasons[1].startswith("keras 3.8.0 is too old, it needs 3.9 or later: pip install")
     assert reasons[3].startswith("tf_keras 3.0.0 is not supported, only tf_keras 2: pip install")
 
@@ -142,7 +142,7 @@ def test_gpus(tmp_path, monkeypatch):
     assert environment.gpus() == []
 
 
-SHELL = environment.SHELLS[1]
+STACK = environment.STACKS[1]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ SHELL = environment.SHELLS[1]
 def test_a_broken_package_is_one_line(tmp_path, monkeypatch, line, error):
     (tmp_path / "keras.py").write_text(f"{line}\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    result = take_trial_step(SHELL)
+    result = take_trial_step(STACK)
     assert error in result["error"]
     assert "\n" not in result["error"]
     assert result["devices"] == []
@@ -168,7 +168,7 @@ def test_check_takes_a_step_and_a_failure_is_exit_status_1(tmp_path, monkeypatch
     checked = [s for s in found(capsys, "--check")["frameworks"] if s["available"]]
     assert [(s["error"], bool(s["devices"])) for s in checked] == [(None, True)] * 2
     # One with Keras.
-    assert take_trial_step(SHELL)["error"] is None
+    assert take_trial_step(STACK)["error"] is None
     for name in ("keras", "optax"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('it is broken')\n")
     installed(monkeypatch, keras="3.15.1", jax="0.10.2", optax="0.2.8")

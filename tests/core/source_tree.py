@@ -22,7 +22,7 @@ class Module:
     is_package: bool = False
 
     @property
-    def room(self):
+    def part(self):
         """The file or folder below `lossscale`: "rules", "keras"; for itself "lossscale"."""
         return (*self.name.split("."), "lossscale")[1]
 

@@ -90,12 +90,12 @@ def test_what_is_wrong_is_refused_by_what_every_wrapper_has(sources):
 
 def test_its_arrow_allows_all_that_it_imports(sources, monkeypatch):
     entry = BLOCKS["tests/core/test_import.py: an entry of ARROWS"]
-    [(room, allowed)] = re.findall(r'"(.*?)": "(.*?)",', entry)
-    monkeypatch.setitem(test_import.ARROWS, room, allowed)
+    [(part, allowed)] = re.findall(r'"(.*?)": "(.*?)",', entry)
+    monkeypatch.setitem(test_import.ARROWS, part, allowed)
     used = set()
-    for path in (sources / "src/lossscale" / room).glob("*.py"):
-        name = f"lossscale.{room}.{path.stem}".removesuffix(".__init__")
+    for path in (sources / "src/lossscale" / part).glob("*.py"):
+        name = f"lossscale.{part}.{path.stem}".removesuffix(".__init__")
         module = Module(name, path.read_text(), is_package=path.stem == "__init__")
         assert test_import.violations(module) == []
-        used |= {test_import.room_of(one.name) for one in test_import.imports(module)}
+        used |= {test_import.part_of(one.name) for one in test_import.imports(module)}
     assert set(allowed.split()) <= used

@@ -1,4 +1,4 @@
-"""What importing the library costs, and which of its rooms may import which."""
+"""What importing the library costs, and which of its parts may import which."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 
 from core.source_tree import FRAMEWORKS, Module, imports, modules, modules_named
 
-# A room is a file or a folder of src/lossscale; `lossscale` is the package itself. Each may import
+# A part is a file or a folder of src/lossscale; `lossscale` is the package itself. Each may import
 # itself, those that are named here, and the frameworks at the end, whose names begin with a star;
 # `**any` is for the inside of functions. Nothing else is allowed; a string that names a module is
 # an import as well.
@@ -60,32 +60,32 @@ MAY_NAME_ANY = {
 
 def violations(module):
     """Returns what is wrong with the imports of a module, as sentences."""
-    if module.room not in ARROWS:
-        return [f"{module.name}: give `{module.room}` a place among the ARROWS"]
-    allowed = ARROWS[module.room].split()
-    rooms = {module.room, *(name for name in allowed if name[0] != "*")}
+    if module.part not in ARROWS:
+        return [f"{module.name}: give `{module.part}` a place among the ARROWS"]
+    allowed = ARROWS[module.part].split()
+    parts = {module.part, *(name for name in allowed if name[0] != "*")}
     roots = {name.lstrip("*") for name in allowed if name.startswith("*")} - {"any"}
     if ".keras.backends." in module.name:
         roots |= {module.name.rpartition(".")[2].partition("_")[0]} & {"jax", "tensorflow", "torch"}
     found = []
     for imported in imports(module):
         if imported.root == "lossscale":
-            if room_of(imported.name) not in rooms:
+            if part_of(imported.name) not in parts:
                 found.append(f"{module.name} imports {imported.name}")
         elif imported.root in FRAMEWORKS - roots and not (imported.lazy and "**any" in allowed):
             found.append(f"{module.name} imports {imported.root}")
         elif imported.root in {"matplotlib", "rich", "sklearn"} and not imported.lazy:
             found.append(f"{module.name} imports {imported.root} outside a function")
     for named in modules_named(module):
-        if room_of(named.name) not in rooms and module.room not in MAY_NAME_ANY:
+        if part_of(named.name) not in parts and module.part not in MAY_NAME_ANY:
             found.append(f"{module.name} names {named.name}")
     return found
 
 
-def room_of(name):
-    """The room that a dotted name belongs to; a public name is of `lossscale`."""
-    room = (*name.split("."), "")[1]
-    return room if room in {*ARROWS, *(module.room for module in modules())} else "lossscale"
+def part_of(name):
+    """The part that a dotted name belongs to; a public name is of `lossscale`."""
+    part = (*name.split("."), "")[1]
+    return part if part in {*ARROWS, *(module.part for module in modules())} else "lossscale"
 
 
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.name)
@@ -94,24 +94,24 @@ def test_imports_point_one_way(module):
 
 
 def test_the_arrows_themselves_point_one_way():
-    rest = {room: set(below.split()) for room, below in ARROWS.items()}
+    rest = {part: set(below.split()) for part, below in ARROWS.items()}
     while rest:
-        lowest = [room for room, below in rest.items() if not below & set(rest)]
+        lowest = [part for part, below in rest.items() if not below & set(rest)]
         assert lowest, f"these import each other: {sorted(rest)}"
-        for room in lowest:
-            del rest[room]
+        for part in lowest:
+            del rest[part]
 
 
 def test_every_arrow_is_used():
     used = {}
     for module in modules():
         found = {*imports(module), *modules_named(module)}
-        used.setdefault(module.room, set()).update(room_of(one.name) for one in found)
+        used.setdefault(module.part, set()).update(part_of(one.name) for one in found)
     unused = {
-        room: set(allowed.split()) - used[room] - {name for name in allowed.split() if "*" in name}
-        for room, allowed in ARROWS.items()
+        part: set(allowed.split()) - used[part] - {name for name in allowed.split() if "*" in name}
+        for part, allowed in ARROWS.items()
     }
-    assert {room: names for room, names in unused.items() if names} == {}
+    assert {part: names for part, names in unused.items() if names} == {}
 
 
 @pytest.mark.parametrize(
@@ -257,9 +257,9 @@ for name in %r:
 """
 
 
-@pytest.mark.parametrize("room", ["jax", "optax", "torch"])
-def test_a_room_without_keras_is_imported_where_keras_cannot_be(room):
-    names = [module.name for module in modules() if module.room == room]
+@pytest.mark.parametrize("part", ["jax", "optax", "torch"])
+def test_a_part_without_keras_is_imported_where_keras_cannot_be(part):
+    names = [module.name for module in modules() if module.part == part]
     assert len(names) >= 5
     assert set(names) <= imported_by(WITHOUT_KERAS % names)
 

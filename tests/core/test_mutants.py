@@ -14,7 +14,7 @@ BACKENDS = {mutants.TENSORFLOW, mutants.TF_KERAS, mutants.JAX, mutants.TORCH}
 
 
 def test_there_are_mutants_of_every_kind():
-    of_rules = [mutant for mutant in mutants.ALL if mutant.room == "rules"]
+    of_rules = [mutant for mutant in mutants.ALL if mutant.part == "rules"]
     assert len(of_rules) >= 8
     assert {mutant.backend for mutant in mutants.ALL} == BACKENDS
     for backend in BACKENDS:
@@ -32,7 +32,7 @@ def test_a_mutant_fits_the_sources(mutant):
     assert mutant.tests.count("-k") <= 1
 
 
-SOME = '''"""A module — of this room."""
+SOME = '''"""A module — of this part."""
 
 LIMITS = {"low": 0.0, "high": 1.0}
 
@@ -58,10 +58,10 @@ class Counter:
 
 @pytest.fixture
 def package(tmp_path):
-    (tmp_path / "room" / "inner").mkdir(parents=True)
-    (tmp_path / "room" / "some.py").write_text(SOME, encoding="utf-8")
+    (tmp_path / "part" / "inner").mkdir(parents=True)
+    (tmp_path / "part" / "some.py").write_text(SOME, encoding="utf-8")
     for name in ("one", "two"):
-        (tmp_path / "room" / "inner" / f"{name}.py").write_text("def twice(x):\n    return x + x\n")
+        (tmp_path / "part" / "inner" / f"{name}.py").write_text("def twice(x):\n    return x + x\n")
     return tmp_path
 
 
@@ -94,24 +94,24 @@ MOVE = "Counter.move"
     ],
 )
 def test_an_edit_changes_one_place(package, function, old, new, was, became):
-    path, text = Edit("room" if function else "room.some", function, old, new).apply(package)
-    assert path == package / "room" / "some.py"
+    path, text = Edit("part" if function else "part.some", function, old, new).apply(package)
+    assert path == package / "part" / "some.py"
     assert SOME.count(was) == 1
     assert text == SOME.replace(was, became)
 
 
-def test_the_room_of_an_edit_can_be_one_module(package):
-    path, text = Edit("room.inner.two", "twice", "x + x", "x").apply(package)
-    assert (path, text) == (package / "room/inner/two.py", "def twice(x):\n    return (x)\n")
+def test_the_part_of_an_edit_can_be_one_module(package):
+    path, text = Edit("part.inner.two", "twice", "x + x", "x").apply(package)
+    assert (path, text) == (package / "part/inner/two.py", "def twice(x):\n    return (x)\n")
 
 
 @pytest.mark.parametrize(
     ("function", "old", "new", "message"),
     [
-        (MOVE, "self.bad", "0", r"`Counter.move` of room must have `self.bad` once.* 0 times"),
+        (MOVE, "self.bad", "0", r"`Counter.move` of part must have `self.bad` once.* 0 times"),
         (MOVE, "by", "0", r"Received: 4 times, in lines \[9, 11, 13, 13\] of some.py. Follow"),
-        ("absent", "x", "0", "`absent` of room must be in one module. Received: none. Follow"),
-        ("twice", "x + x", "x", "Received: room/inner/one.py, room/inner/two.py. .* the room be"),
+        ("absent", "x", "0", "`absent` of part must be in one module. Received: none. Follow"),
+        ("twice", "x + x", "x", "Received: part/inner/one.py, part/inner/two.py. .* the part be"),
         (MOVE, "max(..., self.low(...))", "...", "must have one `...` in `max"),
         (MOVE, "seen.finite", "(seen .finite)", "must be changed by"),
         # Its text would begin in the middle of `elif`.
@@ -125,4 +125,4 @@ def test_the_room_of_an_edit_can_be_one_module(package):
 )
 def test_an_edit_that_does_not_fit_says_so(package, function, old, new, message):
     with pytest.raises(EditError, match=f"(?s){message}"):
-        Edit("room", function, old, new).apply(package)
+        Edit("part", function, old, new).apply(package)

@@ -1,4 +1,4 @@
-"""What frameworks do not document: taken in one file of a room, or listed."""
+"""What frameworks do not document: taken in one file of a part, or listed."""
 
 from __future__ import annotations
 

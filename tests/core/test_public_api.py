@@ -345,5 +345,5 @@ def test_the_examples_are_found():
     assert {"lossscale", "lossscale.errors", "lossscale.rules"} <= set(DOCUMENTED)
     assert run_examples("lossscale.rules").attempted >= 5
     assert run_examples("lossscale.members").attempted >= 30
-    rooms = ("lossscale.keras.", "lossscale.tf_keras.")
-    assert [name for name in DOCUMENTED if name.startswith(rooms)] == []
+    packages = ("lossscale.keras.", "lossscale.tf_keras.")
+    assert [name for name in DOCUMENTED if name.startswith(packages)] == []

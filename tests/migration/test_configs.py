@@ -304,10 +304,10 @@ def test_beside_keras_3_each_optimizer_gets_its_own_class(optimizers):
     assert float(variable) == 0.5
 
 
-# --- Malformed ones, in every shell ---------------------------------------------------------------
+# --- Malformed ones, in every wrapper -------------------------------------------------------------
 
 PLAIN_SGD = {"class_name": "SGD", "config": {"learning_rate": 0.1}}
-SHELLS = {
+WRAPPERS = {
     f"{name}-{library.__name__}": type(wrapper(library.optimizers.SGD(), *arguments))
     for name, wrapper, arguments in (
         ("documented", lossscale.LossScaleOptimizer, ()),
@@ -333,15 +333,15 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("config", MALFORMED, ids=str)
-@pytest.mark.parametrize("shell", SHELLS.values(), ids=SHELLS)
-def test_one_that_is_malformed_is_a_value_error_that_shows_what_came(shell, config):
+@pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
+def test_one_that_is_malformed_is_a_value_error_that_shows_what_came(wrapper, config):
     message = r"Received|[Uu]nknown|not known|cannot be made|has no (keys|argument)"
     with pytest.raises(ValueError, match=message) as raised:
-        shell.from_config(config)
+        wrapper.from_config(config)
     # Which optimizers there are, each library says itself.
     assert isinstance(raised.value, ArgumentError) or "Nope" in str(raised.value)
 
 
-@pytest.mark.parametrize("shell", SHELLS.values(), ids=SHELLS)
-def test_one_that_is_well_formed_is_taken(shell):
-    assert shell.from_config({"inner_optimizer": PLAIN_SGD}).dynamic
+@pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
+def test_one_that_is_well_formed_is_taken(wrapper):
+    assert wrapper.from_config({"inner_optimizer": PLAIN_SGD}).dynamic

@@ -1,6 +1,6 @@
 """Edits that name a function and a part of its syntax tree.
 
-Files may move within a room, and code be formatted and commented anew, and the edits stay.
+Files may move within a part, and code be formatted and commented anew, and the edits stay.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ class Edit:
     it puts back the expression that the only `...` of `old` stood for.
 
     Attributes:
-        room: Module or package below lossscale: "keras", or "keras.backends.jax" where several
+        part: Module or package below lossscale: "keras", or "keras.backends.jax" where several
             modules of keras have such a function.
         function: Qualified name, as "Ledger.move". A class can be named too; "" is the module.
         old: An expression, or consecutive statements, that stand there once.
         new: What replaces them; "pass" leaves statements out.
     """
 
-    room: str
+    part: str
     function: str
     old: str
     new: str
 
     @property
     def place(self) -> str:
-        """The room and the function: "keras.Ledger.move"."""
-        return f"{self.room}.{self.function}"
+        """The part and the function: "keras.Ledger.move"."""
+        return f"{self.part}.{self.function}"
 
     def apply(self, package: pathlib.Path) -> tuple[pathlib.Path, str]:
         """Returns the path of the module and its text with the edit.
@@ -82,19 +82,19 @@ class Edit:
         raise self._error(f"cannot have `{self.old}` replaced. Replace less or more than that.")
 
     def _module(self, package: pathlib.Path) -> pathlib.Path:
-        room = package.joinpath(*self.room.split("."))
-        paths = [room.with_suffix(".py"), *sorted(room.rglob("*.py"))]
+        part = package.joinpath(*self.part.split("."))
+        paths = [part.with_suffix(".py"), *sorted(part.rglob("*.py"))]
         found = [path for path in paths if path.exists() and self.function in _names(path)]
         if len(found) != 1:
             where = ", ".join(str(path.relative_to(package)) for path in found) or "none"
             raise self._error(
-                f"must be in one module. Received: {where}. Follow the sources, or let the room be "
+                f"must be in one module. Received: {where}. Follow the sources, or let the part be "
                 "one of several modules, as 'keras.backends.jax'."
             )
         return found[0]
 
     def _error(self, message: str) -> EditError:
-        return EditError(f"`{self.function}` of {self.room} {message}")
+        return EditError(f"`{self.function}` of {self.part} {message}")
 
 
 def _definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:

@@ -14,7 +14,7 @@ from mutants.edits import Edit
 
 # The backends of the process in which a mutant's tests run.
 TENSORFLOW, TF_KERAS, JAX, TORCH = "tensorflow", "tf_keras", "jax", "torch"
-BACKEND_OF_ROOM = {"tf_keras": TF_KERAS, "jax": JAX, "optax": JAX, "torch": TORCH}
+BACKEND_OF_PART = {"tf_keras": TF_KERAS, "jax": JAX, "optax": JAX, "torch": TORCH}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Mutant(Edit):
 
 # Tests, as they are named on the command line of pytest, and the mutants that they kill:
 #
-#     ROOM [on BACKEND] FUNCTION: OLD -> NEW  [-k WORDS]
+#     PART [on BACKEND] FUNCTION: OLD -> NEW  [-k WORDS]
 #
-# with the backend if it is not that of the room, and with words, as `-k` of pytest has them, if not
+# with the backend if it is not that of the part, and with words, as `-k` of pytest has them, if not
 # all of these tests are needed. What is indented further goes on with the line above. Statements
 # after one another have a `;` between them.
 KILLED_BY = """
@@ -331,7 +331,7 @@ tests/migration/test_models.py
 """
 
 _MUTANT = re.compile(
-    r"(?P<room>[\w.]+)(?: on (?P<backend>\w+))? (?P<function>[\w.]+): (?P<old>.+) -> (?P<new>.+?)"
+    r"(?P<part>[\w.]+)(?: on (?P<backend>\w+))? (?P<function>[\w.]+): (?P<old>.+) -> (?P<new>.+?)"
     r"(?: +-k (?P<words>.+))?"
 )
 
@@ -344,11 +344,13 @@ def _read(table: str) -> Iterator[Mutant]:
             continue
         found = _MUTANT.fullmatch(line.strip())
         assert found, f"`{line}` is no mutant."
-        part = found.groupdict()
-        words, backend = part.pop("words"), part.pop("backend")
+        fields = found.groupdict()
+        words, backend = fields.pop("words"), fields.pop("backend")
         tests = (*selection, *(("-k", words) if words else ()))
         yield Mutant(
-            **part, backend=backend or BACKEND_OF_ROOM.get(part["room"], TENSORFLOW), tests=tests
+            **fields,
+            backend=backend or BACKEND_OF_PART.get(fields["part"], TENSORFLOW),
+            tests=tests,
         )
 
 

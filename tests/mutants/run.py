@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument(
         "--backend", choices=sorted({m.backend for m in ALL}), help="only the mutants of this one"
     )
-    parser.add_argument("words", nargs="*", help="only mutants whose room.function has all these")
+    parser.add_argument("words", nargs="*", help="only mutants whose part.function has all these")
     arguments = parser.parse_args()
     os.chdir(ROOT)
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", TF_ENABLE_ONEDNN_OPTS="0")

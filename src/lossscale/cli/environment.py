@@ -31,8 +31,8 @@ _MAJOR_VERSIONS = {
 _KERAS, _TF_KERAS = registry.kerases()
 
 
-class Shell(NamedTuple):
-    """A framework that loss scaling runs on.
+class Stack(NamedTuple):
+    """A framework, and the one it computes with, that loss scaling runs on.
 
     Attributes:
         name: What it is called.
@@ -45,18 +45,18 @@ class Shell(NamedTuple):
     extras: tuple[str, ...]
 
 
-SHELLS = (
+STACKS = (
     *(
-        Shell(
+        Stack(
             f"{_KERAS.title} on {registry.named(backend).title}",
             (_KERAS.root, backend),
             (_KERAS.root, backend),
         )
         for backend in BACKENDS
     ),
-    Shell(f"Keras 2 ({_TF_KERAS.title})", (_TF_KERAS.root, "tensorflow"), ("tf-keras",)),
-    Shell(f"{registry.named('torch').title}, without Keras", ("torch",), ("torch",)),
-    Shell(f"{registry.named('jax').title} with Optax", ("optax", "jax"), ("optax",)),
+    Stack(f"Keras 2 ({_TF_KERAS.title})", (_TF_KERAS.root, "tensorflow"), ("tf-keras",)),
+    Stack(f"{registry.named('torch').title}, without Keras", ("torch",), ("torch",)),
+    Stack(f"{registry.named('jax').title} with Optax", ("optax", "jax"), ("optax",)),
 )
 
 
@@ -89,16 +89,16 @@ def _version(distributions: list[str]) -> str:
     return "unknown"
 
 
-def why_not(shell: Shell, versions: dict[str, str | None]) -> str | None:
+def why_not(stack: Stack, versions: dict[str, str | None]) -> str | None:
     """Returns why loss scaling does not run on a framework, None if it should.
 
     Args:
-        shell: The framework.
+        stack: The framework and what it computes with.
         versions: What `installed_versions` returns.
     """
-    command = install_command(shell.extras)
+    command = install_command(stack.extras)
     lowest = _lowest_versions()
-    for package in shell.packages:
+    for package in stack.packages:
         version = versions[package]
         if version is None:
             return f"{package} is not installed: {command}"

@@ -10,7 +10,7 @@ from typing import Any
 from lossscale import __version__
 from lossscale.cli.console import progress
 from lossscale.cli.environment import (
-    SHELLS,
+    STACKS,
     gpus,
     installed_versions,
     keras_backend,
@@ -53,13 +53,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found, allow_nan=False, indent=2))
     else:
         print("\n".join(_lines(found)))
-    return int(any(shell.get("error") for shell in found["frameworks"]))
+    return int(any(framework.get("error") for framework in found["frameworks"]))
 
 
 def _found() -> dict[str, Any]:
     versions = installed_versions()
     backend, source = keras_backend()
-    reasons = [why_not(shell, versions) for shell in SHELLS]
+    reasons = [why_not(stack, versions) for stack in STACKS]
     return {
         "lossscale": __version__,
         "python": platform.python_version(),
@@ -68,25 +68,27 @@ def _found() -> dict[str, Any]:
         "keras_backend": {"name": backend, "set_by": source},
         "gpus": gpus(),
         "frameworks": [
-            {"name": shell.name, "available": reason is None, "reason": reason}
-            for shell, reason in zip(SHELLS, reasons, strict=True)
+            {"name": stack.name, "available": reason is None, "reason": reason}
+            for stack, reason in zip(STACKS, reasons, strict=True)
         ],
     }
 
 
-def _check(shells: list[dict[str, Any]]) -> None:
+def _check(frameworks: list[dict[str, Any]]) -> None:
     available = [
-        (shell, entry) for shell, entry in zip(SHELLS, shells, strict=True) if entry["available"]
+        (stack, entry)
+        for stack, entry in zip(STACKS, frameworks, strict=True)
+        if entry["available"]
     ]
     with progress("Checking", len(available), at_once=True) as show:
-        for done, (shell, entry) in enumerate(available, start=1):
-            entry.update(take_trial_step(shell))
+        for done, (stack, entry) in enumerate(available, start=1):
+            entry.update(take_trial_step(stack))
             show(done)
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
     backend = found["keras_backend"]
-    shells = found["frameworks"]
+    frameworks = found["frameworks"]
     return [
         f"lossscale {found['lossscale']}",
         f"Python {found['python']} on {found['platform']}",
@@ -97,7 +99,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         "",
         f"Keras 3 would compute with {backend['name']} (set by {backend['set_by']}).",
         "Loss scaling runs on",
-        *_columns([(shell["name"], _verdict(shell)) for shell in shells]),
+        *_columns([(framework["name"], _verdict(framework)) for framework in frameworks]),
     ]
 
 
@@ -107,14 +109,16 @@ def _gpus(names: list[str] | None) -> str:
     return ", ".join(names) or "none"
 
 
-def _verdict(shell: dict[str, Any]) -> str:
-    if not shell["available"]:
-        return f"no: {shell['reason']}"
-    if "error" not in shell:
+def _verdict(framework: dict[str, Any]) -> str:
+    if not framework["available"]:
+        return f"no: {framework['reason']}"
+    if "error" not in framework:
         return "yes"
-    if shell["error"] is not None:
-        return f"no, it failed: {shell['error']}"
-    return f"yes, checked in {shell['seconds']:.0f} seconds on {', '.join(shell['devices'])}"
+    if framework["error"] is not None:
+        return f"no, it failed: {framework['error']}"
+    return (
+        f"yes, checked in {framework['seconds']:.0f} seconds on {', '.join(framework['devices'])}"
+    )
 
 
 def _columns(rows: list[tuple[str, str]]) -> list[str]:

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from lossscale.cli.environment import Shell
+from lossscale.cli.environment import Stack
 
 _SECONDS = 300
 
@@ -67,17 +67,17 @@ print(json.dumps(devices))
 """
 
 
-def take_trial_step(shell: Shell) -> dict[str, Any]:
+def take_trial_step(stack: Stack) -> dict[str, Any]:
     """Takes one step with loss scaling on a framework.
 
     Args:
-        shell: The framework; its packages are installed.
+        stack: The framework; its packages are installed.
 
     Returns:
         `error`, None or what the process said last; `devices`, what the framework computes on;
         `seconds`, how long it took, imports included.
     """
-    library, backend = shell.packages[0], shell.packages[-1]
+    library, backend = stack.packages[0], stack.packages[-1]
     program = _PROGRAMS[library] + _DEVICES[backend] + _LAST
     environment = {**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
     started = time.perf_counter()

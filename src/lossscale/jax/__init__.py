@@ -1,1 +1,1 @@
-"""JAX without Keras: arrays here, and a room for the Optax transformation and the diagnosis."""
+"""JAX without Keras: arrays here, and what serves the Optax transformation and the diagnosis."""

@@ -13,7 +13,7 @@ def test_functions_that_are_traced_are_told_apart():
     [name] = undocumented.JAX["tracers"]
     seen = []
 
-    # As the shell of Keras makes what it asks: a zero of the function that is being traced.
+    # As the wrapper of Keras makes what it asks: a zero of the function that is being traced.
     def trace():
         return getattr(jax.numpy.zeros(()) + 0, name, None)
 

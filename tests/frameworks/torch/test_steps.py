@@ -1,6 +1,6 @@
 """What a step of the wrapper does with the gradients, and what it leaves alone.
 
-tests/conformance has what every shell promises: what is skipped, how the scale moves, what is bit
+tests/conformance has what every wrapper promises: what is skipped, how the scale moves, what is bit
 for bit the optimizer inside, in the rows torch-native of its table.
 """
 

@@ -1,6 +1,6 @@
 """Rules that look at how large gradients are, in the drop-in and in what is special to PyTorch.
 
-The wrapper is held to NumPy with all other shells, in tests/conformance/test_what_rules_see.py.
+The wrapper is held to NumPy with all other wrappers, in tests/conformance/test_what_rules_see.py.
 """
 
 import copy
