@@ -9,7 +9,7 @@ import sys
 from benchmarks import tables
 
 PAGES = {
-    "docs/benchmarks.md": ("bench", tables.page),
+    "docs/benchmark_results.md": ("bench", tables.page),
     "docs/jax_speed.md": ("optax", tables.alone),
     "docs/monitoring.md": ("monitoring", tables.alone),
     "docs/pytorch_speed.md": ("torch_native", tables.alone),

@@ -131,7 +131,10 @@ def test_tables_go_between_the_markers_of_the_pages_that_they_are_for(tmp_path, 
     file = tmp_path / "results.json"
     measured = [OTHERS[page][0] for page in ("docs/pytorch_speed.md", "docs/jax_speed.md")]
     file.write_text(json.dumps(results(row("big", "bare"), *measured)))
-    written = {"docs/benchmarks.md": "### The optimizer alone", "docs/pytorch_speed.md": "| AdamW"}
+    written = {
+        "docs/benchmark_results.md": "### The optimizer alone",
+        "docs/pytorch_speed.md": "| AdamW",
+    }
     for _ in range(2):
         pages.main(str(file), str(tmp_path))
         assert bare.read_text() == "no markers\n"

@@ -1,4 +1,4 @@
-"""The framework of docs/add_a_framework.md, added to a copy of the sources as the page says."""
+"""The framework of two pages of docs, added to a copy of the sources as the pages say."""
 
 import os
 import pathlib
@@ -12,7 +12,11 @@ import pytest
 from core import test_import
 from core.source_tree import PACKAGE, Module
 
-PAGE = (pathlib.Path(__file__).parents[2] / "docs/add_a_framework.md").read_text(encoding="utf-8")
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+PAGE = "\n".join(
+    (DOCS / name).read_text(encoding="utf-8")
+    for name in ("add_a_framework.md", "add_a_diagnosis.md")
+)
 # By what the first line says that each is.
 BLOCKS = dict(re.findall(r"```python\n# ([^\n]*)\n(.*?)```", PAGE, re.DOTALL))
 

@@ -16,6 +16,7 @@ PAGES = [ROOT / "README.md", ROOT / "PACKAGE.md", *sorted((ROOT / "docs").rglob(
 # These run in a process without Keras (tests/frameworks/torch/test_documents.py), and in a copy of
 # the sources (tests/core/test_add_a_framework.py).
 RUN_ELSEWHERE = {
+    "add_a_diagnosis.md",
     "add_a_framework.md",
     "from_gradscaler.md",
     "large_trainers.md",
