@@ -35,28 +35,6 @@ _IDLE_KERAS_ARGUMENTS: dict[str, Any] = {
 }
 
 
-ARGUMENTS = ["inner_optimizer", "dynamic", "initial_scale", "dynamic_growth_steps", "rule", "name"]
-"""Those of the constructor on every framework."""
-
-_RULE = "rule=lossscale.DynamicScale({name}={value!r})"
-# What other classes call an argument, and what is written here.
-INSTEAD_OF_THOSE_OF_OTHERS = {
-    **dict.fromkeys(("init_scale", "initial_loss_scale"), "initial_scale={value!r}"),
-    **dict.fromkeys(("growth_interval", "increment_period"), "dynamic_growth_steps={value!r}"),
-    **dict.fromkeys(
-        ("growth_factor", "backoff_factor", "min_scale", "max_scale", "overflows_before_backoff"),
-        _RULE,
-    ),
-    "multiplier": "rule=lossscale.DynamicScale(growth_factor={value!r})",
-    "hysteresis": "rule=lossscale.DynamicScale(overflows_before_backoff={value!r})",
-    "loss_scale": "dynamic=False, initial_scale={value!r} for a fixed scale, or "
-    "initial_scale={value!r} for one that moves",
-    "loss_scale_value": "dynamic=False, initial_scale={value!r}",
-    "skip_nonfinite": "rule=lossscale.FixedScale(scale, skip_nonfinite={value!r})",
-    "enabled": "rule=lossscale.FixedScale(1.0) where no loss scaling is wanted",
-}
-
-
 def rule_from_arguments(
     dynamic: Any = True,
     initial_scale: Any = None,

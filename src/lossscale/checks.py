@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError
+from lossscale.errors import ArgumentError, LossScaleError
 
 LARGEST_SCALE = 2.0**126
 """Largest loss scale: above it the reciprocal is no normal float32 number."""
@@ -20,11 +16,6 @@ SMALLEST_SCALE = 2.0**-126
 
 LONGEST_INTERVAL = 2**31 - 1
 """Longest growth interval, in steps: what a 32-bit counter can count."""
-
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_T = TypeVar("_T")
 
 
 def checked_count(name: str, value: Any, *, lowest: int = 1) -> int:
@@ -151,76 +142,3 @@ def checked_truth(name: str, value: Any, error: type[LossScaleError] = ArgumentE
         f"`{name}` must be True or False. Received: {name}={value!r} of type "
         f"{type(value).__name__}."
     )
-
-
-def unknown_arguments(
-    owner: str, given: Mapping[str, Any], taken: Iterable[str], instead: Mapping[str, str]
-) -> str:
-    """Returns what an error says of keywords that a function does not take.
-
-    Args:
-        owner: Its name.
-        given: The keywords and their values.
-        taken: Those that it takes.
-        instead: What to write for some, a format of `name` and `value`.
-
-    Examples:
-        >>> unknown_arguments("f", {"enabled": False, "rul": 1}, ["rule"], {"enabled": "nothing"})
-        'f has no argument `enabled`: write nothing. It has no argument `rul`: did you mean `rule`?'
-    """
-    taken = list(taken)
-    parts: list[str] = []
-    others: list[str] = []
-    for name, value in given.items():
-        if name in instead:
-            advice = f"write {instead[name].format(name=name, value=value)}."
-        elif close := difflib.get_close_matches(name, taken, n=1):
-            advice = f"did you mean `{close[0]}`?"
-        else:
-            others.append(f"`{name}`")
-            continue
-        parts.append(f"{'It' if parts else owner} has no argument `{name}`: {advice}")
-    if others:
-        named = f"argument {others[0]}" if len(others) == 1 else f"arguments: {', '.join(others)}"
-        takes = f"it takes {', '.join(taken)}."
-        parts.append(f"{'It' if parts else owner} has no {named}: {takes}")
-    return " ".join(parts)
-
-
-def checks_keywords(
-    owner: str, instead: Mapping[str, str]
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Makes a function say what to write for a keyword that it does not take.
-
-    Args:
-        owner: What the user calls it.
-        instead: As for `unknown_arguments`.
-    """
-
-    def decorated(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        taken = [name for name in inspect.signature(function).parameters if name != "self"]
-
-        @functools.wraps(function)
-        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if unknown := {name: kwargs[name] for name in kwargs if name not in taken}:
-                raise ArgumentTypeError(unknown_arguments(owner, unknown, taken, instead))
-            return function(*args, **kwargs)
-
-        return checked
-
-    return decorated
-
-
-def class_checks_keywords(owner: str, instead: Mapping[str, str]) -> Callable[[type[_T]], type[_T]]:
-    """Makes the constructor of a class say what to write, as `checks_keywords` does.
-
-    Args:
-        owner: What the user calls it.
-        instead: As for `unknown_arguments`.
-    """
-
-    def changed(cls: type[_T]) -> type[_T]:
-        cls.__init__ = checks_keywords(owner, instead)(cls.__init__)  # type: ignore[method-assign]
-        return cls
-
-    return changed

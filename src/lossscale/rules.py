@@ -22,9 +22,9 @@ from lossscale.checks import (
     checked_number,
     checked_scale,
     checked_truth,
-    class_checks_keywords,
 )
 from lossscale.errors import ArgumentError
+from lossscale.keywords import class_checks_keywords
 
 __all__ = [
     "DynamicScale",
@@ -35,17 +35,6 @@ __all__ = [
     "ScaleState",
     "Seen",
 ]
-
-# What other classes call a setting, and what is written here.
-_INSTEAD = {
-    **dict.fromkeys(("init_scale", "initial_loss_scale"), "initial_scale={value!r}"),
-    **dict.fromkeys(
-        ("increment_period", "dynamic_growth_steps", "scale_window"), "growth_interval={value!r}"
-    ),
-    **dict.fromkeys(("multiplier", "scale_factor"), "growth_factor={value!r}"),
-    "hysteresis": "overflows_before_backoff={value!r}",
-    **dict.fromkeys(("loss_scale", "loss_scale_value"), "FixedScale({value!r})"),
-}
 
 
 def __dir__() -> list[str]:
@@ -199,7 +188,7 @@ def _is_power_of_two(value: float) -> bool:
     return math.frexp(value)[0] == 0.5
 
 
-@class_checks_keywords("FixedScale", _INSTEAD)
+@class_checks_keywords("FixedScale")
 @dataclasses.dataclass(frozen=True)
 class FixedScale(ScaleRule):
     """A loss scale that never changes.
@@ -266,7 +255,7 @@ class FixedScale(ScaleRule):
         return dataclasses.asdict(self)
 
 
-@class_checks_keywords("DynamicScale", _INSTEAD)
+@class_checks_keywords("DynamicScale")
 @dataclasses.dataclass(frozen=True)
 class DynamicScale(ScaleRule):
     """A loss scale that grows while gradients are finite and backs off when they are not.

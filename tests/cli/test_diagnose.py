@@ -198,6 +198,7 @@ def test_a_damaged_archive_is_no_traceback(files):
         ("plain.keras", "cut_data.npz", "cut_data.npz: no .npz file, or it is damaged"),
         ("plain.keras", "text.npz", "text.npz: no .npz file, or it is damaged"),
         ("plain.keras", "alone.npz", "alone.npz: no .npz file, or it is damaged"),
+        ("plain.keras", "plain.keras", "plain.keras: no .npz file: 'metadata.json' in it is no a"),
         ("plain.keras", "nothing.npz", "nothing.npz: there is no array in it"),
         (
             "plain.keras",

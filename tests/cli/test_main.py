@@ -74,6 +74,25 @@ def test_a_full_disk_behind_the_output_is_one_line(command):
     assert (done.returncode, done.stderr) == (1, "lossscale: No space left on device\n")
 
 
+def test_a_closed_output_is_one_line():
+    command = f"{sys.executable} -m lossscale info >&-"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "lossscale: the standard output is closed\n")
+
+
+def test_an_output_without_the_letters_is_no_traceback():
+    command = ["simulate", "--overflow-probability", "0.01", "--steps", "2000"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lossscale", *command],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\xb1" in done.stdout
+
+
 DEMO, PLOT = ["demo", "--backend", "jax"], ["plot", "run.jsonl", "-o", "run.png"]
 
 

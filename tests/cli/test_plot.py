@@ -104,10 +104,13 @@ def test_a_file_that_is_no_history(folder, change, message, refused):
         ([".", "-o", "run.png"], ".: Is a directory"),
         (["run.jsonl", "-o", "run.txt"], "must end in .png, .pdf, .svg. Received: 'run.txt'"),
         (["run.jsonl", "-o", "nowhere/run.png"], "a folder that does not exist: 'nowhere'"),
+        (["run.jsonl", "--html", "run.jsonl"], "--html must end in .html. Received: 'run.jsonl'"),
     ],
 )
-def test_what_cannot_be_used(arguments, message, refused):
+def test_what_cannot_be_used(folder, arguments, message, refused):
+    before = (folder / "run.jsonl").read_bytes()
     assert message in refused("plot", *arguments)
+    assert (folder / "run.jsonl").read_bytes() == before
 
 
 def test_no_window_is_needed(folder, capsys):

@@ -14,8 +14,12 @@ SAID = {
     ("growth_interval", 500): "dynamic_growth_steps=500",
     ("increment_period", 500): "dynamic_growth_steps=500",
     ("init_scale", 4.0): "initial_scale=4.0",
-    ("loss_scale", 4.0): "dynamic=False, initial_scale=4.0",
+    ("loss_scale", 4.0): "rule=lossscale.FixedScale(4.0) for a fixed scale, or initial_scale=4.0",
+    ("loss_scale", "dynamic"): "leave it out",
     ("min_scale", 0.5): "rule=lossscale.DynamicScale(min_scale=0.5)",
+    ("min_loss_scale", 0.5): "rule=lossscale.DynamicScale(min_scale=0.5)",
+    ("max_grad_norm", 1.0): "1.0",
+    ("learning_rate", 0.1): "give it to the `inner",
     ("hysteresis", 2): "rule=lossscale.DynamicScale(overflows_before_backoff=2)",
     ("skip_nonfinite", True): "rule=lossscale.FixedScale(scale, skip_nonfinite=True)",
     ("enabled", False): "FixedScale(1.0)",
@@ -39,6 +43,21 @@ def test_a_keyword_of_others_is_answered_with_what_to_write(wrapper, keyword, sa
     assert said in str(raised.value)
     # The class by the name that users know it by.
     assert not any(private in str(raised.value) for private in ("Torch", "Keras", "__init__"))
+
+
+def test_settings_that_come_together_are_answered_with_one_rule(wrapper):
+    if wrapper.like:
+        pytest.skip(f"the constructor is that of {wrapper.like}")
+    inner = wrapper.make(VALUES, "sgd").inner_optimizer
+    wrap = lossscale.LossScaleOptimizer if wrapper.is_an_object else lossscale.optax.loss_scaled
+    # Those of a GradScaler, and one that is right.
+    given = {"initial_scale": 8.0, "growth_factor": 4.0, "growth_interval": 50, "min_scale": 2.0}
+    with pytest.raises((TypeError, ValueError)) as raised:
+        wrap(inner, **given)
+    written = str(raised.value).split("write rule=")[1].removesuffix(" without `initial_scale`.")
+    rule = eval(written, {"lossscale": lossscale})
+    assert rule == DynamicScale(8.0, 50, growth_factor=4.0, min_scale=2.0)
+    assert wrapper.is_an_object is False or wrap(inner, rule=rule).rule == rule
 
 
 def test_what_can_only_be_read_says_how_it_is_set(wrapper):

@@ -587,3 +587,24 @@ def test_where_there_is_none(name, message, tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(OldFileError, match=message):
         restore_checkpoint(tmp_path / name, v=tf.Variable([1.0]))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_checkpoint_of_a_compiled_model_goes_into_a_model(compiled, tmp_path):
+    def made(seed):
+        initial = keras.initializers.RandomNormal(seed=seed)
+        layer = keras.layers.Dense(1, kernel_initializer=initial)
+        return keras.Sequential([keras.Input((2,)), layer])
+
+    theirs, mine = made(1), made(2)
+    theirs.compile(
+        lossscale.LossScaleOptimizer(keras.optimizers.Adam(0.1)), "mse", run_eagerly=True
+    )
+    theirs.train_on_batch(np.ones((4, 2)), np.ones((4, 1)))
+    path = tf.train.Checkpoint(model=theirs).save(str(tmp_path / "ck"))
+    if compiled:
+        mine.compile(lossscale.LossScaleOptimizer(keras.optimizers.Adam(0.1)), "mse")
+    lossscale.migration.restore_checkpoint(path, model=mine)
+    support.assert_equal(support.values(mine.variables), support.values(theirs.variables))
+    if compiled:
+        assert support.number(mine.optimizer.iterations) == 1

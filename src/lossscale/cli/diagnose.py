@@ -191,6 +191,12 @@ def _read_arrays(path: Path) -> dict[str, Any]:
         ) from error
     if not arrays:
         raise UsageError(f"{path}: there is no array in it; it must hold x and y")
+    # NumPy returns the bytes of what else a zip file may hold.
+    if other := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+        raise UsageError(
+            f"{path}: no .npz file: {other[0]!r} in it is no array; save x and y with "
+            "numpy.savez(path, x=, y=)"
+        )
     # Before the model is loaded, which takes longer.
     rows = {array.shape[:1] for array in arrays.values()}
     if len(rows) != 1 or rows & {(), (0,)}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -45,6 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         be used. Either way one line on standard error says what to do. Also 1, without a word, if
         nobody reads the output any more.
     """
+    if sys.stdout is None:
+        print("lossscale: the standard output is closed", file=sys.stderr)
+        return 1
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A sign or a file name that the locale has no letters for is no reason to stop.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             arguments = build_parser().parse_args(argv)

@@ -66,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     if output is not None:
         check_picture("--output", output)
         require("numpy", "matplotlib")
+    if page is not None:
+        check_picture("--html", page, (".html",))
     history = read_history(arguments.history)
     if any(abs(loss) > _LARGEST for loss in history.losses if loss and math.isfinite(loss)):
         raise UsageError(f"{arguments.history}: a loss beyond {_LARGEST:g} cannot be drawn")

@@ -6,8 +6,10 @@ All else of a diagnosis stands once, in NumPy: `measurement`, `verdict`, `report
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
+
+from lossscale.errors import ArgumentError
 
 LOSS = "loss"
 """What a loss is called that is the only one."""
@@ -74,6 +76,20 @@ class Run(Protocol):
                 is computed once more, in float32 and without gradients, with this output where it
                 has to be for a loss of 0, and at `PARTS` of the way: `Pass.loss` is the lowest.
         """
+
+
+def check_losses(parameters: Iterable[str], losses: Iterable[str]) -> None:
+    """Checks that each loss which `parameters` names is one that `loss_fn` returned.
+
+    Raises:
+        ArgumentError: If one is not. It is a `ValueError`.
+    """
+    returned = list(losses)
+    if unknown := sorted(set(parameters) - set(returned)):
+        raise ArgumentError(
+            f"`parameters` names the loss {unknown[0]!r}, and `loss_fn` returns "
+            f"{', '.join(map(repr, returned))}."
+        )
 
 
 def reach(output: Any, gradient: Any, loss: float, squares: float | None = None) -> float:

@@ -11,7 +11,6 @@ from lossscale.arguments import (
     check_config,
     rule_from_arguments,
 )
-from lossscale.checks import checks_keywords
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.experimental.loss_scale import (
     DynamicLossScale,
@@ -23,6 +22,7 @@ from lossscale.experimental.loss_scale import (
     get,
     serialize,
 )
+from lossscale.keywords import checks_keywords
 from lossscale.rules import ScaleRule, ScaleState, Seen
 
 if TYPE_CHECKING:
@@ -31,20 +31,10 @@ if TYPE_CHECKING:
 else:
     _Base = optimizer.LossScaleOptimizer
 
-_DYNAMIC = "loss_scale=lossscale.experimental.DynamicLossScale({argument}={{value!r}})"
-# What the later class and others call it.
+# What the later class calls it.
 _INSTEAD = {
     "inner_optimizer": "optimizer={value!r}",
     "dynamic": "loss_scale='dynamic', or a number for a fixed scale",
-    **dict.fromkeys(
-        ("initial_scale", "init_scale", "initial_loss_scale"),
-        _DYNAMIC.format(argument="initial_loss_scale"),
-    ),
-    **dict.fromkeys(
-        ("dynamic_growth_steps", "growth_interval", "increment_period"),
-        _DYNAMIC.format(argument="increment_period"),
-    ),
-    "multiplier": _DYNAMIC.format(argument="multiplier"),
     "rule": "lossscale.LossScaleOptimizer(optimizer, rule={value!r}), which takes rules",
 }
 _ARGUMENTS_OF_RULES = {"dynamic", "initial_scale", "dynamic_growth_steps", "rule"}

@@ -36,9 +36,11 @@ class NoteState(_Fields):
         nonfinite: uint32 of shape (variables, 2); its infinities and NaN.
     """
 
-    def __new__(cls, *values: Any) -> NoteState:
+    def __new__(
+        cls, last_scale: Any, skip_step: Any, skip_scale: Any, nonfinite: Any, *_older: Any
+    ) -> NoteState:
         # What earlier versions saved has counts of exponents behind these.
-        return super().__new__(cls, *values[:4])
+        return super().__new__(cls, last_scale, skip_step, skip_scale, nonfinite)
 
 
 def init(variables: int) -> NoteState:

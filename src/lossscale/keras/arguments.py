@@ -7,12 +7,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from lossscale.arguments import (
-    ARGUMENTS,
-    INSTEAD_OF_THOSE_OF_OTHERS,
-    check_described,
-)
-from lossscale.checks import unknown_arguments
+from lossscale.arguments import check_described
 from lossscale.common.checks import check_not_wrapped
 from lossscale.errors import AlreadyWrappedError, ArgumentError
 from lossscale.older import configurations as older_configs
@@ -29,24 +24,6 @@ SETTINGS_OF_THE_BASE = (
     "ema_overwrite_frequency",
     "gradient_accumulation_steps",
 )
-
-
-def check_names(kwargs: dict[str, Any]) -> None:
-    """Checks that no argument was given that the constructor does not have.
-
-    Raises:
-        ArgumentError: If one was. It is a `ValueError`.
-    """
-    for setting in (*SETTINGS_OF_THE_BASE, "loss_scale_factor", "learning_rate"):
-        if setting in kwargs:
-            raise ArgumentError(
-                f"LossScaleOptimizer has no argument `{setting}`. "
-                f"Set `{setting}` on the `inner_optimizer`."
-            )
-    if kwargs:
-        raise ArgumentError(
-            unknown_arguments("LossScaleOptimizer", kwargs, ARGUMENTS, INSTEAD_OF_THOSE_OF_OTHERS)
-        )
 
 
 def check_inner(inner: Any) -> None:

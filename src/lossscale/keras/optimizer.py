@@ -29,7 +29,6 @@ from lossscale.errors import ArgumentError, GradientsError, UnknownSettingError
 from lossscale.keras.arguments import (
     SETTINGS_OF_THE_BASE,
     check_inner,
-    check_names,
     inner_from_config,
 )
 from lossscale.keras.backends.backend import (
@@ -73,7 +72,6 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
     built: bool
     _tracker: Any
 
-    _check_names = staticmethod(check_names)
     _check_inner = staticmethod(check_inner)
 
     def _construct(self, inner_optimizer: Any, rule: ScaleRule, name: str | None) -> None:

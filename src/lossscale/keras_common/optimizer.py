@@ -19,11 +19,16 @@ from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
 from lossscale.common.user_code import as_written
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnknownSlotError
 from lossscale.keras_common.state import ScaleVariables
+from lossscale.keywords import CLIPPING, checks_keywords
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.rules import DynamicScale
 
 Slots = Iterator[tuple[list[str], dict[Any, Any]]]
 """The names of each kind of slot, and its variables by the key of the reference variable."""
+
+
+_CLIPPED = "global_clipnorm={value!r} among the arguments of the `inner_optimizer`"
+_INSTEAD = dict.fromkeys(("clip_norm", *CLIPPING), _CLIPPED)
 
 
 class KerasCommonOptimizer(LossScaleOptimizer):
@@ -56,8 +61,7 @@ class KerasCommonOptimizer(LossScaleOptimizer):
     # By the name of the slot and the key of its variable.
     _added_slots: dict[tuple[str, Any], Any]
 
-    # Checks of arguments that nobody knows, and of the optimizer to wrap; then all attributes.
-    _check_names: Callable[[dict[str, Any]], None]
+    # Checks the optimizer to wrap; makes all attributes.
     _check_inner: Callable[[Any], None]
     _construct: Callable[[Any, Any, str | None], None]
     # Takes a step, and returns what `apply_gradients` does.
@@ -84,6 +88,7 @@ class KerasCommonOptimizer(LossScaleOptimizer):
     _new_state: Callable[[Any], ScaleVariables]
     _constant: Callable[[float], Any]
 
+    @checks_keywords("LossScaleOptimizer", _INSTEAD, ArgumentError)
     def __init__(
         self,
         inner_optimizer: Any,
@@ -93,9 +98,7 @@ class KerasCommonOptimizer(LossScaleOptimizer):
         *,
         rule: Any = None,
         name: str | None = None,
-        **kwargs: Any,
     ) -> None:
-        self._check_names(kwargs)
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
         self._check_inner(inner_optimizer)
         self._construct(inner_optimizer, rule, name)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lossscale.diagnosis.batches import NO_NUMBERS, leaves
-from lossscale.diagnosis.passes import LOSS, MODEL, PARTS, Output, Pass
+from lossscale.diagnosis.passes import LOSS, MODEL, PARTS, Output, Pass, check_losses
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError
 
 NARROW = ("float16", "bfloat16")
@@ -208,6 +208,7 @@ class ModelRun:
         compute, losses, operations = self._computing[key]
         with _attributes_kept(self.model), self.running(half):
             found = compute(self.values(not half), batch, np.float32(scale))
+        check_losses(self._owned, losses)
         passes = {}
         for name, (loss, gradients, outputs) in zip(losses, found, strict=True):
             owned = self._owned.get(name)

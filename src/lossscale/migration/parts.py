@@ -43,7 +43,8 @@ def part(thing: Any, name: str) -> Any:
 
 def is_layer(thing: Any) -> bool:
     """Whether a thing is a layer or a model of Keras 3 or tf_keras."""
-    return hasattr(thing, "weights") and hasattr(thing, "_flatten_layers")
+    # In this order: a dictionary with layers for keys raises when it is asked for its weights.
+    return hasattr(thing, "_flatten_layers") and hasattr(thing, "weights")
 
 
 def numbered_layers(graph: Graph, node: Node, model: Any) -> dict[str, Any]:

@@ -6,15 +6,16 @@ import dataclasses
 import os
 from typing import Any
 
-from lossscale.checks import checked_count, checked_truth, class_checks_keywords
+from lossscale.checks import checked_count, checked_truth
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.keywords import class_checks_keywords
 from lossscale.packages import require
 
 ON_FLOOR = ("warn", "raise", "ignore")
 ON_WRITE_ERROR = ("warn", "raise")
 
 
-@class_checks_keywords("A monitor", {})
+@class_checks_keywords("A monitor")
 @dataclasses.dataclass(frozen=True)
 class MonitorSettings:
     """The arguments that every monitor takes.

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from lossscale.checks import checked_above_zero, checked_count
 from lossscale.diagnosis.batches import check_batches, checked_tolerance, first_batches
-from lossscale.diagnosis.passes import LOSS, MODEL, PARTS, Output, Pass
+from lossscale.diagnosis.passes import LOSS, MODEL, PARTS, Output, Pass, check_losses
 from lossscale.diagnosis.report import Report, report_on
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError
 from lossscale.jax.gradients import scaled
@@ -141,9 +141,15 @@ def new_run(
         params, loss_fn, parameters, has_aux, grad: As for `diagnose`.
 
     Raises:
-        ArgumentTypeError: If `loss_fn` cannot be called as it will be. It is a `TypeError`.
+        ArgumentTypeError: If `loss_fn` cannot be called as it will be, or `parameters` has a string
+            for a list. It is a `TypeError`.
     """
     _check_function(loss_fn)
+    if strings := [paths for paths in (parameters or {}).values() if isinstance(paths, str)]:
+        raise ArgumentTypeError(
+            "`parameters` must have a list of parameters for each loss. Received: "
+            f"{strings[0]!r}; write [{strings[0]!r}]."
+        )
     owned = {name: tuple(paths) for name, paths in (parameters or {}).items()}
     return LossRun(params, loss_fn, owned, has_aux, grad)
 
@@ -205,6 +211,7 @@ class LossRun:
         return function(*given), names
 
     def _passes(self, found: Any, names: Sequence[str]) -> dict[str, Pass]:
+        check_losses(self._owned, found)
         passes = {}
         for name, (loss, gradients, outputs) in found.items():
             passes[name] = Pass(

@@ -8,28 +8,11 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
-from lossscale.arguments import (
-    ARGUMENTS,
-    INSTEAD_OF_THOSE_OF_OTHERS,
-    check_described,
-)
-from lossscale.checks import unknown_arguments
+from lossscale.arguments import check_described
 from lossscale.common.checks import check_not_wrapped, flat_list
 from lossscale.common.user_code import as_written
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
 from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
-
-
-def check_names(kwargs: dict[str, Any]) -> None:
-    """Checks that no argument was given that the constructor does not have.
-
-    Raises:
-        ArgumentError: If one was. It is a `ValueError`.
-    """
-    if kwargs:
-        raise ArgumentError(
-            unknown_arguments("LossScaleOptimizer", kwargs, ARGUMENTS, INSTEAD_OF_THOSE_OF_OTHERS)
-        )
 
 
 def check_inner(inner: Any, base: type[Any]) -> None:

@@ -28,7 +28,6 @@ from lossscale.tensorflow.private_names import DelegatingTrackableMixin
 from lossscale.tensorflow.tape import check_symbolic, recorded
 from lossscale.tf_keras.arguments import (
     check_inner,
-    check_names,
     flat_variables,
     inner_from_config,
     is_variable,
@@ -115,8 +114,6 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     # Sums the gradients of pairs over the replicas; applies pairs that are summed.
     _aggregated: Callable[[list[Any]], Any]
     _apply_inner: Callable[[list[Any], str | None], Any]
-
-    _check_names = staticmethod(check_names)
 
     def _check_inner(self, inner_optimizer: Any) -> None:
         check_inner(inner_optimizer, self._inner_base)

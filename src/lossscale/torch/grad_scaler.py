@@ -19,7 +19,7 @@ import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.utils.hooks import RemovableHandle
 
-from lossscale.checks import checked_truth, checks_keywords
+from lossscale.checks import checked_truth
 from lossscale.common.checks import warned_at_floor
 from lossscale.errors import (
     AlreadyWrappedError,
@@ -29,6 +29,7 @@ from lossscale.errors import (
     ScalerArgumentError,
     UnsupportedError,
 )
+from lossscale.keywords import CLIPPING, checks_keywords
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.packages import warn
 from lossscale.rules import Needs, ScaleRule, ScaleState
@@ -47,15 +48,9 @@ from lossscale.torch.scaling import CPU, read, scalar, scaled
 if TYPE_CHECKING:
     from lossscale.monitoring.record import NonfiniteTensor
 
-# What the wrapper calls it, and other libraries.
+_CLIPPED = "torch.nn.utils.clip_grad_norm_(parameters, {value!r}) after scaler.unscale_(optimizer)"
 _INSTEAD = {
-    **dict.fromkeys(("initial_scale", "initial_loss_scale"), "init_scale={value!r}"),
-    **dict.fromkeys(("dynamic_growth_steps", "increment_period"), "growth_interval={value!r}"),
-    **dict.fromkeys(
-        ("overflows_before_backoff", "hysteresis"),
-        "rule=lossscale.DynamicScale(overflows_before_backoff={value!r})",
-    ),
-    "loss_scale": "rule=lossscale.FixedScale({value!r})",
+    **dict.fromkeys(("clip_norm", *CLIPPING), _CLIPPED),
     "dynamic": "rule=lossscale.FixedScale(scale) for a scale that stays",
 }
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.checks import checked_above_zero, checked_count
 from lossscale.diagnosis.batches import check_batches, checked_tolerance, first_batches
-from lossscale.diagnosis.passes import LOSS, MODEL, PARTS, Output, Pass
+from lossscale.diagnosis.passes import LOSS, MODEL, PARTS, Output, Pass, check_losses
 from lossscale.diagnosis.report import Report, report_on
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer
@@ -224,12 +224,7 @@ class ModelRun:
                     return _checked_losses(self._loss_fn(model, mine))
 
             losses = forward(watcher)
-            unknown = set(self._owned) - set(losses)
-            if unknown:
-                raise ArgumentError(
-                    f"`parameters` names the loss {sorted(unknown)[0]!r}, and `loss_fn` returns "
-                    f"{', '.join(map(repr, losses))}."
-                )
+            check_losses(self._owned, losses)
             # In autocast's own way the backward pass is outside of it.
             stack.enter_context(torch.autocast(self.device, enabled=False))
             if move and watcher is not None:

@@ -223,6 +223,10 @@ def test_losses_in_a_dictionary_are_judged_by_what_each_one_owns():
     assert "loss_fn, critic: " in str(report)
     with pytest.raises(ArgumentError, match=r"nothing to train in `params`.* in \('nobody"):
         diagnose(loss_fn, params, [X], parameters={"critic": ["nobody"]})
+    with pytest.raises(ArgumentError, match="names the loss 'kritic', and `loss_fn` returns 'ac"):
+        diagnose(loss_fn, params, [X], parameters={"kritic": ["critic"]})
+    with pytest.raises(ArgumentTypeError, match=r"Received: 'critic'; write \['critic'\]"):
+        diagnose(loss_fn, params, [X], parameters={"critic": "critic"})
     with pytest.raises(ArgumentTypeError, match="With `grad` only one loss"):
         diagnose(loss_fn, params, [X], grad=jax.value_and_grad)
 

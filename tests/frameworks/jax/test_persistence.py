@@ -6,6 +6,7 @@ Through a pickle it does so in the conformance suite.
 import flax.serialization
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -147,3 +148,12 @@ def test_an_nnx_run_goes_on_byte_for_byte(tmp_path):
 @pytest.mark.parametrize("name", read.of("optax", ""))
 def test_a_file_of_an_earlier_release_loads_as_it_read_it_itself(name):
     read.check_optax(name)
+
+
+def test_flax_restores_what_is_noted():
+    tx = lossscale.optax.noted(lossscale.optax.loss_scaled(optax.adam(0.1)))
+    params = {"w": jnp.ones(3)}
+    _, state = tx.update({"w": jnp.full(3, jnp.inf)}, tx.init(params), params)
+    back = flax.serialization.from_bytes(tx.init(params), flax.serialization.to_bytes(state))
+    jax.tree.map(np.testing.assert_array_equal, back, state)
+    assert type(back.notes) is type(state.notes)
