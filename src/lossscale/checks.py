@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import operator
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ParamSpec, TypeVar
 
-from lossscale.errors import ArgumentError, LossScaleError
+from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_T = TypeVar("_T")
 
 LARGEST_SCALE = 2.0**126
 """Largest loss scale: above it the reciprocal is no normal float32 number."""
@@ -142,3 +150,53 @@ def checked_truth(name: str, value: Any, error: type[LossScaleError] = ArgumentE
         f"`{name}` must be True or False. Received: {name}={value!r} of type "
         f"{type(value).__name__}."
     )
+
+
+def checks_keywords(
+    owner: str,
+    instead: Mapping[str, str] = MappingProxyType({}),
+    error: type[LossScaleError] = ArgumentTypeError,
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Makes a function say what to write for a keyword that it does not take.
+
+    Args:
+        owner: What the user calls it.
+        instead: As for `lossscale.keywords.unknown_keywords`.
+        error: The class of the error.
+    """
+
+    def decorated(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        taken = [
+            name
+            for name, parameter in inspect.signature(function).parameters.items()
+            if name != "self" and parameter.kind is not parameter.VAR_KEYWORD
+        ]
+
+        @functools.wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if any(name not in taken for name in kwargs):
+                from lossscale.keywords import unknown_keywords
+
+                raise error(unknown_keywords(owner, kwargs, taken, instead))
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorated
+
+
+def class_checks_keywords(
+    owner: str, instead: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[type[_T]], type[_T]]:
+    """Makes the constructor of a class say what to write, as `checks_keywords` does.
+
+    Args:
+        owner: What the user calls it.
+        instead: As for `lossscale.keywords.unknown_keywords`.
+    """
+
+    def changed(cls: type[_T]) -> type[_T]:
+        cls.__init__ = checks_keywords(owner, instead)(cls.__init__)  # type: ignore[method-assign]
+        return cls
+
+    return changed

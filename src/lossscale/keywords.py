@@ -7,17 +7,9 @@ can be written as it stands: settings that a function has no keywords for stand 
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
-
-from lossscale.errors import ArgumentTypeError, LossScaleError
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_T = TypeVar("_T")
+from typing import Any
 
 SETTING = {
     name: setting
@@ -41,8 +33,7 @@ SETTING = {
 SCALES = ("loss_scale", "loss_scale_value", "static_loss_scale", "loss_scale_factor")
 """What a loss scale is called where it may be a fixed or the first one."""
 
-CLIPPING = ("max_norm", "max_grad_norm", "gradient_clip_val")
-"""What the largest norm of all gradients is called elsewhere."""
+_CLIPPING = ("clip_norm", "max_norm", "max_grad_norm", "gradient_clip_val")
 
 _OF_OPTIMIZERS = (
     *("learning_rate", "lr", "momentum", "weight_decay", "clipnorm", "global_clipnorm"),
@@ -70,20 +61,23 @@ def unknown_keywords(
         given: All keywords that it was given, and their values.
         taken: Those that it takes.
         instead: What to write for some that this function alone answers so, a format of `value`.
+            `clip_norm` stands for all words for the largest norm.
 
     Examples:
         >>> unknown_keywords("f", {"init_scale": 8, "rul": 1}, ["initial_scale", "rule"])
         'f has no argument `init_scale`: write initial_scale=8. It has no argument `rul`: did you mean `rule`?'
         >>> unknown_keywords("f", {"period": 9, "factor": 2}, ["initial_scale", "rule"])
-        'f has no arguments `period`, `factor`: write rule=lossscale.DynamicScale(growth_interval=9, growth_factor=2).'
+        'f has no arguments: `period`, `factor`; write rule=lossscale.DynamicScale(growth_interval=9, growth_factor=2).'
     """  # noqa: E501
     taken = list(taken)
     unknown = {name: value for name, value in given.items() if name not in taken}
     settings = _settings(unknown, taken, instead)
     answers: dict[str, list[str]] = {}
     for name, value in unknown.items():
-        if name in instead:
-            answer = f"write {instead[name].format(value=value)}."
+        if name in (*_CLIPPING, "clipnorm", "global_clipnorm") and "clip_norm" in taken:
+            answer = f"write clip_norm={value!r}."
+        elif written := instead.get("clip_norm" if name in _CLIPPING else name):
+            answer = f"write {written.format(value=value)}."
         elif name in settings:
             answer = f"write {_as_written(settings, given, taken)}."
         elif said := _answer(name, value, taken):
@@ -96,8 +90,9 @@ def unknown_keywords(
         answers.setdefault(answer, []).append(f"`{name}`")
     parts: list[str] = []
     for answer, names in answers.items():
-        noun = "argument" if len(names) == 1 else "arguments"
-        parts.append(f"{'It' if parts else owner} has no {noun} {', '.join(names)}: {answer}")
+        several = f"arguments: {', '.join(names)};"
+        named = several if len(names) > 1 else f"argument {names[0]}:"
+        parts.append(f"{'It' if parts else owner} has no {named} {answer}")
     return " ".join(parts)
 
 
@@ -139,7 +134,7 @@ def _answer(name: str, value: Any, taken: list[str]) -> str | None:
     """What is said of a keyword that is no setting of a `DynamicScale`, or None."""
     inner = [each for each in taken if each in ("inner_optimizer", "inner", "optimizer")]
     if name in _OF_OPTIMIZERS and inner:
-        return f"give it to the `{inner[0]}`"
+        return f"set it on the `{inner[0]}`"
     first = [each for each in taken if SETTING.get(each) == "initial_scale"]
     scale = [each for each in taken if each in (*SCALES, "scale")]
     if not first and not scale:
@@ -173,51 +168,3 @@ def _answer(name: str, value: Any, taken: list[str]) -> str | None:
 
 def _joined(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
-
-
-def checks_keywords(
-    owner: str,
-    instead: Mapping[str, str] = MappingProxyType({}),
-    error: type[LossScaleError] = ArgumentTypeError,
-) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Makes a function say what to write for a keyword that it does not take.
-
-    Args:
-        owner: What the user calls it.
-        instead: As for `unknown_keywords`.
-        error: The class of the error.
-    """
-
-    def decorated(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        taken = [
-            name
-            for name, parameter in inspect.signature(function).parameters.items()
-            if name != "self" and parameter.kind is not parameter.VAR_KEYWORD
-        ]
-
-        @functools.wraps(function)
-        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if any(name not in taken for name in kwargs):
-                raise error(unknown_keywords(owner, kwargs, taken, instead))
-            return function(*args, **kwargs)
-
-        return checked
-
-    return decorated
-
-
-def class_checks_keywords(
-    owner: str, instead: Mapping[str, str] = MappingProxyType({})
-) -> Callable[[type[_T]], type[_T]]:
-    """Makes the constructor of a class say what to write, as `checks_keywords` does.
-
-    Args:
-        owner: What the user calls it.
-        instead: As for `unknown_keywords`.
-    """
-
-    def changed(cls: type[_T]) -> type[_T]:
-        cls.__init__ = checks_keywords(owner, instead)(cls.__init__)  # type: ignore[method-assign]
-        return cls
-
-    return changed

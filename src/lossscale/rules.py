@@ -22,9 +22,9 @@ from lossscale.checks import (
     checked_number,
     checked_scale,
     checked_truth,
+    class_checks_keywords,
 )
 from lossscale.errors import ArgumentError
-from lossscale.keywords import class_checks_keywords
 
 __all__ = [
     "DynamicScale",

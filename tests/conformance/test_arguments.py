@@ -19,7 +19,7 @@ SAID = {
     ("min_scale", 0.5): "rule=lossscale.DynamicScale(min_scale=0.5)",
     ("min_loss_scale", 0.5): "rule=lossscale.DynamicScale(min_scale=0.5)",
     ("max_grad_norm", 1.0): "1.0",
-    ("learning_rate", 0.1): "give it to the `inner",
+    ("learning_rate", 0.1): "set it on the `inner",
     ("hysteresis", 2): "rule=lossscale.DynamicScale(overflows_before_backoff=2)",
     ("skip_nonfinite", True): "rule=lossscale.FixedScale(scale, skip_nonfinite=True)",
     ("enabled", False): "FixedScale(1.0)",

@@ -7,7 +7,8 @@ import pytest
 
 import lossscale
 from lossscale import DynamicScale, FixedScale
-from lossscale.keywords import SCALES, SETTING, checks_keywords, unknown_keywords
+from lossscale.checks import checks_keywords
+from lossscale.keywords import SCALES, SETTING, unknown_keywords
 
 VALUES = {
     "initial_scale": 8.0,
@@ -66,7 +67,7 @@ def test_what_is_answered_can_be_written(takes, words):
 def test_a_scale_is_the_first_one_beside_what_moves_it(name):
     given = {name: 8.0, "period": 50, "factor": 4.0}
     said = unknown_keywords("f", given, ["inner", "rule"])
-    assert said.startswith(f"f has no arguments `{name}`, `period`, `factor`: write rule=")
+    assert said.startswith(f"f has no arguments: `{name}`, `period`, `factor`; write rule=")
     assert "initial_scale=8.0" in said
     assert unknown_keywords("f", {name: "dynamic"}, ["initial_scale", "rule"]).endswith(
         "leave it out, the scale moves by itself."

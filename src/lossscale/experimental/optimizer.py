@@ -11,6 +11,7 @@ from lossscale.arguments import (
     check_config,
     rule_from_arguments,
 )
+from lossscale.checks import checks_keywords
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.experimental.loss_scale import (
     DynamicLossScale,
@@ -22,7 +23,6 @@ from lossscale.experimental.loss_scale import (
     get,
     serialize,
 )
-from lossscale.keywords import checks_keywords
 from lossscale.rules import ScaleRule, ScaleState, Seen
 
 if TYPE_CHECKING:

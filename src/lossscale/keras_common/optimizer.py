@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from lossscale.arguments import config_from_rule, rule_from_arguments
+from lossscale.checks import checks_keywords
 from lossscale.common.checks import (
     check_named,
     checked_pairs,
@@ -19,7 +20,6 @@ from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
 from lossscale.common.user_code import as_written
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnknownSlotError
 from lossscale.keras_common.state import ScaleVariables
-from lossscale.keywords import CLIPPING, checks_keywords
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.rules import DynamicScale
 
@@ -27,8 +27,10 @@ Slots = Iterator[tuple[list[str], dict[Any, Any]]]
 """The names of each kind of slot, and its variables by the key of the reference variable."""
 
 
-_CLIPPED = "global_clipnorm={value!r} among the arguments of the `inner_optimizer`"
-_INSTEAD = dict.fromkeys(("clip_norm", *CLIPPING), _CLIPPED)
+_INSTEAD = {
+    "clip_norm": "global_clipnorm={value!r} among the arguments of the `inner_optimizer`",
+    "loss_scale_factor": "rule=lossscale.FixedScale({value!r}), and none on the `inner_optimizer`",
+}
 
 
 class KerasCommonOptimizer(LossScaleOptimizer):

@@ -6,9 +6,8 @@ import dataclasses
 import os
 from typing import Any
 
-from lossscale.checks import checked_count, checked_truth
+from lossscale.checks import checked_count, checked_truth, class_checks_keywords
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.keywords import class_checks_keywords
 from lossscale.packages import require
 
 ON_FLOOR = ("warn", "raise", "ignore")

@@ -15,9 +15,9 @@ import lossscale.optax.gating as gating
 import lossscale.optax.overflow_check as overflow_check
 import lossscale.optax.scale_state as scale_state
 from lossscale.arguments import rule_from_arguments
+from lossscale.checks import checks_keywords
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, UnsupportedError
 from lossscale.jax.gradients import seen, unscaled
-from lossscale.keywords import CLIPPING, checks_keywords
 from lossscale.optax.finding import states_below
 from lossscale.optax.scale_state import LossScaleState
 from lossscale.rules import Needs, ScaleRule, Seen
@@ -25,7 +25,7 @@ from lossscale.rules import Needs, ScaleRule, Seen
 _CLIPPED = "loss_scaled(optax.chain(optax.clip_by_global_norm({value!r}), inner))"
 
 
-@checks_keywords("loss_scaled", dict.fromkeys(("clip_norm", *CLIPPING), _CLIPPED))
+@checks_keywords("loss_scaled", {"clip_norm": _CLIPPED})
 def loss_scaled(
     inner: Any,
     dynamic: bool = True,

@@ -19,7 +19,7 @@ import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.utils.hooks import RemovableHandle
 
-from lossscale.checks import checked_truth
+from lossscale.checks import checked_truth, checks_keywords
 from lossscale.common.checks import warned_at_floor
 from lossscale.errors import (
     AlreadyWrappedError,
@@ -29,7 +29,6 @@ from lossscale.errors import (
     ScalerArgumentError,
     UnsupportedError,
 )
-from lossscale.keywords import CLIPPING, checks_keywords
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.packages import warn
 from lossscale.rules import Needs, ScaleRule, ScaleState
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
 _CLIPPED = "torch.nn.utils.clip_grad_norm_(parameters, {value!r}) after scaler.unscale_(optimizer)"
 _INSTEAD = {
-    **dict.fromkeys(("clip_norm", *CLIPPING), _CLIPPED),
+    "clip_norm": _CLIPPED,
     "dynamic": "rule=lossscale.FixedScale(scale) for a scale that stays",
 }
 

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lossscale import registry
 from lossscale.arguments import rule_from_arguments
-from lossscale.checks import checked_above_zero
+from lossscale.checks import checked_above_zero, checks_keywords
 from lossscale.common.checks import check_not_wrapped, remember_wrapper, warned_at_floor
 from lossscale.errors import (
     AlreadyWrappedError,
@@ -26,7 +26,6 @@ from lossscale.errors import (
     UnknownSettingError,
     UnsupportedError,
 )
-from lossscale.keywords import CLIPPING, checks_keywords
 from lossscale.optimizer import LossScaleOptimizer, public
 from lossscale.packages import warn
 from lossscale.torch import fused, gradients, ranks
@@ -57,7 +56,6 @@ _NOTHING_TO_UNSCALE = (
     "unscale_() was called, and no loss was scaled since the last step. The gradients stay as they "
     "are. Pass the loss through scale_loss() before backward()."
 )
-_INSTEAD = dict.fromkeys(("clipnorm", "global_clipnorm", *CLIPPING), "clip_norm={value!r}")
 
 
 @public("lossscale.torch", "LossScaleOptimizer")
@@ -124,7 +122,7 @@ class TorchLossScaleOptimizer(
         'state["param_groups"][0]["loss_scale"] = {value!r}; optimizer.load_state_dict(state)'
     )
 
-    @checks_keywords("LossScaleOptimizer", _INSTEAD)
+    @checks_keywords("LossScaleOptimizer")
     def __init__(
         self,
         inner_optimizer: Any,

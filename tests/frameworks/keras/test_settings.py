@@ -313,8 +313,8 @@ def test_the_inner_optimizer_can_be_wrapped_again_once_its_wrapper_is_gone():
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"clipnorm": 1.0}, ValueError, "`clipnorm`: give it to the `inner_optimizer`"),
-        ({"learning_rate": 1.0}, ValueError, "`learning_rate`: give it to the `inner_optimizer`"),
+        ({"clipnorm": 1.0}, ValueError, "`clipnorm`: set it on the `inner_optimizer`"),
+        ({"learning_rate": 1.0}, ValueError, "`learning_rate`: set it on the `inner_optimizer`"),
         ({"loss_scale_factor": 8}, ValueError, "loss_scale_factor"),
         ({"growth": 3}, ValueError, "no argument `growth`: it takes inner_optimizer"),
         ({"rule": 128}, TypeError, "must be a scaling rule"),
