@@ -15,7 +15,8 @@ from core.source_tree import FRAMEWORKS, Module, imports, modules, modules_named
 # an import as well.
 ARROWS = {
     "errors": "",
-    "checks": "errors",
+    "keywords": "",
+    "checks": "errors keywords",
     "packages": "errors",
     "members": "errors",
     "older": "errors packages",
@@ -29,15 +30,15 @@ ARROWS = {
     "common": "errors packages rules monitoring",
     "jax": "rules common monitoring *jax",
     "tensorflow": "errors rules registry common monitoring *tensorflow",
-    "keras_common": "errors packages rules registry arguments optimizer common "
+    "keras_common": "errors checks packages rules registry arguments optimizer common "
     "monitoring diagnosis",
     "torch": "errors checks packages rules registry arguments optimizer common "
     "diagnosis monitoring *torch",
     "optax": "errors checks packages rules arguments common jax diagnosis monitoring *jax *optax",
     # A backend of Keras imports its own framework as well.
-    "keras": "errors checks packages rules members arguments optimizer older common keras_common "
+    "keras": "errors packages rules members arguments optimizer older common keras_common "
     "tensorflow jax torch callbacks diagnosis *keras",
-    "tf_keras": "errors checks packages rules registry members arguments optimizer older common "
+    "tf_keras": "errors packages rules registry members arguments optimizer older common "
     "keras_common tensorflow callbacks diagnosis *tf_keras *tensorflow",
     "experimental": "errors checks rules registry arguments optimizer **any",
     "migration": "errors packages rules registry arguments optimizer older keras tf_keras **any",

@@ -209,7 +209,9 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         pairs = self._with_gradients(gradients, variables)
         if aggregate:
             pairs = list(self._aggregated(pairs))
-        gradients, trained = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        # Before they are looked at: a cast can overflow.
+        gradients = [_narrowed(gradient, variable) for gradient, variable, *_ in pairs]
+        trained = [pair[1] for pair in pairs]
 
         def apply(gradients: Sequence[Any], scale: None) -> Any:
             return self._apply_inner(list(zip(gradients, trained, strict=True)), name)
@@ -504,3 +506,12 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     def _unlisted_variables(self) -> dict[str, Any]:
         """Returns variables that the inner optimizer does not list, by their names in saving."""
         return {}
+
+
+def _narrowed(gradient: Any, variable: Any) -> Any:
+    """Returns a gradient of a float16 or bfloat16 variable in its dtype; others as they are."""
+    # Under a mixed precision policy a variable shows the dtype that it is cast to.
+    dtype = getattr(variable, "true_dtype", variable.dtype)
+    if dtype not in (tf.float16, tf.bfloat16) or gradient.dtype != tf.float32:
+        return gradient
+    return tf.cast(gradient, dtype)

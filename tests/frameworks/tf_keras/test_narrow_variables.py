@@ -1,0 +1,72 @@
+"""Variables of float16 and bfloat16 train as without loss scaling."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+
+import lossscale
+
+FAMILIES = {"new": tf_keras.optimizers, "legacy": tf_keras.optimizers.legacy}
+
+
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
+def test_a_narrow_variable_trains_as_without_loss_scaling(dtype, family, sparse, compiled):
+    def trained(wraps):
+        variable = tf.Variable([[1.0, 2.0], [3.0, 4.0]], dtype=dtype)
+        optimizer = wraps(FAMILIES[family].SGD(0.25, momentum=0.5))
+
+        def loss():
+            read = tf.gather(variable, [1]) if sparse else variable
+            return tf.reduce_sum(read**2)
+
+        def step():
+            with tf.GradientTape() as tape:
+                scaled = value = loss()
+                if wraps is not plain:
+                    scaled = optimizer.get_scaled_loss(value)
+            gradients = tape.gradient(scaled, [variable])
+            if wraps is not plain:
+                gradients = optimizer.get_unscaled_gradients(gradients)
+            optimizer.apply_gradients(zip(gradients, [variable], strict=True))
+
+        run = tf.function(step) if compiled else step
+        for _ in range(3):
+            run()
+        return variable.numpy()
+
+    def plain(optimizer):
+        return optimizer
+
+    def wrapped(optimizer):
+        return lossscale.LossScaleOptimizer(optimizer, initial_scale=8.0)
+
+    expected = trained(plain)
+    assert np.all(expected[1] != [3.0, 4.0])
+    np.testing.assert_array_equal(trained(wrapped), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gradient_that_overflows_in_the_dtype_of_its_variable_is_skipped(family):
+    rule = lossscale.DynamicScale(2.0**-4, min_scale=2.0**-10)
+    optimizer = lossscale.LossScaleOptimizer(FAMILIES[family].SGD(0.25), rule=rule)
+    variable = tf.Variable([1.0], dtype=tf.float16)
+    optimizer.minimize(lambda: tf.reduce_sum(tf.cast(variable, tf.float32)) * 1e5, [variable])
+    assert (variable.numpy().tolist(), int(optimizer.steps_skipped)) == ([1.0], 1)
+
+
+def test_a_model_in_float16_fits():
+    tf_keras.mixed_precision.set_global_policy("float16")
+    try:
+        model = tf_keras.Sequential([tf_keras.Input((2,)), tf_keras.layers.Dense(1)])
+        optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.SGD(0.1))
+        model.compile(optimizer, "mse")
+        x = np.ones((8, 2), np.float16)
+        losses = model.fit(x, x[:, :1], epochs=8, batch_size=8, verbose=0).history["loss"]
+    finally:
+        tf_keras.mixed_precision.set_global_policy("float32")
+    assert losses[-1] < losses[0] / 2 or losses[0] < 1e-3
+    assert model.trainable_variables[0].dtype == tf.float16
