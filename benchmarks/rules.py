@@ -23,7 +23,7 @@ from torch import nn
 
 import lossscale
 from benchmarks.pages import insert
-from lossscale.monitoring.moving import first_state, next_state
+from benchmarks.moving import first_state, next_state
 from lossscale.rules import DynamicScale, Seen
 
 STEPS, SEEDS = 2500, 2

@@ -24,8 +24,6 @@ KERAS = {
         "_compile_loss": "the loss that the model was compiled with",
         "_call_has_training_arg": "whether `call` takes `training`",
         "_flatten_layers": "the layers inside of layers",
-        "_inputs_struct": "how inputs are nested",
-        "_outputs_struct": "how outputs are nested",
     },
     "sequentials": {
         "_functional": "the graph of its layers",

@@ -31,7 +31,6 @@ _SUBMODULES = frozenset(
     (
         "callbacks",
         "cli",
-        "demo",
         "diagnosis",
         "monitoring",
         "experimental",
@@ -45,7 +44,6 @@ _SUBMODULES = frozenset(
 if TYPE_CHECKING:
     from lossscale import callbacks as callbacks
     from lossscale import cli as cli
-    from lossscale import demo as demo
     from lossscale import diagnosis as diagnosis
     from lossscale import experimental as experimental
     from lossscale import migration as migration

@@ -2,7 +2,7 @@
 
 import sys
 
-from lossscale.cli.main import main
+from lossscale.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

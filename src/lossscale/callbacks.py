@@ -6,10 +6,8 @@ import inspect
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lossscale import registry
-from lossscale.errors import ArgumentTypeError
-from lossscale.monitoring.monitor import Monitor
+from lossscale.monitoring.monitor import MonitorSettings
 from lossscale.monitoring.record import StepRecord
-from lossscale.monitoring.settings import MonitorSettings
 
 __all__ = ["LossScaleMonitor"]
 
@@ -35,37 +33,21 @@ class LossScaleMonitor:
     is counted is neither saved with the optimizer nor changes what it does.
 
     Args:
-        path: A file for the history, JSON lines; see `TrainingHistory.read`. None for none.
+        path: A file for the history, JSON lines; see `lossscale.monitoring.read_records`. None for none.
         every: Sample steps whose number is a multiple of this, and the first and the last one; in
             steps. Skips in between count all the same, and the last of them is recorded too. With
             `steps_per_execution` the last step of an execution stands for all of it.
-        tensorboard: A folder for TensorBoard, or None. It needs `lossscale[tensorboard]`.
         on_floor: What a skip at the lowest scale is: "warn", "raise" to end training, or "ignore".
         max_consecutive_skips: How many skips in a row end training, in steps. None for no limit.
-        append: Whether to go on with the file `path` if it exists, as a resumed run does.
-        on_write_error: What it is that `path` or `tensorboard` cannot be written any more, as on a
-            full disk: "warn" to warn once and train on without it, or "raise" to end training.
-        measure_every: After how many steps to measure how wrong float16 gets gradients at the scale
-            in use, and after the first one; in steps. It takes three passes over `data`. None for
-            never.
-        data: The batch to measure on, (x, y) or (x, y, sample_weight): arrays in the structures
-            that `fit` takes, of as many rows as a batch of training. It is the same batch each
-            time, so that what changes is the model. Where no loss scale helps it is also the one to
-            look at, since Keras shows a callback no data.
-        loss_fn: The loss of a model and a batch, as `lossscale.diagnosis.diagnose` takes it. None
-            for that of `compile`.
+        append: Whether to add to the file `path` if it exists, as a resumed run does.
         framework: "keras" or "tf_keras". None takes tf_keras if `TF_USE_LEGACY_KERAS` is set or
             only that is imported, otherwise Keras 3.
 
     Raises:
         ArgumentError: If an argument cannot be used; the message names it. It is a `ValueError`.
-        ArgumentTypeError: If a path is no path. It is a `TypeError`.
-        MissingPackageError: If `tensorboard` is given and tensorboardX is not installed. It is an
-            `ImportError`.
 
     `fit` raises `lossscale.errors.TrainingHaltedError` when an alarm ends training. What was
-    recorded is in the files by then. It raises `lossscale.errors.RecordingError` before the first
-    step if a file cannot be written.
+    recorded is in the file by then.
 
     Examples:
         >>> LossScaleMonitor(every=0)
@@ -76,13 +58,12 @@ class LossScaleMonitor:
     """
 
     _framework: ClassVar[str | None] = None
-    _monitor: Monitor | None = None
 
     def __new__(cls, *args: Any, framework: str | None = None, **kwargs: Any) -> Any:
         if cls._framework is None:
             if cls is LossScaleMonitor:
                 # Before any framework is imported.
-                _checked(*args, **kwargs)
+                MonitorSettings(*args, **kwargs)
             monitor = registry.monitor_for(framework)
             cls = monitor if cls is LossScaleMonitor else registry.combined(cls, monitor)
         return super().__new__(cls)
@@ -95,7 +76,7 @@ class LossScaleMonitor:
         **settings: Any,
     ) -> None:
         super().__init__()
-        self._settings = _checked(path, **settings)
+        self._settings = MonitorSettings(path, **settings)
 
     if not TYPE_CHECKING:
         # `help()` would show what `__new__` takes, and no setting.
@@ -113,28 +94,6 @@ class LossScaleMonitor:
         """The last record of this monitor, or None."""
         return self._last
 
-    def wrong_at(self) -> tuple[str, float] | None:
-        """Returns the gradient that is wrong by most at the scale in use, and by how much.
-
-        It is measured on `data`; the error is a share of the gradient. None before the first step
-        that was read.
-
-        Raises:
-            ArgumentError: If there is no `data`. It is a `ValueError`.
-        """
-        return None if self._monitor is None else self._monitor.wrong_at()
-
     @property
     def _last(self) -> StepRecord | None:
         return None
-
-
-def _checked(path: Any = None, **settings: Any) -> MonitorSettings:
-    """Checks the arguments; what a batch is, Keras knows."""
-    data = settings.get("data")
-    if data is not None and not (isinstance(data, (tuple, list)) and 1 <= len(data) <= 3):
-        raise ArgumentTypeError(
-            "`data` must be a batch (x, y) or (x, y, sample_weight). "
-            f"Received: a {type(data).__name__}."
-        )
-    return MonitorSettings(path, **settings)

@@ -79,20 +79,6 @@ def checked_above_zero(name: str, value: Any) -> float:
     return number
 
 
-def checked_probability(value: Any) -> float:
-    """Returns `value` as a float that can be a probability.
-
-    Raises:
-        ArgumentError: If it is no number from 0 to 1.
-    """
-    number = checked_number("probability", value)
-    if not 0 <= number <= 1:
-        raise ArgumentError(
-            f"`probability` must be a number from 0 to 1. Received: probability={value!r}."
-        )
-    return number
-
-
 def checked_scale(name: str, value: Any) -> float:
     """Returns `value` as a float that can be a loss scale.
 

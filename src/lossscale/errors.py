@@ -20,7 +20,6 @@ Exception
     │                                      a state dictionary that is empty or not of this kind
     ├── OldFileError(ValueError)           a file that cannot be read, or lacks what is needed
     ├── TrainingHaltedError(RuntimeError)  a run that cannot recover by itself was ended
-    ├── RecordingError(OSError)            a file that a run is recorded in cannot be written
     ├── MissingPackageError(ImportError)   a package that this needs is not installed
     └── UnsupportedError(NotImplementedError)
                                            the framework cannot do this
@@ -130,10 +129,6 @@ class TrainingHaltedError(LossScaleError, RuntimeError):
     """
 
 
-class RecordingError(LossScaleError, OSError):
-    """A file that a run is recorded in cannot be written; the message names it and says why."""
-
-
 class MissingPackageError(LossScaleError, ImportError):
     """A package that this needs is not installed; the message says how to install it."""
 
@@ -218,7 +213,6 @@ __all__ = [
     "MalformedGradientsError",
     "MissingPackageError",
     "OldFileError",
-    "RecordingError",
     "ScalerArgumentError",
     "StateDictError",
     "TrainingHaltedError",

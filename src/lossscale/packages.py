@@ -34,9 +34,6 @@ PACKAGES = {
     "ml_dtypes": Package("ml_dtypes", "plots"),
     "numpy": Package("numpy", "plots"),
     "optax": Package("optax", "optax"),
-    "rich": Package("rich", "demo"),
-    "sklearn": Package("scikit-learn", "demo"),
-    "tensorboardX": Package("tensorboardX", "tensorboard"),
     "tensorflow": Package("tensorflow", "tensorflow"),
     "tf_keras": Package("tf_keras", "tf-keras"),
     "torch": Package("torch", "torch"),
@@ -44,7 +41,6 @@ PACKAGES = {
 """For each module that is imported, the package it comes in."""
 
 INCLUDED = {
-    "demo": {"keras", "plots"},
     "optax": {"jax"},
     "tensorflow": {"keras"},
     "tf-keras": {"tensorflow", "keras"},
@@ -99,8 +95,8 @@ def not_installed(
         extras: What installs them here; by default the smallest extras that do.
 
     Examples:
-        >>> str(not_installed(["rich", "matplotlib"]))
-        'rich, matplotlib not found: pip install "lossscale[demo]"'
+        >>> str(not_installed(["h5py", "matplotlib"]))
+        'h5py, matplotlib not found: pip install "lossscale[keras,plots]"'
         >>> str(not_installed(["optax"], purpose="This schedule"))
         'This schedule needs optax, which is not installed: pip install "lossscale[optax]"'
     """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lossscale.cli.main import main
+from lossscale.cli import main
 
 
 @pytest.fixture

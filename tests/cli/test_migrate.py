@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import pathlib
@@ -12,7 +11,7 @@ import sys
 
 import pytest
 
-from lossscale.cli.main import main
+from lossscale.cli import main
 
 pytest.importorskip("tensorflow")
 if os.environ.get("KERAS_BACKEND", "tensorflow") != "tensorflow":
@@ -77,27 +76,13 @@ def test_json_says_what_a_model_holds(path, capsys):
     assert optimizer["slots"] == {"m" if "v3" in path.name else "momentum": 2}
 
 
-def test_the_table(capsys):
+def test_the_text(capsys):
     assert main(["migrate", str(FIXTURES / "ck" / "2.0.4_exp-1")]) == 0
-    out = capsys.readouterr().out
-    assert out.splitlines()[0].endswith("2.0.4_exp-1: checkpoint")
-    rows = dict(
-        [cell.strip() for cell in line.strip("│").split("│")]
-        for line in out.splitlines()
-        if line.startswith("│")
-    )
-    assert rows == {
-        "in the file at": "optimizer",
-        "written by": "TensorFlow 2.0 to 2.2",
-        "optimizer": "SGD",
-        "loss scaling": "dynamic",
-        "loss scale": "8",
-        "good steps": "1",
-        "iterations": "1",
-        "learning rate": "0.1",
-        "settings": "decay=0, momentum=0.9",
-        "slots": "momentum (1)",
-    }
+    first, *rows = capsys.readouterr().out.splitlines()
+    assert first.endswith("2.0.4_exp-1: checkpoint")
+    rows = dict(row.strip().split(maxsplit=1) for row in rows)
+    assert rows["era"] == "TensorFlow 2.0 to 2.2"
+    assert (rows["scaling"], rows["scale"], rows["slots"]) == ("dynamic", "8.0", "{'momentum': 1}")
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -111,8 +96,7 @@ def test_a_model_is_written_for_keras(as_json, tmp_path, capsys):
     if as_json:
         assert json.loads(out)["written"] == str(new)
     else:
-        assert f"Written: {new}" in out
-        assert "8 at the start; the file does not hold the current one" in " ".join(out.split())
+        assert f"written: {new}" in out
     optimizer = keras.saving.load_model(new).optimizer
     assert repr(optimizer).startswith("<LossScaleOptimizer")
     assert int(optimizer.iterations) == 1
@@ -276,55 +260,3 @@ def test_a_difference_is_said_on_standard_error(tmp_path, capsys):
     assert err.startswith("lossscale: warning: ")
     assert "schedule_decay=0.004" in err
     assert err.count("\n") == 1
-
-
-# --- Commands that are killed ---------------------------------------------------------------------
-
-KILLED = """
-import os, signal, sys
-from lossscale.cli.migrate import _ended_by_exception
-from lossscale.migration import conversion
-
-def write(graph, path):
-    path.write_bytes(b"half")
-    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-
-conversion.write_hdf5 = write
-conversion.is_checkpoint = conversion.read_graph = conversion.find_optimizers = lambda path: True
-with _ended_by_exception():
-    conversion.migrate_file("old", sys.argv[2])
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="there are no such signals")
-def test_what_a_killed_command_leaves(tmp_path):
-    new = tmp_path / "new.h5"
-
-    def killed(signal):
-        command = [sys.executable, "-c", KILLED, signal, str(new)]
-        return subprocess.run(command, check=False, capture_output=True).returncode
-
-    assert killed("SIGTERM") == 143
-    assert list(tmp_path.iterdir()) == []
-    assert killed("SIGKILL") == -9
-    (left,) = tmp_path.iterdir()
-    assert {each.name for each in left.iterdir()} == {"owner", "new.h5"}
-    # Those of another file, of a process that goes on, with something besides, and of others.
-    for name, mark, more in (
-        ("other", b"lossscale migrate, for other.h5", []),
-        ("held", b"lossscale migrate, for new.h5", []),
-        ("more", b"lossscale migrate, for new.h5", ["more"]),
-        ("empty", b"", []),
-    ):
-        folder = tmp_path / f".lossscale-{name}"
-        folder.mkdir()
-        (folder / "owner").write_bytes(mark)
-        for each in more:
-            (folder / each).touch()
-    (tmp_path / ".lossscale-bare").mkdir()
-    (tmp_path / ".lossscale-link").symlink_to(left, target_is_directory=True)
-    others = set(tmp_path.iterdir()) - {left}
-    with open(tmp_path / ".lossscale-held" / "owner") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        assert main(["migrate", str(CHECKPOINTS[0]), str(new)]) == 0
-    assert set(tmp_path.iterdir()) == {*others, new}

@@ -25,8 +25,8 @@ ARROWS = {
     "arguments": "errors checks rules",
     "optimizer": "arguments members registry rules",
     "diagnosis": "errors checks packages rules registry **any",
-    "monitoring": "errors checks packages rules diagnosis",
-    "callbacks": "errors registry monitoring",
+    "monitoring": "errors checks packages rules",
+    "callbacks": "registry monitoring",
     "common": "errors packages rules monitoring",
     "jax": "rules common monitoring *jax",
     "tensorflow": "errors rules registry common monitoring *tensorflow",
@@ -45,9 +45,7 @@ ARROWS = {
     "installation": "registry packages older optimizer common experimental tensorflow",
     "frameworks": "",
     "plots": "errors packages diagnosis monitoring",
-    "demo": "rules optimizer diagnosis monitoring plots optax keras torch **any",
-    "cli": "errors packages rules registry diagnosis monitoring plots demo migration "
-    "lossscale **any",
+    "cli": "errors packages migration lossscale **any",
     "__main__": "cli",
     "lossscale": "errors rules optimizer installation",
 }
@@ -219,7 +217,6 @@ def test_files_load_if_keras_is_imported_after_lossscale():
 PUBLIC = (
     "callbacks",
     "cli",
-    "demo",
     "diagnosis",
     "experimental",
     "migration",

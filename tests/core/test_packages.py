@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lossscale.cli.main import main
-from lossscale.monitoring import HistoryHeader, HistoryWriter, StepRecord
+from lossscale.cli import main
 from lossscale.packages import INCLUDED, PACKAGES, install_command
 from lossscale.rules import DynamicScale
 
@@ -56,7 +55,7 @@ def test_an_extra_includes_what_it_is_said_to():
 
 
 def test_a_command_names_nothing_twice():
-    assert install_command(["plots", "demo", "keras"]) == 'pip install "lossscale[demo]"'
+    assert install_command(["keras", "tensorflow"]) == 'pip install "lossscale[tensorflow]"'
     assert install_command(["torch", "torch"]) == 'pip install "lossscale[torch]"'
 
 
@@ -66,30 +65,12 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
     # It may be imported with another backend.
     monkeypatch.delitem(sys.modules, "keras", raising=False)
-    with HistoryWriter("run.jsonl", HistoryHeader.of(DynamicScale())) as writer:
-        writer.append(StepRecord(1, 8.0, skipped=False))
     Path("old.index").touch()
     return tmp_path
 
 
-RANDOM = ["simulate", "--overflow-probability", "0.1", "--steps", "9"]
 NEEDS = {
-    "demo": (["demo"], {"keras", "tensorflow", "matplotlib", "numpy", "rich", "sklearn"}),
-    "demo on jax": (
-        ["demo", "--backend", "jax"],
-        {"keras", "jax", "matplotlib", "numpy", "rich", "sklearn"},
-    ),
-    "diagnose": (["diagnose", "m.keras", "--data", "x.npz"], {"keras", "tensorflow", "numpy"}),
-    "diagnose on torch": (
-        ["diagnose", "m.keras", "--data", "x.npz", "--backend", "torch", "--plot", "a.png"],
-        {"keras", "torch", "numpy", "matplotlib"},
-    ),
-    "plot": (["plot", "run.jsonl", "-o", "a.png"], {"numpy", "matplotlib"}),
-    "simulate": (RANDOM, {"numpy", "rich"}),
-    "simulate and draw": ([*RANDOM, "--plot", "a.png"], {"numpy", "rich", "matplotlib"}),
-    "simulate as JSON": ([*RANDOM, "--json"], {"numpy"}),
-    "migrate": (["migrate", "m.h5"], {"numpy", "h5py", "rich"}),
-    "migrate a checkpoint": (["migrate", "old"], {"numpy", "h5py", "rich", "tensorflow"}),
+    "migrate": (["migrate", "m.h5"], {"numpy", "h5py"}),
     "migrate into a file": (
         ["migrate", "m.h5", "new.keras", "--json"],
         {"numpy", "h5py", "keras", "tensorflow"},
@@ -112,27 +93,14 @@ def test_each_command_names_each_package_that_it_needs(command, folder, monkeypa
         assert any(distribution in installed_by(extra) for extra in extras_in(err))
 
 
-@pytest.mark.parametrize("command", [name for name in NEEDS if name.startswith(("sim", "plot"))])
-def test_a_command_runs_without_what_it_does_not_need(command, folder, monkeypatch, capsys):
-    arguments, needed = NEEDS[command]
-    for absent in set(PACKAGES) - needed - {"ml_dtypes"}:
-        monkeypatch.setitem(sys.modules, absent, None)
-    assert main(arguments) == 0
-
-
 # What asks for a package, and the extra that has it.
 ASKED = {
     "lossscale.install()": "tensorflow",
     "lossscale.LossScaleOptimizer.from_config(config)": "tensorflow",
     "LossScaleMonitor()": "tensorflow",
     "LossScaleMonitor(framework='tf_keras')": "tf-keras",
-    "LossScaleMonitor(tensorboard='board')": "tensorboard",
-    "monitoring.simulate(rule, [True])": "plots",
-    "monitoring.simulate_random(rule, 0.1, steps=3)": "plots",
-    "monitoring.simulate_gradients(rule, [1.0])": "plots",
     "lossscale.diagnosis.diagnose(None, [1.0])": "plots",
     "plots.plot_scales({'a': [1.0]})": "plots",
-    "plots.plot_accuracy({'a': [1.0]})": "plots",
     "plots.plot_history(history)": "plots",
     "importlib.import_module('lossscale.optax')": "optax",
     "lossscale.torch.GradScaler": "torch",
@@ -156,8 +124,7 @@ from lossscale.callbacks import LossScaleMonitor
 from lossscale.rules import DynamicScale
 config = {"inner_optimizer": {"class_name": "SGD", "config": {}}}
 rule = DynamicScale()
-records = [monitoring.StepRecord(1, 8.0, False)]
-history = monitoring.TrainingHistory(monitoring.HistoryHeader.of(rule), records)
+history = [monitoring.StepRecord(1, 8.0, False)]
 for ask in asked:
     try:
         eval(ask)

@@ -129,7 +129,7 @@ def test_help_shows_what_the_constructors_take():
 
     assert str(inspect.signature(Own)) == "(inner, tag)"
     monitor = inspect.signature(LossScaleMonitor)
-    assert list(monitor.parameters)[:3] == ["path", "every", "tensorboard"]
+    assert list(monitor.parameters)[:3] == ["path", "every", "on_floor"]
 
 
 def test_every_wrapper_defines_what_its_base_classes_declare():

@@ -14,9 +14,6 @@ MAY_NAME_ALL = {
     "lossscale.packages",
     # What each does in a way of its own, by name: a class, a program.
     "lossscale.migration.targets",
-    "lossscale.cli.trial_step",
-    # Whose histories have means of an epoch.
-    "lossscale.monitoring.history",
 }
 
 

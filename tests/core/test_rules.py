@@ -8,7 +8,6 @@ import pytest
 from earlier_files import read
 from lossscale.arguments import config_from_rule
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.monitoring import Alarms, StepRecord
 from lossscale.rules import (
     LARGEST_SCALE,
     LONGEST_INTERVAL,
@@ -342,19 +341,6 @@ def test_a_rule_of_ones_own_inherits_the_defaults():
     assert rule.loss_scale(state) == 4.0
     assert rule.restored(state) == state
 
-
-def test_a_rule_of_ones_own_may_say_that_its_scale_is_fixed():
-    class Fixed(Own):
-        moves = False
-        lowest_scale = 4.0
-
-    assert config_from_rule(Fixed())["dynamic"] is False
-    alarms = Alarms(Fixed())
-    (alarm,) = alarms.observe(StepRecord(1, 4.0, skipped=True))
-    assert "the fixed loss scale 4" in alarm.message
-
-
-# --- a state that comes from a file
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lossscale.diagnosis.measurement import MARGIN, Gradient, Measurement, measure, wrong_at
+from lossscale.diagnosis.measurement import MARGIN, Gradient, Measurement, measure
 from lossscale.diagnosis.passes import LOSS, MODEL, Output, Pass
 from lossscale.diagnosis.verdict import Kind, judge
 from lossscale.errors import ArgumentError
@@ -324,32 +324,3 @@ def test_the_scale_in_use_is_measured_too():
     assert (scale, name) == (3.0, "w")
     assert wrong > 0.5
     assert model.measured(in_use=2.0**20).in_use[2] < 0.001
-
-
-def test_the_gradient_that_is_wrong_by_most_at_a_scale():
-    model = Model({"w": spread(-32, -27), "b": spread(-6, 0), "n": spread(-4, 0)}, noise=("n",))
-    name, wrong = wrong_at(model, 1.0, 1.0)[LOSS]
-    assert name == "w"
-    assert wrong > 0.5
-    assert len(model.calls) <= 5
-    assert wrong_at(model, 1.0, 2.0**12)[LOSS][1] < 0.02
-    assert wrong_at(Model({"w": spread(8, 12)}), 1.0, 2.0**10)[LOSS] == ("w", math.inf)
-    # Lost whole, also at scales that are much higher.
-    assert wrong_at(Model({"w": spread(-60, -58)}), 1.0, 1.0)[LOSS] == ("w", pytest.approx(1))
-
-
-@pytest.mark.parametrize(
-    ("run", "words"),
-    [
-        (lambda *_, **__: {LOSS: Pass({"w": np.ones(2)}, math.nan)}, "the loss is not finite in"),
-        (lambda *_, **__: {LOSS: Pass({"w": np.float32([1, np.inf])}, 1.0)}, "a gradient is not"),
-    ],
-)
-def test_nothing_is_wrong_at_a_scale_where_float32_is_not_finite(run, words):
-    with pytest.raises(ArgumentError, match=words):
-        wrong_at(run, 1.0, 1.0)
-
-
-def test_a_measurement_is_compared_and_replaced_as_a_value():
-    found = Model({"w": spread(-6, 0)}).measured()
-    assert dataclasses.replace(found) == found

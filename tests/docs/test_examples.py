@@ -121,7 +121,6 @@ LAST_LINES = {
     "gradient_tape.py": "after minimize: weight 1.0469",
     "monitor_training.py": "overflowed: net/hidden/bias net/hidden/kernel",
     "rule_of_your_own.py": "gradient inf: skipped 3, scale 16384",
-    "simulate_a_rule.py": "3.47e-04 of all steps is what the default rule can bear",
 }
 
 

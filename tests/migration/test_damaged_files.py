@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from lossscale import DynamicScale
-from lossscale.cli.main import main
+from lossscale.cli import main
 from lossscale.errors import ArgumentError, OldFileError, UnsupportedError
 from lossscale.migration import check_file, damage, describe_file, hdf5_reader, load_model
 from lossscale.monitoring import HistoryHeader, StepRecord, TrainingHistory

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
-from lossscale import DynamicScale
-from lossscale.monitoring import HistoryHeader, StepRecord, TrainingHistory
+from lossscale.monitoring import StepRecord
 from lossscale.plots import plot_history
 from lossscale.plots.labels import shortened
 
@@ -21,7 +20,7 @@ from lossscale.plots.labels import shortened
 @pytest.mark.parametrize("skipped", [False, True])
 def test_a_history_of_one_step_shows_it(loss, skipped):
     record = StepRecord(7, 32768.0, skipped=skipped, loss=loss)
-    history = TrainingHistory(HistoryHeader.of(DynamicScale()), [record])
+    history = [record]
     figure = Figure(layout="constrained")
     above, below = figure.subplots(2, sharex=True)
     plot_history(history, above, below)
@@ -39,7 +38,7 @@ def test_a_loss_between_two_that_are_not_finite_is_marked():
         for step, loss in enumerate((1.0, 0.9, nan, 0.8, nan), start=1)
     ]
     ax, loss_ax = Figure().subplots(2)
-    plot_history(TrainingHistory(HistoryHeader.of(DynamicScale()), records), ax, loss_ax)
+    plot_history(records, ax, loss_ax)
     assert loss_ax.lines[0].get_markevery() == [3]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib import pyplot
 
-from lossscale.plots import plot_accuracy, plot_scales
+from lossscale.plots import plot_scales
 
 
 @pytest.fixture
@@ -33,31 +33,6 @@ def legend(ax):
 def drawn(ax):
     ax.figure.canvas.draw()
     return np.asarray(ax.figure.canvas.buffer_rgba())
-
-
-def test_accuracy_has_a_line_of_percents_per_run(ax):
-    assert plot_accuracy({"one": [0.5, 0.75], "two": [0.1, 0.2, 0.3]}, ax) is ax
-    one, two = ax.lines
-    assert one.get_xdata().tolist() == [1, 2]
-    assert one.get_ydata().tolist() == [50, 75]
-    assert two.get_xdata().tolist() == [1, 2, 3]
-    assert legend(ax) == ["one", "two"]
-    assert ax.get_xlabel() == "epoch"
-    assert ax.get_ylabel() == "test accuracy [%]"
-
-
-@pytest.mark.parametrize("epochs", [1, 2, 20])
-def test_epochs_are_whole_numbers(ax, epochs):
-    plot_accuracy({"one": [0.5] * epochs}, ax)
-    ticks = [tick for tick in ax.get_xticks() if 0.5 <= tick <= epochs + 0.5]
-    assert ticks
-    assert all(tick == int(tick) for tick in ticks)
-
-
-def test_lines_differ_without_colour(ax):
-    plot_accuracy({name: [0.1, 0.2] for name in "abcd"}, ax)
-    assert len({(line.get_linestyle(), line.get_marker()) for line in ax.lines}) == 4
-    assert len({line.get_linestyle() for line in ax.lines}) == 4
 
 
 def test_scales_are_drawn_with_their_skipped_steps(ax):
@@ -91,10 +66,8 @@ def test_scales_and_skipped_steps_must_match(ax):
 @pytest.mark.parametrize(
     "draw",
     [
-        lambda: plot_accuracy({"a": [0.5]}),
         lambda: plot_scales([1.0, 2.0]),
     ],
-    ids=["accuracy", "scales"],
 )
 def test_without_axes_a_new_figure_is_drawn_on(draw):
     first, second = draw(), draw()

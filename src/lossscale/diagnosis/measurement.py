@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lossscale.diagnosis.passes import MODEL, Output, Pass, Run
-from lossscale.errors import ArgumentError, LossScaleError, first_line
+from lossscale.errors import LossScaleError, first_line
 
 TOLERANCE = 0.1
 """How wrong a gradient may be. An error doubles with each bit that gradients shrink in training:
@@ -194,40 +194,6 @@ def measure(
     }
 
 
-def wrong_at(run: Run, batch: Any, scale: float) -> dict[str, tuple[str, float]]:
-    """Returns for each loss the gradient that is wrong by most at a loss scale, and by how much.
-
-    The errors are those beyond what float16 makes of a gradient at a better scale; noise is left
-    out. Three passes, or four where a gradient is lost at both scales.
-
-    Args:
-        run: Computes a pass.
-        batch: What to measure on.
-        scale: The loss scale.
-
-    Raises:
-        ArgumentError: If the loss or a gradient is not finite in float32 already.
-    """
-    passes = _Passes(run)
-    passes.begin(batch, watch=False)
-    here, found = math.log2(scale), {}
-    for name, reference in passes.references.items():
-        which = _not_finite(reference)
-        if which:
-            raise ArgumentError(
-                f"{which} is not finite in float32 already, so that nothing can be compared with it"
-            )
-        loss = _Loss(name, TOLERANCE)
-        errors = passes.at(name, here)
-        top = _predicted_top(_largest(reference) or 1.0)
-        passes.at(name, top - 1)
-        loss.look_for_best(passes, NOISE)
-        wrong = loss.wrong(passes, errors)
-        worst = max(wrong, key=lambda each: wrong[each], default="")
-        found[name] = worst, wrong.get(worst, 0.0)
-    return found
-
-
 class _Passes:
     """The passes of one batch, each computed once for all losses."""
 
@@ -235,11 +201,11 @@ class _Passes:
         self._run = run
         self.count = 0
 
-    def begin(self, batch: Any, *, watch: bool = True) -> None:
+    def begin(self, batch: Any) -> None:
         """Computes the reference on a batch, whose passes follow."""
         self.batch = batch
         self.errors: dict[tuple[str, float], dict[str, float]] = {}
-        self.references = self._counted(1.0, False, watch=watch)
+        self.references = self._counted(1.0, False, watch=True)
 
     def at(self, name: str, exponent: float) -> dict[str, float]:
         """Returns the error of each gradient of a loss at a scale."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import pathlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
@@ -113,16 +111,6 @@ class Report:
             "seconds": self.seconds,
         }
         return json.dumps(_plain(described), allow_nan=False)
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as one page that opens offline, in any browser.
-
-        Args:
-            path: The file to write.
-        """
-        from lossscale.diagnosis.html import page
-
-        pathlib.Path(path).write_text(page(self), encoding="utf-8")
 
 
 def report_on(

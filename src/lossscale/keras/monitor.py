@@ -47,8 +47,6 @@ class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callb
         own = keras.optimizers.LossScaleOptimizer
         return isinstance(optimizer, own) or bool(getattr(optimizer, "loss_scale_factor", None))
 
-    def _packages(self) -> tuple[str, ...]:
-        return ("keras", keras.backend.backend())
 
 
 def _new_notes() -> Any:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any, ClassVar
 
 from lossscale import registry
 from lossscale.common.notes import Notes
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.monitoring.alarms import float16_without_scaling
-from lossscale.monitoring.monitor import Monitor, StepStats
+from lossscale.monitoring.monitor import (
+    Monitor,
+    MonitorSettings,
+    StepStats,
+    float16_without_scaling,
+)
 from lossscale.monitoring.record import StepRecord
-from lossscale.monitoring.settings import MonitorSettings
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.packages import warn
 
@@ -38,8 +40,6 @@ class MonitorBody:
     _watched: Any = None
     # The stats of the last sample.
     _before: Any = None
-    # The variables that passes are computed for.
-    _trainable: Any = None
 
     # What a framework has to say.
 
@@ -59,12 +59,6 @@ class MonitorBody:
         """The model itself, of one that may be wrapped."""
         return model
 
-    def _new_run(self) -> Any:
-        """Returns what computes passes of the model."""
-        # With what it imports, which a monitor that looks at nothing does without.
-        passes = registry.named(str(self._framework)).module("passes")
-        return passes.new_run(self._trained(self.model), self._settings.loss_fn)
-
     def _sync(self) -> None:
         """Brings the optimizer's variables up to date in the middle of an epoch."""
 
@@ -82,16 +76,9 @@ class MonitorBody:
         self._optimizer = None
         self._check(model)
         if not isinstance(model.optimizer, LossScaleOptimizer):
-            alarm = float16_without_scaling(f"the model {model.name!r}")
-            warn(alarm.message)
+            warn(float16_without_scaling(f"the model {model.name!r}"))
             return
         self._monitor = self._monitor_of(model.optimizer)
-        # What is not built has no variables yet; tf_keras refuses to be asked for them.
-        trained = [id(variable) for variable in model.trainable_variables] if model.built else []
-        if self._watched is not model.optimizer or self._trainable != trained:
-            # Passes are compiled, which is not to happen in each `fit`.
-            self._monitor.forget_run()
-            self._trainable = trained
         self._watched = model.optimizer
         self._monitor.open()
         self._instrument(model)
@@ -193,8 +180,7 @@ class MonitorBody:
                 f"This LossScaleMonitor has recorded another optimizer in {settings.path!r}. Make "
                 "a new one with another `path`, or pass append=True for a run that goes on."
             )
-        looks = settings.data is not None
-        return Monitor(settings, optimizer.rule, self._versions(), self._new_run if looks else None)
+        return Monitor(settings, optimizer.rule)
 
     @property
     def _monitor_now(self) -> Monitor:
@@ -204,12 +190,6 @@ class MonitorBody:
     @property
     def _last(self) -> StepRecord | None:
         return None if self._monitor is None else self._monitor.last_record
-
-    def _versions(self) -> dict[str, str]:
-        return {name: metadata.version(name) for name in self._packages()}
-
-    def _packages(self) -> tuple[str, ...]:
-        raise NotImplementedError
 
     @property
     def _notes(self) -> Notes:

@@ -1,38 +1,16 @@
-"""What a run's loss scale does, written down and watched: records, histories, alarms."""
+"""What a run's loss scale does: a record of each sampled step, a file of them, and two alarms."""
 
-from lossscale.monitoring.alarms import Alarm, AlarmKind, Alarms
-from lossscale.monitoring.history import HistoryHeader, HistoryWriter, TrainingHistory
-from lossscale.monitoring.monitor import Monitor, StepStats
-from lossscale.monitoring.record import NonfiniteTensor, SkipReason, StepRecord
-from lossscale.monitoring.settings import MonitorSettings
-from lossscale.monitoring.simulation import (
-    Simulation,
-    critical_probability,
-    expected_drift,
-    simulate,
-    simulate_gradients,
-    simulate_random,
-)
+from lossscale.monitoring.monitor import Monitor, MonitorSettings, StepStats
+from lossscale.monitoring.record import NonfiniteTensor, SkipReason, StepRecord, read_records
 
 __all__ = [
-    "Alarm",
-    "AlarmKind",
-    "Alarms",
-    "HistoryHeader",
-    "HistoryWriter",
     "Monitor",
     "MonitorSettings",
     "NonfiniteTensor",
-    "Simulation",
     "SkipReason",
     "StepRecord",
     "StepStats",
-    "TrainingHistory",
-    "critical_probability",
-    "expected_drift",
-    "simulate",
-    "simulate_gradients",
-    "simulate_random",
+    "read_records",
 ]
 
 

@@ -25,7 +25,7 @@ class LoopMonitor:
         self._monitor = monitor
         self._before = self._position = start
         self._is_first = True
-        self._unread: tuple[Read, Any, Any] | None = None
+        self._unread: tuple[Read, Any] | None = None
         monitor.open()
 
     def __repr__(self) -> str:
@@ -42,17 +42,6 @@ class LoopMonitor:
         """The last record of this monitor, or None."""
         return self._monitor.last_record
 
-    def wrong_at(self) -> tuple[str, float] | None:
-        """Returns the gradient that is wrong by most at the scale in use, and by how much.
-
-        It is measured on `data`; the error is a share of the gradient. None before the first step
-        that was read.
-
-        Raises:
-            ArgumentError: If there is no `data` or no `loss_fn`. It is a `ValueError`.
-        """
-        return self._monitor.wrong_at()
-
     def close(self) -> None:
         """Records the last step, if it was not sampled, and closes the files."""
         try:
@@ -68,24 +57,23 @@ class LoopMonitor:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _took(self, steps: int, read: Read, loss: Any, batch: Any = None) -> None:
+    def _took(self, steps: int, read: Read, loss: Any) -> None:
         """Takes note of steps, and reads if it is time.
 
         Args:
             steps: How many were run since the last call.
             read: Reads what there is to know of them.
             loss: The loss of the last one, a scalar of the framework, or None.
-            batch: Its batch, or None.
         """
         end = self._position + steps
         sampled = self._is_first or self._monitor.settings.samples(self._position, end)
         self._position = end
         if sampled:
-            self._sample(read, loss, batch)
+            self._sample(read, loss)
         else:
-            self._unread = read, loss, batch
+            self._unread = read, loss
 
-    def _sample(self, read: Read, loss: Any, batch: Any) -> None:
+    def _sample(self, read: Read, loss: Any) -> None:
         self._unread = None
         stats = read(self._before)
         if stats is None:
@@ -95,4 +83,4 @@ class LoopMonitor:
         self._position = stats.step
         if stats.step != before:
             number = None if loss is None else float(loss)
-            self._monitor.observe(stats._replace(loss=number, batch=batch))
+            self._monitor.observe(stats._replace(loss=number))

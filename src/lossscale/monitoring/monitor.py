@@ -3,29 +3,59 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from lossscale.errors import (
-    ArgumentError,
-    LossScaleError,
-    RecordingError,
-    TrainingHaltedError,
-    first_line,
-)
-from lossscale.monitoring.alarms import Alarms
-from lossscale.monitoring.history import HistoryHeader, HistoryWriter
-from lossscale.monitoring.record import NonfiniteTensor, StepRecord
-from lossscale.monitoring.settings import MonitorSettings
-from lossscale.monitoring.skips import skip_reason
-from lossscale.monitoring.tensorboard import TensorBoardWriter
+from lossscale.checks import checked_count, class_checks_keywords
+from lossscale.errors import ArgumentError, TrainingHaltedError
+from lossscale.monitoring.record import NonfiniteTensor, StepRecord, at_lowest, skip_reason
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule
 
-if TYPE_CHECKING:
-    from lossscale.diagnosis.passes import Run
+_ON_FLOOR = ("warn", "raise", "ignore")
+
+
+@class_checks_keywords("A monitor")
+@dataclasses.dataclass(frozen=True)
+class MonitorSettings:
+    """The arguments that every monitor takes.
+
+    Args:
+        path: A file for the records, JSON lines; see `read_records`. None for none.
+        every: Sample steps whose number is a multiple of this, and the first and the last one; in
+            steps. Skips in between count all the same, and the last of them is recorded too.
+        on_floor: What a skip at the lowest scale is: "warn", "raise" to end training, or "ignore".
+        max_consecutive_skips: How many skips in a row end training, in steps. None for no limit.
+        append: Whether to add to the file `path` if it exists, as a resumed run does.
+
+    Raises:
+        ArgumentError: If an argument cannot be used; the message names it. It is a `ValueError`.
+
+    Examples:
+        >>> MonitorSettings(every=100).every
+        100
+    """
+
+    path: str | os.PathLike[str] | None = None
+    every: int = 1
+    on_floor: str = "warn"
+    max_consecutive_skips: int | None = None
+    append: bool = False
+
+    def samples(self, before: int, step: int) -> bool:
+        """Whether one of the steps after `before`, up to `step`, is to be sampled."""
+        return step // self.every > before // self.every
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "every", checked_count("every", self.every))
+        if self.max_consecutive_skips is not None:
+            checked_count("max_consecutive_skips", self.max_consecutive_skips)
+        if self.on_floor not in _ON_FLOOR:
+            raise ArgumentError(
+                f"`on_floor` must be one of {', '.join(map(repr, _ON_FLOOR))}. "
+                f"Received: on_floor={self.on_floor!r}."
+            )
 
 
 class Skip(NamedTuple):
@@ -53,7 +83,6 @@ class StepStats(NamedTuple):
         skipped: Whether the last one was.
         last_skip: The last skipped step since the stats before; None if there is none.
         loss: The loss of the last step, not scaled; None if it is not known.
-        batch: The batch of the last step; None if it is not known.
     """
 
     step: int
@@ -63,7 +92,6 @@ class StepStats(NamedTuple):
     skipped: bool
     last_skip: Skip | None = None
     loss: float | None = None
-    batch: Any = None
 
 
 class Monitor:
@@ -73,16 +101,9 @@ class Monitor:
     and `lossscale.LossScaleMonitor`. A loop of another kind calls `observe` on the steps that it
     samples, and `close` at the end.
 
-    Stats of an earlier step than the ones before mean that the run has gone back to a checkpoint.
-    The files go on then as those of a run that was resumed, and the alarms start anew. A file that
-    cannot be written any more is given up, with one warning.
-
     Args:
         settings: What it is asked for.
         rule: The rule of the loss scale.
-        versions: Names of packages to their versions, for the history.
-        new_run: Returns what computes passes of the model, or None where there is no model to look
-            at now. Called when it is needed first, and again after `forget_run`. None for never.
 
     Attributes:
         settings: As they were given.
@@ -96,58 +117,34 @@ class Monitor:
         <SkipReason.OVERFLOW: 'overflow'>
     """
 
-    def __init__(
-        self,
-        settings: MonitorSettings,
-        rule: ScaleRule,
-        versions: Mapping[str, str] | None = None,
-        new_run: Callable[[], Run] | None = None,
-    ) -> None:
+    def __init__(self, settings: MonitorSettings, rule: ScaleRule) -> None:
         self.settings = settings
         self.last_record: StepRecord | None = None
         self._rule = rule
-        self._header = HistoryHeader.of(rule, versions)
-        self._new_run = new_run
-        self._run: Run | None = None
-        # What has failed once is not tried on each step.
-        self._looks = self._measures = new_run is not None
-        self._alarms = Alarms(rule, settings, self._look)
         self._before: StepStats | None = None
-        self._stats: StepStats | None = None
-        self._measured = 0
+        self._file: Any = None
         self._append = settings.append
-        # What makes a writer by where it writes; without those given up.
-        self._targets: dict[str, Callable[[], Any]] = {}
-        if settings.path is not None:
-            self._targets[f"the history {settings.path!r}"] = lambda: HistoryWriter(
-                settings.path, self._header, append=self._append
-            )
-        if settings.tensorboard is not None:
-            folder = os.fspath(settings.tensorboard)
-            self._targets[f"the folder for TensorBoard {folder!r}"] = lambda: TensorBoardWriter(
-                folder
-            )
-        self._writers: dict[str, Any] = {}
-        # A run that ends by an exception closes nothing by itself.
-        self._finalizer = weakref.finalize(self, _discard, self._writers)
+        self._consecutive = 0
+        self._floor_was_said = self._loss_was_said = False
 
     def open(self) -> None:
-        """Opens the files. Opened again it goes on in the same history.
+        """Opens the file, if there is one. Opened again it goes on in the same file.
 
         Raises:
-            ArgumentError: If the history exists and `append` is False, or is no history. It is a
-                `ValueError`.
-            RecordingError: If a file cannot be written. It is an `OSError`.
+            ArgumentError: If it exists and `append` is False. It is a `ValueError`.
+            OSError: If it cannot be written.
         """
         self.close()
-        for target in tuple(self._targets):
+        if self.settings.path is not None:
+            mode = "a" if self._append else "x"
             try:
-                self._open(target)
-            except OSError as error:
-                _discard(self._writers)
-                raise RecordingError(
-                    f"The run cannot be recorded in {target}: {_reason(error)}."
-                ) from error
+                self._file = open(self.settings.path, mode, encoding="utf-8")  # noqa: SIM115
+            except FileExistsError:
+                raise ArgumentError(
+                    f"{os.fspath(self.settings.path)!r} exists. Give another name, remove it, or "
+                    "pass append=True to add to it, as a run that was resumed does."
+                ) from None
+            self._append = True
 
     def observe(self, stats: StepStats) -> None:
         """Records a step, and the last skipped one before it, and says what is wrong.
@@ -156,201 +153,115 @@ class Monitor:
             stats: What the optimizer says after the step.
 
         Raises:
-            TrainingHaltedError: If an alarm ends training. All files are closed before that.
-            RecordingError: If a file cannot be written and that is to end training. It is an
-                `OSError`.
+            TrainingHaltedError: If an alarm ends training. The file is closed before that.
         """
         before, self._before = self._before, stats
-        self._stats = stats
-        if self.last_record is not None and stats.step <= self.last_record.step:
-            before = None
-            self._alarms = Alarms(self._rule, self.settings, self._look)
-            self._measured = 0
-            self._looks = self._measures = self._new_run is not None
-            self.close()
-            self._for_each(self._targets, self._open)
         skip = stats.last_skip
         if skip is not None and skip.step < stats.step:
-            is_counted = before is None or stats.steps_skipped > before.steps_skipped
-            if is_counted and not stats.skipped and (before is None or before.step < skip.step):
-                reason = skip_reason(self._rule, skip.scale, None)
-                self._add(
-                    StepRecord(
-                        skip.step,
-                        skip.scale,
-                        True,
-                        reason=reason,
-                        nonfinite=skip.nonfinite,
-                        steps_skipped=stats.steps_skipped,
-                    )
-                )
+            if not stats.skipped and (before is None or before.step < skip.step):
+                self._add(self._skipped(skip.step, skip.scale, stats, skip.nonfinite))
             skip = None
-        self._add(
-            StepRecord(
-                stats.step,
-                stats.scale,
-                stats.skipped,
-                next_scale=stats.next_scale,
-                loss=stats.loss,
-                reason=(
-                    skip_reason(self._rule, stats.scale, stats.loss) if stats.skipped else None
-                ),
-                nonfinite=skip.nonfinite if skip is not None and stats.skipped else (),
-                steps_skipped=stats.steps_skipped,
-                wrong=self._measure(stats),
+        if stats.skipped:
+            nonfinite = () if skip is None else skip.nonfinite
+            self._add(self._skipped(stats.step, stats.scale, stats, nonfinite, loss=stats.loss))
+        else:
+            self._add(
+                StepRecord(
+                    stats.step,
+                    stats.scale,
+                    False,
+                    next_scale=stats.next_scale,
+                    loss=stats.loss,
+                    steps_skipped=stats.steps_skipped,
+                )
             )
-        )
 
-    def wrong_at(self) -> tuple[str, float] | None:
-        """Returns the gradient that is wrong by most at the scale in use, measured on `data`.
-
-        Returns:
-            Its name, and its error as a share of it: what a better scale would mend. None before
-            the first step.
-
-        Raises:
-            ArgumentError: If there is no `data`, or no `loss_fn` where one is needed, or if the
-                loss on `data` or a gradient is not finite in float32 already.
-        """
-        if self._new_run is None or self.settings.data is None:
-            raise ArgumentError(
-                "`wrong_at` measures on a batch: give the monitor `data`, and `loss_fn` as "
-                "diagnose takes it."
-            )
-        if self._stats is None or (run := self._current_run()) is None:
-            return None
-        import numpy as np
-
-        from lossscale.diagnosis.measurement import wrong_at
-
-        # An overflow is what is looked for.
-        with np.errstate(all="ignore"):
-            found = wrong_at(run, self.settings.data, self._stats.next_scale)
-        return max(found.values(), key=lambda worst: worst[1])
-
-    def flush(self) -> None:
-        """Hands all that was written to the operating system."""
-        # A history keeps nothing back.
-        self._for_each(
-            [name for name, found in self._writers.items() if isinstance(found, TensorBoardWriter)],
-            lambda target: self._writers[target].flush(),
+    def _skipped(
+        self,
+        step: int,
+        scale: float,
+        stats: StepStats,
+        nonfinite: tuple[NonfiniteTensor, ...],
+        loss: float | None = None,
+    ) -> StepRecord:
+        return StepRecord(
+            step,
+            scale,
+            True,
+            next_scale=stats.next_scale if step == stats.step else None,
+            loss=loss,
+            reason=skip_reason(self._rule, scale, loss),
+            nonfinite=nonfinite,
+            steps_skipped=stats.steps_skipped,
         )
 
     def close(self) -> None:
-        """Closes the files. Closing them again does nothing."""
-        self._for_each(self._writers, lambda target: self._writers[target].close())
-        self._writers.clear()
+        """Closes the file. Closing it again does nothing."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    # --- Passes of the model --------------------------------------------------------------------
-
-    def forget_run(self) -> None:
-        """Has passes computed anew, of a model that has other variables now."""
-        self._run = None
-
-    def _current_run(self) -> Run | None:
-        if self._run is None and self._new_run is not None:
-            self._run = self._new_run()
-        return self._run
-
-    def _look(self, record: StepRecord) -> str:
-        stats, data = self._stats, self.settings.data
-        batch = None if stats is None else stats.batch
-        if not self._looks or (batch is None and data is None):
-            return ""
-        from lossscale.monitoring.origin import origin
-
-        where = f"the batch of step {record.step}" if batch is not None else "the batch `data`"
-        try:
-            run = self._current_run()
-            found = run and origin(run, data if batch is None else batch, record.scale)
-        # Whatever an operation raises, training goes on.
-        except Exception as error:
-            self._looks = False
-            warn(
-                "Where steps overflow is not looked for any more, since a pass over "
-                f"{where} failed: {_said(error)}. Give a batch as training has it; the model must "
-                "run in float16 here."
-            )
-            return ""
-        if not found:
-            return ""
-        more = (
-            "Look at the data of this batch, and at what this operation is given."
-            if "float32 too" in found
-            else "Keep this operation in float32, make what it is given smaller, or train in "
-            "bfloat16."
-        )
-        missing = "" if batch is not None else ", not that of the skipped step"
-        return f"{found}, on {where}{missing}. {more}"
-
-    def _measure(self, stats: StepStats) -> tuple[str, float] | None:
-        every = self.settings.measure_every
-        if every is None or not self._measures:
-            return None
-        if self._measured and stats.step // every <= self._measured // every:
-            return None
-        self._measured = stats.step
-        try:
-            found = self.wrong_at()
-        # Whatever an operation that does not take float16 raises, training goes on.
-        except Exception as error:
-            self._measures = False
-            warn(
-                "Gradients are not measured any more, since a pass over the batch `data` failed: "
-                f"{_said(error)}. Give a batch as training has it, of finite numbers; the model "
-                "must run in float16 here."
-            )
-            return None
-        return found if found is not None and found[0] else None
-
-    # --- Files ----------------------------------------------------------------------------------
+    def flush(self) -> None:
+        """Hands all that was written to the operating system."""
+        if self._file is not None:
+            self._file.flush()
 
     def _add(self, record: StepRecord) -> None:
-        alarms = self._alarms.observe(record)
-        said = tuple((str(alarm.kind), alarm.message) for alarm in alarms)
-        self.last_record = dataclasses.replace(record, alarms=said)
-        self._for_each(self._writers, lambda target: self._writers[target].append(self.last_record))
-        for alarm in alarms:
-            if alarm.is_fatal:
-                self.close()
-                raise TrainingHaltedError(alarm.message)
-            warn(alarm.message)
-
-    def _open(self, target: str) -> None:
-        self._writers[target] = self._targets[target]()
-        # From now on the history is one that exists.
-        self._append = self._append or isinstance(self._writers[target], HistoryWriter)
-
-    def _for_each(self, targets: Iterable[str], act: Callable[[str], None]) -> None:
-        """Does something to some targets, and gives up those that it fails for."""
-        for target in tuple(targets):
-            try:
-                act(target)
-            except OSError as error:
-                del self._targets[target]
-                if target in self._writers:
-                    self._writers.pop(target).discard()
-                step = 0 if self.last_record is None else self.last_record.step
-                message = (
-                    f"{target[0].upper()}{target[1:]} cannot be written any more: "
-                    f"{_reason(error)}. From step {step} on, the run is not recorded there."
+        last, self.last_record = self.last_record, record
+        if self._file is not None:
+            self._file.write(record.to_json() + "\n")
+        self._consecutive = self._skips_in_a_row(last, record)
+        most = self.settings.max_consecutive_skips
+        if most is not None and self._consecutive >= most:
+            self._halt(
+                f"The last {self._consecutive} steps in a row were skipped, up to step "
+                f"{record.step} (max_consecutive_skips={most}). {_evidence(record)}"
+            )
+        if record.loss is not None and not math.isfinite(record.loss):
+            if not self._loss_was_said:
+                warn(
+                    f"The loss of step {record.step} is {record.loss}. No loss scale can help. "
+                    "Look at the data of this batch and at the learning rate."
                 )
-                if self.settings.on_write_error == "raise":
-                    self.close()
-                    raise RecordingError(f"{message} (on_write_error='raise')") from error
-                warn(f"{message} Training goes on.")
+            self._loss_was_said = True
+        elif not at_lowest(self._rule, record.scale):
+            self._floor_was_said = False
+        elif record.skipped and self.settings.on_floor != "ignore" and not self._floor_was_said:
+            self._floor_was_said = True
+            message = (
+                f"Step {record.step} was skipped at the lowest loss scale, {record.scale:g}. "
+                f"{_evidence(record)} Where gradients are too large for float16, let the rule go "
+                "lower: DynamicScale(min_scale=2.0**-24). Where the data or the loss give "
+                "infinities, no scale helps."
+            )
+            if self.settings.on_floor == "raise":
+                self._halt(f"{message} (on_floor='raise')")
+            warn(message)
+
+    def _skips_in_a_row(self, last: StepRecord | None, record: StepRecord) -> int:
+        if not record.skipped:
+            return 0
+        if last is None or last.steps_skipped is None or record.steps_skipped is None:
+            return 1
+        steps = record.step - last.step
+        all_skipped = record.steps_skipped - last.steps_skipped == steps
+        return self._consecutive + steps if all_skipped else 1
+
+    def _halt(self, message: str) -> None:
+        self.close()
+        raise TrainingHaltedError(message)
 
 
-def _said(error: Exception) -> str:
-    said = first_line(error)
-    own = isinstance(error, LossScaleError) or said == type(error).__name__
-    return said if own else f"{type(error).__name__}: {said}"
+def float16_without_scaling(where: str) -> str:
+    """Returns what is wrong with a model that computes in float16 without loss scaling."""
+    return (
+        f"float16 without loss scaling: {where} computes in float16 and its loss is not scaled. "
+        "Gradients up to 2**-25 become zero, and nothing says so. Wrap the optimizer: "
+        "lossscale.LossScaleOptimizer(optimizer)."
+    )
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
-def _discard(writers: dict[str, Any]) -> None:
-    while writers:
-        writers.popitem()[1].discard()
+def _evidence(record: StepRecord) -> str:
+    if not record.nonfinite:
+        return "Which gradients were not finite was not recorded."
+    return f"Not finite: {', '.join(map(str, record.nonfinite[:5]))}."

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from importlib import metadata
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +13,10 @@ from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.jax import notes
 from lossscale.monitoring import monitor as core
 from lossscale.monitoring.loop import LoopMonitor
-from lossscale.monitoring.monitor import StepStats
-from lossscale.monitoring.settings import MonitorSettings
+from lossscale.monitoring.monitor import MonitorSettings, StepStats
 from lossscale.optax.finding import state_in
 from lossscale.optax.noting import NotedState, names_of
 from lossscale.rules import ScaleRule
-
-if TYPE_CHECKING:
-    from lossscale.optax.passes import LossRun
 
 
 class _Shown(NamedTuple):
@@ -55,33 +48,19 @@ class Monitor(LoopMonitor):
         params: The parameters, or a tree of the same form, for the names of gradients.
         opt_state: The state before the first step that is watched, or what holds it as
             `opt_state`, such as a `TrainState`.
-        path: A file for the history, JSON lines; see `lossscale.monitoring.TrainingHistory.read`.
+        path: A file for the history, JSON lines; see `lossscale.monitoring.read_records`.
             None for none.
         every: Sample steps whose number is a multiple of this, and the first and the last one; in
             steps. Skips in between count all the same.
-        tensorboard: A folder for TensorBoard, or None. It needs `lossscale[tensorboard]`.
         on_floor: What a skip at the lowest scale is: "warn", "raise" to end training, or "ignore".
         max_consecutive_skips: How many skips in a row end training, in steps. None for no limit.
-        append: Whether to go on with the file `path` if it exists, as a resumed run does.
-        on_write_error: What it is that `path` or `tensorboard` cannot be written any more: "warn"
-            to warn once and train on without it, or "raise" to end training.
-        measure_every: After how many steps to measure how wrong float16 gets gradients at the scale
-            in use, and after the first one; in steps. It takes three passes over `data`. None for
-            never. `step` takes the parameters then.
-        data: The batch to measure on, the same each time, so that what changes is the model.
-        loss_fn: The loss, `loss_fn(params, batch, dtype)`, as for `lossscale.optax.diagnose`. With
-            it, and `data` or the batch of a step, the monitor says where infinities arise that no
-            loss scale takes away.
-        has_aux: As for `lossscale.optax.diagnose`.
-        grad: As for `lossscale.optax.diagnose`.
+        append: Whether to add to the file `path` if it exists, as a resumed run does.
         steps_before: How many steps the run has behind it. A state of `noted` knows it by itself.
 
     Raises:
         ArgumentError: If an argument cannot be used; the message names it. It is a `ValueError`.
         ArgumentTypeError: If one is of the wrong type. It is a `TypeError`.
-        MissingPackageError: If `tensorboard` is given and tensorboardX is not installed. It is an
-            `ImportError`.
-        RecordingError: If a file cannot be written. It is an `OSError`.
+        OSError: If the file cannot be written, or exists and `append` is False.
 
     Examples:
         >>> params = {"w": jnp.ones(2)}
@@ -104,8 +83,6 @@ class Monitor(LoopMonitor):
         opt_state: Any,
         path: Any = None,
         *,
-        has_aux: bool = False,
-        grad: Callable[..., Any] | None = None,
         steps_before: int = 0,
         **settings: Any,
     ) -> None:
@@ -117,36 +94,12 @@ class Monitor(LoopMonitor):
                 f"it. Received: a {type(tx).__name__}."
             )
         checked = MonitorSettings(path, **settings)
-        if checked.data is not None and checked.loss_fn is None:
-            raise ArgumentError(
-                "`data` needs `loss_fn`: the loss of parameters and a batch, as diagnose takes it. "
-                "Received: loss_fn=None."
-            )
         self._names = names_of(params)
-        self._params: Any = None
-        # Its passes are compiled once, for parameters that change.
-        self._compiled: LossRun | None = None
-
-        def new_run() -> Any:
-            if self._params is None:
-                return None
-            if self._compiled is None:
-                # With what it imports, which a monitor that looks at nothing does without.
-                from lossscale.optax import passes
-
-                self._compiled = passes.new_run(
-                    self._params, checked.loss_fn, has_aux=has_aux, grad=grad
-                )
-            self._compiled.params = self._params
-            return self._compiled
-
         before = checked_count("steps_before", steps_before, lowest=0)
         start = _stats(self._shown(opt_state), before)
         # That of the next step, where no notes have it.
         self._scale: Any = start.next_scale
-        versions = {name: metadata.version(name) for name in ("jax", "optax")}
-        runs = None if checked.loss_fn is None else new_run
-        super().__init__(core.Monitor(checked, rule, versions, runs), start.step)
+        super().__init__(core.Monitor(checked, rule), start.step)
 
     def step(
         self,
@@ -154,8 +107,6 @@ class Monitor(LoopMonitor):
         loss: Any = None,
         *,
         steps: int = 1,
-        params: Any = None,
-        batch: Any = None,
     ) -> None:
         """Takes note of a step.
 
@@ -165,14 +116,9 @@ class Monitor(LoopMonitor):
                 nothing tells an overflow from a loss that is not finite.
             steps: How many steps were run since the last call, where a compiled function runs
                 several. Then the optimizer must be `noted`, and the last one is read.
-            params: The parameters after it, where there is a `loss_fn`: what it takes. Not needed
-                with a `TrainState`.
-            batch: The batch of the step, as `loss_fn` takes it; None if it is not known. Where no
-                loss scale helps, it is the one to look at.
 
         Raises:
             TrainingHaltedError: If an alarm ends training. What was recorded is in the files then.
-            RecordingError: If a file cannot be written and that is to end training.
             ArgumentError, ArgumentTypeError: If an argument cannot be used; nothing is read then.
             UnsupportedError: If it is called in a compiled function. It is a `NotImplementedError`.
         """
@@ -192,12 +138,6 @@ class Monitor(LoopMonitor):
                 "The scale of the last of several steps is known only if the steps note it: "
                 f"tx = lossscale.optax.noted(tx). Received: steps={steps}."
             )
-        given = getattr(opt_state, "params", None) if params is None else params
-        if given is None and self._monitor.settings.loss_fn is not None:
-            raise ArgumentError(
-                "Gradients are those by the parameters: monitor.step(opt_state, loss, "
-                "params=params). Received: params=None."
-            )
         position, scale = self._position + steps, self._scale
 
         def read(before: int) -> StepStats | None:
@@ -213,41 +153,7 @@ class Monitor(LoopMonitor):
         if shown.noted is None:
             # A later step may take the buffer.
             self._scale = jnp.copy(shown.scale)
-        with self._looking_at(given):
-            self._took(steps, read, loss, batch)
-
-    def wrong_at(self, params: Any = None) -> tuple[str, float] | None:
-        """Returns the gradient that is wrong by most at the scale in use, and by how much.
-
-        It is measured on `data`; the error is a share of the gradient. None before the first step
-        that was read.
-
-        Args:
-            params: The parameters, as `step` takes them; of a `TrainState` its `params`.
-
-        Raises:
-            ArgumentError: If there is no `data`, `loss_fn` or `params`. It is a `ValueError`.
-        """
-        if params is None and self._monitor.settings.data is not None:
-            raise ArgumentError(
-                "Gradients are those by the parameters: monitor.wrong_at(params). "
-                "Received: params=None."
-            )
-        with self._looking_at(params):
-            return super().wrong_at()
-
-    @contextlib.contextmanager
-    def _looking_at(self, params: Any) -> Iterator[None]:
-        """Has passes be of these parameters, which a later step may take the buffers of."""
-        self._params = params
-        self._monitor.forget_run()
-        try:
-            yield
-        finally:
-            self._params = None
-            self._monitor.forget_run()
-            if self._compiled is not None:
-                self._compiled.params = None
+        self._took(steps, read, loss)
 
     def _shown(self, opt_state: Any) -> _Shown:
         """The arrays to read, of which none is read yet."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from lossscale.monitoring.history import TrainingHistory
-from lossscale.monitoring.record import SkipReason
+from lossscale.monitoring.record import SkipReason, StepRecord
 from lossscale.packages import require
 from lossscale.plots.curves import LINES, add_legend, plot_scales
 
@@ -31,14 +31,14 @@ _LOG_AXIS_FROM = 100
 
 
 def plot_history(
-    history: TrainingHistory, ax: Any | None = None, loss_ax: Any | None = None
+    records: Sequence[StepRecord], ax: Any | None = None, loss_ax: Any | None = None
 ) -> Any:
     """Draws the loss scale of a run, its skipped steps by reason, and its loss.
 
     Args:
-        history: The run.
+        records: Those of the run.
         ax: The matplotlib Axes for the scale and the skips. By default a new pyplot figure, with
-            a second Axes below for the loss, if the history has one.
+            a second Axes below for the loss, if it is known.
         loss_ax: The Axes for the loss. With an `ax` and no `loss_ax` the loss is not drawn.
 
     Returns:
@@ -46,7 +46,7 @@ def plot_history(
         loss has one of base 10 if all losses are positive and their range is wider than 100. A
         loss that is not finite is marked at the upper edge.
     """
-    has_loss = any(loss is not None for loss in history.losses)
+    has_loss = any(record.loss is not None for record in records)
     if ax is None:
         require("matplotlib")
         from matplotlib import pyplot
@@ -61,18 +61,19 @@ def plot_history(
         )
         ax = panels[0, 0]
         loss_ax = panels[-1, 0] if has_loss else None
-    _draw_scale(history, ax)
+    _draw_scale(records, ax)
     if loss_ax is not None:
-        _draw_loss(history, loss_ax)
+        _draw_loss(records, loss_ax)
         if loss_ax in ax.get_shared_x_axes().get_siblings(ax):
             ax.set_xlabel("")
     return ax
 
 
-def _draw_scale(history: TrainingHistory, ax: Any) -> None:
-    plot_scales(history.scales, None, ax, steps=history.steps)
+def _draw_scale(records: Sequence[StepRecord], ax: Any) -> None:
+    steps = [record.step for record in records]
+    plot_scales([record.scale for record in records], None, ax, steps=steps)
     for reason, (label, look) in _MARKERS.items():
-        marked = [record for record in history.records if record.reason is reason]
+        marked = [record for record in records if record.reason is reason]
         if marked:
             ax.plot(
                 [record.step for record in marked],
@@ -83,28 +84,12 @@ def _draw_scale(history: TrainingHistory, ax: Any) -> None:
                 zorder=3,
                 **look,
             )
-    alarmed = [record for record in history.records if record.alarms]
-    if alarmed:
-        ax.plot(
-            [record.step for record in alarmed],
-            [0.97] * len(alarmed),
-            transform=ax.get_xaxis_transform(),
-            label=f"alarm ({len(alarmed)})",
-            linestyle="None",
-            marker="o",
-            markerfacecolor="#FFFFFF",
-            color=LINES[1]["color"],
-        )
-    unrecorded = history.skips.skips - len(history.skipped_steps)
-    if unrecorded:
-        # It has no place of its own in the drawing, and must not be lost.
-        ax.plot([], [], " ", label=f"skipped between the recorded steps ({unrecorded})")
     ax.margins(y=0.12)
     add_legend(ax, fontsize="small")
 
 
-def _draw_loss(history: TrainingHistory, ax: Any) -> None:
-    known = [(record.step, record.loss) for record in history.records if record.loss is not None]
+def _draw_loss(records: Sequence[StepRecord], ax: Any) -> None:
+    known = [(record.step, record.loss) for record in records if record.loss is not None]
     finite = [loss for _, loss in known if math.isfinite(loss)]
     look = {**LINES[2], "linestyle": "-", "markersize": 4}
     # A NaN interrupts the line; an infinity would stretch the axis.
@@ -117,8 +102,7 @@ def _draw_loss(history: TrainingHistory, ax: Any) -> None:
         if math.isnan(around[index]) and math.isnan(around[index + 2])
     ]
     steps = [step for step, _ in known]
-    name = "loss, mean over the epoch so far" if history.header.has_mean_losses else "loss"
-    ax.plot(steps, drawn, linewidth=1.4, label=name, markevery=alone, **look)
+    ax.plot(steps, drawn, linewidth=1.4, label="loss", markevery=alone, **look)
     lost = [step for step, loss in known if not math.isfinite(loss)]
     if lost:
         ax.plot(

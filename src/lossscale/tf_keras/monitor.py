@@ -48,6 +48,3 @@ class TFKerasLossScaleMonitor(MonitorBody, LossScaleMonitor, tf_keras.callbacks.
 
     def _scales_by_itself(self, optimizer: Any) -> bool:
         return isinstance(optimizer, tf_keras.mixed_precision.LossScaleOptimizer)
-
-    def _packages(self) -> tuple[str, ...]:
-        return ("tf_keras", "tensorflow")

@@ -24,11 +24,11 @@ class LightningMonitor(HostedMonitor, Callback):
     one writes the files.
 
     Args:
-        settings: As of `lossscale.torch.Monitor`: `path`, `every`, `tensorboard`, `on_floor`,
-            `max_consecutive_skips`, `append`, `on_write_error`, `measure_every`, `data`, `loss_fn`.
+        settings: As of `lossscale.torch.Monitor`: `path`, `every`, `on_floor`,
+            `max_consecutive_skips`, `append`.
 
     Raises:
-        ArgumentError, ArgumentTypeError, MissingPackageError: As of `lossscale.torch.Monitor`. In
+        ArgumentError, ArgumentTypeError: As of `lossscale.torch.Monitor`. In
             `fit` ArgumentError if the trainer has no loss scale of this library,
             TrainingHaltedError if an alarm ends training.
 
@@ -50,7 +50,7 @@ class LightningMonitor(HostedMonitor, Callback):
         if loss is not None:
             # Lightning has divided it, for the sum of what is accumulated.
             loss = loss * trainer.accumulate_grad_batches
-        self._took(trainer.global_step, loss, batch)
+        self._took(trainer.global_step, loss)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Records the last step, and closes the files."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,14 +11,10 @@ from lossscale.common.notes import Noted
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring import monitor as core
 from lossscale.monitoring.loop import LoopMonitor
-from lossscale.monitoring.monitor import StepStats
-from lossscale.monitoring.settings import MonitorSettings
+from lossscale.monitoring.monitor import MonitorSettings, StepStats
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.notes import LoopNotes, named
 from lossscale.torch.optimizer import TorchLossScaleOptimizer
-
-if TYPE_CHECKING:
-    from lossscale.diagnosis.passes import Run
 
 
 class Monitor(LoopMonitor):
@@ -37,32 +31,20 @@ class Monitor(LoopMonitor):
         optimizer: A `lossscale.torch.LossScaleOptimizer` or a `lossscale.torch.GradScaler`.
         model: The module, or (name, parameter) pairs, for the names of parameters. With an
             optimizer it may be None; then parameters are numbered.
-        path: A file for the history, JSON lines; see `lossscale.monitoring.TrainingHistory.read`.
+        path: A file for the history, JSON lines; see `lossscale.monitoring.read_records`.
             None for none.
         every: Sample steps whose number is a multiple of this, and the first and the last one; in
             steps. Skips in between count all the same, and the last of them is recorded too.
-        tensorboard: A folder for TensorBoard, or None. It needs `lossscale[tensorboard]`.
         on_floor: What a skip at the lowest scale is: "warn", "raise" to end training, or "ignore".
         max_consecutive_skips: How many skips in a row end training, in steps. None for no limit.
-        append: Whether to go on with the file `path` if it exists, as a resumed run does.
-        on_write_error: What it is that `path` or `tensorboard` cannot be written any more: "warn"
-            to warn once and train on without it, or "raise" to end training.
-        measure_every: After how many steps to measure how wrong float16 gets gradients at the scale
-            in use, and after the first one; in steps. It takes three passes over `data`. None for
-            never. `model` must be a module then.
-        data: The batch to measure on, the same each time, so that what changes is the model.
-        loss_fn: Given the model and a batch, returns the loss, as for `lossscale.torch.diagnose`.
-            With it, and `data` or the batch of a step, the monitor says where infinities arise
-            that no loss scale takes away.
+        append: Whether to add to the file `path` if it exists, as a resumed run does.
         steps_before: With a `GradScaler`, how many steps the run has behind it. An optimizer knows
             it by itself.
 
     Raises:
         ArgumentError: If an argument cannot be used; the message names it. It is a `ValueError`.
         ArgumentTypeError: If one is of the wrong type. It is a `TypeError`.
-        MissingPackageError: If `tensorboard` is given and tensorboardX is not installed. It is an
-            `ImportError`.
-        RecordingError: If a file cannot be written. It is an `OSError`.
+        OSError: If the file cannot be written, or exists and `append` is False.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -96,14 +78,12 @@ class Monitor(LoopMonitor):
                 "A GradScaler does not know what it scales: give Monitor the model, for the names "
                 "of its parameters. Received: model=None."
             )
-        new_run = _runs_of(model, checked)
         self._start = checked_count("steps_before", steps_before, lowest=0)
         self._skips = int(optimizer.steps_skipped)
         self._skipped = False
         self._notes = LoopNotes(_names(optimizer, model, self._is_scaler), self._number)
         self._scale = float(optimizer.get_scale() if self._is_scaler else optimizer.loss_scale)
-        versions = {"torch": metadata.version("torch")}
-        super().__init__(core.Monitor(checked, optimizer.rule, versions, new_run), self._number())
+        super().__init__(core.Monitor(checked, optimizer.rule), self._number())
         optimizer.__dict__["_watcher"] = self
 
     def decided(self, groups: Any, *, scale: Any, applied: bool, divisor: Any = None) -> None:
@@ -111,19 +91,16 @@ class Monitor(LoopMonitor):
         self._skipped = self._skipped or not applied
         self._notes.decided(groups, scale=scale, applied=applied, divisor=divisor)
 
-    def step(self, loss: Any = None, batch: Any = None) -> None:
+    def step(self, loss: Any = None) -> None:
         """Takes note of a step that was made.
 
         Args:
             loss: The loss of the step, not scaled: a number, or a tensor with one element; None if
                 it is not known. Without it nothing tells an overflow from a loss that is not
                 finite.
-            batch: The batch of the step, as `loss_fn` takes it; None if it is not known. Where no
-                loss scale helps, it is the one to look at.
 
         Raises:
             TrainingHaltedError: If an alarm ends training. What was recorded is in the files then.
-            RecordingError: If a file cannot be written and that is to end training.
             ArgumentError: If `loss` has several elements; nothing is read then.
         """
         if isinstance(loss, torch.Tensor):
@@ -148,7 +125,7 @@ class Monitor(LoopMonitor):
             return now._replace(scale=noted.scale, last_skip=noted.skip)
 
         if now.step > self._position:
-            self._took(now.step - self._position, read, loss, batch)
+            self._took(now.step - self._position, read, loss)
 
     def close(self) -> None:
         """Records the last step, if it was not sampled, and closes the files."""
@@ -173,30 +150,6 @@ class Monitor(LoopMonitor):
             int(watched.steps_skipped),
             bool(watched.last_step_skipped),
         )
-
-
-def _runs_of(model: Any, settings: MonitorSettings) -> Callable[[], Run] | None:
-    """Returns what makes passes of a model, None where there is no `loss_fn`."""
-    if settings.loss_fn is None:
-        if settings.data is not None:
-            raise ArgumentError(
-                "`data` needs `loss_fn`: the loss of a model and a batch, as diagnose takes it. "
-                "Received: loss_fn=None."
-            )
-        return None
-    if not isinstance(model, torch.nn.Module):
-        raise ArgumentTypeError(
-            "With `loss_fn` the model must be a torch.nn.Module. "
-            f"Received: a {type(model).__name__}."
-        )
-
-    def new_run() -> Run:
-        # With what it imports, which a monitor that looks at nothing does without.
-        from lossscale.torch import passes
-
-        return passes.new_run(model, settings.loss_fn)
-
-    return new_run
 
 
 def _check_watched(optimizer: Any) -> None:

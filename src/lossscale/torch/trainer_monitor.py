@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lossscale.errors import ArgumentError
+from lossscale.monitoring.monitor import MonitorSettings
 from lossscale.monitoring.record import StepRecord
-from lossscale.monitoring.settings import MonitorSettings
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.monitor import Monitor
 from lossscale.torch.optimizer import TorchLossScaleOptimizer
@@ -19,11 +19,7 @@ class HostedMonitor:
     """A monitor that is made when training begins, and closed when it ends.
 
     Args:
-        path, every, tensorboard, on_floor, max_consecutive_skips, append, on_write_error,
-            measure_every, data, loss_fn: As of `lossscale.torch.Monitor`.
-
-    Raises:
-        ArgumentError, ArgumentTypeError, MissingPackageError: As of `lossscale.torch.Monitor`.
+        path, every, on_floor, max_consecutive_skips, append: As of `lossscale.torch.Monitor`.
     """
 
     def __init__(self, path: Any = None, **settings: Any) -> None:
@@ -58,21 +54,20 @@ class HostedMonitor:
             )
         settings = self._settings
         if not is_first_process:
-            settings = dataclasses.replace(settings, path=None, tensorboard=None)
+            settings = dataclasses.replace(settings, path=None)
         self._monitor = Monitor(watched[0], model, **vars(settings), steps_before=steps)
         self._steps = steps
 
-    def _took(self, steps: int, loss: Any, batch: Any = None) -> None:
+    def _took(self, steps: int, loss: Any) -> None:
         """Takes note of a step, if one was made.
 
         Args:
             steps: How many steps were made so far.
             loss: The loss of the last one, not scaled, or None.
-            batch: Its batch, or None.
         """
         if self._monitor is not None and steps > self._steps:
             self._steps = steps
-            self._monitor.step(loss, batch)
+            self._monitor.step(loss)
 
     def _end(self) -> None:
         if self._monitor is not None:

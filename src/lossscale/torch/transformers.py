@@ -21,11 +21,11 @@ class TransformersMonitor(HostedMonitor, TrainerCallback):
     one writes the files.
 
     Args:
-        settings: As of `lossscale.torch.Monitor`: `path`, `every`, `tensorboard`, `on_floor`,
-            `max_consecutive_skips`, `append`, `on_write_error`, `measure_every`, `data`, `loss_fn`.
+        settings: As of `lossscale.torch.Monitor`: `path`, `every`, `on_floor`,
+            `max_consecutive_skips`, `append`.
 
     Raises:
-        ArgumentError, ArgumentTypeError, MissingPackageError: As of `lossscale.torch.Monitor`. In
+        ArgumentError, ArgumentTypeError: As of `lossscale.torch.Monitor`. In
             `train` ArgumentError if the trainer has no loss scale of this library,
             TrainingHaltedError if an alarm ends training.
 

@@ -21,11 +21,10 @@ from lossscale.errors import (
     ArgumentError,
     ArgumentTypeError,
     LossScaleWarning,
-    RecordingError,
     TrainingHaltedError,
     UnsupportedError,
 )
-from lossscale.monitoring import TrainingHistory
+from histories import TrainingHistory
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

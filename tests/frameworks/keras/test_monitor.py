@@ -9,7 +9,7 @@ from frameworks.keras.support import assert_same, values
 from lossscale import DynamicScale, LossScaleOptimizer
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.errors import ArgumentError
-from lossscale.monitoring import TrainingHistory
+from histories import TrainingHistory
 from seeding import seed
 
 

@@ -17,7 +17,7 @@ from frameworks.torch.test_recipes import (
     use,
 )
 from lossscale.errors import ArgumentError, MissingPackageError, TrainingHaltedError
-from lossscale.monitoring import TrainingHistory
+from histories import TrainingHistory
 from lossscale.torch.grad_scaler import GradScaler
 
 
