@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lossscale.rules import ScaleRule, ScaleState, Seen
+from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
 
 def first_state(rule: ScaleRule, shape: tuple[int, ...] = ()) -> ScaleState:
@@ -25,17 +25,17 @@ def first_state(rule: ScaleRule, shape: tuple[int, ...] = ()) -> ScaleState:
     return type(state)(*(np.full(shape, value, _dtype(value)) for value in state))
 
 
-def next_state(rule: ScaleRule, state: ScaleState, seen: Seen) -> ScaleState:
+def next_state(rule: ScaleRule, state: ScaleState, stats: GradientStats) -> ScaleState:
     """Returns the state after a step, with the shape and the dtypes of the one before.
 
     Args:
         rule: The rule.
         state: Arrays, as `first_state` makes them.
-        seen: What was seen of the gradients, arrays of the same shape.
+        stats: What was stats of the gradients, arrays of the same shape.
     """
     import numpy as np
 
-    after = rule.update(state, seen, xp=np)
+    after = rule.update(state, stats, xp=np)
     fields = zip(after, state, strict=True)
     return type(state)(*(np.asarray(new, old.dtype) for new, old in fields))
 
@@ -48,7 +48,7 @@ def _dtype(value: Any) -> Any:
     return np.int64 if isinstance(value, int) else np.float32
 
 
-def overflowing(rule: ScaleRule) -> Seen:
+def overflowing(rule: ScaleRule) -> GradientStats:
     """Returns what a rule sees of a step that overflows, and nothing else is known of.
 
     Args:
@@ -57,4 +57,4 @@ def overflowing(rule: ScaleRule) -> Seen:
     import numpy as np
 
     needs, one = rule.needs, np.float32(1)
-    return Seen(np.False_, np.float32(np.inf), (one,) * len(needs.counts_from), one)
+    return GradientStats(np.False_, np.float32(np.inf), (one,) * len(needs.counts_from), one)

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 import lossscale
-from benchmarks.pages import insert
 from benchmarks.moving import first_state, next_state
-from lossscale.rules import DynamicScale, Seen
+from benchmarks.pages import insert
+from lossscale.rules import DynamicScale, GradientStats
 
 STEPS, SEEDS = 2500, 2
 PROBABILITIES = (0.0, 0.001, 0.005, 0.01, 0.02, 0.05)
@@ -259,7 +259,7 @@ class Scaler:
             finite: Whether the gradients of each run were finite.
             bad: Whether they would not have been at any scale.
         """
-        self.state = next_state(self.rule, self.state, Seen(finite))
+        self.state = next_state(self.rule, self.state, GradientStats(finite))
 
 
 class LossAware(Scaler):

@@ -6,19 +6,26 @@ from typing import TYPE_CHECKING, Any
 from lossscale.errors import LossScaleError, LossScaleWarning
 from lossscale.installation import Installation, install, register, register_later
 from lossscale.optimizer import LossScaleOptimizer
-from lossscale.rules import DynamicScale, FixedScale, Needs, ScaleRule, ScaleState, Seen
+from lossscale.rules import (
+    DynamicScale,
+    FixedScale,
+    GradientStats,
+    ScaleRule,
+    ScaleState,
+    StatsRequest,
+)
 
 __all__ = [
     "DynamicScale",
     "FixedScale",
+    "GradientStats",
     "Installation",
     "LossScaleError",
     "LossScaleOptimizer",
     "LossScaleWarning",
-    "Needs",
     "ScaleRule",
     "ScaleState",
-    "Seen",
+    "StatsRequest",
     "__version__",
     "install",
     "register",

@@ -29,11 +29,11 @@ from lossscale.errors import ArgumentError
 __all__ = [
     "DynamicScale",
     "FixedScale",
-    "Needs",
+    "GradientStats",
     "OverflowCountState",
     "ScaleRule",
     "ScaleState",
-    "Seen",
+    "StatsRequest",
 ]
 
 
@@ -68,7 +68,7 @@ class OverflowCountState(NamedTuple):
     overflows: Any
 
 
-class Needs(NamedTuple):
+class StatsRequest(NamedTuple):
     """What a rule has to see of the gradients, besides whether they are finite.
 
     Attributes:
@@ -81,14 +81,14 @@ class Needs(NamedTuple):
     counts_from: tuple[float, ...] = ()
 
 
-class Seen(NamedTuple):
+class GradientStats(NamedTuple):
     """What a rule sees of a step: scalars, of all gradients on all replicas together.
 
     Attributes:
         finite: Boolean; whether every element of the unscaled gradients was finite.
         largest: float32; the largest magnitude of the unscaled gradients, 0 of an empty one and
             infinite where `finite` is False. None unless the rule `needs` it.
-        counts: float32, one for each of `Needs.counts_from`; how many elements of the scaled
+        counts: float32, one for each of `StatsRequest.counts_from`; how many elements of the scaled
             gradients had at least that magnitude. Infinities count, NaN do not. Both parts of a
             complex number count. Exact up to 2**24.
         elements: float32; how many elements there were. None unless counts are needed.
@@ -114,9 +114,9 @@ class ScaleRule(Protocol):
         return True
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> StatsRequest:
         """What the rule has to see besides that. Gradients are looked at for nothing else."""
-        return Needs()
+        return StatsRequest()
 
     @property
     def powers_of_two(self) -> bool:
@@ -152,12 +152,12 @@ class ScaleRule(Protocol):
         """Returns the number that multiplies the loss in this state."""
         return state.scale
 
-    def update(self, state: ScaleState, seen: Seen, *, xp: Any) -> ScaleState:
+    def update(self, state: ScaleState, stats: GradientStats, *, xp: Any) -> ScaleState:
         """Returns the state after a step.
 
         Args:
             state: The state before the step, float32 and integer scalars of one library.
-            seen: What was seen of the gradients: `seen.finite`, and what the rule `needs`.
+            stats: What was seen of the gradients: `stats.finite`, and what the rule `needs`.
             xp: The namespace of the arrays, such as `numpy`, `jax.numpy`, `torch`,
                 `tensorflow` or `keras.ops`. Only `where` is taken from it.
         """
@@ -245,7 +245,7 @@ class FixedScale(ScaleRule):
         # Not read from the state: a restored file must not override the number in the code.
         return self.scale
 
-    def update(self, state: ScaleState, seen: Seen, *, xp: Any) -> ScaleState:
+    def update(self, state: ScaleState, stats: GradientStats, *, xp: Any) -> ScaleState:
         return state
 
     def restored(self, state: ScaleState) -> ScaleState:
@@ -302,7 +302,7 @@ class DynamicScale(ScaleRule):
         >>> rule = DynamicScale(initial_scale=8, growth_interval=2)
         >>> state = ScaleState(np.float32(8), np.int64(0))
         >>> for finite in (True, True, False):
-        ...     state = rule.update(state, Seen(finite), xp=np)
+        ...     state = rule.update(state, GradientStats(finite), xp=np)
         ...     print(float(state.scale), int(state.good_steps))
         8.0 1
         16.0 0
@@ -393,7 +393,7 @@ class DynamicScale(ScaleRule):
             return ScaleState(scale=self.initial_scale, good_steps=0)
         return OverflowCountState(scale=self.initial_scale, good_steps=0, overflows=0)
 
-    def update(self, state: Any, seen: Seen, *, xp: Any) -> Any:
+    def update(self, state: Any, stats: GradientStats, *, xp: Any) -> Any:
         scale, good_steps = state.scale, state.good_steps
         counted = good_steps + 1
         waiting = counted < self.growth_interval
@@ -411,11 +411,11 @@ class DynamicScale(ScaleRule):
             lowered = xp.where(early, scale, lowered)
             overflows = xp.where(early, overflows, self.overflows_before_backoff)
             # A zero of its dtype: TensorFlow takes the dtype of the first number.
-            counts["overflows"] = xp.where(seen.finite, overflows * 0, overflows)
+            counts["overflows"] = xp.where(stats.finite, overflows * 0, overflows)
         # Each field is chosen by the verdict last: where it is known, half of this falls away.
         return state._replace(
-            scale=xp.where(seen.finite, kept, lowered),
-            good_steps=xp.where(seen.finite, xp.where(waiting, counted, 0), 0),
+            scale=xp.where(stats.finite, kept, lowered),
+            good_steps=xp.where(stats.finite, xp.where(waiting, counted, 0), 0),
             **counts,
         )
 
@@ -446,7 +446,7 @@ RULES: dict[str, type[Any]] = {rule.__name__: rule for rule in (FixedScale, Dyna
 def host_can_update(rule: ScaleRule) -> bool:
     """Whether `updates_on_host` gives what the rule gives on tensors, and waits for nothing."""
     # What else a rule needs to see would have to be waited for.
-    return rule.moves_on_host and rule.needs == Needs()
+    return rule.moves_on_host and rule.needs == StatsRequest()
 
 
 class _Numbers:
@@ -459,7 +459,7 @@ class _Numbers:
 
 def updated_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> ScaleState:
     """Returns the state after a step; all else as for `updates_on_host`."""
-    return rule.update(before, Seen(applied), xp=_Numbers)
+    return rule.update(before, GradientStats(applied), xp=_Numbers)
 
 
 def updates_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import pytest
 
 import lossscale
 from backends.support import BACKEND, arrays, number
+from histories import TrainingHistory
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.errors import ArgumentError, LossScaleWarning, TrainingHaltedError
-from histories import TrainingHistory
 from lossscale.monitoring import SkipReason, StepRecord
 from seeding import seed
 

@@ -13,7 +13,7 @@ import pytest
 
 from conformance.recordings import GRADIENTS, VALUES, spoiled
 from conformance.wrappers import BACKEND
-from lossscale.rules import DynamicScale, Needs, ScaleRule
+from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
 
 EDGES = (2.0**2, 2.0**4)
 
@@ -43,14 +43,14 @@ class Noting(ScaleRule):
     """Keeps what it saw in its state, and lowers the scale after a non-finite step."""
 
     powers_of_two = True
-    needs = Needs(largest=True, counts_from=EDGES)
+    needs = StatsRequest(largest=True, counts_from=EDGES)
 
     def init(self):
         return Noted(8.0, 0, 0.0, 0.0, 0.0, 0.0)
 
-    def update(self, state, seen, *, xp):
-        scale = xp.where(seen.finite, state.scale, state.scale * 0.5)
-        return Noted(scale, state.good_steps, seen.largest, *seen.counts, seen.elements)
+    def update(self, state, stats, *, xp):
+        scale = xp.where(stats.finite, state.scale, state.scale * 0.5)
+        return Noted(scale, state.good_steps, stats.largest, *stats.counts, stats.elements)
 
     def get_config(self):
         return {}
@@ -63,15 +63,17 @@ def test_a_rule_sees_what_numpy_sees(wrapper):
         given = gradients(factor, spoil)
         scale = float(harness.scale())
         harness.step(given)
-        seen = harness.rule_state()
+        recorded = harness.rule_state()
         flat = magnitudes(given)
         finite = np.isfinite(flat).all()
         # Also where the host updates nothing, since such a rule has to see more than a verdict.
         assert harness.counters()[2] == (not finite)
-        assert float(seen.largest) == (flat.max() if finite else np.inf)
-        assert [float(seen.low), float(seen.high)] == [(flat * scale >= e).sum() for e in EDGES]
-        assert float(seen.elements) == 5
-        assert float(seen.scale) == (scale if finite else scale / 2)
+        assert float(recorded.largest) == (flat.max() if finite else np.inf)
+        assert [float(recorded.low), float(recorded.high)] == [
+            (flat * scale >= e).sum() for e in EDGES
+        ]
+        assert float(recorded.elements) == 5
+        assert float(recorded.scale) == (scale if finite else scale / 2)
 
 
 class Scale(NamedTuple):
@@ -85,13 +87,13 @@ class TailScale(ScaleRule):
 
     share: float = 0.3
     powers_of_two = True
-    needs = Needs(counts_from=(2.0**5,))
+    needs = StatsRequest(counts_from=(2.0**5,))
 
     def init(self):
         return Scale(1.0, 0)
 
-    def update(self, state, seen, *, xp):
-        may_grow = seen.finite & (seen.counts[0] <= seen.elements * self.share)
+    def update(self, state, stats, *, xp):
+        may_grow = stats.finite & (stats.counts[0] <= stats.elements * self.share)
         return Scale(xp.where(may_grow, state.scale * 2.0, state.scale * 0.5), state.good_steps)
 
     def get_config(self):
@@ -103,13 +105,13 @@ class FollowsTheLargest(ScaleRule):
     """Keeps the largest scaled gradient between 2**6 and 2**7."""
 
     powers_of_two = True
-    needs = Needs(largest=True)
+    needs = StatsRequest(largest=True)
 
     def init(self):
         return Scale(1.0, 0)
 
-    def update(self, state, seen, *, xp):
-        top = seen.largest * state.scale
+    def update(self, state, stats, *, xp):
+        top = stats.largest * state.scale
         moved = xp.where(top < 2.0**6, state.scale * 2.0, state.scale)
         return Scale(xp.where(top >= 2.0**7, state.scale * 0.5, moved), state.good_steps)
 
@@ -148,15 +150,15 @@ def test_without_a_gradient_a_variable_is_not_counted(wrapper):
     harness = wrapper.make(VALUES, "sgd", Noting())
     with wrapper.missing_gradient():
         harness.step([GRADIENTS[0], None])
-    seen = harness.rule_state()
-    assert (float(seen.largest), float(seen.elements)) == (2.0, 3.0)
+    recorded = harness.rule_state()
+    assert (float(recorded.largest), float(recorded.elements)) == (2.0, 3.0)
 
 
 # --- A rule that asks for nothing -----------------------------------------------------------------
 
 
 class Asking(DynamicScale):
-    needs = Needs(largest=True, counts_from=(1.0,))
+    needs = StatsRequest(largest=True, counts_from=(1.0,))
 
 
 @pytest.fixture
@@ -164,8 +166,10 @@ def looked(monkeypatch):
     """What was seen of gradients beyond whether they are finite."""
     room = "gradients" if BACKEND == "jax" else "gradient_stats"
     stats = importlib.import_module(f"lossscale.{BACKEND}.{room}")
-    found, seen = [], stats.Seen
-    monkeypatch.setattr(stats, "Seen", lambda *all_of: found.extend(all_of[1:]) or seen(*all_of))
+    found, seen = [], stats.GradientStats
+    monkeypatch.setattr(
+        stats, "GradientStats", lambda *all_of: found.extend(all_of[1:]) or seen(*all_of)
+    )
     return found
 
 

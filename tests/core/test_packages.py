@@ -14,7 +14,6 @@ import pytest
 
 from lossscale.cli import main
 from lossscale.packages import INCLUDED, PACKAGES, install_command
-from lossscale.rules import DynamicScale
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]

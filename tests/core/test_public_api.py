@@ -28,7 +28,7 @@ OF_KERAS_3_ONLY = {"scale_loss", "apply", "stateless_apply"}
 
 PUBLIC = {
     "lossscale": "DynamicScale FixedScale Installation LossScaleError LossScaleOptimizer "
-    "LossScaleWarning Needs ScaleRule ScaleState Seen __version__ install register",
+    "GradientStats LossScaleWarning ScaleRule ScaleState StatsRequest __version__ install register",
     "lossscale.experimental": "DynamicLossScale FixedLossScale LossScale LossScaleOptimizer",
     "lossscale.migration": "FileDescription OptimizerDescription Restored check_file describe_file "
     "load_model migrate_file restore_checkpoint",

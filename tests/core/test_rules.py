@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from earlier_files import read
-from lossscale.arguments import config_from_rule
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.rules import (
     LARGEST_SCALE,
@@ -15,9 +14,9 @@ from lossscale.rules import (
     SMALLEST_SCALE,
     DynamicScale,
     FixedScale,
+    GradientStats,
     ScaleRule,
     ScaleState,
-    Seen,
 )
 
 OK, BAD = True, False
@@ -34,7 +33,7 @@ def run(rule, finite_steps, state=None):
     state = started(rule) if state is None else state
     pairs = []
     for finite in finite_steps:
-        state = rule.update(state, Seen(finite), xp=np)
+        state = rule.update(state, GradientStats(finite), xp=np)
         pairs.append((float(state.scale), int(state.good_steps)))
     return pairs
 
@@ -120,14 +119,14 @@ def test_a_fixed_scale_never_moves(skip_nonfinite):
 )
 def test_one_skipped_step_brings_back_a_scale_that_was_set_out_of_range(rule, scale, end):
     with np.errstate(all="ignore"):
-        after = rule.update(ScaleState(np.float32(scale), np.int64(1)), Seen(BAD), xp=np)
+        after = rule.update(ScaleState(np.float32(scale), np.int64(1)), GradientStats(BAD), xp=np)
     assert after == (getattr(rule, end), 0)
 
 
 def test_many_scales_move_at_once():
     rule = DynamicScale(initial_scale=8, growth_interval=2)
     state = ScaleState(np.float32([8, 8, 8]), np.int64([1, 1, 0]))
-    after = rule.update(state, Seen(np.array([True, False, True])), xp=np)
+    after = rule.update(state, GradientStats(np.array([True, False, True])), xp=np)
     assert after.scale.tolist() == [16, 4, 8]
     assert after.good_steps.tolist() == [0, 0, 1]
 
@@ -180,7 +179,7 @@ def test_the_first_steps_are_skipped_until_the_gradient_fits(amax, initial_scale
         with np.errstate(over="ignore"):
             overflowed = not np.isfinite(np.float16(np.float64(amax) * state.scale))
         skipped.append(overflowed)
-        state = rule.update(state, Seen(not overflowed), xp=np)
+        state = rule.update(state, GradientStats(not overflowed), xp=np)
     assert skipped == [True] * skips + [False] * (40 - skips)
     assert state.scale == settled
 
@@ -195,7 +194,7 @@ def simulated_drift(rule, p, *, seed=20, runs=1000, steps=20_000):
     counts = rng.choice(rule.growth_interval, size=runs, p=odds / odds.sum())
     state = ScaleState(np.full(runs, rule.initial_scale, np.float32), counts.astype(np.int32))
     for _ in range(steps):
-        state = rule.update(state, Seen(rng.random(runs, np.float32) >= p), xp=np)
+        state = rule.update(state, GradientStats(rng.random(runs, np.float32) >= p), xp=np)
     return 1000 * (np.log2(state.scale).mean() - np.log2(rule.initial_scale)) / steps
 
 
@@ -325,7 +324,7 @@ class Own(ScaleRule):
     def init(self):
         return ScaleState(4.0, 0)
 
-    def update(self, state, seen, *, xp):
+    def update(self, state, stats, *, xp):
         return state
 
     def get_config(self):
@@ -340,7 +339,6 @@ def test_a_rule_of_ones_own_inherits_the_defaults():
     assert rule.powers_of_two is False
     assert rule.loss_scale(state) == 4.0
     assert rule.restored(state) == state
-
 
 
 @pytest.mark.parametrize(

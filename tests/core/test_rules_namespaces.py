@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from core import oracle
 from core.strategies import dynamic_scales
-from lossscale.rules import DynamicScale, FixedScale, Seen
+from lossscale.rules import DynamicScale, FixedScale, GradientStats
 
 
 class Library(NamedTuple):
@@ -73,7 +73,7 @@ def states_of(rule, library, finite_steps):
 
     def update(state, finite):
         runs.append(1)
-        return rule.update(state, Seen(finite), xp=library.xp)
+        return rule.update(state, GradientStats(finite), xp=library.xp)
 
     update = library.compiled(update) if library.compiled else update
     first = rule.init()

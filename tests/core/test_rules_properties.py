@@ -15,9 +15,9 @@ from lossscale.rules import (
     RULES,
     DynamicScale,
     FixedScale,
+    GradientStats,
     ScaleRule,
     ScaleState,
-    Seen,
 )
 
 steps = st.lists(st.sampled_from([True, False, np.True_, np.False_]), max_size=60)
@@ -28,7 +28,7 @@ rules = dynamic_scales() | st.builds(FixedScale, scales, st.booleans())
 def next_state(rule, state, finite):
     # NumPy warns of an infinite product, which is meant and is not taken, and of 0 times inf.
     with np.errstate(over="ignore", invalid="ignore"):
-        return rule.update(state, Seen(finite), xp=np)
+        return rule.update(state, GradientStats(finite), xp=np)
 
 
 def states_of(rule, finite_steps, counter=np.int64):

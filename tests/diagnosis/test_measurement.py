@@ -1,6 +1,5 @@
 """Measuring models whose float16 is written down: each gradient is rounded as numbers are."""
 
-import dataclasses
 import math
 
 import ml_dtypes
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from lossscale.diagnosis.measurement import MARGIN, Gradient, Measurement, measure
 from lossscale.diagnosis.passes import LOSS, MODEL, Output, Pass
 from lossscale.diagnosis.verdict import Kind, judge
-from lossscale.errors import ArgumentError
 
 RNG = np.random.default_rng(0)
 

@@ -51,9 +51,10 @@ tests/conformance/test_promises.py -k tensorflow-eager
     rules DynamicScale.update: scale * self.backoff_factor -> scale / self.growth_factor
     rules DynamicScale.update: waiting | (grown > self.ceiling) -> waiting
     rules DynamicScale.update: grown > self.ceiling -> grown >= self.ceiling
-    rules DynamicScale.update: xp.where(seen.finite, ..., 0) -> xp.where(seen.finite, ..., counted)
-    rules DynamicScale.update: xp.where(seen.finite, ..., lowered)
-        -> xp.where(seen.finite, ..., scale)
+    rules DynamicScale.update: xp.where(stats.finite, ..., 0)
+        -> xp.where(stats.finite, ..., counted)
+    rules DynamicScale.update: xp.where(stats.finite, ..., lowered)
+        -> xp.where(stats.finite, ..., scale)
     rules DynamicScale.update: xp.where(lowered > self.min_scale, lowered, self.min_scale)
         -> lowered
     rules FixedScale.checks_gradients: self.skip_nonfinite -> True
@@ -87,7 +88,7 @@ tests/conformance/test_promises.py -k tf_keras-new-function
     tf_keras TFKerasCommonOptimizer._step: ... if rule.checks_gradients else True -> ...
     tf_keras TFKerasCommonOptimizer._update_scale:
         results.append(self._steps_skipped.assign_add(...)) -> pass
-    tf_keras TFKerasCommonOptimizer._update_scale: [self._state.update(seen)] -> []
+    tf_keras TFKerasCommonOptimizer._update_scale: [self._state.update(stats)] -> []
 tests/frameworks/tf_keras/test_training.py -k copy
     tf_keras build_pending: shapes != [tuple(each.shape) for each in variables] -> False
     tf_keras build_pending: [next(remaining) for _ in group] -> list(variables)
@@ -101,7 +102,7 @@ tests/conformance/test_promises.py -k tf_keras-legacy-eager
     tf_keras TFKerasCommonOptimizer._update_scale:
         results.append(self._last_step_skipped.assign(...)) -> pass
 tests/conformance/test_promises.py -k jax-eager
-    keras on jax JaxBackend.apply_or_skip: bool(seen.finite) -> True
+    keras on jax JaxBackend.apply_or_skip: bool(stats.finite) -> True
 tests/conformance/test_promises.py -k jax-jit
     jax scaled: widened(loss) -> jnp.asarray(loss)
     keras on jax JaxBackend.apply_or_skip:
@@ -136,8 +137,8 @@ tests/conformance/test_fast_path.py
     tensorflow _all_true: tf.reduce_all -> tf.reduce_any  -k function and momentum
     tensorflow _in_turn: tf.constant(False) -> tf.constant(True)  -k xla and momentum
 tests/conformance/test_what_rules_see.py -k for_a_rule_that_asks
-    optax _move: rule.needs != Needs() -> True
-    keras on torch KerasLossScaleOptimizer._step: rule.needs != Needs() -> True
+    optax _move: rule.needs != StatsRequest() -> True
+    keras on torch KerasLossScaleOptimizer._step: rule.needs != StatsRequest() -> True
 tests/conformance/test_passes.py
     keras_common on torch _attributes_kept: attributes.update(values) -> pass  -k subclassed
     keras_common on torch ModelRun._steps: -2.0 * loss -> -1.0 * loss  -k square_error
@@ -218,7 +219,7 @@ tests/frameworks/tf_keras/test_files.py
     tf_keras _make_valid: state.rule.restored(...) -> ...  -k outside_the_limits
 tests/conformance/test_what_rules_see.py
     keras on torch KerasLossScaleOptimizer._update_scale: self._rule.checks_gradients
-        -> not isinstance(seen.finite, bool)
+        -> not isinstance(stats.finite, bool)
 tests/frameworks/jax/test_state_form.py
     jax gated.only_if_applied: jax.lax.cond(finite, run, silent) -> run()  -k callbacks
     jax lasting_dtype: new.dtype if _kind(new) > _kind(old) else old.dtype -> old.dtype
@@ -282,7 +283,7 @@ tests/frameworks/torch/test_monitor.py
     monitoring on torch Monitor._measure: self._measures = False -> self._looks = False
     monitoring on torch Monitor._measure: self._measures = False -> pass
 tests/frameworks/torch/test_closures.py
-    torch TorchLossScaleOptimizer._evaluate: scale.update(decision.seen) -> pass
+    torch TorchLossScaleOptimizer._evaluate: scale.update(decision.stats) -> pass
 tests/frameworks/torch/test_clipping.py
     torch coefficient: 1.0 -> 2.0
 tests/frameworks/torch/test_guard.py

@@ -9,7 +9,7 @@ from lossscale import registry
 from lossscale.arguments import check_described, made_of, rule_from_loss_scale_arguments
 from lossscale.checks import checked_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.rules import DynamicScale, FixedScale, ScaleRule, Seen
+from lossscale.rules import DynamicScale, FixedScale, GradientStats, ScaleRule
 
 
 class LossScale(abc.ABC):
@@ -207,7 +207,7 @@ class DynamicLossScale(_RuleLossScale):
         arrays = wrapper._arrays()
         gradients = arrays.flat_gradients(grads)
         finite = arrays.all_finite(gradients)
-        moved = self._bound_state().update(Seen(finite)) if gradients else None
+        moved = self._bound_state().update(GradientStats(finite)) if gradients else None
         return wrapper._operation(moved), finite
 
     def get_config(self) -> dict[str, Any]:

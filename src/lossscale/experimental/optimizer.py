@@ -23,7 +23,7 @@ from lossscale.experimental.loss_scale import (
     get,
     serialize,
 )
-from lossscale.rules import ScaleRule, ScaleState, Seen
+from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
 if TYPE_CHECKING:
     # The wrapper that it is combined with has the rest.
@@ -180,7 +180,7 @@ class _WrittenByUser(ScaleRule):
     def init(self) -> ScaleState:
         return ScaleState(scale=float(self.written()), good_steps=0)
 
-    def update(self, state: ScaleState, seen: Seen, *, xp: Any) -> ScaleState:
+    def update(self, state: ScaleState, stats: GradientStats, *, xp: Any) -> ScaleState:
         return state
 
     def get_config(self) -> dict[str, Any]:

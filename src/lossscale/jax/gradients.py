@@ -14,7 +14,7 @@ from jax.experimental.sparse import BCOO
 from lossscale.common.sizes import small_and_large
 from lossscale.jax.apply_or_skip import is_laid_out
 from lossscale.jax.jaxprs import static_size
-from lossscale.rules import Needs, Seen
+from lossscale.rules import GradientStats, StatsRequest
 
 
 def stored(gradient: Any) -> Any:
@@ -159,9 +159,9 @@ def _is_finite(number: Any) -> Any:
     return (jax.lax.bitcast_convert_type(number, bits) & magnitude) < infinite
 
 
-def seen(
-    needs: Needs, finite: Any, gradients: Sequence[Any], scale: Any, *, are_scaled: bool
-) -> Seen:
+def gradient_stats(
+    needs: StatsRequest, finite: Any, gradients: Sequence[Any], scale: Any, *, are_scaled: bool
+) -> GradientStats:
     """Returns what a rule sees of a step.
 
     Args:
@@ -178,7 +178,7 @@ def seen(
         largest = jnp.max(jnp.stack(maxima)) if maxima else jnp.zeros((), jnp.float32)
         largest = jnp.where(finite, largest / scale if are_scaled else largest, jnp.inf)
     if not needs.counts_from:
-        return Seen(finite, largest)
+        return GradientStats(finite, largest)
     scaled = parts if are_scaled else [part * jnp.asarray(scale, part.dtype) for part in parts]
     counts = tuple(
         sum(
@@ -188,4 +188,4 @@ def seen(
         for edge in needs.counts_from
     )
     elements = jnp.asarray(float(sum(part.size for part in parts)), jnp.float32)
-    return Seen(finite, largest, counts, elements)
+    return GradientStats(finite, largest, counts, elements)

@@ -48,7 +48,6 @@ class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callb
         return isinstance(optimizer, own) or bool(getattr(optimizer, "loss_scale_factor", None))
 
 
-
 def _new_notes() -> Any:
     """Returns what notes steps: of JAX in variables that compiled steps are passed."""
     backend = keras.backend.backend()

@@ -44,7 +44,7 @@ from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
 from lossscale.keras_common.state import arrays_in
 from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer, public
-from lossscale.rules import Needs, ScaleRule, Seen
+from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 
 _OWN_ATTRIBUTES = frozenset(
     {"inner_optimizer", "step_counter", "dynamic_scale", "loss_scale_state", "built", "name"}
@@ -236,7 +236,7 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
             # Before anything is done.
             inner._check_variables_are_known(variables)
             backend.check_context()
-            needs_stats = rule.needs != Needs()
+            needs_stats = rule.needs != StatsRequest()
             looks_at_floor = self._looks_at_floor() and backend.runs_now(gradients)
             needs_scale = scaled or needs_stats or looks_at_floor or self._notes is not None
             scale = self._current_scale() if needs_scale else None
@@ -251,10 +251,10 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
                 check = backend.check(step, rule, inner, self._state)
                 step = check.step
             finite = backend.all_replicas_finite(check.all_finite)
-            seen = Seen(finite)
+            stats = GradientStats(finite)
             if needs_stats:
                 are_scaled = step.divisor is not None
-                seen = backend.gradient_stats(
+                stats = backend.gradient_stats(
                     rule.needs, finite, step.scaled_by_loss(), scale, are_scaled=are_scaled
                 )
             if self._notes is not None:
@@ -265,21 +265,21 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
                 own = Step(list(gradients), step.variables, divisor)
                 backend.apply(inner, own, rule, aggregate=aggregate)
 
-            def update_scale(seen: Seen) -> None:
-                if not backend.update_on_host(self, seen, check.state_on_host):
-                    self._update_scale(seen)
+            def update_scale(stats: GradientStats) -> None:
+                if not backend.update_on_host(self, stats, check.state_on_host):
+                    self._update_scale(stats)
 
-            backend.apply_or_skip(seen, step, inner, apply, update_scale)
+            backend.apply_or_skip(stats, step, inner, apply, update_scale)
         if looks_at_floor and not finite:
             self._warned_at_floor = warned_at_floor(rule, float(ops.convert_to_numpy(scale)))
         return self.iterations
 
-    def _update_scale(self, seen: Seen) -> None:
+    def _update_scale(self, stats: GradientStats) -> None:
         """Updates the loss scale after a step, and counts the step."""
         if self._state is not None:
-            self._state.update(seen)
+            self._state.update(stats)
         if self._rule.checks_gradients:
-            skipped = ops.logical_not(seen.finite)
+            skipped = ops.logical_not(stats.finite)
             self._last_step_skipped.assign(skipped)
             self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
         self._iterations.follow()

@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from lossscale.keras_common.state import ScaleVariables, kind_of_number
-from lossscale.rules import ScaleRule, ScaleState, Seen
+from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
 # The names of Keras' own class, in files too; other rules may have more fields.
 _NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
@@ -42,12 +42,12 @@ class KerasScaleVariables(ScaleVariables):
         for field, value in zip(state._fields, state, strict=True):
             self.variables[field].assign(ops.cast(value, self.variables[field].dtype))
 
-    def update(self, seen: Seen) -> None:
+    def update(self, stats: GradientStats) -> None:
         """Moves the state after a step."""
-        if isinstance(seen.finite, bool):
-            seen = seen._replace(finite=ops.convert_to_tensor(seen.finite))
+        if isinstance(stats.finite, bool):
+            stats = stats._replace(finite=ops.convert_to_tensor(stats.finite))
         before = self.read()
-        after = self.rule.update(before, seen, xp=self._namespace)
+        after = self.rule.update(before, stats, xp=self._namespace)
         if after is not before:
             self.write(after)
 

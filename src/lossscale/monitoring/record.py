@@ -7,7 +7,7 @@ import enum
 import json
 import math
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lossscale.errors import ArgumentError
 from lossscale.rules import ScaleRule

@@ -12,7 +12,7 @@ from lossscale.errors import ArgumentError, GradientsError
 from lossscale.jax.apply_or_skip import varying
 from lossscale.jax.gradients import all_finite
 from lossscale.jax.jaxprs import static_size
-from lossscale.rules import Seen
+from lossscale.rules import GradientStats
 
 
 def is_gradient(leaf: Any) -> bool:
@@ -81,19 +81,19 @@ def agreed(finite: Any, axis_names: tuple[str, ...], scale: Any) -> Any:
     return finite
 
 
-def seen_by_all(looked: Seen, axis_names: tuple[str, ...]) -> Seen:
+def combined_stats(stats: GradientStats, axis_names: tuple[str, ...]) -> GradientStats:
     """What the devices along these axes have seen together.
 
     Args:
-        looked: What one device has seen; its verdict is that of all.
+        stats: What one device has seen; its verdict is that of all.
         axis_names: Names of axes along which each device has gradients of its own.
     """
     if not axis_names:
-        return looked
-    largest, elements = looked.largest, looked.elements
-    return Seen(
-        looked.finite,
+        return stats
+    largest, elements = stats.largest, stats.elements
+    return GradientStats(
+        stats.finite,
         None if largest is None else jax.lax.pmax(largest, axis_names),
-        tuple(jax.lax.psum(count, axis_names) for count in looked.counts),
+        tuple(jax.lax.psum(count, axis_names) for count in stats.counts),
         None if elements is None else jax.lax.psum(elements, axis_names),
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.rules import FixedScale, ScaleRule, ScaleState, Seen
+from lossscale.rules import FixedScale, GradientStats, ScaleRule, ScaleState
 
 _MOST = 2**31 - 1
 """Where a counter stops."""
@@ -112,17 +112,17 @@ def scale_state_of(rule: ScaleRule, state: LossScaleState) -> ScaleState:
     return rule.init()._replace(scale=scale, **fields)
 
 
-def moved(rule: ScaleRule, state: LossScaleState, seen: Seen) -> LossScaleState:
+def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossScaleState:
     """Returns what `scalars_of` returned, after a step.
 
     Args:
         rule: The rule that moves the scale.
         state: Before the step.
-        seen: What the rule sees of it; `finite` is a boolean scalar array.
+        stats: What the rule sees of it; `finite` is a boolean scalar array.
     """
     before = scale_state_of(rule, state)
-    after = rule.update(before, seen, xp=jnp)
-    finite = seen.finite
+    after = rule.update(before, stats, xp=jnp)
+    finite = stats.finite
     return LossScaleState(
         loss_scale=jnp.asarray(rule.loss_scale(after), jnp.float32),
         rule_state={

@@ -17,10 +17,10 @@ import lossscale.optax.scale_state as scale_state
 from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checks_keywords
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, UnsupportedError
-from lossscale.jax.gradients import seen, unscaled
+from lossscale.jax.gradients import gradient_stats, unscaled
 from lossscale.optax.finding import states_below
 from lossscale.optax.scale_state import LossScaleState
-from lossscale.rules import Needs, ScaleRule, Seen
+from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 
 _CLIPPED = "loss_scaled(optax.chain(optax.clip_by_global_norm({value!r}), inner))"
 
@@ -48,7 +48,7 @@ def loss_scaled(
     Args:
         inner: The transformation to wrap, such as `optax.adamw(1e-3)`.
         dynamic: Whether the scale moves by itself. If False, `initial_scale` is the fixed scale
-            and, unless a rule says otherwise, gradients are not looked at.
+            and, unless a rule says otherwise, gradients are not stats at.
         initial_scale: The first (or the fixed) loss scale, a dimensionless number from 2**-126
             to 2**126. None stands for 2**15.
         dynamic_growth_steps: How many finite steps in a row double the scale, in steps. None
@@ -219,10 +219,10 @@ def _move(
     gradients: Any,
 ) -> LossScaleState:
     verdict = jnp.asarray(True) if finite is None else finite
-    looked = Seen(verdict)
-    if rule.needs != Needs():
-        looked = seen(rule.needs, verdict, gradients, before.loss_scale, are_scaled=True)
-    return scale_state.moved(rule, before, overflow_check.seen_by_all(looked, axis_names))
+    stats = GradientStats(verdict)
+    if rule.needs != StatsRequest():
+        stats = gradient_stats(rule.needs, verdict, gradients, before.loss_scale, are_scaled=True)
+    return scale_state.moved(rule, before, overflow_check.combined_stats(stats, axis_names))
 
 
 _judge_jit = functools.partial(jax.jit, static_argnums=(0, 1))(_judge)

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from lossscale import registry
 from lossscale.common.user_code import as_written
-from lossscale.rules import Seen
+from lossscale.rules import GradientStats
 from lossscale.tensorflow.private_names import strategy_supports_no_merge_call
 from lossscale.tensorflow.tracing import after, grouped, in_xla
 
@@ -25,17 +25,17 @@ _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
 
 
 def apply_or_skip(
-    seen: Seen,
+    stats: GradientStats,
     gradients: Sequence[Any],
     divisor: Any,
     apply: Callable[[Sequence[Any], Any], Any],
-    update_scale: Callable[[Seen], Any],
+    update_scale: Callable[[GradientStats], Any],
     kept: Callable[[], Sequence[Any]] | None = None,
 ) -> Any:
     """Applies gradients or does not, on all replicas alike, then updates the loss scale once.
 
     Args:
-        seen: What the rule sees, with the replicas' common verdict, a boolean scalar tensor; or
+        stats: What the rule sees, with the replicas' common verdict, a boolean scalar tensor; or
             True, to apply always.
         gradients: Those of this replica.
         divisor: What they have to be divided by, as this replica reads it; None if by nothing.
@@ -47,28 +47,30 @@ def apply_or_skip(
     Returns:
         The operation that does all this in a graph; None in eager mode.
     """
-    finite = seen.finite
+    finite = stats.finite
     if kept is not None and finite is not True:
         with _keeping_old_values(kept(), finite):
             applied = apply(gradients, divisor)
-        return grouped(applied, update_scale(seen))
+        return grouped(applied, update_scale(stats))
     if not tf.distribute.has_strategy() or strategy_supports_no_merge_call():
-        return grouped(_apply_if(finite, lambda: apply(gradients, divisor)), update_scale(seen))
+        return grouped(_apply_if(finite, lambda: apply(gradients, divisor)), update_scale(stats))
 
     @as_written
-    def in_cross_replica(strategy: Any, seen: Seen, gradients: Sequence[Any], divisor: Any) -> Any:
+    def in_cross_replica(
+        strategy: Any, stats: GradientStats, gradients: Sequence[Any], divisor: Any
+    ) -> Any:
         # All replicas see the same by now.
-        seen = tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], seen)
+        stats = tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], stats)
         # The condition must stand outside the replicas: inside one of its branches they could
         # not meet to sum their gradients.
         applied = _apply_if(
-            seen.finite,
+            stats.finite,
             lambda: strategy.extended.call_for_each_replica(apply, args=(gradients, divisor)),
         )
-        return grouped(applied, update_scale(seen))
+        return grouped(applied, update_scale(stats))
 
     replica = tf.distribute.get_replica_context()
-    return replica.merge_call(in_cross_replica, args=(seen, list(gradients), divisor))
+    return replica.merge_call(in_cross_replica, args=(stats, list(gradients), divisor))
 
 
 def _apply_if(finite: Any, apply: Callable[[], Any]) -> Any:

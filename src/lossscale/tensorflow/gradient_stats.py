@@ -7,19 +7,19 @@ from typing import Any
 
 import tensorflow as tf
 
-from lossscale.rules import Needs, Seen
+from lossscale.rules import GradientStats, StatsRequest
 from lossscale.tensorflow.scaling import real_parts, widened
 
 
-def seen(
-    needs: Needs,
+def compute(
+    needs: StatsRequest,
     finite: Any,
     gradients: Sequence[Any],
     scale: Any,
     *,
     are_scaled: bool,
     are_shared: bool = False,
-) -> Seen:
+) -> GradientStats:
     """Returns what a rule sees of a step, on all replicas together.
 
     Args:
@@ -42,7 +42,7 @@ def seen(
         largest = together(tf.reduce_max(tf.stack([tf.constant(0.0), *maxima])), tf.reduce_max)
         largest = tf.where(finite, largest / scale if are_scaled else largest, float("inf"))
     if not needs.counts_from:
-        return Seen(finite, largest)
+        return GradientStats(finite, largest)
     scaled = parts if are_scaled else [part * tf.cast(scale, part.dtype) for part in parts]
     counts = tuple(
         together(
@@ -58,7 +58,7 @@ def seen(
     )
     sizes = [tf.size(part, tf.int64) for part in parts]
     elements = tf.cast(tf.add_n([tf.constant(0, tf.int64), *sizes]), tf.float32)
-    return Seen(finite, largest, counts, together(elements, tf.reduce_sum))
+    return GradientStats(finite, largest, counts, together(elements, tf.reduce_sum))
 
 
 def _over_replicas(value: Any, reduce: Any) -> Any:

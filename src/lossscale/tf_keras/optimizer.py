@@ -21,7 +21,7 @@ from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.members import VariableList
 from lossscale.packages import warn
-from lossscale.rules import Needs, ScaleRule, Seen
+from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scaling, tracing
 from lossscale.tensorflow.apply_or_skip import apply_or_skip
 from lossscale.tensorflow.private_names import DelegatingTrackableMixin
@@ -224,10 +224,10 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         # Summed gradients are the same on all replicas; others are not, and neither must be what
         # an aggregation of the user's returned.
         finite = replicas.all_replicas_finite(finite)
-        seen = Seen(finite)
-        if rule.needs != Needs():
+        stats = GradientStats(finite)
+        if rule.needs != StatsRequest():
             scale = self._current_scale()
-            seen = gradient_stats.seen(
+            stats = gradient_stats.compute(
                 rule.needs, finite, gradients, scale, are_scaled=False, are_shared=aggregate
             )
         if self._notes is not None:
@@ -235,7 +235,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         kept = self._kept_on_a_skip(gradients, trained)
         runs_now = tf.executing_eagerly() and not tf.distribute.has_strategy()
         before = self._current_scale() if runs_now and self._looks_at_floor() else None
-        done = apply_or_skip(seen, gradients, None, apply, self._update_scale, kept)
+        done = apply_or_skip(stats, gradients, None, apply, self._update_scale, kept)
         if before is not None and not finite:
             self._warned_at_floor = warned_at_floor(rule, float(before))
         return self._result(done)
@@ -255,11 +255,11 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             )
         return [(gradient, variable) for gradient, variable in pairs if gradient is not None]
 
-    def _update_scale(self, seen: Seen) -> Any:
+    def _update_scale(self, stats: GradientStats) -> Any:
         """Updates the loss scale after a step, and counts a skipped one."""
-        results = [] if self._state is None else [self._state.update(seen)]
+        results = [] if self._state is None else [self._state.update(stats)]
         if self._rule.checks_gradients:
-            skipped = tf.logical_not(seen.finite)
+            skipped = tf.logical_not(stats.finite)
             results.append(self._last_step_skipped.assign(skipped, read_value=False))
             count = tf.cast(skipped, tf.int64)
             results.append(self._steps_skipped.assign_add(count, read_value=False))

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from lossscale.keras_common.state import ScaleVariables, kind_of_number
-from lossscale.rules import ScaleRule, ScaleState, Seen, host_can_update, updates_on_host
+from lossscale.rules import GradientStats, ScaleRule, ScaleState, host_can_update, updates_on_host
 from lossscale.tensorflow.private_names import Trackable
 from lossscale.tensorflow.tracing import grouped
 from lossscale.tf_keras.private_names import track_variable
@@ -51,11 +51,11 @@ class TFKerasScaleVariables(ScaleVariables):
             ]
         )
 
-    def update(self, seen: Seen) -> Any:
+    def update(self, stats: GradientStats) -> Any:
         """Moves the state after a step.
 
         Args:
-            seen: What the rule sees; with a boolean scalar tensor, or True, for its verdict.
+            stats: What the rule sees; with a boolean scalar tensor, or True, for its verdict.
 
         Returns:
             The operation that does it in a graph; None in eager mode.
@@ -64,12 +64,12 @@ class TFKerasScaleVariables(ScaleVariables):
         if not in_graph and host_can_update(self.rule):
             numbers = {field: v.numpy().item() for field, v in self.variables.items()}
             before = self.first._replace(**numbers)
-            for field, value in updates_on_host(self.rule, before, bool(seen.finite)).items():
+            for field, value in updates_on_host(self.rule, before, bool(stats.finite)).items():
                 self.variables[field].assign(value, read_value=False)
             return None
         before = self.read()
-        seen = seen._replace(finite=tf.convert_to_tensor(seen.finite))
-        after = self.rule.update(before, seen, xp=tf)
+        stats = stats._replace(finite=tf.convert_to_tensor(stats.finite))
+        after = self.rule.update(before, stats, xp=tf)
         return None if after is before else self.write(after)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lossscale.rules import Needs, ScaleRule, Seen
+from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 from lossscale.torch import clipping, fused, gradient_stats, gradients, overflow_check, ranks
 from lossscale.torch.gradients import Gradients
 from lossscale.torch.ranks import ParameterInfo
@@ -48,14 +48,14 @@ class StepDecision(NamedTuple):
 
     Attributes:
         apply: Whether they are applied; None if only the device knows.
-        seen: What the rule sees; None if it is not to be updated.
+        stats: What the rule sees; None if it is not to be updated.
         overflow: What the device found: float32 tensor, 1 to skip and 0 to apply.
         divisor: What a fused optimizer still has to divide by, or None.
         empty: Whether there was no gradient, on any process.
     """
 
     apply: bool | None
-    seen: Seen | None = None
+    stats: GradientStats | None = None
     overflow: Any = None
     divisor: Any = None
     empty: bool = False
@@ -89,7 +89,7 @@ class Engine:
     ) -> None:
         self.inner, self.rule = inner, rule
         self.clip_norm, self.process_group = clip_norm, process_group
-        self._measures = rule.needs != Needs()
+        self._measures = rule.needs != StatsRequest()
         # The states of optimizers, how many entries each has, and the ids of parameters with all of
         # their state.
         self._stepped: tuple[list[Any], list[int], set[int]] = ([], [], set())
@@ -131,7 +131,7 @@ class Engine:
             # Nobody else has to touch the gradients: SGD fused, small would take 1.2 times as long.
             empty = all(p.grad is None for p in info.parameters)
             divisor = None if empty else self.scale.on(info.devices[0]).scale
-            return StepDecision(True, Seen(True), divisor=divisor, empty=empty)
+            return StepDecision(True, GradientStats(True), divisor=divisor, empty=empty)
         given = gradients.collect(info, allow_float16=is_half)
         if not given.grads and not info.groups:
             return StepDecision(True, empty=True)
@@ -161,7 +161,7 @@ class Engine:
             decision = self._on_host(overflow, measured, divisor)
         if are_scaled is None:
             if not somebody_scaled:
-                return decision._replace(seen=None)
+                return decision._replace(stats=None)
             # The loss was scaled in another process.
             self._unscale(given)
         if not clips or decision.apply is False or decision.empty:
@@ -215,8 +215,8 @@ class Engine:
             applied, empty = not found > 0, bool(found < 0)
         elif measured is not None:
             measured = measured.cpu()
-        seen = gradient_stats.as_seen(self.rule.needs, measured, bool(applied))
-        return StepDecision(bool(applied), seen, divisor=divisor, empty=empty)
+        stats = gradient_stats.as_stats(self.rule.needs, measured, bool(applied))
+        return StepDecision(bool(applied), stats, divisor=divisor, empty=empty)
 
     def _on_device(
         self, overflow: Any, measured: Any, given: Gradients, info: ParameterInfo, divisor: Any
@@ -227,11 +227,11 @@ class Engine:
             if not given.grads and overflow.item() < 0:
                 return StepDecision(True, empty=True)
             overflow = overflow.clamp(min=0.0)
-        seen = gradient_stats.as_seen(self.rule.needs, measured, overflow == 0)
+        stats = gradient_stats.as_stats(self.rule.needs, measured, overflow == 0)
         # A fused SGD allocates its momentum before it looks, and would take what it finds there for
         # momentum: the host decides on the first step of a parameter.
         applied = None if self._all_have_state(info) else not overflow.item()
-        return StepDecision(applied, seen, overflow, divisor)
+        return StepDecision(applied, stats, overflow, divisor)
 
     def _all_have_state(self, info: ParameterInfo) -> bool:
         """Whether no parameter takes its first step."""
@@ -276,7 +276,7 @@ class Engine:
         else:
             overflow_check.unscale_(given, lambda device: scale, divide=True)
             overflow_check.unscale_(given, coefficient.to)
-        return StepDecision(True, Seen(True), divisor=divisor)
+        return StepDecision(True, GradientStats(True), divisor=divisor)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def clip_(self) -> None:
@@ -312,8 +312,8 @@ class Engine:
 
     def update(self, decision: StepDecision) -> None:
         """Updates the scale and counts the step."""
-        if decision.seen is not None:
-            self.scale.update(decision.seen)
+        if decision.stats is not None:
+            self.scale.update(decision.stats)
         skipped = not decision.apply
         if self.scale.on_device:
             found = decision.overflow

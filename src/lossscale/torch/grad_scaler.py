@@ -31,7 +31,7 @@ from lossscale.errors import (
 )
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.packages import warn
-from lossscale.rules import Needs, ScaleRule, ScaleState
+from lossscale.rules import ScaleRule, ScaleState, StatsRequest
 from lossscale.torch import fused, gradient_stats, gradients, overflow_check, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
@@ -291,7 +291,7 @@ class GradScaler(torch.amp.GradScaler):
         """Keeps how large scaled gradients are until `update`, for a rule that has to see it."""
         needs, entry = self._rule.needs, self._per_optimizer_states[id(optimizer)]
         # Whoever asks again later, asks about gradients that are unscaled.
-        if needs != Needs() and entry["stage"] is _READY:
+        if needs != StatsRequest() and entry["stage"] is _READY:
             scale = scalar(self.get_scale(), given.device)
             entry["measured"] = gradient_stats.measure_everywhere(
                 needs, given.grads, info, scale, are_scaled=True
@@ -487,16 +487,16 @@ class GradScaler(torch.amp.GradScaler):
             skipped = skipped or entry["skipped"]
         # A step without gradients is neither a good nor a bad one.
         if counts:
-            seen = gradient_stats.as_seen(self._rule.needs, self._measured(entries), not skipped)
+            stats = gradient_stats.as_stats(self._rule.needs, self._measured(entries), not skipped)
             before = self._read()
-            self._put(update_on_host(self._rule, before, seen))
+            self._put(update_on_host(self._rule, before, stats))
             if skipped and not self._warned_at_floor:
                 write = "GradScaler(min_scale=2.0**-24)"
                 self._warned_at_floor = warned_at_floor(self._rule, before.scale, write)
 
     def _measured(self, entries: Collection[dict[str, Any]]) -> Any:
         """What the rule has to see besides overflow, of the gradients of all optimizers."""
-        if self._rule.needs == Needs():
+        if self._rule.needs == StatsRequest():
             return None
         measured = [entry["measured"] for entry in entries if "measured" in entry]
         if not measured:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from lossscale.rules import Needs, Seen
+from lossscale.rules import GradientStats, StatsRequest
 from lossscale.torch.ranks import ParameterInfo, largest_and_added, local
 from lossscale.torch.scaling import CPU, real_parts, scalar, widened
 
 
-def measure(needs: Needs, gradients: Sequence[Any], scale: Any, *, are_scaled: bool) -> Any:
+def measure(needs: StatsRequest, gradients: Sequence[Any], scale: Any, *, are_scaled: bool) -> Any:
     """Measures gradients; what a rule does not need stays 0.
 
     Args:
@@ -42,7 +42,12 @@ def measure(needs: Needs, gradients: Sequence[Any], scale: Any, *, are_scaled: b
 
 
 def measure_everywhere(
-    needs: Needs, gradients: Sequence[Any], info: ParameterInfo, scale: Any, *, are_scaled: bool
+    needs: StatsRequest,
+    gradients: Sequence[Any],
+    info: ParameterInfo,
+    scale: Any,
+    *,
+    are_scaled: bool,
 ) -> Any:
     """Measures the gradients of parameters, together with the processes that have to agree."""
     if not info.groups:
@@ -67,7 +72,7 @@ def together(several: Sequence[Any]) -> Any:
     return torch.cat([stacked[:, :1].amax(0), stacked[:, 1:].sum(0)])
 
 
-def as_seen(needs: Needs, measured: Any, finite: Any) -> Seen:
+def as_stats(needs: StatsRequest, measured: Any, finite: Any) -> GradientStats:
     """What a rule sees of a step.
 
     Args:
@@ -76,17 +81,17 @@ def as_seen(needs: Needs, measured: Any, finite: Any) -> Seen:
         finite: Whether all gradients are finite: a bool or a boolean scalar tensor.
     """
     if measured is None:
-        return Seen(finite)
+        return GradientStats(finite)
     largest = None
     if needs.largest:
         verdict = torch.as_tensor(finite, device=measured.device)
         largest = torch.where(verdict, measured[0], torch.inf)
     counts = tuple(measured[2:])
-    return Seen(finite, largest, counts, measured[1] if counts else None)
+    return GradientStats(finite, largest, counts, measured[1] if counts else None)
 
 
-def seen(
-    needs: Needs, finite: Any, gradients: Sequence[Any], scale: Any, *, are_scaled: bool
-) -> Seen:
+def compute(
+    needs: StatsRequest, finite: Any, gradients: Sequence[Any], scale: Any, *, are_scaled: bool
+) -> GradientStats:
     """What a rule sees of gradients that this process alone has."""
-    return as_seen(needs, measure(needs, gradients, scale, are_scaled=are_scaled), finite)
+    return as_stats(needs, measure(needs, gradients, scale, are_scaled=are_scaled), finite)

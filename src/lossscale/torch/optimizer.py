@@ -271,12 +271,12 @@ class TorchLossScaleOptimizer(
                 # `zero_grad` came in the place of this step.
                 return state.reset()
             decision = engine.decide(are_scaled=None if nothing else self._are_scaled())
-            if nothing and decision.seen is None:
+            if nothing and decision.stats is None:
                 return self._step_as_given(decision)
             # If the optimizer raises, the gradients are unscaled already.
             state.decision, state.stage = decision, CHECKED
         decision = state.decision
-        if decision.seen is None and not decision.empty:
+        if decision.stats is None and not decision.empty:
             return self._step_as_given(decision)
         if state.clips and decision.apply is not False:
             engine.clip_()
@@ -419,7 +419,7 @@ class TorchLossScaleOptimizer(
             decision: StepDecision = self._engine.decide(
                 are_scaled=None if nothing else self._are_scaled(), in_place=True
             )
-            if nothing and decision.seen is None:
+            if nothing and decision.stats is None:
                 self._warn(warning)
                 if not self._engine.info().is_given:
                     return decision
@@ -428,7 +428,7 @@ class TorchLossScaleOptimizer(
                 return decision
             state.decision = decision
             state.stage = CHECKED
-            state.clips = self.clip_norm is not None and decision.seen is not None
+            state.clips = self.clip_norm is not None and decision.stats is not None
         decided: StepDecision = state.decision
         return decided
 
@@ -516,10 +516,10 @@ class TorchLossScaleOptimizer(
             decision = self._unscale_(_NOTHING_SCALED)
             value = loss.detach() if isinstance(loss, torch.Tensor) else loss
             # Nothing was seen of gradients that are not scaled, and no lower scale helps them.
-            if decision.apply or decision.seen is None or not math.isfinite(float(value)):
+            if decision.apply or decision.stats is None or not math.isfinite(float(value)):
                 break
             before = scale.number
-            scale.update(decision.seen)
+            scale.update(decision.stats)
             if not scale.number < before:
                 break
         if state.clips and decision.apply:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lossscale.rules import ScaleRule, ScaleState, Seen, host_can_update, updated_on_host
+from lossscale.rules import GradientStats, ScaleRule, ScaleState, host_can_update, updated_on_host
 from lossscale.torch.scaling import CPU, scalar
 
 
@@ -30,25 +30,25 @@ class Counts(NamedTuple):
     last_step_skipped: Any
 
 
-def update_on_host(rule: ScaleRule, state: ScaleState, seen: Seen) -> ScaleState:
+def update_on_host(rule: ScaleRule, state: ScaleState, stats: GradientStats) -> ScaleState:
     """The state of a rule after a step, as Python numbers.
 
     Args:
         rule: The rule.
         state: The state before, as Python numbers.
-        seen: What the rule sees: `finite` is a bool, the rest are float32 tensors of the CPU.
+        stats: What the rule sees: `finite` is a bool, the rest are float32 tensors of the CPU.
 
     Examples:
         >>> rule = lossscale.DynamicScale(initial_scale=8)
-        >>> update_on_host(rule, rule.init(), Seen(False))
+        >>> update_on_host(rule, rule.init(), GradientStats(False))
         ScaleState(scale=4.0, good_steps=0)
     """
     if host_can_update(rule):
         # On tensors SGD, small would take 1.14 times as long.
-        return updated_on_host(rule, state, seen.finite)
+        return updated_on_host(rule, state, stats.finite)
     # Numbers of Python would be rounded otherwise than tensors.
-    seen = seen._replace(finite=scalar(seen.finite, CPU, torch.bool))
-    after = rule.update(_tensors(state, CPU), seen, xp=torch)
+    stats = stats._replace(finite=scalar(stats.finite, CPU, torch.bool))
+    after = rule.update(_tensors(state, CPU), stats, xp=torch)
     return type(after)(*map(_number, after))
 
 
@@ -122,10 +122,10 @@ class LossScale:
             factors.scale.fill_(number)
             torch.reciprocal(factors.scale, out=factors.reciprocal)
 
-    def update(self, seen: Seen) -> None:
+    def update(self, stats: GradientStats) -> None:
         """Updates the scale by what was seen of a step."""
         before = self.number
-        self.state = update_on_host(self.rule, self.state, seen)
+        self.state = update_on_host(self.rule, self.state, stats)
         if self.number != before:
             self._fill_factors()
 
@@ -194,8 +194,8 @@ class DeviceLossScale(LossScale):
             factors.scale.copy_(scale) if torch.is_tensor(scale) else factors.scale.fill_(scale)
             torch.reciprocal(factors.scale, out=factors.reciprocal)
 
-    def update(self, seen: Seen) -> None:
-        after = self.rule.update(self.state, seen, xp=torch)
+    def update(self, stats: GradientStats) -> None:
+        after = self.rule.update(self.state, stats, xp=torch)
         if after is not self.state:
             for tensor, value in zip(self.state, after, strict=True):
                 tensor.copy_(value)

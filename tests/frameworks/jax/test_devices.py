@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from frameworks.jax.support import bits
-from lossscale import Needs, ScaleRule, ScaleState
+from lossscale import ScaleRule, ScaleState, StatsRequest
 from lossscale.errors import ArgumentError, GradientsError, UnsupportedError
 from lossscale.optax import loss_scaled, value_and_grad
 
@@ -224,7 +224,7 @@ class Halving(ScaleRule):
 
     @property
     def needs(self):
-        return Needs(largest=True, counts_from=(4.0,))
+        return StatsRequest(largest=True, counts_from=(4.0,))
 
     def init(self):
         return ScaleState(8.0, 0)

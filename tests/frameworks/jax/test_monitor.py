@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import lossscale
 import lossscale.optax
 from frameworks.jax.support import bits
+from histories import TrainingHistory
 from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentError,
@@ -24,7 +25,6 @@ from lossscale.errors import (
     TrainingHaltedError,
     UnsupportedError,
 )
-from histories import TrainingHistory
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 

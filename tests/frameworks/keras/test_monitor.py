@@ -6,10 +6,10 @@ import pytest
 import tensorflow as tf
 
 from frameworks.keras.support import assert_same, values
+from histories import TrainingHistory
 from lossscale import DynamicScale, LossScaleOptimizer
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.errors import ArgumentError
-from histories import TrainingHistory
 from seeding import seed
 
 

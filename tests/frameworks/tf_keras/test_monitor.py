@@ -12,10 +12,10 @@ import tensorflow as tf
 import tf_keras
 
 from frameworks.tf_keras.support import assert_same, data, dense, small_model, values
+from histories import TrainingHistory
 from lossscale import DynamicScale, LossScaleOptimizer
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.errors import ArgumentError, LossScaleWarning, TrainingHaltedError
-from histories import TrainingHistory
 
 only_new = pytest.mark.parametrize("optimizers", ["new"], indirect=True)
 only_legacy = pytest.mark.parametrize("optimizers", ["legacy"], indirect=True)

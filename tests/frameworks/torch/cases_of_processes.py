@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from frameworks.torch import cases_of_parallel
 from frameworks.torch.seeing import Noting, noted
 from frameworks.torch.support import OURS, WithScaler, Wrapper, scaler, theirs, wrapper
-from lossscale.rules import Needs
+from lossscale.rules import StatsRequest
 from lossscale.torch import ranks
 from lossscale.torch.amp_install import (
     ShardedGradScaler as OurShardedGradScaler,
@@ -302,7 +302,7 @@ def seen(folder):
         "wrapper": looks,
         "device": {**looks, "decide": "device"},
         "clipping": {**looks, "clip_norm": 1.0},
-        "largest": {"rule": Noting(needs=Needs(largest=True))},
+        "largest": {"rule": Noting(needs=StatsRequest(largest=True))},
         "unchecked": unchecked,
         "unchecked, device": {**unchecked, "decide": "device"},
     }

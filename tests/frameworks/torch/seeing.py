@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import torch
 
-from lossscale.rules import Needs, ScaleRule
+from lossscale.rules import ScaleRule, StatsRequest
 
 EDGES = (4.0, 16.0)
-ALL = Needs(largest=True, counts_from=EDGES)
+ALL = StatsRequest(largest=True, counts_from=EDGES)
 
 
 class Noted(NamedTuple):
@@ -25,7 +25,7 @@ class Noting(ScaleRule):
     """Halves the scale after a step that is not finite."""
 
     checks_gradients: bool = True
-    needs: Needs = ALL
+    needs: StatsRequest = ALL
 
     powers_of_two = True
     lowest_scale = 2.0**-20

@@ -13,13 +13,13 @@ import torch
 import lossscale
 from frameworks.torch.modules import batches_of, loss_fn, model_of
 from frameworks.torch.support import bits
+from histories import TrainingHistory
 from lossscale.errors import (
     ArgumentError,
     ArgumentTypeError,
     LossScaleWarning,
     TrainingHaltedError,
 )
-from histories import TrainingHistory
 from lossscale.torch.passes import new_run
 
 Monitor = lossscale.torch.Monitor

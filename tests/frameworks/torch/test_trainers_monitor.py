@@ -16,8 +16,8 @@ from frameworks.torch.test_recipes import (
     trainer,
     use,
 )
-from lossscale.errors import ArgumentError, MissingPackageError, TrainingHaltedError
 from histories import TrainingHistory
+from lossscale.errors import ArgumentError, MissingPackageError, TrainingHaltedError
 from lossscale.torch.grad_scaler import GradScaler
 
 

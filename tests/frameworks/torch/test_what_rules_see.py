@@ -12,7 +12,7 @@ import lossscale
 from frameworks.torch.scaling import OPTIMIZERS, parameters
 from frameworks.torch.seeing import EDGES, Noting, expected, noted
 from frameworks.torch.support import WithScaler, fill, scaler, step, wrapped
-from lossscale import Needs
+from lossscale import StatsRequest
 from lossscale.errors import UnsupportedError
 from lossscale.torch.grad_scaler import GradScaler
 
@@ -78,7 +78,10 @@ def test_a_scaler_whose_subclass_measures_nothing_says_so():
 
 @pytest.mark.parametrize("clip", [None, 0.01])
 @pytest.mark.parametrize("decide", ["host", "device"])
-@pytest.mark.parametrize("needs", [Needs(), Needs(True), Needs(False, EDGES), Needs(True, EDGES)])
+@pytest.mark.parametrize(
+    "needs",
+    [StatsRequest(), StatsRequest(True), StatsRequest(False, EDGES), StatsRequest(True, EDGES)],
+)
 def test_a_rule_that_does_not_check_is_moved_all_the_same(needs, decide, clip):
     """A schedule of scales, or one that follows the largest gradient."""
     weights = parameters(2)

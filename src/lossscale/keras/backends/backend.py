@@ -12,7 +12,7 @@ from lossscale.common.checks import flat_list
 from lossscale.common.scaled_gradient_tracker import TraceLocation
 from lossscale.common.user_code import as_written
 from lossscale.keras_common.state import ScaleVariables
-from lossscale.rules import ScaleRule, ScaleState, Seen
+from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
 
 class Step(NamedTuple):
@@ -55,7 +55,7 @@ class Backend:
 
     # The array functions for `ScaleRule.update`, and what takes the stats that a rule needs.
     namespace: Any
-    gradient_stats: Callable[..., Seen]
+    gradient_stats: Callable[..., GradientStats]
 
     # --- One step, in this order --------------------------------------------------------------
 
@@ -107,16 +107,16 @@ class Backend:
 
     def apply_or_skip(
         self,
-        seen: Seen,
+        stats: GradientStats,
         step: Step,
         inner: Any,
         apply: Callable[[Sequence[Any], Any], None],
-        update_scale: Callable[[Seen], None],
+        update_scale: Callable[[GradientStats], None],
     ) -> None:
         """Applies gradients or does not, then updates the loss scale.
 
         Args:
-            seen: What the rule sees.
+            stats: What the rule sees.
             step: The step.
             inner: The inner optimizer.
             apply: Divides a list of gradients by a divisor and applies it.
@@ -160,12 +160,14 @@ class Backend:
         """Calls the inner optimizer."""
         inner.apply(gradients, variables)
 
-    def update_on_host(self, optimizer: Any, seen: Seen, state_on_host: ScaleState | None) -> bool:
+    def update_on_host(
+        self, optimizer: Any, stats: GradientStats, state_on_host: ScaleState | None
+    ) -> bool:
         """Updates the loss scale and the counters of an optimizer with Python numbers.
 
         Args:
             optimizer: The loss scale optimizer.
-            seen: What the rule sees.
+            stats: What the rule sees.
             state_on_host: That of `OverflowCheck`.
 
         Returns:

@@ -15,7 +15,7 @@ from lossscale.common.scaled_gradient_tracker import TraceLocation
 from lossscale.errors import UnsupportedError
 from lossscale.jax import gradients as jax_gradients
 from lossscale.keras.backends.backend import Backend, Step
-from lossscale.rules import Seen
+from lossscale.rules import GradientStats
 
 # Where it is has changed.
 _trace_state = getattr(jax.extend.core, "get_opaque_trace_state", None) or (
@@ -27,7 +27,7 @@ class JaxBackend(Backend):
     """What Keras computes with JAX."""
 
     namespace = keras.ops
-    gradient_stats = staticmethod(jax_gradients.seen)
+    gradient_stats = staticmethod(jax_gradients.gradient_stats)
     all_finite = staticmethod(jax_gradients.all_finite)
     flat_gradients = staticmethod(jax_gradients.flat_gradients)
 
@@ -49,14 +49,14 @@ class JaxBackend(Backend):
 
     def apply_or_skip(
         self,
-        seen: Seen,
+        stats: GradientStats,
         step: Step,
         inner: Any,
         apply: Callable[[Sequence[Any], Any], None],
-        update_scale: Callable[[Seen], None],
+        update_scale: Callable[[GradientStats], None],
     ) -> None:
         """Branches in a compiled function; outside of one the host decides."""
-        if _is_traced(seen.finite):
+        if _is_traced(stats.finite):
             everything = (*inner.variables, *inner._trainable_variables, *step.variables)
             targets = list({id(variable): variable for variable in everything}.values())
 
@@ -69,12 +69,12 @@ class JaxBackend(Backend):
             # A branch, and not a choice between old and new values for every variable: with
             # donated buffers XLA would copy the old ones first.
             old = [target.value for target in targets]
-            values = jax.lax.cond(seen.finite, applied, list, old)
+            values = jax.lax.cond(stats.finite, applied, list, old)
             for target, value in zip(targets, values, strict=True):
                 target.assign(value)
-        elif bool(seen.finite):
+        elif bool(stats.finite):
             apply(step.gradients, step.divisor)
-        update_scale(seen)
+        update_scale(stats)
 
     # --- Where calls are made, variables and arrays -------------------------------------------
 

@@ -13,7 +13,7 @@ from lossscale.common.checks import flat_list
 from lossscale.common.private_names import check_attribute
 from lossscale.common.user_code import as_written
 from lossscale.keras.backends.backend import Backend, Step
-from lossscale.rules import ScaleState, Seen, host_can_update, updates_on_host
+from lossscale.rules import GradientStats, ScaleState, host_can_update, updates_on_host
 from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scaling
 from lossscale.tensorflow.apply_or_skip import apply_or_skip, can_keep_old_values
 from lossscale.tensorflow.tape import check_symbolic, recorded
@@ -25,7 +25,7 @@ class TensorFlowBackend(Backend):
 
     # TensorFlow's own functions do not mix integer dtypes, as the rules of users may.
     namespace = keras.ops
-    gradient_stats = staticmethod(gradient_stats.seen)
+    gradient_stats = staticmethod(gradient_stats.compute)
     scaled = staticmethod(scaling.scaled)
     unscaled = staticmethod(scaling.unscaled)
     all_finite = staticmethod(overflow_check.all_finite)
@@ -51,11 +51,11 @@ class TensorFlowBackend(Backend):
 
     def apply_or_skip(
         self,
-        seen: Seen,
+        stats: GradientStats,
         step: Step,
         inner: Any,
         apply: Callable[[Sequence[Any], Any], None],
-        update_scale: Callable[[Seen], None],
+        update_scale: Callable[[GradientStats], None],
     ) -> None:
         """Branches on all replicas alike, or keeps old values under XLA."""
 
@@ -64,7 +64,7 @@ class TensorFlowBackend(Backend):
             return [_native(variable) for variable in everything]
 
         kept = written if can_keep_old_values(inner, step.gradients) else None
-        apply_or_skip(seen, step.gradients, step.divisor, apply, update_scale, kept)
+        apply_or_skip(stats, step.gradients, step.divisor, apply, update_scale, kept)
 
     def apply_inner(
         self, inner: Any, gradients: list[Any], variables: list[Any], *, aggregate: bool
@@ -77,10 +77,12 @@ class TensorFlowBackend(Backend):
             else:
                 translated(inner.apply_gradients)(list(zip(gradients, variables, strict=True)))
 
-    def update_on_host(self, optimizer: Any, seen: Seen, state_on_host: ScaleState | None) -> bool:
+    def update_on_host(
+        self, optimizer: Any, stats: GradientStats, state_on_host: ScaleState | None
+    ) -> bool:
         """Updates the loss scale and the counters in eager mode."""
         # With tensors a step of one variable takes 1.3 times as long, one of ten 1.08.
-        state, finite = optimizer._state, seen.finite
+        state, finite = optimizer._state, stats.finite
         eager = tf.executing_eagerly() and not tf.distribute.has_strategy()
         if state is None or not eager or not host_can_update(state.rule):
             return False

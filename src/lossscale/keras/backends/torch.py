@@ -18,7 +18,7 @@ from lossscale.errors import ArgumentError, GradientsError
 from lossscale.keras.backends.backend import Backend, OverflowCheck, Step
 from lossscale.keras.private_names import in_stateless_scope
 from lossscale.keras_common.state import ScaleVariables
-from lossscale.rules import ScaleRule, ScaleState, Seen, host_can_update, updates_on_host
+from lossscale.rules import GradientStats, ScaleRule, ScaleState, host_can_update, updates_on_host
 from lossscale.torch import gradient_stats, overflow_check, scaling
 from lossscale.torch.gradients import of_tensors
 
@@ -28,7 +28,7 @@ class TorchBackend(Backend):
 
     # Functions of Keras take a few times as long in eager mode.
     namespace = torch
-    gradient_stats = staticmethod(gradient_stats.seen)
+    gradient_stats = staticmethod(gradient_stats.compute)
     scaled = staticmethod(scaling.scaled)
     unscaled = staticmethod(scaling.unscaled)
     all_finite = staticmethod(overflow_check.all_finite)
@@ -87,22 +87,24 @@ class TorchBackend(Backend):
 
     def apply_or_skip(
         self,
-        seen: Seen,
+        stats: GradientStats,
         step: Step,
         inner: Any,
         apply: Callable[[Sequence[Any], Any], None],
-        update_scale: Callable[[Seen], None],
+        update_scale: Callable[[GradientStats], None],
     ) -> None:
         """A Python `if`."""
-        if bool(seen.finite):
+        if bool(stats.finite):
             apply(step.gradients, step.divisor)
-        update_scale(seen)
+        update_scale(stats)
 
     def runs_now(self, gradients: Sequence[Any]) -> bool:
         """Whether the step is not compiled."""
         return not torch.compiler.is_compiling()
 
-    def update_on_host(self, optimizer: Any, seen: Seen, state_on_host: ScaleState | None) -> bool:
+    def update_on_host(
+        self, optimizer: Any, stats: GradientStats, state_on_host: ScaleState | None
+    ) -> bool:
         """Updates the loss scale and the counters, if the host has read it or nothing moves it."""
         state, skipped = optimizer._state, optimizer._steps_skipped._value
         if state is None or not _host_can_update(state):
@@ -111,11 +113,11 @@ class TorchBackend(Backend):
             if state.rule.checks_gradients:
                 return False
         else:
-            updates = updates_on_host(state.rule, state_on_host, seen.finite)
+            updates = updates_on_host(state.rule, state_on_host, stats.finite)
             for field, value in updates.items():
                 state.variables[field]._value.fill_(value)
-            optimizer._last_step_skipped._value.fill_(not seen.finite)
-            if not seen.finite:
+            optimizer._last_step_skipped._value.fill_(not stats.finite)
+            if not stats.finite:
                 skipped.add_(1)
         applied = optimizer.inner_optimizer._iterations._value
         optimizer._iterations._value.copy_(applied + skipped)
