@@ -13,7 +13,7 @@ MAY_NAME_ALL = {
     # The list itself.
     "lossscale.packages",
     # What each does in a way of its own, by name: a class, a program.
-    "lossscale.migration.targets",
+    "lossscale.migration.restore_targets",
 }
 
 

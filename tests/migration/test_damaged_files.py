@@ -4,17 +4,14 @@ import contextlib
 import functools
 import os
 import pathlib
-import random
 import subprocess
 import sys
 
 import pytest
 
-from lossscale import DynamicScale
 from lossscale.cli import main
-from lossscale.errors import ArgumentError, OldFileError, UnsupportedError
-from lossscale.migration import check_file, damage, describe_file, hdf5_reader, load_model
-from lossscale.monitoring import HistoryHeader, StepRecord, TrainingHistory
+from lossscale.errors import OldFileError, UnsupportedError
+from lossscale.migration import check_file, damaged_files, describe_file, hdf5_reader, load_model
 from migration import damaged
 from migration.support import FIXTURES
 
@@ -22,7 +19,7 @@ ZOO = FIXTURES / "zoo" / "2.15.1"
 ZIPPED, HDF5 = ZOO / "s_dense_new.keras", ZOO / "s_dense_new.h5"
 
 
-# --- .keras files and histories -------------------------------------------------------------------
+# --- .keras files ---------------------------------------------------------------------------------
 
 
 def flipped(path, numbers):
@@ -36,50 +33,13 @@ def with_config_changed(numbers):
         )
 
 
-@pytest.fixture(scope="module")
-def history(tmp_path_factory):
-    path = tmp_path_factory.mktemp("history") / "run.jsonl"
-    run = TrainingHistory(HistoryHeader.of(DynamicScale(), {"keras": "3"}))
-    for step in range(1, 9):
-        skipped = step % 3 == 0
-        run.append(
-            StepRecord(
-                step,
-                2.0**15 / step,
-                skipped,
-                next_scale=2.0**14,
-                loss=float("nan") if step == 4 else 0.5,
-                nonfinite=[("a/kernel", 3, 1)] if skipped else (),
-                steps_skipped=step // 3,
-            )
-        )
-    run.write(path)
-    return path
-
-
-def with_values_changed(path, numbers):
-    for number in numbers:
-        lines = path.read_text().splitlines(keepends=True)
-        turn = random.Random(number).randrange(len(lines))
-        lines[turn] = damaged.changed_json(lines[turn], number) + "\n"
-        yield "".join(lines).encode()
-
-
-def summed_up(path):
-    run = TrainingHistory.read(path)
-    if run.records:
-        run.summary()
-
-
 DAMAGED = {
     # With number 1673 zipfile raises EOFError.
-    "bytes.keras": (lambda run: flipped(ZIPPED, range(3000)), describe_file, 300),
-    "description.keras": (lambda run: with_config_changed(range(400)), describe_file, 400),
-    "bytes.jsonl": (lambda run: flipped(run, range(2000)), summed_up, 200),
-    "values.jsonl": (lambda run: with_values_changed(run, range(2000)), summed_up, 1000),
+    "bytes.keras": (lambda: flipped(ZIPPED, range(3000)), describe_file, 300),
+    "description.keras": (lambda: with_config_changed(range(400)), describe_file, 400),
     **{
         f"model for {name}.keras": (
-            lambda run: with_config_changed(range(60)),
+            lambda: with_config_changed(range(60)),
             functools.partial(load_model, framework=name),
             60,
         )
@@ -94,26 +54,16 @@ WARNS = {"marks": pytest.mark.filterwarnings("ignore")}
 @pytest.mark.parametrize(
     "name", [pytest.param(name, **(WARNS if "model" in name else {})) for name in DAMAGED]
 )
-def test_damage_is_refused_by_an_error_of_ours(name, history, tmp_path):
+def test_damage_is_refused_by_an_error_of_ours(name, tmp_path):
     contents, read, most = DAMAGED[name]
-    path, error = tmp_path / name, OldFileError if name.endswith(".keras") else ArgumentError
+    path = tmp_path / name
     readable = 0
-    for content in contents(history):
+    for content in contents():
         path.write_bytes(content)
-        with contextlib.suppress(error):
+        with contextlib.suppress(OldFileError):
             read(path)
             readable += 1
     assert 0 < readable < most
-
-
-@pytest.mark.parametrize("turn", [0, 1])
-def test_whatever_a_line_causes_is_named(turn, history, tmp_path, monkeypatch):
-    def refuse(line):
-        raise OverflowError("too large")
-
-    monkeypatch.setattr([HistoryHeader, StepRecord][turn], "from_json", staticmethod(refuse))
-    with pytest.raises(ArgumentError, match=rf"run.jsonl, line {turn + 1}: .*too large"):
-        TrainingHistory.read(history)
 
 
 # --- HDF5 files, which can end the process that reads them ----------------------------------------
@@ -146,7 +96,7 @@ def test_the_bytes_of_an_hdf5_file(tmp_path, monkeypatch):
     others = [what for what in outcomes.values() if not isinstance(what, int)]
     assert set(others) == {"read", "refused"}
     # Those that ended the child: crashes, and reading without an end. It takes a second each.
-    monkeypatch.setattr(damage, "_SECONDS", 1.0)
+    monkeypatch.setattr(damaged_files, "_SECONDS", 1.0)
     path = tmp_path / "damaged.h5"
     for content in flipped(HDF5, ended[:2]):
         path.write_bytes(content)
@@ -170,8 +120,8 @@ def test_what_reading_can_end_with(name, tmp_path, monkeypatch, capsys):
     start = whole.index("    import h5py\n\n    if zipfile")
     program.write_text(f"{whole[:start]}    {body}\n\n\n{whole[whole.index('def _limit') :]}")
     monkeypatch.setattr(hdf5_reader, "__file__", str(program))
-    monkeypatch.setattr(damage, "_SECONDS", 1.0)
-    monkeypatch.setattr(damage, "_PATIENCE", 1.5)
+    monkeypatch.setattr(damaged_files, "_SECONDS", 1.0)
+    monkeypatch.setattr(damaged_files, "_PATIENCE", 1.5)
     with pytest.raises(OldFileError, match=message):
         load_model(HDF5, check_first=True)
     if name != "no end":  # It would take a second of a processor once more.

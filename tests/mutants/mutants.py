@@ -308,7 +308,7 @@ tests/frameworks/torch/test_mistakes.py
     torch _dense: not gradient.is_coalesced() -> False  -k one_index
     torch TorchLossScaleOptimizer._unscale_: decision.empty -> False  -k before_there_are_gradients
 tests/migration/test_checkpoints.py -k what_the_rule_has
-    migration KerasTarget.set_scale_values: field in named -> True
+    migration KerasRestoreTarget.set_scale_values: field in named -> True
 tests/cli/test_migrate.py -k killed_command
     migration on tensorflow _remove_abandoned: _locked(owner) -> True
     migration on tensorflow _remove_abandoned: owner.read(2**16) == _mark(new) -> True

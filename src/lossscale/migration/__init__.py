@@ -4,7 +4,7 @@ from lossscale.packages import not_installed
 
 try:
     from lossscale.migration.conversion import migrate_file
-    from lossscale.migration.damage import check_file
+    from lossscale.migration.damaged_files import check_file
     from lossscale.migration.description import FileDescription, OptimizerDescription, describe_file
     from lossscale.migration.loading import load_model
     from lossscale.migration.restoring import Restored, restore_checkpoint

@@ -14,7 +14,7 @@ from lossscale.errors import OldFileError
 from lossscale.migration.description import is_checkpoint
 from lossscale.migration.graph import read_graph, write_hdf5
 from lossscale.migration.loading import load_model
-from lossscale.migration.saved import find_optimizers
+from lossscale.migration.saved_optimizer import find_optimizers
 
 MODEL_SUFFIX = ".keras"
 STATE_SUFFIX = ".h5"

@@ -10,10 +10,10 @@ from typing import Any
 
 from lossscale.arguments import arguments_from_config, rule_from_arguments
 from lossscale.errors import LossScaleError, OldFileError
-from lossscale.migration.damage import damage_named, is_hdf5
+from lossscale.migration.damaged_files import as_old_file_error, is_hdf5
 from lossscale.migration.graph import Graph, holds_graph, read_graph
 from lossscale.migration.models import ModelFile, read_model_file, saved_optimizer
-from lossscale.migration.saved import (
+from lossscale.migration.saved_optimizer import (
     KERAS_3,
     OURS,
     SavedOptimizer,
@@ -103,7 +103,7 @@ def describe_file(path: str | Path) -> FileDescription:
     Raises:
         OldFileError: If the file is missing, damaged or of another kind, or has no optimizer.
     """
-    with damage_named(path):
+    with as_old_file_error(path):
         return _described(path)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lossscale.errors import OldFileError
-from lossscale.migration.damage import damage_named, is_hdf5
+from lossscale.migration.damaged_files import as_old_file_error, is_hdf5
 
 _VALUE = "VARIABLE_VALUE"
 _GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
@@ -122,7 +122,7 @@ def _read_checkpoint(prefix: str) -> Graph:
     import tensorflow as tf
     from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
-    with damage_named(prefix):
+    with as_old_file_error(prefix):
         reader = tf.train.load_checkpoint(prefix)
         keys = reader.get_variable_to_shape_map()
         if _GRAPH_KEY not in keys:
@@ -197,7 +197,7 @@ def holds_graph(path: str | Path) -> bool:
     """Whether an HDF5 file is one that `write_hdf5` wrote."""
     import h5py
 
-    with damage_named(path), h5py.File(path, "r") as file:
+    with as_old_file_error(path), h5py.File(path, "r") as file:
         return _DATASET in file
 
 
@@ -209,7 +209,7 @@ def _read_hdf5(path: str) -> Graph:
             f"{path}: an HDF5 file, but none that `lossscale migrate` wrote of a checkpoint. Load "
             "a model with lossscale.migration.load_model."
         )
-    with damage_named(path), h5py.File(path, "r") as file:
+    with as_old_file_error(path), h5py.File(path, "r") as file:
         described = json.loads(file[_DATASET][()])
         nodes = [
             Node(

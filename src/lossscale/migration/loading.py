@@ -12,12 +12,12 @@ from typing import Any, Literal
 from lossscale import registry
 from lossscale.errors import ArgumentError, LossScaleError, OldFileError, first_line
 from lossscale.migration.compiling import UNSET, compile_arguments
-from lossscale.migration.damage import check_file, damage_named
+from lossscale.migration.damaged_files import as_old_file_error, check_file
 from lossscale.migration.layer_weights import load_old_model
 from lossscale.migration.models import ModelFile, read_model_file, saved_optimizer
-from lossscale.migration.restoring import Plan
-from lossscale.migration.saved import KERAS_3, OURS
-from lossscale.migration.targets import target_for
+from lossscale.migration.restore_targets import target_for
+from lossscale.migration.restoring import RestorePlan
+from lossscale.migration.saved_optimizer import KERAS_3, OURS
 from lossscale.migration.tf_keras_models import load_tf_keras_model
 
 
@@ -71,7 +71,7 @@ def load_model(
     file = read_model_file(path)
     own = dict(custom_objects or {})
     given = {"loss": loss, "metrics": metrics, "weighted_metrics": weighted_metrics}
-    with damage_named(path, "cannot be loaded"):
+    with as_old_file_error(path, "cannot be loaded"):
         check_has_scaling(file)
         if framework == "tf_keras":
             changed = {name: value for name, value in given.items() if value is not UNSET}
@@ -174,7 +174,7 @@ def _restore(file: ModelFile, optimizer: Any, model: Any, trained: list[Any]) ->
         if slot.index is not None and slot.index < len(trained):
             slot.index = turns[id(trained[slot.index])]
     optimizer.build(own_order)
-    plan = Plan(file.path, "optimizer", saved, target_for(optimizer, file.path))
+    plan = RestorePlan(file.path, "optimizer", saved, target_for(optimizer, file.path))
     plan.prepare(None, own_order)
     plan.carry_out()
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.errors import OldFileError
-from lossscale.migration.damage import damage_named, is_hdf5
+from lossscale.migration.damaged_files import as_old_file_error, is_hdf5
 from lossscale.migration.hdf5_reader import check_size
-from lossscale.migration.saved import (
+from lossscale.migration.saved_optimizer import (
     FIRST_KIND,
     KERAS_3,
     NEW_KIND,
@@ -112,10 +112,10 @@ def read_model_file(path: str | Path) -> ModelFile:
     if Path(text).stat().st_size == 0:
         raise OldFileError(f"{text}: the file is empty.")
     if is_hdf5(text):
-        with damage_named(text):
+        with as_old_file_error(text):
             return _read_hdf5(text)
     if zipfile.is_zipfile(text):
-        with damage_named(text):
+        with as_old_file_error(text):
             return _read_zip(text)
     raise OldFileError(f"{text}: neither an HDF5 file nor a .keras file, or it was cut short.")
 

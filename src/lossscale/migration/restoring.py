@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.errors import ArgumentError, ArgumentTypeError, OldFileError
-from lossscale.migration.damage import damage_named
+from lossscale.migration.damaged_files import as_old_file_error
 from lossscale.migration.graph import read_graph
 from lossscale.migration.matching import Matches, is_any_optimizer, trainable_of
-from lossscale.migration.saved import SavedOptimizer, SavedSlot, read_optimizer
-from lossscale.migration.targets import Target, target_for
+from lossscale.migration.restore_targets import RestoreTarget, target_for
+from lossscale.migration.saved_optimizer import SavedOptimizer, SavedSlot, read_optimizer
 from lossscale.optimizer import LossScaleOptimizer
 
 
@@ -80,12 +80,14 @@ def restore_checkpoint(path: str | Path, **objects: Any) -> Restored:
             )
     graph = read_graph(path)
     matches = Matches(graph, objects)
-    plans: dict[int, Plan] = {}
+    plans: dict[int, RestorePlan] = {}
     for name, node, optimizer in matches.optimizers:
         if id(optimizer) not in plans:
-            with damage_named(graph.path):
+            with as_old_file_error(graph.path):
                 saved = read_optimizer(graph, node)
-            plans[id(optimizer)] = Plan(graph.path, name, saved, target_for(optimizer, graph.path))
+            plans[id(optimizer)] = RestorePlan(
+                graph.path, name, saved, target_for(optimizer, graph.path)
+            )
     trainable = _without_repeats(v for thing in objects.values() for v in trainable_of(thing))
     try:
         for plan in plans.values():
@@ -108,7 +110,7 @@ def restore_checkpoint(path: str | Path, **objects: Any) -> Restored:
     )
 
 
-class Plan:
+class RestorePlan:
     """What is going to be put into one optimizer.
 
     Args:
@@ -118,7 +120,7 @@ class Plan:
         target: The optimizer.
     """
 
-    def __init__(self, path: str, name: str, saved: SavedOptimizer, target: Target) -> None:
+    def __init__(self, path: str, name: str, saved: SavedOptimizer, target: RestoreTarget) -> None:
         self.path = path
         self.name = name
         self.saved = saved

@@ -19,9 +19,9 @@ from typing import Any
 from lossscale.errors import ArgumentError, LossScaleError, OldFileError, first_line
 from lossscale.migration.layer_weights import holds_arrays, turn
 from lossscale.migration.models import HDF5, ModelFile, saved_optimizer
-from lossscale.migration.restoring import Plan
-from lossscale.migration.saved import KERAS_3, OURS
-from lossscale.migration.targets import target_for
+from lossscale.migration.restore_targets import target_for
+from lossscale.migration.restoring import RestorePlan
+from lossscale.migration.saved_optimizer import KERAS_3, OURS
 from lossscale.packages import require
 
 # What they are depends on the outputs of the model.
@@ -177,7 +177,7 @@ def _restore(file: ModelFile, optimizer: Any, trained: list[Any]) -> None:
             raise OldFileError(f"{file.path}: {error}") from error
         return
     saved = saved_optimizer(file, len(trained))
-    plan = Plan(file.path, "optimizer", saved, target_for(optimizer, file.path))
+    plan = RestorePlan(file.path, "optimizer", saved, target_for(optimizer, file.path))
     plan.prepare(None, trained)
     plan.carry_out()
     if file.own:

@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 
 from lossscale.errors import OldFileError, UnknownSlotError, UnsupportedError
-from lossscale.migration.saved import FIRST_KIND, NEW_KIND, OLDEST, SavedOptimizer, SavedSlot
+from lossscale.migration.saved_optimizer import (
+    FIRST_KIND,
+    NEW_KIND,
+    OLDEST,
+    SavedOptimizer,
+    SavedSlot,
+)
 from lossscale.older.configurations import NADAM_DECAY, decayed
 from lossscale.older.slots import kind_of, nadam_product, names_for
 from lossscale.packages import warn
@@ -17,7 +23,7 @@ from lossscale.packages import warn
 NEW_NADAM_DECAY = 1.0
 
 
-class Target:
+class RestoreTarget:
     """A loss scale optimizer; each framework has a class of its own.
 
     Args:
@@ -173,7 +179,7 @@ class Target:
         return []
 
 
-class KerasTarget(Target):
+class KerasRestoreTarget(RestoreTarget):
     """A loss scale optimizer on Keras 3."""
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -212,7 +218,7 @@ class KerasTarget(Target):
         )
 
 
-class TFKerasTarget(Target):
+class TFKerasRestoreTarget(RestoreTarget):
     """A loss scale optimizer on tf_keras, around an optimizer of either family."""
 
     @property
@@ -277,11 +283,14 @@ class TFKerasTarget(Target):
         self.optimizer._set_own_values(values)
 
 
-TARGETS: dict[str, type[Target]] = {"keras": KerasTarget, "tf_keras": TFKerasTarget}
+TARGETS: dict[str, type[RestoreTarget]] = {
+    "keras": KerasRestoreTarget,
+    "tf_keras": TFKerasRestoreTarget,
+}
 """By the name of the framework that an optimizer belongs to."""
 
 
-def target_for(optimizer: Any, path: str) -> Target:
+def target_for(optimizer: Any, path: str) -> RestoreTarget:
     """Returns what puts saved state into this optimizer.
 
     Raises:

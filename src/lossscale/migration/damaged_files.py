@@ -35,7 +35,7 @@ def is_hdf5(path: str | Path) -> bool:
 
 
 @contextlib.contextmanager
-def damage_named(path: str | Path, reason: str = "damaged or incomplete") -> Iterator[None]:
+def as_old_file_error(path: str | Path, reason: str = "damaged or incomplete") -> Iterator[None]:
     """Turns every exception that the contents of a file cause into one that names the file.
 
     There is no list of them: of a damaged file, the libraries that read it raise anything.
