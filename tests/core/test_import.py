@@ -43,7 +43,6 @@ ARROWS = {
     "experimental": "errors checks rules registry arguments optimizer **any",
     "migration": "errors packages rules registry arguments optimizer older keras tf_keras **any",
     "installation": "registry packages older optimizer common experimental tensorflow",
-    "frameworks": "",
     "plots": "errors packages diagnosis monitoring",
     "cli": "errors packages migration lossscale **any",
     "__main__": "cli",
@@ -52,8 +51,6 @@ ARROWS = {
 MAY_NAME_ANY = {
     # What serves a framework is imported when something of that framework arrives.
     "registry",
-    # What a pickle of an earlier release names, when it is read.
-    "frameworks",
 }
 
 

@@ -1,11 +1,9 @@
 import dataclasses
 import math
-import pickle
 
 import numpy as np
 import pytest
 
-from earlier_files import read
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.rules import (
     LARGEST_SCALE,
@@ -307,12 +305,6 @@ def test_whether_gradients_are_checked():
     assert FixedScale(128).checks_gradients is False
     assert FixedScale(128, skip_nonfinite=True).checks_gradients is True
     assert DynamicScale().checks_gradients is True
-
-
-@pytest.mark.parametrize("name", read.of("rules", ""))
-def test_a_pickle_of_an_earlier_release_loads_without_a_framework(name):
-    path, shown = read.path_and_facts("rules", name)
-    assert repr(pickle.loads(path.read_bytes())) == shown
 
 
 def test_something_else_is_no_scale_rule():

@@ -19,14 +19,7 @@ from lossscale.jax.gradients import real_parts
 from lossscale.monitoring.monitor import Skip
 
 
-class _Fields(NamedTuple):
-    last_scale: Any
-    skip_step: Any
-    skip_scale: Any
-    nonfinite: Any
-
-
-class NoteState(_Fields):
+class NoteState(NamedTuple):
     """What the steps so far have noted: arrays, each a buffer of its own.
 
     Attributes:
@@ -36,11 +29,10 @@ class NoteState(_Fields):
         nonfinite: uint32 of shape (variables, 2); its infinities and NaN.
     """
 
-    def __new__(
-        cls, last_scale: Any, skip_step: Any, skip_scale: Any, nonfinite: Any, *_older: Any
-    ) -> NoteState:
-        # What earlier versions saved has counts of exponents behind these.
-        return super().__new__(cls, last_scale, skip_step, skip_scale, nonfinite)
+    last_scale: Any
+    skip_step: Any
+    skip_scale: Any
+    nonfinite: Any
 
 
 def init(variables: int) -> NoteState:

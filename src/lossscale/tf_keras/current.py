@@ -124,9 +124,7 @@ class TFKerasLossScaleOptimizer(TFKerasCommonOptimizer, LossScaleOptimizerV3, me
         values = [np.asarray(weight) for weight in weights]
         weights, all_variables = self.weights, self.variables
         named = {**self._own_variables(), **self._unlisted_variables()}
-        # Files of older releases of this class have no others.
-        own = len(weights) + len(self._own_variables())
-        if len(values) not in (len(weights), own, len(all_variables)):
+        if len(values) not in (len(weights), len(all_variables)):
             raise ArgumentError(
                 f"The optimizer has {len(weights)} weights, or {len(all_variables)} variables with "
                 f"the loss scale. Received: {len(values)} arrays. Before build(variables) it has "

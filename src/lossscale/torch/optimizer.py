@@ -668,7 +668,7 @@ class TorchLossScaleOptimizer(
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = state_dicts.pickled_by_0_1_0(state) if "_scales" in state else dict(state)
+        state = dict(state)
         inner, rule, clip_norm, process_group, decide, name, numbers = map(state.pop, _PICKLED)
         engine = Engine(inner, rule, clip_norm, process_group, decide == "device")
         engine.scale.set_numbers(numbers)

@@ -15,8 +15,6 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from lossscale.checks import LONGEST_INTERVAL
 from lossscale.errors import ArgumentError, StateDictError
 from lossscale.packages import warn
@@ -149,22 +147,6 @@ def restore(scale: LossScale, numbers: dict[str, float]) -> None:
         )
     made, skipped = (max(int(numbers.get(name, values[name])), 0) for name in _COUNTS)
     scale.restore(state, Counts(made, skipped, False))
-
-
-def pickled_by_0_1_0(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What `LossScaleOptimizer.__getstate__` returns, of what it returned in lossscale 0.1.0."""
-    scales = state["_scales"]
-    of_ours = {"_layout", "_marks", "_is_ordinary", "_scales"}
-    own = {name: value for name, value in state.items() if name not in of_ours}
-    numbers = {**scales.state._asdict(), **dict(zip(Counts._fields, scales.counts, strict=True))}
-    return {
-        **{name.removeprefix("_") if name in _RENAMED else name: v for name, v in own.items()},
-        "decide": "device" if torch.is_tensor(scales.counts[0]) else "host",
-        "numbers": {name: v.item() if torch.is_tensor(v) else v for name, v in numbers.items()},
-    }
-
-
-_RENAMED = frozenset({"_rule", "_clip_norm", "_process_group"})
 
 
 class LossScaleState:

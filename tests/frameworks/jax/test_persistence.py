@@ -14,7 +14,6 @@ from flax import nnx
 
 import lossscale
 import lossscale.optax
-from earlier_files import read
 from frameworks.jax.support import bits
 from lossscale.errors import ArgumentError, ArgumentTypeError
 
@@ -143,11 +142,6 @@ def test_an_nnx_run_goes_on_byte_for_byte(tmp_path):
         step(other, other_optimizer, x)
     assert bits(nnx.state((other, other_optimizer))) == bits(nnx.state((model, optimizer)))
     assert int(other_optimizer.opt_state.skipped_steps.get_value()) == 2
-
-
-@pytest.mark.parametrize("name", read.of("optax", ""))
-def test_a_file_of_an_earlier_release_loads_as_it_read_it_itself(name):
-    read.check_optax(name)
 
 
 def test_flax_restores_what_is_noted():

@@ -1,4 +1,4 @@
-"""What was written before and elsewhere: old programs and files, and examples in docstrings.
+"""Old programs, and the examples in docstrings.
 
 The programs are of the years of TensorFlow 2.2 to 2.11 and run unedited on Keras 2.
 """
@@ -15,9 +15,7 @@ import autographs
 import lossscale
 import lossscale.tf_keras
 import old_programs
-from earlier_files import read
 
-FAMILIES = {"tf_keras-new": tf_keras.optimizers, "tf_keras-legacy": tf_keras.optimizers.legacy}
 PACKAGE = lossscale.tf_keras
 MODULES = [found.name for found in pkgutil.walk_packages(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
 WITH_EXAMPLES = {f"{PACKAGE.__name__}.{name}" for name in ("monitor", "optimizer")}
@@ -27,13 +25,6 @@ WITH_EXAMPLES = {f"{PACKAGE.__name__}.{name}" for name in ("monitor", "optimizer
 def test_an_old_program_learns(name, caplog, capsys, monkeypatch, two_replicas):
     old_programs.on_two_replicas(monkeypatch, two_replicas)
     old_programs.run(name, caplog, capsys)
-
-
-@pytest.mark.parametrize(
-    ("family", "name"), [(family, name) for family in FAMILIES for name in read.of(family, "")]
-)
-def test_a_file_loads_as_earlier_releases_read_it_themselves(family, name):
-    read.check_keras(family, name, tf_keras, FAMILIES[family].Adam(0.05))
 
 
 def test_only_the_users_functions_are_translated(optimizers):

@@ -1,15 +1,12 @@
 """State dictionaries: into and out of the plain optimizer, damaged, flattened, with a scheduler."""
 
 import copy
-import importlib
 import io
-import sys
 import warnings
 
 import pytest
 import torch
 
-from earlier_files import read
 from frameworks.torch.support import (
     ONES,
     SHAPES,
@@ -163,16 +160,3 @@ def test_the_state_dictionary_functions_of_distributed_checkpoint():
         assert float(other.loss_scale) == 4.0
         assert (other.steps_skipped, other.iterations) == (1, 2)
     assert bits(list(model.parameters())) == parameters_before
-
-
-@pytest.mark.parametrize("name", read.of("torch", ""))
-def test_a_file_of_an_earlier_release_loads_as_it_read_it_itself(name):
-    read.check_torch(name)
-
-
-def test_the_modules_that_they_name_hold_nothing_for_who_looks_through_all():
-    importlib.import_module("lossscale.frameworks")
-    names = [name for name in sys.modules if name.startswith("lossscale.frameworks.")]
-    assert names
-    for name in names:
-        assert not hasattr(sys.modules[name], "__file__")
