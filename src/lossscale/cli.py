@@ -1,21 +1,27 @@
-"""The command `lossscale`: `info` prints versions, `migrate` reads files of an older TensorFlow."""
+"""The command `lossscale`: `info` prints versions, `migrate` reads files of older releases."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import platform
+import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lossscale import __version__
-from lossscale.errors import ArgumentError, LossScaleError, LossScaleWarning, visible
-from lossscale.packages import PACKAGES, require
+from lossscale.errors import ArgumentError, LossScaleError, LossScaleWarning, shortened, visible
+from lossscale.packages import BACKENDS, PACKAGES, require
+
+# Libraries whose training loops a step often belongs to.
+_TRAINERS = ("accelerate", "equinox", "flax", "lightning", "transformers")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,21 +35,23 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="lossscale", description="Loss scaling for float16 training.")
     parser.add_argument("--version", action="version", version=f"lossscale {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    info = verbs.add_parser("info", help="print versions, for a bug report")
+    about = "Prints versions, the backend of Keras 3 and the GPUs, for a bug report."
+    info = verbs.add_parser("info", help=about, description=f"{about} Imports no framework.")
     info.set_defaults(run=_info)
     migrate = verbs.add_parser(
         "migrate",
-        help="say what a file of an older TensorFlow holds, and write it for Keras 3",
+        help="Describes a file of an older TensorFlow, or converts it for Keras 3.",
         description="Prints what a checkpoint or a model file of TensorFlow 2.0 to 2.15, tf_keras "
-        "or Keras 3 holds of a loss scale optimizer. With NEW, writes it anew: a model as a "
-        ".keras file, a checkpoint as an .h5 file for lossscale.migration.restore_checkpoint.",
+        "or Keras 3 holds of a loss scale optimizer. With NEW, converts it: a model to a .keras "
+        "file, a checkpoint to an .h5 file for lossscale.migration.restore_checkpoint.",
     )
-    migrate.add_argument("old", metavar="OLD", help="a checkpoint, or an HDF5 or .keras model")
+    olds = "the prefix of a checkpoint, its .index file or folder, or an HDF5 or .keras model"
+    migrate.add_argument("old", metavar="OLD", help=olds)
     migrate.add_argument("new", metavar="NEW", nargs="?", type=Path, help="the file to write")
     migrate.add_argument("--force", action="store_true", help="overwrite NEW if it exists")
     migrate.set_defaults(run=_migrate)
     for verb in (info, migrate):
-        verb.add_argument("--json", action="store_true", help="print JSON in place of a text")
+        verb.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
 
@@ -54,59 +62,124 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the name of the program. By default those of the process.
 
     Returns:
-        The exit status: 0; 1 if a package or a file cannot be used; 2 for a wrong argument or an
-        old file that cannot be read. Then one line on standard error says what to do.
+        The exit status: 0; 1 if a package is missing or the output cannot be written; 2 for a
+        wrong argument, or a file that cannot be read or written. Unless it is 0, one line on
+        standard error reports the reason. A reader that closes the output early, such as `head`,
+        is status 1 without a line.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A file may hold letters that the terminal's encoding lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         arguments = build_parser().parse_args(argv)
         print(arguments.run(arguments), flush=True)
+    except BrokenPipeError:
+        return 1
     except (LossScaleError, OSError) as error:
-        print(f"lossscale: {visible(' '.join(str(error).split()))}", file=sys.stderr)
+        print(f"lossscale: {_shown(' '.join(str(error).split()))}", file=sys.stderr)
         return 1 if isinstance(error, (ImportError, OSError)) else 2
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
 def _info(arguments: argparse.Namespace) -> str:
-    found = {"lossscale": __version__, "python": platform.python_version()}
-    found["platform"] = platform.platform()
-    found["KERAS_BACKEND"] = os.environ.get("KERAS_BACKEND", "not set")
-    for package in sorted({package.distribution for package in PACKAGES.values()}):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "-"
-    return json.dumps(found, indent=2) if arguments.json else _lines(found)
+    # A module may come from a distribution of another name, such as tensorflow-cpu.
+    distributions = metadata.packages_distributions()
+    versions = {
+        module: metadata.version(distributions[module][0]) if module in distributions else None
+        for module in sorted({*PACKAGES, *_TRAINERS})
+    }
+    gpus = _gpus()
+    found = {
+        "lossscale": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "keras_backend": _keras_backend(),
+    }
+    if arguments.json:
+        return json.dumps({**found, "gpus": gpus, "packages": versions}, indent=2)
+    return _rows({**found, "gpus": ", ".join(gpus) or None, **versions})
+
+
+def _gpus() -> list[str]:
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def _keras_backend() -> str:
+    """Returns the backend that Keras 3 uses when it is imported, by its own order of settings."""
+    folder = os.environ.get("KERAS_HOME") or Path.home() / ".keras"
+    try:
+        configured = json.loads(Path(folder, "keras.json").read_text(encoding="utf-8"))["backend"]
+    except (OSError, ValueError, KeyError, TypeError):
+        # Keras ignores a file that it cannot read, too.
+        configured = "tensorflow"
+    return os.environ.get("KERAS_BACKEND") or str(configured)
 
 
 def _migrate(arguments: argparse.Namespace) -> str:
     if arguments.force and arguments.new is None:
-        raise ArgumentError("--force says that NEW may be overwritten, and there is no NEW")
-    require("numpy", "h5py")
+        raise ArgumentError("--force allows NEW to be overwritten, and NEW is missing")
+    needed = {"numpy", "h5py"}
+    if Path(f"{arguments.old.removesuffix('.index')}.index").is_file():
+        needed.add("tensorflow")
     if arguments.new is not None:
-        require("keras", os.environ.get("KERAS_BACKEND") or "tensorflow")
-    # TensorFlow's notes on the processor.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    # Keras reads its backend when it is imported.
-    from lossscale import migration
-
-    with warnings.catch_warnings(record=True) as caught:
+        backend = _keras_backend()
+        if backend not in BACKENDS:
+            known = ", ".join(BACKENDS)
+            raise ArgumentError(f"KERAS_BACKEND must be one of {known}. Received: {backend!r}.")
+        needed |= {"keras", backend}
+    require(*sorted(needed))
+    with warnings.catch_warnings(record=True) as caught, _without_native_messages():
         warnings.simplefilter("always")
-        # A crash of the library that reads it would be a crash of this command.
+        # Not at the top: it needs NumPy.
+        from lossscale import migration
+
+        # In a process of its own, which a damaged file may crash.
         migration.check_file(arguments.old)
         described = migration.describe_file(arguments.old)
         if arguments.new is not None:
             migration.migrate_file(arguments.old, arguments.new, overwrite=arguments.force)
     for warning in caught:
         if issubclass(warning.category, LossScaleWarning):
-            print(f"lossscale: warning: {visible(warning.message)}", file=sys.stderr)
+            print(f"lossscale: warning: {_shown(warning.message)}", file=sys.stderr)
     written = None if arguments.new is None else str(arguments.new)
     if arguments.json:
         return json.dumps({**described.to_dict(), "written": written}, indent=2)
-    texts = [visible(f"{described.path}: {described.form}")]
-    texts += [_lines(vars(optimizer)) for optimizer in described.optimizers]
-    return "\n".join(texts if written is None else [*texts, f"written: {visible(written)}"])
+    texts = [f"{_shown(described.path)}: {described.form}"]
+    texts += [_rows(vars(optimizer)) for optimizer in described.optimizers]
+    return "\n".join(texts if written is None else [*texts, f"written: {_shown(written)}"])
 
 
-def _lines(rows: dict[str, Any]) -> str:
-    width = max(map(len, rows))
-    return "\n".join(f"  {name:{width}}  {visible(value)}" for name, value in rows.items())
+@contextlib.contextmanager
+def _without_native_messages() -> Iterator[None]:
+    """Drops standard error: TensorFlow writes notes to it that no setting of its own prevents."""
+    sys.stderr.flush()
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
+
+
+def _rows(values: Mapping[str, Any]) -> str:
+    width = max(map(len, values))
+    return "\n".join(f"  {name:{width}}  {_shown(value)}" for name, value in values.items())
+
+
+def _shown(value: Any) -> str:
+    if value is None or value in ([], {}):
+        return "-"
+    if isinstance(value, Mapping):
+        value = ", ".join(f"{name}={_shown(each)}" for name, each in value.items())
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return visible(shortened(text))

@@ -1,6 +1,8 @@
 """The command line: arguments, messages, exit statuses, and what it imports."""
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 
@@ -12,10 +14,30 @@ from lossscale.cli import main
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [([], "VERB"), (["train"], "train"), (["info", "--frobnicate"], "--frobnicate")],
+    [
+        ([], "VERB"),
+        (["train"], "train"),
+        (["info", "--frobnicate"], "--frobnicate"),
+        (["migrate", "a.h5", "--force"], "NEW is missing"),
+    ],
 )
 def test_bad_arguments_give_one_line_and_status_2(arguments, message, refused):
     assert message in refused(*arguments)
+
+
+def test_an_unknown_backend_of_keras_is_an_error(monkeypatch, refused):
+    monkeypatch.setenv("KERAS_BACKEND", "theano")
+    message = "one of tensorflow, jax, torch. Received: 'theano'"
+    assert message in refused("migrate", "a.h5", "a.keras")
+
+
+def test_an_interrupted_command_prints_no_traceback(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lossscale.cli._info", interrupted)
+    assert main(["info"]) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_missing_package_gives_one_line_with_the_command(monkeypatch, capsys):
@@ -32,7 +54,77 @@ def test_help_and_version(arguments, capsys):
     assert "lossscale" in capsys.readouterr().out
 
 
-def test_info_names_versions_and_imports_no_framework():
+@pytest.mark.parametrize("where", ["missing model", "output"])
+def test_what_cannot_be_written_or_read_is_one_line(where):
+    command, full = [sys.executable, "-m", "lossscale"], "/dev/full"
+    command += ["migrate", "nothing.h5"] if where == "missing model" else ["info"]
+    with open(full if where == "output" else os.devnull, "w") as stream:
+        done = subprocess.run(
+            command, stdout=stream, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == (1 if where == "output" else 2)
+    assert done.stderr.startswith("lossscale: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_reader_that_closes_the_output_ends_it_without_a_line():
+    command = f"{shlex.quote(sys.executable)} -m lossscale info | true"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("variable", "content", "expected"),
+    [
+        ("jax", '{"backend": "torch"}', "jax"),
+        (None, '{"backend": "torch"}', "torch"),
+        ("", '{"backend": "torch"}', "torch"),
+        (None, "{", "tensorflow"),
+        (None, "[]", "tensorflow"),
+        (None, '{"floatx": "float32"}', "tensorflow"),
+        (None, None, "tensorflow"),
+    ],
+)
+def test_info_reports_the_backend_that_keras_uses(
+    variable, content, expected, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("KERAS_BACKEND", variable)
+    if content is not None:
+        (tmp_path / "keras.json").write_text(content)
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["keras_backend"] == expected
+
+
+@pytest.mark.parametrize("way", [[], ["--json"]], ids=["text", "json"])
+def test_info_reports_what_is_installed_and_what_is_not(way, monkeypatch, tmp_path, capsys):
+    known = {"torch": ["torch-nightly"], "tensorflow": ["tensorflow-cpu"]}
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: known)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"1.0 of {name}")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command = tmp_path / "nvidia-smi"
+    command.touch(0o755)
+    command.write_text("#!/bin/sh\necho 'NVIDIA T4'; echo 'NVIDIA T4'\n")
+    assert main(["info", *way]) == 0
+    out = capsys.readouterr().out
+    if way:
+        found = json.loads(out)
+        assert found["gpus"] == ["NVIDIA T4", "NVIDIA T4"]
+        found |= found["packages"]
+    else:
+        found = dict(line.split(maxsplit=1) for line in out.splitlines())
+        assert found["gpus"] == "NVIDIA T4, NVIDIA T4"
+    assert found["tensorflow"] == "1.0 of tensorflow-cpu"
+    assert found["torch"] == "1.0 of torch-nightly"
+    assert found["jax"] == (None if way else "-")
+    command.write_text("#!/bin/sh\necho 'no driver' >&2; exit 9\n")
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpus"] == []
+
+
+def test_info_imports_no_framework():
     code = "import sys\nfrom lossscale.cli import main\nmain(['info', '--json'])\n"
     code += "print({'keras', 'torch', 'jax', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pathlib
@@ -81,8 +82,18 @@ def test_the_text(capsys):
     first, *rows = capsys.readouterr().out.splitlines()
     assert first.endswith("2.0.4_exp-1: checkpoint")
     rows = dict(row.strip().split(maxsplit=1) for row in rows)
-    assert rows["era"] == "TensorFlow 2.0 to 2.2"
-    assert (rows["scaling"], rows["scale"], rows["slots"]) == ("dynamic", "8.0", "{'momentum': 1}")
+    assert rows == {
+        "path": "optimizer",
+        "era": "TensorFlow 2.0 to 2.2",
+        "optimizer": "SGD",
+        "scaling": "dynamic",
+        "scale": "8",
+        "good_steps": "1",
+        "iterations": "1",
+        "learning_rate": "0.1",
+        "settings": "decay=0, momentum=0.9",
+        "slots": "momentum=1",
+    }
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -243,10 +254,6 @@ def test_where_nothing_can_be_written(old, name, reason, tmp_path, refused):
     assert str(tmp_path / name) in err
 
 
-def test_force_without_a_new_file(refused):
-    assert "there is no NEW" in refused("migrate", MODELS[0], "--force")
-
-
 def test_a_difference_is_said_on_standard_error(tmp_path, capsys):
     tf_keras = pytest.importorskip("tf_keras")
     model = tf_keras.Sequential([tf_keras.layers.Dense(1, input_shape=(2,))])
@@ -260,3 +267,46 @@ def test_a_difference_is_said_on_standard_error(tmp_path, capsys):
     assert err.startswith("lossscale: warning: ")
     assert "schedule_decay=0.004" in err
     assert err.count("\n") == 1
+
+
+# --- Commands that are killed ---------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from lossscale.migration import conversion
+
+def write(graph, path):
+    path.write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+conversion.write_hdf5 = write
+conversion.is_checkpoint = conversion.read_graph = conversion.find_optimizers = lambda path: True
+conversion.migrate_file("old", sys.argv[1])
+"""
+
+
+def test_what_a_killed_command_leaves(tmp_path):
+    new = tmp_path / "new.h5"
+    killed = subprocess.run([sys.executable, "-c", KILLED, new], check=False, capture_output=True)
+    assert killed.returncode == -9
+    (left,) = tmp_path.iterdir()
+    assert {each.name for each in left.iterdir()} == {"owner", "new.h5"}
+    # Those of another file, of a process that goes on, with something besides, and of others.
+    for name, mark, more in (
+        ("other", b"lossscale migrate, for other.h5", []),
+        ("held", b"lossscale migrate, for new.h5", []),
+        ("more", b"lossscale migrate, for new.h5", ["more"]),
+        ("empty", b"", []),
+    ):
+        folder = tmp_path / f".lossscale-{name}"
+        folder.mkdir()
+        (folder / "owner").write_bytes(mark)
+        for each in more:
+            (folder / each).touch()
+    (tmp_path / ".lossscale-bare").mkdir()
+    (tmp_path / ".lossscale-link").symlink_to(left, target_is_directory=True)
+    others = set(tmp_path.iterdir()) - {left}
+    with open(tmp_path / ".lossscale-held" / "owner") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert main(["migrate", str(CHECKPOINTS[0]), str(new)]) == 0
+    assert set(tmp_path.iterdir()) == {*others, new}

@@ -70,6 +70,7 @@ def folder(tmp_path, monkeypatch):
 
 NEEDS = {
     "migrate": (["migrate", "m.h5"], {"numpy", "h5py"}),
+    "migrate a checkpoint": (["migrate", "old"], {"numpy", "h5py", "tensorflow"}),
     "migrate into a file": (
         ["migrate", "m.h5", "new.keras", "--json"],
         {"numpy", "h5py", "keras", "tensorflow"},

@@ -99,7 +99,7 @@ def test_no_page_loads_anything_from_the_network(site):
 def test_the_command_line_is_as_on_its_page():
     text = (ROOT / "docs" / "api" / "command_line.md").read_text()
     shown = re.findall(r"^## (\w+)\n\n```text\n(.*?)\n```", text, re.M | re.S)
-    assert len(shown) == 6
+    assert [verb for verb, _ in shown] == ["info", "migrate"]
     for verb, expected in shown:
         command = [sys.executable, "-m", "lossscale", verb, "--help"]
         environment = {**os.environ, "COLUMNS": "90"}

@@ -313,9 +313,8 @@ tests/cli/test_migrate.py -k killed_command
     migration on tensorflow _remove_abandoned: _locked(owner) -> True
     migration on tensorflow _remove_abandoned: owner.read(2**16) == _mark(new) -> True
     migration on tensorflow _remove_abandoned: shutil.rmtree(folder) -> pass
-    cli on tensorflow _ended_by_exception: signal.signal(signal.SIGTERM, end) -> pass
 tests/cli/test_untrusted_files.py
-    cli on tensorflow main: visible(shortened(str(error))) -> str(error)  -k wrong_names
+    cli on tensorflow _shown: visible(shortened(text)) -> text  -k hostile_settings
     migration on tensorflow check_size: expanded > _ANY_ZIP + _LARGEST_ZIP_RATIO * held -> False
         -k small_zip
     migration on tensorflow parsed: range(_DEEPEST) -> range(10**6)  -k nested_deep

@@ -25,7 +25,7 @@ from frameworks.tf_keras.support import (
 )
 from lossscale import experimental
 
-FIXTURES = pathlib.Path(__file__).parents[3].parent / "shared" / "fixtures"
+FIXTURES = pathlib.Path(__file__).parents[2] / "migration" / "fixtures"
 EXTRAS = {
     "optimizer/loss_scale/.ATTRIBUTES/steps_skipped",
     "optimizer/loss_scale/.ATTRIBUTES/last_step_skipped",
@@ -108,7 +108,6 @@ def test_an_optimizer_that_was_saved_before_it_was_wrapped_saves_its_scale(tmp_p
     assert any("current_loss_scale" in name for name in names(path))
 
 
-@pytest.mark.skipif(not FIXTURES.is_dir(), reason="the fixtures are not beside this checkout")
 @pytest.mark.parametrize("built", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     ("release", "family"),
