@@ -304,20 +304,19 @@ def needs_a_framework(name):
     seen, waiting = set(), [name]
     while waiting:
         current = waiting.pop()
-        if current in seen or current not in BY_NAME:
+        if current in seen or current not in modules():
             continue
         seen.add(current)
-        at_once = {imported for imported in imports(BY_NAME[current]) if not imported.lazy}
+        at_once = {imported for imported in imports(modules()[current]) if not imported.lazy}
         if FRAMEWORKS & {imported.root for imported in at_once}:
             return True
         waiting += [current.rpartition(".")[0], *(imported.name for imported in at_once)]
     return False
 
 
-BY_NAME = {module.name: module for module in modules()}
 DOCUMENTED = [
     name
-    for name in BY_NAME
+    for name in modules()
     # Importing a `__main__` runs it, and what is asked of `torch` imports PyTorch.
     if not name.endswith(("__main__", ".torch")) and not needs_a_framework(name)
 ]

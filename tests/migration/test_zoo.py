@@ -31,7 +31,7 @@ ALIKE = [path for path in OF_2_15 if path.stem not in OTHER_WORDS]
 
 # A bias before BatchNormalization has no gradient but its rounding (1e-8), which Adam scales up to
 # whole steps. Each build of TensorFlow and each CPU rounds in its own way: the largest difference
-# seen in tf_keras is 4.4e-3 (AVX2) and below 2e-3 (AVX-512). A step that is not taken is 0.05.
+# seen in tf_keras is 4.4e-3 (AVX2) and below 2e-3 (AVX-512). One step moves a weight by 0.05.
 WITHIN_CONV_BN = 1e-2
 
 

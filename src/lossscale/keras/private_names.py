@@ -1,6 +1,6 @@
 """What Keras 3 does not document and is used here.
 
-Objects are taken here and nowhere else. Of attributes tests/undocumented.py has a list.
+Objects are taken here and nowhere else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What PyTorch does not document, or documents as a beta, and is used here.
 
 Objects that may be missing are taken here. `torch._foreach_*` stand in PyTorch's documentation,
-as a beta, and are called by their names. Of attributes tests/undocumented.py has a list.
+as a beta, and are called by their names.
 """
 
 from __future__ import annotations

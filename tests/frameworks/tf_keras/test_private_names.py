@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 import tf_keras
 
-import undocumented
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.tensorflow import private_names as of_tensorflow
 from lossscale.tf_keras import private_names
@@ -15,7 +14,7 @@ from lossscale.tf_keras import private_names
 
 @pytest.fixture(scope="module")
 def holders():
-    """An object of each kind, by the table of its attributes."""
+    """An object of each kind."""
     optimizer = tf_keras.optimizers.SGD(0.5, momentum=0.5)
     inputs = tf_keras.Input((2,))
     model = tf_keras.Model(inputs, tf_keras.layers.Dense(1)(inputs))
@@ -28,15 +27,7 @@ def holders():
         "layers": model.layers[-1],
         "compiled_losses": model.compiled_loss,
         "tensors": model.outputs[0],
-        "variables": model.layers[-1].kernel,
-        "autocast_variables": private_names.create_autocast_variable(tf.Variable(1.0)),
     }
-
-
-@pytest.mark.parametrize("table", sorted(undocumented.TF_KERAS.keys() - {"some", "callbacks"}))
-def test_every_attribute_is_there(holders, table):
-    for name, purpose in undocumented.TF_KERAS[table].items():
-        assert hasattr(holders[table], name), f"{tf_keras.__version__} has no {name}: {purpose}"
 
 
 def test_attributes_mean_what_is_assumed(holders):
@@ -150,8 +141,7 @@ def test_a_marked_function_is_not_translated():
         return tf.function(lambda x: function(x))(tf.constant(1.0))
 
     assert float(calling(branching)) == 2.0
-    for name in undocumented.TENSORFLOW["functions"]:
-        setattr(branching, name, {})
+    branching.autograph_info__ = {}
     with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
         calling(branching)
 
