@@ -14,7 +14,8 @@ JOBS ?= 3
 .PHONY: demo test test-quick mutants versions peers peers-torch peers-trainers peers-jax lint types tests table bench strangers soak gpu docs release-test calibration rules format clean
 
 demo: $(DEMO)/installed
-	$(DEMO)/bin/lossscale demo
+	@echo "[3/3] Training handwritten digits four ways: a few seconds"
+	$(DEMO)/bin/python examples/torch/digits.py
 
 test: lint types tests
 
@@ -47,7 +48,7 @@ peers-torch: $(TEST)/installed
 # The recipes of docs/large_trainers.md with the libraries themselves, in an environment of their own.
 PEERS := .venv-peers
 peers-trainers:
-	$(PYTHON) -m venv $(PEERS)
+	"$(PYTHON)" -m venv $(PEERS)
 	$(PEERS)/bin/python $(PIP_INSTALL) -c constraints.txt torch ".[torch]"
 	$(PEERS)/bin/python $(PIP_INSTALL) "ray[train]" torchao torchtitan spmd_types
 	$(PEERS)/bin/python tests/peers/large_trainers.py
@@ -58,18 +59,18 @@ peers-jax: $(TEST)/installed
 
 # The promises on the oldest and the newest releases that the extras admit, in environments in a temporary folder.
 versions:
-	$(PYTHON) tests/versions.py $(SETS)
+	"$(PYTHON)" tests/versions.py $(SETS)
 
 # The table of docs/what_runs_where.md, from the outcomes of the conformance suite.
 RESULTS := $(CURDIR)/build/conformance.json
-CONFORMANCE := LOSSSCALE_RESULTS=$(RESULTS) $(TEST)/bin/python -m pytest -p conformance.results --numprocesses $(JOBS) tests/conformance
+CONFORMANCE := LOSSSCALE_RESULTS="$(RESULTS)" $(TEST)/bin/python -m pytest -p conformance.results --numprocesses $(JOBS) tests/conformance
 table: $(TEST)/installed
-	mkdir -p build && rm -f $(RESULTS)
+	mkdir -p build && rm -f "$(RESULTS)"
 	KERAS_BACKEND=tensorflow $(CONFORMANCE)
 	KERAS_BACKEND=jax $(CONFORMANCE)
 	KERAS_BACKEND=torch $(CONFORMANCE)
 	KERAS_BACKEND=tensorflow LOSSSCALE_TEST_KERAS=tf_keras $(CONFORMANCE)
-	$(TEST)/bin/python tests/conformance/results.py $(RESULTS) docs/what_runs_where.md
+	$(TEST)/bin/python tests/conformance/results.py "$(RESULTS)" docs/what_runs_where.md
 
 # What loss scaling costs: build/bench/results.json, and the tables of pages in docs.
 bench: $(TEST)/installed
@@ -92,11 +93,11 @@ docs: $(DOCS)/installed
 
 # What is published, installed in bare environments with old and new pips: about an hour.
 release-test: $(TEST)/installed
-	$(PYTHON) tests/release.py $(RELEASE)
+	"$(PYTHON)" tests/release.py $(RELEASE)
 
 # What runs on a GPU, with the frameworks that PYTHON has: build/gpu.json and docs/gpu.md.
 gpu:
-	$(PYTHON) tests/gpu.py
+	"$(PYTHON)" tests/gpu.py
 
 # Random programs by the thousand, long runs and runs that are killed, on every wrapper: some hours.
 soak: $(TEST)/installed
@@ -116,17 +117,15 @@ format: $(TEST)/installed
 
 $(DEMO)/installed: pyproject.toml constraints.txt
 	@echo "[1/3] Making the environment $(DEMO)"
-	@$(PYTHON) -m venv $(DEMO)
+	@"$(PYTHON)" -m venv $(DEMO)
 	@$(DEMO)/bin/python $(PIP_INSTALL) --upgrade pip
-	@echo "[2/3] Installing Keras, TensorFlow and matplotlib: about 2 GB, one minute or more"
-	@$(DEMO)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable ".[demo,tensorflow]"
-	@echo "[3/3] Compiling what was installed: about half a minute"
-	-@$(DEMO)/bin/python $(COMPILE) $(DEMO)/lib
+	@echo "[2/3] Installing PyTorch, scikit-learn and matplotlib: 1 GB or more, one minute or more"
+	@$(DEMO)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable ".[torch,plots]" scikit-learn
 	@touch $@
 
 $(TEST)/installed: pyproject.toml constraints.txt
 	@echo "[1/3] Making the environment $(TEST)"
-	@$(PYTHON) -m venv $(TEST)
+	@"$(PYTHON)" -m venv $(TEST)
 	@$(TEST)/bin/python $(PIP_INSTALL) --upgrade pip
 	@echo "[2/3] Installing TensorFlow, JAX, PyTorch and what the tests use: about 4 GB, some minutes"
 	@$(TEST)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable ".[test]"
@@ -135,7 +134,7 @@ $(TEST)/installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(DOCS)/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(DOCS)
+	"$(PYTHON)" -m venv $(DOCS)
 	$(DOCS)/bin/python $(PIP_INSTALL) --upgrade pip
 	$(DOCS)/bin/python $(PIP_INSTALL) --constraint constraints.txt ".[docs]"
 	touch $@

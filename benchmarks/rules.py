@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +23,6 @@ import torch
 from torch import nn
 
 import lossscale
-from benchmarks.moving import first_state, next_state
 from benchmarks.pages import insert
 from lossscale.rules import DynamicScale, GradientStats
 
@@ -36,6 +36,7 @@ FLUSHED = -25
 """Float16 rounds what is below 2**-25 to 0."""
 LIMIT = float(np.log2(65504.0))
 MARKS = "<!-- rules: python -m benchmarks.rules -->", "<!-- end of rules -->"
+MARKS_OF_LAW = "<!-- law: python -m benchmarks.rules -->", "<!-- end of law -->"
 
 
 # --- Gradients of trainings -----------------------------------------------------------------------
@@ -239,6 +240,63 @@ TASKS = {
 }
 
 
+# --- The law of a scale under random overflows ----------------------------------------------------
+
+
+def expected_drift(rule: DynamicScale, probability: float) -> float:
+    """Returns how fast a scale moves when steps overflow at random, whatever it is.
+
+    Args:
+        rule: The rule. Its lowest and its highest scale are assumed to be far away.
+        probability: The probability p that a step overflows, above 0 and below 1.
+
+    Returns:
+        The mean change of log2(scale) per step. For doubling and halving it is
+        p * q**N / (1 - q**N) - p**M, with q = 1 - p, N = `growth_interval` and
+        M = `overflows_before_backoff`.
+
+    Examples:
+        >>> round(1000 * expected_drift(DynamicScale(), 1e-3), 3)
+        -0.844
+    """
+    # log1p and expm1, because 1 - q**N loses all digits where p * N is small.
+    log_finite = rule.growth_interval * math.log1p(-probability)
+    growths = probability * math.exp(log_finite) / -math.expm1(log_finite)
+    # A step lowers the scale if it ends a row of M overflows.
+    backoffs = probability**rule.overflows_before_backoff
+    return math.log2(rule.growth_factor) * growths + math.log2(rule.backoff_factor) * backoffs
+
+
+def critical_probability(rule: DynamicScale) -> float:
+    """Returns the probability of an overflow above which the scale falls: where the drift is 0.
+
+    Args:
+        rule: The rule.
+
+    Examples:
+        >>> f"{critical_probability(DynamicScale()):.3g}", f"{1 - 2 ** (-1 / 2000):.3g}"
+        ('0.000347', '0.000347')
+    """
+    low, high = 0.0, 1.0
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if expected_drift(rule, middle) > 0 else (low, middle)
+    return high
+
+
+def law() -> str:
+    """Returns a Markdown table of critical probabilities."""
+    rules = {
+        "`DynamicScale()`": DynamicScale(),
+        "`growth_interval=100`": DynamicScale(growth_interval=100),
+        "`overflows_before_backoff=2`": DynamicScale(overflows_before_backoff=2),
+        "`overflows_before_backoff=3`": DynamicScale(overflows_before_backoff=3),
+    }
+    lines = ["| rule | the scale falls above |", "|---|---|"]
+    shares = {name: 100 * critical_probability(rule) for name, rule in rules.items()}
+    lines += [f"| {name} | {share:.2g}% |" for name, share in shares.items()]
+    return "\n".join(lines)
+
+
 # --- Rules over them ------------------------------------------------------------------------------
 
 
@@ -246,7 +304,12 @@ class Scaler:
     """Loss scales of several runs at once, moved by a rule."""
 
     def __init__(self, rule: DynamicScale, runs: int) -> None:
-        self.rule, self.state = rule, first_state(rule, (runs,))
+        self.rule, first = rule, rule.init()
+        # The dtypes that the wrappers keep: a float32 scale, and integers that count.
+        dtypes = (np.float32, *[np.int64] * (len(first) - 1))
+        self.state = type(first)(
+            *(np.full(runs, value, dtype) for value, dtype in zip(first, dtypes, strict=True))
+        )
 
     def exponents(self) -> Any:
         """Returns log2 of the scale of each run."""
@@ -259,7 +322,9 @@ class Scaler:
             finite: Whether the gradients of each run were finite.
             bad: Whether they would not have been at any scale.
         """
-        self.state = next_state(self.rule, self.state, GradientStats(finite))
+        before, after = self.state, self.rule.update(self.state, GradientStats(finite), xp=np)
+        pairs = zip(after, before, strict=True)
+        self.state = type(before)(*(np.asarray(new, old.dtype) for new, old in pairs))
 
 
 class LossAware(Scaler):
@@ -343,14 +408,12 @@ def tables(traces: Sequence[Trace]) -> str:
             for name, scaler in scalers(trace, shift, runs):
                 rows.setdefault(name, []).append(flushed(trace, scaler, shift, bad))
         size = "The loss as it is" if not shift else f"The loss divided by 2\\*\\*{shift}"
-        heads = (size, *(f"{p:.1%}".replace("%", " %") for p in PROBABILITIES), "skipped in vain")
+        heads = (size, *(f"{p:.1%}" for p in PROBABILITIES), "skipped in vain")
         lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
         for name, found in rows.items():
             lost, vain = np.mean([each[0] for each in found], 0), np.mean([e[1] for e in found], 0)
-            cells = [f"{100 * x:.1f} %" for x in lost.reshape(-1, SEEDS).mean(1)]
-            lines.append(
-                "| " + " | ".join([name, *cells, f"{100 * vain[:SEEDS].mean():.2f} %"]) + " |"
-            )
+            cells = [f"{share:.1%}" for share in lost.reshape(-1, SEEDS).mean(1)]
+            lines.append("| " + " | ".join([name, *cells, f"{vain[:SEEDS].mean():.2%}"]) + " |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -364,8 +427,9 @@ def main(command_line: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="of each training")
     options = parser.parse_args(command_line)
     text = tables([trace_of(task, options.steps) for task in TASKS.values()])
-    print(text)
+    print(f"{law()}\n\n{text}")
     if options.page is not None:
+        insert(options.page, f"\n{law()}\n", *MARKS_OF_LAW)
         insert(options.page, f"\n{text}\n", *MARKS)
 
 

@@ -120,24 +120,21 @@ def _parts() -> list[Part]:
         _measured("PyTorch: benchmarks", "torch", "torch_native", ()),
         _measured("JAX with Optax: benchmarks", "jax", "optax", ("optax",)),
     ]
+    for path in sorted((ROOT / "examples" / "torch").glob("*.py")):
+        name, demo = str(path.relative_to(ROOT)), path.stem == "digits"
+        arguments = (name, "--output", "build/gpu-demo.png") if demo else (name,)
+        packages = ("sklearn", "matplotlib") if demo else ()
+        parts.append(Part(f"PyTorch: {name}", "torch", arguments, packages))
     for path in sorted((ROOT / "examples" / "jax").glob("*.py")):
         name = str(path.relative_to(ROOT))
         packages = ("optax", IN_JAX.get(path.stem, "optax"))
         parts.append(Part(f"JAX with Optax: {name}", "jax", (name,), packages))
     for backend, title in (("torch", "PyTorch"), ("jax", "JAX"), ("tensorflow", "TensorFlow")):
         row = functools.partial(Part, framework=backend, environment={"KERAS_BACKEND": backend})
-        demo = ("-m", "lossscale", "demo", "--backend", backend, "--output", "build/gpu-demo.png")
         where = f"Keras 3 on {title}"
         # The rows of PyTorch and Optax have been there already.
         of_keras = (*PROMISES, "-k", "keras")
-        parts += [
-            row(f"{where}: promises", arguments=of_keras, packages=("keras",)),
-            row(
-                f"{where}: the demo",
-                arguments=demo,
-                packages=("keras", "sklearn", "matplotlib", "rich"),
-            ),
-        ]
+        parts.append(row(f"{where}: promises", arguments=of_keras, packages=("keras",)))
         for example in ("fit_mixed_float16", "diagnose_gradients"):
             arguments = (f"examples/{example}.py",)
             parts.append(row(f"{where}: {arguments[0]}", arguments=arguments, packages=("keras",)))

@@ -18,7 +18,7 @@ import tomllib
 import venv
 
 ROOT = pathlib.Path(__file__).parents[1]
-TOOLS = ("pytest", "hypothesis", "h5py", "matplotlib", "rich")
+TOOLS = ("pytest", "hypothesis", "h5py", "matplotlib")
 PROMISES = "tests/conformance/test_promises.py"
 
 

@@ -66,13 +66,84 @@ def test_megatrons_tracker_starts_anew_when_the_scale_grows():
     assert found == [15, 15, 16, 16, 15]
 
 
+def stationary_drift(rule, probability):
+    """The drift by the stationary distribution of both counters, a Markov chain.
+
+    The first states are numbers of finite steps in a row, and then those of overflows.
+    """
+    interval, waits = rule.growth_interval, rule.overflows_before_backoff
+    finite, size = 1 - probability, interval + waits
+    move = np.zeros((size, size))
+    for state in range(size):
+        count = state if state < interval else 0
+        move[state, (count + 1) % interval] += finite
+        overflows = state - interval + 1 if state >= interval else 0
+        move[state, interval + min(overflows + 1, waits) - 1] += probability
+    # The left eigenvector of 1, and its sum.
+    system = np.vstack([move.T - np.eye(size), np.ones(size)])
+    share, *_ = np.linalg.lstsq(system, np.r_[np.zeros(size), 1.0], rcond=None)
+    grows = share[interval - 1] + (share[interval:].sum() if interval == 1 else 0)
+    lowers = share[interval + waits - 1]
+    growth, backoff = np.log2([rule.growth_factor, rule.backoff_factor])
+    return growth * grows * finite + backoff * lowers
+
+
+RULES = [
+    DynamicScale(growth_interval=interval, overflows_before_backoff=waits, growth_factor=factor)
+    for interval, waits, factor in [
+        (1, 1, 2.0),
+        (1, 3, 2.0),
+        (7, 2, 4.0),
+        (30, 1, 2.0),
+        (40, 4, 8.0),
+    ]
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("probability", [1e-9, 0.01, 0.3, 0.999])
+def test_the_law_of_random_overflows_is_that_of_the_chain(rule, probability):
+    expected = stationary_drift(rule, probability)
+    assert rules.expected_drift(rule, probability) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("rule", [DynamicScale(), *RULES], ids=repr)
+def test_the_drift_is_zero_at_the_critical_probability(rule):
+    critical = rules.critical_probability(rule)
+    assert 0 < critical < 1
+    above = 1 - (1 - critical) * 0.9
+    assert rules.expected_drift(rule, critical * 0.9) > 0 > rules.expected_drift(rule, above)
+
+
+def test_the_critical_probability_of_doubling_and_halving_is_known():
+    for interval in (2000, 1000, 100):
+        rule = DynamicScale(growth_interval=interval)
+        assert rules.critical_probability(rule) == pytest.approx(1 - 2 ** (-1 / interval), rel=1e-9)
+
+
+def test_scales_drift_as_the_law_says():
+    rule = DynamicScale(
+        2.0**60, min_scale=2.0**-126, growth_interval=50, overflows_before_backoff=2
+    )
+    for probability in (0.03, 0.1):
+        bad = np.random.default_rng(3).random((4000, 64)) < probability
+        scaler = rules.Scaler(rule, 64)
+        first = scaler.exponents()
+        for each in bad:
+            scaler.step(~each, each)
+        drifts = (scaler.exponents() - first) / len(bad)
+        error = drifts.std() / 8
+        assert abs(drifts.mean() - rules.expected_drift(rule, probability)) < 5 * error
+        assert error < 0.1 * abs(drifts.mean())
+
+
 def test_the_command_writes_the_page(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
-    page.write_text("\n".join(["before", *rules.MARKS, "after\n"]))
+    page.write_text("\n".join(["before", *rules.MARKS_OF_LAW, *rules.MARKS, "after\n"]))
     monkeypatch.setattr(rules, "TASKS", {"GRU": rules.TASKS["GRU"]})
     rules.main(["--steps", "12", "--page", str(page)])
     printed = capsys.readouterr().out
-    assert printed.count("`overflows_before_backoff=2`") == 2 * len(rules.SHIFTS)
+    assert printed.count("`overflows_before_backoff=2`") == 1 + 2 * len(rules.SHIFTS)
     assert "nan" not in printed
-    assert printed.strip() in page.read_text()
+    assert set(printed.splitlines()) <= set(page.read_text().splitlines())
     assert page.read_text().startswith("before")

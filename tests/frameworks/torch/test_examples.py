@@ -1,0 +1,122 @@
+"""The programs of examples/torch: what they print, and what the demo claims."""
+
+import contextlib
+import importlib.util
+import io
+import pathlib
+import re
+import runpy
+import sys
+
+import pytest
+import torch
+from matplotlib.image import imread
+
+ROOT = pathlib.Path(__file__).parents[3]
+FOLDER = ROOT / "examples" / "torch"
+FLOAT32, UNSCALED, FIXED, DYNAMIC = NAMES = (
+    "float32",
+    "float16, no scaling",
+    "float16, fixed scale",
+    "float16, dynamic scale",
+)
+STEPS_OF_AN_EPOCH = 22
+
+
+def test_the_loop_takes_its_four_steps(capsys):
+    runpy.run_path(str(FOLDER / "plain.py"))
+    *steps, last = capsys.readouterr().out.splitlines()
+    assert last == "8 4 4 8 - steps skipped: 1"
+    assert [step.rpartition(" ")[2] for step in steps] == ["0.009", "0.009", "0.0081", "0.00729"]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    spec = importlib.util.spec_from_file_location("digits_example", FOLDER / "digits.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    threads = torch.get_num_threads()
+    spec.loader.exec_module(module)
+    yield module
+    torch.set_num_threads(threads)
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def printed(demo, tmp_path_factory):
+    """What the program prints, and its picture."""
+    picture, out = tmp_path_factory.mktemp("demo") / "digits.png", io.StringIO()
+    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(out):
+        patched.setattr(sys, "argv", ["digits.py", "--epochs", "4", "--output", str(picture)])
+        demo.main()
+    return out.getvalue(), picture
+
+
+def cells_of(text):
+    """The rows of the first table in a text, by the names in their first column."""
+    rows = [re.split(r" *\| *", line)[1:-1] for line in text.splitlines() if line[:1] == "|"]
+    return {name: cells for name, *cells in rows if name in NAMES}
+
+
+def check_claims(text, steps):
+    """Checks what README says of the four runs."""
+    rows = cells_of(text)
+    assert tuple(rows) == NAMES
+    accuracy = {name: float(cells[0].removesuffix("%")) for name, cells in rows.items()}
+    flushed = {name: float(cells[1].removesuffix("%")) for name, cells in rows.items()}
+    assert accuracy[FLOAT32] > 85
+    assert accuracy[UNSCALED] < 30
+    assert accuracy[FIXED] == pytest.approx(accuracy[FLOAT32], abs=5)
+    assert accuracy[DYNAMIC] == pytest.approx(accuracy[FLOAT32], abs=5)
+    assert (flushed[FLOAT32], flushed[UNSCALED]) == (0, 100)
+    assert flushed[DYNAMIC] < flushed[FIXED] < 5
+    assert rows[FLOAT32][2:] == rows[UNSCALED][2:] == ["", ""]
+    assert rows[FIXED][2:] == [f"0 of {steps}", "2**20"]
+    skipped, _, total = rows[DYNAMIC][2].split()
+    # Each skip halves the scale, which starts at 2**40.
+    assert total == str(steps)
+    assert 0 < int(skipped) < 15
+    assert 40 - int(skipped) <= int(rows[DYNAMIC][3].removeprefix("2**")) < 40
+
+
+def test_float16_learns_only_with_a_loss_scale(printed):
+    check_claims(printed[0], 4 * STEPS_OF_AN_EPOCH)
+
+
+def test_the_table_of_readme_shows_the_same():
+    text = (ROOT / "README.md").read_text()
+    check_claims(text, 15 * STEPS_OF_AN_EPOCH)
+
+
+def test_it_shows_where_it_is_and_what_it_wrote(printed):
+    text, picture = printed
+    assert [
+        line.partition(" [")[0].strip() for line in text.splitlines() if " epoch 4/4" in line
+    ] == [*NAMES]
+    assert f"Picture: {picture}\n" in text
+    height, width, _ = imread(picture).shape
+    assert (width, height) == (1320, 960)
+
+
+def test_without_the_average_float16_learns_without_a_loss_scale(demo):
+    # The control: the size of the gradients stops the second run, and not float16.
+    run = demo.train(demo.digits(), True, None, epochs=2, outputs=1)
+    assert run.accuracy[-1] > 0.8
+    assert run.flushed[-1] < 0.05
+
+
+def test_the_average_changes_nothing_in_float32(demo):
+    data = demo.digits()
+    assert (
+        demo.train(data, False, None, epochs=1).accuracy
+        == demo.train(data, False, None, epochs=1, outputs=1).accuracy
+    )
+
+
+def test_every_skipped_step_halves_the_scale(demo):
+    run = demo.train(demo.digits(), *demo.RUNS[DYNAMIC], epochs=1)
+    assert len(run.scales) == len(run.skipped) == STEPS_OF_AN_EPOCH
+    assert run.scales[0] == 2.0**40
+    assert run.skipped[0]
+    after = [*run.scales[1:], run.final_scale]
+    for used, skipped, following in zip(run.scales, run.skipped, after, strict=True):
+        assert following == (used / 2 if skipped else used)
