@@ -1,38 +1,13 @@
-"""Models of both Kerases on every backend, and gradients by the framework itself."""
+"""Models of Keras 3 on every backend, and gradients by the framework itself."""
 
 from __future__ import annotations
 
-import os
-from types import SimpleNamespace
-
+import keras
 import numpy as np
 
-TF_KERAS = os.environ.get("LOSSSCALE_TEST_KERAS") == "tf_keras"
-
-if TF_KERAS:
-    import tensorflow as tf
-    import tf_keras as keras
-
-    BACKEND = "tensorflow"
-    ops = SimpleNamespace(
-        abs=tf.abs,
-        cast=tf.cast,
-        convert_to_tensor=tf.convert_to_tensor,
-        exp=tf.exp,
-        matmul=tf.matmul,
-        mean=tf.reduce_mean,
-        shape=tf.shape,
-        sum=tf.reduce_sum,
-        tanh=tf.tanh,
-    )
-    set_policy = keras.mixed_precision.set_global_policy
-else:
-    import keras
-
-    BACKEND = keras.backend.backend()
-    ops = keras.ops
-    set_policy = keras.config.set_dtype_policy
-
+BACKEND = keras.backend.backend()
+ops = keras.ops
+set_policy = keras.config.set_dtype_policy
 layers = keras.layers
 LOST = 2.0**-40
 """A loss times this has gradients that float16 takes for zero."""
@@ -41,7 +16,7 @@ LOST = 2.0**-40
 def numpy_of(tensor):
     if BACKEND == "torch" and hasattr(tensor, "detach"):
         tensor = tensor.detach().cpu()
-    return np.array(tensor if TF_KERAS else keras.ops.convert_to_numpy(tensor), np.float64)
+    return np.array(keras.ops.convert_to_numpy(tensor), np.float64)
 
 
 def wide(tensor):
@@ -62,7 +37,7 @@ def gradients(model, loss_of, scale=1.0):
 
         with tf.GradientTape() as tape:
             loss = wide(loss_of(model)) * scale
-        found = tape.gradient(loss, [v if TF_KERAS else v.value for v in variables])
+        found = tape.gradient(loss, [v.value for v in variables])
         return [None if g is None else numpy_of(tf.convert_to_tensor(g)) for g in found]
     if BACKEND == "torch":
         for variable in variables:
@@ -150,8 +125,7 @@ class _Twice(layers.Layer):
         self.inner = inner
 
     def build(self, shape):
-        if not TF_KERAS:
-            self.inner.build(shape, shape)
+        self.inner.build(shape, shape)
         self.built = True
 
     def call(self, x):

@@ -19,13 +19,6 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.packages import PACKAGES, is_installed, lacking_for_keras, not_installed
 
 
-class MakesPasses(Protocol):
-    """What `package.passes` has where a row names a monitor."""
-
-    def new_run(self, model: Any, loss_fn: Any = None, parameters: Any = None) -> Any:
-        """Returns what computes passes of a model; see `lossscale.diagnosis.passes.Run`."""
-
-
 class Installs(Protocol):
     """What `package.installing` has for each of the `kerases`."""
 
@@ -44,8 +37,7 @@ class Framework(NamedTuple):
         package: Where the modules are that serve it.
         wrappers: Base classes of its optimizers, and the wrappers that wrap them; the package has
             these, or a module of it that is named before a dot.
-        monitor: The callback that watches a run, in `package.monitor`. Passes of models of the
-            class `root.Model` are computed by `package.passes`.
+        monitor: The callback that watches a run, in `package.monitor`.
     """
 
     name: str
@@ -78,11 +70,8 @@ class Framework(NamedTuple):
 if TYPE_CHECKING:
     # mypy holds what stands in the rows to what is expected of it.
     from lossscale.keras import installing as keras_installing
-    from lossscale.keras import passes as keras_passes
     from lossscale.tf_keras import installing as tf_keras_installing
-    from lossscale.tf_keras import passes as tf_keras_passes
 
-    _PASSES: tuple[MakesPasses, ...] = (keras_passes, tf_keras_passes)
     _INSTALLING: tuple[Installs, ...] = (keras_installing, tf_keras_installing)
 
 _KERAS = Framework(
@@ -253,16 +242,6 @@ def monitor_for(name: str | None) -> type[Any]:
         )
     found: type[Any] = getattr(known[name].module("monitor"), str(known[name].monitor))
     return found
-
-
-def passes_for(model: Any) -> MakesPasses | None:
-    """Returns the module that computes passes of a model; None if it is of no known framework."""
-    for framework in _TABLE:
-        root = framework.loaded_root()
-        if framework.monitor and root is not None and isinstance(model, root.Model):
-            passes: MakesPasses = framework.module("passes")
-            return passes
-    return None
 
 
 def combined(cls: type[Any], wrapper: type[Any]) -> type[Any]:

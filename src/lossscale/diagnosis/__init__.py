@@ -1,11 +1,11 @@
-"""What float16 does to the gradients of a model, and which rule of loss scaling it needs."""
+"""Whether a model needs loss scaling in float16, and which rule: `diagnose` measures it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lossscale import registry
 from lossscale.checks import checked_count
 from lossscale.errors import ArgumentTypeError
 from lossscale.packages import require
@@ -35,7 +35,7 @@ def diagnose(
     tolerance: float = 0.1,
     after_batch: Callable[[int], None] = lambda number: None,
 ) -> Report:
-    """Measures what float16 makes of a Keras model's gradients, and says which rule it needs.
+    """Measures how accurate a Keras model's gradients are in float16, and which rule they need.
 
     On each batch the gradients are computed several times: in float32, and in float16 at several
     loss scales. A model that is not in float16 is computed as under `mixed_float16`; layers that
@@ -45,8 +45,8 @@ def diagnose(
     Gradients change as a network learns. Ask at the start of training, and again later.
 
     Args:
-        model: A model of Keras 3 or tf_keras that has its variables, and is compiled unless
-            `loss_fn` is given.
+        model: A model of Keras 3 that has its variables, and is compiled unless `loss_fn` is
+            given.
         x: Arrays of shape (rows, ...), in a list or dictionary if the model has several inputs; or
             an iterable of batches (x,), (x, y) or (x, y, sample_weight), such as a dataset or a
             list of tuples; or one such batch, a tuple.
@@ -70,8 +70,8 @@ def diagnose(
         The report. Print it, or ask for `verdict` and `rule`.
 
     Raises:
-        ArgumentTypeError: If it is no model of a supported framework, or `loss_fn` returns no
-            loss. It is a `TypeError`.
+        ArgumentTypeError: If `model` is not a model of Keras 3, or `loss_fn` returns something
+            else than a loss. It is a `TypeError`.
         ArgumentError: If its loss is not known, it has no variables, or the data or another
             argument cannot be used. It is a `ValueError`.
 
@@ -79,8 +79,8 @@ def diagnose(
         >>> diagnose("model", [1.0])
         Traceback (most recent call last):
         ...
-        lossscale.errors.ArgumentTypeError: The first argument must be a model of Keras 3 or
-        tf_keras. Received: 'model' of type str.
+        lossscale.errors.ArgumentTypeError: The first argument must be a model of Keras 3.
+        Received: 'model' of type str.
     """
     require("numpy")
     # Not at the top: they need NumPy, which optimizers do without.
@@ -92,13 +92,10 @@ def diagnose(
         "batches": checked_count("batches", batches),
         "batch_size": checked_count("batch_size", batch_size),
     }
-    module = registry.passes_for(model)
-    if module is None:
-        raise ArgumentTypeError(
-            "The first argument must be a model of Keras 3 or tf_keras. "
-            f"Received: {model!r} of type {type(model).__name__}."
-        )
-    run = module.new_run(model, loss_fn, parameters)
+    _check_is_keras(model)
+    from lossscale.diagnosis.keras import KerasRun
+
+    run = KerasRun(model, loss_fn, parameters)
     return report_on(
         run,
         batches_of(x, y, sample_weight, class_weight, **sizes),
@@ -108,3 +105,24 @@ def diagnose(
         in_use=run.scale_in_use(),
         after_batch=after_batch,
     )
+
+
+def _check_is_keras(model: Any) -> None:
+    """Checks that a model is of Keras 3; for others the error has the line to write."""
+    keras, torch = sys.modules.get("keras"), sys.modules.get("torch")
+    if keras is not None and keras.__version__ >= "3" and isinstance(model, keras.Model):
+        return
+    message = (
+        "The first argument must be a model of Keras 3. "
+        f"Received: {model!r} of type {type(model).__name__}."
+    )
+    if any(cls.__module__.startswith("tf_keras.") for cls in type(model).__mro__):
+        message += (
+            " A model of tf_keras is not measured. Build the same layers with Keras 3, and write "
+            "new_model.set_weights(model.get_weights()); diagnose(new_model, x, y)."
+        )
+    elif torch is not None and isinstance(model, torch.nn.Module):
+        message += " Write lossscale.torch.diagnose(model, loss_fn, batches)."
+    elif callable(model):
+        message += " For a loss in JAX, write lossscale.optax.diagnose(loss_fn, params, batches)."
+    raise ArgumentTypeError(message)

@@ -1,23 +1,27 @@
-"""Three numbers of a model: how wrong gradients are, where they overflow, what room outputs have.
+"""Measures what float16 does to gradients: a few forward and backward passes, compared.
 
-Scales are powers of two here, and named by their exponents. A gradient is compared with that of
-float32: its error is the norm of the difference over the norm.
+A framework computes the passes; everything else of a diagnosis is here and in NumPy. Scales are
+powers of two here, and named by their exponents. A gradient is compared with that of float32: its
+error is the norm of the difference over the norm.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from lossscale.diagnosis.passes import MODEL, Output, Pass, Run
-from lossscale.errors import LossScaleError, first_line
+from lossscale.errors import ArgumentError, LossScaleError, first_line
 
+LOSS = "loss"
+"""The name of a loss that is the only one."""
+TARGETS = "the targets"
+"""The name in `Pass.outputs` of targets in the dtype of the output that they are compared with."""
 TOLERANCE = 0.1
 """How wrong a gradient may be. An error doubles with each bit that gradients shrink in training:
 this leaves two bits before it is half of the gradient."""
@@ -26,32 +30,105 @@ NOISE = 0.5
 normalization, which is 0 but for rounding."""
 MARGIN = 4
 """How many bits gradients should stay below overflow: they grew by up to 5 in training."""
-NEAR = 3
-"""An operation with fewer bits of room than this is near the end of float16."""
 
 _LARGEST = 65504.0
 _HIGHEST = 126
 """The exponent of the largest scale; the smallest one is its reciprocal."""
 _SECOND = 8
 """Of the second scale: an error that scaling mends is a 256th there."""
-_PROBES = 6
-"""How many scales are tried at most to find `bottom` on one batch."""
-_SPREAD = 36
-"""Bits from where a gradient overflows to where one of numbers alike is lost."""
-_CREDIBLE = 0.99
-"""What has to become of a loss where an output is moved to where the loss should be 0."""
+_FAR = 36
+"""How far above 1 scales are tried where no gradient says how large gradients are."""
+_SAME = 0.01
+"""Float32 gradients that differ by more between two loss scales depend on it."""
+_RANDOM = "the loss draws random numbers that are others in each pass"
+
+
+# --- What a framework computes --------------------------------------------------------------------
+
+
+class Output(NamedTuple):
+    """The range of what an operation of the forward pass returned.
+
+    Attributes:
+        largest: The largest finite magnitude, 0 if there is none.
+        finite: Whether every element is finite. Float16 may lose to infinity what float32 keeps;
+            a mask of infinities is not finite in both.
+    """
+
+    largest: float
+    finite: bool
+
+
+class Pass(NamedTuple):
+    """A loss and its gradients, from one forward and backward pass.
+
+    Attributes:
+        gradients: Name of each variable to the gradient of the scaled loss, a NumPy array of
+            float32 (of a sparse one the rows that are in it); None if the loss does not depend on
+            the variable.
+        loss: The loss, not scaled.
+        outputs: Name of each operation to the range of what it returned, in the order of the
+            forward pass; empty if nobody asked. In float16 only those that returned float16.
+    """
+
+    gradients: Mapping[str, Any]
+    loss: float
+    outputs: Mapping[str, Output] = {}
+
+
+class Run(Protocol):
+    """Computes the gradients of the losses of a model on a batch.
+
+    It leaves the model, its optimizer and all random states as they were, bit for bit, also if the
+    model fails. Each call draws the same random numbers, in float16 those of float32.
+    """
+
+    def __call__(
+        self, batch: Any, scale: float, half: bool, *, watch: bool = False
+    ) -> dict[str, Pass]:
+        """Returns a pass for each loss, under its name; a loss without a name is `LOSS`.
+
+        Args:
+            batch: One of the batches.
+            scale: Multiplies each loss before it is derived.
+            half: Whether to compute as training in float16 does; otherwise in float32.
+            watch: Whether to return the ranges of what operations return.
+        """
+
+
+def numbered(name: str, counts: Counter[str]) -> str:
+    """Returns a name with a number, if it is not the first of its kind that is counted."""
+    counts[name] += 1
+    return name if counts[name] == 1 else f"{name}, {counts[name]}"
+
+
+def check_losses(parameters: Iterable[str], losses: Iterable[str]) -> None:
+    """Checks that each loss which `parameters` names is one that `loss_fn` returned.
+
+    Raises:
+        ArgumentError: If one is not. It is a `ValueError`.
+    """
+    returned = list(losses)
+    if unknown := sorted(set(parameters) - set(returned)):
+        raise ArgumentError(
+            f"`parameters` names the loss {unknown[0]!r}, and `loss_fn` returns "
+            f"{', '.join(map(repr, returned))}."
+        )
+
+
+# --- What is measured -----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """What float16 makes of the gradient of one variable.
+    """How accurate the gradient of one variable is in float16, by loss scale.
 
     Attributes:
         name: The name of the variable.
         elements: How many numbers it has.
         largest: The largest magnitude in it in float32, the loss not scaled.
         errors: Exponent of each loss scale that was tried to the relative error there, the worst
-            of all batches; infinite where it overflows.
+            of all batches; infinite if it overflows. Empty if the gradient is 0 in float32.
         bfloat16: The relative error if it is rounded to bfloat16.
     """
 
@@ -71,6 +148,11 @@ class Gradient:
         """Whether float16 gets it wrong at every scale, so that it says nothing about one."""
         return self.best >= NOISE
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether every element is 0 in float32."""
+        return self.largest == 0 and self.elements > 0
+
     def wrong_at(self, exponent: int) -> float:
         """Returns the error at a scale that was tried beyond that at its best scale."""
         return _beyond(self.errors[exponent], self.best)
@@ -78,19 +160,16 @@ class Gradient:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What an operation of the forward pass leaves of the range of float16.
+    """How much of the range of float16 an operation of the forward pass leaves.
 
     Attributes:
-        name: Its name; `MODEL` is all that the model returns.
+        name: The name of the operation.
         room: Bits between the largest number that it returned and 65,504.
-        reach: Bits between the largest that it has to return for a loss of 0 and 65,504; negative
-            beyond. NaN where that is not known.
         finite: Whether float16 loses nothing to infinity that float32 keeps.
     """
 
     name: str
     room: float
-    reach: float
     finite: bool
 
 
@@ -104,9 +183,9 @@ class Measurement:
         bottom: The lowest exponent of a scale where every gradient is right; 0 for 0 or less.
         top: The highest one where every gradient is finite.
         top_is_bound: Whether nothing higher than `top` was tried.
-        ends_at: Name of the operation, or "the loss", where float16 ends; "" if nowhere.
-        needs: What that operation would have to return, as a magnitude; infinite where it is not
-            finite already.
+        ends_at: Name of the operation, or "the loss", that overflows in float16; "" if none does.
+        reference: The exponent of the loss scale that the float32 gradients were computed at: 0,
+            or higher for a model that casts to float16 itself.
         tolerance: How wrong a gradient may be.
         in_use: The loss scale that trains, and the name and error of the worst gradient there.
         batches: How many batches were measured on.
@@ -120,12 +199,17 @@ class Measurement:
     top: int = 0
     top_is_bound: bool = False
     ends_at: str = ""
-    needs: float = math.inf
+    reference: int = 0
     tolerance: float = TOLERANCE
     in_use: tuple[float, str, float] | None = None
     batches: int = 0
     passes: int = 0
     unknown: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no other batch can change the verdict."""
+        return bool(self.unknown or self.ends_at)
 
     @property
     def voting(self) -> list[Gradient]:
@@ -167,7 +251,7 @@ def measure(
     Args:
         run: Computes a pass.
         batches: What to measure on.
-        tolerance: How wrong a gradient may be, dimensionless.
+        tolerance: How wrong a gradient may be, as a share of it.
         in_use: The loss scale that trains, or None.
         after_batch: Called after each batch with the number of batches so far.
 
@@ -179,15 +263,13 @@ def measure(
     number = 0
     for number, batch in enumerate(batches, 1):
         passes.begin(batch)
-        for name, reference in passes.references.items():
+        for name in list(passes.references):
             loss = losses.setdefault(name, _Loss(name, tolerance))
             if not loss.is_over:
-                loss.add(passes, reference, in_use)
+                loss.add(passes, in_use)
         after_batch(number)
         if all(loss.is_over for loss in losses.values()):
             break
-    for loss in losses.values():
-        loss.find_missing_tops(passes)
     return {
         name: dataclasses.replace(loss.result(), batches=number, passes=passes.count)
         for name, loss in losses.items()
@@ -203,103 +285,109 @@ class _Passes:
 
     def begin(self, batch: Any) -> None:
         """Computes the reference on a batch, whose passes follow."""
-        self.batch = batch
+        self._batch = batch
         self.errors: dict[tuple[str, float], dict[str, float]] = {}
-        self.references = self._counted(1.0, False, watch=True)
+        self._raised: dict[int, dict[str, Pass]] = {}
+        self.references = self._counted(0, False, watch=True)
 
     def at(self, name: str, exponent: float) -> dict[str, float]:
         """Returns the error of each gradient of a loss at a scale."""
         if (name, exponent) not in self.errors:
-            scale = 2.0**exponent
-            found = self._counted(scale, True, watch=exponent == 0)
+            found = self._counted(exponent, True, watch=exponent == 0)
             for each, reference in self.references.items():
-                self.errors[each, exponent] = _errors(reference, found[each], scale)
+                self.errors[each, exponent] = _errors(reference, found[each])
             if exponent == 0:
                 # The gradients of other scales are not kept.
                 self.unscaled = found
         return self.errors[name, exponent]
 
-    def raise_reference(self, exponent: int) -> None:
-        """Takes the reference at a scale where float16 loses least, and compares with that."""
-        scale = 2.0**exponent
-        raised = self._counted(scale, False)
-        for name, found in raised.items():
-            gradients = {
-                key: None if g is None else np.asarray(g, np.float64) / scale
-                for key, g in found.gradients.items()
-            }
-            self.references[name] = self.references[name]._replace(gradients=gradients)
-        tried = {exponent for _, exponent in self.errors}
-        self.errors.clear()
-        for each in tried:
-            for name in raised:
-                self.at(name, each)
+    def reference_at(self, exponent: int) -> dict[str, Pass]:
+        """Returns the passes in float32 at a loss scale."""
+        if exponent not in self._raised:
+            self._raised[exponent] = self._counted(exponent, False)
+        return self._raised[exponent]
 
-    def is_finite(self, batch: Any, name: str, exponent: int) -> bool:
-        """Whether every gradient is finite at a scale, on a batch that has no reference now."""
-        found = self._counted(2.0**exponent, True, batch=batch)
-        return all(np.isfinite(g).all() for g in found[name].gradients.values() if g is not None)
+    def compare_with(self, name: str, reference: Pass) -> None:
+        """Takes another reference for a loss, and computes its errors again."""
+        self.references[name] = reference._replace(outputs=self.references[name].outputs)
+        tried = [exponent for each, exponent in self.errors if each == name]
+        for exponent in tried:
+            del self.errors[name, exponent]
+        for exponent in tried:
+            self.at(name, exponent)
 
-    def moved(self, name: str, output: str) -> float:
-        """Returns the loss with an output where it has to be for a loss of 0."""
-        return self._counted(1.0, False, move=output)[name].loss
-
-    def _counted(
-        self, scale: float, half: bool, *, batch: Any = None, **keywords: Any
-    ) -> dict[str, Pass]:
+    def _counted(self, exponent: float, half: bool, *, watch: bool = False) -> dict[str, Pass]:
+        """Computes a pass; the gradients that it returns are those of the loss, not scaled."""
         self.count += 1
-        # An overflow is what is looked for.
+        scale = 2.0**exponent
+        # Overflow is what is measured.
         with np.errstate(all="ignore"):
-            return self._run(self.batch if batch is None else batch, scale, half, **keywords)
+            found = self._run(self._batch, scale, half, watch=watch)
+        if scale == 1:
+            return found
+        return {
+            name: each._replace(
+                gradients={
+                    key: None if g is None else np.asarray(g, np.float64) / scale
+                    for key, g in each.gradients.items()
+                }
+            )
+            for name, each in found.items()
+        }
 
 
 class _Loss:
-    """What is found of one loss, batch after batch."""
+    """What is known of one loss, batch after batch."""
 
     def __init__(self, name: str, tolerance: float) -> None:
         self._name, self._tolerance = name, tolerance
         self._found = Measurement(tolerance=tolerance)
         self._rows: dict[str, Gradient] = {}
         self._operations: dict[str, Operation] = {}
+        self._in_float32: set[str] = set()
         self._bottom = 0
         self._top: int | None = None
-        self._bound = _HIGHEST
-        self._open: list[tuple[Any, int]] = []
+        self._bound = self._assumed_top = _HIGHEST
         self._needed = False
 
     @property
     def is_over(self) -> bool:
         """Whether no other batch can change the verdict."""
-        return bool(self._found.unknown or self._found.ends_at)
+        return self._found.is_over
 
     def result(self) -> Measurement:
-        top = self._top
+        """Returns the measurement."""
         found = dataclasses.replace(
             self._found,
             gradients=tuple(self._rows.values()),
             operations=tuple(self._operations.values()),
             bottom=self._bottom,
-            top=self._bound if top is None else top,
-            top_is_bound=top is None,
+            top=self._bound if self._top is None else min(self._top, self._assumed_top),
+            top_is_bound=self._top is None,
         )
         if not self.is_over and all(each.is_noise for each in found.gradients):
             found = dataclasses.replace(
                 found,
                 unknown="every gradient is wrong at every scale: either float16 computes none, or "
-                "the loss draws random numbers that are others in each pass",
+                f"{_RANDOM}",
             )
         return found
 
-    def add(self, passes: _Passes, reference: Pass, in_use: float | None) -> None:
-        """Measures on a batch.
+    def add(self, passes: _Passes, in_use: float | None) -> None:
+        """Measures on a batch."""
+        self._measure(passes)
+        self._add_gradients(passes.references[self._name])
+        if self.is_over:
+            return
+        if in_use is not None:
+            self._add_in_use(passes, in_use)
+        for (name, exponent), errors in passes.errors.items():
+            # The scale in use need not be a power of two.
+            if name == self._name and isinstance(exponent, int):
+                self._add_errors(exponent, errors)
 
-        Args:
-            passes: Those of the batch.
-            reference: That in float32.
-            in_use: The loss scale that trains, or None.
-        """
-        given = reference
-        self._add_gradients(reference)
+    def _measure(self, passes: _Passes) -> None:
+        reference = passes.references[self._name]
         which = _not_finite(reference)
         if which:
             return self._stop(unknown=f"{which} is not finite in float32 already")
@@ -307,93 +395,54 @@ class _Loss:
             passes.at(self._name, 0)
         except LossScaleError:
             raise
-        # In float32 it has run, so that it is float16 that an operation does not take.
+        # In float32 the model has run, so it is float16 that it does not take; frameworks and
+        # models raise exceptions of many kinds for that.
         except Exception as error:
             said = first_line(error, 200)
             return self._stop(unknown=f"the model does not run in float16 here: {said}")
-        if self._ends(passes, reference):
-            return None
-        largest = _largest(reference)
-        if not largest:
-            # A model that computes in float16 whatever it is asked for may lose all of them.
-            passes.raise_reference(MARGIN * _SECOND)
-            reference = passes.references[self._name]
-            largest = _largest(reference)
-        if not 0 < largest < math.inf:
-            return self._stop(unknown="every gradient is 0")
-        self._look_at_scales(passes, _predicted_top(largest))
-        if in_use is not None:
-            self._add_in_use(passes, in_use)
-        if passes.references[self._name] is not given:
-            self._add_gradients(passes.references[self._name])
-        for (name, exponent), errors in passes.errors.items():
-            # The scale in use need not be a power of two.
-            if name == self._name and isinstance(exponent, int):
-                self._add_errors(exponent, errors)
-        return None
-
-    def find_missing_tops(self, passes: _Passes) -> None:
-        """Finds where gradients overflow on batches that came before the first that asks."""
-        if self.is_over or self._top is None:
-            return
-        for batch, predicted in self._open:
-            if predicted < self._top + MARGIN:
-                finite = functools.partial(passes.is_finite, batch, self._name)
-                self._top = _highest(finite, self._top, start=self._top)
+        if overflowing := self._overflow(passes.unscaled[self._name], reference):
+            return self._stop(ends_at=overflowing)
+        return self._measure_scales(passes)
 
     def _stop(self, **fields: Any) -> None:
         self._found = dataclasses.replace(self._found, **fields)
 
     # --- Forward --------------------------------------------------------------------------------
 
-    def _ends(self, passes: _Passes, reference: Pass) -> bool:
-        """Whether float16 ends in the forward pass, by what it returns or has to return."""
-        narrow = passes.unscaled[self._name]
+    def _overflow(self, narrow: Pass, wide: Pass) -> str:
+        """Returns what overflows in the forward pass in float16 alone, "" if nothing does."""
         for name, output in narrow.outputs.items():
-            wide = reference.outputs.get(name) or Output(output.largest, True)
-            found = Operation(
-                name,
-                _bits(output.largest),
-                _bits(wide.reach) if reference.loss > 0 else math.nan,
-                output.finite or not wide.finite,
-            )
-            before = self._operations.get(name, found)
+            in_float32 = wide.outputs.get(name)
+            # A mask of infinities is not finite in float32 either.
+            finite = output.finite or (in_float32 is not None and not in_float32.finite)
+            room = _bits(output.largest)
+            before = self._operations.get(name, Operation(name, room, finite))
             self._operations[name] = Operation(
-                name,
-                min(found.room, before.room),
-                # NaN is less than nothing.
-                min((found.reach, before.reach), key=lambda r: math.inf if math.isnan(r) else r),
-                found.finite and before.finite,
+                name, min(room, before.room), finite and before.finite
             )
-            if not found.finite and name != MODEL:
-                self._stop(ends_at=name)
-                return True
-        if not math.isfinite(narrow.loss):
-            self._stop(ends_at="the loss")
-            return True
-        for name in narrow.outputs:
-            found = self._operations[name]
-            if not found.reach < 0 or not (name == MODEL or found.room < NEAR):
-                continue
-            # A constant in the loss asks for outputs that would not lower it.
-            if passes.moved(self._name, name) < _CREDIBLE * reference.loss:
-                self._stop(ends_at=name, needs=reference.outputs[name].reach)
-                return True
-        return False
+            if not finite:
+                return name
+        return "" if math.isfinite(narrow.loss) else "the loss"
 
     # --- Backward -------------------------------------------------------------------------------
 
-    def _look_at_scales(self, passes: _Passes, predicted: int) -> None:
+    def _measure_scales(self, passes: _Passes) -> None:
         at = functools.partial(passes.at, self._name)
+        second = _second(_predicted_top(_largest(passes.references[self._name])))
+        at(second if self._top is None else self._top)
+        self._check_reference(passes)
+        largest = _largest(passes.references[self._name])
+        if not self.is_over and not largest:
+            self._stop(unknown="every gradient is 0")
+        if self.is_over:
+            return
+        predicted = _predicted_top(largest)
         if not self._needed:
-            second = min(max(predicted, MARGIN), _SECOND) if predicted >= 0 else predicted
-            if self._reference_is_narrow(at(0), at(second)):
-                passes.raise_reference(max(predicted - MARGIN, 0))
-            self.look_for_best(passes, NOISE)
+            self._look_for_best(passes, NOISE)
             has_room = second >= MARGIN and _all_finite(at(second))
             if has_room and self._wrong(passes, 0) <= self._tolerance:
                 self._bound = min(self._bound, second)
-                self._open.append((passes.batch, predicted))
+                self._assumed_top = min(self._assumed_top, max(predicted, second))
                 return
             self._needed = True
 
@@ -404,31 +453,61 @@ class _Loss:
         most = _HIGHEST if self._top is None else self._top
         self._top = _highest(finite, most, start=predicted if self._top is None else most)
         wrong = self._wrong(passes, 0)
-        self.look_for_best(passes, self._tolerance if wrong > self._tolerance else NOISE)
+        self._look_for_best(passes, self._tolerance if wrong > self._tolerance else NOISE)
         if self._bottom > 0:
             at(self._bottom)
         if self._wrong(passes, max(self._bottom, 0)) > self._tolerance:
             self._bottom = self._find_bottom(passes)
 
-    def _reference_is_narrow(self, one: Mapping[str, float], second: Mapping[str, float]) -> bool:
-        """Whether the model computes in float16 whatever it is asked for.
+    def _check_reference(self, passes: _Passes) -> None:
+        """Takes the reference at a higher loss scale if it depends on that, which float32 does not.
 
-        Then float16 is nearer to its reference at scale 1, where both lose the same.
+        A model that casts to float16 itself casts in the reference too. Small gradients become 0
+        there, and 0 or wrong by much beside those of float16.
         """
-        return any(
-            error < NOISE and error + self._tolerance < second.get(name, 0.0) < math.inf
-            for name, error in one.items()
-        )
+        reference = passes.references[self._name]
+        doubtful = self._doubtful(passes)
+        if not doubtful - self._in_float32 and not self._found.reference:
+            return None
+        exponent = max(_predicted_top(_largest(reference)) - MARGIN, _SECOND)
+        raised = passes.reference_at(exponent)[self._name]
+        # The loss itself is not scaled.
+        if abs(raised.loss - reference.loss) > _SAME * abs(reference.loss):
+            return self._stop(unknown=_RANDOM)
+        wrong = doubtful
+        if not _not_finite(raised):
+            changed = {name for name, e in _errors(raised, reference).items() if e > _SAME}
+            if not changed:
+                self._in_float32 |= {name for name in doubtful if np.any(raised.gradients[name])}
+                return None
+            # If it is right there, it is nearly right two bits lower.
+            lower = _errors(raised, passes.reference_at(exponent - 2)[self._name])
+            wrong = {name for name in changed if lower[name] > self._tolerance}
+        if wrong:
+            return self._stop(
+                unknown="the model casts to float16 itself, and its float32 gradients change with "
+                f"the loss scale up to 2**{exponent}: first {min(wrong)}"
+            )
+        self._stop(reference=exponent)
+        return passes.compare_with(self._name, raised)
 
-    def look_for_best(self, passes: _Passes, error_from: float) -> None:
+    def _doubtful(self, passes: _Passes) -> set[str]:
+        """Names of gradients that are 0 in the reference, or differ from it in float16."""
+        gradients = passes.references[self._name].gradients
+        zero = {n for n, g in gradients.items() if g is not None and g.size and not np.any(g)}
+        found = [errors for (name, _), errors in passes.errors.items() if name == self._name]
+        return zero | {
+            name for errors in found for name, e in errors.items() if self._tolerance < e < math.inf
+        }
+
+    def _look_for_best(self, passes: _Passes, error_from: float) -> None:
         """Tries higher scales while a gradient with such an error may have its best one there."""
         for _ in range(2):
             tried = [e for name, e in passes.errors if name == self._name]
-            best = self._best(passes)
             reference = passes.references[self._name].gradients
             waiting = [
                 _predicted_top(float(np.abs(reference[name]).max())) - 1
-                for name, error in best.items()
+                for name, error in self._best(passes).items()
                 if error >= error_from
             ]
             higher = [min(exponent, _HIGHEST) for exponent in waiting if exponent > max(tried)]
@@ -438,30 +517,13 @@ class _Loss:
 
     def _find_bottom(self, passes: _Passes) -> int:
         """The lowest exponent at which no gradient is wrong by more than the tolerance."""
-        low, high = 0, _HIGHEST
-        for probe in itertools.count():
-            tried = sorted(e for name, e in passes.errors if name == self._name and e >= 0)
-            wrong = {exponent: self._wrong(passes, exponent) for exponent in tried}
-            low = int(max(e for e in tried if wrong[e] > self._tolerance))
+        while True:
+            tried = [e for name, e in passes.errors if name == self._name and e >= 0]
+            low = int(max(e for e in tried if self._wrong(passes, e) > self._tolerance))
             high = int(min((e for e in tried if e > low), default=_HIGHEST))
-            if high - low <= 1 or probe == _PROBES:
-                break
-            guess = (low + high) // 2
-            if wrong[low] < NOISE:
-                # An error halves with each bit.
-                guess = low + math.ceil(math.log2(wrong[low] / self._tolerance))
-            elif probe == 0:
-                guess = max(low + 1, self._predicted_top_of_wrong(passes, low) - _SPREAD)
-            passes.at(self._name, min(max(guess, low + 1), high - 1))
-        return high
-
-    def _predicted_top_of_wrong(self, passes: _Passes, exponent: int) -> int:
-        gradients, best = passes.references[self._name].gradients, self._best(passes)
-        return max(
-            _predicted_top(float(np.abs(gradients[variable]).max()))
-            for variable, error in passes.at(self._name, exponent).items()
-            if best[variable] < NOISE and _beyond(error, best[variable]) > self._tolerance
-        )
+            if high - low <= 1:
+                return high
+            passes.at(self._name, (low + high) // 2)
 
     def _best(self, passes: _Passes) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -476,20 +538,22 @@ class _Loss:
 
         A gradient that overflows says nothing here: it is `top` that it limits.
         """
-        found = self.wrong(passes, passes.at(self._name, exponent)).values()
+        found = self._errors_beyond(passes, exponent).values()
         return max(filter(math.isfinite, found), default=0.0)
 
-    def wrong(self, passes: _Passes, errors: Mapping[str, float]) -> dict[str, float]:
-        """Returns errors beyond what float16 makes of each gradient anyway; noise is left out."""
-        best = self._best(passes)
+    def _errors_beyond(self, passes: _Passes, exponent: float) -> dict[str, float]:
+        """Errors at a scale beyond what float16 makes of each gradient anyway; without noise."""
+        errors, best = passes.at(self._name, exponent), self._best(passes)
         return {
             variable: _beyond(error, best[variable])
             for variable, error in errors.items()
             if best[variable] < NOISE
         }
 
+    # --- Rows -----------------------------------------------------------------------------------
+
     def _add_in_use(self, passes: _Passes, scale: float) -> None:
-        wrong = self.wrong(passes, passes.at(self._name, math.log2(scale)))
+        wrong = self._errors_beyond(passes, math.log2(scale))
         worst = max(wrong, key=lambda name: wrong[name], default="")
         before = self._found.in_use
         if worst and (before is None or wrong[worst] > before[2]):
@@ -534,14 +598,14 @@ def _highest(finite: Callable[[int], bool], most: int, start: int) -> int:
     return low
 
 
-def _errors(reference: Pass, found: Pass, scale: float) -> dict[str, float]:
+def _errors(reference: Pass, found: Pass) -> dict[str, float]:
     """The error of each gradient that is not 0 in float32; infinite for one that overflows."""
     errors = {}
     for name, gradient in reference.gradients.items():
         narrow = found.gradients.get(name)
         if gradient is None or narrow is None:
             continue
-        norm, difference = _norm(gradient), _norm(np.asarray(narrow, np.float64) / scale - gradient)
+        norm, difference = _norm(gradient), _norm(np.asarray(narrow, np.float64) - gradient)
         if not math.isfinite(difference):
             errors[name] = math.inf
         elif norm:
@@ -565,7 +629,7 @@ def _all_finite(errors: Mapping[str, float]) -> bool:
 
 
 def _not_finite(found: Pass) -> str:
-    """What of a pass is not finite, "" if all of it is."""
+    """Returns what of a pass is not finite, "" if all of it is."""
     if not math.isfinite(found.loss):
         return "the loss"
     numbers = [g for g in found.gradients.values() if g is not None]
@@ -580,15 +644,19 @@ def _largest(found: Pass) -> float:
 
 def _predicted_top(largest: float) -> int:
     """Where a gradient of float32 overflows, which that of float16 nearly always does as well."""
+    if not largest:
+        return _FAR
     return max(min(math.floor(math.log2(_LARGEST / largest)), _HIGHEST), -_HIGHEST)
+
+
+def _second(predicted: int) -> int:
+    """The second scale to try: high enough to mend what is too small, with room to overflow."""
+    return min(max(predicted, MARGIN), _SECOND) if predicted >= 0 else predicted
 
 
 def _bits(magnitude: float) -> float:
     """The bits between a magnitude and the largest number of float16."""
-    if not magnitude > 0:
-        # The largest of nothing but NaN is minus infinity on some processors.
-        return math.inf if magnitude == 0 else math.nan
-    return math.log2(_LARGEST) - math.log2(magnitude)
+    return math.log2(_LARGEST) - math.log2(magnitude) if magnitude > 0 else math.inf
 
 
 def _rounded_to_bfloat16(gradient: Any) -> float:

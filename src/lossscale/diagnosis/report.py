@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from typing import Any
 
-from lossscale.diagnosis.measurement import MARGIN, NEAR, TOLERANCE, Measurement, measure
-from lossscale.diagnosis.passes import MODEL, Run
+from lossscale.diagnosis.measurement import MARGIN, TOLERANCE, Measurement, Run, measure
 from lossscale.diagnosis.verdict import Kind, Verdict, judge
 from lossscale.rules import DynamicScale
 
 _NAMED = 3
+_WIDTH = 88
 _ORDER = (
     Kind.CANNOT_HELP,
     Kind.NO_SINGLE_SCALE,
@@ -67,9 +68,8 @@ class Report:
 
     def __str__(self) -> str:
         lines = []
-        for name, verdict in self.verdicts.items():
-            title = self.model if len(self.measurements) == 1 else f"{self.model}, {name}"
-            lines += [f"{title}: {headline(verdict)}", *_details(self.measurements[name], verdict)]
+        for line, (name, verdict) in zip(self._headlines(), self.verdicts.items(), strict=True):
+            lines += [_wrapped(line, 4), *_details(self.measurements[name], verdict)]
         found = next(iter(self.measurements.values()))
         batches = _several(found.batches, "batch", "batches")
         counted = f"{batches}, {_several(found.passes, 'pass', 'passes')}"
@@ -82,12 +82,44 @@ class Report:
         )
         return "\n".join(lines)
 
+    def _headlines(self) -> list[str]:
+        alone = len(self.measurements) == 1
+        return [
+            f"{self.model}{'' if alone else f', {name}'}: {headline(verdict)}"
+            for name, verdict in self.verdicts.items()
+        ]
+
     def __repr__(self) -> str:
-        return f"<Report: {str(self).splitlines()[0]}>"
+        return f"<Report: {self._headlines()[0]}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         return f"<pre>{escape(str(self))}</pre>"
+
+    def plot(self, ax: Any | None = None, *, loss: str | None = None) -> Any:
+        """Draws how wrong each gradient is in float16, over the loss scale.
+
+        Args:
+            ax: The matplotlib Axes to draw on. By default a new pyplot figure.
+            loss: Name of the loss to draw, in a report on several; None for the one with the worst
+                verdict.
+
+        Returns:
+            The Axes; `ax.figure.savefig("report.svg")` writes a file. A line is the gradient of
+            one variable, at the scales that were tried: the norm of its difference from float32,
+            over the norm. Errors below 0.001 % are drawn there, and a cross marks where a gradient
+            overflows. The green area is where every gradient is right, the red one where one
+            overflows; lines mark both scales of the rule. If the forward pass overflows, bars show
+            the largest number that each operation returned.
+
+        Raises:
+            ArgumentError: If there is no such loss, or nothing was measured in float16. It is a
+                `ValueError`.
+        """
+        # Not at the top: it imports the drawing of every other picture.
+        from lossscale.diagnosis.plot import plot_report
+
+        return plot_report(self, ax, loss)
 
     def to_json(self) -> str:
         """Returns the report as strict JSON, with the numbers of each gradient."""
@@ -174,35 +206,32 @@ def percent(share: float) -> str:
 
 def _details(found: Measurement, verdict: Verdict) -> list[str]:
     lines = []
-    if verdict.kind is Kind.CANNOT_HELP:
-        if math.isfinite(found.needs):
-            lines.append(
-                _line(
-                    "why",
-                    f"for the loss to be 0 {found.ends_at} has to reach about {found.needs:,.0f}; "
-                    "float16 ends at 65,504",
-                )
-            )
-    elif verdict.kind is not Kind.UNKNOWN:
-        lines += [_small(found), _range(found, verdict), _large(found)]
-    elif found.gradients:
+    if verdict.kind is Kind.UNKNOWN:
         lines.append(_predicted(found))
+    elif verdict.kind is not Kind.CANNOT_HELP:
+        lines += [_small(found), _range(found, verdict), _large(found)]
     if verdict.advice:
         lines.append(_line("do", verdict.advice))
     if found.operations and not found.ends_at:
-        lines.append(_forward(found))
+        nearest = min(found.operations, key=lambda each: each.room)
+        room = f"{nearest.room:.0f} bits of room; the largest output is that of {nearest.name}"
+        lines.append(_line("forward", room))
     if found.voting:
         lines.append(_bfloat16(found))
-    noise = [each.name for each in found.gradients if each.is_noise and each.errors]
-    if noise and verdict.kind not in (Kind.CANNOT_HELP, Kind.UNKNOWN):
-        lines.append(_left_out(noise))
-    if found.in_use is not None:
-        scale, name, wrong = found.in_use
+    if not found.is_over:
+        lines += [_zero(found), _left_out(found)]
+    if found.reference:
         lines.append(
             _line(
-                "in use", f"at the loss scale {_scale(scale)} {name} is wrong by {percent(wrong)}"
+                "reference",
+                "the model casts to float16 itself, so the float32 gradients were computed at a "
+                f"loss scale of 2**{found.reference}",
             )
         )
+    if found.in_use is not None:
+        scale, name, wrong = found.in_use
+        said = f"at the loss scale {_scale(scale)} {name} is wrong by {percent(wrong)}"
+        lines.append(_line("in use", said))
     return list(filter(None, lines))
 
 
@@ -250,16 +279,6 @@ def _large(found: Measurement) -> str:
     )
 
 
-def _forward(found: Measurement) -> str:
-    nearest = min(found.operations, key=lambda each: each.room)
-    text = f"{nearest.room:.0f} bits of room; the largest output is that of {nearest.name}"
-    asked = [each.reach for each in found.operations if each.name == MODEL]
-    if asked and 0 <= asked[0] <= NEAR + 1:
-        bits = _several(round(asked[0]), "bit", "bits")
-        text += f"; for a loss of 0 {MODEL} would come within {bits} of the end of float16"
-    return _line("forward", text)
-
-
 def _bfloat16(found: Measurement) -> str:
     worst = max(found.voting, key=lambda each: each.bfloat16)
     return _line(
@@ -269,12 +288,21 @@ def _bfloat16(found: Measurement) -> str:
     )
 
 
-def _left_out(names: list[str]) -> str:
-    named = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+def _zero(found: Measurement) -> str:
+    names = [each.name for each in found.gradients if each.is_zero]
+    if not names:
+        return ""
+    said = f"{_counted(names)} 0 in float32 too, and not judged: {_named(names)}"
+    return _line("zero", f"{said} (a unit that is never active has one)")
+
+
+def _left_out(found: Measurement) -> str:
+    names = [each.name for each in found.gradients if each.is_noise and each.errors]
+    if not names:
+        return ""
+    said = f"{_counted(names)} wrong at every scale: {_named(names)}"
     return _line(
-        "left out",
-        f"{_several(len(names), 'gradient', 'gradients')} that float16 gets wrong at every scale: "
-        f"{named} (a bias before a normalization is one: its gradient is 0 but for rounding)",
+        "left out", f"{said} (that of a bias before a normalization is 0 but for rounding)"
     )
 
 
@@ -291,7 +319,21 @@ def _predicted(found: Measurement) -> str:
 
 
 def _line(title: str, text: str) -> str:
-    return f"  {title:<11} {text}"
+    return _wrapped(f"  {title:<11} {text}", 14)
+
+
+def _wrapped(text: str, indent: int) -> str:
+    return textwrap.fill(
+        text, _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, expand_tabs=False
+    )
+
+
+def _counted(names: list[str]) -> str:
+    return "1 gradient is" if len(names) == 1 else f"{len(names)} gradients are"
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
 
 
 def _several(number: int, one: str, many: str) -> str:

@@ -1,6 +1,6 @@
-"""What three numbers say of a model: four questions, in this order.
+"""The verdict on a measurement: four questions, in this order.
 
-1. Does float16 end in the forward pass? Then no loss scale can help.
+1. Does something overflow in the forward pass? Then no loss scale can help.
 2. Does one gradient need a scale at which another overflows? Then no single one serves.
 3. Is every gradient right without scaling, and far enough from overflow? Then none is needed.
 4. Otherwise one is needed, and its rule starts below overflow and stays where gradients are right.
@@ -12,8 +12,7 @@ import dataclasses
 import enum
 import math
 
-from lossscale.diagnosis.measurement import MARGIN, Gradient, Measurement
-from lossscale.diagnosis.passes import MODEL
+from lossscale.diagnosis.measurement import MARGIN, TARGETS, Gradient, Measurement
 from lossscale.rules import DynamicScale
 
 _LARGEST_EXPONENT = 126
@@ -22,13 +21,13 @@ _BELOW = 20
 
 
 class Kind(enum.StrEnum):
-    """What a diagnosis comes to.
+    """Whether a loss needs loss scaling.
 
     Attributes:
         NOT_NEEDED: Float16 loses nothing that a loss scale would keep.
         NEEDED: Without loss scaling float16 loses a part of a gradient, or is near to overflow.
-        NO_SINGLE_SCALE: What one gradient needs makes another overflow.
-        CANNOT_HELP: Float16 ends in the forward pass, which is not scaled.
+        NO_SINGLE_SCALE: The scale that one gradient needs makes another overflow.
+        CANNOT_HELP: The forward pass, which is not scaled, overflows in float16.
         UNKNOWN: It could not be measured.
     """
 
@@ -41,10 +40,10 @@ class Kind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a measurement comes to.
+    """The verdict on one loss, with the reason and what to do.
 
     Attributes:
-        kind: In two words.
+        kind: The verdict.
         rule: The rule to use; None if none is needed or none helps.
         reason: Why, as the end of a sentence.
         advice: What to do in place of a rule; "" with one.
@@ -60,7 +59,7 @@ def judge(found: Measurement) -> Verdict:
     """Returns the verdict on a loss.
 
     Args:
-        found: What was measured of it.
+        found: The measurement of the loss.
 
     Examples:
         >>> from lossscale.diagnosis.measurement import Gradient
@@ -72,7 +71,7 @@ def judge(found: Measurement) -> Verdict:
     if found.unknown:
         return Verdict(Kind.UNKNOWN, reason=found.unknown)
     if found.ends_at:
-        return Verdict(Kind.CANNOT_HELP, reason=_where_it_ends(found), advice=_instead(found))
+        return _cannot_help(found)
     if found.bottom > 0 and found.bottom > found.top - 1:
         return _no_single_scale(found)
     is_right = found.wrong <= found.tolerance
@@ -120,20 +119,15 @@ def _no_single_scale(found: Measurement) -> Verdict:
     )
 
 
-def _where_it_ends(found: Measurement) -> str:
-    if found.ends_at == "the loss":
-        return "the loss is not finite in float16"
-    if found.needs < math.inf:
-        return f"{found.ends_at} has to go beyond the range of float16"
-    return f"{found.ends_at} goes beyond the range of float16"
-
-
-def _instead(found: Measurement) -> str:
-    if found.ends_at == "the loss":
-        return "compute the loss in float32, of outputs that are cast to it"
-    if found.ends_at == MODEL:
-        return "normalise the targets, or compute the last layer in float32; or train in bfloat16"
-    return (
-        f"make what goes into {found.ends_at} smaller, or compute it in float32; or train in "
-        "bfloat16"
+def _cannot_help(found: Measurement) -> Verdict:
+    reason, advice = (
+        f"{found.ends_at} overflows in float16",
+        f"scale down the input of {found.ends_at}, or compute it in float32; or train in bfloat16",
     )
+    if found.ends_at == TARGETS:
+        reason = "the targets are beyond the range of float16, in which the model's output is"
+        advice = "normalize the targets, or compute the last layer in float32"
+    elif found.ends_at == "the loss":
+        reason = "the loss is not finite in float16"
+        advice = "cast the model's outputs to float32, and compute the loss of these"
+    return Verdict(Kind.CANNOT_HELP, reason=reason, advice=advice)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lossscale.packages import not_installed
 
 if TYPE_CHECKING:
-    from lossscale.optax.passes import diagnose as diagnose
+    from lossscale.diagnosis.jax import diagnose as diagnose
 
 try:
     from lossscale.optax.conversions import from_flax, from_jmp
@@ -32,7 +32,6 @@ try:
     )
     from lossscale.optax.monitor import Monitor
     from lossscale.optax.noting import NotedState, noted
-    from lossscale.optax.passes import diagnose
     from lossscale.optax.scale_state import LossScaleState
     from lossscale.optax.transformation import loss_scaled
 except ModuleNotFoundError as error:
@@ -63,7 +62,7 @@ def __getattr__(name: str) -> Any:
     # Training needs none of what a diagnosis imports.
     if name != "diagnose":
         raise AttributeError(f"module 'lossscale.optax' has no attribute {name!r}")
-    from lossscale.optax.passes import diagnose
+    from lossscale.diagnosis.jax import diagnose
 
     return diagnose
 

@@ -1,10 +1,9 @@
 """Drawings with matplotlib: each function takes data and an Axes, and returns the Axes."""
 
 from lossscale.plots.curves import plot_scales
-from lossscale.plots.diagnosis import plot_diagnosis
 from lossscale.plots.history import plot_history
 
-__all__ = ["plot_diagnosis", "plot_history", "plot_scales"]
+__all__ = ["plot_history", "plot_scales"]
 
 
 def __dir__() -> list[str]:

@@ -20,7 +20,7 @@ _WHERE = {
     "GradScaler": "grad_scaler",
     "LossScaleOptimizer": "optimizer",
     "Monitor": "monitor",
-    "diagnose": "passes",
+    "diagnose": ".diagnosis.torch",
     "guard": "scheduler",
     "install": "amp_install",
     "LightningMonitor": "lightning",
@@ -29,12 +29,12 @@ _WHERE = {
 """The modules of the names; those that are not in `__all__` need another library."""
 
 if TYPE_CHECKING:
+    from lossscale.diagnosis.torch import diagnose as diagnose
     from lossscale.torch.amp_install import install as install
     from lossscale.torch.grad_scaler import GradScaler as GradScaler
     from lossscale.torch.lightning import LightningMonitor as LightningMonitor
     from lossscale.torch.monitor import Monitor as Monitor
     from lossscale.torch.optimizer import TorchLossScaleOptimizer as LossScaleOptimizer
-    from lossscale.torch.passes import diagnose as diagnose
     from lossscale.torch.scheduler import guard as guard
     from lossscale.torch.transformers import TransformersMonitor as TransformersMonitor
 else:
@@ -43,7 +43,7 @@ else:
         if name not in _WHERE:
             raise AttributeError(f"module 'lossscale.torch' has no attribute {name!r}")
         try:
-            module = importlib.import_module(f"lossscale.torch.{_WHERE[name]}")
+            module = importlib.import_module(f".{_WHERE[name]}", "lossscale.torch")
         except ModuleNotFoundError as error:
             missing, purpose = (error.name or "").partition(".")[0], f"lossscale.torch.{name}"
             if missing in ("torch", "numpy"):

@@ -20,7 +20,7 @@ from lossscale.errors import (
     LossScaleWarning,
     TrainingHaltedError,
 )
-from lossscale.torch.passes import new_run
+from lossscale.diagnosis.torch import TorchRun as new_run
 
 Monitor = lossscale.torch.Monitor
 HOWS = ["wrapper", "fused", "clipping", "device", "scaler", "scaler, fused"]

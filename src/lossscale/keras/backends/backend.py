@@ -261,37 +261,6 @@ class Backend:
         """Returns the gradients of a tensor of the function that is being traced."""
         raise NotImplementedError
 
-    # --- Passes of a diagnosis ----------------------------------------------------------------
-
-    # Whether a pass is compiled: once with what it watches costs less than once with and once
-    # without.
-    compiles = False
-
-    def compiled(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function of arrays, compiled where the backend does that."""
-        return compute
-
-    def same_random_numbers(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it the framework draws what it draws each time, and its state stays as it was."""
-        return contextlib.nullcontext()
-
-    def current_trace(self) -> Any:
-        """What stands for the function that is traced or derived, out of which no tensor gets."""
-        return self.current_location()
-
-    def derive(
-        self, forward: Callable[..., Any], values: Sequence[Any], scale: Any, inside: bool
-    ) -> tuple[Any, Any, Any, Any]:
-        """Computes losses and their gradients; see `lossscale.keras_common.passes.Derived`.
-
-        Args:
-            forward: Computes the losses.
-            values: What to derive by, tensors.
-            scale: What each loss is multiplied by.
-            inside: Whether to derive by the tensors inside as well.
-        """
-        raise NotImplementedError
-
 
 @as_written
 def scaled_by_loss(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:

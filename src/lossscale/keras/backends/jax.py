@@ -115,49 +115,6 @@ class JaxBackend(Backend):
 
     symbolic_gradients = differentiate
 
-    # --- Passes of a diagnosis ----------------------------------------------------------------
-
-    compiles = True
-
-    def compiled(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Compiles a function, and has it round to float16 wherever it says so."""
-        exactly = {"xla_allow_excess_precision": False}
-        function: Callable[..., Any] = jax.jit(compute, compiler_options=exactly)
-        return function
-
-    def current_trace(self) -> Any:
-        """What stands for the function that is traced or derived, out of which no tensor gets."""
-        return _trace_state(convention="flax")
-
-    def derive(
-        self, forward: Callable[..., Any], values: Sequence[Any], scale: Any, inside: bool
-    ) -> tuple[Any, Any, Any, Any]:
-        """Computes losses and gradients; inside by zeros that are added to what is kept."""
-
-        def shapes(values: Any) -> list[Any]:
-            return [tensor for _, tensor in forward(values, lambda name, tensor: tensor)[1]]
-
-        zeros = []
-        if inside:
-            zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(shapes, list(values))]
-        names: list[str] = []
-
-        def compute(values: Any, zeros: Any) -> tuple[dict[str, Any], list[Any]]:
-            waiting = iter(zeros)
-            losses, kept = forward(
-                values, lambda name, tensor: tensor + next(waiting) if inside else tensor
-            )
-            names[:] = [name for name, _ in kept]
-            return losses, [tensor for _, tensor in kept]
-
-        losses, pull, kept = jax.vjp(compute, list(values), zeros, has_aux=True)
-        gradients, by_kept = {}, {}
-        for name in losses:
-            chosen = {each: jnp.float32(scale if each == name else 0) for each in losses}
-            gradients[name], found = pull(chosen)
-            by_kept[name] = dict(enumerate(found))
-        return losses, gradients, list(zip(names, kept, strict=True)), by_kept
-
 
 def _is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)

@@ -150,23 +150,6 @@ class TensorFlowBackend(Backend):
         gradients: list[Any] = tf.gradients(loss, [_native(v) for v in variables])
         return gradients
 
-    # --- Passes of a diagnosis ----------------------------------------------------------------
-
-    def same_random_numbers(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it functions of TensorFlow draw what they draw each time."""
-        # With what it imports, which a step does without.
-        from lossscale.tensorflow.passes import repeatable_draws
-
-        return repeatable_draws()
-
-    def derive(
-        self, forward: Callable[..., Any], values: Sequence[Any], scale: Any, inside: bool
-    ) -> tuple[Any, Any, Any, Any]:
-        """Computes losses and their gradients in eager mode."""
-        from lossscale.tensorflow import passes
-
-        return passes.derive(forward, values, scale, inside)
-
 
 def _native(variable: Any) -> Any:
     """The TensorFlow variable behind a Keras variable."""

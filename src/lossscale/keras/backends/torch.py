@@ -175,40 +175,6 @@ class TorchBackend(Backend):
         gradients, _ = self.differentiate(loss, list(variables), lambda value: value)
         return gradients
 
-    # --- Passes of a diagnosis ----------------------------------------------------------------
-
-    same_random_numbers = staticmethod(torch.random.fork_rng)
-
-    def derive(
-        self, forward: Callable[..., Any], values: Sequence[Any], scale: Any, inside: bool
-    ) -> tuple[Any, Any, Any, Any]:
-        """Computes losses and gradients, by tensors of its own: no parameter gets a `grad`."""
-        with torch.enable_grad():
-            # Detached they share their memory with the parameters, and are leaves.
-            leaves = [value.detach().requires_grad_() for value in values]
-            losses, kept = forward(leaves, lambda name, tensor: tensor)
-            chosen = [index for index, (_, t) in enumerate(kept) if inside and t.requires_grad]
-            sources = [*leaves, *(kept[index][1] for index in chosen)]
-            gradients: dict[str, Any] = {}
-            by_kept: dict[str, Any] = {}
-            for number, (name, loss) in enumerate(losses.items(), 1):
-                if not loss.requires_grad:
-                    gradients[name], by_kept[name] = [None] * len(leaves), {}
-                    continue
-                found = torch.autograd.grad(
-                    loss,
-                    sources,
-                    torch.as_tensor(scale, device=loss.device),
-                    retain_graph=number < len(losses),
-                    allow_unused=True,
-                )
-                gradients[name] = found[: len(leaves)]
-                inside_found = zip(chosen, found[len(leaves) :], strict=True)
-                by_kept[name] = {index: g for index, g in inside_found if g is not None}
-            losses = {name: loss.detach() for name, loss in losses.items()}
-            kept = [(name, tensor.detach()) for name, tensor in kept]
-        return losses, gradients, kept, by_kept
-
 
 def _host_can_update(state: ScaleVariables) -> bool:
     """Whether the host updates the rule's state as the rule does on the device."""

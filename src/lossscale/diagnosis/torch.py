@@ -1,4 +1,4 @@
-"""Passes of a PyTorch model in float32 and in float16, and what its operations return.
+"""Gradients of a PyTorch model in float32 and in float16, and the ranges of its operations.
 
 All that a pass may change is put back after it. Automatic casting is that of float16, or switched
 off for the reference, also where a model enters it by itself; what it switches off stays off.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.checks import checked_above_zero, checked_count
 from lossscale.diagnosis.batches import check_batches, checked_tolerance, first_batches
-from lossscale.diagnosis.passes import LOSS, MODEL, PARTS, Output, Pass, check_losses
+from lossscale.diagnosis.measurement import LOSS, Output, Pass, check_losses, numbered
 from lossscale.diagnosis.report import Report, report_on
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer
@@ -100,7 +102,7 @@ def diagnose(
     checked_count("max_batches", max_batches)
     checked_tolerance(tolerance)
     scale = _scale_of(in_use)
-    run = new_run(model, loss_fn, parameters)
+    run = TorchRun(model, loss_fn, parameters)
     check_batches(batches, (torch.Tensor,))
     subject = getattr(model, "_orig_mod", model)
     return report_on(
@@ -114,86 +116,68 @@ def diagnose(
     )
 
 
-def new_run(
-    model: torch.nn.Module,
-    loss_fn: LossFn,
-    parameters: Mapping[str, Iterable[torch.nn.Parameter]] | None = None,
-) -> ModelRun:
-    """Returns what computes passes of a model as it is when it is called.
-
-    Args:
-        model, loss_fn, parameters: As for `diagnose`.
-
-    Raises:
-        ArgumentError, ArgumentTypeError, UnsupportedError: As `diagnose`.
-    """
-    _check_model(model)
-    if not callable(loss_fn):
-        raise ArgumentTypeError(
-            "`loss_fn` must be a function of the model and a batch that returns the loss. "
-            f"Received: {loss_fn!r} of type {type(loss_fn).__name__}."
-        )
-    return ModelRun(model, loss_fn, parameters or {})
-
-
-class ModelRun:
-    """Computes passes of a model; see `lossscale.diagnosis.passes.Run`.
+class TorchRun:
+    """Computes passes of a PyTorch model; see `lossscale.diagnosis.measurement.Run`.
 
     Args:
         model, loss_fn, parameters: As for `diagnose`.
 
     Attributes:
-        device: The type of device of the model.
-        setting: What it is computed with, in words.
+        setting: What it computes with, in words.
+
+    Raises:
+        ArgumentError, ArgumentTypeError, UnsupportedError: As `diagnose`.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
         loss_fn: LossFn,
-        parameters: Mapping[str, Iterable[torch.nn.Parameter]],
+        parameters: Mapping[str, Iterable[torch.nn.Parameter]] | None = None,
     ) -> None:
+        _check_model(model)
+        if not callable(loss_fn):
+            raise ArgumentTypeError(
+                "`loss_fn` must be a function of the model and a batch that returns the loss. "
+                f"Received: {loss_fn!r} of type {type(loss_fn).__name__}."
+            )
         self._model, self._loss_fn = model, loss_fn
-        self._owned = {name: {id(p) for p in owned} for name, owned in parameters.items()}
-        self.device = next(model.parameters()).device.type
-        own = {parameter.dtype for parameter in model.parameters()}
-        self._casts = torch.float16 not in own
+        self._owned = {name: set(map(id, owned)) for name, owned in (parameters or {}).items()}
+        self._device = next(model.parameters()).device.type
+        self._casts = all(each.dtype != torch.float16 for each in model.parameters())
         casting = "autocast to float16" if self._casts else "its own float16"
-        self.setting = f"PyTorch, {self.device}, {casting}"
-        self._wide: torch.nn.Module | None = None
+        self.setting = f"PyTorch, {self._device}, {casting}"
         self._is_narrow = any(_is_narrow(t) for t in (*model.parameters(), *model.buffers()))
         self._without_onednn = False
 
     def __call__(
-        self, batch: Any, scale: float, half: bool, *, watch: bool = False, move: str = ""
+        self, batch: Any, scale: float, half: bool, *, watch: bool = False
     ) -> dict[str, Pass]:
         """Returns a pass for each loss."""
         if half:
             return self._narrow_pass(batch, scale, watch)
-        model, widens = self._model, False
         if self._is_narrow:
-            model, widens = _widened(self._model), True
+            try:
+                return self._pass(_widened(self._model), batch, scale, None, watch, widens=True)
+            except (ArgumentError, ArgumentTypeError):
+                raise
+            except RuntimeError:
+                # The loss casts what it gives to the model, which is narrow then.
+                pass
         try:
-            return self._pass(model, batch, scale, None, watch, move, widens)
-        except (ArgumentError, ArgumentTypeError):
-            raise
-        except Exception as error:
-            if widens:
-                # The loss casts what it gives to the model.
-                return self._pass(self._model, batch, scale, None, watch, move)
+            return self._pass(self._model, batch, scale, None, watch)
+        except RuntimeError as error:
             _name_device(batch, self._model, error)
             raise
 
     def _narrow_pass(self, batch: Any, scale: float, watch: bool) -> dict[str, Pass]:
-        def narrow() -> dict[str, Pass]:
-            return self._pass(self._model, batch, scale, torch.float16, watch, "")
-
+        narrow = functools.partial(self._pass, self._model, batch, scale, torch.float16, watch)
         if not self._without_onednn:
             try:
                 return narrow()
             except RuntimeError as error:
-                # oneDNN computes an LSTM in float16 only on processors that have float16
-                # themselves; PyTorch's own code does so on all.
+                # oneDNN computes an LSTM in float16 only on CPUs that have float16 themselves;
+                # PyTorch's own code does so on all.
                 if "could not create a primitive" not in str(error):
                     raise
                 self._without_onednn = True
@@ -207,37 +191,28 @@ class ModelRun:
         scale: float,
         dtype: torch.dtype | None,
         watch: bool,
-        move: str,
         widens: bool = False,
     ) -> dict[str, Pass]:
-        casting = torch.autocast(self.device, dtype, enabled=dtype is not None and self._casts)
-        with _as_it_was(model), _casting_to(dtype), contextlib.ExitStack() as stack:
-            if dtype is not None:
-                stack.enter_context(_DrawnInFloat32())
-            watcher = _Watcher(model) if watch or move else None
-
-            def forward(moving: _Watcher | None) -> dict[str, Any]:
-                # What was cast before belongs to a graph that is gone.
-                torch.clear_autocast_cache()
-                mine = _copied(batch, widens)
-                with casting, contextlib.nullcontext() if moving is None else moving:
-                    return _checked_losses(self._loss_fn(model, mine))
-
-            losses = forward(watcher)
+        with _as_it_was(model), _casting_to(dtype), _DrawnInFloat32():
+            watcher = _Watcher(model) if watch else None
+            # What was cast before belongs to a graph that is gone.
+            torch.clear_autocast_cache()
+            casting = torch.autocast(self._device, dtype, enabled=dtype is not None and self._casts)
+            mine = _copied(batch, widens)
+            with casting, watcher or contextlib.nullcontext():
+                losses = _checked_losses(self._loss_fn(model, mine))
             check_losses(self._owned, losses)
+            outputs = {} if watcher is None else watcher.outputs(dtype is not None)
             # In autocast's own way the backward pass is outside of it.
-            stack.enter_context(torch.autocast(self.device, enabled=False))
-            if move and watcher is not None:
-                return self._moved(losses, forward, watcher, move)
-            return self._derived(model, losses, scale, watcher, dtype is not None)
+            with torch.autocast(self._device, enabled=False):
+                return self._derived(model, losses, scale, outputs)
 
     def _derived(
         self,
         model: torch.nn.Module,
         losses: Mapping[str, Any],
         scale: float,
-        watcher: _Watcher | None,
-        half: bool,
+        outputs: Mapping[str, Output],
     ) -> dict[str, Pass]:
         named = [
             (_plain(name), mine, given)
@@ -249,78 +224,48 @@ class ModelRun:
         passes = {}
         for number, (name, loss) in enumerate(losses.items(), 1):
             owned = self._owned.get(name)
-            chosen = [(n, p) for n, p, given in named if owned is None or id(given) in owned]
-            total = scaled(loss.reshape(()), scale)
-            inside = watcher.tensors(total) if watcher is not None and not half else []
+            chosen = {n: p for n, p, given in named if owned is None or id(given) in owned}
             gradients = torch.autograd.grad(
-                total,
-                [*(p for _, p in chosen), *inside],
+                scaled(loss.reshape(()), scale),
+                list(chosen.values()),
                 retain_graph=number < len(losses),
                 allow_unused=True,
             )
-            mine = gradients[: len(chosen)]
-            if all(gradient is None for gradient in mine):
+            if all(gradient is None for gradient in gradients):
                 raise ArgumentError(
                     "The loss that `loss_fn` returned depends on none of the trainable parameters "
                     "of the model that it is judged by. Compute it with the model that `loss_fn` "
                     "is given as its first argument."
                 )
-            value = float(loss.detach())
-            outputs = {}
-            if watcher is not None:
-                outputs = watcher.outputs(value, half, inside, gradients[len(chosen) :])
-            passes[name] = Pass(
-                {n: _on_host(g) for (n, _), g in zip(chosen, mine, strict=True)}, value, outputs
-            )
-        return passes
-
-    def _moved(
-        self,
-        losses: Mapping[str, Any],
-        forward: Callable[[Any], dict[str, Any]],
-        watcher: _Watcher,
-        output: str,
-    ) -> dict[str, Pass]:
-        passes = {}
-        for name, loss in losses.items():
-            steps = watcher.steps(output, loss)
-            lowest = min(
-                float(forward(_Watcher(watcher.model, output, steps, part))[name].detach())
-                for part in PARTS
-            )
-            passes[name] = Pass({}, lowest)
+            on_host = dict(zip(chosen, map(_on_host, gradients), strict=True))
+            passes[name] = Pass(on_host, float(loss.detach()), outputs)
         return passes
 
 
 class _Watcher(TorchFunctionMode):
-    """Within it what each operation returns is kept, and may be moved.
+    """Within it the results of functions of PyTorch are kept, under the module that calls them.
 
-    An operation is a function of PyTorch that is called in a module, or a module whose operations
-    cannot be seen. The same ones come in the same order in float32 and in float16.
-
-    Args:
-        model: The model.
-        output: The name of the output to move; "" for none.
-        steps: What to add to each tensor of it.
-        part: How far to go.
+    The same ones come in the same order in float32 and in float16.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, output: str = "", steps: Sequence[Any] = (), part: float = 1.0
-    ) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
-        self.model, self._output, self._part = model, output, part
-        self._steps = list(steps)
-        self._path = [""]
+        self._model = model
+        self._path = [_plain_class(model)]
         self._returned: dict[str, list[Any]] = {}
+        self._counts: Counter[str] = Counter()
         self._hooks = contextlib.ExitStack()
-        self._is_keeping = False
 
     def __enter__(self) -> Any:
-        for path, module in self.model.named_modules():
-            name = _plain(path)
-            before = module.register_forward_pre_hook(lambda m, given, name=name: self._enter(name))
-            after = module.register_forward_hook(self._leave, always_call=True)
+        for path, module in self._model.named_modules():
+            # Those that are scripted take no hooks.
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            name = _plain(path) or self._path[0]
+            before = module.register_forward_pre_hook(
+                lambda module, given, name=name: self._path.append(name)
+            )
+            after = module.register_forward_hook(lambda *given: self._leave(), always_call=True)
             self._hooks.callback(before.remove)
             self._hooks.callback(after.remove)
         return super().__enter__()
@@ -329,110 +274,55 @@ class _Watcher(TorchFunctionMode):
         self._hooks.close()
         return super().__exit__(*error)
 
+    def _leave(self) -> None:
+        self._path.pop()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
-        if self._is_keeping:
-            return returned
         name = getattr(func, "__name__", "")
-        if name == "__get__" or not any(_is_output(each) for each in tree_leaves(returned)):
-            return returned
-        return self._keep(f"{self._path[-1] or _plain_class(self.model)} ({name})", returned)
+        tensors = [each for each in tree_leaves(returned) if _is_output(each)]
+        if name != "__get__" and tensors:
+            self._returned[numbered(f"{self._path[-1]} ({name})", self._counts)] = tensors
+        return returned
 
-    def _enter(self, name: str) -> None:
-        self._path.append(name)
-
-    def _leave(self, module: Any, given: Any, returned: Any) -> Any:
-        self._path.pop()
-        return self._keep(MODEL, returned) if module is self.model else None
-
-    def _keep(self, name: str, returned: Any) -> Any:
-        number = 2
-        first = name
-        while name in self._returned:
-            name = f"{first}, {number}"
-            number += 1
-        kept: list[Any] = []
-        steps = iter(self._steps if name == self._output else ())
-
-        def keep(tensor: Any) -> Any:
-            if not _is_output(tensor):
-                return tensor
-            if name == self._output and tensor.requires_grad:
-                tensor = tensor + self._part * next(steps)
-            if tensor._is_view() and tensor.requires_grad and name == MODEL:
-                # What is written into a view takes it out of the graph.
-                tensor = tensor.clone()
-            kept.append(tensor)
-            return tensor
-
-        # What is done here is no operation of the model.
-        self._is_keeping = True
-        try:
-            found = tree_map(keep, returned)
-        finally:
-            self._is_keeping = False
-        self._returned[name] = kept
-        return found
-
-    def tensors(self, loss: Any) -> list[Any]:
-        """Returns what the loss may be derived by."""
-        found: dict[int, Any] = {}
-        for kept in self._returned.values():
-            found.update({id(t): t for t in kept if t.requires_grad and t is not loss})
-        return list(found.values())
-
-    def outputs(
-        self, loss: float, half: bool, tensors: Sequence[Any], gradients: Sequence[Any]
-    ) -> dict[str, Output]:
-        """Returns what each operation has returned."""
-        by_tensor = dict(zip(map(id, tensors), gradients, strict=False))
+    def outputs(self, half: bool) -> dict[str, Output]:
+        """Returns the range of what each operation has returned."""
         found = {}
-        for name, kept in self._returned.items():
-            chosen = [t.detach() for t in kept if not half or t.dtype == torch.float16]
-            if not chosen:
-                continue
-            found[name] = Output(
-                max(map(_largest, chosen)),
-                all(bool(t.isfinite().all()) for t in chosen),
-                float("nan") if half else _reach(kept, by_tensor, loss),
-            )
+        for name, tensors in self._returned.items():
+            chosen = [
+                part
+                for tensor in tensors
+                for part in _plain_tensors(tensor)
+                if not half or part.dtype == torch.float16
+            ]
+            if chosen:
+                finite = all(bool(part.isfinite().all()) for part in chosen)
+                found[name] = Output(max(map(_largest, chosen)), finite)
         return found
 
-    def steps(self, output: str, loss: Any) -> list[Any]:
-        """Returns what has to be added to each tensor of an output for a loss of 0."""
-        kept = [t for t in self._returned.get(output, []) if t.requires_grad]
-        gradients = torch.autograd.grad(
-            loss.reshape(()), kept, allow_unused=True, retain_graph=True
-        )
-        squares = _squares(gradients)
-        return [
-            torch.zeros_like(t) if g is None else -2 * float(loss.detach()) / squares * g
-            for t, g in zip(kept, gradients, strict=True)
-        ]
 
-
-def _reach(kept: Sequence[Any], gradients: Mapping[int, Any], loss: float) -> float:
-    found = [(t.detach(), gradients.get(id(t))) for t in kept]
-    squares = _squares([g for _, g in found])
-    if not squares:
-        return float("nan")
-    moved = [t.double() - 2 * loss / squares * g.double() for t, g in found if g is not None]
-    # A mask of infinities stays where it is.
-    return max(_largest(each) for each in moved)
+def _plain_tensors(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The tensors that hold the numbers of one; of `torch.vmap` those of all rows."""
+    tensor = torch.func.debug_unwrap(tensor).detach()
+    if tensor.is_nested:
+        return [tensor.values()] if tensor.layout == torch.jagged else tensor.unbind()
+    return [tensor]
 
 
 def _largest(tensor: torch.Tensor) -> float:
     """The largest finite magnitude in a tensor, 0 if there is none."""
-    finite = torch.nan_to_num(tensor.detach(), 0.0, 0.0, 0.0).abs()
+    finite = torch.nan_to_num(tensor, 0.0, 0.0, 0.0).abs()
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _squares(gradients: Iterable[Any]) -> float:
-    return sum(float(g.detach().double().square().sum()) for g in gradients if g is not None)
-
-
 def _is_output(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and bool(value.dim())
+    # What is on the device "meta" has a shape alone, as parts of nested tensors do.
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and bool(value.dim())
+        and not value.is_meta
+    )
 
 
 # --- Checks -------------------------------------------------------------------------------------
@@ -539,8 +429,8 @@ def _uncompiled(model: torch.nn.Module) -> Iterator[None]:
 def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
     """Within it a model trains as it was written, from random numbers that are always the same.
 
-    Parameters are put back as well: `torch.nn.Embedding(max_norm=...)` is one that writes to its
-    own in the forward pass.
+    Parameters are put back as well: `torch.nn.Embedding(max_norm=...)` writes to its own in the
+    forward pass.
     """
     tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
     modules = [
@@ -548,6 +438,8 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
         for module in model.modules()
         if not isinstance(module, torch.jit.ScriptModule)
     ]
+    # Of scripted modules these are all that a pass changes.
+    modes = [(module, module.training) for module in model.modules()]
     stance = getattr(torch.compiler, "set_stance", None)
     try:
         with (
@@ -563,6 +455,8 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
                 model.train()
             yield
     finally:
+        for module, mode in modes:
+            module.training = mode
         for now, before, dictionaries in modules:
             now.clear()
             now.update(before)
@@ -700,6 +594,7 @@ def _onednn_off() -> Iterator[None]:
 def _widened(model: torch.nn.Module) -> torch.nn.Module:
     try:
         wide = copy.deepcopy(model)
+    # Modules may copy themselves, in code of the user's.
     except Exception as error:
         raise ArgumentError(
             "The parameters of the model are narrower than float32, in which the reference is "
@@ -711,33 +606,25 @@ def _widened(model: torch.nn.Module) -> torch.nn.Module:
     return wide
 
 
-def _copied(batch: Any, widens: bool = False) -> Any:
-    """A batch whose tensors may be written to; what is none stays as it is."""
-
-    def copied(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        made = value.detach().clone()
+def _copied(batch: Any, widens: bool) -> Any:
+    """A batch whose tensors may be written to, in dictionaries, lists and tuples of any kind."""
+    if isinstance(batch, torch.Tensor):
+        made = batch.detach().clone()
         made = made.float() if widens and _is_narrow(made) else made
-        return made.requires_grad_(value.requires_grad)
-
-    return _mapped(copied, batch)
-
-
-def _mapped(function: Callable[[Any], Any], structure: Any) -> Any:
-    """Applies a function in dictionaries, lists and tuples, such as those of trainers."""
-    if isinstance(structure, Mapping):
-        found = {key: _mapped(function, value) for key, value in structure.items()}
+        return made.requires_grad_(batch.requires_grad)
+    if isinstance(batch, Mapping):
+        found = {key: _copied(value, widens) for key, value in batch.items()}
         try:
-            return found if type(structure) is dict else type(structure)(found)  # type: ignore[call-arg]
-        except Exception:
-            return structure
-    if isinstance(structure, (list, tuple)):
-        parts = [_mapped(function, value) for value in structure]
-        if hasattr(structure, "_fields"):
-            return type(structure)(*parts)
-        return tuple(parts) if isinstance(structure, tuple) else parts
-    return function(structure)
+            return found if type(batch) is dict else type(batch)(found)  # type: ignore[call-arg]
+        except TypeError:
+            # It is made of something else; then it stays as it is.
+            return batch
+    if isinstance(batch, (list, tuple)):
+        parts = [_copied(value, widens) for value in batch]
+        if hasattr(batch, "_fields"):
+            return type(batch)(*parts)
+        return tuple(parts) if isinstance(batch, tuple) else parts
+    return batch
 
 
 def _is_narrow(tensor: torch.Tensor) -> bool:

@@ -6,15 +6,11 @@ import numpy as np
 import pytest
 
 import keras_cases as cases
-from keras_cases import BACKEND, LOST, TF_KERAS, keras, layers, ops, wide
+from keras_cases import BACKEND, LOST, keras, layers, ops, wide
 from lossscale.diagnosis import diagnose
-from lossscale.diagnosis.passes import LOSS
+from lossscale.diagnosis.keras import KerasRun
+from lossscale.diagnosis.measurement import LOSS
 from lossscale.errors import ArgumentError
-
-if TF_KERAS:
-    from lossscale.tf_keras.passes import new_run
-else:
-    from lossscale.keras.passes import new_run
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -26,14 +22,14 @@ def data():
 
 def normal(tensor):
     """Noise of the shape of a tensor."""
-    if TF_KERAS:
+    if BACKEND == "tensorflow":
         import tensorflow as tf
 
         return tf.random.normal(tf.shape(tensor), dtype=tensor.dtype)
     return keras.random.normal(tensor.shape, dtype=tensor.dtype, seed=SEEDS)
 
 
-SEEDS = None if TF_KERAS else keras.random.SeedGenerator(7)
+SEEDS = keras.random.SeedGenerator(7)
 
 
 class OwnStep(keras.Model):
@@ -176,7 +172,7 @@ def test_programs_of_one_loss(name):
         # No random numbers in it: the gradients are those of the same function by hand.
         given = tuple(ops.convert_to_tensor(each) for each in (x, y))
         (expected,) = cases.gradients(model, lambda model: loss_fn(model, (*given, None)))
-        (found,) = new_run(model, loss_fn)((x, y), 1.0, False)[LOSS].gradients.values()
+        (found,) = KerasRun(model, loss_fn)((x, y), 1.0, False)[LOSS].gradients.values()
         assert cases.error(found, expected) < 1e-5
 
 
@@ -189,7 +185,7 @@ def test_each_of_several_losses_is_judged_by_its_own_variables():
     report = diagnose(model, x, y, loss_fn=losses_of_gan, parameters=owned)
     found = {name: verdict.kind.value for name, verdict in report.verdicts.items()}
     assert found == {"d": "not needed", "g": "needed"}
-    passes = new_run(model, losses_of_gan, owned)((x, y), 1.0, False)
+    passes = KerasRun(model, losses_of_gan, owned)((x, y), 1.0, False)
     given = tuple(ops.convert_to_tensor(each) for each in (x, y))
     for name, place in (("d", slice(4, 8)), ("g", slice(0, 4))):
         expected = cases.gradients(
@@ -201,7 +197,7 @@ def test_each_of_several_losses_is_judged_by_its_own_variables():
         for gradient, n in zip(passes[name].gradients.values(), places, strict=True):
             assert cases.error(gradient, expected[n]) < 1e-5
     # Together they are judged by all.
-    assert set(new_run(model, losses_of_gan)((x, y), 1.0, False)["d"].gradients) >= set(
+    assert set(KerasRun(model, losses_of_gan)((x, y), 1.0, False)["d"].gradients) >= set(
         passes["d"].gradients
     )
 

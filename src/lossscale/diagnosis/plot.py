@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from lossscale.diagnosis.measurement import Measurement
+from lossscale.diagnosis.report import headline, line_to_copy, percent
 from lossscale.errors import ArgumentError
 from lossscale.plots.curves import axes_or_new
 from lossscale.plots.labels import shortened
 
 if TYPE_CHECKING:
-    from lossscale.diagnosis.measurement import Measurement
     from lossscale.diagnosis.report import Report
 
 _BAD, _GOOD, _DIM = "#b3261e", "#1a7f37", "#8b95a3"
@@ -18,29 +19,8 @@ _LOWEST, _HIGHEST = 1e-5, 5.0
 _LONGEST_NAME, _BARS = 40, 10
 
 
-def plot_diagnosis(report: Report, ax: Any | None = None, *, loss: str | None = None) -> Any:
-    """Draws how wrong each gradient is in float16, over the loss scale.
-
-    Args:
-        report: The report of `diagnose`.
-        ax: The matplotlib Axes to draw on. By default a new pyplot figure.
-        loss: Name of the loss to draw, of a report on several; None for that with the worst
-            verdict.
-
-    Returns:
-        The Axes. A line is the gradient of one variable, at the scales that were tried: the norm of
-        its difference from float32, over the norm. Errors below 0.001 % are drawn there, and a
-        cross is where a gradient overflows. Green is where every gradient is right, red where one
-        overflows; of the rule that the report advises both scales are marked. Where float16 ends
-        before there is a gradient, a bar is the largest number in what an operation returned.
-
-    Raises:
-        ArgumentError: If there is no such loss, or nothing was measured in float16. It is a
-            `ValueError`.
-    """
-    # Not at the top: it needs NumPy, which the names of this package do without.
-    from lossscale.diagnosis.report import headline, line_to_copy, percent
-
+def plot_report(report: Report, ax: Any | None, loss: str | None) -> Any:
+    """Draws a report; see `lossscale.diagnosis.report.Report.plot`."""
     name = next(iter(report.verdicts)) if loss is None else loss
     if name not in report.measurements:
         known = ", ".join(map(repr, report.measurements))
@@ -136,8 +116,6 @@ def _areas(ax: Any, found: Measurement, low: int, high: int) -> None:
 
 
 def _worst(ax: Any, found: Measurement) -> None:
-    from lossscale.diagnosis.report import percent
-
     worst = found.voting[0]
     points = [(e, max(error, _LOWEST)) for e, error in worst.errors.items() if error < math.inf]
     bad = found.wrong > found.tolerance
