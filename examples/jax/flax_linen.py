@@ -44,5 +44,5 @@ for batch in (x, x * 2**13, x, x):
     state, loss = train_step(state, batch, y)
     trace.append(float(lossscale.optax.loss_scale(state.opt_state)))
     print(f"loss {float(loss):.5g}, next scale {trace[-1]:g}")
-skipped = int(state.opt_state.skipped_steps)
+skipped = int(state.opt_state.steps_skipped)
 print(*(f"{scale:g}" for scale in trace), "- steps skipped:", skipped)

@@ -45,5 +45,5 @@ for batch in (x, x * 2**13, x, x):
     loss = train_step(model, optimizer, batch, y)
     trace.append(float(lossscale.optax.loss_scale(optimizer.opt_state)))
     print(f"loss {float(loss):.5g}, next scale {trace[-1]:g}")
-skipped = int(optimizer.opt_state.skipped_steps.get_value())
+skipped = int(optimizer.opt_state.steps_skipped.get_value())
 print(*(f"{scale:g}" for scale in trace), "- steps skipped:", skipped)

@@ -36,4 +36,4 @@ for batch in (x, x * 2**13, x, x):
     params, opt_state, loss = train_step(params, opt_state, batch, y)
     trace.append(float(lossscale.optax.loss_scale(opt_state)))
     print(f"loss {float(loss):.5g}, next scale {trace[-1]:g}")
-print(*(f"{scale:g}" for scale in trace), "- steps skipped:", int(opt_state.skipped_steps))
+print(*(f"{scale:g}" for scale in trace), "- steps skipped:", int(opt_state.steps_skipped))

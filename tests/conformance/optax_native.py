@@ -206,11 +206,11 @@ class OptaxJit(Harness):
         # Iterations are the steps that the transformation inside has seen, and those skipped.
         state = self.opt_state
         applied = int(state.inner_state[-1].applied_steps)
-        skipped = int(state.skipped_steps)
+        skipped = int(state.steps_skipped)
         return (
             int(state.rule_state["good_steps"]),
             skipped,
-            not bool(state.last_step_finite),
+            bool(state.last_step_skipped),
             applied + skipped,
         )
 

@@ -103,7 +103,8 @@ def our_apply_if_finite(inner: Any, max_consecutive_errors: int) -> Any:
     tx = lossscale.optax.loss_scaled(inner, rule=lossscale.FixedScale(1.0, skip_nonfinite=True))
 
     def named(state: Any) -> Any:
-        counts = state.consecutive_skips, state.last_step_finite, state.skipped_steps
+        finite = jnp.logical_not(state.last_step_skipped)
+        counts = state.consecutive_skips, finite, state.steps_skipped
         return optax.ApplyIfFiniteState(*counts, inner_state=state)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:

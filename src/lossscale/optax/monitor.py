@@ -24,13 +24,13 @@ class _Shown(NamedTuple):
 
     Attributes:
         noted: Those that `noted` keeps: the number of steps, and what was noted; or None.
-        scale, steps_skipped, last_step_finite: Of the state of `loss_scaled`.
+        scale, steps_skipped, last_step_skipped: Of the state of `loss_scaled`.
     """
 
     noted: tuple[Any, notes.NoteState] | None
     scale: Any
     steps_skipped: Any
-    last_step_finite: Any
+    last_step_skipped: Any
 
 
 class Monitor(LoopMonitor):
@@ -180,13 +180,13 @@ class Monitor(LoopMonitor):
                 f"{np.shape(scale)}. Of a state that is replicated for pmap pass one replica: "
                 "jax.tree.map(lambda x: x[0], opt_state)."
             )
-        return _Shown(kept, scale, _value(state.skipped_steps), _value(state.last_step_finite))
+        return _Shown(kept, scale, _value(state.steps_skipped), _value(state.last_step_skipped))
 
 
 def _stats(shown: _Shown, position: int) -> StepStats:
     number = position if shown.noted is None else shown.noted[0]
-    step, scale, skipped, finite = jax.device_get((number, *shown[1:]))
-    return StepStats(int(step), float(scale), float(scale), int(skipped), not bool(finite))
+    step, scale, count, skipped = jax.device_get((number, *shown[1:]))
+    return StepStats(int(step), float(scale), float(scale), int(count), bool(skipped))
 
 
 def _value(array: Any) -> Any:

@@ -135,7 +135,7 @@ class _Noted:
         noted_now = notes.update(
             state.notes,
             gradients,
-            finite=after.last_step_finite if self.rule.checks_gradients else True,
+            finite=jnp.logical_not(after.last_step_skipped) if self.rule.checks_gradients else True,
             scale=before.loss_scale,
             number=number,
         )

@@ -25,17 +25,18 @@ class LossScaleState(NamedTuple):
         loss_scale: float32 scalar, dimensionless; multiplies the loss of the next step.
         rule_state: The other fields of the rule's state by name, scalars; of a `DynamicScale`
             `good_steps`, int32, in steps.
-        skipped_steps: int32 scalar; how many steps were skipped.
+        steps_skipped: int32 scalar; how many steps were skipped.
         consecutive_skips: int32 scalar; how many of them since the last applied one.
-        last_step_finite: Boolean scalar; whether the last step was applied. True before the first.
+        last_step_skipped: Boolean scalar; whether the last step was skipped. False before the first
+            step.
         inner_state: The state of the transformation inside.
     """
 
     loss_scale: Any
     rule_state: dict[str, Any]
-    skipped_steps: Any
+    steps_skipped: Any
     consecutive_skips: Any
-    last_step_finite: Any
+    last_step_skipped: Any
     inner_state: Any
 
 
@@ -53,9 +54,9 @@ def state_of(rule: ScaleRule, scale_state: ScaleState, inner_state: Any) -> Loss
             name: jnp.asarray(value, _dtype(value))
             for name, value in _without_loss_scale(rule, scale_state).items()
         },
-        skipped_steps=jnp.asarray(0, jnp.int32),
+        steps_skipped=jnp.asarray(0, jnp.int32),
         consecutive_skips=jnp.asarray(0, jnp.int32),
-        last_step_finite=jnp.asarray(True),
+        last_step_skipped=jnp.asarray(False),
         inner_state=inner_state,
     )
 
@@ -82,9 +83,9 @@ def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
     return LossScaleState(
         loss_scale=jnp.asarray(state.loss_scale, jnp.float32),
         rule_state={name: jnp.asarray(kept[name], _dtype(value)) for name, value in first.items()},
-        skipped_steps=jnp.asarray(state.skipped_steps, jnp.int32),
+        steps_skipped=jnp.asarray(state.steps_skipped, jnp.int32),
         consecutive_skips=jnp.asarray(state.consecutive_skips, jnp.int32),
-        last_step_finite=jnp.asarray(state.last_step_finite, jnp.bool_),
+        last_step_skipped=jnp.asarray(state.last_step_skipped, jnp.bool_),
         inner_state=(),
     )
 
@@ -129,11 +130,11 @@ def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossS
             name: jnp.asarray(value, state.rule_state[name].dtype)
             for name, value in _without_loss_scale(rule, after).items()
         },
-        skipped_steps=jnp.where(finite, state.skipped_steps, _counted(state.skipped_steps)),
+        steps_skipped=jnp.where(finite, state.steps_skipped, _counted(state.steps_skipped)),
         consecutive_skips=jnp.where(
             finite, jnp.zeros_like(state.consecutive_skips), _counted(state.consecutive_skips)
         ),
-        last_step_finite=finite,
+        last_step_skipped=jnp.logical_not(finite),
         inner_state=(),
     )
 

@@ -80,7 +80,7 @@ def loss_scaled(
         >>> float(updates), float(opt_state.loss_scale)
         (-0.125, 8.0)
         >>> updates, opt_state = tx.update(jnp.float32(jnp.inf), opt_state, weight)
-        >>> float(updates), float(opt_state.loss_scale), int(opt_state.skipped_steps)
+        >>> float(updates), float(opt_state.loss_scale), int(opt_state.steps_skipped)
         (-0.0, 4.0, 1)
 
     Source: the order of scaling, checking and skipping of Micikevicius et al., "Mixed Precision

@@ -80,7 +80,7 @@ def on_one_device():
 def check(found, expected):
     params, scales, opt_state = found
     assert scales == SCALES
-    assert on_every_device(opt_state.skipped_steps) == 1
+    assert on_every_device(opt_state.steps_skipped) == 1
     for name in SHAPES:
         np.testing.assert_allclose(np.ravel(params[name]), np.ravel(expected[name]), rtol=1e-4)
 
@@ -160,7 +160,7 @@ def test_shard_map(layout, axis_name, check_vma, name, on_one_device):
     found = shard_mapped(tx, layout, reduced_over, check_vma)
     _, scales, opt_state = found
     assert scales == SCALES
-    assert on_every_device(opt_state.skipped_steps) == 1
+    assert on_every_device(opt_state.steps_skipped) == 1
     if reduced_over:
         check(found, on_one_device)
 

@@ -30,7 +30,7 @@ wrong = []
 for size, dtype in itertools.product((5, 20_000), ("float32", "float16")):
     for value in (1.0, float("inf"), float("-inf"), float("nan")):
         array = jnp.ones(size, dtype).at[3].set(value)
-        applied = int(update(array, tx.init(array))[1].skipped_steps) == 0
+        applied = int(update(array, tx.init(array))[1].steps_skipped) == 0
         kept = for_keras(array, jnp.float32(8))
         found = applied, bool(look(array)), bool(of_squares(array)), bool(kept)
         if found != (value == 1.0,) * 4:
@@ -57,7 +57,7 @@ def test_a_skipped_step_is_no_error_for_checkify(value, scale):
     # Adam divides by 1 - b1 ** count, which is 0 if its count stays 0 in this step.
     error, (_, state) = jax.jit(checked)(gradients, tx.init(params), params)
     assert error.get() is None
-    assert int(state.skipped_steps) == 1
+    assert int(state.steps_skipped) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -70,4 +70,4 @@ def test_a_skipped_step_is_no_error_with_debug_nans(value, dtype, compiled):
     with jax.debug_nans(True):
         assert not bool(all_finite(gradients))
         _, state = (jax.jit(tx.update) if compiled else tx.update)(gradients, state)
-    assert int(state.skipped_steps) == 1
+    assert int(state.steps_skipped) == 1

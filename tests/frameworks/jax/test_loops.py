@@ -45,7 +45,7 @@ def test_members_of_a_population_have_scales_of_their_own():
     before = bits(opt_state.inner_state[0].mu["w"][1])
     updates, opt_state = jax.jit(jax.vmap(tx.update))(gradients, opt_state, params)
     assert opt_state.loss_scale.tolist() == [8.0, 4.0, 8.0]
-    assert opt_state.skipped_steps.tolist() == [0, 1, 0]
+    assert opt_state.steps_skipped.tolist() == [0, 1, 0]
     assert bits(opt_state.inner_state[0].mu["w"][1]) == before
     assert np.signbit(updates["w"][1]).all()
 
@@ -115,7 +115,7 @@ def test_transfer_guard_leaks_and_nan_checks():
     with jax.disable_jit():
         _, state = tx.update(bad, state, params)
         _, state = tx.update(gradients, state, params)
-    assert int(state.skipped_steps) == 4
+    assert int(state.steps_skipped) == 4
 
 
 def test_an_eager_step_compiles_nothing_after_the_first_ones():
@@ -158,9 +158,9 @@ def test_a_transformation_with_gradients_of_its_own_is_looked_at_too():
         updates, after = run(inner.gradients(), state, params, grad_fn=overflows)
         assert bits((optax.apply_updates(params, updates), after.inner_state)) == before
         assert float(after.loss_scale) == 4.0
-        assert int(after.skipped_steps) == 1
+        assert int(after.steps_skipped) == 1
         updates, after = run(inner.gradients(), state, params, grad_fn=fine)
-        assert after.last_step_finite
+        assert not after.last_step_skipped
         assert jnp.abs(updates["w"]).max() > 0
 
 

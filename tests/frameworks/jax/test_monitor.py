@@ -396,7 +396,7 @@ def test_the_state_keeps_its_form_and_finds_its_names():
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), after) == like
     assert jax.eval_shape(NOTED.init, PARAMS) == jax.eval_shape(lambda: state)
     assert float(optax.tree.get(state, "loss_scale")) == 8
-    assert int(optax.tree.get(state, "skipped_steps")) == 0
+    assert int(optax.tree.get(state, "steps_skipped")) == 0
     # A name that a transformation of Optax has.
     assert optax.tree.get(state, "scale") is None
 
@@ -531,7 +531,7 @@ def test_what_is_not_the_scale_is_named(kind, words):
         for _ in range(8):
             params, opt_state, loss = step(params, opt_state)
             monitor.step(opt_state, loss, params=params, batch=bad)
-    assert int(opt_state.skipped_steps) == 8
+    assert int(opt_state.steps_skipped) == 8
     messages = [str(each.message) for each in said if each.category is LossScaleWarning]
     assert re.search(words, messages[-1]), messages
     assert [line for line in messages[:-1] if "The loss of step 1 is" not in line] == []

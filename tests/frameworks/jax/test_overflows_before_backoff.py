@@ -27,4 +27,4 @@ def test_the_scale_falls_at_the_second_overflow_and_states_go_both_ways(
     _, state = transformation(loads).update(bad, state, params)
     assert float(state.loss_scale) == scales[1]
     assert state.rule_state.get("overflows") == count
-    assert int(state.skipped_steps) == 2
+    assert int(state.steps_skipped) == 2

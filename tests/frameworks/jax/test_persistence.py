@@ -76,7 +76,7 @@ def through_flax(run, folder, target):
 
 @pytest.mark.parametrize("through", [through_orbax, through_flax])
 def test_a_run_goes_on_byte_for_byte(start, midway, through, tmp_path):
-    assert int(midway[1].skipped_steps) == 1
+    assert int(midway[1].steps_skipped) == 1
     target = jax.eval_shape(lambda: start)
     restored = through(midway, tmp_path, start if through is through_flax else target)
     assert isinstance(restored[1], lossscale.optax.LossScaleState)
@@ -94,7 +94,7 @@ def test_a_checkpoint_of_the_optimizer_alone_goes_in(start, tmp_path):
     assert bits(opt_state.inner_state) == bits(bare_state)
     params, opt_state = trained(params, opt_state, 0, 2)
     assert int(optax.tree.get(opt_state.inner_state[0], "count")) == 2
-    assert int(opt_state.skipped_steps) == 1
+    assert int(opt_state.steps_skipped) == 1
 
 
 def test_what_is_no_state_of_the_optimizer_is_refused(start):
@@ -141,7 +141,7 @@ def test_an_nnx_run_goes_on_byte_for_byte(tmp_path):
         step(model, optimizer, x)
         step(other, other_optimizer, x)
     assert bits(nnx.state((other, other_optimizer))) == bits(nnx.state((model, optimizer)))
-    assert int(other_optimizer.opt_state.skipped_steps.get_value()) == 2
+    assert int(other_optimizer.opt_state.steps_skipped.get_value()) == 2
 
 
 def test_flax_restores_what_is_noted():

@@ -232,4 +232,4 @@ def test_an_optimizer_that_looks_at_values_goes_on_after_a_skip():
     updates, state = tx.update(BAD, state)
     assert np.signbit(updates).all()
     updates, state = tx.update(GOOD, state)
-    assert (int(state.skipped_steps), updates.tolist()) == (1, [0.5, 0.5])
+    assert (int(state.steps_skipped), updates.tolist()) == (1, [0.5, 0.5])
