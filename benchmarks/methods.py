@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -48,8 +49,9 @@ def _ours_fixed(new_inner: Callable[..., Any], package: Any) -> Any:
 
 def _ours_monitored(new_inner: Callable[..., Any], package: Any) -> Any:
     optimizer = _ours_dynamic(new_inner, package)
-    # What a monitor calls when `fit` begins.
-    optimizer._keep_notes(None)
+    # A monitor does this when `fit` begins.
+    tracker = importlib.import_module(f"lossscale.{package.__name__}.monitor").new_tracker()
+    optimizer._track_overflows(tracker)
     return optimizer
 
 
@@ -86,7 +88,6 @@ MONITORS: dict[str, dict[str, Any]] = {
     "no monitor": {},
     "every step": {"every": 1},
     "every 100 steps": {"every": 100},
-    "every 100 steps, with data": {"every": 100, "measure_every": 100},
 }
 """The arguments of each monitor."""
 

@@ -136,10 +136,10 @@ def training(row: Row, name: str, small: bool) -> tuple[Any, Any, tuple[Any, Any
 
 
 class Epoch(Program):
-    """An epoch of `fit` with a monitor that writes a history.
+    """An epoch of `fit` with a monitor that writes its records.
 
     Its many short steps are the worst case: what a monitor does on a step does not grow with the
-    model, unless it counts histograms.
+    model.
     """
 
     def __init__(self, row: Row, name: str, small: bool) -> None:
@@ -158,12 +158,9 @@ class Epoch(Program):
         self._y = random.integers(0, CLASSES, examples)
         self._callbacks: list[Any] = []
         settings = MONITORS[name]
-        if "measure_every" in settings:
-            first = self._x[: self._batch], self._y[: self._batch]
-            settings = {**settings, "data": first}
         if settings:
-            history = pathlib.Path(tempfile.mkdtemp(), "history.jsonl")
-            monitor = LossScaleMonitor(history, append=True, framework=keras.__name__, **settings)
+            path = pathlib.Path(tempfile.mkdtemp(), "run.jsonl")
+            monitor = LossScaleMonitor(path, append=True, framework=keras.__name__, **settings)
             self._callbacks = [monitor]
 
     def step(self) -> None:

@@ -1,13 +1,16 @@
-"""A callback that watches the loss scale during `fit`."""
+"""The callback that watches the loss scale during `fit`: picks the class of a framework."""
 
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, ClassVar
+import os
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from lossscale import registry
-from lossscale.monitoring.monitor import MonitorSettings
+from lossscale.errors import ArgumentTypeError
 from lossscale.monitoring.record import StepRecord
+from lossscale.monitoring.recorder import MonitorSettings, Recorder
 
 __all__ = ["LossScaleMonitor"]
 
@@ -20,34 +23,40 @@ def __dir__() -> list[str]:
 class LossScaleMonitor:
     """Records what the loss scale does while a model trains, and warns when something is wrong.
 
-    Put it in front of the other callbacks of `fit`. On every sampled step it reads the loss scale
+    Put it in front of the other callbacks of `fit`. On each sampled step it reads the loss scale
     and, if the step was skipped, why, and which variables had gradients with infinities or NaN. On
-    other steps it reads nothing. `logs` gets `loss_scale` (dimensionless) and `steps_skipped` (in
-    steps), so that the progress bar, `History` and a `CSVLogger` after it show them.
+    other steps it reads nothing. `logs` get `loss_scale` and `steps_skipped`, so that the progress
+    bar, `History` and a `CSVLogger` after it show them.
 
-    The object is a `keras.callbacks.Callback`, or one of tf_keras. The model's optimizer must be a
-    `lossscale.LossScaleOptimizer`. Of a float16 model without loss scaling it warns, and does
-    nothing else.
+    The object is a `keras.callbacks.Callback`, or one of tf_keras. To write a subclass, take
+    `lossscale.keras.LossScaleMonitor` or `lossscale.tf_keras.LossScaleMonitor` as its base. The
+    model's optimizer must be a `lossscale.LossScaleOptimizer`. If a float16 model is trained
+    without loss scaling, the monitor warns and does nothing else.
 
-    The first `fit` with a monitor compiles the training step anew, with the counting in it. What
-    is counted is neither saved with the optimizer nor changes what it does.
+    The first `fit` with a monitor compiles the training step again, so that it tracks overflows.
+    This is not saved with the optimizer, and the optimizer does the same as without it.
 
     Args:
-        path: A file for the history, JSON lines; see `lossscale.monitoring.read_records`. None for none.
-        every: Sample steps whose number is a multiple of this, and the first and the last one; in
-            steps. Skips in between count all the same, and the last of them is recorded too. With
-            `steps_per_execution` the last step of an execution stands for all of it.
-        on_floor: What a skip at the lowest scale is: "warn", "raise" to end training, or "ignore".
-        max_consecutive_skips: How many skips in a row end training, in steps. None for no limit.
-        append: Whether to add to the file `path` if it exists, as a resumed run does.
+        path: A file for the records, JSON lines; see `lossscale.monitoring.read_records`. None
+            writes no file.
+        every: Sample steps whose number is a multiple of this, and the first and the last one.
+            Skipped steps in between are counted, and the last of them is recorded too. With
+            `steps_per_execution` the last step of an execution stands for all of them.
+        log: Called with each record as a dictionary, `lossscale.monitoring.StepRecord.to_dict`,
+            after it is written; what it raises, `fit` raises.
+        on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
+            "ignore".
+        max_consecutive_skips: Number of skips in a row that ends training. None for no limit.
+        append: Whether to continue the file `path` if it exists, as a resumed run does.
         framework: "keras" or "tf_keras". None takes tf_keras if `TF_USE_LEGACY_KERAS` is set or
-            only that is imported, otherwise Keras 3.
+            only tf_keras is imported, otherwise Keras 3.
 
     Raises:
         ArgumentError: If an argument cannot be used; the message names it. It is a `ValueError`.
+        ArgumentTypeError: If one is of the wrong type. It is a `TypeError`.
 
-    `fit` raises `lossscale.errors.TrainingHaltedError` when an alarm ends training. What was
-    recorded is in the file by then.
+    `fit` raises `lossscale.errors.TrainingHaltedError` when an alarm ends training. The records are
+    in the file by then.
 
     Examples:
         >>> LossScaleMonitor(every=0)
@@ -59,41 +68,42 @@ class LossScaleMonitor:
 
     _framework: ClassVar[str | None] = None
 
+    _recorder: Recorder | None = None
+
     def __new__(cls, *args: Any, framework: str | None = None, **kwargs: Any) -> Any:
-        if cls._framework is None:
-            if cls is LossScaleMonitor:
-                # Before any framework is imported.
-                MonitorSettings(*args, **kwargs)
-            monitor = registry.monitor_for(framework)
-            cls = monitor if cls is LossScaleMonitor else registry.combined(cls, monitor)
+        if cls is LossScaleMonitor:
+            # Before any framework is imported.
+            MonitorSettings(*args, **kwargs)
+            cls = registry.monitor_for(framework)
         return super().__new__(cls)
 
     def __init__(
         self,
-        path: Any = None,
+        path: str | os.PathLike[str] | None = None,
         *,
+        every: int = 1,
+        log: Callable[[dict[str, Any]], object] | None = None,
+        on_floor: str = "warn",
+        max_consecutive_skips: int | None = None,
+        append: bool = False,
         framework: str | None = None,
-        **settings: Any,
     ) -> None:
         super().__init__()
-        self._settings = MonitorSettings(path, **settings)
+        self._settings = MonitorSettings(path, every, log, on_floor, max_consecutive_skips, append)
 
-    if not TYPE_CHECKING:
-        # `help()` would show what `__new__` takes, and no setting.
-        __init__.__signature__ = inspect.Signature(
-            [
-                inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-                *inspect.signature(MonitorSettings).parameters.values(),
-                inspect.signature(__init__).parameters["framework"],
-            ]
-        )
-        __new__.__signature__ = __init__.__signature__
+    # `help()` shows what `__new__` takes.
+    __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls._framework is None:
+            raise ArgumentTypeError(
+                f"A subclass names its framework: class {cls.__name__}(lossscale.keras."
+                "LossScaleMonitor), or lossscale.tf_keras.LossScaleMonitor. "
+                "lossscale.callbacks.LossScaleMonitor only picks one of these."
+            )
 
     @property
     def last_record(self) -> StepRecord | None:
         """The last record of this monitor, or None."""
-        return self._last
-
-    @property
-    def _last(self) -> StepRecord | None:
-        return None
+        return None if self._recorder is None else self._recorder.last_record

@@ -81,7 +81,7 @@ _KERAS = Framework(
     major_version="3.",
     package="lossscale.keras",
     wrappers=(("optimizers.Optimizer", "KerasLossScaleOptimizer"),),
-    monitor="KerasLossScaleMonitor",
+    monitor="LossScaleMonitor",
 )
 _TF_KERAS = Framework(
     name="tf_keras",
@@ -93,7 +93,7 @@ _TF_KERAS = Framework(
         ("optimizers.Optimizer", "TFKerasLossScaleOptimizer"),
         ("optimizers.legacy.Optimizer", "TFKerasLegacyLossScaleOptimizer"),
     ),
-    monitor="TFKerasLossScaleMonitor",
+    monitor="LossScaleMonitor",
 )
 _TABLE = (
     _KERAS,

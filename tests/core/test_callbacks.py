@@ -13,13 +13,14 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
         ({"every": 2.5}, ArgumentError, r"every=2\.5"),
         ({"every": True}, ArgumentError, "every=True"),
         ({"path": 3}, ArgumentTypeError, "path=3 of type int"),
+        ({"path": b"run.jsonl"}, ArgumentTypeError, "of type bytes"),
         ({"path": ""}, ArgumentError, "`path` must not be empty"),
-        ({"tensorboard": b"board"}, ArgumentTypeError, "tensorboard=b'board'"),
+        ({"path": "."}, ArgumentError, r"a folder of that name\. Received: path='\.'"),
+        ({"log": "board"}, ArgumentTypeError, "log='board' of type str"),
         ({"append": 1}, ArgumentTypeError, "append=1"),
         ({"on_floor": "stop"}, ArgumentError, "on_floor='stop'"),
         ({"max_consecutive_skips": 0}, ArgumentError, "max_consecutive_skips=0"),
-        ({"on_write_error": "ignore"}, ArgumentError, "on_write_error='ignore'"),
-        ({"path": "."}, ArgumentError, r"a folder of that name\. Received: path='\.'"),
+        ({"evry": 3}, TypeError, "unexpected keyword argument 'evry'"),
         ({"framework": "torch"}, ArgumentError, "framework='torch'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
@@ -27,3 +28,11 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 def test_a_bad_argument_is_named(arguments, error, message):
     with pytest.raises(error, match=message):
         LossScaleMonitor(**arguments)
+
+
+def test_a_subclass_names_its_framework():
+    bases = r"class Mine\(lossscale\.keras\.LossScaleMonitor\), or lossscale\.tf_keras\.LossScaleM"
+    with pytest.raises(ArgumentTypeError, match=bases):
+
+        class Mine(LossScaleMonitor):
+            pass

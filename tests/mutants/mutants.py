@@ -257,13 +257,10 @@ tests/frameworks/jax/test_conversions.py
     optax from_flax: int(...) + 1 -> int(...)  -k run_of_flax_goes_on
     optax from_jmp: {'good_steps': good_steps} -> {}  -k run_of_jmp_goes_on
 tests/frameworks/jax/test_monitor.py
-    optax _Noted.update: unscaled(...) -> by_row  -k exponents
     optax rows_of: row is None -> False  -k lookahead
     optax _name: not is_key -> True  -k put_down_to_its_own
-    optax Monitor.step: self._scale = jnp.copy(shown.scale) -> pass  -k recorded_with_its_scale
-    optax Monitor.__init__.new_run: self._params is None -> False  -k parameters_are_gone
-    optax Monitor.__init__.new_run: self._compiled is None -> True  -k measured_at_the_scale
-    optax Monitor.wrong_at: params is None and ... -> False  -k measured_at_the_scale
+    optax Monitor.step: self._scale = jnp.copy(watched.scale) -> pass  -k recorded_with_its_scale
+    optax Monitor.step: watched.steps_skipped is self._watched.steps_skipped -> False  -k is_shown
 tests/frameworks/jax/test_diagnose.py
     optax LossRun._owns: owned is None or ... -> True
 tests/frameworks/jax/test_mistakes.py
@@ -279,9 +276,10 @@ tests/frameworks/torch/test_steps.py
     torch TorchLossScaleOptimizer._are_scaled: any(as_they_were) and not all(as_they_were) -> False
         -k gradients_of_some
 tests/frameworks/torch/test_monitor.py
-    monitoring on torch MonitorSettings.samples: (self.every, self.measure_every) -> (self.every,)
-    monitoring on torch Monitor._measure: self._measures = False -> self._looks = False
-    monitoring on torch Monitor._measure: self._measures = False -> pass
+    torch LoopOverflowTracker._add_to_skip: self._skip is not before and ... -> False
+        -k share_a_scaler
+tests/frameworks/torch/test_trainers_monitor.py
+    torch _wrapper_in: isinstance(...) -> False  -k accelerate_prepares
 tests/frameworks/torch/test_closures.py
     torch TorchLossScaleOptimizer._evaluate: scale.update(decision.stats) -> pass
 tests/frameworks/torch/test_clipping.py
@@ -318,9 +316,12 @@ tests/cli/test_untrusted_files.py
     migration on tensorflow check_size: expanded > _ANY_ZIP + _LARGEST_ZIP_RATIO * held -> False
         -k small_zip
     migration on tensorflow parsed: range(_DEEPEST) -> range(10**6)  -k nested_deep
-    monitoring on tensorflow _line: len(line) > _LONGEST_LINE -> False  -k without_an_end
-    monitoring on tensorflow HistoryHeader.from_json:
-        is_text(json.dumps(described, ensure_ascii=False)) -> True  -k hostile_histories
+tests/monitoring/test_recorder.py
+    monitoring on tensorflow _cut_off_half_a_line: file.truncate(end) -> pass  -k beginning
+    monitoring on tensorflow read_records: break -> pass  -k beginning
+    monitoring on tensorflow Recorder._write: self._file.flush() -> pass  -k at_once
+    monitoring on tensorflow Recorder._count_skips_in_a_row: all_skipped -> True  -k in_a_row
+    monitoring on tensorflow is_lowest: 1 + 2.0 ** -20 -> 1.0  -k rounds
 tests/migration/test_models.py
     migration _described_optimizer: begins_as_keras_own(arrays) -> False  -k arrives and SGD
     migration _described_optimizer: begins_as_keras_own(arrays) -> len(arrays) > 4

@@ -30,7 +30,7 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.gradients import scaled
 from lossscale.jax.jaxprs import bind
 from lossscale.optax.loops import loss_scale
-from lossscale.optax.noting import named_leaves
+from lossscale.optax.overflow_tracking import named_leaves
 
 CALL = "loss_fn(params, batch, dtype)"
 """How the function of the user is called."""

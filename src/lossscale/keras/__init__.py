@@ -1,6 +1,22 @@
 """Keras 3, on each of its backends."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from lossscale.keras.arguments import hard_sigmoid as hard_sigmoid
 from lossscale.keras.optimizer import KerasLossScaleOptimizer
 
-__all__ = ["KerasLossScaleOptimizer"]
+if TYPE_CHECKING:
+    from lossscale.keras.monitor import LossScaleMonitor as LossScaleMonitor
+
+__all__ = ["KerasLossScaleOptimizer", "LossScaleMonitor"]
+
+
+def __getattr__(name: str) -> Any:
+    # Training needs nothing of what a monitor imports.
+    if name != "LossScaleMonitor":
+        raise AttributeError(f"module 'lossscale.keras' has no attribute {name!r}")
+    from lossscale.keras.monitor import LossScaleMonitor
+
+    return LossScaleMonitor

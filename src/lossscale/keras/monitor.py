@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 
 import keras
 
-from lossscale.callbacks import LossScaleMonitor
+from lossscale import callbacks
 from lossscale.keras.slots import numpy_of
-from lossscale.keras_common.monitor import MonitorBody
+from lossscale.keras_common.monitor import MonitorCallback
 
 
-class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callback):
-    __doc__ = LossScaleMonitor.__doc__
+class LossScaleMonitor(MonitorCallback, callbacks.LossScaleMonitor, keras.callbacks.Callback):
+    __doc__ = callbacks.LossScaleMonitor.__doc__
+    __module__ = "lossscale.keras"
 
     _framework: ClassVar[str | None] = "keras"
     _library = keras
@@ -25,13 +26,13 @@ class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callb
 
     def _instrument(self, model: Any) -> None:
         optimizer = model.optimizer
-        if optimizer._notes is not None:
+        if optimizer._overflow_tracker is not None:
             return
         with _scope_of(model):
-            optimizer._keep_notes(_new_notes())
+            optimizer._track_overflows(new_tracker())
             if optimizer.built:
-                optimizer._build_notes()
-        # `fit` has made it already, without the notes.
+                optimizer._build_overflow_tracker()
+        # `fit` has made it already, without the tracker.
         model.train_function = None
         model.make_train_function()
 
@@ -48,29 +49,29 @@ class KerasLossScaleMonitor(MonitorBody, LossScaleMonitor, keras.callbacks.Callb
         return isinstance(optimizer, own) or bool(getattr(optimizer, "loss_scale_factor", None))
 
 
-def _new_notes() -> Any:
-    """Returns what notes steps: of JAX in variables that compiled steps are passed."""
+def new_tracker() -> Any:
+    """Returns what tracks overflows on the backend."""
     backend = keras.backend.backend()
     if backend == "jax":
-        from lossscale.jax.notes import Notes as NotesOfJax
+        from lossscale.jax.overflow_tracker import OverflowTracker as JaxTracker
 
-        return NotesOfJax(_new_variable)
+        return JaxTracker(_new_variable)
     if backend == "torch":
-        from lossscale.torch.notes import Notes as NotesOfTorch
+        from lossscale.torch.overflow_tracker import OverflowTracker as TorchTracker
 
-        return NotesOfTorch()
-    from lossscale.tensorflow.notes import Notes as NotesOfTensorFlow
+        return TorchTracker()
+    from lossscale.tensorflow.overflow_tracker import OverflowTracker as TensorFlowTracker
 
-    return NotesOfTensorFlow()
+    return TensorFlowTracker()
 
 
 def _new_variable(name: str, dtype: str, shape: tuple[int, ...]) -> Any:
     return keras.Variable(
-        initializer="zeros", shape=shape, dtype=dtype, trainable=False, name=f"noted_{name}"
+        initializer="zeros", shape=shape, dtype=dtype, trainable=False, name=f"tracked_{name}"
     )
 
 
 def _scope_of(model: Any) -> Any:
-    """Where variables of the model are made, under a strategy of TensorFlow on every replica."""
+    """Returns the scope in which the model's variables are made, for a strategy of TensorFlow."""
     strategy = getattr(model, "distribute_strategy", None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()

@@ -140,7 +140,7 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
         self._remember_trained(list(variables))
         self.built = True
         saving.load_pending(self)
-        self._build_notes()
+        self._build_overflow_tracker()
 
     @no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
     def _remember_trained(self, variables: list[Any]) -> None:
@@ -238,7 +238,8 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
             backend.check_context()
             needs_stats = rule.needs != StatsRequest()
             looks_at_floor = self._looks_at_floor() and backend.runs_now(gradients)
-            needs_scale = scaled or needs_stats or looks_at_floor or self._notes is not None
+            is_tracked = self._overflow_tracker is not None
+            needs_scale = scaled or needs_stats or looks_at_floor or is_tracked
             scale = self._current_scale() if needs_scale else None
             divisor = backend.scale_for_trace(scale, gradients) if scaled else None
             step = Step(list(gradients), list(variables), divisor)
@@ -257,8 +258,8 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
                 stats = backend.gradient_stats(
                     rule.needs, finite, step.scaled_by_loss(), scale, are_scaled=are_scaled
                 )
-            if self._notes is not None:
-                self._note(step, finite, scale, is_shared=not aggregate)
+            if self._overflow_tracker is not None:
+                self._track_step(step, finite, scale, is_shared=not aggregate)
 
             def apply(gradients: Sequence[Any], divisor: Any) -> None:
                 # On several replicas each has gradients and a divisor of its own.
@@ -286,11 +287,11 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
 
     # --- What a monitor reads of a step -------------------------------------------------------
 
-    def _note(self, step: Step, finite: Any, scale: Any, *, is_shared: bool) -> None:
+    def _track_step(self, step: Step, finite: Any, scale: Any, *, is_shared: bool) -> None:
         def unscale(gradients: Sequence[Any]) -> list[Any]:
             return self._backend.unscale(step._replace(gradients=list(gradients)), self._rule)
 
-        self._notes.note_step(
+        self._overflow_tracker.track(
             gradients=step.gradients,
             variables=step.variables,
             unscale=unscale,
@@ -300,12 +301,12 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
             is_shared=is_shared,
         )
 
-    def _build_notes(self) -> None:
-        if self._notes is not None:
+    def _build_overflow_tracker(self) -> None:
+        if self._overflow_tracker is not None:
             trained = self._trainable_variables
             names = [getattr(variable, "path", variable.name) for variable in trained]
             with self._backend.eager_scope():
-                self._notes.build(trained, names)
+                self._overflow_tracker.build(trained, names)
 
     # --- Gradients of a loss ------------------------------------------------------------------
 
@@ -365,7 +366,8 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
 
     @property
     def variables(self) -> VariableList:
-        return VariableList([*self._lasting_variables, *getattr(self._notes, "variables", ())])
+        tracked = getattr(self._overflow_tracker, "variables", ())
+        return VariableList([*self._lasting_variables, *tracked])
 
     @property
     def _lasting_variables(self) -> VariableList:

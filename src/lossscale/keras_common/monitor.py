@@ -1,4 +1,4 @@
-"""What the monitors of both generations of Keras do: when they read, and what they make of it."""
+"""What the monitors of Keras 3 and tf_keras share: when `fit` calls them, and what they read."""
 
 from __future__ import annotations
 
@@ -8,59 +8,54 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from lossscale import registry
-from lossscale.common.notes import Notes
+from lossscale.common.overflow_tracker import OverflowTracker
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.monitoring.monitor import (
-    Monitor,
-    MonitorSettings,
-    StepStats,
-    float16_without_scaling,
-)
-from lossscale.monitoring.record import StepRecord
+from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.packages import warn
 
 
-class MonitorBody:
-    """The methods that `fit` calls. What differs between frameworks is in the subclasses."""
+class MonitorCallback:
+    """The methods that `fit` calls. Subclasses have what differs between frameworks."""
 
     # Set by Keras' callback.
     model: Any
 
-    # Of the class for a framework: its name, the module `keras` or `tf_keras`, and what makes of
-    # a variable what Python can make a number of.
+    # Set by subclasses: the framework's name, the module `keras` or `tf_keras`, and a function
+    # that returns the value of a variable as an array that Python's int and float take.
     _framework: ClassVar[str | None]
     _library: ClassVar[Any]
     _array_of: Callable[[Any], Any]
 
     _settings: MonitorSettings
+    # The optimizer while `fit` runs and there is something to watch.
     _optimizer: Any = None
-    # Of the optimizer beside it.
-    _monitor: Monitor | None = None
-    _watched: Any = None
+    _recorder: Recorder | None
+    # The optimizer that it has recorded.
+    _recorded: Any = None
     # The stats of the last sample.
     _before: Any = None
 
-    # What a framework has to say.
+    # What a framework provides.
 
     def _scales_by_itself(self, optimizer: Any) -> bool:
-        """Whether it is one of the framework's own ways of loss scaling."""
+        """Whether it is loss scaling of the framework itself."""
         raise NotImplementedError
 
     def _instrument(self, model: Any) -> None:
-        """Lets the training step note what is needed."""
+        """Lets the training step track overflows."""
         raise NotImplementedError
 
     def _steps(self, optimizer: Any) -> Any:
-        """The variable that counts every step, skipped ones included."""
+        """Returns the variable that counts every step, skipped ones included."""
         raise NotImplementedError
 
     def _trained(self, model: Any) -> Any:
-        """The model itself, of one that may be wrapped."""
+        """Returns the model, which may be wrapped."""
         return model
 
     def _sync(self) -> None:
-        """Brings the optimizer's variables up to date in the middle of an epoch."""
+        """Updates the optimizer's variables in the middle of an epoch."""
 
     # What `fit` calls.
 
@@ -71,16 +66,20 @@ class MonitorBody:
         super().set_model(model)  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Checks the model, opens the files, and has the training step compiled."""
+        """Checks the model, opens the file, and has the training step compiled again."""
         model = self.model
         self._optimizer = None
         self._check(model)
         if not isinstance(model.optimizer, LossScaleOptimizer):
-            warn(float16_without_scaling(f"the model {model.name!r}"))
+            warn(
+                f"float16 without loss scaling: the model {model.name!r} computes in float16 and "
+                "its loss is not scaled. Gradients up to 2**-25 become zero, without an error. "
+                "Wrap the optimizer: lossscale.LossScaleOptimizer(optimizer)."
+            )
             return
-        self._monitor = self._monitor_of(model.optimizer)
-        self._watched = model.optimizer
-        self._monitor.open()
+        self._recorder = self._recorder_of(model.optimizer)
+        self._recorded = model.optimizer
+        self._recorder.open()
         self._instrument(model)
         self._optimizer = model.optimizer
         self._thread = threading.get_ident()
@@ -88,11 +87,11 @@ class MonitorBody:
         self._mean_is_finite: bool | None = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """A new epoch: Keras' mean of the loss starts anew."""
+        """Keras' mean of the loss begins again."""
         self._mean_is_finite = True
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Notes where an execution starts, which may be of several steps."""
+        """Marks the first step of an execution, which may be of several steps."""
         if self._optimizer is None:
             return
         self._first_of_execution = batch
@@ -100,7 +99,7 @@ class MonitorBody:
             # Not at the start of training: a callback may still have restored a checkpoint there.
             self._at_start = self._before = self._shown = self._stats()
             self._position = self._before.step
-            self._notes.count_from(self._position)
+            self._tracker.count_from(self._position)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Reads a sampled step, and adds the last known numbers to `logs`."""
@@ -114,9 +113,9 @@ class MonitorBody:
         is_first = self._before is self._at_start
         if is_first or self._settings.samples(start, self._position):
             self._sync()
-            self._sample(self._own_loss(loss, steps))
+            self._sample(self._loss_of_step(loss, steps))
         else:
-            self._look_at_mean(loss)
+            self._follow_mean(loss)
         self._show(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -127,17 +126,16 @@ class MonitorBody:
         self._sync()
         self._shown = self._stats()
         self._show(logs)
-        self._monitor_now.flush()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Records the last step, if it was not sampled, and closes the files."""
+        """Records the last step if it was not sampled, and closes the file."""
         if self._optimizer is None:
             return
         if self._before is not None:
             self._sync()
             if self._stats().step > self._before.step:
                 self._sample(None)
-        self._monitor_now.close()
+        self._recorder_now.close()
         self._optimizer = None
 
     # --- Before training ----------------------------------------------------------------------
@@ -149,8 +147,8 @@ class MonitorBody:
                 raise ArgumentError(_other_framework(self._framework))
             if getattr(optimizer, "_state", None) is None:
                 raise ArgumentError(
-                    "LossScaleMonitor needs a rule, and this optimizer has a LossScale with an "
-                    "update of its own, whose lowest scale is not known. Write it as a "
+                    "LossScaleMonitor needs a rule, and this optimizer has a LossScale with its "
+                    "own `update`, whose lowest scale is not known. Write it as a "
                     "lossscale.ScaleRule."
                 )
             return
@@ -158,7 +156,7 @@ class MonitorBody:
         if scaled or not self._computes_in_float16(model):
             kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
             why = (
-                "It has a loss scaling of its own, which cannot be watched."
+                "It has its own loss scaling, which cannot be watched."
                 if scaled
                 else "There is no loss scaling, and no layer computes in float16 to need it."
             )
@@ -171,54 +169,50 @@ class MonitorBody:
     def _computes_in_float16(self, model: Any) -> bool:
         return any(layer.compute_dtype == "float16" for layer in model._flatten_layers())
 
-    def _monitor_of(self, optimizer: Any) -> Monitor:
-        settings, earlier = self._settings, self._monitor
-        if earlier is not None and self._watched is optimizer:
+    def _recorder_of(self, optimizer: Any) -> Recorder:
+        settings, earlier = self._settings, self._recorder
+        if earlier is not None and self._recorded is optimizer:
             return earlier
         if earlier is not None and settings.path and not settings.append:
             raise ArgumentError(
                 f"This LossScaleMonitor has recorded another optimizer in {settings.path!r}. Make "
-                "a new one with another `path`, or pass append=True for a run that goes on."
+                "a new one with another `path`, or pass append=True for a run that continues."
             )
-        return Monitor(settings, optimizer.rule)
+        return Recorder(settings, optimizer.rule)
 
     @property
-    def _monitor_now(self) -> Monitor:
-        assert self._monitor is not None
-        return self._monitor
+    def _recorder_now(self) -> Recorder:
+        assert self._recorder is not None
+        return self._recorder
 
     @property
-    def _last(self) -> StepRecord | None:
-        return None if self._monitor is None else self._monitor.last_record
-
-    @property
-    def _notes(self) -> Notes:
-        notes: Notes = self._optimizer._notes
-        return notes
+    def _tracker(self) -> OverflowTracker:
+        tracker: OverflowTracker = self._optimizer._overflow_tracker
+        return tracker
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
             raise ArgumentTypeError(
-                "Keras runs a callback beside the training step unless it is given in a list. "
+                "Keras runs a callback in another thread unless it is given in a list. "
                 "Pass `callbacks=[monitor]` to fit, and not the monitor by itself."
             )
 
     # --- The loss -----------------------------------------------------------------------------
 
-    def _look_at_mean(self, loss: Any) -> None:
+    def _follow_mean(self, loss: Any) -> None:
         """Follows on a step that is not sampled whether Keras' mean of the loss is finite."""
         if isinstance(loss, float):
             self._mean_is_finite = math.isfinite(loss)
         elif self._mean_is_finite:
-            # On the device, where nobody looks.
+            # It is on the device, and reading it would wait.
             self._mean_is_finite = None
 
-    def _own_loss(self, mean: Any, steps: int) -> float | None:
-        """The mean over the epoch; None if it is spoiled, maybe, by another step than the last.
+    def _loss_of_step(self, mean: Any, steps: int) -> float | None:
+        """Returns the mean over the epoch; None if an earlier step may have made it NaN.
 
         Args:
-            mean: What Keras says of the loss.
-            steps: How many steps it has taken since it last said it.
+            mean: The loss that Keras reports.
+            steps: Number of steps since its report before.
         """
         if mean is None:
             return None
@@ -244,23 +238,17 @@ class MonitorBody:
         before, stats = self._before, self._stats()
         self._before = self._shown = stats
         self._position = stats.step
-        self._notes.count_from(stats.step)
+        self._tracker.count_from(stats.step)
         if before.step == stats.step:
             # No step was taken, as with variables that are all frozen.
             return
-        noted = self._notes.read(min(before.step, stats.step - 1), stats.step)
-        self._monitor_now.observe(
-            stats._replace(scale=noted.scale, last_skip=noted.skip, loss=loss)
-        )
+        scale, skip = self._tracker.read(min(before.step, stats.step - 1), stats.step)
+        self._recorder_now.observe(stats._replace(scale=scale, last_skip=skip, loss=loss))
 
     def _show(self, logs: Any) -> None:
         if logs is not None:
             logs["loss_scale"] = self._shown.next_scale
             logs["steps_skipped"] = self._shown.steps_skipped
-
-    @staticmethod
-    def _register(combined: type[Any], written: type[Any]) -> None:
-        """Nothing to do: callbacks are in no file."""
 
 
 def _other_framework(framework: str | None) -> str:

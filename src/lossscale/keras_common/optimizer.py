@@ -44,7 +44,7 @@ class KerasCommonOptimizer(LossScaleOptimizer):
     _library: ClassVar[Any]
     _inner_attribute: ClassVar[str]
     # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
-    _notes: ClassVar[Any] = None
+    _overflow_tracker: ClassVar[Any] = None
     # Keras saves every object that dir() names and that can be saved. The inner optimizer's
     # variables are written by the optimizer around it; named here, they would stand in the file
     # twice, and a file of a plain optimizer would be missing the second copy. TensorFlow asks
@@ -220,7 +220,7 @@ class KerasCommonOptimizer(LossScaleOptimizer):
     def _looks_at_floor(self) -> bool:
         """Whether a step that the host sees skipped may be the first at the lowest scale."""
         # A monitor says it.
-        is_said = self._warned_at_floor or self._notes is not None
+        is_said = self._warned_at_floor or self._overflow_tracker is not None
         return self._state is not None and not is_said and isinstance(self._rule, DynamicScale)
 
     def _current_scale(self) -> Any:
@@ -228,10 +228,10 @@ class KerasCommonOptimizer(LossScaleOptimizer):
         assert self._state is not None
         return self._rule.loss_scale(self._state.read())
 
-    def _keep_notes(self, notes: Any) -> None:
-        """Lets steps note what a monitor reads; takes effect in functions that are traced later."""
+    def _track_overflows(self, tracker: Any) -> None:
+        """Lets steps track overflows; takes effect in functions that are traced later."""
         # Past the attribute tracking of Keras and TensorFlow.
-        self.__dict__["_notes"] = notes
+        self.__dict__["_overflow_tracker"] = tracker
 
     # --- The settings of the optimizer inside -------------------------------------------------
 

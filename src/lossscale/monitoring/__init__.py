@@ -1,17 +1,8 @@
-"""What a run's loss scale does: a record of each sampled step, a file of them, and two alarms."""
+"""The records that monitors make of training steps, and the reader of their files."""
 
-from lossscale.monitoring.monitor import Monitor, MonitorSettings, StepStats
 from lossscale.monitoring.record import NonfiniteTensor, SkipReason, StepRecord, read_records
 
-__all__ = [
-    "Monitor",
-    "MonitorSettings",
-    "NonfiniteTensor",
-    "SkipReason",
-    "StepRecord",
-    "StepStats",
-    "read_records",
-]
+__all__ = ["NonfiniteTensor", "SkipReason", "StepRecord", "read_records"]
 
 
 def __dir__() -> list[str]:

@@ -1,32 +1,34 @@
-"""Monitors of loops that the user writes: told of each step, they read the sampled ones."""
+"""The monitor of a training loop that the user writes: it is called after each step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
-from lossscale.monitoring.monitor import Monitor, StepStats
+from lossscale.errors import ArgumentError
 from lossscale.monitoring.record import StepRecord
+from lossscale.monitoring.recorder import Recorder, StepStats
 
 Read = Callable[[int], "StepStats | None"]
-"""Waits for the device. Given the number of the last step that was read, returns what there is to
-know now; None if it is gone."""
+"""Waits for the device. Given the number of the last step that was read, returns what the optimizer
+reports now; None if that is gone."""
 
 
 class LoopMonitor:
     """Samples steps, and records the last one when it is closed.
 
     Args:
-        monitor: What the sampled ones are shown to.
-        start: How many steps were run before the first one.
+        recorder: What records the sampled steps.
+        start: Number of steps before the first one that is watched.
     """
 
-    def __init__(self, monitor: Monitor, start: int) -> None:
-        self._monitor = monitor
-        self._before = self._position = start
+    def __init__(self, recorder: Recorder, start: int) -> None:
+        self._recorder = recorder
+        self._last_read = self._position = start
         self._is_first = True
+        self._is_closed = False
         self._unread: tuple[Read, Any] | None = None
-        monitor.open()
+        recorder.open()
 
     def __repr__(self) -> str:
         record = self.last_record
@@ -40,33 +42,44 @@ class LoopMonitor:
     @property
     def last_record(self) -> StepRecord | None:
         """The last record of this monitor, or None."""
-        return self._monitor.last_record
+        return self._recorder.last_record
 
     def close(self) -> None:
-        """Records the last step, if it was not sampled, and closes the files."""
+        """Records the last step if it was not sampled, and closes the file.
+
+        Closing it again does nothing; `step` is an error afterwards.
+        """
         try:
             if self._unread is not None:
                 self._sample(*self._unread)
         finally:
             self._unread = None
-            self._monitor.close()
+            self._is_closed = True
+            self._recorder.close()
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _took(self, steps: int, read: Read, loss: Any) -> None:
-        """Takes note of steps, and reads if it is time.
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ArgumentError(
+                "This Monitor is closed, so it records no step. Make another one; with the same "
+                "`path` pass append=True."
+            )
+
+    def _add_steps(self, steps: int, read: Read, loss: Any) -> None:
+        """Counts steps, and reads the last one if it is to be sampled.
 
         Args:
-            steps: How many were run since the last call.
-            read: Reads what there is to know of them.
-            loss: The loss of the last one, a scalar of the framework, or None.
+            steps: Number of steps since the last call.
+            read: Reads what the optimizer reports.
+            loss: The unscaled loss of the last step, a scalar of the framework, or None.
         """
         end = self._position + steps
-        sampled = self._is_first or self._monitor.settings.samples(self._position, end)
+        sampled = self._is_first or self._recorder.settings.samples(self._position, end)
         self._position = end
         if sampled:
             self._sample(read, loss)
@@ -75,12 +88,11 @@ class LoopMonitor:
 
     def _sample(self, read: Read, loss: Any) -> None:
         self._unread = None
-        stats = read(self._before)
+        stats = read(self._last_read)
         if stats is None:
             return
         self._is_first = False
-        before, self._before = self._before, stats.step
+        before, self._last_read = self._last_read, stats.step
         self._position = stats.step
         if stats.step != before:
-            number = None if loss is None else float(loss)
-            self._monitor.observe(stats._replace(loss=number))
+            self._recorder.observe(stats._replace(loss=None if loss is None else float(loss)))

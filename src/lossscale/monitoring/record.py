@@ -1,4 +1,4 @@
-"""What is known about one training step, and how it is written as a line of JSON."""
+"""The record of a training step, and the file of JSON lines that holds a run's records."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import enum
 import json
 import math
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lossscale.errors import ArgumentError
 from lossscale.rules import ScaleRule
@@ -17,10 +17,10 @@ class SkipReason(enum.StrEnum):
     """Why a step was skipped, by what can be done about it.
 
     Attributes:
-        OVERFLOW: The loss is finite and the gradients are not: a lower scale helps.
-        FLOOR: The gradients are not finite at the lowest scale of the rule.
-        LOSS: The loss itself is not finite. No scale can help.
-        UNKNOWN: The loss was not recorded, so nothing tells these apart.
+        OVERFLOW: The loss is finite and the gradients are not. A lower scale helps.
+        FLOOR: The gradients are not finite at `min_scale`, the lowest scale of the rule.
+        LOSS: The loss itself is not finite. No scale helps.
+        UNKNOWN: The loss was not recorded, so these cannot be told apart.
     """
 
     OVERFLOW = "overflow"
@@ -34,8 +34,8 @@ class NonfiniteTensor(NamedTuple):
 
     Attributes:
         name: The name of its variable.
-        infs: How many elements are infinite.
-        nans: How many are not numbers.
+        infs: Number of infinite elements.
+        nans: Number of elements that are NaN.
 
     Examples:
         >>> str(NonfiniteTensor("dense/kernel", infs=3, nans=0))
@@ -56,14 +56,19 @@ class StepRecord:
     """What is known about one training step.
 
     Attributes:
-        step: The number of the step, counted from 1, skipped steps included.
-        scale: The loss scale that the step was taken with, dimensionless.
+        step: The number of the step, counted from 1; skipped steps count.
+        scale: The loss scale that the step was taken with.
         skipped: Whether the step was skipped.
-        next_scale: The loss scale after the step, or None if it was not read.
-        loss: The loss, not scaled, in its own unit; None if it was not read.
-        reason: Why the step was skipped, or None.
-        nonfinite: The gradients with an infinity or a NaN in this step.
-        steps_skipped: How many steps the optimizer has skipped so far, this one included.
+        next_scale: The loss scale after the step; None if it was not read.
+        loss: The unscaled loss; None if it was not read.
+        reason: Why the step was skipped; None if it was applied.
+        nonfinite: The gradients with an infinity or a NaN.
+        steps_skipped: Number of steps that the optimizer has skipped so far, this one included;
+            None if it was not read.
+
+    Examples:
+        >>> StepRecord(2, 8.0, False, next_scale=8.0, loss=0.5).to_dict()["loss"]
+        0.5
     """
 
     step: int
@@ -75,46 +80,79 @@ class StepRecord:
     nonfinite: tuple[NonfiniteTensor, ...] = ()
     steps_skipped: int | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the record as plain Python values, each attribute under its name.
+
+        What is not known is None. `nonfinite` is a list of dictionaries with the keys `name`,
+        `infs` and `nans`. `loss` is a float and may be infinite or NaN.
+        """
+        fields: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields["reason"] = None if self.reason is None else self.reason.value
+        fields["nonfinite"] = [tensor._asdict() for tensor in self.nonfinite]
+        return fields
+
     def to_json(self) -> str:
-        """Returns the record as a line of JSON, without what is not known."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return json.dumps({name: v for name, v in fields.items() if v not in (None, ())})
+        """Returns the dictionary as one line of JSON.
+
+        JSON has no infinity and no NaN. A loss of this kind is the string "inf", "-inf" or "nan".
+        """
+        fields = self.to_dict()
+        if self.loss is not None and not math.isfinite(self.loss):
+            fields["loss"] = str(self.loss)
+        return json.dumps(fields, allow_nan=False)
 
 
 def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
-    """Returns the records that a monitor has written, as `pandas.read_json(lines=True)` does.
+    """Returns the records of a file that a monitor has written, or is writing.
 
     Args:
-        path: The file. A last line that was cut off is left out. Of a run that went back to a
-            checkpoint, the steps that it took twice are those of the last time.
+        path: The file. A last line without its end is left out: it is being written, or the run
+            was killed while it was. If a run returned to a checkpoint, the records of the repeated
+            steps are those of the repetition.
 
     Raises:
-        ArgumentError: If a line is no record. It is a `ValueError`.
+        ArgumentError: If another line is not a record; the message names the line. It is a
+            `ValueError`.
         OSError: If the file cannot be read.
     """
     records: list[StepRecord] = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 break
             try:
-                fields = json.loads(line)
-                fields["nonfinite"] = tuple(
-                    NonfiniteTensor(*each) for each in fields.get("nonfinite", ())
-                )
-                if "reason" in fields:
-                    fields["reason"] = SkipReason(fields["reason"])
-                record = StepRecord(**fields)
-                while records and records[-1].step >= record.step:
-                    records.pop()
-                records.append(record)
-            except (AttributeError, TypeError, ValueError) as error:
-                raise ArgumentError(f"{os.fspath(path)}, line {number}: {error}.") from error
+                record = _parsed(line)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ArgumentError(
+                    f"{os.fspath(path)}, line {number}, is not a record of a monitor: {error}."
+                ) from error
+            while records and records[-1].step >= record.step:
+                records.pop()
+            records.append(record)
     return records
 
 
-def at_lowest(rule: ScaleRule, scale: float) -> bool:
-    """Whether a scale, as float32 had it, is the lowest one of a rule."""
+def _parsed(line: bytes) -> StepRecord:
+    fields = json.loads(line)
+    if not isinstance(fields, dict):
+        raise TypeError("it is not an object with the fields of one")
+    number = (int, float)
+    for name, kinds in (("step", int), ("scale", number), ("skipped", bool)):
+        if not isinstance(fields.get(name), kinds) or (fields[name] is True and name != "skipped"):
+            raise TypeError(f"{name}={fields.get(name)!r}")
+    for name in ("next_scale", "loss", "steps_skipped"):
+        if name == "loss" and fields.get(name) in ("inf", "-inf", "nan"):
+            fields[name] = float(fields[name])
+        if not isinstance(fields.get(name), (*number, type(None))):
+            raise TypeError(f"{name}={fields[name]!r}")
+    reason = fields.get("reason")
+    fields["reason"] = None if reason is None else SkipReason(reason)
+    fields["nonfinite"] = tuple(NonfiniteTensor(**each) for each in fields.get("nonfinite", ()))
+    return StepRecord(**fields)
+
+
+def is_lowest(rule: ScaleRule, scale: float) -> bool:
+    """Whether a scale, rounded to float32, is the lowest one of a rule."""
     lowest = rule.lowest_scale
     # Rounded to float32, a lowest scale of 0.1 is a little above 0.1.
     return lowest is not None and scale <= lowest * (1 + 2.0**-20)
@@ -130,6 +168,6 @@ def skip_reason(rule: ScaleRule, scale: float, loss: float | None) -> SkipReason
     """
     if loss is not None and not math.isfinite(loss):
         return SkipReason.LOSS
-    if at_lowest(rule, scale):
+    if is_lowest(rule, scale):
         return SkipReason.FLOOR
     return SkipReason.UNKNOWN if loss is None else SkipReason.OVERFLOW

@@ -31,7 +31,7 @@ try:
         value_and_grad,
     )
     from lossscale.optax.monitor import Monitor
-    from lossscale.optax.noting import NotedState, noted
+    from lossscale.optax.overflow_tracking import OverflowTrackingState, track_overflows
     from lossscale.optax.scale_state import LossScaleState
     from lossscale.optax.transformation import loss_scaled
 except ModuleNotFoundError as error:
@@ -44,15 +44,15 @@ except ModuleNotFoundError as error:
 __all__ = [
     "LossScaleState",
     "Monitor",
-    "NotedState",
+    "OverflowTrackingState",
     "all_finite",
     "diagnose",
     "from_flax",
     "from_jmp",
     "loss_scale",
     "loss_scaled",
-    "noted",
     "scale_loss",
+    "track_overflows",
     "unscale",
     "value_and_grad",
 ]

@@ -14,8 +14,8 @@ from lossscale.errors import (
     ArgumentError,
     ArgumentTypeError,
 )
-from lossscale.optax.finding import states_below
 from lossscale.optax.scale_state import LossScaleState, state_of
+from lossscale.optax.state_lookup import states_below
 from lossscale.packages import warn
 from lossscale.rules import DynamicScale, FixedScale, ScaleRule
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import lossscale.optax.overflow_check as overflow_check
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.gradients import scaled, unscaled
-from lossscale.optax.finding import described, has_loss_scale, state_in
+from lossscale.optax.state_lookup import described, has_loss_scale, state_in
 
 
 def loss_scale(opt_state: Any) -> Any:

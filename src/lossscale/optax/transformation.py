@@ -18,8 +18,8 @@ from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checks_keywords
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, UnsupportedError
 from lossscale.jax.gradients import gradient_stats, unscaled
-from lossscale.optax.finding import states_below
 from lossscale.optax.scale_state import LossScaleState
+from lossscale.optax.state_lookup import states_below
 from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 
 _CLIPPED = "loss_scaled(optax.chain(optax.clip_by_global_norm({value!r}), inner))"

@@ -1,1 +1,1 @@
-"""TensorFlow without Keras: arrays, the step, the tape, what a monitor notes."""
+"""TensorFlow without Keras: arrays, the step, the tape, what a monitor reads."""

@@ -7,14 +7,15 @@ from typing import Any, ClassVar
 import tensorflow as tf
 import tf_keras
 
-from lossscale.callbacks import LossScaleMonitor
+from lossscale import callbacks
 from lossscale.errors import UnsupportedError
-from lossscale.keras_common.monitor import MonitorBody
-from lossscale.tensorflow.notes import Notes
+from lossscale.keras_common.monitor import MonitorCallback
+from lossscale.tensorflow.overflow_tracker import OverflowTracker
 
 
-class TFKerasLossScaleMonitor(MonitorBody, LossScaleMonitor, tf_keras.callbacks.Callback):
-    __doc__ = LossScaleMonitor.__doc__
+class LossScaleMonitor(MonitorCallback, callbacks.LossScaleMonitor, tf_keras.callbacks.Callback):
+    __doc__ = callbacks.LossScaleMonitor.__doc__
+    __module__ = "lossscale.tf_keras"
 
     _framework: ClassVar[str | None] = "tf_keras"
     _library = tf_keras
@@ -33,13 +34,13 @@ class TFKerasLossScaleMonitor(MonitorBody, LossScaleMonitor, tf_keras.callbacks.
                 "tf.compat.v1.disable_eager_execution(), or the monitor."
             )
         optimizer = model.optimizer
-        if optimizer._notes is not None:
+        if optimizer._overflow_tracker is not None:
             return
-        optimizer._keep_notes(Notes())
+        optimizer._track_overflows(new_tracker())
         if model.built and model.trainable_variables:
             with model.distribute_strategy.scope():
-                optimizer._build_notes(model.trainable_variables)
-        # `fit` has made it already, without the notes.
+                optimizer._build_overflow_tracker(model.trainable_variables)
+        # `fit` has made it already, without the tracker.
         model.train_function = None
         model.train_function = model.make_train_function()
 
@@ -48,3 +49,8 @@ class TFKerasLossScaleMonitor(MonitorBody, LossScaleMonitor, tf_keras.callbacks.
 
     def _scales_by_itself(self, optimizer: Any) -> bool:
         return isinstance(optimizer, tf_keras.mixed_precision.LossScaleOptimizer)
+
+
+def new_tracker() -> Any:
+    """Returns what tracks overflows."""
+    return OverflowTracker()

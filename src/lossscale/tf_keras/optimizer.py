@@ -230,8 +230,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             stats = gradient_stats.compute(
                 rule.needs, finite, gradients, scale, are_scaled=False, are_shared=aggregate
             )
-        if self._notes is not None:
-            self._note(gradients, trained, finite)
+        if self._overflow_tracker is not None:
+            self._track_step(gradients, trained, finite)
         kept = self._kept_on_a_skip(gradients, trained)
         runs_now = tf.executing_eagerly() and not tf.distribute.has_strategy()
         before = self._current_scale() if runs_now and self._looks_at_floor() else None
@@ -275,10 +275,10 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     # --- What a monitor reads of a step -------------------------------------------------------
 
-    def _note(self, gradients: Sequence[Any], variables: Sequence[Any], finite: Any) -> None:
+    def _track_step(self, gradients: Sequence[Any], variables: Sequence[Any], finite: Any) -> None:
         with tf.init_scope():
-            self._build_notes(variables)
-        self._notes.note_step(
+            self._build_overflow_tracker(variables)
+        self._overflow_tracker.track(
             gradients=gradients,
             variables=variables,
             # They are unscaled, and summed over the replicas already.
@@ -289,10 +289,10 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             is_shared=True,
         )
 
-    def _build_notes(self, variables: Sequence[Any]) -> None:
-        if self._notes is not None:
+    def _build_overflow_tracker(self, variables: Sequence[Any]) -> None:
+        if self._overflow_tracker is not None:
             names = [variable.name.removesuffix(":0") for variable in variables]
-            self._notes.build(variables, names)
+            self._overflow_tracker.build(variables, names)
 
     # --- Gradients of a loss ------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 `LossScaleOptimizer` wraps an optimizer of PyTorch; `guard` lets a learning rate schedule follow the
 steps that were applied. `GradScaler` is a drop-in for `torch.amp.GradScaler`, and `install` puts it
 in the places of that one. `diagnose` says whether a model needs any of them. `Monitor` records what
-they do; `LightningMonitor` and `TransformersMonitor` do it in the trainers of these libraries.
+they do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lossscale.errors import MissingPackageError
 from lossscale.packages import not_installed
 
 __all__ = ["GradScaler", "LossScaleOptimizer", "Monitor", "diagnose", "guard", "install"]
@@ -23,20 +22,16 @@ _WHERE = {
     "diagnose": ".diagnosis.torch",
     "guard": "scheduler",
     "install": "amp_install",
-    "LightningMonitor": "lightning",
-    "TransformersMonitor": "transformers",
 }
-"""The modules of the names; those that are not in `__all__` need another library."""
+"""The modules of the names."""
 
 if TYPE_CHECKING:
     from lossscale.diagnosis.torch import diagnose as diagnose
     from lossscale.torch.amp_install import install as install
     from lossscale.torch.grad_scaler import GradScaler as GradScaler
-    from lossscale.torch.lightning import LightningMonitor as LightningMonitor
     from lossscale.torch.monitor import Monitor as Monitor
     from lossscale.torch.optimizer import TorchLossScaleOptimizer as LossScaleOptimizer
     from lossscale.torch.scheduler import guard as guard
-    from lossscale.torch.transformers import TransformersMonitor as TransformersMonitor
 else:
     # To import this module is not to import PyTorch; to take a name out of it is.
     def __getattr__(name: str) -> Any:
@@ -45,14 +40,11 @@ else:
         try:
             module = importlib.import_module(f".{_WHERE[name]}", "lossscale.torch")
         except ModuleNotFoundError as error:
-            missing, purpose = (error.name or "").partition(".")[0], f"lossscale.torch.{name}"
-            if missing in ("torch", "numpy"):
-                raise not_installed([missing], purpose=purpose, extras=["torch"]) from None
-            if name in __all__ or missing != _WHERE[name]:
+            missing = (error.name or "").partition(".")[0]
+            if missing not in ("torch", "numpy"):
                 raise
-            raise MissingPackageError(
-                f"{purpose} needs {missing}, which is not installed: pip install {missing}"
-            ) from None
+            purpose = f"lossscale.torch.{name}"
+            raise not_installed([missing], purpose=purpose, extras=["torch"]) from None
         prefix = "Torch" if name == "LossScaleOptimizer" else ""
         # Also in the place of a module of that name, which importing it has put here.
         globals()[name] = getattr(module, prefix + name)
@@ -60,4 +52,4 @@ else:
 
     def __dir__() -> list[str]:
         # What is public, for completion.
-        return sorted({*__all__, *_WHERE})
+        return sorted(__all__)

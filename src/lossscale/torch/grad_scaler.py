@@ -117,7 +117,7 @@ class GradScaler(torch.amp.GradScaler):
     _init_growth_tracker: int
 
     _watcher: Any = None
-    """The monitor that notes each decision."""
+    """The monitor that is told of each decision."""
 
     _warned_at_floor = False
 
@@ -546,9 +546,9 @@ class GradScaler(torch.amp.GradScaler):
             ArgumentTypeError: If it is neither. It is a `TypeError`.
         """
         # What counts it is imported by who asks for it.
-        from lossscale.torch.notes import named
+        from lossscale.torch.overflow_tracker import parameter_names
 
-        self._names = named(parameters)
+        self._names = parameter_names(parameters)
 
     @property
     def last_nonfinite(self) -> tuple[NonfiniteTensor, ...]:
@@ -576,7 +576,7 @@ class GradScaler(torch.amp.GradScaler):
             for hook in list(self._skipped_hooks.values()):
                 hook(optimizer)
             if self._names is not None:
-                from lossscale.torch.notes import nonfinite_of
+                from lossscale.torch.overflow_tracker import nonfinite_of
 
                 others = [e for e in self._per_optimizer_states.values() if e is not entry]
                 before = self._last_nonfinite if any(e.get("skipped") for e in others) else ()

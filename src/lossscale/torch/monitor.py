@@ -2,49 +2,52 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lossscale.checks import checked_count
-from lossscale.common.notes import Noted
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.monitoring import monitor as core
 from lossscale.monitoring.loop import LoopMonitor
-from lossscale.monitoring.monitor import MonitorSettings, StepStats
+from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.torch.grad_scaler import GradScaler
-from lossscale.torch.notes import LoopNotes, named
 from lossscale.torch.optimizer import TorchLossScaleOptimizer
+from lossscale.torch.overflow_tracker import LoopOverflowTracker, parameter_names
 
 
 class Monitor(LoopMonitor):
-    """Records what the loss scale does in a loop of your own, and warns when something is wrong.
+    """Records what the loss scale does in a training loop, and warns when something is wrong.
 
-    Call `step` after each step (with a `GradScaler` after `update()`), and `close` at the end, or
-    use it in a `with`. On sampled steps it reads the loss scale and, if the step was skipped, why,
-    and which parameters had gradients with infinities or NaN. On others it reads nothing, but what
-    overflowed is noted on each skipped step.
+    Call `step` after each training step (with a `GradScaler` after `update()`), and `close` at the
+    end; or use it in a `with`. On sampled steps it reads the loss scale and, if the step was
+    skipped, why, and which parameters had gradients with infinities or NaN. On other steps it reads
+    nothing, but tracks what overflows on each skipped step.
 
-    With `decide="device"` the optimizer's verdict is waited for on each step while it is watched.
+    With `decide="device"` each watched step waits for the decision.
 
     Args:
-        optimizer: A `lossscale.torch.LossScaleOptimizer` or a `lossscale.torch.GradScaler`.
+        optimizer: A `lossscale.torch.LossScaleOptimizer` or a `lossscale.torch.GradScaler`; also
+            what Lightning and Accelerate return for such an optimizer.
         model: The module, or (name, parameter) pairs, for the names of parameters. With an
             optimizer it may be None; then parameters are numbered.
-        path: A file for the history, JSON lines; see `lossscale.monitoring.read_records`.
-            None for none.
-        every: Sample steps whose number is a multiple of this, and the first and the last one; in
-            steps. Skips in between count all the same, and the last of them is recorded too.
-        on_floor: What a skip at the lowest scale is: "warn", "raise" to end training, or "ignore".
-        max_consecutive_skips: How many skips in a row end training, in steps. None for no limit.
-        append: Whether to add to the file `path` if it exists, as a resumed run does.
-        steps_before: With a `GradScaler`, how many steps the run has behind it. An optimizer knows
-            it by itself.
+        path: A file for the records, JSON lines; see `lossscale.monitoring.read_records`. None
+            writes no file.
+        every: Sample steps whose number is a multiple of this, and the first and the last one.
+            Skipped steps in between are counted, and the last of them is recorded too.
+        log: Called with each record as a dictionary, `lossscale.monitoring.StepRecord.to_dict`,
+            after it is written; what it raises, `step` and `close` raise.
+        on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
+            "ignore".
+        max_consecutive_skips: Number of skips in a row that ends training. None for no limit.
+        append: Whether to continue the file `path` if it exists, as a resumed run does.
+        steps_before: Number of steps before this run, with a `GradScaler`. An optimizer has it.
 
     Raises:
         ArgumentError: If an argument cannot be used; the message names it. It is a `ValueError`.
         ArgumentTypeError: If one is of the wrong type. It is a `TypeError`.
-        OSError: If the file cannot be written, or exists and `append` is False.
+        OSError: If the file cannot be written.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -64,12 +67,17 @@ class Monitor(LoopMonitor):
         self,
         optimizer: Any,
         model: Any = None,
-        path: Any = None,
+        path: str | os.PathLike[str] | None = None,
         *,
+        every: int = 1,
+        log: Callable[[dict[str, Any]], object] | None = None,
+        on_floor: str = "warn",
+        max_consecutive_skips: int | None = None,
+        append: bool = False,
         steps_before: int = 0,
-        **settings: Any,
     ) -> None:
-        checked = MonitorSettings(path, **settings)
+        settings = MonitorSettings(path, every, log, on_floor, max_consecutive_skips, append)
+        optimizer = _wrapper_in(optimizer)
         _check_watched(optimizer)
         self._watched = optimizer
         self._is_scaler = isinstance(optimizer, GradScaler)
@@ -78,70 +86,79 @@ class Monitor(LoopMonitor):
                 "A GradScaler does not know what it scales: give Monitor the model, for the names "
                 "of its parameters. Received: model=None."
             )
-        self._start = checked_count("steps_before", steps_before, lowest=0)
+        # What a scaler does not count.
+        self._steps = checked_count("steps_before", steps_before, lowest=0)
         self._skips = int(optimizer.steps_skipped)
-        self._skipped = False
-        self._notes = LoopNotes(_names(optimizer, model, self._is_scaler), self._number)
+        self._decided = self._skipped = False
+        names = _names(optimizer, model, self._is_scaler)
+        self._tracker = LoopOverflowTracker(names, self._steps_so_far)
         self._scale = float(optimizer.get_scale() if self._is_scaler else optimizer.loss_scale)
-        super().__init__(core.Monitor(checked, optimizer.rule), self._number())
+        super().__init__(Recorder(settings, optimizer.rule), self._steps_so_far())
         optimizer.__dict__["_watcher"] = self
 
     def decided(self, groups: Any, *, scale: Any, applied: bool, divisor: Any = None) -> None:
-        """Takes note of what the optimizer has decided. It is called by the optimizer."""
+        """Tracks what the optimizer has decided. The optimizer calls it."""
+        self._decided = True
         self._skipped = self._skipped or not applied
-        self._notes.decided(groups, scale=scale, applied=applied, divisor=divisor)
+        self._tracker.decided(groups, scale=scale, applied=applied, divisor=divisor)
 
     def step(self, loss: Any = None) -> None:
-        """Takes note of a step that was made.
+        """Counts a training step, and records it if it is sampled.
+
+        A call without a step of the optimizer since the last call, as with accumulated gradients,
+        does nothing.
 
         Args:
-            loss: The loss of the step, not scaled: a number, or a tensor with one element; None if
-                it is not known. Without it nothing tells an overflow from a loss that is not
-                finite.
+            loss: The unscaled loss of the step: a number, or a tensor with one element; None if it
+                is not known. Without it an overflow cannot be told from a loss that is not finite.
 
         Raises:
-            TrainingHaltedError: If an alarm ends training. What was recorded is in the files then.
-            ArgumentError: If `loss` has several elements; nothing is read then.
+            TrainingHaltedError: If an alarm ends training. The records are in the file then.
+            ArgumentError: If `loss` has several elements, or after `close`; nothing is read then.
         """
+        self._check_open()
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
                 raise ArgumentError(
                     "`loss` must be a number or a tensor with one element. Received: a tensor of "
-                    f"shape {tuple(loss.shape)}. Take the mean."
+                    f"shape {tuple(loss.shape)}. Pass the mean."
                 )
             # A graph must not be kept until it is read.
             loss = loss.detach()
-        if self._is_scaler:
-            self._start += 1
+        if self._is_scaler and self._decided:
+            self._steps += 1
             self._skips += self._skipped
         now, scale = self._stats(), self._scale
-        self._skipped, self._scale = False, now.next_scale
+        self._decided, self._skipped, self._scale = False, False, now.next_scale
 
-        def read(before: int) -> StepStats:
-            noted = Noted(scale, None)
-            # Otherwise there was no gradient, or a step was made behind its back.
-            if self._notes.noted > before:
-                noted = self._notes.read(min(before, now.step - 1), now.step)
-            return now._replace(scale=noted.scale, last_skip=noted.skip)
+        def read(last_read: int) -> StepStats:
+            # Otherwise a step was made that the monitor was not told of.
+            if self._tracker.last_tracked <= last_read:
+                return now._replace(scale=scale)
+            tracked = self._tracker.read(min(last_read, now.step - 1), now.step)
+            return now._replace(scale=tracked[0], last_skip=tracked[1])
 
         if now.step > self._position:
-            self._took(now.step - self._position, read, loss)
+            self._add_steps(now.step - self._position, read, loss)
 
     def close(self) -> None:
-        """Records the last step, if it was not sampled, and closes the files."""
+        """Records the last step if it was not sampled, and closes the file.
+
+        Closing it again does nothing; `step` is an error afterwards.
+        """
         if vars(self._watched).get("_watcher") is self:
             del vars(self._watched)["_watcher"]
         super().close()
 
-    def _number(self) -> int:
-        """How many steps came before the one that is being made."""
-        return self._start if self._is_scaler else int(self._watched.iterations)
+    def _steps_so_far(self) -> int:
+        """Returns the number of steps before the one that is being made."""
+        return self._steps if self._is_scaler else int(self._watched.iterations)
 
     def _stats(self) -> StepStats:
         watched = self._watched
         if self._is_scaler:
             scale = watched.get_scale()
-            return StepStats(self._start, scale, scale, self._skips, self._skipped)
+            return StepStats(self._steps, scale, scale, self._skips, self._skipped)
         scale = float(watched.loss_scale)
         return StepStats(
             int(watched.iterations),
@@ -150,6 +167,16 @@ class Monitor(LoopMonitor):
             int(watched.steps_skipped),
             bool(watched.last_step_skipped),
         )
+
+
+def _wrapper_in(optimizer: Any) -> Any:
+    """Returns the wrapper itself, given what a trainer made of it."""
+    attributes = getattr(optimizer, "__dict__", {})
+    # LightningOptimizer is a look-alike with copied attributes; both keep the original.
+    for name in ("_optimizer", "optimizer"):
+        if isinstance(attributes.get(name), TorchLossScaleOptimizer):
+            return attributes[name]
+    return optimizer
 
 
 def _check_watched(optimizer: Any) -> None:
@@ -172,13 +199,13 @@ def _check_watched(optimizer: Any) -> None:
 
 
 def _names(optimizer: Any, model: Any, is_scaler: bool) -> dict[Any, str]:
-    """The parameters and their names; those of an optimizer that have none are numbered."""
-    found = {} if model is None else named(model)
+    """Returns the names of the parameters; those of an optimizer without a name are numbered."""
+    known = {} if model is None else parameter_names(model)
     if is_scaler:
-        return found
+        return known
     names = {}
     for index, group in enumerate(optimizer.param_groups):
         for number, parameter in enumerate(group["params"]):
             numbered = f"param_groups[{index}]['params'][{number}]"
-            names[parameter] = found.get(parameter, numbered)
+            names[parameter] = known.get(parameter, numbered)
     return names

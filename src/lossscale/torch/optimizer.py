@@ -114,7 +114,7 @@ class TorchLossScaleOptimizer(
     _framework: ClassVar[str | None] = "torch"
 
     _watcher: Any = None
-    """The monitor that notes each decision."""
+    """The monitor that is told of each decision."""
     _warned_at_floor = False
     _hidden = frozenset({"variables", "weights"})
     _sets_scale = (

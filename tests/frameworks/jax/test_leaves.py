@@ -236,7 +236,9 @@ def test_a_leaf_of_every_size_is_looked_at():
 # Numbers of Python, which are gradients where nothing is compiled.
 
 
-@pytest.mark.parametrize("wraps", [lambda tx: tx, lossscale.optax.noted], ids=["bare", "noted"])
+@pytest.mark.parametrize(
+    "wraps", [lambda tx: tx, lossscale.optax.track_overflows], ids=["bare", "tracked"]
+)
 @pytest.mark.parametrize("gradient", [16.0, float("inf"), float("nan")])
 def test_a_gradient_that_is_a_python_float_is_divided_and_checked(gradient, wraps):
     tx = wraps(lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8.0))

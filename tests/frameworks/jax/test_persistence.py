@@ -144,10 +144,10 @@ def test_an_nnx_run_goes_on_byte_for_byte(tmp_path):
     assert int(other_optimizer.opt_state.steps_skipped.get_value()) == 2
 
 
-def test_flax_restores_what_is_noted():
-    tx = lossscale.optax.noted(lossscale.optax.loss_scaled(optax.adam(0.1)))
+def test_flax_restores_tracked_overflows():
+    tx = lossscale.optax.track_overflows(lossscale.optax.loss_scaled(optax.adam(0.1)))
     params = {"w": jnp.ones(3)}
     _, state = tx.update({"w": jnp.full(3, jnp.inf)}, tx.init(params), params)
     back = flax.serialization.from_bytes(tx.init(params), flax.serialization.to_bytes(state))
     jax.tree.map(np.testing.assert_array_equal, back, state)
-    assert type(back.notes) is type(state.notes)
+    assert type(back.tracked) is type(state.tracked)

@@ -6,10 +6,11 @@ import pytest
 import tensorflow as tf
 
 from frameworks.keras.support import assert_same, values
-from histories import TrainingHistory
 from lossscale import DynamicScale, LossScaleOptimizer
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.errors import ArgumentError
+from lossscale.monitoring import read_records
+from records import column, nonfinite, skipped_steps
 from seeding import seed
 
 
@@ -64,16 +65,11 @@ def test_what_replicas_have_is_counted_together_and_once_and_changes_nothing(
         model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
         results.append(values(model.variables) + values(model.optimizer.variables))
     assert_same(*results)
-    history = TrainingHistory.read(tmp_path / "run.jsonl")
-    assert history.skipped_steps == [2, 3, 4]
-    assert history.scales == [256.0, 256.0, 128.0, 64.0]
+    path = tmp_path / "run.jsonl"
+    assert skipped_steps(path) == [2, 3, 4]
+    assert column(path, "scale") == [256.0, 256.0, 128.0, 64.0]
     name = "net/root/kernel"
-    assert [tuple(record.nonfinite) for record in history.records] == [
-        (),
-        ((name, 2, 0),),
-        ((name, 2, 0),),
-        ((name, 3, 0),),
-    ]
+    assert nonfinite(path) == [[], [(name, 2, 0)], [(name, 2, 0)], [(name, 3, 0)]]
 
 
 def test_checkpoints_are_those_of_a_run_without_a_monitor(tmp_path):
@@ -89,7 +85,7 @@ def test_checkpoints_are_those_of_a_run_without_a_monitor(tmp_path):
         status.assert_consumed()
         assert_same(values(source.optimizer.variables), values(target.optimizer.variables))
     names = [name for name, _ in tf.train.list_variables(saved)]
-    assert not [name for name in names if "watch" in name]
+    assert not [name for name in names if "track" in name]
     monitored.export(tmp_path / "exported", verbose=False)
 
 
@@ -99,12 +95,7 @@ def test_a_model_that_gets_its_shape_in_fit(tmp_path, eager):
     mode = {"run_eagerly": True} if eager else {"jit_compile": False}
     model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.0)), "mse", **mode)
     fit(model, *data(3, [(9, 1)]), LossScaleMonitor(tmp_path / "run.jsonl"))
-    history = TrainingHistory.read(tmp_path / "run.jsonl")
-    assert [tuple(r.nonfinite) for r in history.records] == [
-        (),
-        (("net/root/kernel", 1, 0),),
-        (),
-    ]
+    assert nonfinite(tmp_path / "run.jsonl") == [[], [("net/root/kernel", 1, 0)], []]
 
 
 def test_sparse_gradients_are_counted_as_they_are_stored(tmp_path):
@@ -115,22 +106,32 @@ def test_sparse_gradients_are_counted_as_they_are_stored(tmp_path):
     x, y = np.zeros((8, 2), "int32"), np.full((8, 1), np.inf, "float32")
     with pytest.warns(UserWarning, match="loss of step 1 is inf"):
         fit(model, x, y, LossScaleMonitor(tmp_path / "run.jsonl"))
-    [record] = TrainingHistory.read(tmp_path / "run.jsonl").records
+    [record] = read_records(tmp_path / "run.jsonl")
     words = next(tensor for tensor in record.nonfinite if "words" in tensor.name)
     assert words.infs + words.nans == 8 * 2 * 3
 
 
-def test_tensorboard_gets_scalars_and_skips(tmp_path):
-    model = net(keras.optimizers.SGD(1.0), run_eagerly=True)
-    monitor = LossScaleMonitor(tensorboard=tmp_path / "board")
-    fit(model, *data(2, [(9, 1)]), monitor)
-    [file] = (tmp_path / "board").iterdir()
+def test_what_tensorboard_shows(tmp_path):
+    """The three lines of docs/monitoring.md, read by TensorFlow's reader of TensorBoard's files."""
+    from tensorboardX import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+
+        def log(record):
+            writer.add_scalar("loss_scale", record["scale"], record["step"])
+            writer.add_scalar("steps_skipped", record["steps_skipped"], record["step"])
+
+        model = net(keras.optimizers.SGD(1.0), run_eagerly=True)
+        fit(model, *data(2, [(9, 1)]), LossScaleMonitor(log=log))
+    [file] = tmp_path.iterdir()
     events = list(tf.compat.v1.train.summary_iterator(str(file)))
-    found = {(v.tag, event.step): v for event in events for v in event.summary.value}
-    assert found["loss_scale/scale", 1].simple_value == 256.0
-    assert found["loss_scale/steps_skipped", 2].simple_value == 1.0
-    [text] = [v for (tag, step), v in found.items() if "skipped" in tag and v.tensor.string_val]
-    assert b"step 2: overflow; net/root/kernel (1 inf)" in text.tensor.string_val[0]
+    shown = {(v.tag, event.step): v.simple_value for event in events for v in event.summary.value}
+    assert shown == {
+        ("loss_scale", 1): 256.0,
+        ("loss_scale", 2): 256.0,
+        ("steps_skipped", 1): 0.0,
+        ("steps_skipped", 2): 1.0,
+    }
 
 
 def test_a_model_of_the_other_generation_is_refused():

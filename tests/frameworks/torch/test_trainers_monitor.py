@@ -1,6 +1,4 @@
-"""The monitor in trainers of other libraries: on each step it records what the loop's one does."""
-
-import sys
+"""The recipes of docs/from_gradscaler.md: a monitor in trainers of other libraries."""
 
 import pytest
 import torch
@@ -16,70 +14,129 @@ from frameworks.torch.test_recipes import (
     trainer,
     use,
 )
-from histories import TrainingHistory
-from lossscale.errors import ArgumentError, MissingPackageError, TrainingHaltedError
+from lossscale.errors import TrainingHaltedError
+from lossscale.monitoring import read_records
 from lossscale.torch.grad_scaler import GradScaler
+from records import column
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def check(path, *, reason):
-    history = TrainingHistory.read(path)
-    assert history.steps == [1, 2, 3, 4]
-    assert history.scales == [8.0, 8.0, 4.0, 4.0]
-    assert [record.skipped for record in history.records] == [False, True, False, False]
-    bad = history.records[BAD]
+    assert column(path, "step") == [1, 2, 3, 4]
+    assert column(path, "scale") == [8.0, 8.0, 4.0, 4.0]
+    assert column(path, "skipped") == [False, True, False, False]
+    assert column(path, "steps_skipped") == [0, 1, 1, 1]
+    bad = read_records(path)[BAD]
     # A trainer that clips before the step makes NaN of infinities.
     counts = [(tensor.name, tensor.infs + tensor.nans) for tensor in bad.nonfinite]
     assert counts == [("net.weight", 2)]
     assert str(bad.reason) == reason
-    assert history.records[-1].steps_skipped == 1
-    return history
 
 
-@pytest.mark.filterwarnings("ignore")
-class TestLightning:
-    @pytest.fixture(autouse=True)
-    def _lightning(self):
-        self.lightning = pytest.importorskip("lightning")
-
-    def fit(self, folder, monitor, scaler=None, **arguments):
-        scaler = scaler or GradScaler("cpu", init_scale=8.0)
-        arguments = {"max_epochs": 1, **arguments}
-        runner = trainer(self.lightning, scaler, folder, callbacks=[monitor], **arguments)
-        runner.fit(module(self.lightning, "sgd", []), loader())
-
-    def test_it_records_every_step(self, tmp_path):
-        path = tmp_path / "run.jsonl"
-        monitor = lossscale.torch.LightningMonitor(path)
-        assert isinstance(monitor, self.lightning.pytorch.Callback)
-        self.fit(tmp_path, monitor)
-        # The loss of the second batch is infinite, as its gradients are.
-        history = check(path, reason="loss")
-        assert history.records[0].loss == 2.0
-        assert monitor.last_record.step == 4
-
-    def test_accumulated_batches_are_one_step(self, tmp_path):
-        path = tmp_path / "run.jsonl"
-        monitor = lossscale.torch.LightningMonitor(path)
-        self.fit(tmp_path, monitor, accumulate_grad_batches=2)
-        history = TrainingHistory.read(path)
-        assert history.steps == [1, 2]
-        assert [record.skipped for record in history.records] == [True, False]
-        assert history.records[1].loss == 2.0
-
-    def test_an_alarm_ends_training_and_the_file_is_there(self, tmp_path):
-        path = tmp_path / "run.jsonl"
-        monitor = lossscale.torch.LightningMonitor(path, max_consecutive_skips=1)
-        with pytest.raises(TrainingHaltedError):
-            self.fit(tmp_path, monitor)
-        assert TrainingHistory.read(path).steps == [1, 2]
-
-    def test_a_scaler_of_pytorch_is_named(self, tmp_path):
-        with pytest.raises(ArgumentError, match=r"Received: a torch\.amp\.grad_scaler\.GradScaler"):
-            self.fit(tmp_path, lossscale.torch.LightningMonitor(), torch.amp.GradScaler("cpu"))
+# --- Lightning ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def hf_trainer(tmp_path):
+def fit(tmp_path):
+    lightning = pytest.importorskip("lightning")
+
+    def fit(settings, **arguments):
+        model, scaler = module(lightning, "sgd", []), GradScaler("cpu", init_scale=8.0)
+        monitor = lossscale.torch.Monitor(scaler, model, **settings)
+        record = lightning.pytorch.callbacks.LambdaCallback(
+            on_train_batch_end=lambda trainer, module, outputs, *_: monitor.step(outputs["loss"])
+        )
+        arguments = {"max_epochs": 1, **arguments}
+        with monitor:
+            trainer(lightning, scaler, tmp_path, callbacks=[record], **arguments).fit(
+                model, loader()
+            )
+
+    return fit
+
+
+def test_lightning_records_every_step(fit, tmp_path):
+    path = tmp_path / "run.jsonl"
+    fit({"path": path})
+    # The loss of the second batch is infinite, as its gradients are.
+    check(path, reason="loss")
+    assert column(path, "loss")[0] == 2.0
+
+
+def test_accumulated_batches_are_one_step(fit, tmp_path):
+    path = tmp_path / "run.jsonl"
+    fit({"path": path}, accumulate_grad_batches=2)
+    assert column(path, "step") == [1, 2]
+    assert column(path, "skipped") == [True, False]
+
+
+def test_an_alarm_ends_training_and_the_file_is_there(fit, tmp_path):
+    path = tmp_path / "run.jsonl"
+    with pytest.raises(TrainingHaltedError):
+        fit({"path": path, "max_consecutive_skips": 1})
+    assert column(path, "step") == [1, 2]
+
+
+def test_the_optimizers_of_lightnings_module_are_watched(tmp_path):
+    """`self.optimizers()` returns a look-alike of the wrapper, whose `step` is the wrapper's."""
+    lightning = pytest.importorskip("lightning")
+    path = tmp_path / "run.jsonl"
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.automatic_optimization = Net(), False
+
+        def on_train_start(self):
+            self.monitor = lossscale.torch.Monitor(self.optimizers(), self, path)
+
+        def training_step(self, batch, index):
+            optimizer, loss = self.optimizers(), self.net(batch[0])
+            optimizer.zero_grad()
+            self.manual_backward(optimizer.scale_loss(loss))
+            optimizer.step()
+            self.monitor.step(loss)
+
+        def on_train_end(self):
+            self.monitor.close()
+
+        def configure_optimizers(self):
+            inner = OPTIMIZERS["sgd"](self.parameters())
+            return lossscale.torch.LossScaleOptimizer(inner, initial_scale=8.0)
+
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet).fit(Module(), loader())
+    check(path, reason="loss")
+
+
+# --- Accelerate and Hugging Face's Trainer --------------------------------------------------------
+
+
+def test_what_accelerate_prepares_is_watched(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState
+
+    path, model = tmp_path / "run.jsonl", Net()
+    wrapper = lossscale.torch.LossScaleOptimizer(
+        OPTIMIZERS["sgd"](model.parameters()), initial_scale=8.0
+    )
+    prepared, optimizer = accelerate.Accelerator(cpu=True).prepare(model, wrapper)
+    with lossscale.torch.Monitor(optimizer, prepared, path) as monitor:
+        for batch in data():
+            optimizer.zero_grad()
+            loss = prepared(batch)
+            wrapper.scale_loss(loss).backward()
+            optimizer.step()
+            monitor.step(loss)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert column(path, "scale") == [8.0, 8.0, 4.0, 4.0]
+    assert [str(tensor) for tensor in read_records(path)[BAD].nonfinite] == ["weight (2 inf)"]
+
+
+def test_hf_trainer_records_every_step(tmp_path):
     transformers = pytest.importorskip("transformers")
     from accelerate.state import AcceleratorState
 
@@ -91,62 +148,35 @@ def hf_trainer(tmp_path):
         def forward(self, x, labels=None):
             return {"loss": self.net(x)}
 
-    def make(monitor):
-        assert isinstance(monitor, transformers.TrainerCallback)
-        model = Model()
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=1,
-            num_train_epochs=1,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            save_strategy="no",
-            logging_strategy="no",
-            dataloader_pin_memory=False,
-            train_sampling_strategy="sequential",
-        )
-        return transformers.Trainer(
-            model,
-            arguments,
-            train_dataset=[{"x": batch} for batch in data()],
-            optimizers=(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)),
-            callbacks=[monitor],
-        )
+    class Record(transformers.TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            monitor.step()
 
-    yield make
+    path, model, scaler = tmp_path / "run.jsonl", Model(), GradScaler("cpu", init_scale=8.0)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=1,
+        num_train_epochs=1,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+        dataloader_pin_memory=False,
+        train_sampling_strategy="sequential",
+    )
+    runner = transformers.Trainer(
+        model,
+        arguments,
+        train_dataset=[{"x": batch} for batch in data()],
+        optimizers=(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)),
+        callbacks=[Record()],
+    )
+    use(runner.accelerator, scaler)
+    assert runner.is_world_process_zero()
+    with lossscale.torch.Monitor(scaler, model, path) as monitor:
+        runner.train()
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_hf_trainer_records_every_step(hf_trainer, tmp_path):
-    path = tmp_path / "run.jsonl"
-    monitor = lossscale.torch.TransformersMonitor(path)
-    runner = hf_trainer(monitor)
-    use(runner.accelerator, GradScaler("cpu", init_scale=8.0))
-    runner.train()
     check(path, reason="unknown")
     assert monitor.last_record.step == 4
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_hf_trainer_without_a_loss_scale_is_named(hf_trainer):
-    with pytest.raises(ArgumentError, match="no loss scale of lossscale to watch"):
-        hf_trainer(lossscale.torch.TransformersMonitor()).train()
-
-
-def test_without_the_library_there_is_a_sentence(monkeypatch):
-    for name, package in (
-        ("LightningMonitor", "lightning"),
-        ("TransformersMonitor", "transformers"),
-    ):
-        monkeypatch.delitem(vars(lossscale.torch), name, raising=False)
-        where = f"lossscale.torch.{package}"
-        monkeypatch.delitem(sys.modules, where, raising=False)
-        monkeypatch.delattr(lossscale.torch, package, raising=False)
-        for loaded in [m for m in sys.modules if m.partition(".")[0] == package]:
-            monkeypatch.delitem(sys.modules, loaded)
-        monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(MissingPackageError, match=f"needs {package}.*pip install {package}"):
-            getattr(lossscale.torch, name)

@@ -124,7 +124,7 @@ class TorchBackend(Backend):
         return True
 
     def step_number(self, iterations: Any) -> None:
-        """Nobody asks: the notes of PyTorch count by themselves."""
+        """Returns None: the overflow tracker of PyTorch counts by itself."""
 
     # --- Variables and arrays -----------------------------------------------------------------
 

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from lossscale.common import notes
-from lossscale.common.notes import DecidedStep, Noted
+from lossscale.common import overflow_tracker
+from lossscale.common.overflow_tracker import CheckedStep
 from lossscale.errors import ArgumentTypeError
-from lossscale.monitoring.monitor import Skip
 from lossscale.monitoring.record import NonfiniteTensor
+from lossscale.monitoring.recorder import SkippedStep
 from lossscale.torch.ranks import local
 from lossscale.torch.scaling import CPU, real_parts
 
 
-class Notes(notes.Notes):
-    """What a step notes."""
+class OverflowTracker(overflow_tracker.OverflowTracker):
+    """Tracks overflows in Python objects."""
 
     def _create(self) -> None:
         self._scale: Any = 0.0
@@ -27,35 +27,35 @@ class Notes(notes.Notes):
         self._skip: tuple[int, Any, list[Any]] = (0, 0.0, [])
 
     def count_from(self, step: int) -> None:
-        """Counts on from a step number: to read the optimizer's would be to wait for it."""
+        """Sets the number of steps so far: reading the optimizer's would wait for the device."""
         self._step = step
 
-    # It writes to Python objects, and compiled code would be compiled anew for each number.
+    # It writes to Python objects, and compiled code would be compiled again for each number.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def note(self, step: DecidedStep) -> None:
-        """Notes a step; `step.finite` is a Python bool."""
+    def _track(self, step: CheckedStep) -> None:
+        # `step.finite` is a Python bool.
         self._step += 1
         self._scale = step.scale
         if not step.finite:
             counts = [_nonfinite(gradient) for gradient in self._unscaled_by_row(step)]
             self._skip = (self._step, step.scale, counts)
 
-    def read(self, after: int, until: int) -> Noted:
+    def read(self, after: int, until: int) -> tuple[float, SkippedStep | None]:
         skip = None
         step, scale, counts = self._skip
         if after < step <= until:
             stacked = torch.stack([count.to(counts[0].device) for count in counts])
-            named = notes.named_counts(self.names, np.asarray(stacked.cpu()))
-            skip = Skip(step, float(scale), named)
-        return Noted(float(self._scale), skip)
+            tensors = overflow_tracker.nonfinite_tensors(self.names, np.asarray(stacked.cpu()))
+            skip = SkippedStep(step, float(scale), tensors)
+        return float(self._scale), skip
 
 
-class LoopNotes(Notes):
-    """Notes of steps by their numbers; what several optimizers do in one step is put together.
+class LoopOverflowTracker(OverflowTracker):
+    """Tracks the steps of a loop; the overflows of several optimizers in one step are one skip.
 
     Args:
         named: Parameters and their names.
-        position: Returns how many steps came before the one that is decided on.
+        position: Returns the number of steps before the one that is decided on.
     """
 
     def __init__(self, named: Mapping[Any, str], position: Callable[[], int]) -> None:
@@ -65,13 +65,13 @@ class LoopNotes(Notes):
     def decided(
         self, groups: Iterable[Mapping[str, Any]], *, scale: Any, applied: bool, divisor: Any = None
     ) -> None:
-        """Notes what was decided, before anything is applied.
+        """Tracks a step that was decided on, before anything is applied.
 
         Args:
             groups: The parameter groups, with the gradients in `.grad`.
             scale: The loss scale of the step.
             applied: Whether the step is applied.
-            divisor: What the gradients still have to be divided by; None if they are not scaled.
+            divisor: What the gradients must still be divided by; None if they are unscaled.
         """
         parameters = [p for group in groups for p in group["params"] if p.grad is not None]
 
@@ -82,31 +82,31 @@ class LoopNotes(Notes):
         self.count_from(self._position())
         with torch.no_grad():
             gradients = [local(parameter.grad) for parameter in parameters]
-            self.note(DecidedStep(gradients, parameters, unscale, applied, scale, None, True))
-        self._put_together(before)
+            self._track(CheckedStep(gradients, parameters, unscale, applied, scale, None, True))
+        self._add_to_skip(before)
 
-    def _put_together(self, before: tuple[int, Any, list[Any]]) -> None:
-        """Keeps what another optimizer has noted of the same step."""
+    def _add_to_skip(self, before: tuple[int, Any, list[Any]]) -> None:
+        """Adds the counts of another optimizer in the same step."""
         if self._skip is not before and self._skip[0] == before[0] > 0:
             counts = [one + other for one, other in zip(self._skip[2], before[2], strict=True)]
             self._skip = (*before[:2], counts)
 
     @property
-    def noted(self) -> int:
-        """The number of the last step that was noted; 0 if there is none."""
+    def last_tracked(self) -> int:
+        """The number of the last step that was tracked; 0 before the first one."""
         return self._step
 
 
 def _nonfinite(gradient: Any) -> Any:
-    """How many elements are infinite and how many are NaN, int64 of shape (2,)."""
+    """Returns the numbers of infinite elements and of NaN, int64 of shape (2,)."""
     parts = real_parts(gradient)
     if not parts:
         return torch.zeros(2, dtype=torch.int64, device=CPU)
     return torch.stack([test(parts[0]).sum() for test in (torch.isinf, torch.isnan)])
 
 
-def named(parameters: Any) -> dict[Any, str]:
-    """Parameters with their names.
+def parameter_names(parameters: Any) -> dict[Any, str]:
+    """Returns the names of parameters.
 
     Args:
         parameters: A module, or an iterable of (name, parameter) pairs.
@@ -117,36 +117,36 @@ def named(parameters: Any) -> dict[Any, str]:
     pairs = parameters
     if isinstance(parameters, torch.nn.Module):
         pairs = parameters.named_parameters()
-    found: dict[Any, str] | None
+    names: dict[Any, str] | None
     try:
-        found = {parameter: name for name, parameter in pairs}
+        names = {parameter: name for name, parameter in pairs}
     except (TypeError, ValueError):
-        found = None
-    if found is None or not all(
-        isinstance(p, torch.Tensor) and isinstance(n, str) for p, n in found.items()
+        names = None
+    if names is None or not all(
+        isinstance(p, torch.Tensor) and isinstance(n, str) for p, n in names.items()
     ):
         is_path = isinstance(parameters, str | os.PathLike)
         raise ArgumentTypeError(
             "Parameters are named by a module, or by (name, parameter) pairs as "
             f"model.named_parameters() gives them. Received: {parameters!r} of type "
             f"{type(parameters).__name__}."
-            + (f" The file of a history is path={parameters!r}." if is_path else "")
+            + (f" The file of the records is path={parameters!r}." if is_path else "")
         )
-    return found
+    return names
 
 
 def nonfinite_of(optimizer: Any, names: Mapping[Any, str]) -> tuple[NonfiniteTensor, ...]:
-    """The gradients of an optimizer with an infinity or a NaN in the part that is here.
+    """Returns the gradients with an infinity or a NaN in the part that this process has.
 
     Args:
         optimizer: The optimizer.
-        names: The names of parameters; others are numbered, group by group.
+        names: The names of parameters; the others are numbered, group by group.
     """
-    found = []
+    tensors = []
     for index, group in enumerate(optimizer.param_groups):
         for number, parameter in enumerate(group["params"]):
             counts = _nonfinite(local(parameter.grad)).tolist()
             if any(counts):
                 name = names.get(parameter, f"param_groups[{index}]['params'][{number}]")
-                found.append(NonfiniteTensor(name, *counts))
-    return tuple(found)
+                tensors.append(NonfiniteTensor(name, *counts))
+    return tuple(tensors)

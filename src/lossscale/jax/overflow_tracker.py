@@ -1,6 +1,6 @@
-"""JAX: notes as a pure state, which a compiled step takes and returns.
+"""JAX: tracks overflows in a pure state, which a compiled step takes and returns.
 
-`init` makes the first state and `update` the next one, inside a compiled function as outside;
+`init` makes the first state and `update` the next one, inside a compiled function or outside;
 `read` brings it to the host.
 """
 
@@ -13,19 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lossscale.common import notes
-from lossscale.common.notes import DecidedStep, Noted
+from lossscale.common import overflow_tracker
+from lossscale.common.overflow_tracker import CheckedStep
 from lossscale.jax.gradients import real_parts
-from lossscale.monitoring.monitor import Skip
+from lossscale.monitoring.recorder import SkippedStep
 
 
-class NoteState(NamedTuple):
-    """What the steps so far have noted: arrays, each a buffer of its own.
+class TrackedSteps(NamedTuple):
+    """What is kept of the steps so far: arrays, each a buffer of its own.
 
     Attributes:
         last_scale: float32 scalar; the loss scale that the last step was taken with.
         skip_step: int32 scalar; the number of the last skipped step.
-        skip_scale: float32 scalar; the loss scale it was taken with.
+        skip_scale: float32 scalar; the loss scale that it was taken with.
         nonfinite: uint32 of shape (variables, 2); its infinities and NaN.
     """
 
@@ -35,9 +35,13 @@ class NoteState(NamedTuple):
     nonfinite: Any
 
 
-def init(variables: int) -> NoteState:
-    """Returns the notes before the first step of so many variables: NumPy arrays of zeros."""
-    return NoteState(
+def init(variables: int) -> TrackedSteps:
+    """Returns the state before the first step: NumPy arrays of zeros.
+
+    Args:
+        variables: Number of variables.
+    """
+    return TrackedSteps(
         np.zeros((), np.float32),
         np.zeros((), np.int32),
         np.zeros((), np.float32),
@@ -46,20 +50,20 @@ def init(variables: int) -> NoteState:
 
 
 def update(
-    state: NoteState,
+    state: TrackedSteps,
     gradients: Callable[[], Sequence[Any]],
     *,
     finite: Any,
     scale: Any,
     number: Any,
-) -> NoteState:
-    """Returns the notes after a step.
+) -> TrackedSteps:
+    """Returns the state after a step.
 
     Args:
-        state: The notes before the step.
-        gradients: Returns the unscaled gradient of each row, None where there is none; called
+        state: The state before the step.
+        gradients: Returns the unscaled gradient of each row, None for a row without one; called
             only in the branches that need them.
-        finite: Whether the step is applied: a boolean scalar array, or True if nobody looked.
+        finite: Whether the step is applied: a boolean scalar array, or True without a check.
         scale: The loss scale of the step, float32 scalar array.
         number: The number of the step, counted from 1; integer scalar array.
     """
@@ -74,24 +78,26 @@ def update(
     return state
 
 
-def read(names: Sequence[str], state: NoteState, after: int, until: int) -> Noted:
-    """Waits for the device and returns what was noted of the steps with these numbers.
+def read(
+    names: Sequence[str], state: TrackedSteps, after: int, until: int
+) -> tuple[float, SkippedStep | None]:
+    """Waits for the device; see `lossscale.common.overflow_tracker.OverflowTracker.read`.
 
     Args:
-        names: Those of the variables.
-        state: The notes.
+        names: The names of the variables.
+        state: The state.
         after: The number of the step before the first one that is asked for.
         until: The number of the last one.
     """
     skip = None
     if after < (step := int(state.skip_step)) <= until:
-        named = notes.named_counts(names, np.asarray(state.nonfinite))
-        skip = Skip(step, float(state.skip_scale), named)
-    return Noted(float(state.last_scale), skip)
+        tensors = overflow_tracker.nonfinite_tensors(names, np.asarray(state.nonfinite))
+        skip = SkippedStep(step, float(state.skip_scale), tensors)
+    return float(state.last_scale), skip
 
 
-class Notes(notes.Notes):
-    """Notes in variables, for a trainer that passes them in and out with the optimizer's.
+class OverflowTracker(overflow_tracker.OverflowTracker):
+    """Tracks overflows in variables, for a trainer that passes them with the optimizer's.
 
     Args:
         new_variable: Makes a variable of a name, a dtype and a shape, with zeros in it.
@@ -106,7 +112,7 @@ class Notes(notes.Notes):
             for name, leaf in init(len(self.names))._asdict().items()
         ]
 
-    def note(self, step: DecidedStep) -> None:
+    def _track(self, step: CheckedStep) -> None:
         before = self._state()
         after = update(
             before,
@@ -115,21 +121,23 @@ class Notes(notes.Notes):
             scale=step.scale,
             number=step.number,
         )
-        leaves = zip(self.variables, jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-        for variable, old, new in leaves:
+        for variable, old, new in zip(self.variables, before, after, strict=True):
             if new is not old:
                 variable.assign(new)
 
-    def read(self, after: int, until: int) -> Noted:
+    def read(self, after: int, until: int) -> tuple[float, SkippedStep | None]:
         return read(self.names, self._state(), after, until)
 
-    def _state(self) -> NoteState:
-        return NoteState(*(variable.value for variable in self.variables))
+    def _state(self) -> TrackedSteps:
+        return TrackedSteps(*(variable.value for variable in self.variables))
 
 
 def _replaced_if(
-    condition: Any, state: NoteState, fields: Sequence[str], values: Callable[[], Sequence[Any]]
-) -> NoteState:
+    condition: Any,
+    state: TrackedSteps,
+    fields: Sequence[str],
+    values: Callable[[], Sequence[Any]],
+) -> TrackedSteps:
     """Replaces fields by what `values` computes if a boolean scalar array is true."""
     # Only these fields enter the branch: what passes through one may be copied.
     old = [getattr(state, field) for field in fields]
@@ -148,7 +156,7 @@ def _replaced_if(
 
 
 def _nonfinite(gradient: Any) -> Any:
-    """How many elements are infinite and how many are NaN, uint32 of shape (2,)."""
+    """Returns the numbers of infinite elements and of NaN, uint32 of shape (2,)."""
     counts = jnp.zeros(2, jnp.uint32)
     for part in real_parts(gradient):
         tests = (jnp.isinf, jnp.isnan)

@@ -1,4 +1,4 @@
-"""TensorFlow: notes in variables; eager, in a `tf.function`, under XLA, and on replicas."""
+"""TensorFlow: tracks overflows in variables; eager, in a `tf.function`, under XLA, on replicas."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from lossscale.common import notes
-from lossscale.common.notes import DecidedStep, Noted
-from lossscale.monitoring.monitor import Skip
+from lossscale.common import overflow_tracker
+from lossscale.common.overflow_tracker import CheckedStep
+from lossscale.monitoring.recorder import SkippedStep
 from lossscale.tensorflow.scaling import real_parts
 
 
-class Notes(notes.Notes):
-    """What a step notes, in variables of which every replica has its own copy.
+class OverflowTracker(overflow_tracker.OverflowTracker):
+    """Tracks overflows in variables of which every replica has its own copy.
 
     So a replica writes inside a branch without meeting the others, and the host puts the copies
-    together. It reads those of its own process: each worker sees what its replicas have noted.
+    together. It reads the copies of its own process: each worker sees its own replicas.
     """
 
     _is_shared = True
@@ -29,36 +29,35 @@ class Notes(notes.Notes):
         self._skip_scale = _variable("skip_scale", tf.float32, ())
         self._nonfinite = _variable("nonfinite", tf.int64, (len(self.names), 2))
 
-    def note(self, step: DecidedStep) -> None:
-        """Notes a step, in a replica context."""
+    def _track(self, step: CheckedStep) -> None:
+        # In a replica context.
         self._is_shared = step.is_shared
         self._scale.assign(tf.cast(step.scale, tf.float32))
         if step.finite is not True:
-            tf.cond(step.finite, _nothing, lambda: self._note_skip(step))
+            tf.cond(step.finite, _nothing, lambda: self._track_skip(step))
 
-    def _note_skip(self, step: DecidedStep) -> Any:
+    def _track_skip(self, step: CheckedStep) -> Any:
         gradients = self._unscaled_by_row(step)
         self._nonfinite.assign(tf.stack([_nonfinite(gradient) for gradient in gradients]))
         self._skip_step.assign(tf.cast(step.number, tf.int64))
         self._skip_scale.assign(tf.cast(step.scale, tf.float32))
         return _nothing()
 
-    def read(self, after: int, until: int) -> Noted:
+    def read(self, after: int, until: int) -> tuple[float, SkippedStep | None]:
         skip = None
         if after < (step := int(_copies(self._skip_step)[0])) <= until:
             together = np.max if self._is_shared else np.sum
             counts = together(_copies(self._nonfinite), axis=0)
-            skip = Skip(
-                step, float(_copies(self._skip_scale)[0]), notes.named_counts(self.names, counts)
-            )
-        return Noted(float(_copies(self._scale)[0]), skip)
+            nonfinite = overflow_tracker.nonfinite_tensors(self.names, counts)
+            skip = SkippedStep(step, float(_copies(self._skip_scale)[0]), nonfinite)
+        return float(_copies(self._scale)[0]), skip
 
 
 def _variable(name: str, dtype: Any, shape: tuple[int, ...]) -> Any:
     return tf.Variable(
         tf.zeros(shape, dtype),
         trainable=False,
-        name=f"noted_{name}",
+        name=f"tracked_{name}",
         synchronization=tf.VariableSynchronization.ON_READ,
         aggregation=tf.VariableAggregation.SUM,
     )
@@ -74,7 +73,7 @@ def _nothing() -> Any:
 
 
 def _nonfinite(gradient: Any) -> Any:
-    """How many elements are infinite and how many are NaN, int64 of shape (2,)."""
+    """Returns the numbers of infinite elements and of NaN, int64 of shape (2,)."""
     tests: tuple[Callable[[Any], Any], ...] = (tf.math.is_inf, tf.math.is_nan)
     counts = tf.zeros(2, tf.int64)
     for part in real_parts(gradient):

@@ -1,4 +1,4 @@
-"""Finds the state of loss scaling in an optimizer's state, and says what is around it."""
+"""Finds the state of loss scaling in an optimizer's state, and what is around it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lossscale.optax.scale_state import LossScaleState
 _TRANSPARENT = {
     "InjectHyperparamsState": "inner_state",
     "InjectStatefulHyperparamsState": "inner_state",
-    "NotedState": "loss_scaled",
+    "OverflowTrackingState": "loss_scaled",
 }
 """States around which nothing changes: class names, and the field with the inner one."""
 

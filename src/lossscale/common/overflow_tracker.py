@@ -1,0 +1,124 @@
+"""What a training step keeps for a monitor, and what the host reads of it.
+
+A step keeps its loss scale, and how many infinities and NaN each gradient had on the last skipped
+step; and it does so only once a monitor watches its optimizer. All of it stays on the device, and
+nothing waits for it until the monitor reads.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from lossscale.monitoring.record import NonfiniteTensor
+from lossscale.monitoring.recorder import SkippedStep
+
+
+class CheckedStep(NamedTuple):
+    """A step whose gradients were checked, before anything is applied.
+
+    Attributes:
+        gradients: The gradients; None for a variable without one.
+        variables: Their variables.
+        unscale: Returns a list of such gradients divided by the loss scale.
+        finite: Whether the step is applied: a boolean scalar tensor, or True without a check.
+        scale: The loss scale of the step, float32 scalar tensor.
+        number: The number of the step, counted from 1; integer scalar tensor. None if the tracker
+            counts by itself.
+        is_shared: Whether all replicas have the same gradients; otherwise each has its own.
+    """
+
+    gradients: Sequence[Any]
+    variables: Sequence[Any]
+    unscale: Callable[[Sequence[Any]], list[Any]]
+    finite: Any
+    scale: Any
+    number: Any
+    is_shared: bool
+
+
+def unique_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns names, with a number behind those that occur again.
+
+    Examples:
+        >>> unique_names(["kernel", "bias", "kernel"])
+        ('kernel', 'bias', 'kernel#2')
+    """
+    counts: collections.Counter[str] = collections.Counter()
+    unique = []
+    for name in names:
+        counts[name] += 1
+        unique.append(f"{name}#{counts[name]}" if counts[name] > 1 else name)
+    return tuple(unique)
+
+
+def nonfinite_tensors(names: Sequence[str], counts: Any) -> tuple[NonfiniteTensor, ...]:
+    """Returns the tensors of which a count is not zero.
+
+    Args:
+        names: The names of the variables.
+        counts: Integers of shape (variables, 2): infinities and NaN.
+    """
+    return tuple(
+        NonfiniteTensor(name, int(infs), int(nans))
+        for name, (infs, nans) in zip(names, counts, strict=True)
+        if infs or nans
+    )
+
+
+class OverflowTracker:
+    """Tracks gradients that come with their variables, in any order."""
+
+    names: tuple[str, ...]
+    variables: Sequence[Any] = ()
+    """What a compiled step must be passed and must return; empty if it is kept elsewhere."""
+
+    _rows: dict[int, int] | None = None
+
+    def build(self, variables: Sequence[Any], names: Sequence[str]) -> None:
+        """Makes room for the gradients of these variables; a second call does nothing."""
+        if self._rows is not None:
+            return
+        # The keys of `_rows` must not be given to other objects.
+        self._kept = list(variables)
+        self._rows = {id(variable): row for row, variable in enumerate(variables)}
+        self.names = unique_names(names)
+        self._create()
+
+    def _create(self) -> None:
+        """Makes the tensors."""
+        raise NotImplementedError
+
+    def track(self, **step: Any) -> None:
+        """Keeps what is read of a step, given the attributes of a `CheckedStep`."""
+        self._track(CheckedStep(**step))
+
+    def _track(self, step: CheckedStep) -> None:
+        raise NotImplementedError
+
+    def count_from(self, step: int) -> None:
+        """Sets the number of steps so far, if the tracker counts by itself."""
+
+    def read(self, after: int, until: int) -> tuple[float, SkippedStep | None]:
+        """Waits for the device.
+
+        Args:
+            after: The number of the step before the first one that is asked for.
+            until: The number of the last one.
+
+        Returns:
+            The loss scale that the last step was taken with, 0 before the first step; and the last
+            skipped step, None if it is not one of those that are asked for.
+        """
+        raise NotImplementedError
+
+    def _unscaled_by_row(self, step: CheckedStep) -> list[Any]:
+        """Returns the unscaled gradient, or None, of each variable."""
+        by_row: list[Any] = [None] * len(self.names)
+        unscaled = step.unscale(step.gradients)
+        for gradient, variable in zip(unscaled, step.variables, strict=True):
+            row = (self._rows or {}).get(id(variable))
+            if row is not None:
+                by_row[row] = gradient
+        return by_row

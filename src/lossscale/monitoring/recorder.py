@@ -1,0 +1,277 @@
+"""Makes a record of each step that a monitor reads, hands it on, and raises the alarms."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any, BinaryIO, NamedTuple
+
+from lossscale.checks import checked_count, checked_truth
+from lossscale.errors import ArgumentError, ArgumentTypeError, TrainingHaltedError
+from lossscale.monitoring.record import NonfiniteTensor, StepRecord, is_lowest, skip_reason
+from lossscale.packages import warn
+from lossscale.rules import ScaleRule
+
+_ON_FLOOR = ("warn", "raise", "ignore")
+
+
+@dataclasses.dataclass(frozen=True)
+class MonitorSettings:
+    """The arguments that every monitor takes, checked; monitors document them."""
+
+    path: str | os.PathLike[str] | None = None
+    every: int = 1
+    log: Callable[[dict[str, Any]], object] | None = None
+    on_floor: str = "warn"
+    max_consecutive_skips: int | None = None
+    append: bool = False
+
+    def __post_init__(self) -> None:
+        _check_path(self.path)
+        object.__setattr__(self, "every", checked_count("every", self.every))
+        if self.log is not None and not callable(self.log):
+            raise ArgumentTypeError(
+                "`log` must be a function of a record, which is a dictionary. "
+                f"Received: log={self.log!r} of type {type(self.log).__name__}."
+            )
+        if self.on_floor not in _ON_FLOOR:
+            raise ArgumentError(
+                f"`on_floor` must be one of {', '.join(map(repr, _ON_FLOOR))}. "
+                f"Received: on_floor={self.on_floor!r}."
+            )
+        if self.max_consecutive_skips is not None:
+            checked_count("max_consecutive_skips", self.max_consecutive_skips)
+        checked_truth("append", self.append, ArgumentTypeError)
+
+    def samples(self, before: int, step: int) -> bool:
+        """Whether one of the steps after `before`, up to `step`, is to be sampled."""
+        return step // self.every > before // self.every
+
+
+def _check_path(path: Any) -> None:
+    if path is None:
+        return
+    # open() would take an int, and write to the file of that number.
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentTypeError(
+            f"`path` must be the name of a file. Received: path={path!r} of type "
+            f"{type(path).__name__}."
+        )
+    if not os.fspath(path):
+        raise ArgumentError("`path` must not be empty. Pass None to write no file.")
+    if os.path.isdir(path):
+        raise ArgumentError(
+            f"`path` must be the name of a file, and there is a folder of that name. "
+            f"Received: path={os.fspath(path)!r}."
+        )
+
+
+class SkippedStep(NamedTuple):
+    """What was kept of a skipped step.
+
+    Attributes:
+        step: The number of the step.
+        scale: The loss scale that it was taken with.
+        nonfinite: The gradients with an infinity or a NaN.
+    """
+
+    step: int
+    scale: float
+    nonfinite: tuple[NonfiniteTensor, ...] = ()
+
+
+class StepStats(NamedTuple):
+    """What an optimizer reports after a step, as Python numbers.
+
+    Attributes:
+        step: Number of steps so far, skipped ones included.
+        scale: The loss scale that the last step was taken with.
+        next_scale: The loss scale of the next step.
+        steps_skipped: Number of skipped steps so far.
+        skipped: Whether the last step was skipped.
+        last_skip: The last skipped step, if it came after the stats before these; otherwise None.
+        loss: The unscaled loss of the last step; None if it is not known.
+    """
+
+    step: int
+    scale: float
+    next_scale: float
+    steps_skipped: int
+    skipped: bool
+    last_skip: SkippedStep | None = None
+    loss: float | None = None
+
+
+class Recorder:
+    """Makes records, writes them to a file, gives them to `log`, and raises the alarms.
+
+    Args:
+        settings: What the user asked for.
+        rule: The rule of the loss scale.
+
+    Attributes:
+        settings: As they were given.
+        last_record: The last record, or None.
+    """
+
+    def __init__(self, settings: MonitorSettings, rule: ScaleRule) -> None:
+        self.settings = settings
+        self.last_record: StepRecord | None = None
+        self._rule = rule
+        self._file: BinaryIO | None = None
+        self._append = settings.append
+        self._consecutive = 0
+        self._warned_of_floor = self._warned_of_loss = False
+
+    def open(self) -> None:
+        """Opens the file, if there is one. Opened again, it continues in the same file.
+
+        Raises:
+            ArgumentError: If the file exists and `append` is False. It is a `ValueError`.
+            OSError: If the file cannot be written.
+        """
+        self.close()
+        path = self.settings.path
+        if path is None:
+            return
+        if self._append:
+            _cut_off_half_a_line(path)
+        try:
+            self._file = open(path, "ab" if self._append else "xb")  # noqa: SIM115
+        except FileExistsError:
+            raise ArgumentError(
+                f"{os.fspath(path)!r} exists. Pass another path, remove the file, or pass "
+                "append=True to continue it, as a resumed run does. If several processes run this "
+                "program, pass a path in one of them, or a path of its own in each."
+            ) from None
+        self._append = True
+
+    def close(self) -> None:
+        """Closes the file. Closing it again does nothing."""
+        if self._file is not None:
+            # Each line has been flushed; on a full disk the rest of one fails again.
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+    def observe(self, stats: StepStats) -> None:
+        """Records a step, and the last skipped step before it.
+
+        Args:
+            stats: What the optimizer reports after the step.
+
+        Raises:
+            TrainingHaltedError: If an alarm ends training. The record is written before that.
+        """
+        skip = stats.last_skip
+        if skip is not None and skip.step < stats.step:
+            self._record(stats, skip)
+            skip = None
+        if stats.skipped:
+            nonfinite = () if skip is None else skip.nonfinite
+            skip = SkippedStep(stats.step, stats.scale, nonfinite)
+        self._record(stats, skip if stats.skipped else None)
+
+    def _record(self, stats: StepStats, skip: SkippedStep | None) -> None:
+        """Adds the record of the last step, or of an earlier one that was skipped."""
+        step, scale, nonfinite = skip or SkippedStep(stats.step, stats.scale)
+        is_last = step == stats.step
+        loss = stats.loss if is_last else None
+        record = StepRecord(
+            step,
+            scale,
+            skip is not None,
+            next_scale=stats.next_scale if is_last else None,
+            loss=loss,
+            reason=None if skip is None else skip_reason(self._rule, scale, loss),
+            nonfinite=nonfinite,
+            steps_skipped=stats.steps_skipped,
+        )
+        self._count_skips_in_a_row(record)
+        self.last_record = record
+        self._write(record)
+        if self.settings.log is not None:
+            self.settings.log(record.to_dict())
+        self._raise_alarms(record)
+
+    def _write(self, record: StepRecord) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(record.to_json().encode() + b"\n")
+            # So that it can be read while the run continues, and after the process is killed.
+            self._file.flush()
+        except OSError as error:
+            # A full disk must not end a run of days.
+            self.close()
+            warn(
+                f"The records of steps from {record.step} on are not written: "
+                f"{self.settings.path!r} cannot be written any more ({error})."
+            )
+
+    # --- The alarms ---------------------------------------------------------------------------
+
+    def _count_skips_in_a_row(self, record: StepRecord) -> None:
+        last = self.last_record
+        if not record.skipped:
+            self._consecutive = 0
+        elif last is None or last.steps_skipped is None or record.steps_skipped is None:
+            self._consecutive = 1
+        else:
+            steps = record.step - last.step
+            all_skipped = record.steps_skipped - last.steps_skipped == steps
+            self._consecutive = self._consecutive + steps if all_skipped else 1
+
+    def _raise_alarms(self, record: StepRecord) -> None:
+        most = self.settings.max_consecutive_skips
+        if most is not None and self._consecutive >= most:
+            self._halt(
+                f"The last {self._consecutive} steps in a row were skipped, up to step "
+                f"{record.step} (max_consecutive_skips={most}). {_evidence(record)}"
+            )
+        if record.loss is not None and not math.isfinite(record.loss):
+            if not self._warned_of_loss:
+                self._warned_of_loss = True
+                warn(
+                    f"The loss of step {record.step} is {record.loss}. No loss scale can help. "
+                    "Check the data of this batch and the learning rate."
+                )
+        elif not is_lowest(self._rule, record.scale):
+            self._warned_of_floor = False
+        elif record.skipped and self.settings.on_floor != "ignore" and not self._warned_of_floor:
+            self._warned_of_floor = True
+            message = (
+                f"Step {record.step} was skipped at the lowest loss scale, {record.scale:g}. "
+                f"{_evidence(record)} If gradients are too large for float16, let the rule go "
+                "lower: DynamicScale(min_scale=2.0**-24). If the data or the loss are infinite, "
+                "no scale helps."
+            )
+            if self.settings.on_floor == "raise":
+                self._halt(f"{message} (on_floor='raise')")
+            warn(message)
+
+    def _halt(self, message: str) -> None:
+        self.close()
+        raise TrainingHaltedError(message)
+
+
+def _evidence(record: StepRecord) -> str:
+    if not record.nonfinite:
+        return "Which gradients were not finite was not recorded."
+    return f"Not finite: {', '.join(map(str, record.nonfinite[:5]))}."
+
+
+def _cut_off_half_a_line(path: str | os.PathLike[str]) -> None:
+    """Removes a last line without its end, which a killed run has left, before a file continues."""
+    if not os.path.isfile(path) or not os.path.getsize(path):
+        return
+    with open(path, "r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+            size = len(content)
+        if end < size:
+            file.truncate(end)

@@ -1,0 +1,200 @@
+"""A transformation around `loss_scaled` that tracks, for a monitor, which gradients overflow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import lossscale.optax.overflow_check as overflow_check
+from lossscale.common.overflow_tracker import unique_names
+from lossscale.errors import (
+    AlreadyWrappedError,
+    ArgumentError,
+    ArgumentTypeError,
+    UnsupportedError,
+)
+from lossscale.jax import overflow_tracker
+from lossscale.jax.apply_or_skip import varying
+from lossscale.jax.gradients import unscaled
+from lossscale.jax.overflow_tracker import TrackedSteps
+from lossscale.optax.scale_state import LossScaleState
+from lossscale.optax.transformation import LossScaled
+from lossscale.rules import ScaleRule
+
+
+class OverflowTrackingState(NamedTuple):
+    """The state of `track_overflows`.
+
+    Attributes:
+        iterations: int32 scalar; number of steps so far, skipped ones included.
+        tracked: What is kept of them, arrays: `last_scale`, the scale of the last step;
+            `skip_step` and `skip_scale`, the number and the scale of the last skipped step;
+            `nonfinite`, uint32 of shape (gradients, 2), its infinities and NaN.
+        loss_scaled: The state of `loss_scaled`.
+    """
+
+    iterations: Any
+    tracked: TrackedSteps
+    loss_scaled: LossScaleState
+
+
+def track_overflows(tx: Any) -> Any:
+    """Lets an optimizer with loss scaling track, for a `Monitor`, which gradients overflow.
+
+    The state then has the scale of the last step, and how many infinities and NaN each gradient had
+    on the last skipped step. It stays on the device, and nothing waits for it. Elements are counted
+    on skipped steps only. The optimizer does the same as without it.
+
+    With `pmap` each replica tracks its own gradients.
+
+    Args:
+        tx: What `loss_scaled` returned.
+
+    Returns:
+        An `optax.GradientTransformationExtraArgs`. Its state is an `OverflowTrackingState`. A state
+        of `tx` goes in as `track_overflows(tx).init(params)._replace(loss_scaled=state)`.
+
+    Raises:
+        ArgumentTypeError: If `tx` is not what `loss_scaled` returned. It is a `TypeError`.
+        AlreadyWrappedError: If `tx` tracks overflows already. It is a `TypeError`.
+        UnsupportedError: In `update`, if it is in a `shard_map` whose devices have gradients of
+            their own. It is a `NotImplementedError`.
+
+    Examples:
+        >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5))
+        >>> tx = lossscale.optax.track_overflows(tx)
+        >>> opt_state = tx.init({"w": jnp.ones(2)})
+        >>> _, opt_state = tx.update({"w": jnp.float32([1.0, jnp.inf])}, opt_state)
+        >>> opt_state.tracked.nonfinite
+        Array([[1, 0]], dtype=uint32)
+    """
+    owner = getattr(getattr(tx, "update", None), "__self__", None)
+    if isinstance(owner, _OverflowTracking):
+        raise AlreadyWrappedError("This optimizer tracks overflows already. Use it as it is.")
+    if not isinstance(owner, LossScaled):
+        raise ArgumentTypeError(
+            "`tx` must be what lossscale.optax.loss_scaled returned: "
+            f"track_overflows(loss_scaled(optax.adamw(1e-3))). Received: a {type(tx).__name__}."
+        )
+    tracking = _OverflowTracking(tx, owner.rule)
+    return optax.GradientTransformationExtraArgs(tracking.init, tracking.update)
+
+
+class _OverflowTracking:
+    """The two functions of the transformation."""
+
+    def __init__(self, tx: Any, rule: ScaleRule) -> None:
+        self._tx = tx
+        self.rule = rule
+
+    def init(self, params: Any) -> OverflowTrackingState:
+        """Returns the state before the first step."""
+        empty = overflow_tracker.init(len(named_leaves(params)))
+        return OverflowTrackingState(
+            jnp.asarray(0, jnp.int32), jax.tree.map(jnp.array, empty), self._tx.init(params)
+        )
+
+    def update(
+        self, updates: Any, state: OverflowTrackingState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, OverflowTrackingState]:
+        """Returns the updates and the state after a step.
+
+        Args:
+            updates: Gradients of the scaled loss.
+            state: The state before the step.
+            params: The parameters, for transformations that read them.
+            extra_args: Further arguments of the inner transformation.
+        """
+        if not isinstance(state, OverflowTrackingState):
+            raise ArgumentTypeError(
+                "The state must be what `init` or `update` of track_overflows(tx) returned. "
+                f"Received: a {type(state).__name__}. A state of `tx` goes in as "
+                "track_overflows(tx).init(params)._replace(loss_scaled=state)."
+            )
+        rows = state.tracked.nonfinite.shape[-2]
+        gradients_now = overflow_check.with_arrays(updates)
+        by_row = rows_of(gradients_now if params is None else params, gradients_now)
+        if len(by_row) != rows:
+            raise ArgumentError(
+                f"The state tracks {rows} gradients, and there are {len(by_row)} now. Make it "
+                "with the parameters that are trained: tx.init(params)."
+            )
+        if any(varying(leaf) for leaf in by_row if leaf is not None):
+            raise UnsupportedError(
+                "track_overflows() keeps what all devices have together, and in this shard_map "
+                "each has gradients of its own. Leave track_overflows() out, or use jit over "
+                "sharded arrays."
+            )
+        before = state.loss_scaled
+        new_updates, after = self._tx.update(updates, before, params, **extra_args)
+        number = jnp.asarray(state.iterations, jnp.int32) + 1
+
+        def gradients() -> list[Any]:
+            return unscaled(by_row, before.loss_scale, self.rule.powers_of_two)
+
+        tracked = overflow_tracker.update(
+            state.tracked,
+            gradients,
+            finite=jnp.logical_not(after.last_step_skipped) if self.rule.checks_gradients else True,
+            scale=before.loss_scale,
+            number=number,
+        )
+        same = jax.tree.map(
+            lambda new, old: jnp.asarray(new, jnp.asarray(old).dtype), tracked, state.tracked
+        )
+        return new_updates, OverflowTrackingState(number, same, after)
+
+
+def names_of(params: Any) -> tuple[str, ...]:
+    """Returns names of the gradients of these parameters, in the order of their leaves."""
+    return unique_names([name for name, _ in named_leaves(params)])
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Returns the leaves that have gradients, each with its path as a name; names may recur."""
+    leaves = _with_paths(tree)
+    below = Counter(path[:-1] for path, _ in leaves)
+    return [(_name(path, alone=below[path[:-1]] == 1), leaf) for path, leaf in leaves]
+
+
+def rows_of(params: Any, gradients: Any) -> list[Any]:
+    """Returns the gradient of each leaf of the parameters, in their order; None without one.
+
+    A gradient belongs to the leaf with the same path. If the parameters hold the gradients' paths
+    deeper down, as the pair of `optax.lookahead` does, it belongs to the first such path.
+    """
+    of_rows = [path for path, _ in _with_paths(params)]
+    by_row: list[Any] = [None] * len(of_rows)
+    rows = {path: row for row, path in enumerate(of_rows)}
+    given = _with_paths(gradients)
+    if len(given) == len(of_rows) and rows.keys().isdisjoint(path for path, _ in given):
+        # Nodes of other classes, such as a state of flax.nnx beside a dictionary.
+        return [gradient for _, gradient in given]
+    for path, gradient in given:
+        row = rows.get(path)
+        if row is None:
+            deeper = (row for row, whole in enumerate(of_rows) if whole[-len(path) :] == path)
+            row = next((each for each in deeper if by_row[each] is None), None)
+        if row is not None:
+            by_row[row] = gradient
+    return by_row
+
+
+def _with_paths(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(tuple(path), leaf) for path, leaf in leaves if overflow_check.is_gradient(leaf)]
+
+
+def _name(path: Any, alone: bool) -> str:
+    parts = [
+        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
+    ]
+    # A variable of flax.nnx is a node with one leaf. A key of a dictionary is the user's.
+    is_key = bool(path) and isinstance(path[-1], jax.tree_util.DictKey)
+    if alone and not is_key and len(parts) > 1 and parts[-1] == "value":
+        parts.pop()
+    return "/".join(parts) or "params"
