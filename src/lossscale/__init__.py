@@ -1,10 +1,11 @@
 """Loss scaling for float16 training."""
 
-import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
+from lossscale import registry
 from lossscale.errors import LossScaleError, LossScaleWarning
-from lossscale.installation import Installation, install, register, register_later
+from lossscale.installation import Installation, RegistersAfterImport, install, register
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.rules import (
     DynamicScale,
@@ -34,18 +35,18 @@ __all__ = [
 __version__ = "0.2.0"
 
 # Imported when they are first asked for, because of what they import.
-_SUBMODULES = frozenset(
-    (
-        "callbacks",
-        "cli",
-        "diagnosis",
-        "monitoring",
-        "experimental",
-        "migration",
-        "optax",
-        "plots",
-        "torch",
-    )
+_SUBMODULES = (
+    "callbacks",
+    "cli",
+    "diagnosis",
+    "experimental",
+    "keras",
+    "migration",
+    "monitoring",
+    "optax",
+    "plots",
+    "tf_keras",
+    "torch",
 )
 
 if TYPE_CHECKING:
@@ -53,27 +54,24 @@ if TYPE_CHECKING:
     from lossscale import cli as cli
     from lossscale import diagnosis as diagnosis
     from lossscale import experimental as experimental
+    from lossscale import keras as keras
     from lossscale import migration as migration
     from lossscale import monitoring as monitoring
     from lossscale import optax as optax
     from lossscale import plots as plots
+    from lossscale import tf_keras as tf_keras
     from lossscale import torch as torch
 else:
 
     def __getattr__(name: str) -> Any:
         if name in _SUBMODULES:
-            return importlib.import_module(f"lossscale.{name}")
+            return registry.package(f"lossscale.{name}")
         raise AttributeError(f"module 'lossscale' has no attribute {name!r}")
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *_SUBMODULES})
-
-
-register()
-register_later()
-del register_later
 
 
 def __dir__() -> list[str]:
-    # What is public, for completion.
-    return sorted({*__all__, *_SUBMODULES})
+    return sorted([*__all__, *_SUBMODULES])
+
+
+register()
+sys.meta_path.insert(0, RegistersAfterImport)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
@@ -138,6 +138,78 @@ def checked_truth(name: str, value: Any, error: type[LossScaleError] = ArgumentE
     )
 
 
+SETTINGS = {
+    word: setting
+    for setting, words in {
+        # TensorFlow; Apex and fairseq; DeepSpeed and Megatron; jmp.
+        "initial_scale": "init_scale initial_loss_scale scale",
+        "growth_interval": "dynamic_growth_steps increment_period scale_window period",
+        "growth_factor": "multiplier scale_factor factor",
+        "backoff_factor": "",
+        "min_scale": "min_loss_scale",
+        "max_scale": "max_loss_scale",
+        "overflows_before_backoff": "hysteresis delayed_shift",
+        "clip_norm": "max_norm max_grad_norm gradient_clip_val",
+    }.items()
+    for word in (setting, *words.split())
+}
+"""The setting of `DynamicScale`, or `clip_norm`, that a word of another library stands for."""
+
+_FIXED = "rule=lossscale.FixedScale({value!r}) for a fixed scale; a dynamic one needs no argument"
+_ON_INNER = "{name}={value!r} among the arguments of the inner optimizer"
+ANSWERS = {
+    **dict.fromkeys(("loss_scale", "static_loss_scale"), _FIXED),
+    "enabled": "rule=lossscale.FixedScale(1.0) for no loss scaling; it is enabled otherwise",
+    "skip_nonfinite": "rule=lossscale.FixedScale(scale, skip_nonfinite={value!r})",
+    **dict.fromkeys(("learning_rate", "lr", "momentum", "weight_decay", "clipnorm"), _ON_INNER),
+}
+"""What to write for words that are not settings of a `DynamicScale`, for what takes a `rule`."""
+
+
+def unknown_keywords(
+    owner: str, given: Mapping[str, Any], taken: Sequence[str], instead: Mapping[str, str]
+) -> str:
+    """Returns the message about keywords that a function does not take.
+
+    Args:
+        owner: Its name.
+        given: All keywords that it was given, and their values.
+        taken: The keywords that it takes.
+        instead: What to write for some words, a format of `name` and `value`.
+
+    Examples:
+        >>> unknown_keywords("f", {"period": 9, "factor": 2}, ["rule"], {})
+        'f has no argument `period`, `factor`: write \
+rule=lossscale.DynamicScale(growth_interval=9, growth_factor=2). It takes rule.'
+    """
+    unknown = {name: value for name, value in given.items() if name not in taken}
+    takes_rule = "rule" in taken
+    answers = ANSWERS | dict(instead) if takes_rule else instead
+    written = []
+    settings = {}
+    for name, value in unknown.items():
+        setting = SETTINGS.get(name, name)
+        if answer := answers.get(setting):
+            written.append(answer.format(name=name, value=value))
+        elif setting in taken or (takes_rule and setting in SETTINGS and setting != "clip_norm"):
+            settings[setting] = value
+    if settings.keys() - set(taken):
+        # A rule has all settings, also those that came by their right names.
+        right = {SETTINGS[name]: given[name] for name in given if name in SETTINGS.keys() & taken}
+        settings = right | settings
+        instead_of = f" without {', '.join(right)}" if right else ""
+        written.append(f"rule=lossscale.DynamicScale({_joined(settings)}){instead_of}")
+    elif settings:
+        written.append(_joined(settings))
+    names = ", ".join(f"`{name}`" for name in unknown)
+    answer = f": write {', and '.join(written)}" if written else ""
+    return f"{owner} has no argument {names}{answer}. It takes {', '.join(taken)}."
+
+
+def _joined(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
+
+
 def checks_keywords(
     owner: str,
     instead: Mapping[str, str] = MappingProxyType({}),
@@ -147,7 +219,7 @@ def checks_keywords(
 
     Args:
         owner: What the user calls it.
-        instead: As for `lossscale.keywords.unknown_keywords`.
+        instead: As for `unknown_keywords`.
         error: The class of the error.
     """
 
@@ -161,8 +233,6 @@ def checks_keywords(
         @functools.wraps(function)
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             if any(name not in taken for name in kwargs):
-                from lossscale.keywords import unknown_keywords
-
                 raise error(unknown_keywords(owner, kwargs, taken, instead))
             return function(*args, **kwargs)
 
@@ -178,7 +248,7 @@ def class_checks_keywords(
 
     Args:
         owner: What the user calls it.
-        instead: As for `lossscale.keywords.unknown_keywords`.
+        instead: As for `unknown_keywords`.
     """
 
     def changed(cls: type[_T]) -> type[_T]:

@@ -35,7 +35,6 @@ working.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 _AROUND = ("Exception encountered", "in user code", "File ", "Arguments received", "Call arguments")
@@ -86,25 +85,7 @@ class UnknownSlotError(LossScaleError, KeyError):
 
 
 class UnknownSettingError(LossScaleError, AttributeError):
-    """Neither the loss scale optimizer nor the optimizer inside it has this setting.
-
-    Args:
-        message: The message; or a callable that makes it when it is shown, since most of these
-            errors are the answer to a `hasattr` and shown to nobody.
-    """
-
-    def __init__(self, message: str | Callable[[], str] = "") -> None:
-        super().__init__(message)
-        self._message = message
-
-    def __str__(self) -> str:
-        return self._message if isinstance(self._message, str) else self._message()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self)!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self),)
+    """Neither the loss scale optimizer nor its inner optimizer has this setting."""
 
 
 class CallOrderError(LossScaleError, RuntimeError, AssertionError):
@@ -220,8 +201,3 @@ __all__ = [
     "UnknownSlotError",
     "UnsupportedError",
 ]
-
-
-def __dir__() -> list[str]:
-    # What is public, for completion.
-    return sorted(__all__)

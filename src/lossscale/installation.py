@@ -1,4 +1,10 @@
-"""Making Keras and TensorFlow know lossscale: registration for files, and the documented names."""
+"""Registration with Keras, so that files load; and `install`, which restores TensorFlow's names.
+
+Files name the optimizers by `lossscale>LossScaleOptimizer`. Keras 3 imports the module of a class
+that is not registered from its own packages alone, and tf_keras only for `.keras` files. A program
+may import Keras after lossscale, as isort orders them, and load a file before it makes an
+optimizer. So a finder waits for both Kerases, and registers when one has been imported.
+"""
 
 from __future__ import annotations
 
@@ -6,107 +12,77 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
-import lossscale.registry as registry
+from lossscale import registry
 from lossscale.common import monkeypatch
-from lossscale.common.checks import living_wrapper
-from lossscale.common.monkeypatch import DocumentedNames
 from lossscale.older.configurations import OPTIMIZER_NAMES
-from lossscale.optimizer import LossScaleOptimizer
 from lossscale.packages import not_installed
 
 
 def register() -> None:
-    """Registers the optimizers with the frameworks that are imported, so that files load.
+    """Registers the optimizers with the Kerases that are imported, so that files load.
 
-    `import lossscale` does it for Keras and tf_keras, whether they are imported before or after.
+    `import lossscale` does it, whether Keras is imported before or after.
 
     Examples:
         >>> register()
     """
-    for framework in registry.kerases():
-        root = framework.loaded_root()
-        # Of a framework that is being imported, not all may be there yet.
-        saving = getattr(root, "saving", None)
+    for framework in registry.KERASES:
+        # While a framework is being imported, it may have no `saving` yet.
+        saving = getattr(framework.loaded(), "saving", None)
         if saving is None:
             continue
-        for name in ("lossscale", "lossscale.experimental"):
-            if saving.get_registered_object(f"{name}>LossScaleOptimizer") is None:
-                register_as = saving.register_keras_serializable(name, "LossScaleOptimizer")
-                register_as(_reader(name, framework))
-        if framework.name == "keras":
-            known = saving.get_custom_objects()
+        # Classes that are registered already stay: the real ones, and those of somebody else.
+        known = saving.get_custom_objects()
+        for package in ("lossscale", "lossscale.experimental"):
+            reader = _reader(f"{package}.{framework.root}")
+            known.setdefault(f"{package}>LossScaleOptimizer", reader)
+        if framework is registry.KERAS:
             for name in OPTIMIZER_NAMES:
-                # One that somebody else has registered stays theirs.
-                known.setdefault(name, _reader("lossscale", framework))
+                known.setdefault(name, _reader(framework.package))
 
 
 @functools.cache
-def _reader(package: str, framework: registry.Framework) -> type[Any]:
-    """Returns a class to register: what it reads becomes a package's LossScaleOptimizer.
+def _reader(package: str) -> type[Any]:
+    """Returns a class that reads configurations into a package's class, imported only then."""
 
-    That package and the framework's wrapper are imported when something is read.
-    """
+    def from_config(config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Any:
+        cls = registry.package(package).LossScaleOptimizer
+        return cls.from_config(config, custom_objects)
 
-    def from_config(
-        config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> LossScaleOptimizer:
-        cls = importlib.import_module(package).LossScaleOptimizer
-        made: LossScaleOptimizer = cls._from_config(
-            registry.first_wrapper(framework), config, custom_objects
-        )
-        return made
-
-    members = {"from_config": staticmethod(from_config)}
-    return type(LossScaleOptimizer.__name__, (LossScaleOptimizer,), members)
+    return type("LossScaleOptimizer", (), {"from_config": staticmethod(from_config)})
 
 
-class _AfterImport:
-    """Lets a framework be found as without this, and registers the optimizers once it is there."""
+class RegistersAfterImport:
+    """A finder of `sys.meta_path` that lets a Keras register the optimizers once it is imported."""
 
-    def __init__(self, roots: Sequence[str]) -> None:
-        self._awaited = set(roots)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Returns what the other finders find for an awaited module, with a changed loader."""
-        if fullname not in self._awaited:
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Returns what the other finders find for a Keras, None for other modules."""
+        if name not in [framework.root for framework in registry.KERASES]:
             return None
-        for finder in sys.meta_path:
-            found = None if finder is self else finder.find_spec(fullname, path, target)
-            if found is not None:
-                # On the loader's instance, which serves this module alone: its class stays what
-                # others expect.
-                loader: Any = found.loader
-                run = functools.partial(self._run, fullname, loader.exec_module)
-                loader.exec_module = run
-                return found
-        return None
+        found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not cls)
+        spec = next(filter(None, found), None)
+        if spec is not None and spec.loader is not None:
+            # On the loader's instance, which serves this module alone: its class stays.
+            execute = spec.loader.exec_module
 
-    def _run(self, name: str, execute: Any, module: ModuleType) -> None:
-        execute(module)
-        self._awaited.discard(name)
-        register()
+            def exec_module(module: Any) -> None:
+                execute(module)
+                register()
 
-
-def register_later() -> None:
-    """Registers the optimizers with each framework that is imported from now on."""
-    roots = [f.root for f in registry.kerases() if f.root not in sys.modules]
-    if roots:
-        sys.meta_path.insert(0, _AfterImport(roots))
-
-
-# The modules that have put the names in.
-_reached: set[str] = set()
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 class Installation(monkeypatch.Installation):
     """The documented names in TensorFlow; a context manager that takes them out again."""
+
+
+# The modules that have the names now.
+_reached: set[str] = set()
 
 
 def install() -> Installation:
@@ -117,8 +93,10 @@ def install() -> Installation:
     `tf.train.experimental` with the `LossScale` classes, and the same under `tf.compat.v1` and
     `tf.compat.v2`. Under `mixed_float16`, `compile` then wraps optimizers in this class too.
 
-    Imports TensorFlow, and `tf.keras`. What it does to tf_keras beside Keras 3 it does if tf_keras
-    is imported already; a second call makes up for it.
+    The classes are those of the Keras that is `tf.keras`, such as
+    `lossscale.keras.LossScaleOptimizer`, so that a program can inherit from them. Imports
+    TensorFlow and `tf.keras`. If tf_keras is imported later alongside Keras 3, a second call puts
+    the names there.
 
     Returns:
         An object whose `undo()` takes the names out again; also a context manager that does.
@@ -129,12 +107,11 @@ def install() -> Installation:
     Examples:
         >>> import tensorflow as tf
         >>> with install():
-        ...     tf.keras.mixed_precision.experimental.LossScaleOptimizer.__module__
-        'lossscale.experimental.optimizer'
+        ...     tf.keras.mixed_precision.LossScaleOptimizer.__module__
+        'lossscale.keras'
     """
-    tensorflow_names = "lossscale.tensorflow.names"
     try:
-        importlib.import_module(tensorflow_names)
+        put_into = importlib.import_module("lossscale.documented_names").PUT_INTO
     except ModuleNotFoundError as error:
         if error.name != "tensorflow":
             raise
@@ -144,51 +121,12 @@ def install() -> Installation:
             hint="On JAX or PyTorch without TensorFlow, use lossscale.LossScaleOptimizer by its "
             "own name.",
         ) from None
-    names = _documented_names()
     with contextlib.ExitStack() as stack:
-        # TensorFlow first: it imports the Keras that is `tf.keras`.
-        _put_in_place(stack, tensorflow_names, names)
+        for name, put in put_into.items():
+            # TensorFlow comes first, and imports the Keras that is `tf.keras`.
+            if name in sys.modules and name not in _reached:
+                put(stack)
+                _reached.add(name)
+                stack.callback(_reached.remove, name)
         register()
-        for framework in registry.kerases():
-            if framework.loaded_root() is not None:
-                _put_in_place(stack, f"{framework.package}.installing", names)
         return Installation._made(stack)
-
-
-def _put_in_place(stack: contextlib.ExitStack, module: str, names: DocumentedNames) -> None:
-    if module not in _reached:
-        installing: registry.Installs = importlib.import_module(module)
-        stack.enter_context(installing.put_in_place(names))
-        _reached.add(module)
-        stack.callback(_reached.remove, module)
-
-
-def _documented_names() -> DocumentedNames:
-    experimental = importlib.import_module("lossscale.experimental")
-    policy = importlib.import_module("lossscale.experimental.policy")
-
-    def older(mixed_precision: Any) -> dict[str, Any]:
-        optimizer = {"LossScaleOptimizer": experimental.LossScaleOptimizer}
-        return {**optimizer, **policy.older_policies(mixed_precision)}
-
-    def wrap(optimizer: Any, policy: Any) -> Any:
-        # A model that is compiled anew, or another one, with an optimizer that was wrapped before.
-        wrapper = living_wrapper(optimizer)
-        if wrapper is not None:
-            return wrapper
-        if not hasattr(policy, "loss_scale"):
-            return LossScaleOptimizer(optimizer)
-        if policy.loss_scale is None:
-            return optimizer
-        return experimental.LossScaleOptimizer(optimizer, policy.loss_scale)
-
-    return DocumentedNames(
-        optimizer=LossScaleOptimizer,
-        loss_scales=[
-            experimental.LossScale,
-            experimental.FixedLossScale,
-            experimental.DynamicLossScale,
-        ],
-        older=older,
-        wrap=wrap,
-    )

@@ -1,27 +1,16 @@
-"""What a loss scale optimizer offers, whatever its framework: declared and documented once."""
+"""Members of loss scale optimizers: of every wrapper, and of the API that TensorFlow documented."""
+
+# What is declared here has a docstring and no body.
+# mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from lossscale.errors import UnsupportedError
-
-
-def not_offered(optimizer: Any, name: str) -> UnsupportedError:
-    """Returns the error for a member that the wrapper of an optimizer's framework does not have."""
-    package = type(optimizer.inner_optimizer).__module__.partition(".")[0]
-    return UnsupportedError(
-        f"`{name}` is not offered for optimizers of {package}, and this one wraps one of them "
-        f"({type(optimizer.inner_optimizer).__name__}). docs/documented_api.md lists what each "
-        "framework has."
-    )
-
-
-def hides_what_only_raises(cls: type[Any]) -> frozenset[str]:
-    """Returns the members that a wrapper does not have, though its class declares them."""
-    declared = {name: member for name, member in vars(OptimizerMembers).items() if name[0] != "_"}
-    return frozenset(name for name, member in declared.items() if getattr(cls, name) is member)
+from lossscale.arguments import growth_steps
+from lossscale.errors import UnknownSettingError
+from lossscale.rules import ScaleRule
 
 
 class VariableList(list[Any]):
@@ -34,29 +23,93 @@ class VariableList(list[Any]):
         return self
 
 
-class OptimizerMembers:
-    """The members of `lossscale.LossScaleOptimizer`.
+class Wrapper:
+    """The base class of the wrappers of all frameworks.
 
     Attributes:
         inner_optimizer: The optimizer that is wrapped.
         name: The optimizer's name.
-        dynamic_scale: On Keras 3 the variable that holds the loss scale, float32; elsewhere there
-            is none.
-        step_counter: On Keras 3 the variable of the finite steps since the scale last changed, None
-            if the rule counts none; elsewhere there is none.
     """
 
     inner_optimizer: Any
     name: str
-    dynamic_scale: Any
-    step_counter: Any
+    _rule: ScaleRule
+    # The key of the inner optimizer in `__dict__`.
+    _inner_attribute: ClassVar[str] = "inner_optimizer"
+    # How a user sets the scale that is in use; a format of `value`.
+    _sets_scale: ClassVar[str]
 
     if TYPE_CHECKING:
-        # The settings of the inner optimizer are read and written through the one around it.
-        def __getattr__(self, name: str) -> Any: ...
+
         def __setattr__(self, name: str, value: Any) -> None: ...
         # Of subclasses.
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        # Called only for names that are not found here, or if a property raised this error.
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)
+        inner = self.__dict__.get(self._inner_attribute)
+        if inner is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            return getattr(inner, name)
+        except AttributeError:
+            if hasattr(type(inner), name):
+                raise
+            raise unknown_setting(inner, name) from None
+
+    @property
+    def rule(self) -> ScaleRule:
+        """The rule that moves the loss scale."""
+        return self._rule
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the loss scale moves by itself."""
+        return bool(self._rule.moves)
+
+    @property
+    def initial_scale(self) -> float:
+        """The first loss scale, or the fixed one."""
+        return float(self._rule.init().scale)
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """The number of finite steps in a row that raise the scale; None if it is fixed."""
+        return growth_steps(self._rule)
+
+    def __repr__(self) -> str:
+        names = [type(each).__name__ for each in (self, self.inner_optimizer, self._rule)]
+        return "<{} around {}, {}{}>".format(*names, self._state_in_words())
+
+    def _state_in_words(self) -> str:
+        try:
+            scale, skipped = float(self._scale_now()), int(self.steps_skipped)
+            return f": loss scale {scale:g}, {skipped} of {int(self.iterations)} steps skipped"
+        except Exception:
+            # A debugger may ask at any time: in a traced function and in a graph of TensorFlow 1
+            # there are no numbers, and each framework has exceptions of its own for that.
+            return ""
+
+    def _scale_now(self) -> Any:
+        return self.loss_scale
+
+
+class DocumentedMembers(Wrapper):
+    """The API that TensorFlow documented, which every wrapper of a Keras has.
+
+    Attributes:
+        inner_optimizer: The optimizer that is wrapped.
+        name: The optimizer's name.
+        dynamic_scale: On Keras 3 the variable that holds the loss scale, float32; tf_keras has
+            none.
+        step_counter: On Keras 3 the variable that counts the finite steps since the scale last
+            changed, None if the rule counts none; tf_keras has none.
+    """
+
+    dynamic_scale: Any
+    step_counter: Any
 
     def minimize(
         self,
@@ -95,7 +148,6 @@ class OptimizerMembers:
             >>> float(weight), int(steps)
             (0.5, 1)
         """
-        raise not_offered(self, "minimize")
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale.
@@ -115,7 +167,6 @@ class OptimizerMembers:
             >>> float(optimizer.get_scaled_loss(tf.constant(0.5)))
             4.0
         """
-        raise not_offered(self, "get_scaled_loss")
 
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         """Divides gradients by the loss scale.
@@ -135,7 +186,6 @@ class OptimizerMembers:
             >>> gradient.numpy(), missing
             (array([0.5], dtype=float32), None)
         """
-        raise not_offered(self, "get_unscaled_gradients")
 
     def apply_gradients(
         self,
@@ -179,7 +229,6 @@ class OptimizerMembers:
             >>> weight.numpy(), int(optimizer.steps_skipped), float(optimizer.loss_scale)
             (array([1., 2.], dtype=float32), 1, 16384.0)
         """
-        raise not_offered(self, "apply_gradients")
 
     def get_gradients(self, loss: Any, params: Sequence[Any]) -> list[Any]:
         """Returns the unscaled gradients of a loss, which was scaled to compute them.
@@ -200,7 +249,6 @@ class OptimizerMembers:
             >>> float(optimizer.get_gradients(lambda: weight**2, [weight])[0])
             6.0
         """
-        raise not_offered(self, "get_gradients")
 
     def get_updates(self, loss: Any, params: Sequence[Any]) -> list[Any]:
         """Computes gradients as `get_gradients` does, and applies them.
@@ -222,98 +270,28 @@ class OptimizerMembers:
             >>> float(weight)
             0.0
         """
-        raise not_offered(self, "get_updates")
-
-    def scale_loss(self, loss: Any) -> Any:
-        """Multiplies the loss by the loss scale, and marks the gradients that come of it.
-
-        This is how Keras' trainer begins a step: `apply_gradients` takes its gradients for scaled
-        ones and divides them, once for each variable, so that they can be applied in groups. With
-        `get_unscaled_gradients`, use `get_scaled_loss`.
-
-        Args:
-            loss: Tensor of any shape and dtype, a number, or a callable that returns one.
-
-        Returns:
-            The product, in float32 or wider; for a callable, a callable.
-
-        Examples:
-            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
-            >>> float(optimizer.scale_loss(tf.constant(0.5)))
-            4.0
-        """
-        raise not_offered(self, "scale_loss")
-
-    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        """Applies gradients of the scaled loss, or skips the step; then moves the loss scale.
-
-        The gradients themselves stay as they are: on PyTorch a `.grad` can be added to, filled
-        again or handed in once more.
-
-        Args:
-            grads: Gradients of the loss that `scale_loss` returned; None where there is none.
-            trainable_variables: Their variables; None for those the optimizer was built with.
-
-        Raises:
-            ValueError: If no variable has a gradient, or without variables their number differs.
-
-        Examples:
-            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(1.0))
-            >>> weight = keras.Variable([1.0, 2.0])
-            >>> optimizer.apply([optimizer.scale_loss(tf.constant([0.5, 0.5]))], [weight])
-            >>> weight.numpy()
-            array([0.5, 1.5], dtype=float32)
-        """
-        raise not_offered(self, "apply")
-
-    def stateless_apply(
-        self,
-        optimizer_variables: Sequence[Any],
-        grads: Sequence[Any],
-        trainable_variables: Sequence[Any],
-    ) -> tuple[list[Any], list[Any]]:
-        """Applies gradients of the scaled loss without changing any variable.
-
-        Args:
-            optimizer_variables: Arrays, the values of `variables`.
-            grads: Gradients of the loss that `scale_loss` returned; None where there is none.
-            trainable_variables: Arrays, the values of the variables it was built with.
-
-        Returns:
-            The new values of the trainable variables, and those of `variables`.
-
-        Raises:
-            ValueError: If the optimizer is not built, the numbers of values do not match, or the
-                backend is TensorFlow.
-        """
-        raise not_offered(self, "stateless_apply")
 
     def build(self, variables: Sequence[Any]) -> None:
         """Creates the inner optimizer's variables; a second call does nothing."""
-        raise not_offered(self, "build")
 
     @property
     def loss_scale(self) -> Any:
-        """The number that multiplies the loss now: a float32 scalar tensor, dimensionless."""
-        raise not_offered(self, "loss_scale")
+        """The number that multiplies the loss now: a float32 scalar tensor."""
 
     @property
     def dynamic_counter(self) -> Any:
-        """The finite steps since the scale last changed: an integer scalar variable, in steps.
+        """The finite steps since the scale last changed: an integer scalar variable.
 
         None if the scale is fixed.
         """
-        raise not_offered(self, "dynamic_counter")
 
     @property
     def steps_skipped(self) -> Any:
-        """How many steps were skipped so far: an integer scalar tensor, in steps."""
-        raise not_offered(self, "steps_skipped")
+        """How many steps were skipped so far: an integer scalar tensor."""
 
     @property
     def last_step_skipped(self) -> Any:
         """Whether the last step was skipped: a boolean scalar tensor."""
-        raise not_offered(self, "last_step_skipped")
 
     @property
     def iterations(self) -> Any:
@@ -322,29 +300,23 @@ class OptimizerMembers:
         `inner_optimizer.iterations` counts the applied ones; learning rate schedules and
         Adam's bias correction follow that. Assigning here moves both.
         """
-        raise not_offered(self, "iterations")
 
     @iterations.setter
-    def iterations(self, value: Any) -> None:
-        raise not_offered(self, "iterations")
+    def iterations(self, value: Any) -> None: ...
 
     @property
     def learning_rate(self) -> Any:
         """The learning rate of the inner optimizer: a number, a variable or a schedule."""
-        raise not_offered(self, "learning_rate")
 
     @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
-        raise not_offered(self, "learning_rate")
+    def learning_rate(self, value: Any) -> None: ...
 
     @property
     def lr(self) -> Any:
         """The learning rate of the inner optimizer; another name of `learning_rate`."""
-        raise not_offered(self, "lr")
 
     @lr.setter
-    def lr(self, value: Any) -> None:
-        raise not_offered(self, "lr")
+    def lr(self, value: Any) -> None: ...
 
     @property
     def variables(self) -> VariableList:
@@ -352,7 +324,6 @@ class OptimizerMembers:
 
         On JAX a monitor adds some: all that a compiled step changes is passed through this list.
         """
-        raise not_offered(self, "variables")
 
     @property
     def weights(self) -> VariableList:
@@ -361,11 +332,9 @@ class OptimizerMembers:
         The loss scale is not among them, as in TensorFlow, nor is the learning rate. The order
         is that of their creation.
         """
-        raise not_offered(self, "weights")
 
     def get_weights(self) -> list[Any]:
         """Returns the values of `weights` as a list of NumPy arrays."""
-        raise not_offered(self, "get_weights")
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Sets the values of `weights`, or of `variables`.
@@ -385,11 +354,9 @@ class OptimizerMembers:
             >>> optimizer.get_weights()
             [array(10), array([0.5 , 0.25], dtype=float32)]
         """
-        raise not_offered(self, "set_weights")
 
     def get_slot_names(self) -> list[str]:
         """Returns the names of the slots, such as `momentum`; empty before the first step."""
-        raise not_offered(self, "get_slot_names")
 
     def get_slot(self, var: Any, slot_name: str) -> Any:
         """Returns the state variable that the inner optimizer keeps for a variable.
@@ -413,7 +380,6 @@ class OptimizerMembers:
             >>> optimizer.get_slot_names(), float(optimizer.get_slot(weight, "momentum"))
             (['momentum'], -1.0)
         """
-        raise not_offered(self, "get_slot")
 
     def add_slot(self, var: Any, slot_name: str, initializer: Any = "zeros") -> Any:
         """Adds a state variable for a variable, and returns it.
@@ -431,7 +397,6 @@ class OptimizerMembers:
             >>> optimizer.add_slot(tf.Variable([1.0, 2.0]), "average").shape.as_list()
             [2]
         """
-        raise not_offered(self, "add_slot")
 
     def add_weight(
         self,
@@ -465,8 +430,42 @@ class OptimizerMembers:
             >>> int(optimizer.add_weight("seen", (), dtype="int64"))
             0
         """
-        raise not_offered(self, "add_weight")
 
     def get_config(self) -> dict[str, Any]:
         """Returns the configuration: a JSON-ready dictionary without any saved state."""
-        raise not_offered(self, "get_config")
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> Any:
+        """Creates an optimizer from its configuration, with no saved state.
+
+        Args:
+            config: A dictionary from `get_config`; it is not changed.
+            custom_objects: Classes that the configuration names and the framework does not
+                know, by class name.
+
+        Returns:
+            An optimizer instance.
+
+        Raises:
+            ValueError: If it is not the configuration of a loss scale optimizer.
+
+        Examples:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
+            >>> lossscale.LossScaleOptimizer.from_config(optimizer.get_config()).initial_scale
+            8.0
+        """
+
+
+def unknown_setting(inner: Any, name: str) -> UnknownSettingError:
+    """Returns the error for a name that neither a wrapper nor its inner optimizer has."""
+    if hasattr(DocumentedMembers, name):
+        return UnknownSettingError(
+            f"`{name}` is not offered around {type(inner).__module__}.{type(inner).__name__}. The "
+            "page on the documented API lists the members that each framework has."
+        )
+    return UnknownSettingError(
+        f"Neither the loss scale optimizer nor its inner optimizer, {type(inner).__name__}, has "
+        f"an attribute {name!r}."
+    )

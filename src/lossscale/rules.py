@@ -188,7 +188,9 @@ def _is_power_of_two(value: float) -> bool:
     return math.frexp(value)[0] == 0.5
 
 
-@class_checks_keywords("FixedScale")
+@class_checks_keywords(
+    "FixedScale", {"initial_scale": "scale={value!r}", "loss_scale": "scale={value!r}"}
+)
 @dataclasses.dataclass(frozen=True)
 class FixedScale(ScaleRule):
     """A loss scale that never changes.

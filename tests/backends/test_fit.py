@@ -132,7 +132,7 @@ def test_compile_makes_the_documented_class_which_trains_and_goes_on_when_it_is_
 # --- Verbs that a subclass has written anew -------------------------------------------------------
 
 
-class BySeven(lossscale.LossScaleOptimizer):
+class BySeven(lossscale.keras.LossScaleOptimizer):
     """Scales and unscales by itself."""
 
     def get_scaled_loss(self, loss):
@@ -142,7 +142,7 @@ class BySeven(lossscale.LossScaleOptimizer):
         return (gradient / 7.0 for gradient in grads)
 
 
-class Clipping(lossscale.LossScaleOptimizer):
+class Clipping(lossscale.keras.LossScaleOptimizer):
     """Clips what was unscaled."""
 
     def get_unscaled_gradients(self, grads):
@@ -151,14 +151,14 @@ class Clipping(lossscale.LossScaleOptimizer):
         ]
 
 
-class Twice(lossscale.LossScaleOptimizer):
+class Twice(lossscale.keras.LossScaleOptimizer):
     """Trains on another loss."""
 
     def get_scaled_loss(self, loss):
         return super().get_scaled_loss(loss * 2.0)
 
 
-class Calling(lossscale.LossScaleOptimizer):
+class Calling(lossscale.keras.LossScaleOptimizer):
     """Calls the verb that calls it."""
 
     def get_scaled_loss(self, loss):

@@ -9,7 +9,7 @@ from keras.src.optimizers import loss_scale_optimizer_test, optimizer_sparse_tes
 
 import lossscale
 from backends.support import BACKEND
-from lossscale.keras import KerasLossScaleOptimizer
+from lossscale.keras import LossScaleOptimizer
 
 DECIDED_OTHERWISE = {
     "test_serialization": "a configuration has `dynamic` as well, which TensorFlow documents",
@@ -52,7 +52,7 @@ def test_ours_passes_what_keras_demands_of_its_own(cls, name, monkeypatch, reque
     if name in DECIDED_OTHERWISE:
         request.applymarker(pytest.mark.xfail(reason=DECIDED_OTHERWISE[name], strict=True))
     for module in (loss_scale_optimizer_test, keras.src.optimizers):
-        monkeypatch.setattr(module, "LossScaleOptimizer", KerasLossScaleOptimizer)
+        monkeypatch.setattr(module, "LossScaleOptimizer", LossScaleOptimizer)
     case = cls(name)
     case.setUp()
     getattr(case, name)()
@@ -60,4 +60,4 @@ def test_ours_passes_what_keras_demands_of_its_own(cls, name, monkeypatch, reque
 
 def test_the_class_under_test_is_the_one_that_users_get():
     made = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
-    assert type(made) is KerasLossScaleOptimizer
+    assert type(made) is LossScaleOptimizer

@@ -31,10 +31,10 @@ def sources(tmp_path_factory):
             (copy / name).parent.mkdir(exist_ok=True)
             (copy / name).write_text(text)
     registry = copy / "src/lossscale/registry.py"
-    before, end, after = registry.read_text().partition("\n)\n\n\n_COMBINED")
-    assert end
-    row = BLOCKS["src/lossscale/registry.py: a row of _TABLE"].rstrip()
-    registry.write_text(f"{before}\n{row}{end}{after}")
+    before, start, after = registry.read_text().partition("FRAMEWORKS = (\n")
+    assert start
+    row = BLOCKS["src/lossscale/registry.py: a row of FRAMEWORKS"]
+    registry.write_text(f"{before}{start}{row}{after}")
     return copy
 
 
@@ -72,6 +72,7 @@ for act in (
     lambda: optimizer.apply_gradients([(None, np.ones(2))]),
     lambda: optimizer.apply_gradients([3]),
     lambda: optimizer.minimize(lambda: 0.0),
+    lambda: optimizer.momentum,
 ):
     try:
         act()
@@ -88,7 +89,8 @@ def test_what_is_wrong_is_refused_by_what_every_wrapper_has(sources):
         "ArgumentTypeError",
         "GradientsError",
         "MalformedGradientsError",
-        "UnsupportedError",
+        "UnknownSettingError",
+        "UnknownSettingError",
     ], done.stderr
 
 

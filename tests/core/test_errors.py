@@ -1,12 +1,9 @@
 import builtins
-import difflib
-import pickle
 import re
 
 import pytest
 
 from lossscale import errors
-from lossscale.common import checks
 
 DRAWN = re.compile(r"^(?P<indent>[│├└─ ]*)(?P<name>[A-Z]\w+)(?:\((?P<parents>[\w, ]+)\))?")
 
@@ -76,35 +73,3 @@ def test_the_message_of_an_unknown_slot_is_a_sentence_without_quotes_around_it()
     message = "The optimizer has no slot 'momentum'.\nIts slots: 'm', 'v'."
     assert str(errors.UnknownSlotError(message)) == message
     assert str(errors.UnknownSlotError()) == ""
-
-
-def test_the_message_of_an_unknown_setting_is_made_when_it_is_shown():
-    made = []
-
-    def message():
-        made.append("once")
-        return "It has no setting 'momentun'."
-
-    error = errors.UnknownSettingError(message)
-    assert made == []
-    assert str(error) == "It has no setting 'momentun'."
-    assert repr(error) == """UnknownSettingError("It has no setting 'momentun'.")"""
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)
-    assert str(errors.UnknownSettingError()) == ""
-
-
-def test_nobody_looks_for_similar_settings_to_answer_hasattr(monkeypatch):
-    looked = []
-    monkeypatch.setattr(
-        difflib, "get_close_matches", lambda *_, **__: looked.append("looked") or ["momentum"]
-    )
-
-    class Wrapper:
-        def __getattr__(self, name):
-            raise checks.unknown_setting(Wrapper, object(), name)
-
-    assert not hasattr(Wrapper(), "momentun")
-    assert looked == []
-    with pytest.raises(AttributeError, match=r"has a setting 'momentun'\. Did you mean"):
-        _ = Wrapper().momentun
-    assert looked == ["looked"]

@@ -1,4 +1,4 @@
-"""One table of frameworks and one list of backends."""
+"""The table of frameworks."""
 
 import pytest
 
@@ -8,13 +8,23 @@ from lossscale.packages import BACKENDS, PACKAGES
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_each_backend_has_a_row_and_a_module(backend):
-    assert registry.named(backend).root in PACKAGES
+def test_each_backend_is_a_package_and_has_a_module(backend):
+    assert backend in PACKAGES
     assert (PACKAGE / "keras" / "backends" / f"{backend}.py").exists()
 
 
 def test_rows_differ():
-    rows = registry.frameworks()
-    for column in ("name", "title", "root", "package"):
-        assert len({getattr(row, column) for row in rows}) == len(rows)
-    assert {row.root for row in rows} <= set(PACKAGES)
+    for column in ("root", "title", "package"):
+        rows = {getattr(row, column) for row in registry.FRAMEWORKS}
+        assert len(rows) == len(registry.FRAMEWORKS)
+    assert {row.root for row in registry.FRAMEWORKS} <= set(PACKAGES)
+
+
+def test_a_list_of_optimizers_is_of_the_framework_of_the_first():
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    for given in (optimizer, [optimizer], (optimizer, optimizer)):
+        assert registry.framework_of(given).root == "torch"
+    for given in ([], (), None, "sgd", torch.optim.SGD, [None]):
+        with pytest.raises(TypeError, match="must be an optimizer to wrap"):
+            registry.framework_of(given)

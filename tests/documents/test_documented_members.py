@@ -194,7 +194,7 @@ def test_other_settings_of_the_inner_optimizer_are_read_and_written_too(form):
     optimizer.momentum = 0.25
     assert (inner.clipnorm, inner.momentum) == (2.0, 0.25)
     # What it has not is an error, and not silently kept.
-    with pytest.raises(AttributeError, match="Did you mean 'learning_rate'"):
+    with pytest.raises(AttributeError, match="SGD, has an attribute 'learning_rte'"):
         _ = optimizer.learning_rte
     with pytest.raises(AttributeError, match="has no setting 'beta_1'"):
         optimizer.beta_1 = 0.5

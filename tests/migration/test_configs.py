@@ -14,7 +14,7 @@ import tf_keras
 import lossscale
 from lossscale import DynamicScale, FixedScale, experimental
 from lossscale.errors import ArgumentError
-from lossscale.keras import KerasLossScaleOptimizer
+from lossscale.keras import LossScaleOptimizer
 from lossscale.older.configurations import inner_config
 from migration.support import FAMILIES, WITNESS
 
@@ -101,7 +101,7 @@ def config(outer, inner):
 
 
 def assert_sgd(optimizer, rule):
-    assert isinstance(optimizer, KerasLossScaleOptimizer)
+    assert isinstance(optimizer, LossScaleOptimizer)
     assert optimizer.rule == rule
     inner = optimizer.inner_optimizer
     assert type(inner) is keras.optimizers.SGD
@@ -114,7 +114,7 @@ def assert_sgd(optimizer, rule):
 def test_from_config_of_both_classes_reads_every_era(outer, inner):
     written, rule = config(outer, inner)
     before = json.dumps(written)
-    assert_sgd(KerasLossScaleOptimizer.from_config(written), rule)
+    assert_sgd(LossScaleOptimizer.from_config(written), rule)
     older = type(experimental.LossScaleOptimizer(keras.optimizers.SGD(), "dynamic"))
     optimizer = older.from_config(written)
     assert_sgd(optimizer, rule)
@@ -164,7 +164,7 @@ def test_what_keras_3_wrote_stays_its_own():
 def test_what_tf_keras_writes_becomes_the_same_optimizer(name, family):
     inner = getattr(FAMILIES[family], name)(learning_rate=0.25, clipnorm=1.5)
     witness = WITNESS(inner, initial_scale=8.0)
-    optimizer = KerasLossScaleOptimizer.from_config(witness.get_config())
+    optimizer = LossScaleOptimizer.from_config(witness.get_config())
     assert type(optimizer.inner_optimizer) is getattr(keras.optimizers, name)
     ours, theirs = optimizer.inner_optimizer.get_config(), inner.get_config()
     shared = (set(ours) & set(theirs)) - {"name"}
@@ -189,14 +189,14 @@ SCHEDULES = {
 def test_schedules_give_the_same_rates(name, family):
     schedule = getattr(tf_keras.optimizers.schedules, name)(0.5, **SCHEDULES[name])
     written = WITNESS(FAMILIES[family].SGD(schedule)).get_config()
-    optimizer = KerasLossScaleOptimizer.from_config(written)
+    optimizer = LossScaleOptimizer.from_config(written)
     for step in (0, 3, 7):
         optimizer.inner_optimizer.iterations.assign(step)
         assert float(optimizer.learning_rate) == pytest.approx(float(schedule(step)))
 
 
 def from_inner(name, **settings):
-    return KerasLossScaleOptimizer.from_config(
+    return LossScaleOptimizer.from_config(
         {
             "inner_optimizer": {"class_name": name, "config": settings},
             "dynamic": True,
@@ -256,7 +256,7 @@ def test_what_keras_3_cannot_do_is_named(name, settings, message):
 )
 def test_scales_that_cannot_be_used_are_named(written, message):
     with pytest.raises(ArgumentError, match=message):
-        KerasLossScaleOptimizer.from_config({"optimizer": INNERS["2.0"], **written})
+        LossScaleOptimizer.from_config({"optimizer": INNERS["2.0"], **written})
 
 
 class SGD(keras.optimizers.SGD):
@@ -269,17 +269,17 @@ def test_a_class_of_ones_own_gets_its_configuration_as_it_is(by):
     written = {"inner_optimizer": inner, "dynamic": True, "initial_scale": 8.0}
     own = {"SGD": SGD, "sgd": SGD}
     if by == "argument":
-        optimizer = KerasLossScaleOptimizer.from_config(written, own)
+        optimizer = LossScaleOptimizer.from_config(written, own)
     else:
         with keras.saving.custom_object_scope(own):
-            optimizer = KerasLossScaleOptimizer.from_config(written)
+            optimizer = LossScaleOptimizer.from_config(written)
     assert type(optimizer.inner_optimizer) is SGD
 
 
 def test_an_instance_stays_itself():
     inner = keras.optimizers.Adam()
     written = {"inner_optimizer": inner, "dynamic": True, "initial_scale": 8.0}
-    assert KerasLossScaleOptimizer.from_config(written).inner_optimizer is inner
+    assert LossScaleOptimizer.from_config(written).inner_optimizer is inner
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RMSprop", "Lion", "Adafactor"])

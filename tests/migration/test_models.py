@@ -16,7 +16,7 @@ import tf_keras
 
 import lossscale
 from lossscale.errors import ArgumentError, MissingPackageError, OldFileError
-from lossscale.keras import KerasLossScaleOptimizer
+from lossscale.keras import LossScaleOptimizer
 from lossscale.migration import describe_file, load_model, migrate_file
 from migration import support
 from migration.support import FAMILIES, FIXTURES, ONLY_NEW, OPTIMIZERS, WITNESS
@@ -39,7 +39,7 @@ def arrays(path):
 def test_a_real_file_holds_what_h5py_finds_and_goes_on_as_computed_by_hand(path):
     model, (weights, state) = load_model(path), arrays(path)
     optimizer = model.optimizer
-    assert type(optimizer) is KerasLossScaleOptimizer
+    assert type(optimizer) is LossScaleOptimizer
     assert optimizer.rule == lossscale.DynamicScale(8.0, 3)
     assert model.loss == "mse"
     support.assert_equal(model.get_weights(), weights)
@@ -203,7 +203,7 @@ def test_a_model_goes_on_trained_or_not(kind, steps, form, tmp_path):
     path = tmp_path / f"model.{form}"
     save(theirs, path)
     mine = load_model(path)
-    assert isinstance(mine.optimizer, KerasLossScaleOptimizer)
+    assert isinstance(mine.optimizer, LossScaleOptimizer)
     assert support.number(mine.optimizer.iterations) == steps
     assert support.number(mine.optimizer.dynamic_counter) == steps
     assert_go_on(mine, theirs, steps=2)
@@ -250,7 +250,7 @@ def test_a_model_in_mixed_precision(form, policy, tmp_path):
 def test_a_converted_model_is_the_same(path, tmp_path):
     new = migrate_file(path, tmp_path / "new.keras")
     model, expected = keras.saving.load_model(new), load_model(path)
-    assert type(model.optimizer) is KerasLossScaleOptimizer
+    assert type(model.optimizer) is LossScaleOptimizer
     for one, other in ((model, expected), (model.optimizer, expected.optimizer)):
         support.assert_equal(support.values(one.variables), support.values(other.variables))
     (described,) = describe_file(new).optimizers
@@ -545,7 +545,7 @@ def test_the_loss_scale_of_keras_own_optimizer_arrives(name, wrapped, suffix, tm
     assert (found.optimizer, found.era, found.scaling) == (name, "Keras 3", "dynamic")
     assert (found.scale, found.good_steps, found.iterations) == (512.0, 3, 7)
     mine = load_model(path).optimizer
-    assert type(mine) is KerasLossScaleOptimizer
+    assert type(mine) is LossScaleOptimizer
     rule = (64.0, 5) if wrapped else (2.0**15, 2000)
     assert mine.rule == lossscale.DynamicScale(*rule)
     assert support.number(mine.loss_scale) == 512.0

@@ -44,8 +44,6 @@ tests/core/test_rules.py
     rules DynamicScale.restored: min(max(scale, self.min_scale), self.ceiling)
         -> max(scale, self.min_scale)
     rules FixedScale.loss_scale: self.scale -> state.scale
-tests/core/test_errors.py
-    common unknown_setting: UnknownSettingError(message) -> UnknownSettingError(message())
 tests/conformance/test_promises.py -k tensorflow-eager
     rules DynamicScale.update: counted < self.growth_interval -> counted <= self.growth_interval
     rules DynamicScale.update: scale * self.backoff_factor -> scale / self.growth_factor
@@ -64,8 +62,8 @@ tests/conformance/test_promises.py -k tensorflow-eager
 tests/conformance/test_promises.py -k tensorflow-function
     tensorflow _apply_if: lambda: _finished(apply()) -> _finished
     tensorflow apply_or_skip: grouped(_apply_if(...), update_scale(...)) -> _apply_if(...)
-    keras KerasLossScaleOptimizer._update_scale: self._last_step_skipped.assign(skipped) -> pass
-    keras KerasLossScaleOptimizer._update_scale: self._iterations.follow() -> pass
+    keras LossScaleOptimizer._update_scale: self._last_step_skipped.assign(skipped) -> pass
+    keras LossScaleOptimizer._update_scale: self._iterations.follow() -> pass
 tests/conformance/test_promises.py -k tensorflow-xla
     tensorflow apply_or_skip: _keeping_old_values(kept(), finite)
         -> _keeping_old_values(kept(), tf.constant(True))
@@ -74,12 +72,12 @@ tests/conformance/test_promises.py -k tensorflow-xla
     tensorflow _choosing_assignments:
         {'assign': assign, 'assign_add': assign_add, 'assign_sub': assign_sub}
         -> {'assign': assign, 'assign_add': assign_add}
-    keras KerasLossScaleOptimizer._update_scale: self._steps_skipped.assign_add(ops.cast(...))
+    keras LossScaleOptimizer._update_scale: self._steps_skipped.assign_add(ops.cast(...))
         -> pass
 tests/backends/test_fit.py -k subclass
-    keras KerasLossScaleOptimizer._step: scaled and self._is_rewritten(...) -> False
-    keras KerasLossScaleOptimizer.scale_loss: ... and self._is_rewritten(...) -> False
-    keras KerasLossScaleOptimizer.scale_loss: not self._scaling.is_isolated(location) -> True
+    keras LossScaleOptimizer._step: scaled and self._is_rewritten(...) -> False
+    keras LossScaleOptimizer.scale_loss: ... and self._is_rewritten(...) -> False
+    keras LossScaleOptimizer.scale_loss: not self._scaling.is_isolated(location) -> True
 tests/frameworks/keras/test_subclasses.py
     keras_common _noted: self._scaling.isolated_step(location) -> self._backend.eager_scope()
     keras_common _noted: each is not None -> False
@@ -125,7 +123,7 @@ tests/conformance/test_promises.py -k torch-native-host
     torch Engine._on_host: not found > 0 -> True
     torch Engine.apply: decision.apply is False -> False
     torch Engine._unscale_and_check: lowest < 1.0 -> False
-    torch TorchLossScaleOptimizer.load_state_dict: state_dicts.restore(scale, numbers) -> pass
+    torch LossScaleOptimizer.load_state_dict: state_dicts.restore(scale, numbers) -> pass
     torch LossScale.update: self.number != before -> False
 tests/conformance/test_promises.py -k torch-native-device
     torch attributes: each.found_inf = found_inf -> pass
@@ -138,7 +136,7 @@ tests/conformance/test_fast_path.py
     tensorflow _in_turn: tf.constant(False) -> tf.constant(True)  -k xla and momentum
 tests/conformance/test_what_rules_see.py -k for_a_rule_that_asks
     optax _move: rule.needs != StatsRequest() -> True
-    keras on torch KerasLossScaleOptimizer._step: rule.needs != StatsRequest() -> True
+    keras on torch LossScaleOptimizer._step: rule.needs != StatsRequest() -> True
 tests/conformance/test_passes.py
     keras_common on torch _attributes_kept: attributes.update(values) -> pass  -k subclassed
     keras_common on torch ModelRun._steps: -2.0 * loss -> -1.0 * loss  -k square_error
@@ -191,7 +189,7 @@ tests/documents/test_documented_steps.py
     tensorflow unscaled: gradient / divisor -> gradient * tf.math.reciprocal(divisor)
         -k divides_exactly
     tensorflow unscaled: divided(gradient.values) -> gradient.values  -k indexed_slices
-    keras KerasLossScaleOptimizer._differentiated: self.get_scaled_loss
+    keras LossScaleOptimizer._differentiated: self.get_scaled_loss
         -> lambda loss: loss() if callable(loss) else loss  -k minimize
     keras_common KerasCommonOptimizer.get_updates: self._apply_unscaled(location, pairs, None)
         -> self._apply_unscaled(location, pairs[:0], None)  -k get_updates
@@ -218,7 +216,7 @@ tests/frameworks/keras/test_persistence.py
 tests/frameworks/tf_keras/test_files.py
     tf_keras _make_valid: state.rule.restored(...) -> ...  -k outside_the_limits
 tests/conformance/test_what_rules_see.py
-    keras on torch KerasLossScaleOptimizer._update_scale: self._rule.checks_gradients
+    keras on torch LossScaleOptimizer._update_scale: self._rule.checks_gradients
         -> not isinstance(stats.finite, bool)
 tests/frameworks/jax/test_state_form.py
     jax gated.only_if_applied: jax.lax.cond(finite, run, silent) -> run()  -k callbacks
@@ -273,7 +271,7 @@ tests/frameworks/torch/test_steps.py
     torch Engine._all_have_state: p.grad is None or id(p) in ids -> True
         -k garbage or joins_late
     torch attributes: vars(each).pop -> vars(each).setdefault  -k raises
-    torch TorchLossScaleOptimizer._are_scaled: any(as_they_were) and not all(as_they_were) -> False
+    torch LossScaleOptimizer._are_scaled: any(as_they_were) and not all(as_they_were) -> False
         -k gradients_of_some
 tests/frameworks/torch/test_monitor.py
     torch LoopOverflowTracker._add_to_skip: self._skip is not before and ... -> False
@@ -281,7 +279,7 @@ tests/frameworks/torch/test_monitor.py
 tests/frameworks/torch/test_trainers_monitor.py
     torch _wrapper_in: isinstance(...) -> False  -k accelerate_prepares
 tests/frameworks/torch/test_closures.py
-    torch TorchLossScaleOptimizer._evaluate: scale.update(decision.stats) -> pass
+    torch LossScaleOptimizer._evaluate: scale.update(decision.stats) -> pass
 tests/frameworks/torch/test_clipping.py
     torch coefficient: 1.0 -> 2.0
 tests/frameworks/torch/test_guard.py
@@ -304,7 +302,7 @@ tests/frameworks/torch/test_ranks.py
     torch _groups_along: placement.is_replicate() -> not placement.is_shard()
 tests/frameworks/torch/test_mistakes.py
     torch _dense: not gradient.is_coalesced() -> False  -k one_index
-    torch TorchLossScaleOptimizer._unscale_: decision.empty -> False  -k before_there_are_gradients
+    torch LossScaleOptimizer._unscale_: decision.empty -> False  -k before_there_are_gradients
 tests/migration/test_checkpoints.py -k what_the_rule_has
     migration KerasRestoreTarget.set_scale_values: field in named -> True
 tests/cli/test_migrate.py -k killed_command

@@ -129,22 +129,30 @@ def check_own_name(inner: Any, name: str, optimizers: Any) -> None:
             optimizers have. It is an `AttributeError`.
     """
     settings = {*_settings(inner.__class__), *getattr(inner, "_hyper", ())}
-    import difflib
-
-    close = difflib.get_close_matches(name, settings, n=1, cutoff=_SIMILAR)
+    meant = next((each for each in sorted(settings) if _is_misspelt(name, each)), None)
     classes: list[Any] = [value for value in vars(optimizers).values() if inspect.isclass(value)]
-    others = set().union(*map(_settings, classes))
-    # A list of what a setting was in each step is no misspelt setting.
-    if name in others or (close and name != f"{close[0]}s"):
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+    if meant or any(name in _settings(each) for each in classes):
+        hint = f" Did you mean {meant!r}?" if meant else ""
         raise UnknownSettingError(
             f"{type(inner).__name__} has no setting {name!r}.{hint} For an attribute of your own "
             "choose another name, or give it a default in your class."
         )
 
 
-# Between the names of settings that differ ("beta_1", "beta_2") and slips of one or two keys.
-_SIMILAR = 0.81
+def _is_misspelt(name: str, setting: str) -> bool:
+    """Whether two names differ by one slip: a character, two that are swapped, underscores."""
+    # A list of the values of a setting is not the setting.
+    if name == f"{setting}s":
+        return False
+    name, setting = (each.replace("_", "").lower() for each in (name, setting))
+    if min(len(name), len(setting)) < 5:
+        return False
+    for _ in range(2):
+        # What they end with alike, then, turned round, what they begin with.
+        while name and setting and name[-1] == setting[-1]:
+            name, setting = name[:-1], setting[:-1]
+        name, setting = name[::-1], setting[::-1]
+    return max(len(name), len(setting)) <= 1 or name == setting[::-1]
 
 
 @functools.cache
@@ -187,23 +195,6 @@ def check_settable(optimizer: Any, name: str, value: Any) -> None:
     how = {**_HOW_TO_SET, "loss_scale": type(optimizer)._sets_scale}.get(name)
     said = "" if how is None else f" {how.format(name=name, value=value)}."
     raise UnknownSettingError(f"`{name}` can only be read.{said} Received: {name} = {value!r}.")
-
-
-def unknown_setting(wrapper: type[Any], inner: Any, name: str) -> UnknownSettingError:
-    """Returns the error for a name that neither the wrapper nor the optimizer inside it has."""
-
-    def message() -> str:
-        known = {n for n in (*dir(wrapper), *dir(inner)) if n[0] != "_"}
-        import difflib
-
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        return (
-            f"Neither the loss scale optimizer nor the {type(inner).__name__} "
-            f"inside it has a setting {name!r}.{hint}"
-        )
-
-    return UnknownSettingError(message)
 
 
 def warned_at_floor(

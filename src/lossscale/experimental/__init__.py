@@ -4,12 +4,18 @@
 `loss_scale` is that object: call it for the current value.
 """
 
+from typing import Any
+
+from lossscale import registry
 from lossscale.experimental.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from lossscale.experimental.optimizer import LossScaleOptimizer
+from lossscale.experimental.optimizer import class_for as class_for
 
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "LossScaleOptimizer"]
 
 
-def __dir__() -> list[str]:
-    # What is public, for completion.
-    return sorted(__all__)
+def __getattr__(name: str) -> Any:
+    # The classes to inherit from, in modules that import a Keras.
+    if name in [framework.root for framework in registry.KERASES]:
+        return registry.package(f"lossscale.experimental.{name}")
+    raise AttributeError(f"module 'lossscale.experimental' has no attribute {name!r}")

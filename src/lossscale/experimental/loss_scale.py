@@ -59,7 +59,7 @@ class LossScale(abc.ABC):
             raise ArgumentError(
                 f"This loss scale already has a weight named {name!r}. Use another name."
             )
-        weights[name] = registry.default_wrapper()._new_variable(name, dtype, initial_value)
+        weights[name] = registry.default_keras().wrapper()._new_variable(name, dtype, initial_value)
         return weights[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -86,7 +86,7 @@ class _RuleLossScale(LossScale):
 
     def _bound_state(self) -> Any:
         if self._state is None:
-            self._state = registry.default_wrapper()._new_state(self._rule)
+            self._state = registry.default_keras().wrapper()._new_state(self._rule)
         return self._state
 
 
@@ -117,11 +117,11 @@ class FixedLossScale(_RuleLossScale):
 
     def __call__(self) -> Any:
         """Returns the loss scale, a float32 scalar tensor, dimensionless."""
-        return registry.default_wrapper()._constant(self._rule.scale)
+        return registry.default_keras().wrapper()._constant(self._rule.scale)
 
     def update(self, grads: Any) -> tuple[Any, bool]:
         """Returns a pair of nothing to do and True: a fixed scale stays, every step is applied."""
-        return registry.default_wrapper()._operation(None), True
+        return registry.default_keras().wrapper()._operation(None), True
 
     def get_config(self) -> dict[str, Any]:
         """Returns `{"loss_scale_value": float}`."""
@@ -203,7 +203,7 @@ class DynamicLossScale(_RuleLossScale):
             A tensor that moves it in a graph of TensorFlow 1, elsewhere None; and whether all
             gradients are finite, a boolean scalar tensor.
         """
-        wrapper = registry.default_wrapper()
+        wrapper = registry.default_keras().wrapper()
         arrays = wrapper._arrays()
         gradients = arrays.flat_gradients(grads)
         finite = arrays.all_finite(gradients)

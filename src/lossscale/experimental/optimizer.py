@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from lossscale import optimizer
+from lossscale import registry
 from lossscale.arguments import (
     arguments_from_config,
     check_config,
     rule_from_arguments,
 )
 from lossscale.checks import checks_keywords
-from lossscale.errors import ArgumentError, UnsupportedError
+from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.experimental.loss_scale import (
     DynamicLossScale,
     FixedLossScale,
@@ -23,13 +24,14 @@ from lossscale.experimental.loss_scale import (
     get,
     serialize,
 )
+from lossscale.optimizer import refuse_subclass
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
 if TYPE_CHECKING:
-    # The wrapper that it is combined with has the rest.
-    _Base: Any
+    # The wrapper of a Keras, which comes after it.
+    _Wrapper: Any
 else:
-    _Base = optimizer.LossScaleOptimizer
+    _Wrapper = object
 
 # What the later class calls it.
 _INSTEAD = {
@@ -40,10 +42,13 @@ _INSTEAD = {
 _ARGUMENTS_OF_RULES = {"dynamic", "initial_scale", "dynamic_growth_steps", "rule"}
 
 
-class LossScaleOptimizer(_Base):
+class LossScaleOptimizer(abc.ABC):  # noqa: B024 - for `register`
     """An optimizer that applies loss scaling, with the loss scale as an object.
 
-    It does all that `lossscale.LossScaleOptimizer` does.
+    It has the members of `lossscale.LossScaleOptimizer`, for an optimizer of Keras 3 or tf_keras.
+    The call returns a `lossscale.experimental.keras.LossScaleOptimizer` or a
+    `lossscale.experimental.tf_keras.LossScaleOptimizer`, which are instances of this class for
+    `isinstance`. Inherit from one of them, not from this class.
 
     Args:
         optimizer: The optimizer to wrap, an instance.
@@ -52,7 +57,8 @@ class LossScaleOptimizer(_Base):
         name: The optimizer's name.
 
     Raises:
-        TypeError: If `optimizer` is no optimizer or already has loss scaling.
+        TypeError: If `optimizer` is not an optimizer or already has loss scaling. Also if a class
+            inherits from this one.
         ValueError: If `loss_scale` cannot be used.
 
     Examples:
@@ -66,7 +72,37 @@ class LossScaleOptimizer(_Base):
     Source: `tf.keras.mixed_precision.experimental.LossScaleOptimizer`, TensorFlow 2.0 to 2.3.
     """
 
-    _package_in_files = "lossscale.experimental"
+    def __new__(
+        cls, optimizer: Any, loss_scale: Any, name: str | None = None, **others: Any
+    ) -> Any:
+        return class_for(registry.framework_of(optimizer))(optimizer, loss_scale, name, **others)
+
+    def __init_subclass__(cls) -> None:
+        refuse_subclass(cls, "lossscale.experimental", registry.KERASES)
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> Any:
+        """Creates an optimizer from its configuration; see `lossscale.LossScaleOptimizer`."""
+        return class_for(registry.default_keras(config)).from_config(config, custom_objects)
+
+
+def class_for(framework: registry.Framework) -> Any:
+    """Returns the class for the optimizers of a Keras."""
+    if framework not in registry.KERASES:
+        raise ArgumentTypeError(
+            f"TensorFlow's older class wraps optimizers of Keras, and this is one of "
+            f"{framework.title}. Use lossscale.LossScaleOptimizer."
+        )
+    return registry.package(f"lossscale.experimental.{framework.root}").LossScaleOptimizer
+
+
+class LossScaleAsObject(_Wrapper):
+    """What the older API changes of a wrapper: the loss scale is an object.
+
+    A mixin in front of the wrapper of a Keras.
+    """
 
     @checks_keywords("experimental.LossScaleOptimizer", _INSTEAD)
     def __init__(self, optimizer: Any, loss_scale: Any, name: str | None = None) -> None:
@@ -136,18 +172,18 @@ class LossScaleOptimizer(_Base):
         return {**name, "optimizer": config["inner_optimizer"], "loss_scale": described}
 
     @classmethod
-    def _from_config(
-        cls, wrapper: Any, config: dict[str, Any], custom_objects: dict[str, Any] | None
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> Any:
         check_config(config)
         if "loss_scale" in config:
             inner, name = config.get("optimizer"), config.get("name")
             described = config["loss_scale"]
-            classes = wrapper._with_class_named(described, custom_objects)
+            classes = cls._with_class_named(described, custom_objects)
             loss_scale = deserialize(described, classes)
         else:
             # Written by a later release, whose optimizer took the numbers themselves.
-            rules = wrapper._with_class_named(config.get("rule"), custom_objects)
+            rules = cls._with_class_named(config.get("rule"), custom_objects)
             inner, arguments = arguments_from_config(config, rules)
             name = arguments.pop("name", None)
             if unknown := arguments.keys() - _ARGUMENTS_OF_RULES:
@@ -156,7 +192,7 @@ class LossScaleOptimizer(_Base):
                     "inner_optimizer, dynamic, initial_scale, dynamic_growth_steps, rule and name."
                 )
             loss_scale = from_rule(rule_from_arguments(**arguments))
-        return cls(wrapper._inner_from_config(inner, custom_objects), loss_scale, name=name)
+        return cls(cls._inner_from_config(inner, custom_objects), loss_scale, name=name)
 
     def _constructor_arguments(self) -> dict[str, Any]:
         return {"loss_scale": self._loss_scale, "name": self.name}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lossscale.keras.arguments import hard_sigmoid as hard_sigmoid
-from lossscale.keras.optimizer import KerasLossScaleOptimizer
+from lossscale.keras.optimizer import LossScaleOptimizer
 
 if TYPE_CHECKING:
     from lossscale.keras.monitor import LossScaleMonitor as LossScaleMonitor
 
-__all__ = ["KerasLossScaleOptimizer", "LossScaleMonitor"]
+__all__ = ["LossScaleMonitor", "LossScaleOptimizer"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,9 +7,10 @@ from typing import Any
 import keras
 from keras import ops
 
+from lossscale import registry
 from lossscale.arguments import check_described
 from lossscale.common.checks import check_not_wrapped
-from lossscale.errors import AlreadyWrappedError, ArgumentError
+from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
 from lossscale.older import configurations as older_configs
 
 # Keras' base class sets these on every optimizer. On a wrapper they would hide the settings of
@@ -30,9 +31,12 @@ def check_inner(inner: Any) -> None:
     """Checks that an optimizer can be wrapped.
 
     Raises:
+        ArgumentTypeError: If it is not an optimizer of Keras 3. It is a `TypeError`.
         AlreadyWrappedError: If it has loss scaling already. It is a `TypeError`.
         ArgumentError: If it has a fixed scale of its own. It is a `ValueError`.
     """
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise ArgumentTypeError(registry.not_an_optimizer(inner))
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         raise AlreadyWrappedError(
             "The optimizer to wrap is a LossScaleOptimizer itself; the gradients would be "

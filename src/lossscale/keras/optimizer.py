@@ -43,7 +43,7 @@ from lossscale.keras.state import KerasScaleVariables, StepCounter
 from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
 from lossscale.keras_common.state import arrays_in
 from lossscale.members import VariableList
-from lossscale.optimizer import LossScaleOptimizer, public
+from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 
 _OWN_ATTRIBUTES = frozenset(
@@ -52,14 +52,44 @@ _OWN_ATTRIBUTES = frozenset(
 _OWN_VARIABLES = ("step_counter", "dynamic_scale")
 
 
-@keras.saving.register_keras_serializable(package="lossscale", name="LossScaleOptimizer")
-@public("lossscale.keras")
-class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimizer):
-    __doc__ = LossScaleOptimizer.__doc__
+@FrontDoor.register
+@keras.saving.register_keras_serializable(package="lossscale")
+class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimizer):
+    """The loss scale optimizer around an optimizer of Keras 3.
 
-    _framework: ClassVar[str | None] = "keras"
+    The class to inherit from; `lossscale.LossScaleOptimizer` makes objects of it. It is a
+    `keras.optimizers.LossScaleOptimizer`, and has two groups of verbs: those that TensorFlow
+    documented, and `scale_loss`, `apply` and `stateless_apply`, which Keras' trainer calls.
+
+    Args:
+        inner_optimizer: The `keras.optimizers.Optimizer` to wrap, an instance.
+        dynamic: As for `lossscale.LossScaleOptimizer`, like the arguments below.
+        initial_scale: The first, or the fixed, loss scale.
+        dynamic_growth_steps: The number of finite steps in a row that double the scale.
+        rule: A `ScaleRule`, instead of the three arguments above.
+        name: The optimizer's name.
+
+    Raises:
+        TypeError: If `inner_optimizer` is not an optimizer of Keras 3 or already has loss scaling,
+            or an argument has the wrong type.
+        ValueError: If a scale or a number of steps cannot be used.
+
+    Examples:
+        >>> class Clipping(lossscale.keras.LossScaleOptimizer):
+        ...     def get_unscaled_gradients(self, grads):
+        ...         unscaled = super().get_unscaled_gradients(grads)
+        ...         return [keras.ops.clip(each, -1.0, 1.0) for each in unscaled]
+        >>> optimizer, weight = Clipping(keras.optimizers.SGD(0.5)), keras.Variable(1.0)
+        >>> steps = optimizer.minimize(lambda: weight * 100.0, [weight])
+        >>> float(weight)
+        0.5
+    """
+
+    # Where users find it, and so what pickles and files name.
+    __module__ = "lossscale.keras"
+
+    _framework: ClassVar[str] = "keras"
     _library = keras
-    _inner_attribute = "inner_optimizer"
     # What Keras would save a second time.
     _hidden = KerasCommonOptimizer._hidden | {"_inner_parts", "_optimizer"}
     if keras.backend.backend() == "jax":
@@ -157,6 +187,23 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
 
     @as_written
     def scale_loss(self, loss: Any) -> Any:
+        """Multiplies the loss by the loss scale, and marks the gradients that come of it.
+
+        This is how Keras' trainer begins a step: `apply_gradients` takes its gradients for scaled
+        ones and divides them, once for each variable, so that they can be applied in groups. With
+        `get_unscaled_gradients`, use `get_scaled_loss`.
+
+        Args:
+            loss: Tensor of any shape and dtype, a number, or a callable that returns one.
+
+        Returns:
+            The product, in float32 or wider; for a callable, a callable.
+
+        Examples:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)
+            >>> float(optimizer.scale_loss(tf.constant(0.5)))
+            4.0
+        """
         location = self._backend.current_location()
         self._scaling.note_scale_loss(location)
         # A subclass' own verb may call this one.
@@ -166,6 +213,25 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
 
     @as_written
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        """Applies gradients of the scaled loss, or skips the step; then moves the loss scale.
+
+        The gradients themselves stay as they are: on PyTorch a `.grad` can be added to, filled
+        again or handed in once more.
+
+        Args:
+            grads: Gradients of the loss that `scale_loss` returned; None where there is none.
+            trainable_variables: Their variables; None for those the optimizer was built with.
+
+        Raises:
+            ValueError: If no variable has a gradient, or without variables their number differs.
+
+        Examples:
+            >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(1.0))
+            >>> weight = keras.Variable([1.0, 2.0])
+            >>> optimizer.apply([optimizer.scale_loss(tf.constant([0.5, 0.5]))], [weight])
+            >>> weight.numpy()
+            array([0.5, 1.5], dtype=float32)
+        """
         grads = list(grads)
         if not grads:
             return
@@ -190,6 +256,20 @@ class KerasLossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOp
         grads: Sequence[Any],
         trainable_variables: Sequence[Any],
     ) -> Any:
+        """Applies gradients of the scaled loss without changing any variable.
+
+        Args:
+            optimizer_variables: Arrays, the values of `variables`.
+            grads: Gradients of the loss that `scale_loss` returned; None where there is none.
+            trainable_variables: Arrays, the values of the variables it was built with.
+
+        Returns:
+            The new values of the trainable variables, and those of `variables`.
+
+        Raises:
+            ValueError: If the optimizer is not built, the numbers of values do not match, or the
+                backend is TensorFlow.
+        """
         if not self.built or keras.backend.backend() == "tensorflow":
             # The inner optimizer says why.
             self.inner_optimizer.stateless_apply(optimizer_variables, grads, trainable_variables)

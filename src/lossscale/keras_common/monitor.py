@@ -252,10 +252,10 @@ class MonitorCallback:
 
 
 def _other_framework(framework: str | None) -> str:
-    own = registry.named(str(framework))
+    own = next(each for each in registry.KERASES if each.root == framework)
     others = [
-        f"framework={other.name!r} for a model of {other.title}"
-        for other in registry.kerases()
+        f"framework={other.root!r} for a model of {other.title}"
+        for other in registry.KERASES
         if other is not own
     ]
     return (

@@ -7,20 +7,24 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from lossscale.arguments import config_from_rule, rule_from_arguments
+from lossscale.arguments import (
+    arguments_from_config,
+    check_config,
+    config_from_rule,
+    rule_from_arguments,
+)
 from lossscale.checks import checks_keywords
 from lossscale.common.checks import (
     check_named,
     checked_pairs,
     remember_wrapper,
-    unknown_setting,
     with_gradient,
 )
 from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
 from lossscale.common.user_code import as_written
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnknownSlotError
 from lossscale.keras_common.state import ScaleVariables
-from lossscale.optimizer import LossScaleOptimizer
+from lossscale.members import DocumentedMembers
 from lossscale.rules import DynamicScale
 
 Slots = Iterator[tuple[list[str], dict[Any, Any]]]
@@ -33,16 +37,17 @@ _INSTEAD = {
 }
 
 
-class KerasCommonOptimizer(LossScaleOptimizer):
+class KerasCommonOptimizer(DocumentedMembers):
     """What does not depend on the generation of Keras: verbs, settings, slots, copies.
 
     A class for one generation adds its attributes, its step and its files; what it has to define
     is declared here first.
     """
 
-    # The module `keras` or `tf_keras`, and under which name `__dict__` has the inner optimizer.
+    # The module `keras` or `tf_keras`.
     _library: ClassVar[Any]
-    _inner_attribute: ClassVar[str]
+    # The name of the framework for its monitor and in messages.
+    _framework: ClassVar[str]
     # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
     _overflow_tracker: ClassVar[Any] = None
     # Keras saves every object that dir() names and that can be saved. The inner optimizer's
@@ -83,6 +88,8 @@ class KerasCommonOptimizer(LossScaleOptimizer):
     # The loss scale's variables and the counters by name; set, they are made valid for the rule.
     _own_values: Callable[[], dict[str, Any]]
     _set_own_values: Callable[[Any], None]
+    # The inner optimizer of a configuration.
+    _inner_from_config: Callable[[Any, Any], Any]
     # For `LossScale` objects of the older API, which may be used without an optimizer: what others
     # have as `_backend`; a new scalar variable, the variables of a rule, a constant.
     _arrays: Callable[[], Any]
@@ -111,6 +118,14 @@ class KerasCommonOptimizer(LossScaleOptimizer):
         for name in _VERBS_OF_A_LOSS:
             if cls._is_rewritten(name) and not hasattr(getattr(cls, name), "is_noted"):
                 setattr(cls, name, _noted(cls, name))
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in self._hidden]
+
+    @classmethod
+    def _written_class(cls) -> type[Any]:
+        """The class as it stands in a module."""
+        return cls
 
     @classmethod
     def _is_rewritten(cls, verb: str) -> bool:
@@ -245,20 +260,6 @@ class KerasCommonOptimizer(LossScaleOptimizer):
 
     lr = learning_rate
 
-    def __getattr__(self, name: str) -> Any:
-        # Called only for names that are not found here, or where a property raised this error.
-        if hasattr(type(self), name):
-            return object.__getattribute__(self, name)
-        inner = self.__dict__.get(type(self)._inner_attribute)
-        if inner is None or name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        try:
-            return getattr(inner, name)
-        except AttributeError:
-            if hasattr(type(inner), name):
-                raise
-            raise unknown_setting(type(self), inner, name) from None
-
     def _remember_name(self, name: str) -> None:
         """Notes an attribute of the user's, which copies keep."""
         self.__dict__.setdefault("_names_of_the_user", set()).add(name)
@@ -312,10 +313,9 @@ class KerasCommonOptimizer(LossScaleOptimizer):
         return other
 
     def __reduce__(self) -> tuple[Any, ...]:
-        cls, inner = type(self), self.inner_optimizer
+        inner = self.inner_optimizer
         return _rebuild, (
-            # The class as it stands in a module, of one that was combined with a wrapper's.
-            cls.__mro__[1] if vars(cls).get("_is_combined") else cls,
+            self._written_class(),
             type(inner),
             inner.get_config(),
             self._constructor_arguments(),
@@ -329,6 +329,15 @@ class KerasCommonOptimizer(LossScaleOptimizer):
         return {"rule": self._rule, "name": self.__dict__.get("_given_name", self.name)}
 
     # --- Configurations, and the library's registry of classes --------------------------------
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> Any:
+        check_config(config)
+        rules = cls._with_class_named(config.get("rule"), custom_objects)
+        inner, arguments = arguments_from_config(config, rules)
+        return cls(cls._inner_from_config(inner, custom_objects), **arguments)
 
     def _described_rule(self) -> dict[str, Any]:
         described = config_from_rule(self._rule)
@@ -351,15 +360,6 @@ class KerasCommonOptimizer(LossScaleOptimizer):
         name = described.get("class_name") if isinstance(described, dict) else None
         registered = cls._library.saving.get_registered_object(name, custom_objects)
         return {**(custom_objects or {}), **({} if registered is None else {name: registered})}
-
-    @classmethod
-    def _register(cls, combined: type[Any], written: type[Any]) -> None:
-        """Lets files name a class that was combined with a wrapper's."""
-        saving = cls._library.saving
-        package, _, name = saving.get_registered_name(written).rpartition(">")
-        package = package or vars(written).get("_package_in_files")
-        if package:
-            saving.register_keras_serializable(package=package, name=name)(combined)
 
     # --- For loss scale objects without an optimizer ------------------------------------------
 

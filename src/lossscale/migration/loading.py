@@ -60,7 +60,7 @@ def load_model(
         OldFileError: If the file is missing or damaged, has no loss scale optimizer, or Keras 3
             cannot make what it describes. It is a `ValueError`.
     """
-    known = [each.name for each in registry.kerases()]
+    known = [each.root for each in registry.KERASES]
     if framework not in known:
         raise ArgumentError(
             f"`framework` must be {' or '.join(map(repr, known))}. "
@@ -107,7 +107,7 @@ def check_has_scaling(file: ModelFile) -> None:
 
 
 def _optimizer(file: ModelFile, own: dict[str, Any]) -> Any:
-    from lossscale.keras import KerasLossScaleOptimizer
+    from lossscale.keras import LossScaleOptimizer
 
     written = (file.optimizer or {}).get("class_name")
     try:
@@ -117,7 +117,7 @@ def _optimizer(file: ModelFile, own: dict[str, Any]) -> Any:
             return keras.saving.deserialize_keras_object(
                 {**(file.optimizer or {}), "registered_name": _registered_name(file)}
             )
-        return own.get(str(written), KerasLossScaleOptimizer).from_config(file.settings, own)
+        return own.get(str(written), LossScaleOptimizer).from_config(file.settings, own)
     except (LossScaleError, ValueError, TypeError, KeyError) as error:
         raise OldFileError(f"{file.path}: its optimizer cannot be made: {error}") from error
 

@@ -98,13 +98,13 @@ def _model(tf_keras: Any, file: ModelFile) -> Any:
 
 
 def _optimizer(file: ModelFile, own: dict[str, Any]) -> Any:
-    from lossscale.tf_keras import TFKerasLossScaleOptimizer
+    from lossscale.tf_keras import LossScaleOptimizer
 
     described = file.optimizer or {}
     written = described.get("registered_name") or described.get("class_name")
     try:
         # Of the two families, the optimizer inside decides.
-        cls = own.get(str(written), _registered(written) or TFKerasLossScaleOptimizer)
+        cls = own.get(str(written), _registered(written) or LossScaleOptimizer)
         return cls.from_config(file.settings, own)
     # tf_keras raises whatever the optimizer of the moment raises.
     except Exception as error:

@@ -20,7 +20,7 @@ from lossscale.rules import GradientStats
 from lossscale.tensorflow.private_names import strategy_supports_no_merge_call
 from lossscale.tensorflow.tracing import after, grouped, in_xla
 
-_KERASES = tuple(framework.root for framework in registry.kerases())
+_KERASES = tuple(framework.root for framework in registry.KERASES)
 _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
 
 

@@ -1,16 +1,15 @@
-"""tf_keras, the Keras of TensorFlow 2: its current optimizers and its legacy ones."""
+"""tf_keras, the Keras of TensorFlow 2: its new optimizers and its legacy ones."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lossscale.tf_keras.current import TFKerasLossScaleOptimizer
-from lossscale.tf_keras.legacy import TFKerasLegacyLossScaleOptimizer
+from lossscale.tf_keras.families import LossScaleOptimizer
 
 if TYPE_CHECKING:
     from lossscale.tf_keras.monitor import LossScaleMonitor as LossScaleMonitor
 
-__all__ = ["LossScaleMonitor", "TFKerasLegacyLossScaleOptimizer", "TFKerasLossScaleOptimizer"]
+__all__ = ["LossScaleMonitor", "LossScaleOptimizer"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,22 +11,14 @@ import tf_keras
 
 from lossscale.common.user_code import as_written
 from lossscale.errors import ArgumentError, UnknownSlotError
-from lossscale.optimizer import LossScaleOptimizer, public
 from lossscale.tensorflow.tracing import translated
-from lossscale.tf_keras.optimizer import (
-    ByFamily,
-    TFKerasCommonOptimizer,
-    register_family,
-)
+from lossscale.tf_keras.optimizer import TFKerasCommonOptimizer
 from lossscale.tf_keras.private_names import LegacyLossScaleOptimizer
 from lossscale.tf_keras.saving import build_pending
 
 
-@public("lossscale.tf_keras")
-class TFKerasLegacyLossScaleOptimizer(
-    TFKerasCommonOptimizer, LegacyLossScaleOptimizer, metaclass=ByFamily
-):
-    __doc__ = LossScaleOptimizer.__doc__
+class AroundLegacy(TFKerasCommonOptimizer, LegacyLossScaleOptimizer):
+    """What differs around `tf_keras.optimizers.legacy`, the only ones before 2.11."""
 
     _inner_base = tf_keras.optimizers.legacy.Optimizer
     _is_legacy = True
@@ -149,6 +141,3 @@ class TFKerasLegacyLossScaleOptimizer(
             synchronization=synchronization,
             aggregation=aggregation,
         )
-
-
-register_family(TFKerasLegacyLossScaleOptimizer)

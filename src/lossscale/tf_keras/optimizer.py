@@ -1,4 +1,4 @@
-"""What the loss scale optimizers of both families of tf_keras optimizers share."""
+"""The base class of the wrappers of both families of tf_keras: new optimizers and legacy ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from lossscale.tf_keras.arguments import (
     inner_from_config,
     is_variable,
 )
-from lossscale.tf_keras.private_names import LossScaleOptimizerMetaclass
 from lossscale.tf_keras.state import (
     LossScaleNode,
     OlderBaseOptimizer,
@@ -57,41 +56,10 @@ class Arrays:
     flat_variables = staticmethod(flat_variables)
 
 
-class ByFamily(LossScaleOptimizerMetaclass):
-    """Makes an object of the class that fits the optimizer to wrap.
-
-    A file names one class for both families.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        wrapped = args[0] if args else kwargs.get("inner_optimizer", kwargs.get("optimizer"))
-        families = (family for base, family in _FAMILIES.items() if isinstance(wrapped, base))
-        family = next(families, None)
-        cls: type[Any] = self
-        # The constructor says what is wrong with something that is no optimizer.
-        if family is not None and not issubclass(cls, family):
-            if vars(cls).get("_is_combined"):
-                cls = registry.combined(cls.__mro__[1], family)
-            elif cls in _FAMILIES.values():
-                cls = family
-        return type.__call__(cls, *args, **kwargs)
-
-
-_FAMILIES: dict[type[Any], type[Any]] = {}
-"""The classes by the base class of the optimizers that they wrap."""
-
-
-def register_family(cls: type[Any]) -> None:
-    """Lets a class be found by the optimizers that it wraps, and tf_keras' files name it."""
-    _FAMILIES[cls._inner_base] = cls
-    register = tf_keras.saving.register_keras_serializable
-    register(package="lossscale", name="LossScaleOptimizer")(cls)
-
-
 class TFKerasCommonOptimizer(KerasCommonOptimizer):
-    """The constructor, the step, and what can be read; what a family adds stands at the end."""
+    """The base class of both families: the constructor, the step, and the members to read."""
 
-    _framework: ClassVar[str | None] = "tf_keras"
+    _framework: ClassVar[str] = "tf_keras"
     _library = tf_keras
     _inner_attribute = "_optimizer"
     _sets_scale = (

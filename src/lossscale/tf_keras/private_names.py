@@ -21,9 +21,6 @@ LossScaleOptimizerV3: Any = private_name(
 LegacyLossScaleOptimizer: Any = private_name(
     _LOSS_SCALING, "LossScaleOptimizer", "be an instance of tf_keras' class for legacy optimizers"
 )
-LossScaleOptimizerMetaclass: Any = private_name(
-    _LOSS_SCALING, "LossScaleOptimizerMetaclass", "pick the class by the optimizer to wrap"
-)
 RandomGenerator: Any = private_name(
     "tf_keras.src.backend", "RandomGenerator", "let layers draw the same numbers in each run"
 )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lossscale.torch.amp_install import install as install
     from lossscale.torch.grad_scaler import GradScaler as GradScaler
     from lossscale.torch.monitor import Monitor as Monitor
-    from lossscale.torch.optimizer import TorchLossScaleOptimizer as LossScaleOptimizer
+    from lossscale.torch.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from lossscale.torch.scheduler import guard as guard
 else:
     # To import this module is not to import PyTorch; to take a name out of it is.
@@ -45,9 +45,8 @@ else:
                 raise
             purpose = f"lossscale.torch.{name}"
             raise not_installed([missing], purpose=purpose, extras=["torch"]) from None
-        prefix = "Torch" if name == "LossScaleOptimizer" else ""
         # Also in the place of a module of that name, which importing it has put here.
-        globals()[name] = getattr(module, prefix + name)
+        globals()[name] = getattr(module, name)
         return globals()[name]
 
     def __dir__() -> list[str]:

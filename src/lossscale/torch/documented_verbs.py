@@ -26,11 +26,37 @@ class DocumentedVerbs:
     """`minimize`, `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`."""
 
     def get_scaled_loss(self, loss: Any) -> Any:
+        """Multiplies the loss by the loss scale, for gradients that are unscaled by hand.
+
+        Pass the gradients through `get_unscaled_gradients` afterwards; `scale_loss` and `step` do
+        both.
+
+        Args:
+            loss: A tensor of any shape and dtype, a number, or a callable that returns one.
+
+        Returns:
+            The product, in float32 or wider; for a callable, a callable.
+        """
         scaled = self._scaled(loss)
         self._step_state.stage = SCALED_BY_HAND
         return scaled
 
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+        """Divides gradients by the loss scale.
+
+        Args:
+            grads: Gradients of a loss from `get_scaled_loss`, tensors or None.
+
+        Returns:
+            A new list of the same length, in float32 or wider. None stays None, and sparse
+            gradients stay sparse.
+
+        Examples:
+            >>> inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+            >>> optimizer = lossscale.torch.LossScaleOptimizer(inner, initial_scale=8)
+            >>> optimizer.get_unscaled_gradients([torch.tensor([4.0]), None])
+            [tensor([0.5000]), None]
+        """
         try:
             given = list(grads)
         except TypeError:
@@ -52,6 +78,25 @@ class DocumentedVerbs:
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
+        """Applies unscaled gradients to parameters, or skips the step; then moves the loss scale.
+
+        The `.grad` of the parameters stays as it is.
+
+        Args:
+            grads_and_vars: (gradient, parameter) pairs; a gradient may be None.
+            name: Has no effect on PyTorch.
+            *third: Must not be given; see `lossscale.LossScaleOptimizer`.
+            skip_gradients_aggregation: Has no effect on PyTorch.
+            experimental_aggregate_gradients: Has no effect on PyTorch.
+
+        Returns:
+            `iterations`, which has grown by 1, whether the step was applied or skipped.
+
+        Raises:
+            TypeError: If `grads_and_vars` does not hold pairs.
+            ValueError: If no parameter has a gradient, a parameter is not one of the optimizer, or
+                a shape does not match.
+        """
         check_named(third)
         state = self._step_state
         given, variables = checked_pairs(grads_and_vars, _is_variable)
@@ -83,6 +128,31 @@ class DocumentedVerbs:
         name: str | None = None,
         tape: Any = None,
     ) -> Any:
+        """Minimizes a loss: scales it, takes and unscales gradients, applies them.
+
+        It does so by `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`, those of
+        a subclass if it has its own. The `.grad` of the parameters stays as it is.
+
+        Args:
+            loss: A callable without arguments that returns the loss.
+            var_list: The parameters to update, or a callable that returns them. None stands for
+                all that require a gradient.
+            grad_loss: Tensor of the loss's shape that multiplies its gradient, or None.
+            name: Has no effect on PyTorch.
+            tape: Must not be given.
+
+        Returns:
+            `iterations`.
+
+        Raises:
+            ValueError: If no parameter has a gradient.
+
+        Examples:
+            >>> weight = torch.nn.Parameter(torch.ones(1))
+            >>> optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD([weight], lr=0.5))
+            >>> optimizer.minimize(lambda: (weight**2).sum()), weight.detach()
+            (1, tensor([0.]))
+        """
         if tape is not None:
             raise ArgumentError("`tape` is for TensorFlow. Leave it out.")
         if not callable(loss) or isinstance(loss, torch.Tensor):

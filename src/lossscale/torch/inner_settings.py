@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from lossscale.common.checks import check_own_name, check_settable, unknown_setting
+from lossscale.common.checks import check_own_name, check_settable
 from lossscale.errors import UnknownSettingError, UnsupportedError
+from lossscale.members import unknown_setting
 from lossscale.torch.several import Several
 
 _OF_SCALERS = {
@@ -76,7 +77,7 @@ class InnerSettings:
 
     def _setting(self, name: str) -> Any:
         if not self._is_setting(name):
-            raise unknown_setting(type(self), self.inner_optimizer, name)
+            raise unknown_setting(self.inner_optimizer, name)
         values = [group[name] for group in self.param_groups]
         first = values[0]
         if any(value is not first and value != first for value in values):
@@ -118,7 +119,7 @@ class InnerSettings:
                     f"A LossScaleOptimizer has no {name!r}, which is of a GradScaler: "
                     f"{_OF_SCALERS[name]}."
                 ) from None
-            raise unknown_setting(type(self), inner, name) from None
+            raise unknown_setting(inner, name) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         inner = self.__dict__.get("inner_optimizer")

@@ -13,7 +13,7 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.torch.grad_scaler import GradScaler
-from lossscale.torch.optimizer import TorchLossScaleOptimizer
+from lossscale.torch.optimizer import LossScaleOptimizer
 from lossscale.torch.overflow_tracker import LoopOverflowTracker, parameter_names
 
 
@@ -174,13 +174,13 @@ def _wrapper_in(optimizer: Any) -> Any:
     attributes = getattr(optimizer, "__dict__", {})
     # LightningOptimizer is a look-alike with copied attributes; both keep the original.
     for name in ("_optimizer", "optimizer"):
-        if isinstance(attributes.get(name), TorchLossScaleOptimizer):
+        if isinstance(attributes.get(name), LossScaleOptimizer):
             return attributes[name]
     return optimizer
 
 
 def _check_watched(optimizer: Any) -> None:
-    if not isinstance(optimizer, (TorchLossScaleOptimizer, GradScaler)):
+    if not isinstance(optimizer, (LossScaleOptimizer, GradScaler)):
         more = ""
         if isinstance(optimizer, torch.amp.GradScaler):
             more = " lossscale.torch.GradScaler takes the place of PyTorch's."

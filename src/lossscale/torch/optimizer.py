@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from lossscale import registry
 from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checked_above_zero, checks_keywords
 from lossscale.common.checks import check_not_wrapped, remember_wrapper, warned_at_floor
@@ -23,10 +22,10 @@ from lossscale.errors import (
     ArgumentTypeError,
     CallOrderError,
     GradientsError,
-    UnknownSettingError,
     UnsupportedError,
 )
-from lossscale.optimizer import LossScaleOptimizer, public
+from lossscale.members import Wrapper
+from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
@@ -58,10 +57,8 @@ _NOTHING_TO_UNSCALE = (
 )
 
 
-@public("lossscale.torch", "LossScaleOptimizer")
-class TorchLossScaleOptimizer(
-    InnerSettings, DocumentedVerbs, LossScaleOptimizer, torch.optim.Optimizer
-):
+@FrontDoor.register
+class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Optimizer):
     """A PyTorch optimizer around another one, which trains in float16 with a loss scale.
 
     It is a `torch.optim.Optimizer`, with the parameter groups, the state and the hooks of the one
@@ -111,12 +108,13 @@ class TorchLossScaleOptimizer(
     `torch.amp.GradScaler`.
     """
 
-    _framework: ClassVar[str | None] = "torch"
+    # Where users find it, and so what pickles name.
+    __module__ = "lossscale.torch"
+    _framework: ClassVar[str] = "torch"
 
     _watcher: Any = None
     """The monitor that is told of each decision."""
     _warned_at_floor = False
-    _hidden = frozenset({"variables", "weights"})
     _sets_scale = (
         "Set it in the state: state = optimizer.state_dict(); "
         'state["param_groups"][0]["loss_scale"] = {value!r}; optimizer.load_state_dict(state)'
@@ -173,6 +171,23 @@ class TorchLossScaleOptimizer(
     # --- Scale the loss -----------------------------------------------------------------------
 
     def scale_loss(self, loss: Any) -> Any:
+        """Multiplies the loss by the loss scale, for `backward`.
+
+        `step` divides the gradients again. Scale each loss of a step once.
+
+        Args:
+            loss: A tensor of any shape and dtype, a number, or a callable that returns one.
+
+        Returns:
+            The product, in float32 or wider; for a callable, a callable.
+
+        Examples:
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> inner = torch.optim.SGD([weight], lr=0.5)
+            >>> optimizer = lossscale.torch.LossScaleOptimizer(inner, initial_scale=8)
+            >>> optimizer.scale_loss(weight.sum())
+            tensor(16., grad_fn=<MulBackward0>)
+        """
         state = self._step_state
         if state.stage == CHECKED:
             self._step_not_made()
@@ -544,22 +559,30 @@ class TorchLossScaleOptimizer(
 
     @property
     def loss_scale(self) -> Any:
+        """The number that multiplies the loss now: a float32 scalar tensor."""
         return self._engine.scale.tensor
 
     @property
     def dynamic_counter(self) -> Any:
+        """The finite steps since the scale last changed; None if the scale is fixed.
+
+        An int; with `decide="device"` a scalar tensor, like the counts below.
+        """
         return _own(getattr(self._engine.scale.state, "good_steps", None)) if self.dynamic else None
 
     @property
     def steps_skipped(self) -> Any:
+        """The number of steps that were skipped so far."""
         return _own(self._engine.scale.counts.steps_skipped)
 
     @property
     def last_step_skipped(self) -> Any:
+        """Whether the last step was skipped."""
         return _own(self._engine.scale.counts.last_step_skipped)
 
     @property
     def iterations(self) -> Any:
+        """The number of steps, skipped ones included. It can be set."""
         return _own(self._engine.scale.counts.iterations)
 
     @iterations.setter
@@ -588,16 +611,6 @@ class TorchLossScaleOptimizer(
     def decide(self) -> str:
         """Who decides on a step, "host" or "device"."""
         return "device" if self._engine.scale.on_device else "host"
-
-    @property
-    def variables(self) -> Any:
-        # `hasattr` is answered, where the error of a member that is not offered would not be.
-        raise UnknownSettingError(
-            "An optimizer of PyTorch has no list of its variables. Its parameters stand in "
-            "`param_groups`, and what it keeps for each of them in `state`."
-        )
-
-    weights = variables
 
     # --- Saving and making it again -----------------------------------------------------------
 
@@ -684,23 +697,7 @@ class TorchLossScaleOptimizer(
         return copied
 
     def __reduce__(self) -> Any:
-        cls = type(self)
-        # A class that was combined with this one is not to be found by its name.
-        written = cls.__mro__[1] if vars(cls).get("_is_combined") else cls
-        return _blank, (written,), self.__getstate__()
-
-    @classmethod
-    def from_config(
-        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> LossScaleOptimizer:
-        raise UnsupportedError(
-            "Optimizers of PyTorch have no configuration. Save `state_dict()`, and load it into an "
-            "optimizer that is made as this one was."
-        )
-
-    @staticmethod
-    def _register(combined: type[Any], written: type[Any]) -> None:
-        """Files name no optimizers here."""
+        return _blank, (type(self),), self.__getstate__()
 
 
 _PICKLED = "inner_optimizer", "rule", "clip_norm", "process_group", "decide", "name", "numbers"
@@ -713,8 +710,6 @@ _OF_OTHERS = frozenset({"_strategy", "_on_before_step", "_on_after_step"})
 
 def _blank(cls: type[Any]) -> Any:
     """Returns an optimizer of a class that still has to be given its state."""
-    if cls._framework is None:
-        cls = registry.combined(cls, TorchLossScaleOptimizer)
     return object.__new__(cls)
 
 
@@ -735,7 +730,7 @@ def tell_accelerate() -> None:
 
         def step_was_skipped(accelerated: Any) -> bool:
             inside = accelerated.optimizer
-            if isinstance(inside, TorchLossScaleOptimizer):
+            if isinstance(inside, LossScaleOptimizer):
                 return bool(inside.last_step_skipped)
             return bool(read(accelerated))
 
@@ -744,7 +739,7 @@ def tell_accelerate() -> None:
 
 
 def _check_inner(inner: Any, is_one_of_several: bool = False) -> None:
-    if isinstance(inner, LossScaleOptimizer):
+    if isinstance(inner, FrontDoor):
         raise AlreadyWrappedError(
             "The optimizer to wrap is a LossScaleOptimizer itself; the gradients would be "
             f"divided twice. Wrap the optimizer inside it. Received: {inner!r}."

@@ -8,7 +8,7 @@ import torch
 
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
 from lossscale.torch.grad_scaler import GradScaler
-from lossscale.torch.optimizer import TorchLossScaleOptimizer
+from lossscale.torch.optimizer import LossScaleOptimizer
 
 _Scheduler = TypeVar("_Scheduler")
 
@@ -123,7 +123,7 @@ def guard(scheduler: _Scheduler, optimizer: Any) -> _Scheduler:
     """
     if isinstance(scheduler, Guarded):
         raise AlreadyWrappedError("The scheduler is guarded already.")
-    if not isinstance(optimizer, (TorchLossScaleOptimizer, GradScaler)):
+    if not isinstance(optimizer, (LossScaleOptimizer, GradScaler)):
         raise ArgumentTypeError(
             "`optimizer` must be the lossscale.torch.LossScaleOptimizer whose steps count, or the "
             "lossscale.torch.GradScaler. "

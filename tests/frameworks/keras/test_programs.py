@@ -54,6 +54,16 @@ def test_only_the_users_functions_are_translated():
     autographs.assert_only_the_users_functions_are_translated(keras.optimizers)
 
 
+def test_the_examples_of_the_wrappers_own_verbs_print_what_they_show():
+    names = {"keras": keras, "tf": tf, "lossscale": lossscale}
+    cls = lossscale.keras.LossScaleOptimizer
+    # Its methods are in another module than the class says, where doctest looks for none.
+    examples = doctest.DocTestFinder(exclude_empty=True).find(cls, module=False, globs=names)
+    results = [doctest.DocTestRunner().run(each) for each in examples]
+    assert sum(each.attempted for each in results) >= 10
+    assert not any(each.failed for each in results)
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_print_what_they_show(name):
     module = importlib.import_module(name)

@@ -313,10 +313,10 @@ def test_the_inner_optimizer_can_be_wrapped_again_once_its_wrapper_is_gone():
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"clipnorm": 1.0}, ValueError, "`clipnorm`: set it on the `inner_optimizer`"),
-        ({"learning_rate": 1.0}, ValueError, "`learning_rate`: set it on the `inner_optimizer`"),
+        ({"clipnorm": 1.0}, ValueError, "`clipnorm`: write clipnorm=1.0 among"),
+        ({"learning_rate": 1.0}, ValueError, "`learning_rate`: write learning_rate=1.0 among"),
         ({"loss_scale_factor": 8}, ValueError, "loss_scale_factor"),
-        ({"growth": 3}, ValueError, "no argument `growth`: it takes inner_optimizer"),
+        ({"growth": 3}, ValueError, "no argument `growth`. It takes inner_optimizer"),
         ({"rule": 128}, TypeError, "must be a scaling rule"),
         ({"rule": lossscale.DynamicScale}, TypeError, "must be a scaling rule"),
         ({"rule": DynamicScale(), "initial_scale": 8}, ValueError, "already says"),

@@ -110,7 +110,7 @@ def test_settings_read_and_write_those_of_the_inner_optimizer(optimizers):
     assert inner.clipnorm == 2.0
     with pytest.raises(AttributeError, match="Did you mean 'beta_1'"):
         optimizer.beta1 = 0.5
-    with pytest.raises(AttributeError, match="has a setting 'momentun'"):
+    with pytest.raises(AttributeError, match="has an attribute 'momentun'"):
         _ = optimizer.momentun
 
 
@@ -209,12 +209,16 @@ def test_an_optimizer_that_tf_keras_wraps_already_is_refused(optimizers):
     assert theirs.inner_optimizer is inner
 
 
-def test_each_class_wraps_its_own_family_only():
-    new, legacy = tf_keras.optimizers.SGD(), tf_keras.optimizers.legacy.SGD()
-    of_new, of_legacy = type(wrapped(new)), type(wrapped(legacy))
-    # A file names one class, and the optimizer inside decides.
-    assert type(of_new(tf_keras.optimizers.legacy.SGD())) is of_legacy
-    assert type(of_legacy(tf_keras.optimizers.SGD())) is of_new
+def test_one_class_makes_optimizers_of_both_families():
+    families = tf_keras.optimizers, tf_keras.optimizers.legacy
+    made = [lossscale.tf_keras.LossScaleOptimizer(family.SGD()) for family in families]
+    for own, other, optimizer in zip(families, reversed(families), made, strict=True):
+        assert isinstance(optimizer, own.Optimizer)
+        assert not isinstance(optimizer, other.Optimizer)
+        assert type(type(optimizer)(own.Adam())) is type(optimizer)
+        # Python calls no constructor of an object of another class.
+        with pytest.raises(TypeError, match=r"Use lossscale\.LossScaleOptimizer"):
+            type(optimizer)(other.SGD())
 
 
 def test_a_loss_scale_of_ones_own_moves_by_its_own_code(optimizers, var, tmp_path):
@@ -255,9 +259,10 @@ def test_install_covers_tf_keras_too():
     before = [root.mixed_precision.LossScaleOptimizer for root in (*places[2:], tf.keras)]
     with lossscale.install():
         for root in places:
-            assert root.mixed_precision.LossScaleOptimizer is lossscale.LossScaleOptimizer
-            older = root.mixed_precision.experimental
-            assert older.LossScaleOptimizer is experimental.LossScaleOptimizer
+            found = root.mixed_precision
+            assert found.LossScaleOptimizer is lossscale.tf_keras.LossScaleOptimizer
+            older = found.experimental.LossScaleOptimizer
+            assert older is experimental.tf_keras.LossScaleOptimizer
         optimizer = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD())
         assert isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
     assert isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)

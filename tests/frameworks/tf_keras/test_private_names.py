@@ -85,7 +85,6 @@ def test_modules_and_classes_are_those_that_are_meant():
     assert own.BaseLossScaleOptimizer is private_names.BaseLossScaleOptimizer
     for cls in (private_names.LossScaleOptimizerV3, private_names.LegacyLossScaleOptimizer):
         assert issubclass(cls, private_names.BaseLossScaleOptimizer)
-        assert type(cls) is private_names.LossScaleOptimizerMetaclass
     training, training_v1 = private_names.trainers()
     assert training.lso.BaseLossScaleOptimizer
     assert training_v1.loss_scale_optimizer.LossScaleOptimizer

@@ -166,8 +166,8 @@ def noting(base):
 
 def noting_optimizer(make, inner):
     if make == "experimental":
-        return noting(experimental.LossScaleOptimizer)(inner, "dynamic")
-    return noting(lossscale.LossScaleOptimizer)(inner)
+        return noting(experimental.tf_keras.LossScaleOptimizer)(inner, "dynamic")
+    return noting(lossscale.tf_keras.LossScaleOptimizer)(inner)
 
 
 HALVES = ["get_scaled_loss", "get_unscaled_gradients"]
@@ -199,12 +199,12 @@ def test_every_verb_calls_what_a_subclass_overrides(optimizers, verb, make, grap
     assert float(variable) == (0.5 if "apply_gradients" in CALLS[verb] else 1.0)
 
 
-class OnlyScales(lossscale.LossScaleOptimizer):
+class OnlyScales(lossscale.tf_keras.LossScaleOptimizer):
     def get_scaled_loss(self, loss):
         return loss * self.loss_scale
 
 
-class OnlyUnscales(lossscale.LossScaleOptimizer):
+class OnlyUnscales(lossscale.tf_keras.LossScaleOptimizer):
     def get_unscaled_gradients(self, grads):
         return [gradient / self.loss_scale for gradient in grads]
 
@@ -229,7 +229,7 @@ def test_gradients_of_rewritten_verbs_are_known_to_be_unscaled(optimizers, cls, 
 
 @pytest.mark.parametrize("verb", ["compute_gradients", "_compute_gradients"])
 def test_minimize_calls_what_computes_the_gradients(optimizers, verb):
-    class Doubling(lossscale.LossScaleOptimizer):
+    class Doubling(lossscale.tf_keras.LossScaleOptimizer):
         pass
 
     def doubled(self, loss, var_list, grad_loss=None, tape=None):

@@ -41,12 +41,11 @@ from frameworks.torch import cases_of_parallel
 from frameworks.torch.seeing import Noting, noted
 from frameworks.torch.support import OURS, WithScaler, Wrapper, scaler, theirs, wrapper
 from lossscale.rules import StatsRequest
-from lossscale.torch import ranks
+from lossscale.torch import LossScaleOptimizer, ranks
 from lossscale.torch.amp_install import (
     ShardedGradScaler as OurShardedGradScaler,
 )
 from lossscale.torch.grad_scaler import GradScaler
-from lossscale.torch.optimizer import TorchLossScaleOptimizer
 
 INF = float("inf")
 
@@ -326,7 +325,7 @@ def as_given(folder):
     found = {}
     for layout, by_hand in itertools.product(("RS", "SR", "SS"), (False, True)):
         weight = torch.nn.Parameter(placed(torch.ones(4), layout))
-        optimizer = TorchLossScaleOptimizer(torch.optim.SGD([weight], lr=0.5), initial_scale=8.0)
+        optimizer = LossScaleOptimizer(torch.optim.SGD([weight], lr=0.5), initial_scale=8.0)
         trace = []
         for gradient in (spoiled([torch.ones(4)])[0], torch.ones(4)):
             weight.grad = placed(gradient, layout)
@@ -342,7 +341,7 @@ def minimized(folder):
     net = model()
     if distributed.is_initialized():
         net = fully_shard(net, mesh=mesh_of_all())
-    optimizer = TorchLossScaleOptimizer(torch.optim.AdamW(net.parameters(), lr=0.1))
+    optimizer = LossScaleOptimizer(torch.optim.AdamW(net.parameters(), lr=0.1))
     for number in range(2):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
         optimizer.minimize(lambda x=x: net(x).square().mean())
@@ -379,7 +378,7 @@ def clipped(folder):
     }
     for (name, kind), by_hand in itertools.product(kinds.items(), (False, True)):
         weights = in_all_layouts()
-        made = TorchLossScaleOptimizer(
+        made = LossScaleOptimizer(
             torch.optim.AdamW(weights, lr=0.1, **kind),
             initial_scale=8.0,
             clip_norm=1,
@@ -408,7 +407,7 @@ def fsdp_clipped(folder):
         if distributed.is_initialized():
             net = fully_shard(net, mesh=mesh_of_all())
         optimizer = OPTIMIZERS[inner](net.parameters())
-        made = TorchLossScaleOptimizer(optimizer, initial_scale=8.0, clip_norm=0.05)
+        made = LossScaleOptimizer(optimizer, initial_scale=8.0, clip_norm=0.05)
         for number in range(2):
             made.zero_grad()
             x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
@@ -479,7 +478,7 @@ class Training:
             made = GradScaler("cpu", init_scale=start, growth_interval=interval)
             self.run, self.saved = WithScaler(self.inner, made), self.inner
         else:
-            self.saved = TorchLossScaleOptimizer(self.inner, True, start, interval)
+            self.saved = LossScaleOptimizer(self.inner, True, start, interval)
             self.run = Wrapper(self.saved)
         self.kind, self.trace = kind, []
 

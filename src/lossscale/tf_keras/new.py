@@ -14,21 +14,15 @@ from lossscale.errors import ArgumentError
 from lossscale.keras_common.optimizer import Slots, check_shapes
 from lossscale.keras_common.state import arrays_in
 from lossscale.older.slots import documented_name, kind_of
-from lossscale.optimizer import LossScaleOptimizer, public
 from lossscale.tensorflow.apply_or_skip import can_keep_old_values
 from lossscale.tensorflow.tracing import in_xla, translated
-from lossscale.tf_keras.optimizer import (
-    ByFamily,
-    TFKerasCommonOptimizer,
-    register_family,
-)
+from lossscale.tf_keras.optimizer import TFKerasCommonOptimizer
 from lossscale.tf_keras.private_names import LossScaleOptimizerV3
 from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, build_pending, values_of
 
 
-@public("lossscale.tf_keras")
-class TFKerasLossScaleOptimizer(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=ByFamily):
-    __doc__ = LossScaleOptimizer.__doc__
+class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3):
+    """What differs around the optimizers that tf_keras has had since 2.11."""
 
     _inner_base = tf_keras.optimizers.Optimizer
     _is_legacy = False
@@ -258,6 +252,3 @@ def _without_own_function(inner_optimizer: Any) -> Iterator[None]:
         yield
     finally:
         inner_optimizer.jit_compile = before
-
-
-register_family(TFKerasLossScaleOptimizer)

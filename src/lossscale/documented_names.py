@@ -1,0 +1,231 @@
+"""The names that `lossscale.install()` puts into TensorFlow, Keras 3 and tf_keras, and where."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from lossscale import experimental, registry
+from lossscale.common.checks import living_wrapper
+from lossscale.common.monkeypatch import replace
+from lossscale.errors import UnsupportedError
+from lossscale.experimental.policy import older_policies
+from lossscale.optimizer import LossScaleOptimizer
+
+_LOSS_SCALES = (
+    experimental.LossScale,
+    experimental.FixedLossScale,
+    experimental.DynamicLossScale,
+)
+
+# --- TensorFlow -----------------------------------------------------------------------------------
+
+
+def put_into_tensorflow(stack: contextlib.ExitStack) -> None:
+    """Sets every documented name under `tf`; closing the stack puts back what was there."""
+    from lossscale.tensorflow import private_names
+
+    # It imports the Keras that is `tf.keras`.
+    policies = tf.keras.mixed_precision
+    framework = next(each for each in registry.KERASES if _is_tf_dot_keras(each))
+    for root in (tf, tf.compat.v1, tf.compat.v2):
+        _put_into_mixed_precision(stack, root.keras.mixed_precision, framework, policies)
+        mixed_precision = _submodule(stack, root, "mixed_precision")
+        for parent in (mixed_precision, root.train):
+            _put_loss_scales(stack, _submodule(stack, parent, "experimental"))
+    # Where TensorFlow has had them since 2.4.
+    _put_loss_scales(stack, tf.compat.v1.mixed_precision)
+    own = private_names.own_loss_scales()
+    replace(stack, own, "get", _reading_ours(own))
+    # `from tensorflow.keras.mixed_precision import ...` finds another module than the attribute
+    # access above.
+    imported = importlib.import_module("tensorflow.keras.mixed_precision")
+    _put_into_mixed_precision(stack, imported, framework, policies)
+
+
+def _is_tf_dot_keras(framework: registry.Framework) -> bool:
+    root = framework.loaded()
+    return root is not None and tf.keras.optimizers.Optimizer is root.optimizers.Optimizer
+
+
+def _put_into_mixed_precision(
+    stack: contextlib.ExitStack, module: Any, framework: registry.Framework, policies: Any
+) -> None:
+    """Sets the names in a `mixed_precision` module.
+
+    Args:
+        stack: Puts back what was there before when it is closed.
+        module: The module.
+        framework: The Keras whose classes it gets, for programs that inherit from them.
+        policies: The `mixed_precision` module of the same Keras that has its policies.
+    """
+    replace(stack, module, "LossScaleOptimizer", framework.wrapper())
+    older = experimental.class_for(framework)
+    names = {"LossScaleOptimizer": older, **older_policies(policies)}
+    for name, value in names.items():
+        replace(stack, _submodule(stack, module, "experimental"), name, value)
+
+
+def _put_loss_scales(stack: contextlib.ExitStack, module: Any) -> None:
+    for loss_scale in _LOSS_SCALES:
+        replace(stack, module, loss_scale.__name__, loss_scale)
+
+
+def _submodule(stack: contextlib.ExitStack, parent: Any, name: str) -> Any:
+    """Returns the module of this name in `parent`; makes an empty one if there is none."""
+    found = getattr(parent, name, None)
+    if found is not None:
+        return found
+    path = f"{parent.__name__}.{name}"
+    module = types.ModuleType(path, "Names that TensorFlow documented, from lossscale.")
+    replace(stack, parent, name, module)
+    # `from tensorflow.keras.mixed_precision import experimental` looks here.
+    if path not in sys.modules:
+        sys.modules[path] = module
+        stack.callback(sys.modules.pop, path, None)
+    return module
+
+
+def _reading_ours(own: Any) -> Callable[[Any], Any]:
+    """Returns TensorFlow's function that reads a loss scale, which then understands these too."""
+    get = own.get
+
+    def get_either(identifier: Any) -> Any:
+        if not isinstance(identifier, experimental.LossScale):
+            return get(identifier)
+        if type(identifier) not in _LOSS_SCALES:
+            raise UnsupportedError(
+                f"TensorFlow's own loss scale optimizer cannot use a {type(identifier).__name__}: "
+                "under lossscale.install() it takes numbers, 'dynamic', FixedLossScale and "
+                "DynamicLossScale. Define the class while nothing is installed."
+            )
+        counterpart = getattr(own, type(identifier).__name__)
+        return counterpart(**identifier.get_config())
+
+    return get_either
+
+
+# --- What `compile` wraps optimizers in -----------------------------------------------------------
+
+
+class _InPlaceOf:
+    """Stands in a trainer for the class that it wraps optimizers in, and that it looks for.
+
+    Args:
+        own: The trainer's own class. Its instances are the ones that are not wrapped.
+        global_policy: Returns the policy of the trainer's Keras.
+    """
+
+    def __init__(self, own: type[Any], global_policy: Callable[[], Any]) -> None:
+        self._own, self._global_policy = own, global_policy
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, self._own)
+
+    def __call__(self, optimizer: Any, name: str | None = None) -> Any:
+        # A model that is compiled again, or another one, with an optimizer that was wrapped before.
+        wrapper = living_wrapper(optimizer)
+        if wrapper is not None:
+            return wrapper
+        policy = self._global_policy()
+        if not hasattr(policy, "loss_scale"):
+            return LossScaleOptimizer(optimizer)
+        if policy.loss_scale is None:
+            return optimizer
+        return experimental.LossScaleOptimizer(optimizer, policy.loss_scale)
+
+
+def put_into_keras(stack: contextlib.ExitStack) -> None:
+    """Lets `compile` of Keras 3 wrap optimizers in the documented class."""
+    import keras
+
+    from lossscale.keras import private_names
+
+    # It asks for the class by its name there. The public one stays Keras' own.
+    trainer = private_names.trainer()
+    ours = _InPlaceOf(trainer.LossScaleOptimizer, keras.config.dtype_policy)
+    replace(stack, trainer, "LossScaleOptimizer", ours)
+
+
+def put_into_tf_keras(stack: contextlib.ExitStack) -> None:
+    """Sets the documented names in tf_keras, and lets it make and read the documented class."""
+    import tf_keras
+
+    from lossscale.tf_keras import private_names
+
+    mixed_precision = tf_keras.mixed_precision
+    _put_into_mixed_precision(stack, mixed_precision, registry.TF_KERAS, mixed_precision)
+    own, optimizers = private_names.loss_scaling(), private_names.optimizers()
+    training, training_v1 = private_names.trainers()
+    # Each trainer's own name for the module with the classes, and not the classes themselves:
+    # others look for them too.
+    for trainer, name, cls in (
+        (training, "lso", "BaseLossScaleOptimizer"),
+        (training_v1, "loss_scale_optimizer", "LossScaleOptimizer"),
+    ):
+        ours = _InPlaceOf(getattr(own, cls), mixed_precision.global_policy)
+        replace(stack, trainer, name, types.SimpleNamespace(**{cls: ours}))
+
+    # The last module of each is what `tf.keras` is with TF_USE_LEGACY_KERAS=1.
+    of_tensorflow = "tf_keras.api._v2.keras"
+    for name, function, modules in (
+        (
+            "convert_to_legacy_optimizer",
+            _converting_ours(optimizers.convert_to_legacy_optimizer),
+            (tf_keras.__internal__.optimizers, f"{of_tensorflow}.__internal__.optimizers"),
+        ),
+        (
+            # It loads models and checkpoints whose configurations name tf_keras' own class.
+            "deserialize",
+            _making_ours(optimizers.deserialize, own.BaseLossScaleOptimizer),
+            (tf_keras.optimizers, f"{of_tensorflow}.optimizers"),
+        ),
+    ):
+        for module in (optimizers, modules[0], sys.modules.get(modules[1])):
+            if module is not None:
+                replace(stack, module, name, function)
+
+
+def _making_ours(deserialize: Callable[..., Any], own: type[Any]) -> Callable[..., Any]:
+    """Returns tf_keras' function that makes optimizers of configurations, with ours for its own."""
+
+    @functools.wraps(deserialize)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        found = deserialize(*args, **kwargs)
+        if isinstance(found, own) and not isinstance(found, LossScaleOptimizer):
+            return registry.TF_KERAS.wrapper().from_config(found.get_config())
+        return found
+
+    return made
+
+
+def _converting_ours(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns tf_keras' function that makes legacy optimizers, which then knows this class too."""
+    from lossscale.tf_keras.new import AroundNew
+
+    @functools.wraps(convert)
+    def convert_to_legacy_optimizer(optimizer: Any) -> Any:
+        if not isinstance(optimizer, AroundNew):
+            return convert(optimizer)
+        inner = convert(optimizer.inner_optimizer)
+        # A copy, because the two must not move one loss scale.
+        arguments = copy.deepcopy(optimizer._constructor_arguments())
+        return optimizer._written_class()(inner, **arguments)
+
+    return convert_to_legacy_optimizer
+
+
+PUT_INTO: dict[str, Callable[[contextlib.ExitStack], None]] = {
+    "tensorflow": put_into_tensorflow,
+    "keras": put_into_keras,
+    "tf_keras": put_into_tf_keras,
+}
+"""What is done for each module that is imported, by its name."""

@@ -1,0 +1,88 @@
+"""One class for both families of optimizers of tf_keras.
+
+tf_keras asks `isinstance` which family an optimizer is of, so that its wrapper must be of the same
+one. Programs and files name one class, and a user's subclass is for both.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import tf_keras
+
+from lossscale import registry
+from lossscale.errors import ArgumentTypeError
+from lossscale.optimizer import LossScaleOptimizer as FrontDoor
+from lossscale.tf_keras.legacy import AroundLegacy
+from lossscale.tf_keras.new import AroundNew
+from lossscale.tf_keras.optimizer import TFKerasCommonOptimizer
+
+
+@FrontDoor.register
+class LossScaleOptimizer(TFKerasCommonOptimizer):
+    """The loss scale optimizer around an optimizer of tf_keras.
+
+    The class to inherit from; `lossscale.LossScaleOptimizer` makes objects of it. An object is of
+    the family of its inner optimizer: a `tf_keras.optimizers.Optimizer` or a
+    `tf_keras.optimizers.legacy.Optimizer`, and a `tf_keras.mixed_precision.LossScaleOptimizer`.
+
+    Args:
+        inner_optimizer: The optimizer to wrap, an instance of either family.
+        dynamic: As for `lossscale.LossScaleOptimizer`, like the arguments below.
+        initial_scale: The first, or the fixed, loss scale.
+        dynamic_growth_steps: The number of finite steps in a row that double the scale.
+        rule: A `ScaleRule`, instead of the three arguments above.
+        name: The optimizer's name.
+
+    Raises:
+        TypeError: If `inner_optimizer` is not an optimizer of tf_keras or already has loss scaling,
+            or an argument has the wrong type.
+        ValueError: If a scale or a number of steps cannot be used.
+
+    Examples:
+        >>> optimizer = LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.5), initial_scale=8)
+        >>> isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer)
+        True
+    """
+
+    # Where users find it, and so what pickles and files name.
+    __module__ = "lossscale.tf_keras"
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if not issubclass(cls, (AroundNew, AroundLegacy)):
+            inner = args[0] if args else kwargs.get("inner_optimizer", kwargs.get("optimizer"))
+            families = [each for each in (AroundNew, AroundLegacy) if _is_of(inner, each)]
+            if not families:
+                raise ArgumentTypeError(registry.not_an_optimizer(inner))
+            written: Any = cls
+            cls = _of_family(written, families[0])
+        return super().__new__(cls)
+
+    @classmethod
+    def _written_class(cls) -> type[Any]:
+        return cls.__mro__[1] if "_is_of_family" in vars(cls) else cls
+
+
+def _is_of(inner: Any, family: type[Any]) -> bool:
+    return isinstance(inner, family._inner_base)
+
+
+@functools.cache
+def _of_family(cls: type[Any], family: type[Any]) -> type[Any]:
+    """Returns the subclass of `cls` for the optimizers of one family, known by the same name."""
+    namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_is_of_family": True}
+    made = type(cls.__name__, (cls, family), namespace)
+    _register_as(made, tf_keras.saving.get_registered_name(cls))
+    # A file names the class that was written, for both families.
+    _register_as(cls, tf_keras.saving.get_registered_name(cls))
+    return made
+
+
+def _register_as(cls: type[Any], registered: str) -> None:
+    package, separator, name = registered.rpartition(">")
+    if separator:
+        tf_keras.saving.register_keras_serializable(package, name)(cls)
+
+
+_register_as(LossScaleOptimizer, "lossscale>LossScaleOptimizer")
