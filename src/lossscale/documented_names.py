@@ -35,7 +35,8 @@ def put_into_tensorflow(stack: contextlib.ExitStack) -> None:
 
     # It imports the Keras that is `tf.keras`.
     policies = tf.keras.mixed_precision
-    framework = next(each for each in registry.KERASES if _is_tf_dot_keras(each))
+    own = tf.keras.optimizers.Optimizer.__module__.partition(".")[0]
+    framework = next(each for each in registry.KERASES if each.root == own)
     for root in (tf, tf.compat.v1, tf.compat.v2):
         _put_into_mixed_precision(stack, root.keras.mixed_precision, framework, policies)
         mixed_precision = _submodule(stack, root, "mixed_precision")
@@ -49,11 +50,6 @@ def put_into_tensorflow(stack: contextlib.ExitStack) -> None:
     # access above.
     imported = importlib.import_module("tensorflow.keras.mixed_precision")
     _put_into_mixed_precision(stack, imported, framework, policies)
-
-
-def _is_tf_dot_keras(framework: registry.Framework) -> bool:
-    root = framework.loaded()
-    return root is not None and tf.keras.optimizers.Optimizer is root.optimizers.Optimizer
 
 
 def _put_into_mixed_precision(

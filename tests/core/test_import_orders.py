@@ -1,0 +1,113 @@
+"""A file of ours loads whatever the order of imports, and isort puts lossscale before tensorflow."""
+
+import fresh
+
+# All modules below the roots stay imported, so that another import runs the root module alone, in
+# milliseconds, by the finders. TensorFlow's is left out: to other modules it is an import of Keras.
+PROGRAM = r"""
+import itertools, pathlib, sys, tempfile, warnings
+
+assert "keras" in sys.modules, "import tensorflow does not import Keras"
+import tf_keras
+
+import lossscale
+
+warnings.simplefilter("ignore")
+folder = pathlib.Path(tempfile.mkdtemp())
+NAMES = [f"{package}>LossScaleOptimizer" for package in ("lossscale", "lossscale.experimental")]
+
+
+def own_class():
+    # What a program writes, below its imports; and the same around the older class.
+    class Own(getattr(lossscale, root).LossScaleOptimizer):
+        pass
+
+    return library.saving.register_keras_serializable("of_a_user")(Own)
+
+
+def makers():
+    inner = library.optimizers.SGD
+    yield "front", lambda: lossscale.LossScaleOptimizer(inner(0.5), initial_scale=8.0)
+    yield "older", lambda: lossscale.experimental.LossScaleOptimizer(inner(0.5), 8)
+    yield "own", lambda: own_class()(inner(0.5), initial_scale=8.0)
+
+
+def path(name, suffix):
+    return str(folder / f"{root}-{name}{suffix}")
+
+
+def is_right(optimizer, name):
+    older = isinstance(optimizer, lossscale.experimental.LossScaleOptimizer)
+    assert isinstance(optimizer, lossscale.LossScaleOptimizer), optimizer
+    assert isinstance(optimizer, library.optimizers.Optimizer), optimizer
+    assert older == (name == "older"), optimizer
+    assert type(optimizer).__name__ == ("Own" if name == "own" else "LossScaleOptimizer")
+    assert optimizer.initial_scale == 8.0
+
+
+configs = {}
+for root in ("keras", "tf_keras"):
+    library = sys.modules[root]
+    for name, make in makers():
+        model = library.Sequential([library.Input((1,)), library.layers.Dense(1)])
+        # Keras 3.15 cannot load its .h5 of a loss that is named by a string.
+        model.compile(make(), library.losses.MeanSquaredError(), run_eagerly=True)
+        for suffix in (".keras", ".h5"):
+            model.save(path(name, suffix))
+        configs[root, name] = library.optimizers.serialize(model.optimizer)
+
+
+def forget():
+    sys.meta_path[:] = [each for each in sys.meta_path if "lossscale" not in str(each)]
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "lossscale" or name in ("keras", "tf_keras"):
+            root = sys.modules.pop(name)
+            if name in ("keras", "tf_keras"):
+                known = root.saving.get_custom_objects()
+                for each in [*known]:
+                    if "lossscale" in f"{each} {known[each]}":
+                        del known[each]
+
+
+tried = set()
+orders = [*itertools.permutations(("lossscale", "keras", "tensorflow", "tf_keras"))]
+orders += [(f"lossscale.{name}",) for name in ("keras", "tf_keras", "experimental.keras")]
+for order in orders:
+    forget()
+    order = [name.replace("tensorflow", "keras") for name in order]
+    for name in order:
+        __import__(name)
+    import lossscale
+
+    before = frozenset(order[: order.index("lossscale")]) if len(order) > 1 else None
+    for root in {"keras", "tf_keras"} & sys.modules.keys():
+        library = sys.modules[root]
+        for name in NAMES:
+            assert library.saving.get_registered_object(name) is not None, (order, root, name)
+        for name, _ in makers():
+            if name == "own":
+                own_class()
+            is_right(library.optimizers.deserialize(configs[root, name]), name)
+    if before in tried or before is None:
+        continue
+    tried.add(before)
+    for root in ("keras", "tf_keras"):
+        library = sys.modules[root]
+        for name, _ in makers():
+            for suffix in (".keras", ".h5"):
+                model = library.models.load_model(path(name, suffix))
+                is_right(model.optimizer, name)
+            clone = library.models.clone_model(model)
+            clone.compile_from_config(model.get_compile_config())
+            is_right(clone.optimizer, name)
+            described = model.optimizer.get_config()
+            is_right(type(model.optimizer).from_config(described), name)
+            if name == "front":
+                is_right(lossscale.LossScaleOptimizer.from_config(described), name)
+print(len(orders), "orders")
+"""
+
+
+def test_a_file_loads_whatever_the_order_of_imports():
+    done = fresh.Program(PROGRAM, module="tensorflow").finished()
+    assert (done.returncode, done.stdout) == (0, "27 orders\n"), done.stderr
