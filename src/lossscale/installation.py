@@ -15,7 +15,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from lossscale import registry
+import lossscale.registry as registry
 from lossscale.common import monkeypatch
 from lossscale.older.configurations import OPTIMIZER_NAMES
 from lossscale.packages import not_installed

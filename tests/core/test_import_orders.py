@@ -1,4 +1,4 @@
-"""A file of ours loads whatever the order of imports, and isort puts lossscale before tensorflow."""
+"""A file of ours loads whatever the order of imports; isort puts lossscale before tensorflow."""
 
 import fresh
 
