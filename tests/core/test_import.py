@@ -43,7 +43,7 @@ ARROWS = {
     "migration": "errors packages rules registry arguments optimizer older keras tf_keras **any",
     "documented_names": "errors registry optimizer common experimental keras tf_keras tensorflow "
     "*tensorflow **any",
-    "installation": "registry packages older common",
+    "installation": "registry packages older common documented_names",
     "plots": "errors packages monitoring",
     "cli": "errors packages migration lossscale **any",
     "__main__": "cli",
