@@ -14,7 +14,7 @@ JOBS ?= 3
 .PHONY: demo test test-quick mutants versions peers peers-torch peers-trainers peers-jax lint types tests table bench strangers soak gpu docs release-test calibration rules format clean
 
 demo: $(DEMO)/installed
-	@echo "[3/3] Training handwritten digits four ways: a few seconds"
+	@echo "[3/3] Training handwritten digits four ways: under a minute"
 	$(DEMO)/bin/python examples/torch/digits.py
 
 test: lint types tests
