@@ -1,4 +1,4 @@
-"""Watches a float16 training whose loss scale starts far too high, and says what overflowed."""
+"""Records a float16 run whose loss scale starts too high, and names the gradients that overflow."""
 
 import tempfile
 
@@ -7,7 +7,7 @@ import numpy as np
 
 import lossscale
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.monitoring import TrainingHistory
+from lossscale.monitoring import read_records
 
 keras.utils.set_random_seed(0)
 keras.mixed_precision.set_dtype_policy("mixed_float16")
@@ -30,10 +30,10 @@ with tempfile.TemporaryDirectory() as folder:
     path = folder + "/run.jsonl"
     monitor = LossScaleMonitor(path)
     model.fit(x, y, batch_size=32, epochs=2, verbose=2, callbacks=[monitor])
-    history = TrainingHistory.read(path)
+    records = read_records(path)
 
-for record in history.records:
+for record in records:
     if record.skipped:
         tensors = ", ".join(map(str, record.nonfinite))
         print(f"step {record.step} at scale {record.scale:.0f}, {record.reason}: {tensors}")
-print("overflowed:", *sorted(history.overflow_counts))
+print("overflowed:", *sorted({tensor.name for record in records for tensor in record.nonfinite}))

@@ -44,9 +44,10 @@ PROGRAMS = {
         "assert float(weight) == 0.5, float(weight)\n"
     ),
     "plots": (
-        "from lossscale.plots import plot_scales\n"
-        "axes = plot_scales([8.0, 4.0, 4.0], [True, False, False])\n"
-        "axes.figure.savefig('scales.png')\n"
+        "from lossscale.monitoring import StepRecord\n"
+        "from lossscale.plots import plot_records\n"
+        "records = [StepRecord(step, 8.0, False) for step in (1, 2)]\n"
+        "plot_records(records).figure.savefig('scales.png')\n"
     ),
 }
 NAMES = (

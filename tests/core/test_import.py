@@ -114,7 +114,7 @@ def test_the_arrows_point_one_way_and_each_is_used():
         ("keras.backends.tensorflow", "import tensorflow", False),
         ("experimental.loss_scale", "import tensorflow", True),
         ("documented_names", "def f():\n    import keras", False),
-        ("plots.history", "import matplotlib.pyplot as plt", True),
+        ("plots.curves", "import matplotlib.pyplot as plt", True),
         ("optax", "from lossscale.diagnosis.jax import diagnose", True),
         ("optax", "def f():\n    from lossscale.diagnosis.jax import diagnose", False),
     ],

@@ -100,11 +100,10 @@ ASKED = {
     "LossScaleMonitor()": "tensorflow",
     "LossScaleMonitor(framework='tf_keras')": "tf-keras",
     "lossscale.diagnosis.diagnose(None, [1.0])": "plots",
-    "plots.plot_scales({'a': [1.0]})": "plots",
-    "plots.plot_history(history)": "plots",
+    "plots.plot_records(records)": "plots",
     "importlib.import_module('lossscale.optax')": "optax",
     "lossscale.torch.GradScaler": "torch",
-    "lossscale.torch.LightningMonitor": "torch",
+    "lossscale.torch.Monitor": "torch",
 }
 BARE = """
 import sys
@@ -124,7 +123,7 @@ from lossscale.callbacks import LossScaleMonitor
 from lossscale.rules import DynamicScale
 config = {"inner_optimizer": {"class_name": "SGD", "config": {}}}
 rule = DynamicScale()
-history = [monitoring.StepRecord(1, 8.0, False)]
+records = [monitoring.StepRecord(1, 8.0, False)]
 for ask in asked:
     try:
         eval(ask)

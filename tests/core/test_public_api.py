@@ -143,7 +143,7 @@ def test_help_shows_what_the_constructors_take():
                 same = taken[parameter.name]
                 assert (same.kind, same.default) == (parameter.kind, parameter.default)
     monitor = inspect.signature(LossScaleMonitor)
-    assert list(monitor.parameters)[:3] == ["path", "every", "on_floor"]
+    assert list(monitor.parameters)[:3] == ["path", "every", "log"]
 
 
 def test_every_wrapper_defines_what_its_base_classes_declare():

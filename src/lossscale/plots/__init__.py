@@ -1,9 +1,8 @@
 """Drawings with matplotlib: each function takes data and an Axes, and returns the Axes."""
 
-from lossscale.plots.curves import plot_scales
-from lossscale.plots.history import plot_history
+from lossscale.plots.curves import plot_records
 
-__all__ = ["plot_history", "plot_scales"]
+__all__ = ["plot_records"]
 
 
 def __dir__() -> list[str]:

@@ -1,27 +1,37 @@
-"""A loss scale over steps; lines are told apart without colour too."""
+"""The picture of a run; its lines and marks are told apart without colour too."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from lossscale.errors import ArgumentError
+from lossscale.monitoring.record import SkipReason, StepRecord
 from lossscale.packages import require
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers. Their greys differ less
-# than the dashes and markers do, so every line has all three.
-LINES: tuple[dict[str, Any], ...] = (
-    {"color": "#000000", "linestyle": "-", "marker": "o"},
-    {"color": "#D55E00", "linestyle": ":", "marker": "X"},
-    {"color": "#0072B2", "linestyle": "--", "marker": "s"},
-    {"color": "#009E73", "linestyle": "-.", "marker": "^"},
+# Okabe and Ito's colours, which stay apart for colour-blind readers. Their greys differ less than
+# the dashes do, so every line has both.
+_LINES: tuple[dict[str, Any], ...] = (
+    {"color": "#000000", "linestyle": "-"},
+    {"color": "#D55E00", "linestyle": ":"},
+    {"color": "#0072B2", "linestyle": "--"},
+    {"color": "#009E73", "linestyle": "-."},
 )
-"""Arguments of `Axes.plot` for the first, second, ... line of a drawing."""
-
-
-def line_style(index: int) -> dict[str, Any]:
-    """Returns the style of line number `index`, counted from 0."""
-    return dict(LINES[index % len(LINES)])
+# The last are drawn on top.
+_MARKS: dict[SkipReason, tuple[str, dict[str, Any]]] = {
+    SkipReason.LOSS: ("loss not finite", {"marker": "|", "markersize": 9, "color": "#000000"}),
+    SkipReason.UNKNOWN: ("reason not recorded", {"marker": "+", "color": "#0072B2"}),
+    SkipReason.FLOOR: (
+        "not finite at min_scale",
+        {"marker": "v", "color": "#D55E00", "markerfacecolor": "#FFFFFF"},
+    ),
+    SkipReason.OVERFLOW: ("gradients overflowed", {"marker": "x", "color": "#000000"}),
+}
+_ONE_MARK = {"linestyle": "None", "markersize": 7, "markeredgewidth": 1.6, "zorder": 3}
+_LOG_AXIS_FROM = 100
+# matplotlib takes seconds to find the place where a legend covers least among more points.
+_FEW_POINTS = 10_000
 
 
 def axes_or_new(ax: Any | None) -> Any:
@@ -34,87 +44,103 @@ def axes_or_new(ax: Any | None) -> Any:
     return pyplot.subplots(layout="constrained")[1]
 
 
-_FEW_POINTS = 10_000
-"""With more, to look for the place where a legend covers least takes matplotlib seconds."""
+def plot_records(
+    records: Sequence[StepRecord],
+    ax: Any | None = None,
+    loss_ax: Any | None = None,
+    *,
+    label: str = "loss scale",
+    style: int = 0,
+) -> Any:
+    """Draws the loss scale of a run, its skipped steps by reason, and its loss.
+
+    Args:
+        records: The records of the run, as `lossscale.monitoring.read_records` returns them.
+        ax: The matplotlib Axes for the loss scale and the skips. By default a new pyplot figure,
+            with a second Axes below for the loss, if it is known. Call the function again with the
+            same Axes to compare runs.
+        loss_ax: The Axes for the loss. With an `ax` and no `loss_ax` the loss is not drawn.
+        label: The name of the line in the legend.
+        style: The number of the line's style, counted from 0.
+
+    Returns:
+        The Axes of the loss scale. Its vertical axis is logarithmic with base 2. The vertical axis
+        of the loss is logarithmic if all losses are positive and their range is wider than 100. A
+        loss that is not finite is marked at the upper edge.
+
+    Raises:
+        ArgumentError: If there are no records. It is a `ValueError`.
+    """
+    require("matplotlib")
+    if not records:
+        raise ArgumentError("`records` must have at least one record. Received: none.")
+    has_loss = any(record.loss is not None for record in records)
+    if ax is None and has_loss:
+        from matplotlib import pyplot
+
+        size = {"figsize": (7, 5.5), "height_ratios": [3, 2]}
+        ax, loss_ax = pyplot.subplots(2, sharex=True, layout="constrained", **size)[1]
+    ax = axes_or_new(ax)
+    _draw_scale(records, ax, {"label": label, **_LINES[style % len(_LINES)]})
+    if loss_ax is not None:
+        _draw_loss(records, loss_ax)
+        if loss_ax in ax.get_shared_x_axes().get_siblings(ax):
+            ax.set_xlabel("")
+    return ax
 
 
-def add_legend(ax: Any, **settings: Any) -> None:
-    """Adds a legend, where it covers least unless there are too many points to look for that."""
-    points = sum(len(line.get_xdata()) for line in ax.lines)
-    ax.legend(loc="best" if points <= _FEW_POINTS else "upper right", **settings)
+def _draw_scale(records: Sequence[StepRecord], ax: Any, line: dict[str, Any]) -> None:
+    from matplotlib.ticker import MaxNLocator
 
-
-def level_ends(steps: Sequence[int], scales: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Leaves out points in the middle of a level stretch, which a long run has many of."""
-    last = len(scales) - 1
-    kept = [
+    scales, last = [record.scale for record in records], len(records) - 1
+    # Of a level stretch the ends are enough; a long run has many steps on one level.
+    ends = [
         index
         for index, scale in enumerate(scales)
         if index in (0, last) or not scales[index - 1] == scale == scales[index + 1]
     ]
-    return [steps[index] for index in kept], [scales[index] for index in kept]
-
-
-def plot_scales(
-    scales: Sequence[float],
-    skipped: Sequence[bool] | None = None,
-    ax: Any | None = None,
-    *,
-    steps: Sequence[int] | None = None,
-    label: str = "loss scale",
-    style: int = 0,
-) -> Any:
-    """Draws a loss scale over the steps, with a mark on each step that was skipped.
-
-    Args:
-        scales: The loss scale that each step was taken with, dimensionless.
-        skipped: Whether each step was skipped; as long as `scales`. By default none was.
-        ax: The matplotlib Axes to draw on. By default a new pyplot figure. Call the function
-            again with the same Axes to compare runs.
-        steps: The numbers of the steps, ascending; as long as `scales`. By default 1, 2, ...
-        label: The name of the line in the legend.
-        style: Number of the line style, counted from 0.
-
-    Returns:
-        The Axes. Its vertical axis has a logarithmic scale of base 2.
-
-    Raises:
-        ArgumentError: If `skipped` or `steps` differs from `scales` in length. It is a
-            `ValueError`.
-    """
-    require("matplotlib")
-    from matplotlib.ticker import MaxNLocator
-
-    for name, beside in (("skipped", skipped), ("steps", steps)):
-        if beside is not None and len(beside) != len(scales):
-            raise ArgumentError(
-                f"`scales` and `{name}` must have the same length. "
-                f"Received: lengths {len(scales)} and {len(beside)}."
-            )
-    ax = axes_or_new(ax)
+    at = [records[index].step for index in ends], [scales[index] for index in ends]
     # A line of one point would not be seen.
-    look = {**line_style(style), **({} if len(scales) == 1 else {"marker": "None"})}
-    steps = range(1, len(scales) + 1) if steps is None else steps
-    ends = level_ends(steps, scales)
-    ax.plot(*ends, label=label, drawstyle="steps-mid", linewidth=1.8, **look)
-    marked = [index for index, skip in enumerate(skipped or ()) if skip]
-    if marked:
-        ax.plot(
-            [steps[index] for index in marked],
-            [scales[index] for index in marked],
-            label="skipped step",
-            linestyle="None",
-            marker="x",
-            markersize=8,
-            markeredgewidth=2,
-            color="#000000",
-            zorder=3,
-        )
+    marker = "None" if last else "o"
+    ax.plot(*at, drawstyle="steps-mid", linewidth=1.8, marker=marker, **line)
+    for reason, (meaning, look) in _MARKS.items():
+        marked = [record for record in records if record.reason is reason]
+        if marked:
+            at = [record.step for record in marked], [record.scale for record in marked]
+            ax.plot(*at, label=f"skipped: {meaning} ({len(marked)})", **{**_ONE_MARK, **look})
     ax.set_yscale("log", base=2)
     # One step alone would otherwise be drawn on an axis of hundredths.
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    ax.margins(y=0.12)
+    _finish(ax, "loss scale")
+
+
+def _draw_loss(records: Sequence[StepRecord], ax: Any) -> None:
+    known = [(record.step, record.loss) for record in records if record.loss is not None]
+    finite = [loss for _, loss in known if math.isfinite(loss)]
+    # A NaN interrupts the line; an infinity would stretch the axis.
+    drawn = [loss if math.isfinite(loss) else math.nan for _, loss in known]
+    around = [math.nan, *drawn, math.nan]
+    # A point without neighbours is no line, and needs a mark to be seen.
+    alone = [
+        index
+        for index, loss in enumerate(drawn)
+        if math.isfinite(loss) and math.isnan(around[index]) and math.isnan(around[index + 2])
+    ]
+    look = {"color": "#0072B2", "marker": "s", "markersize": 4, "linewidth": 1.4}
+    ax.plot([step for step, _ in known], drawn, label="loss", markevery=alone, **look)
+    lost = [step for step, loss in known if not math.isfinite(loss)]
+    if lost:
+        look = {"transform": ax.get_xaxis_transform(), "label": f"not finite ({len(lost)})"}
+        ax.plot(lost, [0.96] * len(lost), **{**_ONE_MARK, **_MARKS[SkipReason.LOSS][1]}, **look)
+    if finite and min(finite) > 0 and max(finite) > _LOG_AXIS_FROM * min(finite):
+        ax.set_yscale("log")
+    _finish(ax, "loss")
+
+
+def _finish(ax: Any, name: str) -> None:
     ax.set_xlabel("step")
-    ax.set_ylabel("loss scale")
+    ax.set_ylabel(name)
     ax.grid(alpha=0.3)
-    add_legend(ax)
-    return ax
+    points = sum(len(line.get_xdata()) for line in ax.lines)
+    ax.legend(loc="best" if points <= _FEW_POINTS else "upper right", fontsize="small")

@@ -1,0 +1,280 @@
+"""The monitor of every front records the same of the same steps, and fails in the same way.
+
+A step's gradient is the batch times the loss scale, and its loss is 0 or NaN. What is recorded is
+compared with the rule in plain Python (tests/core/oracle.py).
+"""
+
+import contextlib
+import importlib
+import json
+import math
+import warnings
+
+import pytest
+
+import lossscale
+from conformance.wrappers import BACKEND, KERAS
+from core import oracle
+from lossscale.errors import ArgumentError, LossScaleWarning, TrainingHaltedError
+from lossscale.monitoring import StepRecord, read_records
+
+RULE = lossscale.DynamicScale(8.0, growth_interval=2, min_scale=2.0)
+HUGE, NAN = 3e38, math.nan
+FINITE, OVERFLOWS = [1.0] * 3, [1.0, HUGE, HUGE, HUGE, 1.0, HUGE, 1.0]
+
+
+class KerasFit:
+    """`fit`, on the backend of this process."""
+
+    name = "net/out/kernel" if KERAS == "keras" else "out/kernel"
+    in_between = True
+
+    def __init__(self):
+        keras = importlib.import_module(KERAS)
+        ops = keras.ops if KERAS == "keras" else importlib.import_module("tensorflow")
+        mean = ops.mean if KERAS == "keras" else ops.reduce_mean
+        out = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", name="out")
+        self.model = keras.Sequential([keras.layers.Input((2,)), out], name="net")
+        optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.0), rule=RULE)
+        # Where a graph is not the subject, a step runs eagerly.
+        eager = {"run_eagerly": BACKEND == "tensorflow", "jit_compile": BACKEND == "jax"}
+        self.model.compile(optimizer, lambda y, out: mean(out), **eager)
+
+    def run(self, batches, *args, **settings):
+        import numpy as np
+
+        monitor = lossscale.callbacks.LossScaleMonitor(*args, framework=KERAS, **settings)
+        x = np.float32(batches)[:, None] * np.ones(2, np.float32)
+        options = {"batch_size": 1, "shuffle": False, "verbose": 0}
+        self.model.fit(x, x[:, :1], callbacks=[monitor], **options)
+        return monitor
+
+    def steps(self):
+        return int(self.model.optimizer.iterations)
+
+
+class TorchLoop:
+    """A loop of PyTorch with the wrapper."""
+
+    name, in_between = "weight", True
+
+    def __init__(self):
+        import torch
+
+        self.model = torch.nn.Linear(2, 1, bias=False)
+        torch.nn.init.zeros_(self.model.weight)
+        self.inner = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.watched = lossscale.torch.LossScaleOptimizer(self.inner, rule=RULE)
+
+    def run(self, batches, *args, **settings):
+        import torch
+
+        with lossscale.torch.Monitor(self.watched, self.model, *args, **settings) as monitor:
+            for batch in batches:
+                self.inner.zero_grad()
+                loss = self.model(torch.full((1, 2), batch)).mean()
+                self.step(loss)
+                monitor.step(loss)
+        return monitor
+
+    def step(self, loss):
+        self.watched.scale_loss(loss).backward()
+        self.watched.step()
+
+    def steps(self):
+        return int(self.watched.iterations)
+
+
+class TorchScaler(TorchLoop):
+    """A loop of PyTorch with the drop-in."""
+
+    def __init__(self):
+        super().__init__()
+        self.watched, self.made = lossscale.torch.GradScaler("cpu", rule=RULE), 0
+
+    def step(self, loss):
+        self.watched.scale(loss).backward()
+        self.watched.step(self.inner)
+        self.watched.update()
+        self.made += 1
+
+    def steps(self):
+        return self.made
+
+
+class OptaxLoop:
+    """A loop with Optax, whose steps track overflows."""
+
+    name, in_between = "w", True
+
+    def __init__(self):
+        import jax.numpy as jnp
+        import optax
+
+        tx = lossscale.optax.loss_scaled(optax.sgd(0.0), rule=RULE)
+        self.tx, self.params = self.wrap(tx), {"w": jnp.zeros(2)}
+        self.state = self.tx.init(self.params)
+
+    def wrap(self, tx):
+        return lossscale.optax.track_overflows(tx)
+
+    def run(self, batches, *args, **settings):
+        import jax
+        import jax.numpy as jnp
+
+        @jax.jit
+        def step(state, x):
+            loss, grads = lossscale.optax.value_and_grad(lambda p: jnp.sum(p["w"] * x))(
+                state, self.params
+            )
+            return loss, self.tx.update(grads, state, self.params)[1]
+
+        monitor = lossscale.optax.Monitor(self.tx, self.params, self.state, *args, **settings)
+        with monitor:
+            for batch in batches:
+                loss, self.state = step(self.state, jnp.full(2, batch))
+                monitor.step(self.state, loss)
+        return monitor
+
+    def steps(self):
+        return int(self.state.iterations)
+
+
+class BareOptaxLoop(OptaxLoop):
+    """A loop with Optax that tracks nothing."""
+
+    name, in_between = None, False
+
+    def wrap(self, tx):
+        return tx
+
+    def steps(self):
+        # The state counts none; a skip or a finite step moves one of these.
+        return int(self.state.steps_skipped) + int(self.state.rule_state["good_steps"])
+
+
+# A process with Keras has the loops of its backend's library too, which are the same in each.
+FRONTS = [] if KERAS == "none" else [KerasFit]
+if KERAS != "tf_keras":
+    FRONTS += {"torch": [TorchLoop, TorchScaler], "jax": [OptaxLoop, BareOptaxLoop]}.get(
+        BACKEND, []
+    )
+
+
+@pytest.fixture(params=FRONTS, ids=lambda front: front.__name__)
+def front(request):
+    return request.param()
+
+
+def expected(front, batches, every=1):
+    """The dictionaries of the records, in plain Python."""
+    finite = [batch == 1.0 for batch in batches]
+    after = [scale for scale, _ in oracle.trace(RULE, finite)]
+    before = [RULE.initial_scale, *after]
+    rows, last_skip = [], 0
+    for step, batch in enumerate(batches, start=1):
+        skipped, scale = not finite[step - 1], before[step - 1]
+        kinds = {HUGE: (2, 0), NAN: (0, 2)}
+        infs, nans = next((v for k, v in kinds.items() if k is batch), (0, 0))
+        tensors = [{"name": front.name, "infs": infs, "nans": nans}] if front.name else []
+        reason = "loss" if batch is NAN else "floor" if scale == RULE.min_scale else "overflow"
+        row = {
+            "step": step,
+            "scale": scale,
+            "skipped": skipped,
+            "next_scale": after[step - 1],
+            "loss": batch if batch is NAN else 0.0,
+            "reason": reason if skipped else None,
+            "nonfinite": tensors if skipped else [],
+            "steps_skipped": step - sum(finite[:step]),
+        }
+        if step in (1, len(batches)) or step % every == 0:
+            if last_skip and front.in_between and not skipped:
+                rows.append(last_skip)
+            rows.append(row)
+            last_skip = 0
+        elif skipped:
+            unknown = "floor" if scale == RULE.min_scale else "unknown"
+            last_skip = {**row, "next_scale": None, "loss": None, "reason": unknown}
+    return rows
+
+
+def plainly(rows):
+    """Rows that can be compared: NaN equals NaN, and a last loss may not have been read."""
+    return [{**row, "loss": repr(row["loss"])} for row in rows]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("batches", [OVERFLOWS, [1.0, HUGE, NAN]], ids=["overflows", "nan"])
+def test_what_is_recorded_logged_and_written_is_what_happened(front, batches, every, tmp_path):
+    path, logged = tmp_path / "run.jsonl", []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LossScaleWarning)
+        monitor = front.run(batches, path, every=every, log=logged.append)
+    wanted = plainly(expected(front, batches, every))
+    if isinstance(front, KerasFit) and len(batches) % every:
+        # The last step is read when training has ended, and its loss is gone by then.
+        wanted[-1]["loss"] = "None"
+        if wanted[-1]["reason"] == "loss":
+            wanted[-1]["reason"] = "unknown"
+    assert plainly(logged) == wanted
+    assert plainly(record.to_dict() for record in read_records(path)) == wanted
+    assert list(logged[0]) == list(json.loads(path.read_text().splitlines()[0]))
+    assert plainly([monitor.last_record.to_dict()]) == wanted[-1:]
+
+
+def test_what_log_raises_ends_training_with_the_record_in_the_file(front, tmp_path):
+    path, failure = tmp_path / "run.jsonl", RuntimeError("no network")
+
+    def log(record):
+        if record["step"] == 2:
+            raise failure
+
+    with pytest.raises(RuntimeError) as raised:
+        front.run(FINITE, path, log=log)
+    assert raised.value is failure
+    assert [record.step for record in read_records(path)] == [1, 2]
+
+
+def test_an_alarm_ends_training_with_the_record_in_the_file_and_logged(front, tmp_path):
+    path, logged = tmp_path / "run.jsonl", []
+    with pytest.raises(TrainingHaltedError, match="2 steps in a row"):
+        front.run(OVERFLOWS, path, log=logged.append, max_consecutive_skips=2)
+    assert [record["step"] for record in logged] == [1, 2, 3]
+    assert [record.step for record in read_records(path)] == [1, 2, 3]
+    assert front.steps() == 3
+
+
+@pytest.mark.parametrize("kind", ["int", "folder", "no folder", "exists"])
+def test_a_bad_path_is_an_error_before_anything_is_trained(front, kind, tmp_path):
+    path = {
+        "int": 3,
+        "folder": tmp_path,
+        "no folder": tmp_path / "no" / "run.jsonl",
+        "exists": tmp_path / "run.jsonl",
+    }[kind]
+    (tmp_path / "run.jsonl").write_text("mine")
+    with pytest.raises((TypeError, ArgumentError, OSError)):
+        front.run(FINITE, path)
+    assert front.steps() == 0
+    assert (tmp_path / "run.jsonl").read_text() == "mine"
+
+
+def test_a_killed_run_that_is_resumed_continues_its_file(front, tmp_path):
+    path = tmp_path / "run.jsonl"
+    front.run(FINITE[:2], path)
+    with path.open("a") as file:
+        file.write(StepRecord(3, 8.0, False).to_json()[:20])
+    counts = isinstance(front, (TorchScaler, BareOptaxLoop))
+    settings = {"steps_before": 2} if counts else {}
+    front.run(FINITE[:1], path, append=True, **settings)
+    assert [record.step for record in read_records(path)] == [1, 2, 3]
+
+
+def test_a_monitor_that_is_closed_records_nothing(front):
+    with contextlib.suppress(AttributeError):
+        monitor = front.run(FINITE)
+        monitor.close()
+        loss = () if isinstance(front, TorchLoop) else (front.state,)
+        with pytest.raises(ArgumentError, match="closed"):
+            monitor.step(*loss)
