@@ -112,7 +112,7 @@ def _reading_ours(own: Any) -> Callable[[Any], Any]:
 # --- What `compile` wraps optimizers in -----------------------------------------------------------
 
 
-class _InPlaceOf:
+class _CompileHook:
     """Stands in a trainer for the class that it wraps optimizers in, and that it looks for.
 
     Args:
@@ -147,7 +147,7 @@ def put_into_keras(stack: contextlib.ExitStack) -> None:
 
     # It asks for the class by its name there. The public one stays Keras' own.
     trainer = private_names.trainer()
-    ours = _InPlaceOf(trainer.LossScaleOptimizer, keras.config.dtype_policy)
+    ours = _CompileHook(trainer.LossScaleOptimizer, keras.config.dtype_policy)
     replace(stack, trainer, "LossScaleOptimizer", ours)
 
 
@@ -167,7 +167,7 @@ def put_into_tf_keras(stack: contextlib.ExitStack) -> None:
         (training, "lso", "BaseLossScaleOptimizer"),
         (training_v1, "loss_scale_optimizer", "LossScaleOptimizer"),
     ):
-        ours = _InPlaceOf(getattr(own, cls), mixed_precision.global_policy)
+        ours = _CompileHook(getattr(own, cls), mixed_precision.global_policy)
         replace(stack, trainer, name, types.SimpleNamespace(**{cls: ours}))
 
     # The last module of each is what `tf.keras` is with TF_USE_LEGACY_KERAS=1.
