@@ -209,7 +209,7 @@ tests/frameworks/keras/test_settings.py -k 'iterations or counter'
     keras StepCounter.assign: ops.minimum(self._skipped, value) -> self._skipped + 0
     keras StepCounter.assign: value - skipped -> value
 tests/frameworks/keras/test_programs.py -k translated
-    common as_written: function.autograph_info__ = {} -> pass
+    common do_not_convert: function.autograph_info__ = {} -> pass
     tensorflow translated: tf.executing_eagerly() -> True
 tests/frameworks/keras/test_persistence.py
     keras KerasScaleVariables.restore: self.rule.restored(state) -> state  -k saved_scale

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from lossscale.common.user_code import as_written
+from lossscale.common.autograph import do_not_convert
 from lossscale.packages import warn
 
 _NOTHING_SCALED = (
@@ -172,7 +172,7 @@ class ScaledGradientTracker:
         """`get_scaled_loss` was called."""
         self._calls.add("get_scaled_loss")
 
-    @as_written
+    @do_not_convert
     def note_unscaled(self, location: TraceLocation, count: float) -> None:
         """`get_unscaled_gradients` was called: what it returned is not scaled any more.
 
@@ -211,7 +211,7 @@ class ScaledGradientTracker:
         """Whether an `isolated_step` is under way."""
         return location.replicas[0] in self._isolated
 
-    @as_written
+    @do_not_convert
     def note_all_unscaled(self, location: TraceLocation) -> None:
         """Whatever is applied next is not scaled, whoever unscaled it."""
         self.note_unscaled(location, math.inf)

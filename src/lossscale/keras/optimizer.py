@@ -16,6 +16,7 @@ from keras import ops
 import lossscale.keras.backends as backends
 import lossscale.keras.saving as saving
 import lossscale.keras.slots as slots
+from lossscale.common.autograph import do_not_convert
 from lossscale.common.checks import (
     check_own_name,
     check_settable,
@@ -24,7 +25,6 @@ from lossscale.common.checks import (
     with_gradient,
 )
 from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
-from lossscale.common.user_code import as_written
 from lossscale.errors import ArgumentError, GradientsError, UnknownSettingError
 from lossscale.keras.arguments import (
     SETTINGS_OF_THE_BASE,
@@ -185,7 +185,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     # --- What Keras' trainer calls; the documented loop is in the base class ------------------
 
-    @as_written
+    @do_not_convert
     def scale_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale, and marks the gradients that come of it.
 
@@ -211,7 +211,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             return self.get_scaled_loss(loss)
         return self._scaled(loss)
 
-    @as_written
+    @do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Applies gradients of the scaled loss, or skips the step; then moves the loss scale.
 

@@ -14,6 +14,7 @@ from lossscale.arguments import (
     rule_from_arguments,
 )
 from lossscale.checks import checks_keywords
+from lossscale.common.autograph import do_not_convert
 from lossscale.common.checks import (
     check_named,
     checked_pairs,
@@ -21,7 +22,6 @@ from lossscale.common.checks import (
     with_gradient,
 )
 from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
-from lossscale.common.user_code import as_written
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnknownSlotError
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.members import DocumentedMembers
@@ -134,7 +134,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     # --- The documented loop: scale the loss, unscale the gradients, apply them ---------------
 
-    @as_written
+    @do_not_convert
     def get_scaled_loss(self, loss: Any) -> Any:
         self._scaling.note_get_scaled_loss()
         return self._scaled(loss)
@@ -144,7 +144,7 @@ class KerasCommonOptimizer(DocumentedMembers):
             return lambda: self._scaled(loss())
         return self._backend.scaled(loss, self._current_scale())
 
-    @as_written
+    @do_not_convert
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         try:
             gradients = list(grads)
@@ -157,7 +157,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         scale = self._current_scale()
         return list(self._backend.unscaled(gradients, scale, self._rule.powers_of_two))
 
-    @as_written
+    @do_not_convert
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale import registry
-from lossscale.common.user_code import as_written
+from lossscale.common.autograph import do_not_convert
 from lossscale.rules import GradientStats
 from lossscale.tensorflow.private_names import strategy_supports_no_merge_call
 from lossscale.tensorflow.tracing import after, grouped, in_xla
@@ -55,7 +55,7 @@ def apply_or_skip(
     if not tf.distribute.has_strategy() or strategy_supports_no_merge_call():
         return grouped(_apply_if(finite, lambda: apply(gradients, divisor)), update_scale(stats))
 
-    @as_written
+    @do_not_convert
     def in_cross_replica(
         strategy: Any, stats: GradientStats, gradients: Sequence[Any], divisor: Any
     ) -> Any:

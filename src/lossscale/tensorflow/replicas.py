@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from lossscale.common.autograph import do_not_convert
 from lossscale.common.scaled_gradient_tracker import TraceLocation
-from lossscale.common.user_code import as_written
 from lossscale.errors import ArgumentError, GradientsError
 
 _SUPPORTED_STRATEGIES = (
@@ -51,7 +51,7 @@ def check_strategy() -> None:
     )
 
 
-@as_written
+@do_not_convert
 def current_location() -> TraceLocation:
     """The graph being traced, None in eager mode, and the replica; all of them outside of one."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from lossscale.common.autograph import do_not_convert
 from lossscale.common.checks import scaled_value
-from lossscale.common.user_code import as_written
 from lossscale.errors import GradientsError
 from lossscale.tensorflow.tracing import translated
 
@@ -28,7 +28,7 @@ class Recording(NamedTuple):
     variables: Any
 
 
-@as_written
+@do_not_convert
 def recorded(
     loss: Any, variables: Any, scale: Callable[[Any], Any], *, tape: Any = None, watch: Any = ()
 ) -> Recording:

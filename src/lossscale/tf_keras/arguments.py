@@ -9,8 +9,8 @@ import tensorflow as tf
 import tf_keras
 
 from lossscale.arguments import check_described
+from lossscale.common.autograph import do_not_convert
 from lossscale.common.checks import check_not_wrapped, flat_list
-from lossscale.common.user_code import as_written
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
 from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
 
@@ -50,7 +50,7 @@ def is_variable(value: Any) -> bool:
     return isinstance(value, tf.Variable)
 
 
-@as_written
+@do_not_convert
 def flat_variables(variables: Any) -> list[Any]:
     """Returns a list of variables from one variable or a nest of them.
 

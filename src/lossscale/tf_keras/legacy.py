@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 import tf_keras
 
-from lossscale.common.user_code import as_written
+from lossscale.common.autograph import do_not_convert
 from lossscale.errors import ArgumentError, UnknownSlotError
 from lossscale.tensorflow.tracing import translated
 from lossscale.tf_keras.optimizer import TFKerasCommonOptimizer
@@ -25,7 +25,7 @@ class AroundLegacy(TFKerasCommonOptimizer, LegacyLossScaleOptimizer):
     # Here TensorFlow's checkpoints ask dir() for the slots.
     _hidden = frozenset()
 
-    @as_written
+    @do_not_convert
     def apply_gradients(  # type: ignore[override]
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],

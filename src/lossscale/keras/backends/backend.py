@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import keras
 
+from lossscale.common.autograph import do_not_convert
 from lossscale.common.checks import flat_list
 from lossscale.common.scaled_gradient_tracker import TraceLocation
-from lossscale.common.user_code import as_written
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
@@ -262,7 +262,7 @@ class Backend:
         raise NotImplementedError
 
 
-@as_written
+@do_not_convert
 def scaled_by_loss(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Returns the gradients that the loss scale multiplied, None for others.
 

@@ -9,9 +9,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from lossscale.common.autograph import do_not_convert
 from lossscale.common.checks import flat_list
 from lossscale.common.private_names import check_attribute
-from lossscale.common.user_code import as_written
 from lossscale.keras.backends.backend import Backend, Step
 from lossscale.rules import GradientStats, ScaleState, host_can_update, updates_on_host
 from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scaling
@@ -108,7 +108,7 @@ class TensorFlowBackend(Backend):
         """Whether a gradient can be applied to it."""
         return isinstance(value, (tf.Variable, keras.Variable))
 
-    @as_written
+    @do_not_convert
     def flat_variables(self, variables: Any) -> list[Any]:
         """Returns a list of variables from one variable or a nest of them."""
         return flat_list(variables, tf.nest.flatten, self.is_variable)
@@ -123,7 +123,7 @@ class TensorFlowBackend(Backend):
 
     # --- Gradients of a loss ------------------------------------------------------------------
 
-    @as_written
+    @do_not_convert
     def differentiate(
         self,
         loss: Any,

@@ -1,4 +1,4 @@
-"""Code of users around ours: what AutoGraph translates of it."""
+"""AutoGraph, which translates the code around a traced function: what it leaves alone here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
-def as_written(function: _Function) -> _Function:
+def do_not_convert(function: _Function) -> _Function:
     """Marks a function that is not to be translated, nor what it calls, in a user's `tf.function`.
 
     Nothing in this library branches on a tensor in Python, and to translate all of it takes
