@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-import lossscale.registry as registry
+from lossscale import registry as registry
 from lossscale.errors import LossScaleError, LossScaleWarning
 from lossscale.installation import Installation, RegistersAfterImport, install, register
 from lossscale.optimizer import LossScaleOptimizer

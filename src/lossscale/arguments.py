@@ -236,7 +236,7 @@ def check_described(described: Any, what: str) -> None:
     )
 
 
-def made_of(make: Callable[..., Any], described: Mapping[str, Any], what: str) -> Any:
+def instantiate(make: Callable[..., Any], described: Mapping[str, Any], what: str) -> Any:
     """Returns what a callable makes of the settings in a description.
 
     Raises:
@@ -260,7 +260,7 @@ def _rule_from_config(config: Mapping[str, Any], custom_objects: Mapping[str, An
             f"The rule {name!r} is not known. Known are {sorted(RULES)}; pass your own in "
             f"custom_objects={{{name!r}: {name}}}."
         )
-    rule: ScaleRule = made_of(known[name], config, "rule")
+    rule: ScaleRule = instantiate(known[name], config, "rule")
     return rule
 
 
@@ -280,7 +280,7 @@ def rule_from_loss_scale_config(config: Mapping[str, Any]) -> ScaleRule:
         "DynamicLossScale": rule_from_loss_scale_arguments,
     }
     if name in makers:
-        rule: ScaleRule = made_of(makers[name], config, "loss scale")
+        rule: ScaleRule = instantiate(makers[name], config, "loss scale")
         return rule
     raise ArgumentError(
         f"The loss scale {name!r} is not known; known are 'FixedLossScale' and "

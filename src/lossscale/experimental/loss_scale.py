@@ -6,7 +6,7 @@ import abc
 from typing import Any
 
 from lossscale import registry
-from lossscale.arguments import check_described, made_of, rule_from_loss_scale_arguments
+from lossscale.arguments import check_described, instantiate, rule_from_loss_scale_arguments
 from lossscale.checks import checked_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.rules import DynamicScale, FixedScale, GradientStats, ScaleRule
@@ -319,7 +319,7 @@ def deserialize(config: Any, custom_objects: dict[str, Any] | None = None) -> Lo
             f"The loss scale {name!r} is not known. Known are {sorted(_KNOWN)}; pass your own in "
             f"custom_objects={{{name!r}: {name}}}."
         )
-    loss_scale: LossScale = made_of(
+    loss_scale: LossScale = instantiate(
         lambda **settings: known[name].from_config(settings), config, "loss scale"
     )
     return loss_scale

@@ -21,10 +21,10 @@ from lossscale.migration.saved_optimizer import (
     SavedSlot,
 )
 from lossscale.older.slots import (
-    Place,
+    ArrayRole,
     begins_as_keras_own,
-    places_of_names,
-    places_of_numbers,
+    roles_by_name,
+    roles_by_number,
 )
 
 HDF5 = "HDF5 model"
@@ -292,35 +292,33 @@ def saved_optimizer(model: ModelFile, variables: int | None = None) -> SavedOpti
         OldFileError: If the arrays are not those of this optimizer.
     """
     saved = SavedOptimizer(model.era, name=model.inner_name or None, wrapped=model.wrapped)
-    for place, name, value in zip(
-        _places(model, variables), model.names, model.arrays, strict=True
-    ):
-        if place.name == "iterations":
+    for role, name, value in zip(_roles(model, variables), model.names, model.arrays, strict=True):
+        if role.name == "iterations":
             saved.iterations = int(value)
-        elif place.turn is None:
-            saved.others[place.name] = value
+        elif role.index is None:
+            saved.others[role.name] = value
         else:
             saved.slots.append(
-                SavedSlot([place.name], value, index=place.turn, label=f"{place.name} ({name})")
+                SavedSlot([role.name], value, index=role.index, label=f"{role.name} ({name})")
             )
     return saved
 
 
-def _places(model: ModelFile, variables: int | None) -> Sequence[Place]:
+def _roles(model: ModelFile, variables: int | None) -> Sequence[ArrayRole]:
     if not model.names:
         return []
     if model.form == HDF5:
-        return places_of_names(model.names)
+        return roles_by_name(model.names)
     settings: Mapping[str, Any] = model.inner.get("config") or {}
     count = len(model.names)
     if variables is None:
         variables = next(
-            (n for n in range(count) if places_of_numbers(model.inner_name, settings, n, count)), 0
+            (n for n in range(count) if roles_by_number(model.inner_name, settings, n, count)), 0
         )
-    places = places_of_numbers(model.inner_name, settings, variables, count)
-    if places is None:
+    roles = roles_by_number(model.inner_name, settings, variables, count)
+    if roles is None:
         raise OldFileError(
             f"{model.path}: holds {count} arrays of the optimizer {model.inner_name!r}, which are "
             f"not those of an optimizer for {variables} variables."
         )
-    return places
+    return roles

@@ -55,11 +55,11 @@ _LABELS = {slot for groups in _NEW_ORDER.values() for group in groups for slot i
 _LABELS |= {"average", "r", "c"}
 
 
-class Place(NamedTuple):
-    """Where a saved array belongs: a slot and the number of the variable, or a name alone."""
+class ArrayRole(NamedTuple):
+    """What a saved array is: the slot of a variable, by its index, or a state of its own."""
 
     name: str
-    turn: int | None = None
+    index: int | None = None
 
 
 def kind_of(optimizer: Any) -> str | None:
@@ -132,40 +132,40 @@ def split_label(label: str) -> tuple[str, str]:
     return first, rest
 
 
-def places_of_names(names: Sequence[str]) -> list[Place]:
+def roles_by_name(names: Sequence[str]) -> list[ArrayRole]:
     """Returns what each array of an HDF5 file of TensorFlow is.
 
     The first optimizers put the slot's name last (`cond_1/Adam/dense/kernel/m:0`), the new ones
-    first (`m/dense/kernel:0`). The variable is known by its turn: names of layers change.
+    first (`m/dense/kernel:0`). The variable is known by its index: names of layers change.
 
     Args:
         names: The names of the arrays, in the order of the file.
 
     Examples:
-        >>> places_of_names(["SGD/iter:0", "SGD/a/momentum:0", "SGD/b/momentum:0"])
-        [Place(name='iterations', turn=None), Place(name='momentum', turn=0), \
-Place(name='momentum', turn=1)]
+        >>> roles_by_name(["SGD/iter:0", "SGD/a/momentum:0", "SGD/b/momentum:0"])
+        [ArrayRole(name='iterations', index=None), ArrayRole(name='momentum', index=0), \
+ArrayRole(name='momentum', index=1)]
     """
     plain = [re.sub(r":\d+$", "", name) for name in names]
     new = any(name.rpartition("/")[2] == "iteration" for name in plain)
-    turns: dict[str, int] = {}
-    places = []
+    indices: dict[str, int] = {}
+    roles = []
     for name in plain:
         parts = name.split("/")
         slot = split_label(name)[0] if new else parts[-1]
         if parts[-1] in ("iter", "iteration"):
-            places.append(Place("iterations"))
+            roles.append(ArrayRole("iterations"))
         elif parts[-1] in ("momentum_cache", "learning_rate"):
-            places.append(Place(parts[-1]))
+            roles.append(ArrayRole(parts[-1]))
         else:
-            places.append(Place(slot, turns.setdefault(slot, 0)))
-            turns[slot] += 1
-    return places
+            roles.append(ArrayRole(slot, indices.setdefault(slot, 0)))
+            indices[slot] += 1
+    return roles
 
 
-def places_of_numbers(
+def roles_by_number(
     kind: str, settings: Mapping[str, Any], variables: int, count: int
-) -> list[Place] | None:
+) -> list[ArrayRole] | None:
     """Returns what each numbered array of a new optimizer of TensorFlow is.
 
     Args:
@@ -178,7 +178,7 @@ def places_of_numbers(
         None if the number of arrays is not the one that this optimizer writes.
 
     Examples:
-        >>> [place.name for place in places_of_numbers("Adam", {}, 2, 5)]
+        >>> [role.name for role in roles_by_number("Adam", {}, 2, 5)]
         ['iterations', 'm', 'v', 'm', 'v']
     """
     groups = list(_NEW_ORDER.get(kind, ()))
@@ -190,13 +190,13 @@ def places_of_numbers(
         groups.remove(("average_gradient",))
     if settings.get("use_ema"):
         groups.insert(0, ("average",))
-    places = [Place("iterations")]
+    roles = [ArrayRole("iterations")]
     for group in groups:
-        places += [Place(slot, turn) for turn in range(variables) for slot in group]
+        roles += [ArrayRole(slot, index) for index in range(variables) for slot in group]
     if count == 1:
         # Saved before it had met a variable.
-        return places[:1]
-    return places if len(places) == count else None
+        return roles[:1]
+    return roles if len(roles) == count else None
 
 
 def begins_as_keras_own(arrays: Sequence[Any]) -> bool:

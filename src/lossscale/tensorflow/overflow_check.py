@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale.common.sizes import SMALL, TOGETHER, small_and_large
-from lossscale.tensorflow.scaling import made_of, real_parts, unscaled, widened
+from lossscale.tensorflow.scaling import quotient_of, real_parts, unscaled, widened
 from lossscale.tensorflow.tracing import in_xla
 
 
@@ -29,7 +29,7 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
         A boolean scalar tensor.
     """
     if scale is None:
-        quotients = [made_of(gradient) for gradient in gradients if gradient is not None]
+        quotients = [quotient_of(gradient) for gradient in gradients if gradient is not None]
         first = quotients[0] if quotients else None
         if first is not None and all(q is not None and q.scale is first.scale for q in quotients):
             # XLA would not keep the quotients, but divide once more here, and more slowly than it

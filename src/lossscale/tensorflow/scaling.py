@@ -109,7 +109,7 @@ def _quotients(tensor: Any) -> dict[str, Quotient]:
     return quotients
 
 
-def made_of(gradient: Any) -> Quotient | None:
+def quotient_of(gradient: Any) -> Quotient | None:
     """What an unscaled gradient was made of, if that is known: under XLA."""
     if not isinstance(gradient, tf.Tensor) or not in_xla():
         return None
