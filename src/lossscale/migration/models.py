@@ -295,11 +295,11 @@ def saved_optimizer(model: ModelFile, variables: int | None = None) -> SavedOpti
     for role, name, value in zip(_roles(model, variables), model.names, model.arrays, strict=True):
         if role.name == "iterations":
             saved.iterations = int(value)
-        elif role.index is None:
+        elif role.variable is None:
             saved.others[role.name] = value
         else:
             saved.slots.append(
-                SavedSlot([role.name], value, index=role.index, label=f"{role.name} ({name})")
+                SavedSlot([role.name], value, index=role.variable, label=f"{role.name} ({name})")
             )
     return saved
 

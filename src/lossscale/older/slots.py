@@ -56,10 +56,10 @@ _LABELS |= {"average", "r", "c"}
 
 
 class ArrayRole(NamedTuple):
-    """What a saved array is: the slot of a variable, by its index, or a state of its own."""
+    """What a saved array is: the slot of a variable, by its number, or a state of its own."""
 
     name: str
-    index: int | None = None
+    variable: int | None = None
 
 
 def kind_of(optimizer: Any) -> str | None:
@@ -136,15 +136,15 @@ def roles_by_name(names: Sequence[str]) -> list[ArrayRole]:
     """Returns what each array of an HDF5 file of TensorFlow is.
 
     The first optimizers put the slot's name last (`cond_1/Adam/dense/kernel/m:0`), the new ones
-    first (`m/dense/kernel:0`). The variable is known by its index: names of layers change.
+    first (`m/dense/kernel:0`). The variable is known by its number: names of layers change.
 
     Args:
         names: The names of the arrays, in the order of the file.
 
     Examples:
         >>> roles_by_name(["SGD/iter:0", "SGD/a/momentum:0", "SGD/b/momentum:0"])
-        [ArrayRole(name='iterations', index=None), ArrayRole(name='momentum', index=0), \
-ArrayRole(name='momentum', index=1)]
+        [ArrayRole(name='iterations', variable=None), ArrayRole(name='momentum', variable=0), \
+ArrayRole(name='momentum', variable=1)]
     """
     plain = [re.sub(r":\d+$", "", name) for name in names]
     new = any(name.rpartition("/")[2] == "iteration" for name in plain)
@@ -192,7 +192,7 @@ def roles_by_number(
         groups.insert(0, ("average",))
     roles = [ArrayRole("iterations")]
     for group in groups:
-        roles += [ArrayRole(slot, index) for index in range(variables) for slot in group]
+        roles += [ArrayRole(slot, number) for number in range(variables) for slot in group]
     if count == 1:
         # Saved before it had met a variable.
         return roles[:1]
