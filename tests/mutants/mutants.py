@@ -103,7 +103,7 @@ tests/conformance/test_promises.py -k jax-eager
     keras on jax JaxBackend.apply_or_skip: bool(stats.finite) -> True
 tests/conformance/test_promises.py -k jax-jit
     jax scaled: widened(loss) -> jnp.asarray(loss)
-    keras on jax JaxBackend.apply_or_skip:
+    keras on jax _apply_gated:
         (*inner.variables, *inner._trainable_variables, *step.variables)
         -> (*inner.variables, *inner._trainable_variables[1:], *step.variables[1:])
 tests/conformance/test_promises.py
@@ -219,7 +219,7 @@ tests/conformance/test_what_rules_see.py
     keras on torch LossScaleOptimizer._update_scale: self._rule.checks_gradients
         -> not isinstance(stats.finite, bool)
 tests/frameworks/jax/test_state_form.py
-    jax gated.only_if_applied: jax.lax.cond(finite, run, silent) -> run()  -k callbacks
+    jax _gated_equation: jax.lax.cond(finite, run, silent) -> run()  -k callbacks
     jax lasting_dtype: new.dtype if _kind(new) > _kind(old) else old.dtype -> old.dtype
     optax _old_values: path not in after -> False  -k cannot_be_kept
     optax _untraced: np.zeros(...) -> leaf  -k float0
@@ -233,13 +233,15 @@ tests/frameworks/jax/test_orders.py
     optax _is_transparent: not has_schedule -> True  -k refused
 tests/frameworks/jax/test_finite.py
     jax _extremes: ('int', 'uint') -> ('int', 'int')  -k whatever_xla
-    jax _all_finite: jnp.where(f, x, jnp.zeros_like(x)) -> x  -k checkify
-    jax evaluate: not variable.aval.shape -> False  -k checkify
+    jax _all_finite: jnp.where(finite, numbers, jnp.zeros_like(numbers)) -> numbers  -k checkify
+    jax gated: variable.aval.shape -> True  -k checkify
     optax _judge: [jnp.where(...) for part in gradients] -> gradients  -k checkify
 tests/frameworks/jax/test_jaxprs.py
-    jax evaluate: not chosen_already -> False  -k kept_old
+    jax gated: set(wanted.values()) -> set(olds)  -k kept_old
+    jax _gated_branches: gated(branch, given, own, finite) -> gated(branch, given, {}, finite)
+    jax branches: equation.params.get('branches_platforms') -> False  -k another_platform
 tests/frameworks/jax/test_memory.py
-    jax evaluate: called is not None -> False
+    jax _gated_equation: called is not None -> False
 tests/frameworks/jax/test_devices.py
     optax agreed: jax.lax.pmin(...) > 0 -> finite  -k anywhere
     optax agreed: varying(finite) - varying(scale) -> varying(scale) - varying(finite)

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from lossscale.jax import jaxprs
 
@@ -59,33 +60,88 @@ def gated(closed: Any, inputs: Sequence[Any], olds: Mapping[int, Any], finite: A
         inputs: Arrays, one for each of its inputs.
         olds: Old values by the number of the output.
         finite: A boolean scalar array.
-    """
 
-    def only_if_applied(run: Callable[[], list[Any]], types: Sequence[Any]) -> list[Any]:
+    Returns:
+        The outputs.
+    """
+    jaxpr = closed.jaxpr
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *inputs], strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    # An output that is a scalar saves no room, and is chosen at the end: with a count that stays 0,
+    # Adam would divide 0 by 0. So is an input or a literal, and a variable that is an output twice.
+    wanted: dict[Any, int] = {}
+    for number in olds:
+        variable = jaxpr.outvars[number]
+        if not isinstance(variable, Literal) and variable.aval.shape and variable not in values:
+            wanted.setdefault(variable, number)
+    for equation in jaxpr.eqns:
+        here = {
+            index: olds[wanted[variable]]
+            for index, variable in enumerate(equation.outvars)
+            if variable in wanted
+        }
+        arguments = [read(atom) for atom in equation.invars]
+        made = _gated_equation(jaxpr, equation, arguments, here, finite)
+        values.update(zip(equation.outvars, made, strict=True))
+
+    early = set(wanted.values())
+    outputs = [
+        jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
+        for atom in jaxpr.outvars
+    ]
+    for number in olds.keys() - early:
+        outputs[number] = chosen(finite, outputs[number], olds[number])
+    return outputs
+
+
+def _gated_equation(
+    jaxpr: Any, equation: Any, arguments: list[Any], olds: Mapping[int, Any], finite: Any
+) -> list[Any]:
+    """Evaluates an equation of a jaxpr as `gated` evaluates a whole one."""
+    called = jaxprs.called(equation) if olds or equation.effects else None
+    if called is not None:
+        return gated(called, arguments, olds, finite)
+
+    def run() -> list[Any]:
+        return jaxprs.bind(jaxpr, equation, arguments)
+
+    def silent() -> list[Any]:
+        return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in equation.outvars]
+
+    if equation.effects:
         # What prints or logs is silent on a skipped step. What it makes there is not used.
-        def silent() -> list[Any]:
-            return [jnp.zeros(kind.shape, kind.dtype) for kind in types]
-
         made: list[Any] = jax.lax.cond(finite, run, silent)
-        return made
-
-    return jaxprs.evaluate(
-        closed,
-        inputs,
-        gates=olds,
-        choose=lambda new, old: chosen(finite, new, old),
-        guard=only_if_applied,
-    )
+    elif olds and (branches := jaxprs.branches(equation)):
+        return _gated_branches(branches, arguments, olds, finite)
+    else:
+        made = run()
+    for index, old in olds.items():
+        made[index] = chosen(finite, made[index], old)
+    return made
 
 
-def must_branch(closed: Any, first: int, finite: Any, inputs: Sequence[Any]) -> bool:
-    """Whether a branch takes less: large outputs from `first` on come out of control flow.
+def _gated_branches(
+    branches: Sequence[Any], arguments: list[Any], olds: Mapping[int, Any], finite: Any
+) -> list[Any]:
+    """Evaluates a `lax.switch` with the choice in its branches: after it, both would be alive."""
+    number, *operands = arguments
+    places = {id(operand): place for place, operand in enumerate(operands)}
 
-    Not where the two sides of a branch would have to agree on how devices hold what they return.
-    """
-    return jaxprs.made_by_control_flow(closed, first) and not any(
-        varying(leaf) or is_laid_out(leaf) for leaf in [finite, *inputs]
-    )
+    def inside(branch: Any) -> Callable[..., list[Any]]:
+        def run(*given: Any) -> list[Any]:
+            # An old value that goes into the branch must not go into it once more.
+            own = {
+                n: given[places[id(old)]] if id(old) in places else old for n, old in olds.items()
+            }
+            return gated(branch, given, own, finite)
+
+        return run
+
+    made: list[Any] = jax.lax.switch(number, [inside(branch) for branch in branches], *operands)
+    return made
 
 
 def varying(array: Any) -> frozenset[str]:

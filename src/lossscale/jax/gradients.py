@@ -109,17 +109,22 @@ def _all_finite(parts: Sequence[Any], scale: Any, powers_of_two: bool) -> Any:
     small, large = small_and_large([p for p in parts if not is_laid_out(p)], static_size)
     joined = [jnp.concatenate([part.ravel() for part in group]) for group in small]
 
-    def verdict(part: Any) -> Any:
-        extremes = _extremes(part)
-        finite = jax.tree.map(_is_finite, extremes)
+    extremes = [number for part in [*joined, *large, *apart] for number in _extremes(part)]
+
+    def verdict(dtype: Any) -> Any:
+        # One reduction of all numbers of a dtype. A chain of operations on scalars would be
+        # repeated by XLA in each loop of the update, and take longer to compile than these.
+        numbers = jnp.stack([number for number in extremes if number.dtype == dtype])
+        finite = _is_finite(numbers)
         if scale is not None:
             # Dividing keeps the order. An infinity or a NaN is not divided, which makes a NaN.
-            rest = jax.tree.map(lambda f, x: jnp.where(f, x, jnp.zeros_like(x)), finite, extremes)
-            finite += [_is_finite(part) for part in unscaled(rest, scale, powers_of_two)]
-        return functools.reduce(jnp.logical_and, finite)
+            rest = jnp.where(finite, numbers, jnp.zeros_like(numbers))
+            [divided] = unscaled([rest], scale, powers_of_two)
+            finite &= _is_finite(divided)
+        return jnp.all(finite)
 
-    # One by one, so that parts of different devices need no common layout.
-    return functools.reduce(jnp.logical_and, map(verdict, [*joined, *large, *apart]))
+    dtypes = dict.fromkeys(number.dtype for number in extremes)
+    return functools.reduce(jnp.logical_and, map(verdict, dtypes))
 
 
 _all_finite_jit = functools.partial(jax.jit, static_argnums=2)(_all_finite)

@@ -321,8 +321,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             is_tracked = self._overflow_tracker is not None
             needs_scale = scaled or needs_stats or looks_at_floor or is_tracked
             scale = self._current_scale() if needs_scale else None
-            divisor = backend.scale_for_trace(scale, gradients) if scaled else None
-            step = Step(list(gradients), list(variables), divisor)
+            step = Step(list(gradients), list(variables), scale if scaled else None)
 
             if self._state is None:
                 # A loss scale of the older API sees the gradients, and decides itself.

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from lossscale.errors import ArgumentError
-from lossscale.jax import jaxprs
-from lossscale.jax.apply_or_skip import chosen, gated, lasting_dtype, must_branch, strong
+from lossscale.jax.apply_or_skip import chosen, gated, lasting_dtype, strong
 from lossscale.optax.overflow_check import each_finite, is_gradient, is_traced
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -117,16 +117,13 @@ def run(
     if not is_traced([finite]):
         return _run_at_once(update, finite, gradients, state, params, looks_itself)
     traced = trace(update, gradients, state, params)
-    old = _old_values(state, traced.state)
+    olds = dict(enumerate(_old_values(state, traced.state), start=traced.updates))
     if looks_itself:
-        outputs = jaxprs.evaluate(traced.jaxpr, traced.inputs)
+        outputs = list(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))
         finite = finite & each_finite(outputs[: traced.updates])
-        new = outputs[traced.updates :]
-        outputs[traced.updates :] = [chosen(finite, n, o) for n, o in zip(new, old, strict=True)]
-    elif must_branch(traced.jaxpr, traced.updates, finite, traced.inputs):
-        return finite, *traced.rebuild(_branch(finite, traced, old))
+        for number, value in olds.items():
+            outputs[number] = chosen(finite, outputs[number], value)
     else:
-        olds = dict(enumerate(old, start=traced.updates))
         outputs = gated(traced.jaxpr, traced.inputs, olds, finite)
     updates = outputs[: traced.updates]
     updates = [jnp.where(finite, update, skipped_like(update)) for update in updates]
@@ -136,28 +133,6 @@ def run(
 def lasting(new: Any, old: Any) -> Any:
     """The new value of an applied step, in the dtype that it has if a step may be skipped."""
     return strong(jnp.asarray(new, lasting_dtype(new, old)))
-
-
-def _branch(finite: Any, traced: Traced, old: list[Any]) -> list[Any]:
-    shapes = traced.jaxpr.out_avals
-
-    def applied() -> list[Any]:
-        outputs = jaxprs.evaluate(traced.jaxpr, traced.inputs)
-        updates, news = outputs[: traced.updates], outputs[traced.updates :]
-        return [*map(strong, updates), *(lasting(new, o) for new, o in zip(news, old, strict=True))]
-
-    def skipped() -> list[Any]:
-        updates = [
-            skipped_like(jnp.zeros(shape.shape, shape.dtype)) for shape in shapes[: traced.updates]
-        ]
-        kept = [
-            strong(jnp.asarray(o, lasting_dtype(new, o)))
-            for new, o in zip(shapes[traced.updates :], old, strict=True)
-        ]
-        return [*map(strong, updates), *kept]
-
-    outputs: list[Any] = jax.lax.cond(finite, applied, skipped)
-    return outputs
 
 
 def _run_at_once(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from frameworks.jax.support import bits
-from lossscale.jax import jaxprs
+from lossscale.jax.apply_or_skip import gated
 
 
 @jax.jit
@@ -37,48 +37,82 @@ def with_keys(x, y):
     return x + jax.random.normal(key, x.shape), jax.random.normal(other, y.shape)
 
 
+def with_branches(x, y):
+    def flipped(x, y):
+        z = -x
+        return z, x, z, jax.lax.cond(y.sum() > 9.0, lambda: z, lambda: y)
+
+    return jax.lax.switch(jnp.int32(x.sum() < 0), [lambda x, y: (x, x, y, y), flipped], x, y)
+
+
 def with_loops(x, y):
     z = jax.lax.cond(x.sum() > 0, lambda: x, lambda: y)
     return z, jax.lax.fori_loop(0, 3, lambda _, a: a * 2.0, y), jax.nn.relu(z)
 
 
-FUNCTIONS = (shared, nested, with_a_literal, passed_on, with_keys, with_loops)
+FUNCTIONS = (shared, nested, with_a_literal, passed_on, with_keys, with_branches, with_loops)
 X, Y = jnp.float32([1.0, -2.0]), jnp.float32([0.5, 4.0])
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_every_output_is_as_written_and_may_be_kept_old_or_go_on(function):
     closed = jax.make_jaxpr(function)(X, Y)
-    plain = jaxprs.evaluate(closed, [X, Y])
+    plain = gated(closed, [X, Y], {}, jnp.asarray(True))
     with jax.disable_jit():
-        expected = jax.tree.leaves(function(X, Y))
-    assert bits(plain) == bits([jnp.asarray(x) for x in expected])
-    gates = {number: jnp.full_like(value, 7.0 + number) for number, value in enumerate(plain)}
+        written = jax.tree.leaves(function(X, Y))
+    assert bits(plain) == bits([jnp.asarray(x) for x in written])
+    olds = {number: jnp.full_like(value, 7.0 + number) for number, value in enumerate(plain)}
     for finite in (True, False):
-        found = jaxprs.evaluate(
-            closed,
-            [X, Y],
-            gates=gates,
-            choose=lambda new, old: jnp.where(finite, new, old),  # noqa: B023
-        )
-        expected = plain if finite else list(gates.values())
+        found = gated(closed, [X, Y], olds, jnp.asarray(finite))
+        expected = plain if finite else list(olds.values())
         assert bits(found) == bits([jnp.asarray(value) for value in expected])
 
 
-def test_what_is_made_of_a_chosen_output_is_made_of_what_was_chosen():
-    closed = jax.make_jaxpr(nested)(X, Y)
-    first, second = jaxprs.evaluate(
-        closed, [X, Y], gates={0: jnp.zeros(2)}, choose=lambda new, old: old
-    )
-    assert (first.tolist(), second.tolist()) == ([0.0, 0.0], [0.0, 0.0])
+@pytest.mark.parametrize("function", [nested, with_branches], ids=["a call", "a branch"])
+def test_what_is_made_of_a_chosen_output_is_made_of_what_was_chosen(function):
+    def with_a_reader(x, y):
+        chosen, *_ = function(x, y)
+        return chosen, chosen * 2.0 + 1.0
+
+    closed = jax.make_jaxpr(with_a_reader)(X, Y)
+    first, second = gated(closed, [X, Y], {0: jnp.zeros(2)}, jnp.asarray(False))
+    assert (first.tolist(), second.tolist()) == ([0.0, 0.0], [1.0, 1.0])
 
 
-def test_control_flow_is_found_also_below_a_call():
-    large = jnp.ones(2**13)
+def equations(closed):
+    """All equations of a closed jaxpr, also those of what it calls or branches to."""
+    for equation in closed.jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            if hasattr(inner, "jaxpr"):
+                yield from equations(inner)
 
-    def below(x):
-        return jax.jit(lambda a: jax.lax.cond(a.sum() > 0, lambda: a, lambda: -a))(x)
 
-    assert jaxprs.made_by_control_flow(jax.make_jaxpr(below)(large), 0)
-    assert not jaxprs.made_by_control_flow(jax.make_jaxpr(below)(X), 0)
-    assert not jaxprs.made_by_control_flow(jax.make_jaxpr(lambda x: x * 2.0)(large), 0)
+def test_what_comes_out_of_a_branch_is_chosen_inside_of_it():
+    def step(x, y, finite):
+        closed = jax.make_jaxpr(with_branches)(x, y)
+        return gated(closed, [x, y], {0: y, 2: x}, finite)
+
+    outer = jax.make_jaxpr(step)(X, Y, True).jaxpr.eqns
+    assert "select_n" not in [equation.primitive.name for equation in outer]
+    [switch] = [equation for equation in outer if equation.primitive.name == "cond"]
+    for branch in switch.params["branches"]:
+        names = [each.primitive.name for each in equations(branch)]
+        assert names.count("select_n") == 2
+
+
+def test_a_branch_for_another_platform_is_never_compiled():
+    def refused(x):
+        half = x.astype(jnp.float16)
+        return x + jax.lax.dot(half, half, precision="F16_F16_F32").astype(x.dtype)
+
+    with pytest.raises(ValueError, match="not supported"):
+        jax.jit(refused)(X)
+
+    def by_platform(x, y):
+        return (jax.lax.platform_dependent(x, cpu=lambda x: x + 1.0, tpu=refused),)
+
+    closed = jax.make_jaxpr(by_platform)(X, Y)
+    step = jax.jit(lambda x, finite: gated(closed, [x, Y], {0: x}, finite))
+    assert step(X, True)[0].tolist() == [2.0, -1.0]
+    assert step(X, False)[0].tolist() == X.tolist()

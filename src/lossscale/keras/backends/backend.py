@@ -70,10 +70,6 @@ class Backend:
         """Whether the host sees what comes of a step while it is taken."""
         return True
 
-    def scale_for_trace(self, scale: Any, gradients: Sequence[Any]) -> Any:
-        """Returns the scale of the step as something that gradients can be divided by."""
-        return scale
-
     def check(
         self, step: Step, rule: ScaleRule, inner: Any, scale_variables: ScaleVariables
     ) -> OverflowCheck:

@@ -9,13 +9,14 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import keras
-import numpy as np
 
 from lossscale.common.scaled_gradient_tracker import TraceLocation
 from lossscale.errors import UnsupportedError
 from lossscale.jax import gradients as jax_gradients
-from lossscale.keras.backends.backend import Backend, Step
-from lossscale.rules import GradientStats
+from lossscale.jax.apply_or_skip import gated
+from lossscale.keras.backends.backend import Backend, OverflowCheck, Step
+from lossscale.keras_common.state import ScaleVariables
+from lossscale.rules import GradientStats, ScaleRule
 
 # Where it is has changed.
 _trace_state = getattr(jax.extend.core, "get_opaque_trace_state", None) or (
@@ -33,15 +34,12 @@ class JaxBackend(Backend):
 
     # --- One step -----------------------------------------------------------------------------
 
-    def scale_for_trace(self, scale: Any, gradients: Sequence[Any]) -> Any:
-        """Returns the scale as a number if it is known and the step is traced (`jax.vmap`).
-
-        A branch traces what is inside it, so that there a known scale looks as in a compiled
-        function.
-        """
-        _check_not_baked_in(scale)
-        known = _is_known(scale) and _any_traced(gradients)
-        return np.asarray(scale) if known else scale
+    def check(
+        self, step: Step, rule: ScaleRule, inner: Any, scale_variables: ScaleVariables
+    ) -> OverflowCheck:
+        """Finds out whether the gradients are finite, of a scale that was passed in."""
+        _check_not_baked_in(step.divisor)
+        return super().check(step, rule, inner, scale_variables)
 
     def runs_now(self, gradients: Sequence[Any]) -> bool:
         """Whether the step is not compiled."""
@@ -55,23 +53,9 @@ class JaxBackend(Backend):
         apply: Callable[[Sequence[Any], Any], None],
         update_scale: Callable[[GradientStats], None],
     ) -> None:
-        """Branches in a compiled function; outside of one the host decides."""
+        """Chooses what each variable becomes in a compiled function; elsewhere the host decides."""
         if _is_traced(stats.finite):
-            everything = (*inner.variables, *inner._trainable_variables, *step.variables)
-            targets = list({id(variable): variable for variable in everything}.values())
-
-            def applied(values: Sequence[Any]) -> list[Any]:
-                mapping = list(zip(targets, values, strict=True))
-                with keras.StatelessScope(state_mapping=mapping) as scope:
-                    apply(step.gradients, step.divisor)
-                return [scope.get_current_value(target) for target in targets]
-
-            # A branch, and not a choice between old and new values for every variable: with
-            # donated buffers XLA would copy the old ones first.
-            old = [target.value for target in targets]
-            values = jax.lax.cond(stats.finite, applied, list, old)
-            for target, value in zip(targets, values, strict=True):
-                target.assign(value)
+            _apply_gated(stats.finite, step, inner, apply)
         elif bool(stats.finite):
             apply(step.gradients, step.divisor)
         update_scale(stats)
@@ -114,6 +98,29 @@ class JaxBackend(Backend):
         )
 
     symbolic_gradients = differentiate
+
+
+def _apply_gated(
+    finite: Any, step: Step, inner: Any, apply: Callable[[Sequence[Any], Any], None]
+) -> None:
+    """Applies gradients, with the old value of each variable unless `finite`."""
+    everything = (*inner.variables, *inner._trainable_variables, *step.variables)
+    targets = list({id(variable): variable for variable in everything}.values())
+    old = [target.value for target in targets]
+    leaves, structure = jax.tree.flatten(step.gradients)
+    # Nothing inside sees a number that is not finite.
+    leaves = [jnp.where(finite, leaf, jnp.zeros_like(leaf)) for leaf in leaves]
+
+    def applied(old: list[Any], leaves: list[Any], divisor: Any) -> list[Any]:
+        with keras.StatelessScope(state_mapping=list(zip(targets, old, strict=True))) as scope:
+            apply(jax.tree.unflatten(structure, leaves), divisor)
+        return [scope.get_current_value(target) for target in targets]
+
+    given = old, leaves, step.divisor
+    inputs = jax.tree.leaves(given)
+    new = gated(jax.make_jaxpr(applied)(*given), inputs, dict(enumerate(old)), finite)
+    for target, value in zip(targets, new, strict=True):
+        target.assign(value)
 
 
 def _is_traced(value: Any) -> bool:
