@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks.whole_steps import of_optax
 from lossscale.optax import loss_scaled
 
 # What a program takes is known once it is optimized.
@@ -64,3 +65,18 @@ def test_copies_would_be_seen():
     # What Optax' own wrapper does: the updates of both sides leave a branch.
     theirs = compiled(optax.apply_if_finite(optax.adamw(1e-3), 5), SHAPES["one"])
     assert temporary(theirs) >= 4 * MEBIBYTE
+
+
+# `python -m benchmarks.whole_steps` has all eighteen.
+@pytest.mark.parametrize(
+    "row",
+    [
+        ("mlp", "mixed_float16", "adam"),
+        ("cnn", "float32", "adam, accumulated"),
+        ("transformer", "float32", "adamw, clipped"),
+    ],
+    ids=" ".join,
+)
+def test_a_whole_step_needs_no_more_memory_than_one_that_waits_for_a_verdict(row):
+    ours, floor = of_optax(*row, "lossscale"), of_optax(*row, "floor")
+    assert ours.memory <= floor.memory + 0.1
