@@ -8,15 +8,17 @@ Three ways of saying how the scale moves lead here: the arguments `dynamic`, `in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lossscale.checks import checked_interval, checked_scale
+from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE, checked_interval, checked_scale
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.rules import (
     RULES,
     DynamicScale,
     FixedScale,
+    GradientStats,
     ScaleRule,
 )
 
@@ -101,19 +103,75 @@ def _checked_rule(
 
 
 def checked_rule(rule: Any) -> ScaleRule:
-    """Returns a rule.
+    """Returns a rule, whose `init` and `update` were tried if it is not one of this library.
 
     Raises:
-        ArgumentTypeError: If it is none. It is a `TypeError`.
+        ArgumentTypeError: If it is not a `ScaleRule`, or one of its methods does not return a state
+            or cannot be called as documented. It is a `TypeError`.
+        ArgumentError: If it multiplies the loss by something else than a positive float32 number,
+            at first or after one step. It is a `ValueError`.
     """
     # A class has all that its instances have.
     if isinstance(rule, ScaleRule) and not isinstance(rule, type):
+        if type(rule) not in (DynamicScale, FixedScale):
+            _try_rule(rule)
         return rule
     hint = f" That is a class; call it: {rule.__name__}()." if isinstance(rule, type) else ""
     raise ArgumentTypeError(
         "`rule` must be a scaling rule, such as lossscale.DynamicScale(growth_interval=500) or "
         f"lossscale.FixedScale(128). Received: rule={rule!r} of type {type(rule).__name__}.{hint}"
     )
+
+
+def _try_rule(rule: ScaleRule) -> None:
+    """Takes a rule's first state, and a finite and an overflowing step from it, on Python numbers.
+
+    A mistake would otherwise appear in the first step, inside of a function that is compiled, or as
+    a loss of 0.
+    """
+    first = rule.init()
+    _check_state(rule, "init", first, None)
+    counts = (0.0,) * len(rule.needs.counts_from)
+    for finite in (True, False):
+        largest = 1.0 if finite else math.inf
+        stats = GradientStats(finite, largest if rule.needs.largest else None, counts, 1.0)
+        try:
+            after = rule.update(first, stats, xp=_PythonNumbers)
+        except (TypeError, AttributeError) as error:
+            raise ArgumentTypeError(
+                f"{type(rule).__name__}.update must take (state, stats, *, xp), and use operators "
+                f"and xp.where alone. It raised {type(error).__name__}: {error}"
+            ) from error
+        _check_state(rule, "update", after, type(first))
+
+
+class _PythonNumbers:
+    """A namespace for `ScaleRule.update`."""
+
+    @staticmethod
+    def where(condition: Any, first: Any, second: Any) -> Any:
+        """Either of the two."""
+        return first if condition else second
+
+
+def _check_state(rule: ScaleRule, method: str, state: Any, expected: type[Any] | None) -> None:
+    """Raises unless it is a state of a rule, of the expected class, with a scale to multiply by."""
+    name = f"{type(rule).__name__}.{method}"
+    is_state = isinstance(state, tuple) and getattr(state, "_fields", ("",))[0] == "scale"
+    if not is_state or (expected is not None and type(state) is not expected):
+        wanted = "a named tuple such as ScaleState, whose first field is `scale`"
+        if expected is not None:
+            wanted = f"a {expected.__name__}, as `init` does"
+        raise ArgumentTypeError(
+            f"{name} must return {wanted}. Received: {state!r} of type {type(state).__name__}."
+        )
+    scale = rule.loss_scale(state)
+    # Not a NaN either.
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        raise ArgumentError(
+            f"The loss scale must be between 2**-126 and 2**126. {name} returned the scale "
+            f"{scale!r}: {state!r}. Keep it in bounds with xp.where."
+        )
 
 
 def _not_a_bool(dynamic: Any) -> str:

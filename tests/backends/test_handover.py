@@ -35,7 +35,6 @@ def test_a_program_that_runs_again_does_the_same(program):
     check(program, None, times=3)
 
 
-@pytest.mark.skipif(BACKEND == "jax", reason="there a loss has to be a function of arrays")
 @pytest.mark.parametrize("program", WITH_MINIMIZE)
 def test_minimize_is_a_step_of_its_own(program):
     check(program, WITH_MINIMIZE[program])

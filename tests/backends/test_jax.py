@@ -9,6 +9,7 @@ import pytest
 
 import lossscale
 import lossscale.errors
+import lossscale.experimental
 from backends.programs import made
 from backends.support import run, wrapped
 
@@ -54,22 +55,153 @@ def test_a_scale_that_a_compiled_function_would_keep_is_still_an_error():
         step(jnp.ones(2**14))
 
 
-@pytest.mark.parametrize("form", ["callable", "array"])
-@pytest.mark.parametrize("verb", ["minimize", "get_gradients", "get_updates"])
-def test_a_loss_of_variables_is_refused_with_what_to_do(verb, form):
-    variable = keras.Variable(np.ones(2, "float32"))
-    optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0)
+@pytest.mark.parametrize("optimizer", ["current", "experimental"])
+def test_the_documented_verbs_as_their_pages_print_them(optimizer):
+    opt = keras.optimizers.SGD(0.25)
+    if optimizer == "current":
+        opt = lossscale.LossScaleOptimizer(opt)
+    else:
+        opt = lossscale.experimental.LossScaleOptimizer(opt, "dynamic")
+    var = keras.Variable(1.0)
+    loss_fn = lambda: var**2  # noqa: E731
+    # `minimize` applies loss scaling to the loss and updates the loss scale.
+    opt.minimize(loss_fn, var_list=var)
+    assert var.numpy() == 0.5
+    assert opt.iterations == 1
+    (gradient,) = opt.get_gradients(loss_fn, [var])
+    assert gradient == 1.0
+    opt.get_updates(loss_fn, [var])
+    assert var.numpy() == 0.25
+    opt.minimize(loss_fn, lambda: [var], grad_loss=2.0)
+    assert var.numpy() == 0.0
+    for value in (np.inf, np.nan):
+        opt.minimize(lambda value=value: var * value, [var])
+    assert (var.numpy(), opt.steps_skipped) == (0.0, 2)
+
+
+def test_minimize_trains_as_fit_does_and_keeps_what_a_loss_assigns():
+    def model():
+        keras.utils.set_random_seed(0)
+        return keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(8, activity_regularizer="l2"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(1),
+            ]
+        )
+
+    x = np.linspace(-1.0, 1.0, 64, dtype="float32").reshape(16, 4)
+    y = x.sum(1, keepdims=True)
+    plain, ours = model(), model()
+    plain.compile(keras.optimizers.SGD(0.05), "mse")
+    plain.fit(x, y, batch_size=16, epochs=4, shuffle=False, verbose=0)
+    optimizer = wrapped(keras.optimizers.SGD(0.05))
+
+    def loss():
+        losses = keras.losses.mean_squared_error(y, ours(x, training=True))
+        return keras.ops.mean(losses) + sum(ours.losses)
+
+    for _ in range(4):
+        optimizer.minimize(loss, ours.trainable_variables)
+    # Averages of the batch normalization, and the seed of the dropout.
+    for expected, found in zip(plain.variables, ours.variables, strict=True):
+        np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-4, atol=1e-5)
+    assert optimizer.iterations == 4
+
+
+def test_a_model_may_make_its_variables_in_the_loss_of_minimize():
+    model, optimizer = keras.Sequential([keras.layers.Dense(1)]), wrapped(keras.optimizers.SGD(0.1))
+    optimizer.minimize(
+        lambda: keras.ops.mean(model(np.ones((2, 3), "float32"))),
+        lambda: model.trainable_variables,
+    )
+    np.testing.assert_allclose(model.trainable_variables[1].numpy(), [-0.1], rtol=1e-6)
+
+
+def test_minimize_in_a_compiled_function_takes_the_state_as_an_argument():
+    variable, optimizer = keras.Variable(1.0), wrapped(keras.optimizers.SGD(0.25))
     optimizer.build([variable])
-    loss = {"callable": lambda: jnp.sum(variable.value), "array": jnp.ones(())}[form]
-    variables = {"var_list" if verb == "minimize" else "params": [variable]}
-    state = [np.asarray(v.value) for v in optimizer.variables]
-    with pytest.raises(
-        lossscale.errors.UnsupportedError,
-        match=r"gradients .*are taken with jax\.grad.*stateless_apply",
-    ):
-        getattr(optimizer, verb)(loss=loss, **variables)
-    for before, after in zip(state, optimizer.variables, strict=True):
+    variables = [variable, *optimizer.variables]
+
+    def step(values):
+        with keras.StatelessScope(list(zip(variables, values, strict=True))) as scope:
+            optimizer.minimize(lambda: variable**2, [variable])
+        return [scope.get_current_value(each) for each in variables]
+
+    values = [each.value for each in variables]
+    for _ in range(2):
+        values = jax.jit(step)(values)
+    assert values[0] == 0.25
+    assert variable.numpy() == 1.0
+    with pytest.raises(lossscale.errors.UnsupportedError, match="must come in as an argument"):
+        jax.jit(lambda: optimizer.minimize(lambda: variable**2, [variable]))()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda o, v: o.minimize(lambda: v**2), lossscale.errors.ArgumentError, "`var_list` must"),
+        (lambda o, v: o.minimize(v.value**2, [v]), lossscale.errors.UnsupportedError, "callable"),
+        (
+            lambda o, v: o.get_gradients(v.value, [v]),
+            lossscale.errors.UnsupportedError,
+            "callable",
+        ),
+        (lambda o, v: o.get_updates(v.value, [v]), lossscale.errors.UnsupportedError, "callable"),
+        (
+            lambda o, v: o.minimize(lambda: v**2, [v], tape=object()),
+            lossscale.errors.ArgumentError,
+            "tape",
+        ),
+        (
+            lambda o, v: o.get_gradients(lambda: v**2, [v, keras.Variable(1.0)]),
+            lossscale.errors.GradientsError,
+            "has no gradient",
+        ),
+    ],
+)
+def test_a_loss_that_cannot_be_differentiated_is_an_error_and_changes_nothing(call, error, message):
+    variable, optimizer = keras.Variable(1.0), wrapped(keras.optimizers.SGD(0.5))
+    optimizer.build([variable])
+    state = [np.asarray(v.value) for v in [variable, *optimizer.variables]]
+    with pytest.raises(error, match=message):
+        call(optimizer, variable)
+    for before, after in zip(state, [variable, *optimizer.variables], strict=True):
         np.testing.assert_array_equal(before, after.value)
+
+
+READ_DURING_FIT = {
+    "loss_scale": lambda o: o.loss_scale,
+    "scale_loss": lambda o: o.scale_loss(1.0),
+    "get_scaled_loss": lambda o: o.get_scaled_loss(1.0),
+    "get_unscaled_gradients": lambda o: o.get_unscaled_gradients([jnp.ones(1)]),
+    "steps_skipped": lambda o: o.steps_skipped,
+    "last_step_skipped": lambda o: o.last_step_skipped,
+    "iterations": lambda o: int(o.iterations),
+    "minimize": lambda o: o.minimize(lambda: 1.0, o._trainable_variables),
+}
+
+
+def test_what_has_no_value_while_fit_runs_is_an_error_that_says_why():
+    optimizer = wrapped(keras.optimizers.SGD(0.1))
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    found = {}
+
+    def read(batch, logs):
+        for name, ask in READ_DURING_FIT.items():
+            try:
+                found[name] = ask(optimizer)
+            except lossscale.errors.UnsupportedError as error:
+                found[name] = str(error)
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=read)
+    model.fit(np.ones((2, 2)), np.ones((2, 1)), verbose=0, callbacks=[callback])
+    assert set(found) == set(READ_DURING_FIT)
+    assert all("self.model.optimizer" in message for message in found.values())
+    assert int(optimizer.iterations) == 1
 
 
 @pytest.mark.parametrize("verb", ["scale_loss", "get_scaled_loss"])

@@ -92,9 +92,6 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     _library = keras
     # What Keras would save a second time.
     _hidden = KerasCommonOptimizer._hidden | {"_inner_parts", "_optimizer"}
-    if keras.backend.backend() == "jax":
-        # They say only what to do instead.
-        _hidden |= {"minimize", "get_gradients", "get_updates"}
     _sets_scale = "A variable holds it: optimizer.dynamic_scale.assign({value!r})"
     _backend: Backend
     _state: KerasScaleVariables | None

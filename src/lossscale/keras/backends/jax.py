@@ -10,11 +10,13 @@ import jax.extend
 import jax.numpy as jnp
 import keras
 
+from lossscale.common.checks import scaled_value
 from lossscale.common.scaled_gradient_tracker import TraceLocation
-from lossscale.errors import UnsupportedError
+from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.jax import gradients as jax_gradients
 from lossscale.jax.apply_or_skip import gated
 from lossscale.keras.backends.backend import Backend, OverflowCheck, Step
+from lossscale.keras.state import naming_taken_values
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import GradientStats, ScaleRule
 
@@ -68,7 +70,8 @@ class JaxBackend(Backend):
 
     def read(self, variable: Any) -> Any:
         """The value of a Keras variable now, as an array."""
-        return jnp.asarray(variable.value)
+        with naming_taken_values():
+            return jnp.asarray(variable.value)
 
     def scaled(self, loss: Any, scale: Any) -> Any:
         """Multiplies a loss by the scale, in float32 or wider."""
@@ -89,15 +92,83 @@ class JaxBackend(Backend):
 
     # --- Gradients of a loss ------------------------------------------------------------------
 
-    def differentiate(self, *loss: Any, **settings: Any) -> Any:
-        """Raises: JAX differentiates functions of arrays, not of variables."""
+    def differentiate(
+        self,
+        loss: Any,
+        variables: Any,
+        scale: Callable[[Any], Any],
+        *,
+        tape: Any = None,
+        grad_loss: Any = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the gradients of a scaled loss, a callable, and the variables they belong to.
+
+        What the loss assigns to other variables (averages of a batch normalization, seeds) is kept.
+        """
+        if tape is not None:
+            raise ArgumentError("`tape` is for the TensorFlow backend. Leave it out.")
+        if not callable(loss):
+            return self.symbolic_gradients(loss, variables), []
+        if variables is None:
+            raise ArgumentError(
+                "`var_list` must be given on the JAX backend, which does not record the variables "
+                "a loss was computed from. Pass model.trainable_variables."
+            )
+        given = variables
+        variables = self.flat_variables(given() if callable(given) else given)
+        if callable(given) and not variables:
+            # A model that was never called makes its variables now.
+            with keras.StatelessScope():
+                loss()
+            variables = self.flat_variables(given())
+        scope = _LossScope()
+
+        def scaled(values: list[Any]) -> tuple[Any, list[Any]]:
+            scope.begin(variables, values)
+            with scope:
+                value = jnp.asarray(scaled_value(loss, scale))
+                return value, [scope.get_current_value(each) for each in scope.assigned.values()]
+
+        value, pull, assigned = jax.vjp(scaled, list(map(self.read, variables)), has_aux=True)
+        cotangent = jnp.ones_like(value) if grad_loss is None else grad_loss
+        [gradients] = pull(jnp.broadcast_to(jnp.asarray(cotangent, value.dtype), value.shape))
+        for variable, new in zip(scope.assigned.values(), assigned, strict=True):
+            variable.assign(new)
+        return [
+            gradient if id(variable) in scope.read else None
+            for variable, gradient in zip(variables, gradients, strict=True)
+        ], variables
+
+    def symbolic_gradients(self, loss: Any, variables: Any) -> Any:
+        """Raises: an array does not know how it was computed."""
         raise UnsupportedError(
-            "On the JAX backend the gradients of a loss are taken with jax.grad, with the "
-            "variables' values as arguments, and applied with stateless_apply(). minimize(), "
-            "get_gradients() and get_updates() work on the TensorFlow and PyTorch backends."
+            "On the JAX backend `loss` must be a callable without arguments, which computes the "
+            f"loss from the variables: lambda: loss_fn(y, model(x)). Received: {loss!r}. In a "
+            "function that jax.jit compiles, take gradients with jax.grad, and apply them with "
+            "stateless_apply()."
         )
 
-    symbolic_gradients = differentiate
+
+class _LossScope(keras.StatelessScope):
+    """Holds what a loss is derived by; notes the variables that it reads, and those it assigns."""
+
+    def begin(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Starts with these values of these variables."""
+        super().__init__(zip(variables, values, strict=True), collect_losses=True)
+        self.read: set[int] = set()
+        self.assigned: dict[int, Any] = {}
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Takes what is assigned to a variable."""
+        self.assigned[id(update[0])] = update[0]
+        super().add_update(update)
+
+    def get_current_value(self, variable: Any) -> Any:
+        """The value of a variable here, or in the scope around."""
+        self.read.add(id(variable))
+        value = super().get_current_value(variable)
+        outer = self.original_scope
+        return value if value is not None or outer is None else outer.get_current_value(variable)
 
 
 def _apply_gated(
