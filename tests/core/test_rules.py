@@ -4,7 +4,8 @@ import math
 import numpy as np
 import pytest
 
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.arguments import checked_rule
+from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError
 from lossscale.rules import (
     LARGEST_SCALE,
     LONGEST_INTERVAL,
@@ -15,6 +16,7 @@ from lossscale.rules import (
     GradientStats,
     ScaleRule,
     ScaleState,
+    StatsRequest,
 )
 
 OK, BAD = True, False
@@ -331,6 +333,82 @@ def test_a_rule_of_ones_own_inherits_the_defaults():
     assert rule.powers_of_two is False
     assert rule.loss_scale(state) == 4.0
     assert rule.restored(state) == state
+
+
+def own(init=None, update=None, of_state=None):
+    """A rule of one's own whose methods are these."""
+    members = {
+        "init": init or Own.init,
+        "update": update or Own.update,
+        "get_config": Own.get_config,
+        "loss_scale": of_state or ScaleRule.loss_scale,
+    }
+    return type("Mistaken", (ScaleRule,), members)()
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "message"),
+    [
+        (own(init=lambda self: 4.0), TypeError, r"Mistaken\.init must return a named tuple.*4\.0"),
+        (own(init=lambda self: (4.0, 0)), TypeError, r"Mistaken\.init must return a named tuple"),
+        (own(init=lambda self: None), TypeError, r"Mistaken\.init must .*None of type NoneType"),
+        (own(init=lambda self: ScaleState(0.0, 0)), ValueError, r"Mistaken\.init .*scale 0\.0"),
+        (own(init=lambda self: ScaleState(math.nan, 0)), ValueError, r"init .*scale nan"),
+        (own(init=lambda self: ScaleState(2.0**127, 0)), ValueError, r"between 2\*\*-126"),
+        (own(of_state=lambda self, state: 0.0), ValueError, r"Mistaken\.init .*scale 0\.0"),
+        (
+            own(update=lambda self, state, stats: state),
+            TypeError,
+            r"Mistaken\.update must take \(state, stats, \*, xp\).*unexpected keyword.*xp",
+        ),
+        (
+            own(update=lambda self, state, stats, *, xp: state._replace(scale=stats.largest * 2)),
+            TypeError,
+            r"Mistaken\.update .*NoneType",
+        ),
+        (
+            own(update=lambda self, state, stats, *, xp: xp.maximum(1.0, state.scale)),
+            TypeError,
+            r"Mistaken\.update .*xp\.where alone.*maximum",
+        ),
+        (
+            own(update=lambda self, state, stats, *, xp: state.scale),
+            TypeError,
+            r"Mistaken\.update must return a ScaleState, as `init` does\. Received: 4\.0",
+        ),
+        (
+            own(update=lambda self, state, stats, *, xp: None if stats.finite else state),
+            TypeError,
+            r"Mistaken\.update must return a ScaleState.*None",
+        ),
+        (
+            own(
+                update=lambda self, state, stats, *, xp: state._replace(
+                    scale=xp.where(stats.finite, state.scale, 0.0)
+                )
+            ),
+            ValueError,
+            r"Mistaken\.update returned the scale 0\.0",
+        ),
+    ],
+)
+def test_a_mistake_in_a_rule_of_ones_own_names_the_rule(rule, error, message):
+    with pytest.raises(error, match=message) as raised:
+        checked_rule(rule)
+    assert isinstance(raised.value, LossScaleError)
+
+
+def test_a_rule_of_ones_own_is_tried_with_what_it_needs():
+    class Needing(Own):
+        needs = StatsRequest(largest=True, counts_from=(2.0, 4.0))
+
+        def update(self, state, stats, *, xp):
+            tail = stats.counts[0] + stats.counts[1] > 0.1 * stats.elements
+            falls = tail | (stats.largest > 8.0)
+            return state._replace(scale=xp.where(falls, state.scale / 2.0, state.scale))
+
+    rule = Needing()
+    assert checked_rule(rule) is rule
 
 
 @pytest.mark.parametrize(
