@@ -180,7 +180,8 @@ READ_DURING_FIT = {
     "steps_skipped": lambda o: o.steps_skipped,
     "last_step_skipped": lambda o: o.last_step_skipped,
     "iterations": lambda o: int(o.iterations),
-    "minimize": lambda o: o.minimize(lambda: 1.0, o._trainable_variables),
+    "dynamic_counter": lambda o: int(o.dynamic_counter),
+    "dynamic_scale": lambda o: float(o.dynamic_scale),
 }
 
 

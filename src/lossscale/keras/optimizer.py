@@ -137,6 +137,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._last_step_skipped = self._add_own_variable("last_step_skipped", "bool", False)
         with keras.name_scope(self.name):
             self._iterations = StepCounter(self.inner_optimizer, self._steps_skipped)
+        self._backend.prepare_own_variable(self._iterations)
         if all(variable is not self._iterations for variable in self._variables):
             # Keras switches attribute tracking off while it compiles a model.
             self._track_variable(self._iterations)
@@ -146,7 +147,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         return KerasScaleVariables(self._rule, self._add_own_variable, self._backend)
 
     def _add_own_variable(self, name: str, dtype: str, value: Any) -> Any:
-        return self.add_variable(
+        variable = self.add_variable(
             shape=(),
             dtype=dtype,
             # An initializer of Keras would be looked up by its name, and compute.
@@ -155,6 +156,8 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             aggregation="only_first_replica",
             name=name,
         )
+        self._backend.prepare_own_variable(variable)
+        return variable
 
     def build(self, variables: Sequence[Any]) -> None:
         if self.built:

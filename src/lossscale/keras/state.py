@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
-from lossscale.errors import UnsupportedError
 from lossscale.keras_common.state import ScaleVariables, kind_of_number
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
@@ -59,27 +57,6 @@ class KerasScaleVariables(ScaleVariables):
         self.write(self.rule.restored(state))
 
 
-@contextlib.contextmanager
-def naming_taken_values() -> Iterator[None]:
-    """Within it a variable that Keras' JAX trainer has emptied is read with an error that says so.
-
-    Raises:
-        UnsupportedError: If it is.
-    """
-    try:
-        yield
-    except TypeError as error:
-        # Keras asks for an initializer, which is gone too.
-        if "'NoneType' object is not callable" not in str(error):
-            raise
-        raise UnsupportedError(
-            "The variables have no values now: while `fit` runs on JAX, these are arguments of "
-            "the compiled step. In a `train_step`, open keras.StatelessScope(state_mapping="
-            "zip(optimizer.variables, values)) with the values that the step was given. In a "
-            "callback, read from `self.model.optimizer`, which puts the values back."
-        ) from error
-
-
 class StepCounter(keras.Variable):
     """Counts applied and skipped steps; assigning to it moves the inner optimizer's counter.
 
@@ -105,12 +82,6 @@ class StepCounter(keras.Variable):
         )
         self._applied = inner_optimizer._iterations
         self._skipped = steps_skipped
-
-    @property
-    def value(self) -> Any:
-        """The number of steps, a scalar tensor."""
-        with naming_taken_values():
-            return super().value
 
     def assign(self, value: Any) -> Any:
         """Sets the number of steps; the inner optimizer's counter becomes it less the skips.

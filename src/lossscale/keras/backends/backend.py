@@ -202,6 +202,9 @@ class Backend:
         """Returns a list of variables from one variable or a nest of them."""
         return flat_list(variables, keras.tree.flatten, self.is_variable)
 
+    def prepare_own_variable(self, variable: Any) -> None:
+        """Is given each variable of a loss scale optimizer when it is made."""
+
     def read(self, variable: Any) -> Any:
         """The value of a Keras variable now, as a tensor that does not change with it."""
         raise NotImplementedError

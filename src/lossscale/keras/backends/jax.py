@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.extend
@@ -16,7 +16,6 @@ from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.jax import gradients as jax_gradients
 from lossscale.jax.apply_or_skip import gated
 from lossscale.keras.backends.backend import Backend, OverflowCheck, Step
-from lossscale.keras.state import naming_taken_values
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import GradientStats, ScaleRule
 
@@ -70,8 +69,13 @@ class JaxBackend(Backend):
 
     def read(self, variable: Any) -> Any:
         """The value of a Keras variable now, as an array."""
-        with naming_taken_values():
-            return jnp.asarray(variable.value)
+        return jnp.asarray(variable.value)
+
+    def prepare_own_variable(self, variable: Any) -> None:
+        """Lets a variable say why it has no value, where Keras' trainer has taken it."""
+        if variable._value is not None:
+            # Keras asks it for a value then; used once, it is None otherwise.
+            variable._initializer = _no_value
 
     def scaled(self, loss: Any, scale: Any) -> Any:
         """Multiplies a loss by the scale, in float32 or wider."""
@@ -129,7 +133,7 @@ class JaxBackend(Backend):
                 value = jnp.asarray(scaled_value(loss, scale))
                 return value, [scope.get_current_value(each) for each in scope.assigned.values()]
 
-        value, pull, assigned = jax.vjp(scaled, list(map(self.read, variables)), has_aux=True)
+        value, pull, assigned = jax.vjp(scaled, [each.value for each in variables], has_aux=True)
         cotangent = jnp.ones_like(value) if grad_loss is None else grad_loss
         [gradients] = pull(jnp.broadcast_to(jnp.asarray(cotangent, value.dtype), value.shape))
         for variable, new in zip(scope.assigned.values(), assigned, strict=True):
@@ -192,6 +196,15 @@ def _apply_gated(
     new = gated(jax.make_jaxpr(applied)(*given), inputs, dict(enumerate(old)), finite)
     for target, value in zip(targets, new, strict=True):
         target.assign(value)
+
+
+def _no_value(*_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedError(
+        "The optimizer's variables have no values now: while `fit` runs on JAX, these are "
+        "arguments of the compiled step. In a `train_step`, open keras.StatelessScope("
+        "state_mapping=zip(optimizer.variables, values)) with the values that the step was given. "
+        "In a callback, read from `self.model.optimizer`, which puts the values back."
+    )
 
 
 def _is_traced(value: Any) -> bool:
