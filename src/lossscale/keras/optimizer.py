@@ -442,6 +442,8 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     @iterations.setter
     def iterations(self, value: Any) -> None:
         self._iterations.assign(value)
+        for part in getattr(self.inner_optimizer, "optimizers", ()):
+            part._iterations.assign(self.inner_optimizer._iterations)
 
     @property
     def variables(self) -> VariableList:
@@ -512,8 +514,8 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     def _slots_of_inner(self) -> Slots:
         return slots.slots_of(self.inner_optimizer, self._var_key)
 
-    def _names_of_slot(self, slot_name: str) -> set[str]:
-        return slots.names_of(self.inner_optimizer, slot_name)
+    def _names_of_slot(self, var: Any, slot_name: str) -> set[str]:
+        return slots.names_of(self.inner_optimizer, var, slot_name)
 
     def _new_slot(self, var: Any, slot_name: str, initializer: Any) -> Any:
         return self.inner_optimizer.add_variable_from_reference(

@@ -20,9 +20,11 @@ def weights_of(inner: Any) -> list[Any]:
     return [inner._iterations, *rest]
 
 
-def names_of(inner: Any, slot_name: str) -> set[str]:
-    """Returns all names of a kind of slot."""
-    return set(names_for(kind_of(inner), [slot_name]))
+def names_of(inner: Any, variable: Any, slot_name: str) -> set[str]:
+    """Returns all names of a kind of slot, in the optimizer or the one of several that has it."""
+    key, parts = inner._var_key(variable), getattr(inner, "optimizers", None) or [inner]
+    own = [part for part in parts if key in getattr(part, "_trainable_variables_indices", ())]
+    return set(names_for(kind_of(own[0] if own else inner), [slot_name]))
 
 
 def slots_of(inner: Any, key_of: Callable[[Any], Any]) -> Slots:

@@ -284,15 +284,15 @@ class KerasCommonOptimizer(DocumentedMembers):
         return slot
 
     def _find_slot(self, var: Any, slot_name: str) -> Any:
-        wanted = self._names_of_slot(slot_name)
+        wanted = self._names_of_slot(var, slot_name)
         key = self.inner_optimizer._var_key(var)
         for names, slots in self._slots():
             if wanted & set(names) and key in slots:
                 return slots[key]
         return None
 
-    def _names_of_slot(self, slot_name: str) -> set[str]:
-        """Returns all names of a kind of slot."""
+    def _names_of_slot(self, var: Any, slot_name: str) -> set[str]:
+        """Returns all names of a kind of slot of a variable."""
         return {slot_name}
 
     def _slots(self) -> Slots:

@@ -49,6 +49,24 @@ def test_what_an_optimizer_of_several_says_of_its_learning_rate_is_said(name):
     assert not hasattr(optimizer, name)
 
 
+def test_an_optimizer_of_several_has_the_slots_and_the_counters_of_its_parts():
+    first, second = keras.Variable([1.0], name="a"), keras.Variable([1.0], name="b")
+    parts = keras.optimizers.OptimizerMap(SGD(momentum=0.5), {".*b": Adam()})
+    optimizer = wrapped(keras.optimizers.MultiOptimizer(parts))
+    optimizer.build([first, second])
+    [_, adam] = sorted(
+        optimizer.inner_optimizer.optimizers, key=lambda part: isinstance(part, Adam)
+    )
+    assert optimizer.get_slot(second, "m") is adam._momentums[0]
+    assert optimizer.get_slot(second, "v") is adam._velocities[0]
+    assert optimizer.get_slot(first, "momentum") is not adam._momentums[0]
+    with pytest.raises(KeyError, match="no slot 'v'"):
+        optimizer.get_slot(first, "v")
+    optimizer.iterations = 7
+    assert [int(part.iterations) for part in optimizer.inner_optimizer.optimizers] == [7, 7]
+    assert int(optimizer.iterations) == 7
+
+
 class Failing(SGD):
     """Has a property that cannot be read."""
 
