@@ -123,6 +123,7 @@ class Recorder:
         self.last_record: StepRecord | None = None
         self._rule = rule
         self._file: BinaryIO | None = None
+        self._writes = False
         self._append = settings.append
         self._consecutive = 0
         self._warned_of_floor = self._warned_of_loss = False
@@ -148,7 +149,7 @@ class Recorder:
                 "append=True to continue it, as a resumed run does. If several processes run this "
                 "program, pass a path in one of them, or a path of its own in each."
             ) from None
-        self._append = True
+        self._writes = self._append = True
 
     def close(self) -> None:
         """Closes the file. Closing it again does nothing."""
@@ -195,18 +196,26 @@ class Recorder:
         self.last_record = record
         self._write(record)
         if self.settings.log is not None:
-            self.settings.log(record.to_dict())
+            try:
+                self.settings.log(record.to_dict())
+            except BaseException:
+                # `fit` ends without another call. A loop that continues opens the file again.
+                self.close()
+                raise
         self._raise_alarms(record)
 
     def _write(self, record: StepRecord) -> None:
-        if self._file is None:
+        if self.settings.path is None or not self._writes:
             return
         try:
+            if self._file is None:
+                self._file = open(self.settings.path, "ab")  # noqa: SIM115
             self._file.write(record.to_json().encode() + b"\n")
             # So that it can be read while the run continues, and after the process is killed.
             self._file.flush()
         except OSError as error:
             # A full disk must not end a run of days.
+            self._writes = False
             self.close()
             warn(
                 f"The records of steps from {record.step} on are not written: "
