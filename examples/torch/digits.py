@@ -10,6 +10,7 @@ learning rate is multiplied by the same power of two, so that float32 trains as 
 import argparse
 import contextlib
 import dataclasses
+import pathlib
 import sys
 import time
 
@@ -177,8 +178,10 @@ def progress(name, epochs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=15, help="of each run (default: 15)")
-    parser.add_argument("--output", default="demo.png", help="the picture (default: demo.png)")
+    parser.add_argument("--output", type=pathlib.Path, default="demo.png", help="the picture")
     arguments = parser.parse_args()
+    # Before the training: what cannot be written fails at once.
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     # On arrays as small as these, several threads wait for one another most of the time.
     torch.set_num_threads(1)
     start, data, runs = time.perf_counter(), digits(), {}
