@@ -15,11 +15,6 @@ from lossscale.monitoring.recorder import MonitorSettings, Recorder
 __all__ = ["LossScaleMonitor"]
 
 
-def __dir__() -> list[str]:
-    """The public names."""
-    return sorted(__all__)
-
-
 class LossScaleMonitor:
     """Records what the loss scale does while a model trains, and warns when something is wrong.
 

@@ -37,11 +37,6 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:
-    """The public names."""
-    return sorted(__all__)
-
-
 class ScaleState(NamedTuple):
     """What a rule remembers from one step to the next.
 

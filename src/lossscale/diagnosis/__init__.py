@@ -16,11 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["diagnose"]
 
 
-def __dir__() -> list[str]:
-    """The public names."""
-    return sorted(__all__)
-
-
 def diagnose(
     model: Any,
     x: Any,

@@ -23,8 +23,3 @@ __all__ = [
     "migrate_file",
     "restore_checkpoint",
 ]
-
-
-def __dir__() -> list[str]:
-    # What is public, for completion.
-    return sorted(__all__)

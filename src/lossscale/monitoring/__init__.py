@@ -3,8 +3,3 @@
 from lossscale.monitoring.record import NonfiniteTensor, SkipReason, StepRecord, read_records
 
 __all__ = ["NonfiniteTensor", "SkipReason", "StepRecord", "read_records"]
-
-
-def __dir__() -> list[str]:
-    # What is public, for completion.
-    return sorted(__all__)

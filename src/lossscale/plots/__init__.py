@@ -3,8 +3,3 @@
 from lossscale.plots.curves import plot_records
 
 __all__ = ["plot_records"]
-
-
-def __dir__() -> list[str]:
-    """The public names."""
-    return sorted(__all__)
