@@ -17,7 +17,7 @@ from typing import Any
 
 import lossscale.registry as registry
 from lossscale.common import monkeypatch
-from lossscale.older.configurations import OPTIMIZER_NAMES
+from lossscale.old_formats.configurations import OPTIMIZER_NAMES
 from lossscale.packages import not_installed
 
 

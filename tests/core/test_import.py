@@ -16,7 +16,7 @@ ARROWS = {
     "errors": "",
     "checks": "errors",
     "packages": "errors",
-    "older": "errors packages",
+    "old_formats": "errors packages",
     "rules": "errors checks",
     "registry": "errors packages",
     "arguments": "errors checks rules",
@@ -34,16 +34,17 @@ ARROWS = {
     "torch": "errors checks packages rules arguments members optimizer common monitoring *torch",
     "optax": "errors checks packages rules arguments common jax monitoring *jax *optax",
     # A backend of Keras imports its own framework as well.
-    "keras": "errors packages rules registry members arguments optimizer older common keras_common "
-    "tensorflow jax torch callbacks *keras",
-    "tf_keras": "errors packages rules registry members arguments optimizer older common "
+    "keras": "errors packages rules registry members arguments optimizer old_formats common "
+    "keras_common tensorflow jax torch callbacks *keras",
+    "tf_keras": "errors packages rules registry members arguments optimizer old_formats common "
     "keras_common tensorflow callbacks *tf_keras *tensorflow",
     "experimental": "errors checks rules registry arguments optimizer keras tf_keras "
     "*keras *tf_keras",
-    "migration": "errors packages rules registry arguments optimizer older keras tf_keras **any",
+    "migration": "errors packages rules registry arguments optimizer old_formats keras tf_keras "
+    "**any",
     "documented_names": "errors registry optimizer common experimental keras tf_keras tensorflow "
     "*tensorflow **any",
-    "installation": "registry packages older common documented_names",
+    "installation": "registry packages old_formats common documented_names",
     "plots": "errors packages monitoring",
     "cli": "errors packages migration lossscale **any",
     "__main__": "cli",

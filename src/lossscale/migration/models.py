@@ -20,7 +20,7 @@ from lossscale.migration.saved_optimizer import (
     SavedOptimizer,
     SavedSlot,
 )
-from lossscale.older.slots import (
+from lossscale.old_formats.slots import (
     ArrayRole,
     begins_as_keras_own,
     roles_by_name,

@@ -15,8 +15,8 @@ from lossscale.migration.saved_optimizer import (
     SavedOptimizer,
     SavedSlot,
 )
-from lossscale.older.configurations import NADAM_DECAY, decayed
-from lossscale.older.slots import kind_of, nadam_product, names_for
+from lossscale.old_formats.configurations import NADAM_DECAY, decayed
+from lossscale.old_formats.slots import kind_of, nadam_product, names_for
 from lossscale.packages import warn
 
 # With it TensorFlow's first Nadam raises its momentum as all later ones do.

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from lossscale.migration.graph import Graph, Node
-from lossscale.older.slots import split_label
+from lossscale.old_formats.slots import split_label
 
 OLDEST = "TensorFlow 2.0 to 2.2"
 FIRST_KIND = "TensorFlow 2.3 to 2.15 or tf_keras, optimizers.legacy"

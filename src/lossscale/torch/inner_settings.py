@@ -42,7 +42,9 @@ def _shared(name: str, doc: str = "") -> property:
 def _setting(name: str) -> property:
     """A property that reads and writes a setting of all parameter groups."""
     return property(
-        lambda self: self._setting(name), lambda self, value: self._set_setting(name, value)
+        lambda self: self._setting(name),
+        lambda self, value: self._set_setting(name, value),
+        doc=f"`{name}` of all parameter groups; reading it is an error if they differ.",
     )
 
 
