@@ -137,17 +137,18 @@ tests/conformance/test_fast_path.py
 tests/conformance/test_what_rules_see.py -k for_a_rule_that_asks
     optax _move: rule.needs != StatsRequest() -> True
     keras on torch LossScaleOptimizer._step: rule.needs != StatsRequest() -> True
-tests/conformance/test_passes.py
-    keras_common on torch _attributes_kept: attributes.update(values) -> pass  -k subclassed
-    keras_common on torch ModelRun._steps: -2.0 * loss -> -1.0 * loss  -k square_error
-    keras_common on torch ModelRun._lowest: part * step -> step * 0  -k square_error
-    keras_common on torch cast_to_float16: not asks(layer) -> True  -k ask_for_a_dtype
-    keras_common on torch Watcher.keep: self._is_inside -> True  -k attention
-    keras on torch KerasRun.values: keras.ops.cast(value, 'float32') -> value
+tests/backends/test_diagnose.py
+    diagnosis.keras on torch _as_it_was: attributes.update(values) -> pass  -k subclassed
+    diagnosis on torch _cast_to_float16: not asks(layer) -> True  -k ask_for_a_dtype
+    diagnosis on torch _Watcher._keep: self._is_inside -> True  -k attention
+    diagnosis on torch _Watcher.keep_targets: keras.ops.cast(target, output.dtype) -> output
+        -k targets_beyond
+    diagnosis on torch _value: keras.ops.cast(value, 'float32') -> value
         -k whatever and test_the_reference
-    tensorflow derive: _summed(each) -> tf.convert_to_tensor(each)  -k Embedding
-tests/conformance/test_loss_functions.py
-    keras_common on torch ModelRun.__call__: id(variable) in owned -> True  -k several_losses
+    diagnosis on tensorflow _derive_on_tensorflow: rows(each) -> tf.convert_to_tensor(each)
+        -k Embedding
+tests/backends/test_diagnose_loss_functions.py
+    diagnosis on torch KerasRun.__call__: id(variable) in owned -> True  -k several_losses
 tests/backends/test_finite.py
     tensorflow all_finite: unscaled(parts, scale, powers_of_two) -> parts
     tensorflow all_finite: tf.logical_and(fits, ...) -> fits
@@ -168,13 +169,13 @@ tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
     diagnosis _rounded_to_bfloat16: np.uint32(0x8000) -> np.uint32(0)
     diagnosis _predicted_top: _LARGEST / largest -> largest
     diagnosis _highest: exponent + 1 -> exponent
-    diagnosis measure: loss.find_missing_tops(passes) -> pass
-    diagnosis _Loss._ends: found.room < NEAR -> found.room < 0
-    diagnosis _Loss._ends: _CREDIBLE * reference.loss -> math.inf
-    diagnosis _Loss._ends: output.finite or not wide.finite -> output.finite
-    diagnosis _Loss._look_at_scales: self._open.append((passes.batch, predicted)) -> pass
+    diagnosis _Loss._overflow: not in_float32.finite -> False
+    diagnosis _Loss._measure_scales: min(self._assumed_top, max(predicted, second)) -> _HIGHEST
+    diagnosis _Loss._check_reference: e > _SAME -> False
+    diagnosis _Loss._check_reference: lower[name] > self._tolerance -> False
+    diagnosis _Loss._check_reference: not self._found.reference -> True
     diagnosis _Loss._wrong: filter(math.isfinite, found) -> found
-    diagnosis _Loss.wrong: best[variable] < NOISE -> True
+    diagnosis _Loss._errors_beyond: best[variable] < NOISE -> True
     diagnosis _not_finite: math.isfinite(found.loss) -> True
     diagnosis judge: found.top - 1 -> found.top + 1
     diagnosis judge: found.top >= MARGIN -> True
@@ -262,7 +263,7 @@ tests/frameworks/jax/test_monitor.py
     optax Monitor.step: self._scale = jnp.copy(watched.scale) -> pass  -k recorded_with_its_scale
     optax Monitor.step: watched.steps_skipped is self._watched.steps_skipped -> False  -k is_shown
 tests/frameworks/jax/test_diagnose.py
-    optax LossRun._owns: owned is None or ... -> True
+    diagnosis on jax JaxRun._owns: owned is None or ... -> True
 tests/frameworks/jax/test_mistakes.py
     optax is_array: isinstance(...) -> True  -k functions_in_it
     optax _single_scale: scale.ndim -> False  -k state_of_several
