@@ -2,8 +2,8 @@
 
 Each model is asked for its verdict, and then trained in float32 and in float16: without loss
 scaling, with `DynamicScale()` and with the rule that was advised. The status is 1 if a training
-contradicts a verdict. It takes some minutes for each backend. `--page docs/calibration.md` writes
-the table between the markers of that page.
+contradicts a verdict that `KNOWN_WRONG` does not name, or none that it names. It takes some minutes
+for each backend. `--page docs/calibration.md` writes the table between the markers of that page.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from typing import Any
 
 from benchmarks.calibration.outcomes import WAYS, regret
 from benchmarks.pages import insert
+
+KNOWN_WRONG = {"JAX": ("regression, targets x 1e5",)}
+"""The models whose verdict is wrong, by the title of their table; docs/calibration.md says why."""
 
 
 def main(command_line: list[str] | None = None) -> int:
@@ -39,17 +42,20 @@ def main(command_line: list[str] | None = None) -> int:
         if options.only in task.name:
             rows.append(models.run(task))
             print(table(rows[-1:]).splitlines()[-1], flush=True)
-    wrong = [row["task"] for row in rows if row["wrong"] == "WRONG"]
+    what = "JAX" if options.library == "jax" else f"Keras on {os.environ['KERAS_BACKEND']}"
+    wrong = {row["task"] for row in rows if row["wrong"] == "WRONG"}
+    known = {name for name in KNOWN_WRONG.get(what, ()) if options.only in name}
     alarms = sum(row["wrong"] == "alarm" for row in rows)
     said = f"{len(rows)} models: {len(wrong)} wrong, {alarms} scales that were not needed."
     print(f"\n{said}")
     if options.page is not None:
-        what = "JAX" if options.library == "jax" else f"Keras on {os.environ['KERAS_BACKEND']}"
         marks = f"<!-- {what}: make calibration -->", f"<!-- end of {what} -->"
         insert(options.page, f"\n{table(rows)}\n\n{said}\n", *marks)
-    for name in wrong:
+    for name in sorted(wrong - known):
         print(f"error: {name}: the training contradicts the verdict", file=sys.stderr)
-    return 1 if wrong else 0
+    for name in sorted(known - wrong):
+        print(f"error: {name}: no training contradicts the verdict any more", file=sys.stderr)
+    return 1 if wrong ^ known else 0
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -8,7 +8,7 @@ import pytest
 import keras_cases as cases
 from keras_cases import BACKEND, LOST, keras, layers, ops, wide
 from lossscale.diagnosis import diagnose
-from lossscale.diagnosis.keras import KerasRun
+from lossscale.diagnosis.keras import KerasGradientFunction
 from lossscale.diagnosis.measurement import LOSS
 from lossscale.errors import ArgumentError
 
@@ -172,7 +172,9 @@ def test_programs_of_one_loss(name):
         # No random numbers in it: the gradients are those of the same function by hand.
         given = tuple(ops.convert_to_tensor(each) for each in (x, y))
         (expected,) = cases.gradients(model, lambda model: loss_fn(model, (*given, None)))
-        (found,) = KerasRun(model, loss_fn)((x, y), 1.0, False)[LOSS].gradients.values()
+        (found,) = KerasGradientFunction(model, loss_fn)((x, y), 1.0, False)[
+            LOSS
+        ].gradients.values()
         assert cases.error(found, expected) < 1e-5
 
 
@@ -183,9 +185,9 @@ def test_each_of_several_losses_is_judged_by_its_own_variables():
         "g": model.generator.trainable_variables,
     }
     report = diagnose(model, x, y, loss_fn=losses_of_gan, parameters=owned)
-    found = {name: verdict.kind.value for name, verdict in report.verdicts.items()}
+    found = {name: verdict.verdict.value for name, verdict in report.recommendations.items()}
     assert found == {"d": "not needed", "g": "needed"}
-    passes = KerasRun(model, losses_of_gan, owned)((x, y), 1.0, False)
+    passes = KerasGradientFunction(model, losses_of_gan, owned)((x, y), 1.0, False)
     given = tuple(ops.convert_to_tensor(each) for each in (x, y))
     for name, place in (("d", slice(4, 8)), ("g", slice(0, 4))):
         expected = cases.gradients(
@@ -197,9 +199,9 @@ def test_each_of_several_losses_is_judged_by_its_own_variables():
         for gradient, n in zip(passes[name].gradients.values(), places, strict=True):
             assert cases.error(gradient, expected[n]) < 1e-5
     # Together they are judged by all.
-    assert set(KerasRun(model, losses_of_gan)((x, y), 1.0, False)["d"].gradients) >= set(
-        passes["d"].gradients
-    )
+    assert set(
+        KerasGradientFunction(model, losses_of_gan)((x, y), 1.0, False)["d"].gradients
+    ) >= set(passes["d"].gradients)
 
 
 # --- Without a loss function ---------------------------------------------------------------------
@@ -248,4 +250,4 @@ def test_several_optimizers_are_named_in_the_lines():
     lines = re.sub(r"(\w)_loss = \.\.\.", r'\1_loss = losses(model, batch)["\1"]', lines)
     names = {"losses": losses_of_gan}
     exec(lines, names)
-    assert set(diagnose(model, x, y, loss_fn=names["loss_fn"]).verdicts) == {"d", "g"}
+    assert set(diagnose(model, x, y, loss_fn=names["loss_fn"]).recommendations) == {"d", "g"}

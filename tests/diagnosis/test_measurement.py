@@ -12,13 +12,13 @@ from lossscale.diagnosis.measurement import (
     LOSS,
     MARGIN,
     TARGETS,
-    Gradient,
+    GradientAccuracy,
+    LossGradients,
     Measurement,
-    Output,
-    Pass,
+    OutputRange,
     measure,
 )
-from lossscale.diagnosis.verdict import Kind, judge
+from lossscale.diagnosis.verdict import Verdict, recommend
 
 RNG = np.random.default_rng(0)
 
@@ -51,7 +51,7 @@ class Model:
         self.calls.append((batch, scale, half, watch))
         outputs = (self.outputs if half else self.wide) if watch else {}
         return {
-            name: Pass(
+            name: LossGradients(
                 {key: self.rounded(key, g, scale, half, batch) for key, g in each.items()},
                 self.loss,
                 outputs,
@@ -80,10 +80,15 @@ class Model:
 def test_nothing_is_lost_and_six_passes_say_so():
     model = Model({"w": spread(-6, 0), "b": spread(-4, 0)})
     found = model.measured()
-    assert judge(found).kind is Kind.NOT_NEEDED
-    assert (found.passes, found.batches, found.bottom, found.top_is_bound) == (6, 2, 0, True)
-    assert found.wrong < 0.001
-    assert found.top >= MARGIN
+    assert recommend(found).verdict is Verdict.NOT_NEEDED
+    assert (found.passes, found.batches, found.lowest_exponent, found.highest_is_bound) == (
+        6,
+        2,
+        0,
+        True,
+    )
+    assert found.worst_error < 0.001
+    assert found.highest_exponent >= MARGIN
     assert {each.name: each.elements for each in found.gradients} == {"w": 200, "b": 200}
 
 
@@ -104,37 +109,37 @@ def test_bottom_and_top_are_where_float16_begins_and_ends(low, width):
         ) / np.linalg.norm(gradient)
 
     wanted = next((e for e in range(127) if error(e) <= 0.1), 0)
-    verdict = judge(found)
+    verdict = recommend(found)
     if top < MARGIN or wanted > 0:
-        assert verdict.kind is Kind.NEEDED
-        assert found.top == top
-        assert not found.top_is_bound
-        assert found.bottom == wanted
+        assert verdict.verdict is Verdict.NEEDED
+        assert found.highest_exponent == top
+        assert not found.highest_is_bound
+        assert found.lowest_exponent == wanted
         assert found.passes <= 19
         first, lowest = (math.log2(s) for s in (verdict.rule.initial_scale, verdict.rule.min_scale))
         assert lowest <= first <= top
         assert wanted == 0 or (first >= wanted and lowest == wanted)
     else:
-        assert verdict.kind is Kind.NOT_NEEDED
+        assert verdict.verdict is Verdict.NOT_NEEDED
         assert found.passes <= 6
 
 
 def test_the_worst_batch_counts():
     found = Model({"w": spread(-10, -4)}).measured(1.0, 2.0**-24, 2.0**13)
     alone = Model({"w": spread(-10, -4)})
-    assert found.bottom == alone.measured(2.0**-24).bottom > 0
-    assert found.top == alone.measured(2.0**13).top
+    assert found.lowest_exponent == alone.measured(2.0**-24).lowest_exponent > 0
+    assert found.highest_exponent == alone.measured(2.0**13).highest_exponent
     # The first batch asks for nothing, and is looked at again once the second one does.
     first = Model({"w": spread(0, 8)})
     late = first.measured(1.0, 2.0**-33)
-    assert judge(late).kind is Kind.NEEDED
-    assert late.top == math.floor(math.log2(65520 / first.largest()))
+    assert recommend(late).verdict is Verdict.NEEDED
+    assert late.highest_exponent == math.floor(math.log2(65520 / first.largest()))
 
 
 def test_a_small_gradient_beside_one_that_overflows():
     model = Model({"small": spread(-40, -36), "large": spread(8, 12)})
-    verdict = judge(model.measured())
-    assert verdict.kind is Kind.NO_SINGLE_SCALE
+    verdict = recommend(model.measured())
+    assert verdict.verdict is Verdict.NO_SINGLE_SCALE
     assert verdict.rule is None
     assert verdict.reason.startswith("small needs 2**1")
     assert "large overflows" in verdict.reason
@@ -143,11 +148,11 @@ def test_a_small_gradient_beside_one_that_overflows():
 def test_noise_has_no_vote():
     model = Model({"w": spread(-6, 0), "noise": spread(-40, -38)}, noise=("noise",))
     found = model.measured()
-    assert judge(found).kind is Kind.NOT_NEEDED
+    assert recommend(found).verdict is Verdict.NOT_NEEDED
     assert [each.name for each in found.gradients if each.is_noise] == ["noise"]
     assert found.passes <= 10
     alone = Model({"noise": spread(-6, 0)}, noise=("noise",)).measured()
-    assert judge(alone).kind is Kind.UNKNOWN
+    assert recommend(alone).verdict is Verdict.UNKNOWN
     assert "every scale" in alone.unknown
 
 
@@ -155,7 +160,10 @@ def test_noise_asks_for_no_scale_beside_a_gradient_that_needs_one():
     needy = {"w": spread(-32, -24)}
     alone = Model(needy).measured()
     found = Model({**needy, "noise": spread(-40, -38)}, noise=("noise",)).measured()
-    assert (found.bottom, found.top) == (alone.bottom, alone.top)
+    assert (found.lowest_exponent, found.highest_exponent) == (
+        alone.lowest_exponent,
+        alone.highest_exponent,
+    )
 
 
 class Wider(Model):
@@ -169,14 +177,14 @@ class Wider(Model):
 def test_top_is_looked_for_above_what_float32_predicts():
     gradient = spread(-32, -24)
     top = math.floor(math.log2(65520 / np.abs(gradient).max()))
-    assert Model({"w": gradient}).measured(1.0).top == top
-    assert Wider({"w": gradient}).measured(1.0).top == top + 2
+    assert Model({"w": gradient}).measured(1.0).highest_exponent == top
+    assert Wider({"w": gradient}).measured(1.0).highest_exponent == top + 2
 
 
 def test_what_float16_loses_at_every_scale_is_not_counted():
-    found = Gradient("w", 3, 1.0, {0: 0.5, 8: 0.4, 20: math.inf}, 0.0)
-    assert found.wrong_at(0) == pytest.approx(0.3)
-    assert (found.wrong_at(8), found.wrong_at(20)) == (0, math.inf)
+    found = GradientAccuracy("w", 3, 1.0, {0: 0.5, 8: 0.4, 20: math.inf}, 0.0)
+    assert found.excess_error(0) == pytest.approx(0.3)
+    assert (found.excess_error(8), found.excess_error(20)) == (0, math.inf)
 
 
 def test_bfloat16_rounds_as_it_does():
@@ -189,7 +197,7 @@ def test_bfloat16_rounds_as_it_does():
     assert few.bfloat16 == pytest.approx((2.0**-8 - 2.0**-12) / (1 + 2.0**-8 + 2.0**-12))
 
 
-# bottom, top, and the exponents of the advised rule; none where no single scale serves.
+# lowest, top, and the exponents of the advised rule; none where no single scale serves.
 RULES = [
     (0, 3, (-1, -21)),
     (0, -30, (-34, -54)),
@@ -203,35 +211,39 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize(("bottom", "top", "exponents"), RULES)
-def test_the_rule_follows_from_bottom_and_top(bottom, top, exponents):
-    lost = {0: 0.9, 20: 0.001} if bottom else {0: 0.001}
-    found = Measurement((Gradient("w", 10, 1.0, lost, 0.002),), bottom=bottom, top=top)
-    verdict = judge(found)
+@pytest.mark.parametrize(("lowest", "highest", "exponents"), RULES)
+def test_the_rule_follows_from_the_lowest_and_the_highest_scale(lowest, highest, exponents):
+    lost = {0: 0.9, 20: 0.001} if lowest else {0: 0.001}
+    found = Measurement(
+        (GradientAccuracy("w", 10, 1.0, lost, 0.002),),
+        lowest_exponent=lowest,
+        highest_exponent=highest,
+    )
+    verdict = recommend(found)
     if exponents is None:
-        assert (verdict.kind, verdict.rule) == (Kind.NO_SINGLE_SCALE, None)
+        assert (verdict.verdict, verdict.rule) == (Verdict.NO_SINGLE_SCALE, None)
     else:
-        assert verdict.kind is Kind.NEEDED
+        assert verdict.verdict is Verdict.NEEDED
         scales = (verdict.rule.initial_scale, verdict.rule.min_scale)
         assert scales == tuple(2.0**exponent for exponent in exponents)
 
 
 def test_a_variable_without_a_gradient_is_left_alone():
     found = Model({"w": spread(-6, 0), "unused": None, "dead": np.zeros(3, np.float32)}).measured()
-    assert judge(found).kind is Kind.NOT_NEEDED
-    assert [each.name for each in found.voting] == ["w"]
+    assert recommend(found).verdict is Verdict.NOT_NEEDED
+    assert [each.name for each in found.ranked] == ["w"]
 
 
-OVER = Output(10.0, False)
+OVER = OutputRange(10.0, False)
 ENDS = {
-    "an operation": ({"a (matmul)": OVER}, {"a (matmul)": Output(1e6, True)}, "a (matmul)"),
+    "an operation": ({"a (matmul)": OVER}, {"a (matmul)": OutputRange(1e6, True)}, "a (matmul)"),
     "one that is not in float32": ({"a (matmul)": OVER}, {}, "a (matmul)"),
-    "the targets": ({TARGETS: OVER}, {TARGETS: Output(1e6, True)}, TARGETS),
+    "the targets": ({TARGETS: OVER}, {TARGETS: OutputRange(1e6, True)}, TARGETS),
 }
 GOES_ON = {
-    "a mask of infinities": ({"mask": OVER}, {"mask": Output(10.0, False)}, 1.0),
-    "float32 by itself": ({}, {"a": Output(1e7, True)}, 1.0),
-    "a loss below 0": ({"a": Output(1, True)}, {"a": Output(1, True)}, -1.0),
+    "a mask of infinities": ({"mask": OVER}, {"mask": OutputRange(10.0, False)}, 1.0),
+    "float32 by itself": ({}, {"a": OutputRange(1e7, True)}, 1.0),
+    "a loss below 0": ({"a": OutputRange(1, True)}, {"a": OutputRange(1, True)}, -1.0),
 }
 
 
@@ -239,9 +251,9 @@ GOES_ON = {
 def test_float16_ends_on_the_way_forward(case):
     narrow, wide, name = ENDS[case]
     found = Model({"w": spread(-6, 0)}, narrow, wide).measured()
-    verdict = judge(found)
-    assert found.ends_at == name
-    assert verdict.kind is Kind.CANNOT_HELP
+    verdict = recommend(found)
+    assert found.overflows_at == name
+    assert verdict.verdict is Verdict.CANNOT_HELP
     assert name in verdict.reason
     assert verdict.advice
     assert verdict.rule is None
@@ -250,8 +262,8 @@ def test_float16_ends_on_the_way_forward(case):
 @pytest.mark.parametrize("case", GOES_ON)
 def test_what_looks_like_it_and_is_not(case):
     narrow, wide, loss = GOES_ON[case]
-    assert judge(Model({"w": spread(-6, 0)}, narrow, wide, loss=loss).measured()).kind is (
-        Kind.NOT_NEEDED
+    assert recommend(Model({"w": spread(-6, 0)}, narrow, wide, loss=loss).measured()).verdict is (
+        Verdict.NOT_NEEDED
     )
 
 
@@ -263,9 +275,9 @@ def test_a_loss_that_is_not_finite_in_float16_alone():
                 name: each._replace(loss=math.inf if half else 1e6) for name, each in found.items()
             }
 
-    verdict = judge(Overflowing({"w": spread(-6, 0)}).measured())
-    assert (verdict.kind, verdict.reason) == (
-        Kind.CANNOT_HELP,
+    verdict = recommend(Overflowing({"w": spread(-6, 0)}).measured())
+    assert (verdict.verdict, verdict.reason) == (
+        Verdict.CANNOT_HELP,
         "the loss is not finite in float16",
     )
 
@@ -283,8 +295,8 @@ CASTS = {
 def test_a_reference_that_loses_too_is_taken_at_a_scale(case):
     right = Model(CASTS[case]).measured()
     found = Model(CASTS[case], casts=("lost", "w")).measured()
-    assert judge(found) == judge(right)
-    assert (found.bottom, right.reference) == (right.bottom, 0)
+    assert recommend(found) == recommend(right)
+    assert (found.lowest_exponent, right.reference) == (right.lowest_exponent, 0)
     assert found.reference > 0
     for one, other in zip(found.gradients, right.gradients, strict=True):
         assert one.largest == pytest.approx(other.largest, rel=1e-2)
@@ -311,7 +323,7 @@ def test_a_reference_in_float16_that_overflows_at_a_higher_scale_is_unknown():
 def test_a_gradient_that_is_zero_costs_one_pass_and_is_kept(casts):
     model = Model({"w": spread(-6, 0), "dead": np.zeros(3, np.float32)}, casts=casts)
     found = model.measured(1.0)
-    assert judge(found).kind is Kind.NOT_NEEDED
+    assert recommend(found).verdict is Verdict.NOT_NEEDED
     assert [each.name for each in found.gradients if each.is_zero] == ["dead"]
     assert (found.passes, found.reference) == (4, 0)
     small = Model({"w": spread(-32, -24)}).measured(1.0).passes
@@ -327,16 +339,16 @@ def test_a_loss_that_is_another_in_each_pass_is_unknown():
             return super().__call__(*given, **keywords)
 
     found = Random({"w": spread(-6, 0), "dead": np.zeros(3, np.float32)}).measured()
-    assert "draws random numbers" in judge(found).reason
+    assert "draws random numbers" in recommend(found).reason
 
 
 def test_each_loss_is_judged_by_itself_for_the_same_passes():
     model = Model({"critic": {"c": spread(-40, -36)}, "generator": {"g": spread(11, 14)}})
     found = measure(model, (1.0, 1.0))
-    kinds = {name: judge(each).kind for name, each in found.items()}
-    assert kinds == {"critic": Kind.NEEDED, "generator": Kind.NEEDED}
-    assert judge(found["critic"]).rule.min_scale > 2**10
-    assert judge(found["generator"]).rule.initial_scale < 2**4
+    kinds = {name: recommend(each).verdict for name, each in found.items()}
+    assert kinds == {"critic": Verdict.NEEDED, "generator": Verdict.NEEDED}
+    assert recommend(found["critic"]).rule.min_scale > 2**10
+    assert recommend(found["generator"]).rule.initial_scale < 2**4
     alone = sum(
         measure(Model({LOSS: each}), (1.0, 1.0))[LOSS].passes for each in model.losses.values()
     )
@@ -367,8 +379,8 @@ UNKNOWN = {
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_what_cannot_be_measured_has_a_reason(case):
     model, words = UNKNOWN[case]
-    verdict = judge(model.measured())
-    assert verdict.kind is Kind.UNKNOWN
+    verdict = recommend(model.measured())
+    assert verdict.verdict is Verdict.UNKNOWN
     assert words in verdict.reason
 
 

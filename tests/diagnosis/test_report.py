@@ -10,26 +10,28 @@ import pytest
 
 from diagnosis.test_measurement import Model, spread
 from lossscale import DynamicScale
-from lossscale.diagnosis.measurement import TARGETS, Output
-from lossscale.diagnosis.report import report_on
+from lossscale.diagnosis.measurement import TARGETS, OutputRange
+from lossscale.diagnosis.report import make_report
 
-ROOM = {"dense (matmul)": Output(8.0, True), "out (add)": Output(4.0, True)}
+ROOM = {"dense (matmul)": OutputRange(8.0, True), "out (add)": OutputRange(4.0, True)}
 LONG = "model/encoder/block_12/attention/self_attention/query_projection/kernel_of_the_layer"
 MODELS = {
     "not needed": Model({"w": spread(-6, 0), "b": spread(-6, 0)}, ROOM, ROOM),
     "needed": Model({"w": spread(-34, -26), "b": spread(-20, -12)}, ROOM, ROOM),
     "below 1": Model({"w": spread(8, 14)}, ROOM, ROOM),
     "no single scale": Model({"w": spread(-40, -36), "b": spread(8, 12)}, ROOM, ROOM),
-    "cannot help": Model({"w": spread(-6, 0)}, {"a": Output(1, False)}, {"a": Output(1e5, True)}),
+    "cannot help": Model(
+        {"w": spread(-6, 0)}, {"a": OutputRange(1, False)}, {"a": OutputRange(1e5, True)}
+    ),
     "targets": Model(
-        {"w": spread(-6, 0)}, {TARGETS: Output(1, False)}, {TARGETS: Output(1e5, True)}
+        {"w": spread(-6, 0)}, {TARGETS: OutputRange(1, False)}, {TARGETS: OutputRange(1e5, True)}
     ),
     "unknown": Model({"w": spread(-6, 0)}, loss=math.nan),
     "zero": Model({"w": spread(-6, 0), "dead": np.zeros(3, np.float32)}, ROOM, ROOM),
     "casts": Model({"w": spread(-6, 0), "l": spread(-30, -26)}, ROOM, ROOM, casts=("w", "l")),
     "long names": Model(
         {f"{LONG}_{n}": spread(-34, -26) for n in range(5)},
-        {f"{LONG} (matmul)": Output(8.0, True)},
+        {f"{LONG} (matmul)": OutputRange(8.0, True)},
     ),
     "noise": Model({"w": spread(-6, 0), "n": spread(-40, -38)}, ROOM, ROOM, noise=("n",)),
     "two losses": Model({"critic": {"c": spread(-40, -36)}, "actor": {"g": spread(-6, 0)}}),
@@ -42,7 +44,7 @@ def said(found):
 
 
 def report(name, **keywords):
-    return report_on(MODELS[name], (1.0, 1.0), model="Net", setting="NumPy", **keywords)
+    return make_report(MODELS[name], (1.0, 1.0), model="Net", setting="NumPy", **keywords)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -65,8 +67,8 @@ def test_the_report_begins_with_the_verdict_and_is_short(name):
 def test_the_worst_of_several_losses_comes_first():
     small, large = {"c": spread(-40, -36)}, {"g": spread(-6, 0)}
     model = Model({"right": large, "needs one": small, "neither": {**small, "b": spread(8, 12)}})
-    found = report_on(model, (1.0, 1.0), model="Net", setting="NumPy")
-    assert [*found.verdicts] == ["neither", "needs one", "right"]
+    found = make_report(model, (1.0, 1.0), model="Net", setting="NumPy")
+    assert [*found.recommendations] == ["neither", "needs one", "right"]
     assert (found.verdict, found.rule) == ("no single scale", None)
 
 
@@ -93,7 +95,7 @@ def test_what_the_lines_say():
 
 def test_several_losses_have_a_verdict_each_the_worst_first():
     found = report("two losses")
-    assert list(found.verdicts) == ["critic", "actor"]
+    assert list(found.recommendations) == ["critic", "actor"]
     assert found.verdict == "needed"
     assert str(found).startswith("Net, critic: loss scaling is needed. rule = ")
     assert "Net, actor: loss scaling is not needed." in str(found)
@@ -114,7 +116,7 @@ def test_the_picture_has_a_line_for_each_gradient(name):
     found = report(name)
     ax = found.plot(Figure().subplots())
     assert ax.get_title(loc="left").startswith("Net")
-    drawn = next(iter(found.verdicts))
+    drawn = next(iter(found.recommendations))
     voting = [g for g in found.measurements[drawn].gradients if g.errors and not g.is_noise]
     curves = [
         line for line in ax.lines if len(line.get_xdata()) > 1 and line.get_color() == "#8b95a3"

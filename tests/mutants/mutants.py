@@ -148,7 +148,8 @@ tests/backends/test_diagnose.py
     diagnosis on tensorflow _derive_on_tensorflow: rows(each) -> tf.convert_to_tensor(each)
         -k Embedding
 tests/backends/test_diagnose_loss_functions.py
-    diagnosis on torch KerasRun.__call__: id(variable) in owned -> True  -k several_losses
+    diagnosis on torch KerasGradientFunction.__call__: id(variable) in owned -> True
+        -k several_losses
 tests/backends/test_finite.py
     tensorflow all_finite: unscaled(parts, scale, powers_of_two) -> parts
     tensorflow all_finite: tf.logical_and(fits, ...) -> fits
@@ -167,21 +168,23 @@ tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
     diagnosis _bits: magnitude > 0 -> magnitude
     diagnosis _beyond: error ** 2 - best ** 2 -> error ** 2
     diagnosis _rounded_to_bfloat16: np.uint32(0x8000) -> np.uint32(0)
-    diagnosis _predicted_top: _LARGEST / largest -> largest
-    diagnosis _highest: exponent + 1 -> exponent
+    diagnosis _predicted_highest: _LARGEST / largest -> largest
+    diagnosis _highest_finite: exponent + 1 -> exponent
     diagnosis _Loss._overflow: not in_float32.finite -> False
-    diagnosis _Loss._measure_scales: min(self._assumed_top, max(predicted, second)) -> _HIGHEST
+    diagnosis _Loss._measure_scales: min(self._assumed_highest, max(predicted, second))
+        -> _HIGHEST
     diagnosis _Loss._check_reference: e > _SAME -> False
     diagnosis _Loss._check_reference: lower[name] > self._tolerance -> False
     diagnosis _Loss._check_reference: not self._found.reference -> True
     diagnosis _Loss._wrong: filter(math.isfinite, found) -> found
     diagnosis _Loss._errors_beyond: best[variable] < NOISE -> True
     diagnosis _not_finite: math.isfinite(found.loss) -> True
-    diagnosis judge: found.top - 1 -> found.top + 1
-    diagnosis judge: found.top >= MARGIN -> True
-    diagnosis judge: min(middle, found.top - MARGIN) -> middle
-    diagnosis judge: first - _BELOW -> first
-    diagnosis Report.verdicts: _ORDER.index(item[1].kind) -> 0
+    diagnosis recommend: found.highest_exponent - 1
+        -> found.highest_exponent + 1
+    diagnosis recommend: found.highest_exponent >= MARGIN -> True
+    diagnosis recommend: min(middle, found.highest_exponent - MARGIN) -> middle
+    diagnosis recommend: first - _BELOW -> first
+    diagnosis Report.recommendations: _ORDER.index(item[1].verdict) -> 0
 tests/documents/test_documented_members.py
     arguments rule_from_arguments: min(1.0, settings['initial_scale']) -> 1.0  -k floor
     keras set_weights: targets = all_variables -> targets = weights  -k set_weights
@@ -263,7 +266,7 @@ tests/frameworks/jax/test_monitor.py
     optax Monitor.step: self._scale = jnp.copy(watched.scale) -> pass  -k recorded_with_its_scale
     optax Monitor.step: watched.steps_skipped is self._watched.steps_skipped -> False  -k is_shown
 tests/frameworks/jax/test_diagnose.py
-    diagnosis on jax JaxRun._owns: owned is None or ... -> True
+    diagnosis on jax JaxGradientFunction._owns: owned is None or ... -> True
 tests/frameworks/jax/test_mistakes.py
     optax is_array: isinstance(...) -> True  -k functions_in_it
     optax _single_scale: scale.ndim -> False  -k state_of_several

@@ -80,7 +80,7 @@ def diagnose(
     require("numpy")
     # Not at the top: they need NumPy, which optimizers do without.
     from lossscale.diagnosis.batches import batches_of, checked_tolerance
-    from lossscale.diagnosis.report import report_on
+    from lossscale.diagnosis.report import make_report
 
     checked_tolerance(tolerance)
     sizes = {
@@ -88,10 +88,10 @@ def diagnose(
         "batch_size": checked_count("batch_size", batch_size),
     }
     _check_is_keras(model)
-    from lossscale.diagnosis.keras import KerasRun
+    from lossscale.diagnosis.keras import KerasGradientFunction
 
-    run = KerasRun(model, loss_fn, parameters)
-    return report_on(
+    run = KerasGradientFunction(model, loss_fn, parameters)
+    return make_report(
         run,
         batches_of(x, y, sample_weight, class_weight, **sizes),
         model=model.name,

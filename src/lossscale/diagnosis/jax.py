@@ -24,8 +24,8 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from lossscale.checks import checked_above_zero, checked_count
 from lossscale.diagnosis.batches import check_batches, checked_tolerance, first_batches
-from lossscale.diagnosis.measurement import LOSS, Output, Pass, check_losses, numbered
-from lossscale.diagnosis.report import Report, report_on
+from lossscale.diagnosis.measurement import LOSS, LossGradients, OutputRange, check_losses, numbered
+from lossscale.diagnosis.report import Report, make_report
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.gradients import scaled
 from lossscale.jax.jaxprs import bind
@@ -114,10 +114,10 @@ def diagnose(
     checked_count("max_batches", max_batches)
     checked_tolerance(tolerance)
     scale = _scale_of(in_use)
-    run = JaxRun(params, loss_fn, parameters, has_aux=has_aux, grad=grad)
+    run = JaxGradientFunction(params, loss_fn, parameters, has_aux=has_aux, grad=grad)
     check_batches(batches, (jax.Array, np.ndarray))
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    return report_on(
+    return make_report(
         run,
         first_batches(batches, max_batches),
         model="this loss" if name == "<lambda>" else name,
@@ -128,8 +128,8 @@ def diagnose(
     )
 
 
-class JaxRun:
-    """Computes passes of a loss; see `lossscale.diagnosis.measurement.Run`.
+class JaxGradientFunction:
+    """Computes passes of a loss; see `lossscale.diagnosis.measurement.GradientFunction`.
 
     Args:
         params, loss_fn, parameters, has_aux, grad: As for `diagnose`.
@@ -167,7 +167,7 @@ class JaxRun:
 
     def __call__(
         self, batch: Any, scale: float, half: bool, *, watch: bool = False
-    ) -> dict[str, Pass]:
+    ) -> dict[str, LossGradients]:
         """Returns a pass for each loss."""
         arrays, filled, form = _split((self._params, batch))
         given = arrays if half else [_widened(array) for array in arrays], jnp.float32(scale)
@@ -183,7 +183,7 @@ class JaxRun:
         found, ranges = function(*given)
         check_losses(self._owned, found)
         outputs = {
-            name: Output(float(largest), bool(finite))
+            name: OutputRange(float(largest), bool(finite))
             for name, (largest, finite) in zip(names, ranges, strict=True)
         }
         passes = {}
@@ -198,7 +198,7 @@ class JaxRun:
                     "There is nothing to train in `params`: no array of floating-point numbers"
                     + (f" in {self._owned[name]}." if name in self._owned else ".")
                 )
-            passes[name] = Pass(chosen, float(loss), outputs)
+            passes[name] = LossGradients(chosen, float(loss), outputs)
         return passes
 
     def _owns(self, loss: str, path: str) -> bool:

@@ -23,7 +23,14 @@ import numpy as np
 
 from lossscale.common.monkeypatch import replace
 from lossscale.diagnosis.batches import NO_NUMBERS, leaves
-from lossscale.diagnosis.measurement import LOSS, TARGETS, Output, Pass, check_losses, numbered
+from lossscale.diagnosis.measurement import (
+    LOSS,
+    TARGETS,
+    LossGradients,
+    OutputRange,
+    check_losses,
+    numbered,
+)
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError
 from lossscale.keras import backends
 from lossscale.keras.private_names import backend_functions, current_path, random_functions
@@ -33,8 +40,8 @@ _NARROW = ("float16", "bfloat16")
 _WIDER = ("float32", "float64", "bfloat16")
 
 
-class KerasRun:
-    """Computes passes of a Keras 3 model; see `lossscale.diagnosis.measurement.Run`.
+class KerasGradientFunction:
+    """Computes passes of a Keras 3 model; see `lossscale.diagnosis.measurement.GradientFunction`.
 
     Args:
         model: A `keras.Model` that has its variables.
@@ -77,7 +84,7 @@ class KerasRun:
 
     def __call__(
         self, batch: Any, scale: float, half: bool, *, watch: bool = False
-    ) -> dict[str, Pass]:
+    ) -> dict[str, LossGradients]:
         """Returns a pass for each loss."""
         batch = (*batch, None, None)[:3]
         _check_batch(batch, self._model, self._loss_fn)
@@ -97,7 +104,7 @@ class KerasRun:
             found, ranges = compute(values, batch, np.float32(scale))
         check_losses(self._owned, losses)
         outputs = {
-            name: Output(float(largest), bool(finite))
+            name: OutputRange(float(largest), bool(finite))
             for name, (largest, finite) in zip(operations, ranges, strict=True)
         }
         passes = {}
@@ -115,7 +122,7 @@ class KerasRun:
                     "The loss depends on none of the trainable variables of the model that it is "
                     "judged by. Compute it with the model that `loss_fn` is given."
                 )
-            passes[name] = Pass(chosen, float(_on_host(loss)), outputs)
+            passes[name] = LossGradients(chosen, float(_on_host(loss)), outputs)
         return passes
 
     def _compute(

@@ -21,7 +21,7 @@ from lossscale.errors import ArgumentError, LossScaleError, first_line
 LOSS = "loss"
 """The name of a loss that is the only one."""
 TARGETS = "the targets"
-"""The name in `Pass.outputs` of targets in the dtype of the output that they are compared with."""
+"""The name in `outputs` of targets in the dtype of the output that they are compared with."""
 TOLERANCE = 0.1
 """How wrong a gradient may be. An error doubles with each bit that gradients shrink in training:
 this leaves two bits before it is half of the gradient."""
@@ -46,7 +46,7 @@ _RANDOM = "the loss draws random numbers that are others in each pass"
 # --- What a framework computes --------------------------------------------------------------------
 
 
-class Output(NamedTuple):
+class OutputRange(NamedTuple):
     """The range of what an operation of the forward pass returned.
 
     Attributes:
@@ -59,7 +59,7 @@ class Output(NamedTuple):
     finite: bool
 
 
-class Pass(NamedTuple):
+class LossGradients(NamedTuple):
     """A loss and its gradients, from one forward and backward pass.
 
     Attributes:
@@ -73,10 +73,10 @@ class Pass(NamedTuple):
 
     gradients: Mapping[str, Any]
     loss: float
-    outputs: Mapping[str, Output] = {}
+    outputs: Mapping[str, OutputRange] = {}
 
 
-class Run(Protocol):
+class GradientFunction(Protocol):
     """Computes the gradients of the losses of a model on a batch.
 
     It leaves the model, its optimizer and all random states as they were, bit for bit, also if the
@@ -85,7 +85,7 @@ class Run(Protocol):
 
     def __call__(
         self, batch: Any, scale: float, half: bool, *, watch: bool = False
-    ) -> dict[str, Pass]:
+    ) -> dict[str, LossGradients]:
         """Returns a pass for each loss, under its name; a loss without a name is `LOSS`.
 
         Args:
@@ -120,7 +120,7 @@ def check_losses(parameters: Iterable[str], losses: Iterable[str]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gradient:
+class GradientAccuracy:
     """How accurate the gradient of one variable is in float16, by loss scale.
 
     Attributes:
@@ -139,23 +139,23 @@ class Gradient:
     bfloat16: float
 
     @property
-    def best(self) -> float:
+    def best_error(self) -> float:
         """The error at the scale where it is the smallest: what float16 makes of it anyway."""
         return min(self.errors.values(), default=math.inf)
 
     @property
     def is_noise(self) -> bool:
         """Whether float16 gets it wrong at every scale, so that it says nothing about one."""
-        return self.best >= NOISE
+        return self.best_error >= NOISE
 
     @property
     def is_zero(self) -> bool:
         """Whether every element is 0 in float32."""
         return self.largest == 0 and self.elements > 0
 
-    def wrong_at(self, exponent: int) -> float:
+    def excess_error(self, exponent: int) -> float:
         """Returns the error at a scale that was tried beyond that at its best scale."""
-        return _beyond(self.errors[exponent], self.best)
+        return _beyond(self.errors[exponent], self.best_error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,10 +180,10 @@ class Measurement:
     Attributes:
         gradients: Those of the variables, in their order.
         operations: Those whose results are float16, in their order; empty if none was watched.
-        bottom: The lowest exponent of a scale where every gradient is right; 0 for 0 or less.
-        top: The highest one where every gradient is finite.
-        top_is_bound: Whether nothing higher than `top` was tried.
-        ends_at: Name of the operation, or "the loss", that overflows in float16; "" if none does.
+        lowest_exponent: That of the lowest scale where every gradient is right; 0 for 0 or less.
+        highest_exponent: That of the highest scale where every gradient is finite.
+        highest_is_bound: Whether nothing higher than that was tried.
+        overflows_at: Name of the operation, or "the loss", that overflows in float16; "" if none.
         reference: The exponent of the loss scale that the float32 gradients were computed at: 0,
             or higher for a model that casts to float16 itself.
         tolerance: How wrong a gradient may be.
@@ -193,12 +193,12 @@ class Measurement:
         unknown: Why there is no verdict; "" if there is one.
     """
 
-    gradients: tuple[Gradient, ...] = ()
+    gradients: tuple[GradientAccuracy, ...] = ()
     operations: tuple[Operation, ...] = ()
-    bottom: int = 0
-    top: int = 0
-    top_is_bound: bool = False
-    ends_at: str = ""
+    lowest_exponent: int = 0
+    highest_exponent: int = 0
+    highest_is_bound: bool = False
+    overflows_at: str = ""
     reference: int = 0
     tolerance: float = TOLERANCE
     in_use: tuple[float, str, float] | None = None
@@ -209,10 +209,10 @@ class Measurement:
     @property
     def is_over(self) -> bool:
         """Whether no other batch can change the verdict."""
-        return bool(self.unknown or self.ends_at)
+        return bool(self.unknown or self.overflows_at)
 
     @property
-    def voting(self) -> list[Gradient]:
+    def ranked(self) -> list[GradientAccuracy]:
         """The gradients that say something about a scale, the worst at scale 1 first.
 
         One that overflows there says only that it does.
@@ -222,12 +222,12 @@ class Measurement:
             for each in self.gradients
             if not each.is_noise and each.errors.get(0, math.inf) < math.inf
         ]
-        return sorted(found, key=lambda each: -each.wrong_at(0))
+        return sorted(found, key=lambda each: -each.excess_error(0))
 
     @property
-    def wrong(self) -> float:
+    def worst_error(self) -> float:
         """How wrong the worst gradient is without scaling, of those that are finite."""
-        return max((each.wrong_at(0) for each in self.voting), default=0.0)
+        return max((each.excess_error(0) for each in self.ranked), default=0.0)
 
     @property
     def first_to_overflow(self) -> str:
@@ -236,7 +236,7 @@ class Measurement:
 
 
 def measure(
-    run: Run,
+    run: GradientFunction,
     batches: Iterable[Any],
     *,
     tolerance: float = TOLERANCE,
@@ -279,7 +279,7 @@ def measure(
 class _Passes:
     """The passes of one batch, each computed once for all losses."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: GradientFunction) -> None:
         self._run = run
         self.count = 0
 
@@ -287,7 +287,7 @@ class _Passes:
         """Computes the reference on a batch, whose passes follow."""
         self._batch = batch
         self.errors: dict[tuple[str, float], dict[str, float]] = {}
-        self._raised: dict[int, dict[str, Pass]] = {}
+        self._raised: dict[int, dict[str, LossGradients]] = {}
         self.references = self._counted(0, False, watch=True)
 
     def at(self, name: str, exponent: float) -> dict[str, float]:
@@ -301,13 +301,13 @@ class _Passes:
                 self.unscaled = found
         return self.errors[name, exponent]
 
-    def reference_at(self, exponent: int) -> dict[str, Pass]:
+    def reference_at(self, exponent: int) -> dict[str, LossGradients]:
         """Returns the passes in float32 at a loss scale."""
         if exponent not in self._raised:
             self._raised[exponent] = self._counted(exponent, False)
         return self._raised[exponent]
 
-    def compare_with(self, name: str, reference: Pass) -> None:
+    def compare_with(self, name: str, reference: LossGradients) -> None:
         """Takes another reference for a loss, and computes its errors again."""
         self.references[name] = reference._replace(outputs=self.references[name].outputs)
         tried = [exponent for each, exponent in self.errors if each == name]
@@ -316,7 +316,9 @@ class _Passes:
         for exponent in tried:
             self.at(name, exponent)
 
-    def _counted(self, exponent: float, half: bool, *, watch: bool = False) -> dict[str, Pass]:
+    def _counted(
+        self, exponent: float, half: bool, *, watch: bool = False
+    ) -> dict[str, LossGradients]:
         """Computes a pass; the gradients that it returns are those of the loss, not scaled."""
         self.count += 1
         scale = 2.0**exponent
@@ -342,12 +344,12 @@ class _Loss:
     def __init__(self, name: str, tolerance: float) -> None:
         self._name, self._tolerance = name, tolerance
         self._found = Measurement(tolerance=tolerance)
-        self._rows: dict[str, Gradient] = {}
+        self._rows: dict[str, GradientAccuracy] = {}
         self._operations: dict[str, Operation] = {}
         self._in_float32: set[str] = set()
-        self._bottom = 0
-        self._top: int | None = None
-        self._bound = self._assumed_top = _HIGHEST
+        self._lowest = 0
+        self._highest: int | None = None
+        self._bound = self._assumed_highest = _HIGHEST
         self._needed = False
 
     @property
@@ -361,9 +363,11 @@ class _Loss:
             self._found,
             gradients=tuple(self._rows.values()),
             operations=tuple(self._operations.values()),
-            bottom=self._bottom,
-            top=self._bound if self._top is None else min(self._top, self._assumed_top),
-            top_is_bound=self._top is None,
+            lowest_exponent=self._lowest,
+            highest_exponent=self._bound
+            if self._highest is None
+            else min(self._highest, self._assumed_highest),
+            highest_is_bound=self._highest is None,
         )
         if not self.is_over and all(each.is_noise for each in found.gradients):
             found = dataclasses.replace(
@@ -401,7 +405,7 @@ class _Loss:
             said = first_line(error, 200)
             return self._stop(unknown=f"the model does not run in float16 here: {said}")
         if overflowing := self._overflow(passes.unscaled[self._name], reference):
-            return self._stop(ends_at=overflowing)
+            return self._stop(overflows_at=overflowing)
         return self._measure_scales(passes)
 
     def _stop(self, **fields: Any) -> None:
@@ -409,7 +413,7 @@ class _Loss:
 
     # --- Forward --------------------------------------------------------------------------------
 
-    def _overflow(self, narrow: Pass, wide: Pass) -> str:
+    def _overflow(self, narrow: LossGradients, wide: LossGradients) -> str:
         """Returns what overflows in the forward pass in float16 alone, "" if nothing does."""
         for name, output in narrow.outputs.items():
             in_float32 = wide.outputs.get(name)
@@ -428,21 +432,21 @@ class _Loss:
 
     def _measure_scales(self, passes: _Passes) -> None:
         at = functools.partial(passes.at, self._name)
-        second = _second(_predicted_top(_largest(passes.references[self._name])))
-        at(second if self._top is None else self._top)
+        second = _second(_predicted_highest(_largest(passes.references[self._name])))
+        at(second if self._highest is None else self._highest)
         self._check_reference(passes)
         largest = _largest(passes.references[self._name])
         if not self.is_over and not largest:
             self._stop(unknown="every gradient is 0")
         if self.is_over:
             return
-        predicted = _predicted_top(largest)
+        predicted = _predicted_highest(largest)
         if not self._needed:
             self._look_for_best(passes, NOISE)
             has_room = second >= MARGIN and _all_finite(at(second))
             if has_room and self._wrong(passes, 0) <= self._tolerance:
                 self._bound = min(self._bound, second)
-                self._assumed_top = min(self._assumed_top, max(predicted, second))
+                self._assumed_highest = min(self._assumed_highest, max(predicted, second))
                 return
             self._needed = True
 
@@ -450,14 +454,16 @@ class _Loss:
             return _all_finite(at(exponent))
 
         # Of another batch only what is worse matters.
-        most = _HIGHEST if self._top is None else self._top
-        self._top = _highest(finite, most, start=predicted if self._top is None else most)
+        most = _HIGHEST if self._highest is None else self._highest
+        self._highest = _highest_finite(
+            finite, most, start=predicted if self._highest is None else most
+        )
         wrong = self._wrong(passes, 0)
         self._look_for_best(passes, self._tolerance if wrong > self._tolerance else NOISE)
-        if self._bottom > 0:
-            at(self._bottom)
-        if self._wrong(passes, max(self._bottom, 0)) > self._tolerance:
-            self._bottom = self._find_bottom(passes)
+        if self._lowest > 0:
+            at(self._lowest)
+        if self._wrong(passes, max(self._lowest, 0)) > self._tolerance:
+            self._lowest = self._find_lowest(passes)
 
     def _check_reference(self, passes: _Passes) -> None:
         """Takes the reference at a higher loss scale if it depends on that, which float32 does not.
@@ -469,7 +475,7 @@ class _Loss:
         doubtful = self._doubtful(passes)
         if not doubtful - self._in_float32 and not self._found.reference:
             return None
-        exponent = max(_predicted_top(_largest(reference)) - MARGIN, _SECOND)
+        exponent = max(_predicted_highest(_largest(reference)) - MARGIN, _SECOND)
         raised = passes.reference_at(exponent)[self._name]
         # The loss itself is not scaled.
         if abs(raised.loss - reference.loss) > _SAME * abs(reference.loss):
@@ -506,7 +512,7 @@ class _Loss:
             tried = [e for name, e in passes.errors if name == self._name]
             reference = passes.references[self._name].gradients
             waiting = [
-                _predicted_top(float(np.abs(reference[name]).max())) - 1
+                _predicted_highest(float(np.abs(reference[name]).max())) - 1
                 for name, error in self._best(passes).items()
                 if error >= error_from
             ]
@@ -515,7 +521,7 @@ class _Loss:
                 return
             passes.at(self._name, min(higher))
 
-    def _find_bottom(self, passes: _Passes) -> int:
+    def _find_lowest(self, passes: _Passes) -> int:
         """The lowest exponent at which no gradient is wrong by more than the tolerance."""
         while True:
             tried = [e for name, e in passes.errors if name == self._name and e >= 0]
@@ -536,7 +542,7 @@ class _Loss:
     def _wrong(self, passes: _Passes, exponent: float) -> float:
         """The worst error at a scale.
 
-        A gradient that overflows says nothing here: it is `top` that it limits.
+        A gradient that overflows says nothing here: it limits `highest_exponent`.
         """
         found = self._errors_beyond(passes, exponent).values()
         return max(filter(math.isfinite, found), default=0.0)
@@ -559,12 +565,14 @@ class _Loss:
         if worst and (before is None or wrong[worst] > before[2]):
             self._stop(in_use=(scale, worst, wrong[worst]))
 
-    def _add_gradients(self, reference: Pass) -> None:
+    def _add_gradients(self, reference: LossGradients) -> None:
         for name, gradient in reference.gradients.items():
             if gradient is None:
                 continue
             largest = float(np.abs(gradient).max(initial=0))
-            found = Gradient(name, gradient.size, largest, {}, _rounded_to_bfloat16(gradient))
+            found = GradientAccuracy(
+                name, gradient.size, largest, {}, _rounded_to_bfloat16(gradient)
+            )
             before = self._rows.get(name, found)
             self._rows[name] = dataclasses.replace(
                 before,
@@ -579,7 +587,7 @@ class _Loss:
             self._rows[name] = dataclasses.replace(before, errors=dict(sorted(worst.items())))
 
 
-def _highest(finite: Callable[[int], bool], most: int, start: int) -> int:
+def _highest_finite(finite: Callable[[int], bool], most: int, start: int) -> int:
     """Returns the highest exponent up to `most` for which gradients are finite."""
     exponent = max(min(start, most), -_HIGHEST)
     if finite(exponent):
@@ -598,7 +606,7 @@ def _highest(finite: Callable[[int], bool], most: int, start: int) -> int:
     return low
 
 
-def _errors(reference: Pass, found: Pass) -> dict[str, float]:
+def _errors(reference: LossGradients, found: LossGradients) -> dict[str, float]:
     """The error of each gradient that is not 0 in float32; infinite for one that overflows."""
     errors = {}
     for name, gradient in reference.gradients.items():
@@ -628,7 +636,7 @@ def _all_finite(errors: Mapping[str, float]) -> bool:
     return all(map(math.isfinite, errors.values()))
 
 
-def _not_finite(found: Pass) -> str:
+def _not_finite(found: LossGradients) -> str:
     """Returns what of a pass is not finite, "" if all of it is."""
     if not math.isfinite(found.loss):
         return "the loss"
@@ -636,13 +644,13 @@ def _not_finite(found: Pass) -> str:
     return "" if all(np.isfinite(g).all() for g in numbers) else "a gradient"
 
 
-def _largest(found: Pass) -> float:
+def _largest(found: LossGradients) -> float:
     """The largest magnitude in all gradients, 0 if there is none."""
     sizes = [float(np.abs(g).max(initial=0)) for g in found.gradients.values() if g is not None]
     return max(sizes, default=0.0)
 
 
-def _predicted_top(largest: float) -> int:
+def _predicted_highest(largest: float) -> int:
     """Where a gradient of float32 overflows, which that of float16 nearly always does as well."""
     if not largest:
         return _FAR

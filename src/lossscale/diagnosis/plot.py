@@ -21,20 +21,20 @@ _LONGEST_NAME, _BARS = 40, 10
 
 def plot_report(report: Report, ax: Any | None, loss: str | None) -> Any:
     """Draws a report; see `lossscale.diagnosis.report.Report.plot`."""
-    name = next(iter(report.verdicts)) if loss is None else loss
+    name = next(iter(report.recommendations)) if loss is None else loss
     if name not in report.measurements:
         known = ", ".join(map(repr, report.measurements))
         raise ArgumentError(f"`loss` must be one of {known}. Received: loss={loss!r}.")
-    found, verdict = report.measurements[name], report.verdicts[name]
+    found, advised = report.measurements[name], report.recommendations[name]
     drawn = [each for each in found.gradients if each.errors and not each.is_noise]
     if not drawn and not found.operations:
         raise ArgumentError(
             "There is nothing to draw: nothing was measured in float16. "
-            f"Received: a report on {report.model!r} whose verdict is {verdict.kind.value!r}."
+            f"Received: a report on {report.model!r} whose verdict is {advised.verdict.value!r}."
         )
     ax = axes_or_new(ax)
-    line = "" if verdict.rule is None else f"\n{line_to_copy(verdict.rule)}"
-    title = headline(verdict).partition(" rule = ")[0]
+    line = "" if advised.rule is None else f"\n{line_to_copy(advised.rule)}"
+    title = headline(advised).partition(" rule = ")[0]
     subject = report.model if len(report.measurements) == 1 else f"{report.model}, {name}"
     ax.set_title(f"{subject}: {title}{line}", loc="left", fontsize=11)
     for side in ("top", "right"):
@@ -42,7 +42,7 @@ def plot_report(report: Report, ax: Any | None, loss: str | None) -> Any:
     if not drawn:
         return _outputs(ax, found)
     tried = {exponent for each in drawn for exponent in each.errors}
-    low, high = min(*tried, 0) - 1, max(*tried, found.top + 2, 10)
+    low, high = min(*tried, 0) - 1, max(*tried, found.highest_exponent + 2, 10)
     _areas(ax, found, low, high)
     for each in drawn:
         points = [(e, max(error, _LOWEST)) for e, error in each.errors.items() if error < math.inf]
@@ -50,7 +50,7 @@ def plot_report(report: Report, ax: Any | None, loss: str | None) -> Any:
         over = min((e for e, error in each.errors.items() if math.isinf(error)), default=None)
         if over is not None and points and over > 0:
             ax.plot(over, points[-1][1], "x", color=_DIM, markersize=6, zorder=3)
-    if found.voting:
+    if found.ranked:
         _worst(ax, found)
     ax.axvline(0, color="black", linewidth=1.2)
     ax.axhline(found.tolerance, color="black", linewidth=1, linestyle="--")
@@ -62,8 +62,8 @@ def plot_report(report: Report, ax: Any | None, loss: str | None) -> Any:
         horizontalalignment="right",
         fontsize=9,
     )
-    if verdict.rule is not None:
-        _rule(ax, verdict.rule, low)
+    if advised.rule is not None:
+        _rule(ax, advised.rule, low)
     ax.set_xlim(low, high)
     ax.set_yscale("log")
     ax.set_ylim(_LOWEST * 0.7, _HIGHEST)
@@ -96,16 +96,18 @@ def _outputs(ax: Any, found: Measurement) -> Any:
 
 
 def _areas(ax: Any, found: Measurement, low: int, high: int) -> None:
-    start = found.bottom if found.bottom > 0 else low
-    if start < found.top and (found.bottom > 0 or found.wrong <= found.tolerance):
-        ax.axvspan(start, found.top, color=_GOOD, alpha=0.13, linewidth=0)
-    if not found.top_is_bound:
-        ax.axvspan(found.top, high, color=_BAD, alpha=0.13, linewidth=0)
+    start = found.lowest_exponent if found.lowest_exponent > 0 else low
+    if start < found.highest_exponent and (
+        found.lowest_exponent > 0 or found.worst_error <= found.tolerance
+    ):
+        ax.axvspan(start, found.highest_exponent, color=_GOOD, alpha=0.13, linewidth=0)
+    if not found.highest_is_bound:
+        ax.axvspan(found.highest_exponent, high, color=_BAD, alpha=0.13, linewidth=0)
         first = shortened([found.first_to_overflow], 24)[0]
-        right = found.top > (low + high) / 2
+        right = found.highest_exponent > (low + high) / 2
         ax.annotate(
-            f"overflow above $2^{{{found.top}}}$,\nfirst {first}",
-            (found.top, 0.02),
+            f"overflow above $2^{{{found.highest_exponent}}}$,\nfirst {first}",
+            (found.highest_exponent, 0.02),
             xycoords=("data", "axes fraction"),
             xytext=(-6 if right else 6, 0),
             textcoords="offset points",
@@ -116,14 +118,14 @@ def _areas(ax: Any, found: Measurement, low: int, high: int) -> None:
 
 
 def _worst(ax: Any, found: Measurement) -> None:
-    worst = found.voting[0]
+    worst = found.ranked[0]
     points = [(e, max(error, _LOWEST)) for e, error in worst.errors.items() if error < math.inf]
-    bad = found.wrong > found.tolerance
+    bad = found.worst_error > found.tolerance
     color = _BAD if bad else "black"
     ax.plot(*zip(*points, strict=True), color=color, linewidth=2.4, marker="o", zorder=4)
     name = shortened([worst.name], _LONGEST_NAME)[0]
     ax.annotate(
-        f"without scaling {name} is wrong by {percent(found.wrong)}",
+        f"without scaling {name} is wrong by {percent(found.worst_error)}",
         (0, max(worst.errors[0], _LOWEST)),
         xytext=(12, 10),
         textcoords="offset points",

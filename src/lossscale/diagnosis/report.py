@@ -11,25 +11,31 @@ from collections.abc import Callable, Iterable, Mapping
 from html import escape
 from typing import Any
 
-from lossscale.diagnosis.measurement import MARGIN, TOLERANCE, Measurement, Run, measure
-from lossscale.diagnosis.verdict import Kind, Verdict, judge
+from lossscale.diagnosis.measurement import (
+    MARGIN,
+    TOLERANCE,
+    GradientFunction,
+    Measurement,
+    measure,
+)
+from lossscale.diagnosis.verdict import Recommendation, Verdict, recommend
 from lossscale.rules import DynamicScale
 
 _NAMED = 3
 _WIDTH = 88
 _ORDER = (
-    Kind.CANNOT_HELP,
-    Kind.NO_SINGLE_SCALE,
-    Kind.UNKNOWN,
-    Kind.NEEDED,
-    Kind.NOT_NEEDED,
+    Verdict.CANNOT_HELP,
+    Verdict.NO_SINGLE_SCALE,
+    Verdict.UNKNOWN,
+    Verdict.NEEDED,
+    Verdict.NOT_NEEDED,
 )
 _TITLES = {
-    Kind.NOT_NEEDED: "loss scaling is not needed.",
-    Kind.NEEDED: "loss scaling is needed.",
-    Kind.NO_SINGLE_SCALE: "no single scale serves.",
-    Kind.CANNOT_HELP: "loss scaling cannot help.",
-    Kind.UNKNOWN: "whether loss scaling is needed is unknown.",
+    Verdict.NOT_NEEDED: "loss scaling is not needed.",
+    Verdict.NEEDED: "loss scaling is needed.",
+    Verdict.NO_SINGLE_SCALE: "no single scale serves.",
+    Verdict.CANNOT_HELP: "loss scaling cannot help.",
+    Verdict.UNKNOWN: "whether loss scaling is needed is unknown.",
 }
 
 
@@ -50,26 +56,28 @@ class Report:
     seconds: float = dataclasses.field(default=0.0, compare=False)
 
     @property
-    def verdicts(self) -> dict[str, Verdict]:
+    def recommendations(self) -> dict[str, Recommendation]:
         """The verdict on each loss, the worst first."""
-        found = {name: judge(each) for name, each in self.measurements.items()}
-        return dict(sorted(found.items(), key=lambda item: _ORDER.index(item[1].kind)))
+        found = {name: recommend(each) for name, each in self.measurements.items()}
+        return dict(sorted(found.items(), key=lambda item: _ORDER.index(item[1].verdict)))
 
     @property
-    def verdict(self) -> Kind:
+    def verdict(self) -> Verdict:
         """The worst verdict: one of "not needed", "needed", "no single scale", "cannot help" and
         "unknown"."""
-        return next(iter(self.verdicts.values())).kind
+        return next(iter(self.recommendations.values())).verdict
 
     @property
     def rule(self) -> DynamicScale | None:
         """The rule to use, of the worst verdict; None if none is needed or none helps."""
-        return next(iter(self.verdicts.values())).rule
+        return next(iter(self.recommendations.values())).rule
 
     def __str__(self) -> str:
         lines = []
-        for line, (name, verdict) in zip(self._headlines(), self.verdicts.items(), strict=True):
-            lines += [_wrapped(line, 4), *_details(self.measurements[name], verdict)]
+        for line, (name, advised) in zip(
+            self._headlines(), self.recommendations.items(), strict=True
+        ):
+            lines += [_wrapped(line, 4), *_details(self.measurements[name], advised)]
         found = next(iter(self.measurements.values()))
         batches = _several(found.batches, "batch", "batches")
         counted = f"{batches}, {_several(found.passes, 'pass', 'passes')}"
@@ -85,8 +93,8 @@ class Report:
     def _headlines(self) -> list[str]:
         alone = len(self.measurements) == 1
         return [
-            f"{self.model}{'' if alone else f', {name}'}: {headline(verdict)}"
-            for name, verdict in self.verdicts.items()
+            f"{self.model}{'' if alone else f', {name}'}: {headline(advised)}"
+            for name, advised in self.recommendations.items()
         ]
 
     def __repr__(self) -> str:
@@ -125,12 +133,12 @@ class Report:
         """Returns the report as strict JSON, with the numbers of each gradient."""
         verdicts = {
             name: {
-                "verdict": verdict.kind.value,
-                "rule": None if verdict.rule is None else verdict.rule.get_config(),
-                "reason": verdict.reason,
-                "advice": verdict.advice,
+                "verdict": advised.verdict.value,
+                "rule": None if advised.rule is None else advised.rule.get_config(),
+                "reason": advised.reason,
+                "advice": advised.advice,
             }
-            for name, verdict in self.verdicts.items()
+            for name, advised in self.recommendations.items()
         }
         described = {
             "model": self.model,
@@ -145,8 +153,8 @@ class Report:
         return json.dumps(_plain(described), allow_nan=False)
 
 
-def report_on(
-    run: Run,
+def make_report(
+    run: GradientFunction,
     batches: Iterable[Any],
     *,
     model: str,
@@ -171,12 +179,12 @@ def report_on(
     return Report(model, setting, measurements, time.perf_counter() - started)
 
 
-def headline(verdict: Verdict) -> str:
+def headline(advised: Recommendation) -> str:
     """Returns the verdict as a sentence, and the line to copy."""
-    said = _TITLES[verdict.kind]
-    if verdict.rule is not None:
-        return f"{said} rule = {line_to_copy(verdict.rule)}"
-    return said if verdict.kind is Kind.NOT_NEEDED else f"{said[:-1]}: {verdict.reason}."
+    said = _TITLES[advised.verdict]
+    if advised.rule is not None:
+        return f"{said} rule = {line_to_copy(advised.rule)}"
+    return said if advised.verdict is Verdict.NOT_NEEDED else f"{said[:-1]}: {advised.reason}."
 
 
 def line_to_copy(rule: DynamicScale) -> str:
@@ -204,19 +212,19 @@ def percent(share: float) -> str:
     return f"{share:.1%}".replace("%", " %") if share < 0.1 else f"{share:.0%}".replace("%", " %")
 
 
-def _details(found: Measurement, verdict: Verdict) -> list[str]:
+def _details(found: Measurement, advised: Recommendation) -> list[str]:
     lines = []
-    if verdict.kind is Kind.UNKNOWN:
+    if advised.verdict is Verdict.UNKNOWN:
         lines.append(_predicted(found))
-    elif verdict.kind is not Kind.CANNOT_HELP:
-        lines += [_small(found), _range(found, verdict), _large(found)]
-    if verdict.advice:
-        lines.append(_line("do", verdict.advice))
-    if found.operations and not found.ends_at:
+    elif advised.verdict is not Verdict.CANNOT_HELP:
+        lines += [_small(found), _range(found, advised), _large(found)]
+    if advised.advice:
+        lines.append(_line("do", advised.advice))
+    if found.operations and not found.overflows_at:
         nearest = min(found.operations, key=lambda each: each.room)
         room = f"{nearest.room:.0f} bits of room; the largest output is that of {nearest.name}"
         lines.append(_line("forward", room))
-    if found.voting:
+    if found.ranked:
         lines.append(_bfloat16(found))
     if not found.is_over:
         lines += [_zero(found), _left_out(found)]
@@ -236,55 +244,56 @@ def _details(found: Measurement, verdict: Verdict) -> list[str]:
 
 
 def _small(found: Measurement) -> str:
-    if not found.voting:
+    if not found.ranked:
         return ""
-    worst = found.voting[0]
-    if found.wrong > found.tolerance:
-        how = percent(found.wrong)
+    worst = found.ranked[0]
+    if found.worst_error > found.tolerance:
+        how = percent(found.worst_error)
         return _line("small", f"without scaling the gradient of {worst.name} is wrong by {how}")
     return _line(
         "small",
         f"no gradient loses by float16: the worst, {worst.name}, is wrong by "
-        f"{percent(found.wrong)} beyond rounding (limit {percent(found.tolerance)})",
+        f"{percent(found.worst_error)} beyond rounding (limit {percent(found.tolerance)})",
     )
 
 
-def _range(found: Measurement, verdict: Verdict) -> str:
-    if verdict.rule is None or found.bottom <= 0:
+def _range(found: Measurement, advised: Recommendation) -> str:
+    if advised.rule is None or found.lowest_exponent <= 0:
         return ""
-    first, lowest = (_exponent(s) for s in (verdict.rule.initial_scale, verdict.rule.min_scale))
+    highest, lowest = found.highest_exponent, found.lowest_exponent
     return _line(
         "range",
-        f"every gradient is right from a loss scale of 2**{found.bottom} and finite up to "
-        f"2**{found.top}; the rule starts {found.top - first} bits below and never goes under "
-        f"2**{lowest}",
+        f"every gradient is right from a loss scale of 2**{lowest} and finite up to 2**{highest}; "
+        f"the rule starts {highest - _exponent(advised.rule.initial_scale)} bits below and never "
+        f"goes under 2**{_exponent(advised.rule.min_scale)}",
     )
 
 
 def _large(found: Measurement) -> str:
-    more = " or more" if found.top_is_bound else ""
-    if found.top >= MARGIN:
+    highest, first = found.highest_exponent, found.first_to_overflow
+    if highest >= MARGIN:
+        more = " or more" if found.highest_is_bound else ""
         return _line(
             "large",
-            f"gradients stay finite up to a loss scale of 2**{found.top}{more}; the first to "
-            f"overflow is {found.first_to_overflow}",
+            f"gradients stay finite up to a loss scale of 2**{highest}{more}; the first to "
+            f"overflow is {first}",
         )
-    bits = _several(abs(found.top), "bit", "bits")
-    where = f"{bits} {'below' if found.top >= 0 else 'beyond'} overflow"
-    factor = 2 ** (MARGIN - found.top)
+    bits = _several(abs(highest), "bit", "bits")
+    where = f"{bits} {'below' if highest >= 0 else 'beyond'} overflow"
+    factor = 2 ** (MARGIN - highest)
     return _line(
         "large",
-        f"without scaling gradients are {where}; the first is {found.first_to_overflow}. To divide "
+        f"without scaling gradients are {where}; the first is {first}. To divide "
         f"the loss by {factor:,} does the same as the rule",
     )
 
 
 def _bfloat16(found: Measurement) -> str:
-    worst = max(found.voting, key=lambda each: each.bfloat16)
+    worst = max(found.ranked, key=lambda each: each.bfloat16)
     return _line(
         "bfloat16",
         f"needs no loss scaling; rounding makes {worst.name} wrong by {percent(worst.bfloat16)}, "
-        f"where float16 at its best has {percent(worst.best)}",
+        f"where float16 at its best has {percent(worst.best_error)}",
     )
 
 

@@ -24,8 +24,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.checks import checked_above_zero, checked_count
 from lossscale.diagnosis.batches import check_batches, checked_tolerance, first_batches
-from lossscale.diagnosis.measurement import LOSS, Output, Pass, check_losses, numbered
-from lossscale.diagnosis.report import Report, report_on
+from lossscale.diagnosis.measurement import LOSS, LossGradients, OutputRange, check_losses, numbered
+from lossscale.diagnosis.report import Report, make_report
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.torch.ranks import local
@@ -102,10 +102,10 @@ def diagnose(
     checked_count("max_batches", max_batches)
     checked_tolerance(tolerance)
     scale = _scale_of(in_use)
-    run = TorchRun(model, loss_fn, parameters)
+    run = TorchGradientFunction(model, loss_fn, parameters)
     check_batches(batches, (torch.Tensor,))
     subject = getattr(model, "_orig_mod", model)
-    return report_on(
+    return make_report(
         run,
         first_batches(batches, max_batches),
         model=type(subject).__name__,
@@ -116,8 +116,8 @@ def diagnose(
     )
 
 
-class TorchRun:
-    """Computes passes of a PyTorch model; see `lossscale.diagnosis.measurement.Run`.
+class TorchGradientFunction:
+    """Computes passes of a PyTorch model; see `lossscale.diagnosis.measurement.GradientFunction`.
 
     Args:
         model, loss_fn, parameters: As for `diagnose`.
@@ -152,7 +152,7 @@ class TorchRun:
 
     def __call__(
         self, batch: Any, scale: float, half: bool, *, watch: bool = False
-    ) -> dict[str, Pass]:
+    ) -> dict[str, LossGradients]:
         """Returns a pass for each loss."""
         if half:
             return self._narrow_pass(batch, scale, watch)
@@ -170,7 +170,7 @@ class TorchRun:
             _name_device(batch, self._model, error)
             raise
 
-    def _narrow_pass(self, batch: Any, scale: float, watch: bool) -> dict[str, Pass]:
+    def _narrow_pass(self, batch: Any, scale: float, watch: bool) -> dict[str, LossGradients]:
         narrow = functools.partial(self._pass, self._model, batch, scale, torch.float16, watch)
         if not self._without_onednn:
             try:
@@ -192,7 +192,7 @@ class TorchRun:
         dtype: torch.dtype | None,
         watch: bool,
         widens: bool = False,
-    ) -> dict[str, Pass]:
+    ) -> dict[str, LossGradients]:
         with _as_it_was(model), _casting_to(dtype), _DrawnInFloat32():
             watcher = _Watcher(model) if watch else None
             # What was cast before belongs to a graph that is gone.
@@ -212,8 +212,8 @@ class TorchRun:
         model: torch.nn.Module,
         losses: Mapping[str, Any],
         scale: float,
-        outputs: Mapping[str, Output],
-    ) -> dict[str, Pass]:
+        outputs: Mapping[str, OutputRange],
+    ) -> dict[str, LossGradients]:
         named = [
             (_plain(name), mine, given)
             for (name, mine), given in zip(
@@ -238,7 +238,7 @@ class TorchRun:
                     "is given as its first argument."
                 )
             on_host = dict(zip(chosen, map(_on_host, gradients), strict=True))
-            passes[name] = Pass(on_host, float(loss.detach()), outputs)
+            passes[name] = LossGradients(on_host, float(loss.detach()), outputs)
         return passes
 
 
@@ -285,7 +285,7 @@ class _Watcher(TorchFunctionMode):
             self._returned[numbered(f"{self._path[-1]} ({name})", self._counts)] = tensors
         return returned
 
-    def outputs(self, half: bool) -> dict[str, Output]:
+    def outputs(self, half: bool) -> dict[str, OutputRange]:
         """Returns the range of what each operation has returned."""
         found = {}
         for name, tensors in self._returned.items():
@@ -297,7 +297,7 @@ class _Watcher(TorchFunctionMode):
             ]
             if chosen:
                 finite = all(bool(part.isfinite().all()) for part in chosen)
-                found[name] = Output(max(map(_largest, chosen)), finite)
+                found[name] = OutputRange(max(map(_largest, chosen)), finite)
         return found
 
 

@@ -14,9 +14,9 @@ from flax import nnx
 
 import lossscale.optax
 from frameworks.jax.support import bits
-from lossscale.diagnosis.jax import JaxRun
+from lossscale.diagnosis.jax import JaxGradientFunction
 from lossscale.diagnosis.measurement import LOSS
-from lossscale.diagnosis.verdict import Kind
+from lossscale.diagnosis.verdict import Verdict
 from lossscale.errors import ArgumentError, ArgumentTypeError
 
 diagnose = lossscale.optax.diagnose
@@ -101,7 +101,7 @@ def by_hand(loss_fn, params, batch, scale, dtype):
 def test_gradients_are_those_of_a_compiled_training_step(kind):
     loss_fn, params, batches = LOSSES[kind]
     before = bits((params, batches))
-    run = JaxRun(params, loss_fn)
+    run = JaxGradientFunction(params, loss_fn)
     for half, scale, watch in [
         (False, 1, False),
         (False, 1, True),
@@ -127,7 +127,7 @@ def test_gradients_are_those_of_a_compiled_training_step(kind):
 def test_the_verdict_is_that_a_loss_that_float16_loses_needs_a_scale(kind):
     loss_fn, params, batches = LOSSES[kind]
     report = diagnose(loss_fn, params, batches)
-    assert report.verdict is Kind.NEEDED
+    assert report.verdict is Verdict.NEEDED
     last = [by_hand(loss_fn, params, batches[0], report.rule.initial_scale, jnp.float16)]
     assert all(np.isfinite(gradient).all() for gradients in last for gradient in gradients)
 
@@ -140,7 +140,7 @@ def test_an_overflow_is_found_where_it_is():
         return mean_square(small)
 
     params = {"w": drawn(6, 5)}
-    run, batch = JaxRun(params, loss_fn), {"x": X, "factor": np.float32(3e4)}
+    run, batch = JaxGradientFunction(params, loss_fn), {"x": X, "factor": np.float32(3e4)}
     wide, narrow = (run(batch, 1.0, half, watch=True)[LOSS].outputs for half in (False, True))
     hidden = X @ params["w"]
     wanted = {"dot_general": hidden, "mul": hidden * 3e4, "div": hidden, "tanh": np.tanh(hidden)}
@@ -156,7 +156,7 @@ def test_an_overflow_is_found_where_it_is():
     kept = np.abs(np.float16(hidden) * np.float32(3e4))
     assert narrow[names[1]].largest == pytest.approx(kept[kept < 65520].max(), rel=2e-3)
     report = diagnose(loss_fn, params, [batch])
-    assert report.verdict is Kind.CANNOT_HELP
+    assert report.verdict is Verdict.CANNOT_HELP
     assert names[1] in " ".join(str(report).split())
 
 
@@ -178,16 +178,16 @@ def test_operations_are_named_within_what_jax_transforms(transformed):
         return mean_square(getattr(jax, transformed, lambda f: f)(layer)(x, w))
 
     params = {"w": drawn(6, 5)}
-    run = JaxRun(params, loss_fn)
+    run = JaxGradientFunction(params, loss_fn)
     wide, narrow = (run(X, 1.0, half, watch=True)[LOSS].outputs for half in (False, True))
     assert set(narrow) <= set(wide)
     # A loop is one operation.
     assert any(
         name.endswith("(scan)" if transformed == "scan" else "(dot_general)") for name in narrow
     )
-    assert diagnose(loss_fn, params, [X]).verdict is Kind.NEEDED
+    assert diagnose(loss_fn, params, [X]).verdict is Verdict.NEEDED
     overflows = diagnose(loss_fn, params, [X * 1e5]).verdict
-    assert overflows is Kind.CANNOT_HELP
+    assert overflows is Verdict.CANNOT_HELP
 
 
 def test_losses_in_a_dictionary_are_judged_by_what_each_one_owns():
@@ -200,7 +200,7 @@ def test_losses_in_a_dictionary_are_judged_by_what_each_one_owns():
         return {"critic": head("critic"), "actor": head("actor") / LOSES + head("critic") * 0}
 
     owned = {"critic": ["critic"], "actor": ["actor/w"]}
-    run = JaxRun(params, loss_fn, owned)
+    run = JaxGradientFunction(params, loss_fn, owned)
     for half, watch in [(False, True), (True, True), (True, False)]:
         dtype = jnp.float16 if half else jnp.float32
         found = run(X, 1.0, half, watch=watch)
@@ -230,7 +230,9 @@ def test_what_is_no_number_to_train_has_no_gradient():
         return mean_square(batch.astype(dtype) @ params["w"].astype(dtype)) * params["n"][0]
 
     params = {"w": drawn(6, 5), "n": np.array([2]), "key": jax.random.key(0)}
-    assert list(JaxRun(params, loss_fn)(X, 1.0, True, watch=True)[LOSS].gradients) == ["w"]
+    assert list(JaxGradientFunction(params, loss_fn)(X, 1.0, True, watch=True)[LOSS].gradients) == [
+        "w"
+    ]
 
 
 class Linen(flax.linen.Module):
@@ -280,7 +282,7 @@ def test_libraries_of_modules_need_nothing_but_their_own_way_to_say_a_dtype():
         "haiku": {"linear/b", "linear/w"},
         "equinox": {"bias", "weight"},
     }
-    assert all(report.verdict is Kind.NEEDED for report in reports.values())
+    assert all(report.verdict is Verdict.NEEDED for report in reports.values())
     operations = {kind: report.measurements[LOSS].operations for kind, report in reports.items()}
     # What derives by itself cannot be looked into.
     assert {kind for kind, found in operations.items() if found} == {"linen", "haiku"}
@@ -348,14 +350,14 @@ def test_what_float16_cannot_run_is_unknown_and_says_why():
         return mean_square(batch @ params["w"])
 
     report = diagnose(loss_fn, {"w": drawn(6, 5)}, [X])
-    assert report.verdict is Kind.UNKNOWN
+    assert report.verdict is Verdict.UNKNOWN
     assert "does not run in float16 here: no kernel" in " ".join(str(report).split())
 
 
 def test_what_comes_with_a_loss_may_be_anything():
     loss_fn, params, (batch, *_) = LOSSES["own derivative"]
     alone, with_more = (
-        JaxRun(params, each, has_aux=has_aux)(batch, 8.0, True)[LOSS].gradients["w"]
+        JaxGradientFunction(params, each, has_aux=has_aux)(batch, 8.0, True)[LOSS].gradients["w"]
         for each, has_aux in [
             (loss_fn, False),
             (lambda p, b, d: (loss_fn(p, b, d), {"n": b.sum()}), True),

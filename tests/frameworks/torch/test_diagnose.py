@@ -12,7 +12,7 @@ import lossscale
 from frameworks.torch.modules import LOSES, MODELS, batches_of, kernels_of, loss_fn, model_of
 from frameworks.torch.support import bits
 from lossscale.diagnosis.measurement import LOSS
-from lossscale.diagnosis.torch import TorchRun
+from lossscale.diagnosis.torch import TorchGradientFunction
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.torch.scaling import stored
 
@@ -52,7 +52,7 @@ RIGHT = ("shared", "own function", "casts by itself", "several losses")
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_pass_has_the_gradients_of_training_and_the_report_says_what_it_loses(kind):
     model, batches = model_of(kind), batches_of(kind)
-    run = TorchRun(model, loss_fn)
+    run = TorchGradientFunction(model, loss_fn)
     with kernels_of(kind):
         for half, scale in ((False, 1.0), (True, 1.0), (True, 2.0**9)):
             wanted = gradients_by_hand(model, batches[0], scale, wide=not half)
@@ -66,10 +66,14 @@ def test_a_pass_has_the_gradients_of_training_and_the_report_says_what_it_loses(
         assert report.verdict == "not needed"
         return
     assert report.verdict == "needed"
-    assert measurement.bottom > 0
+    assert measurement.lowest_exponent > 0
     with kernels_of(kind):
-        beyond = gradients_by_hand(model, batches[0], 2.0 ** (measurement.top + 1), wide=False)
-        others = gradients_by_hand(model, batches[1], 2.0 ** (measurement.top + 1), wide=False)
+        beyond = gradients_by_hand(
+            model, batches[0], 2.0 ** (measurement.highest_exponent + 1), wide=False
+        )
+        others = gradients_by_hand(
+            model, batches[1], 2.0 ** (measurement.highest_exponent + 1), wide=False
+        )
     assert not all(np.isfinite(h).all() for h in (*beyond.values(), *others.values()))
 
 
@@ -90,7 +94,7 @@ class Watched(torch.nn.Module):
 def test_what_each_operation_returns_is_seen_in_both_precisions_by_the_same_names():
     torch.manual_seed(0)
     model, batch = Watched(), torch.randn(3, 4) * 50
-    run = TorchRun(model, lambda m, b: (m(b).float() - 9000).square().mean())
+    run = TorchGradientFunction(model, lambda m, b: (m(b).float() - 9000).square().mean())
     wide, narrow = (run(batch, 1.0, half, watch=True)[LOSS].outputs for half in (False, True))
     names = ["first (linear)", "Watched (chunk)", "Watched (mul)", "Watched (masked_fill)"]
     assert list(wide)[:4] == list(narrow)[:4] == names
@@ -133,7 +137,7 @@ def test_losses_have_a_forward_pass_together_and_a_verdict_each():
 
     owned = {name: model[name].parameters() for name in ("a", "b")}
     report = diagnose(model, losses, batches_of("linear", 2), parameters=owned)
-    assert {name: each.kind.value for name, each in report.verdicts.items()} == {
+    assert {name: each.verdict.value for name, each in report.recommendations.items()} == {
         "b": "needed",
         "a": "not needed",
     }
@@ -226,7 +230,7 @@ def test_a_model_that_casts_to_float16_itself_has_a_reference_in_float32(loses):
             largest[name] = max(largest[name], float(parameter.grad.abs().max()))
     for gradient in found.gradients:
         assert gradient.largest == pytest.approx(largest[gradient.name], rel=1e-2)
-        assert gradient.best < 0.01
+        assert gradient.best_error < 0.01
 
 
 def test_gradients_that_are_zero_are_told_and_do_not_matter():
@@ -274,7 +278,7 @@ def test_random_numbers_are_drawn_alike_in_both_precisions():
 
     report = diagnose(model_of("linear"), loss, batches_of("linear", 1))
     assert {torch.float16, torch.float32} <= set(drawn)
-    assert max(each.best for each in report.measurements[LOSS].gradients) < 2e-3
+    assert max(each.best_error for each in report.measurements[LOSS].gradients) < 2e-3
 
 
 def test_a_model_that_draws_what_cannot_be_repeated_is_unknown():
