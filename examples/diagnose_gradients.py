@@ -1,4 +1,9 @@
-"""Asks whether a network that labels the pixels of an image needs loss scaling in float16."""
+"""Asks whether a network that labels the pixels of an image needs loss scaling in float16.
+
+`python examples/diagnose_gradients.py docs/images/diagnose.png` draws the second report too.
+"""
+
+import sys
 
 import keras
 import numpy as np
@@ -36,3 +41,5 @@ print(reports[1024])
 print()
 for side, report in reports.items():
     print(f"{side} x {side} pixels: loss scaling {report.verdict.value}")
+if len(sys.argv) == 2:
+    reports[1024].plot().figure.savefig(sys.argv[1], dpi=150)

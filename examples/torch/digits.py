@@ -21,7 +21,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import lossscale
-from lossscale.plots import plot_diagnosis, plot_scales
+from lossscale.plots import plot_scales
 
 OUTPUTS = 2**20
 BATCH = 64
@@ -153,7 +153,7 @@ def draw(runs, report, path):
     axes["accuracy"].grid(alpha=0.3)
     axes["accuracy"].legend()
     axes["scales"].set_title("Loss scale of each step")
-    plot_diagnosis(report, axes["gradients"])
+    report.plot(axes["gradients"])
     figure.suptitle(
         "Handwritten digits. The loss is averaged over $2^{20}$ outputs on purpose, as over the "
         "pixels of a 1024 x 1024 image:\nwithout a loss scale, float16 gradients become zero."

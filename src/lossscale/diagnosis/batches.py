@@ -208,7 +208,7 @@ def checked_tolerance(tolerance: Any) -> float:
     number = checked_number("tolerance", tolerance)
     if not 0 < number < 1:
         raise ArgumentError(
-            "`tolerance` must be a number between 0 and 1, such as 0.1 for 10 %. "
+            "`tolerance` must be a number between 0 and 1, such as 0.1 for 10%. "
             f"Received: tolerance={tolerance!r}."
         )
     return number

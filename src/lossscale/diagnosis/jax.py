@@ -24,7 +24,14 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from lossscale.checks import checked_above_zero, checked_count
 from lossscale.diagnosis.batches import check_batches, checked_tolerance, first_batches
-from lossscale.diagnosis.measurement import LOSS, LossGradients, OutputRange, check_losses, numbered
+from lossscale.diagnosis.measurement import (
+    LOSS,
+    LossGradients,
+    OutputRange,
+    check_owners,
+    checked_losses,
+    numbered,
+)
 from lossscale.diagnosis.report import Report, make_report
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.gradients import scaled
@@ -181,7 +188,7 @@ class JaxGradientFunction:
             self._compiled[key] = function, names
         function, names = self._compiled[key]
         found, ranges = function(*given)
-        check_losses(self._owned, found)
+        check_owners(self._owned, found)
         outputs = {
             name: OutputRange(float(largest), bool(finite))
             for name, (largest, finite) in zip(names, ranges, strict=True)
@@ -350,38 +357,30 @@ def _check_function(loss_fn: Any) -> None:
             ) from None
 
 
-def _checked_losses(result: Any, has_aux: bool, is_one: bool) -> dict[str, Any]:
+def _checked_losses(returned: Any, has_aux: bool, is_one: bool) -> dict[str, Any]:
     """Returns losses in float32 at least, by their names."""
-    wanted = "`loss_fn` must return the loss, a scalar of floating-point numbers"
     if has_aux:
-        if not isinstance(result, tuple) or len(result) != 2:
+        if not isinstance(returned, tuple) or len(returned) != 2:
             raise ArgumentTypeError(
                 f"With has_aux=True `loss_fn` must return a pair of the loss and anything else. "
-                f"Received: a {type(result).__name__}."
+                f"Received: a {type(returned).__name__}."
             )
-        result = result[0]
-    elif isinstance(result, (tuple, list)):
+        returned = returned[0]
+    elif isinstance(returned, tuple):
         raise ArgumentTypeError(
-            f"{wanted}. Received: a {type(result).__name__}. Add several losses up, or name them "
-            "in a dictionary; of a pair (loss, anything) say has_aux=True."
+            "`loss_fn` must return the loss, and returned a tuple. For a pair (loss, anything), "
+            "pass has_aux=True."
         )
-    if isinstance(result, dict) and (is_one or not result):
-        more = "With `grad` only one loss can be derived. " if is_one else ""
-        raise ArgumentTypeError(f"{wanted}. {more}Received: a dictionary of {len(result)} losses.")
-    losses = {}
-    for name, each in (result if isinstance(result, dict) else {LOSS: result}).items():
-        try:
-            loss = jnp.asarray(each)
-        except (TypeError, ValueError):
-            raise ArgumentTypeError(f"{wanted}. Received: a {type(each).__name__}.") from None
-        if loss.shape:
-            raise ArgumentError(
-                f"{wanted}. Received: an array of shape {loss.shape}. Take the mean or the sum."
-            )
-        if not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise ArgumentError(f"{wanted}. Received: an array of dtype {loss.dtype.name}.")
-        losses[str(name)] = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
-    return losses
+    if isinstance(returned, dict) and is_one:
+        raise ArgumentTypeError(
+            "With `grad`, `loss_fn` must return one loss, not a dictionary of losses."
+        )
+    returned = jax.tree.map(lambda x: jnp.asarray(x) if np.isscalar(x) else x, returned)
+    losses = checked_losses(returned, lambda loss: isinstance(loss, (jax.Array, np.ndarray)))
+    return {
+        name: loss.reshape(()).astype(jnp.promote_types(loss.dtype, jnp.float32))
+        for name, loss in losses.items()
+    }
 
 
 def _scale_of(in_use: Any) -> float | None:

@@ -24,11 +24,11 @@ import numpy as np
 from lossscale.common.monkeypatch import replace
 from lossscale.diagnosis.batches import NO_NUMBERS, leaves
 from lossscale.diagnosis.measurement import (
-    LOSS,
     TARGETS,
     LossGradients,
     OutputRange,
-    check_losses,
+    check_owners,
+    checked_losses,
     numbered,
 )
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError
@@ -102,7 +102,7 @@ class KerasGradientFunction:
             self._set_precision(half)
             values = [_value(variable, half) for variable in self._variables]
             found, ranges = compute(values, batch, np.float32(scale))
-        check_losses(self._owned, losses)
+        check_owners(self._owned, losses)
         outputs = {
             name: OutputRange(float(largest), bool(finite))
             for name, (largest, finite) in zip(operations, ranges, strict=True)
@@ -144,7 +144,12 @@ class KerasGradientFunction:
         def forward(trained: Sequence[Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
             watcher = _Watcher(self._model) if watch else None
             returned = self._forward([*trained, *values[count:]], batch, watcher)
-            return _checked(returned), watcher.returned if watcher is not None else {}
+            losses = checked_losses(returned, keras.ops.is_tensor)
+            wide = {
+                name: keras.ops.reshape(keras.ops.cast(loss, "float32"), ())
+                for name, loss in losses.items()
+            }
+            return wide, watcher.returned if watcher is not None else {}
 
         losses, gradients, returned = _derive()(forward, values[:count], scale)
         shown = {
@@ -297,42 +302,33 @@ def _same_random_numbers() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _repeatable_tensorflow() -> Iterator[None]:
-    """Within it `tf.random.normal` and its like draw the same numbers in every pass.
+    """Within it `tf.random.normal` and its like draw the numbers that Keras draws from fixed seeds.
 
     By themselves they draw others each time, and others in float16 than in float32.
     """
     import tensorflow as tf
 
-    order = itertools.count()
+    seeds = itertools.count()
 
-    def repeatable(name: str) -> Callable[..., Any]:
-        original, draw = getattr(tf.random, name), getattr(tf.random, f"stateless_{name}")
-        signature = inspect.signature(original)
+    def drawn_by_keras(name: str) -> Callable[..., Any]:
+        signature = inspect.signature(getattr(tf.random, name))
 
         def drawn(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             shape, first, second, dtype, *_ = given.arguments.values()
-            wanted = tf.as_dtype(dtype)
-            if name == "uniform" and second is None and wanted.is_floating:
-                second = 1
-            inner = tf.float32 if wanted.size == 2 and wanted.is_floating else wanted
-            bounds = (None if b is None else tf.cast(b, inner) for b in (first, second))
-            return tf.cast(draw(shape, (0, next(order)), *bounds, inner), wanted)
+            dtype = tf.as_dtype(dtype)
+            draw = keras.random.randint if dtype.is_integer else getattr(keras.random, name)
+            return draw(shape, first, 1 if second is None else second, dtype.name, next(seeds))
 
         return drawn
 
     def dropout(x: Any, rate: Any, noise_shape: Any = None, **_: Any) -> Any:
-        x, own = tf.convert_to_tensor(x), (0, next(order))
-        kept = tf.nn.experimental.stateless_dropout(
-            tf.ones_like(x, tf.float32), rate, own, noise_shape=noise_shape
-        )
-        # An infinity that is dropped becomes 0, not NaN.
-        return tf.where(kept != 0, x * tf.cast(kept, x.dtype), tf.zeros_like(x))
+        return keras.random.dropout(x, rate, noise_shape, next(seeds))
 
     with contextlib.ExitStack() as stack:
         for name in ("normal", "truncated_normal", "uniform"):
-            replace(stack, tf.random, name, repeatable(name))
+            replace(stack, tf.random, name, drawn_by_keras(name))
         replace(stack, tf.nn, "dropout", dropout)
         yield
 
@@ -710,25 +706,6 @@ def _naming_targets(y: Any, y_pred: Any) -> Iterator[None]:
             "`y` does not fit what the model returns, or not its loss. Received: the shape "
             f"{y}, for outputs of the shape {y_pred}."
         ) from error
-
-
-def _checked(returned: Any) -> dict[str, Any]:
-    """Returns losses as scalars of float32, by their names."""
-    wanted = "`loss_fn` must return the loss, a scalar tensor, or a dictionary of such losses."
-    losses = dict(returned) if isinstance(returned, dict) else {LOSS: returned}
-    for loss in losses.values():
-        if not keras.ops.is_tensor(loss):
-            more = " Add several losses up." if isinstance(loss, (list, tuple)) else ""
-            raise ArgumentTypeError(f"{wanted} Received: a {type(loss).__name__}.{more}")
-        if any(size != 1 for size in loss.shape) or "float" not in str(loss.dtype):
-            raise ArgumentError(
-                f"{wanted} Received: a tensor of shape {tuple(loss.shape)} and dtype "
-                f"{loss.dtype}. Take the mean or the sum."
-            )
-    return {
-        name: keras.ops.reshape(keras.ops.cast(loss, "float32"), ())
-        for name, loss in losses.items()
-    }
 
 
 def _has_own_loss(model: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from lossscale.errors import ArgumentError, LossScaleError, first_line
+from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError, first_line
 
 LOSS = "loss"
 """The name of a loss that is the only one."""
@@ -102,7 +102,39 @@ def numbered(name: str, counts: Counter[str]) -> str:
     return name if counts[name] == 1 else f"{name}, {counts[name]}"
 
 
-def check_losses(parameters: Iterable[str], losses: Iterable[str]) -> None:
+def checked_losses(
+    returned: Any, is_tensor: Callable[[Any], bool], hint: Callable[[Any], str] = lambda loss: ""
+) -> dict[str, Any]:
+    """Returns the losses that a loss function returned, by their names.
+
+    Args:
+        returned: The returned value.
+        is_tensor: Whether something is a tensor of the framework.
+        hint: Returns what to do about a loss that is not one, " " before it; "" if it is unknown.
+
+    Raises:
+        ArgumentTypeError: If one is not a tensor. It is a `TypeError`.
+        ArgumentError: If one is not a floating-point scalar. It is a `ValueError`.
+    """
+    wanted = (
+        "`loss_fn` must return the loss, a floating-point tensor with one element, or a dictionary "
+        "of such losses."
+    )
+    losses = dict(returned) if isinstance(returned, dict) and returned else {LOSS: returned}
+    for loss in losses.values():
+        if not is_tensor(loss):
+            more = " Add several losses up, or name them in a dictionary."
+            more = more if isinstance(loss, (list, tuple)) else hint(loss)
+            raise ArgumentTypeError(f"{wanted} Received: a {type(loss).__name__}.{more}")
+        if math.prod(loss.shape) != 1 or "float" not in str(loss.dtype):
+            raise ArgumentError(
+                f"{wanted} Received: a tensor of shape {tuple(loss.shape)} and dtype "
+                f"{loss.dtype}. Take the mean or the sum."
+            )
+    return {str(name): loss for name, loss in losses.items()}
+
+
+def check_owners(parameters: Iterable[str], losses: Iterable[str]) -> None:
     """Checks that each loss which `parameters` names is one that `loss_fn` returned.
 
     Raises:

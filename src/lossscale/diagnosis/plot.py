@@ -71,7 +71,7 @@ def plot_report(report: Report, ax: Any | None, loss: str | None) -> Any:
     ticks = range(math.ceil(low / step) * step, high + 1, step)
     ax.set_xticks(ticks, [f"$2^{{{tick}}}$" if tick else "1" for tick in ticks])
     errors = (1.0, 0.1, 0.01, 0.001, 0.0001)
-    ax.set_yticks(errors, ["100 %", "10 %", "1 %", "0.1 %", "0.01 %"])
+    ax.set_yticks(errors, ["100%", "10%", "1%", "0.1%", "0.01%"])
     ax.minorticks_off()
     ax.set_xlabel("loss scale (1: no scaling)")
     ax.set_ylabel("error of a gradient in float16")

@@ -115,7 +115,7 @@ class Report:
         Returns:
             The Axes; `ax.figure.savefig("report.svg")` writes a file. A line is the gradient of
             one variable, at the scales that were tried: the norm of its difference from float32,
-            over the norm. Errors below 0.001 % are drawn there, and a cross marks where a gradient
+            over the norm. Errors below 0.001% are drawn there, and a cross marks where a gradient
             overflows. The green area is where every gradient is right, the red one where one
             overflows; lines mark both scales of the rule. If the forward pass overflows, bars show
             the largest number that each operation returned.
@@ -131,24 +131,10 @@ class Report:
 
     def to_json(self) -> str:
         """Returns the report as strict JSON, with the numbers of each gradient."""
-        verdicts = {
-            name: {
-                "verdict": advised.verdict.value,
-                "rule": None if advised.rule is None else advised.rule.get_config(),
-                "reason": advised.reason,
-                "advice": advised.advice,
-            }
-            for name, advised in self.recommendations.items()
-        }
         described = {
-            "model": self.model,
-            "setting": self.setting,
-            "verdict": self.verdict.value,
-            "verdicts": verdicts,
-            "measurements": {
-                name: dataclasses.asdict(each) for name, each in self.measurements.items()
-            },
-            "seconds": self.seconds,
+            "verdict": self.verdict,
+            "recommendations": {k: dataclasses.asdict(v) for k, v in self.recommendations.items()},
+            **dataclasses.asdict(self),
         }
         return json.dumps(_plain(described), allow_nan=False)
 
@@ -203,13 +189,13 @@ def percent(share: float) -> str:
 
     Examples:
         >>> percent(0.0004), percent(0.034), percent(1.12), percent(float("inf"))
-        ('under 0.1 %', '3.4 %', '112 %', 'infinitely')
+        ('under 0.1%', '3.4%', '112%', 'infinitely')
     """
     if math.isinf(share):
         return "infinitely"
     if share < 0.001:
-        return "under 0.1 %"
-    return f"{share:.1%}".replace("%", " %") if share < 0.1 else f"{share:.0%}".replace("%", " %")
+        return "under 0.1%"
+    return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
 
 
 def _details(found: Measurement, advised: Recommendation) -> list[str]:

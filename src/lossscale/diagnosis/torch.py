@@ -24,7 +24,13 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lossscale.checks import checked_above_zero, checked_count
 from lossscale.diagnosis.batches import check_batches, checked_tolerance, first_batches
-from lossscale.diagnosis.measurement import LOSS, LossGradients, OutputRange, check_losses, numbered
+from lossscale.diagnosis.measurement import (
+    LossGradients,
+    OutputRange,
+    check_owners,
+    checked_losses,
+    numbered,
+)
 from lossscale.diagnosis.report import Report, make_report
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.optimizer import LossScaleOptimizer
@@ -201,7 +207,7 @@ class TorchGradientFunction:
             mine = _copied(batch, widens)
             with casting, watcher or contextlib.nullcontext():
                 losses = _checked_losses(self._loss_fn(model, mine))
-            check_losses(self._owned, losses)
+            check_owners(self._owned, losses)
             outputs = {} if watcher is None else watcher.outputs(dtype is not None)
             # In autocast's own way the backward pass is outside of it.
             with torch.autocast(self._device, enabled=False):
@@ -358,34 +364,17 @@ def _check_model(model: Any) -> None:
 
 
 def _checked_losses(returned: Any) -> dict[str, Any]:
-    losses = dict(returned) if type(returned) is dict else {LOSS: returned}
-    wanted = (
-        "`loss_fn` must return the loss, a tensor with one element that backward() could take, or "
-        "a dictionary of such losses."
-    )
-    for loss in losses.values():
-        if not isinstance(loss, torch.Tensor):
-            more = ""
-            if isinstance(loss, (list, tuple)):
-                more = " Add several losses up, and leave out what is no loss."
-            elif hasattr(loss, "loss"):
-                more = " Return the loss in it, such as `output.loss`."
-            elif isinstance(loss, (int, float)):
-                more = " Leave out .item()."
-            kind = "None" if loss is None else f"a {type(loss).__name__}"
-            raise ArgumentTypeError(f"{wanted} Received: {kind}.{more}")
-        problem = ""
-        if loss.numel() != 1:
-            problem = f"of shape {tuple(loss.shape)}. Take the mean or the sum."
-        elif not loss.is_floating_point():
-            problem = f"of dtype {loss.dtype}."
-        elif not loss.requires_grad:
-            problem = (
-                "that depends on no trainable parameter. Leave out detach() and torch.no_grad(), "
-                "and compute it with the model that `loss_fn` is given."
-            )
-        if problem:
-            raise ArgumentError(f"{wanted} Received: a tensor {problem}")
+    def hint(loss: Any) -> str:
+        if hasattr(loss, "loss"):
+            return " Return the loss in it, such as `output.loss`."
+        return " Leave out .item()." if isinstance(loss, (int, float)) else ""
+
+    losses = checked_losses(returned, lambda loss: isinstance(loss, torch.Tensor), hint)
+    if not all(loss.requires_grad for loss in losses.values()):
+        raise ArgumentError(
+            "The loss that `loss_fn` returned depends on no trainable parameter. Leave out "
+            "detach() and torch.no_grad(), and compute it with the model that `loss_fn` is given."
+        )
     return losses
 
 

@@ -124,7 +124,7 @@ def _cannot_help(found: Measurement) -> Recommendation:
     reason = f"{where} overflows in float16"
     advice = f"scale down the input of {where}, or compute it in float32; or train in bfloat16"
     if where == TARGETS:
-        reason = "the targets are beyond the range of float16, in which the model's output is"
+        reason = "the targets are beyond the range of float16, the dtype of the model's output"
         advice = "normalize the targets, or compute the last layer in float32"
     elif where == "the loss":
         reason = "the loss is not finite in float16"

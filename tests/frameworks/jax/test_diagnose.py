@@ -221,7 +221,7 @@ def test_losses_in_a_dictionary_are_judged_by_what_each_one_owns():
         diagnose(loss_fn, params, [X], parameters={"kritic": ["critic"]})
     with pytest.raises(ArgumentTypeError, match=r"Received: 'critic'; write \['critic'\]"):
         diagnose(loss_fn, params, [X], parameters={"critic": "critic"})
-    with pytest.raises(ArgumentTypeError, match="With `grad` only one loss"):
+    with pytest.raises(ArgumentTypeError, match="With `grad`, `loss_fn` must return one loss"):
         diagnose(loss_fn, params, [X], grad=jax.value_and_grad)
 
 
@@ -295,9 +295,9 @@ MISTAKES = {
     "no scalar": (
         lambda p, b, d: p["w"].astype(d),
         ArgumentError,
-        r"shape \(6, 5\). Take the mean",
+        r"shape \(6, 5\) .*Take the mean",
     ),
-    "a pair": (lambda p, b, d: (dense, 1), ArgumentTypeError, "say has_aux=True"),
+    "a pair": (lambda p, b, d: (dense, 1), ArgumentTypeError, "pass has_aux=True"),
     "nothing": (lambda p, b, d: None, ArgumentTypeError, "a NoneType"),
     "whole numbers": (lambda p, b, d: 3, ArgumentError, "dtype int32"),
     "float16 always": (

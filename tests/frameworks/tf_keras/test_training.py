@@ -549,3 +549,9 @@ def test_an_optimizer_of_a_user_whose_apply_gradients_takes_no_name():
     variable = tf.Variable(1.0)
     wrapped(Own(0.5)).minimize(lambda: variable * 1.0, [variable])
     assert float(variable) == 0.5
+
+
+def test_a_diagnosis_is_refused_with_what_to_write_instead():
+    x, y = data()
+    with pytest.raises(lossscale.errors.ArgumentTypeError, match=r"new_model\.set_weights\(model"):
+        lossscale.diagnosis.diagnose(small_model(), x, y)

@@ -403,9 +403,9 @@ MISTAKES = {
         ArgumentTypeError,
         r"`output\.loss`",
     ),
-    "nothing": (lambda m, b: None, ArgumentTypeError, "Received: None"),
+    "nothing": (lambda m, b: None, ArgumentTypeError, "a NoneType"),
     "a number": (lambda m, b: m(b).mean().item(), ArgumentTypeError, r"Leave out \.item"),
-    "no mean": (lambda m, b: m(b), ArgumentError, r"shape \(2, 1\). Take the mean"),
+    "no mean": (lambda m, b: m(b), ArgumentError, r"shape \(2, 1\) .*Take the mean"),
     "detached": (lambda m, b: m(b).mean().detach(), ArgumentError, "no trainable parameter"),
     "another model": (
         lambda m, b: torch.nn.Linear(6, 1)(b).mean(),
@@ -436,6 +436,12 @@ def test_other_mistakes_have_one_sentence():
         diagnose(loss_fn, LINEAR, one)
     with pytest.raises(ArgumentTypeError, match="`loss_fn` must be a function"):
         diagnose(LINEAR, torch.ones(()), one)
+    with pytest.raises(
+        ArgumentTypeError, match=r"Write lossscale\.torch\.diagnose\(model, loss_fn"
+    ):
+        lossscale.diagnosis.diagnose(LINEAR, one)
+    with pytest.raises(ArgumentTypeError, match=r"write lossscale\.optax\.diagnose\(loss_fn"):
+        lossscale.diagnosis.diagnose(loss_fn, one)
     with pytest.raises(ArgumentError, match="has no trainable parameter"):
         diagnose(torch.nn.ReLU(), loss_fn, one)
     with pytest.raises(ArgumentError, match="weight has no shape yet"):

@@ -73,6 +73,12 @@ def test_nothing_is_left_behind(kind, ends):
         assert model.calls == 1
 
 
+def test_a_scripted_model_keeps_its_mode():
+    model = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(6, 1), torch.nn.ReLU())).eval()
+    diagnose(model, loss_fn, batches_of("linear", 1))
+    assert not any(module.training for module in model.modules())
+
+
 def test_modes_within_a_model_in_training_are_kept():
     model = model_of("batch norm")
     model[1].eval()
