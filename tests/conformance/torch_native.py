@@ -89,9 +89,10 @@ def inner_optimizers(fused: bool) -> dict[str, Callable[[Sequence[Any]], Any]]:
         "small-rate": sgd(2.0**-13),
         "large-rate": sgd(8.0),
         "small-momentum": sgd(2.0**-13, momentum=0.5),
-        # This one cannot skip by itself, and is taken back.
         "clipvalue": lambda parameters: _clipping(_each_value)(
-            torch.optim.RMSprop(parameters, lr=0.1)
+            torch.optim.Adagrad(parameters, lr=0.1, fused=True)
+            if fused
+            else torch.optim.RMSprop(parameters, lr=0.1)
         ),
     }
     if fused:

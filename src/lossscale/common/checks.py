@@ -19,12 +19,14 @@ from lossscale.packages import warn
 from lossscale.rules import DynamicScale, ScaleRule
 
 _USEFUL_FLOOR = 2.0**-24
-_wrappers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+# By identity: an optimizer may be unhashable, or equal to another one.
+_wrappers: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
 
 def living_wrapper(inner: Any) -> Any:
     """Returns the optimizer that has this one inside, None if no living one has."""
-    return _wrappers.get(inner, lambda: None)()
+    found = _wrappers.get(id(inner))
+    return found[1]() if found is not None and found[0]() is inner else None
 
 
 def check_not_wrapped(inner: Any) -> None:
@@ -95,7 +97,8 @@ def scaled_value(loss: Any, scale: Callable[[Any], Any]) -> Any:
 
 def remember_wrapper(inner: Any, wrapper: Any) -> None:
     """Notes that `wrapper` moves `inner`, for as long as the wrapper lives."""
-    _wrappers[inner] = weakref.ref(wrapper)
+    key = id(inner)
+    _wrappers[key] = weakref.ref(inner, lambda _: _wrappers.pop(key, None)), weakref.ref(wrapper)
 
 
 def flat_list(

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from lossscale.packages import not_installed
 
-__all__ = ["GradScaler", "LossScaleOptimizer", "Monitor", "diagnose", "guard", "install"]
+__all__ = [
+    "GradScaler",
+    "LossScaleOptimizer",
+    "Monitor",
+    "diagnose",
+    "guard",
+    "install",
+    "tell_accelerate",
+]
 
 _WHERE = {
     "GradScaler": "grad_scaler",
@@ -22,6 +30,7 @@ _WHERE = {
     "diagnose": ".diagnosis.torch",
     "guard": "scheduler",
     "install": "amp_install",
+    "tell_accelerate": "scheduler",
 }
 """The modules of the names."""
 
@@ -32,6 +41,7 @@ if TYPE_CHECKING:
     from lossscale.torch.monitor import Monitor as Monitor
     from lossscale.torch.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from lossscale.torch.scheduler import guard as guard
+    from lossscale.torch.scheduler import tell_accelerate as tell_accelerate
 else:
     # To import this module is not to import PyTorch; to take a name out of it is.
     def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ import torch
 from lossscale.common.checks import check_named, checked_pairs, flat_list
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError
 from lossscale.torch import fused, ranks
-from lossscale.torch.engine import SCALED, SCALED_BY_HAND, UNSCALED
+from lossscale.torch.backward import versions_of
 from lossscale.torch.scaling import CPU, unscaled
 
 _NOT_UNSCALED = (
@@ -37,8 +37,8 @@ class DocumentedVerbs:
         Returns:
             The product, in float32 or wider; for a callable, a callable.
         """
-        scaled = self._scaled(loss)
-        self._step_state.stage = SCALED_BY_HAND
+        scaled = self._scaled(loss, seen=False)
+        self._record.by_hand = True
         return scaled
 
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
@@ -66,8 +66,10 @@ class DocumentedVerbs:
         device = next((g.device for g in given if g is not None), CPU)
         scale = self._engine.scale.on(device).scale
         result = unscaled(given, scale, self._rule.powers_of_two)
-        self._step_state.stage = UNSCALED
-        self._step_state.divided += [(g, g._version) for g in given if g is not None]
+        record = self._record
+        record.scaled_by, record.by_hand = record.scaled_by or self._engine.scale, False
+        before = [each for each in record.divided or () if each[0]() is not None]
+        record.divided = before + versions_of(g for g in given if g is not None)
         return result
 
     def apply_gradients(
@@ -98,25 +100,30 @@ class DocumentedVerbs:
                 a shape does not match.
         """
         check_named(third)
-        state = self._step_state
+        record, engine = self._record, self._engine
         given, variables = checked_pairs(grads_and_vars, _is_variable)
         parameters = ranks.parameters_of(self.inner_optimizer)
         _check_fit(given, variables, parameters)
-        if state.stage == SCALED_BY_HAND:
+        if record.by_hand:
             self._warn(_NOT_UNSCALED)
-        before = state.stage, state.divided
+        before = by, by_hand, divided = record.scaled_by, record.by_hand, record.divided
+        are_unscaled = by is None or by_hand or divided is not None
+        if by is not None and by is not engine.scale:
+            # Those in `.grad` stay, and are true.
+            engine.end()
         with _own_gradients(parameters):
             for gradient, variable in zip(given, variables, strict=True):
                 if gradient is not None:
                     # A copy, because what is applied is changed where it is.
                     variable.grad = gradient.detach().to(variable.dtype, copy=True)
-            if state.stage != SCALED:
-                state.stage, state.divided = UNSCALED, []
+            record.reset()
+            record.scaled_by = engine.scale if are_unscaled else by
+            record.divided = [] if are_unscaled else None
             try:
                 self._take_step()
             except BaseException:
-                state.reset()
-                state.stage, state.divided = before
+                record.reset()
+                record.scaled_by, record.by_hand, record.divided = before
                 raise
         return self.iterations
 
@@ -207,7 +214,7 @@ class DocumentedVerbs:
     _engine: Any
     _rule: Any
     _scaled: Any
-    _step_state: Any
+    _record: Any
     _take_step: Any
     _warn: Any
 

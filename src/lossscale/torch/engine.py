@@ -1,23 +1,26 @@
 """One step of one optimizer: unscale, check for overflow once, agree, apply or skip, update.
 
-`Engine.decide` says when a step is skipped. The host waits for one number, unless the loss scale
-is on the device.
+`Engine.decide` decides whether a step is skipped. The host waits for one number, unless the loss
+scale is on the device.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from lossscale.errors import GradientsError
+from lossscale.packages import warn
 from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 from lossscale.torch import clipping, fused, gradient_stats, gradients, overflow_check, ranks
+from lossscale.torch.backward import ONE_FOR_SEVERAL as _ONE_FOR_SEVERAL
+from lossscale.torch.backward import GradientRecord, divide, engines, is_below_one, multiply
 from lossscale.torch.gradients import Gradients
 from lossscale.torch.ranks import ParameterInfo
-from lossscale.torch.saved import Saved
-from lossscale.torch.scale import DeviceLossScale, LossScale
 from lossscale.torch.scaling import CPU, read, scalar
 from lossscale.torch.several import parts_of
 
@@ -25,22 +28,8 @@ _LARGEST = torch.finfo(torch.float32).max
 _SMALLEST_NORM = 2.0**-40
 """Above it all elements together whose squares are 0 in float32 do not matter."""
 
-NOTHING = "nothing"
-"""No loss was scaled since the last step."""
-
-SCALED = "scaled"
-"""A loss was scaled: the gradients are those of the scaled loss."""
-
-SCALED_BY_HAND = "scaled by hand"
-"""`get_scaled_loss` has scaled one: `apply_gradients` expects what was unscaled by hand too."""
-
-UNSCALED = "unscaled"
-"""`get_unscaled_gradients` has divided them, and nobody has checked them."""
-
-CHECKED = "checked"
-"""They were unscaled and checked, where they are."""
-
-_MARK = "_is_scaled_by_lossscale"
+_NO_GRADIENTS = 10
+"""After how many steps without any gradient a warning comes."""
 
 
 class StepDecision(NamedTuple):
@@ -69,32 +58,47 @@ class Engine:
     """What loss scaling does with the gradients of one optimizer.
 
     Args:
-        inner: The optimizer.
-        rule: How the scale moves.
+        inner: The optimizer, or a function that returns it.
+        scale: The loss scale, a `LossScale`; or what has its `rule`.
         clip_norm: What unscaled gradients are clipped to, or None.
         process_group: As `ranks.groups_of` takes it.
-        on_device: Whether the device decides.
 
     Attributes:
-        scale: The loss scale and the counts of steps.
+        record: What its gradients are.
+        left_out: Called when gradients that overflowed were cleared, and no step was made.
+        join_group: The processes of a `torch.distributed.algorithms.Join`, within it.
     """
 
+    left_out: Callable[[], None] | None = None
+    join_group: Any = None
+    _steps_without: int | None = 0
+
     def __init__(
-        self,
-        inner: Any,
-        rule: ScaleRule,
-        clip_norm: float | None,
-        process_group: Any,
-        on_device: bool,
+        self, inner: Any, scale: Any, clip_norm: float | None = None, process_group: Any = None
     ) -> None:
-        self.inner, self.rule = inner, rule
+        # A scaler keeps no optimizer alive.
+        is_given = isinstance(inner, torch.optim.Optimizer)
+        self._inner = (lambda: inner) if is_given else inner
+        self.scale = scale
         self.clip_norm, self.process_group = clip_norm, process_group
-        self._measures = rule.needs != StatsRequest()
         # The states of optimizers, how many entries each has, and the ids of parameters with all of
         # their state.
         self._stepped: tuple[list[Any], list[int], set[int]] = ([], [], set())
-        self._info = ParameterInfo(ranks.parameters_of(inner), process_group)
-        self.scale = (DeviceLossScale if on_device else LossScale)(rule, self._info.devices)
+        self._info = ParameterInfo(ranks.parameters_of(self.inner), process_group)
+        known = (each.record for each in engines if each.inner is self.inner)
+        self.record: GradientRecord = next(known, None) or GradientRecord()
+        engines.add(self)
+
+    @property
+    def inner(self) -> Any:
+        """The optimizer."""
+        return self._inner()
+
+    @property
+    def rule(self) -> ScaleRule:
+        """How the scale moves."""
+        rule: ScaleRule = self.scale.rule
+        return rule
 
     def info(self) -> ParameterInfo:
         """What is known of the parameters that the optimizer has now."""
@@ -103,23 +107,112 @@ class Engine:
             self._info = ParameterInfo(parameters, self.process_group)
         return self._info
 
+    def _groups(self, info: ParameterInfo) -> Any:
+        return info.groups or (() if self.join_group is None else (self.join_group,))
+
+    # --- What the gradients are ---------------------------------------------------------------
+
+    def begin(
+        self, by: Any, info: ParameterInfo | None = None, *, task: int = -1, graph: bool = False
+    ) -> None:
+        """Gradients are about to be added that are multiplied by a scale.
+
+        Args:
+            by: The `Multiplier`.
+            info: Of the parameters, if they are not all of the optimizer.
+            task: The backward pass.
+            graph: Whether they will be parts of a graph.
+
+        Raises:
+            GradientsError: If others are added in the same pass. It is a `ValueError`.
+        """
+        record = self.record
+        if record.scaled_by is not by:
+            if task == record.task != -1 and record.scaled_by is not None:
+                raise GradientsError(
+                    "Losses that were scaled by different scales are derived together, and reach "
+                    f"the same parameters. {_ONE_FOR_SEVERAL}"
+                )
+            info = self.info() if info is None else info
+            if record.found is not None and record.are_gone(info):
+                if self.left_out is not None:
+                    self.left_out()
+                record.reset()
+            before = record.scaled_by
+            first = info.first_gradient()
+            if before is None and self.scale.is_unseen and not record.is_as_it_was(first):
+                before = self.scale.multiplier
+            multiply(info, by, before)
+            if record.found is not None:
+                # Some may have been replaced.
+                record.remember(info.first_gradient())
+            record.scaled_by = by
+        record.task = task
+        record.is_graph = record.is_graph or graph
+        record.decision, record.is_settled = None, False
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def end(self, info: ParameterInfo | None = None, *, also: Any = None) -> Any:
+        """Divides the gradients, and returns what was found of them until now.
+
+        Args:
+            info: Of the parameters, if they are not all of the optimizer.
+            also: What was found of others that the same loss has reached.
+        """
+        record, rule = self.record, self.rule
+        info = self.info() if info is None else info
+        by, record.scaled_by = record.scaled_by, None
+        found: Any = None
+        if by is not None:
+            found = overflow_check.any_overflow(
+                divide(info, by, graph=record.is_graph, checks=rule.checks_gradients),
+                info.devices[0] if info.devices else CPU,
+            )
+        for other in (record.found, also):
+            if found is None or other is None:
+                found = other if found is None else found
+            else:
+                found = torch.maximum(found, other.to(found.device))
+        record.found, record.is_graph = found, False
+        record.remember(info.first_gradient())
+        return found
+
     # --- Decide -------------------------------------------------------------------------------
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def decide(self, *, are_scaled: bool | None, in_place: bool = False) -> StepDecision:
+    def decide(self, *, in_place: bool = False) -> StepDecision:
         """Unscales the gradients if they are scaled, and decides.
 
+        If no loss was scaled here, other processes may know better, such as the last stage of a
+        pipeline; if none does, the rule does not see it.
+
         Args:
-            are_scaled: Whether they are those of the scaled loss; None if no loss was scaled here.
-                Then other processes may know better, such as the last stage of a pipeline; if none
-                does, the rule does not see it.
             in_place: Whether somebody reads them before they are applied: then nothing is left
                 to the optimizer, and they are not clipped.
         """
-        info, rule = self.info(), self.rule
+        info, rule, record = self.info(), self.rule, self.record
+        if record.scaled_by is not None and (record.is_graph or record.found is not None):
+            self.end()
+        # What was found of gradients that are true already: they are not checked again.
+        found = record.found if record.scaled_by is None else None
+        grads = (
+            ()
+            if record.divided is None
+            else [p.grad for p in info.parameters if p.grad is not None]
+        )
+        are_scaled = False if found is not None else record.are_scaled(grads)
+        by = self.scale.multiplier if record.scaled_by is None else record.scaled_by
         clips = self.clip_norm is not None and not in_place
+        groups, measures = self._groups(info), rule.needs != StatsRequest()
         # Processes that were named by a group may do different things: always the same messages.
-        asks = bool(info.groups) and (rule.checks_gradients or info.is_given)
+        asks = bool(groups) and (
+            rule.checks_gradients or info.is_given or self.join_group is not None
+        )
+        if found is not None and not (clips or measures or asks or self.scale.on_device):
+            # Nobody has to touch the gradients any more.
+            if info.first_gradient() is None:
+                return StepDecision(True, empty=True)
+            return self._on_host(found, None, None)
         # What has to be read and written for the check is unscaled on the way.
         hands_over = (clips or not rule.checks_gradients) and not self.scale.on_device
         # Small gradients would flush to zero in float16: these are divided in the kernel alone.
@@ -127,34 +220,41 @@ class Engine:
         if hands_over or is_half:
             kernel_divides = bool(are_scaled) and not in_place and fused.can_unscale(self.inner)
             hands_over, is_half = hands_over and kernel_divides, is_half and kernel_divides
-        if hands_over and info.is_plain and not (clips or self._measures or asks):
+        if hands_over and info.is_plain and not (clips or measures or asks):
             # Nobody else has to touch the gradients: SGD fused, small would take 1.2 times as long.
-            empty = all(p.grad is None for p in info.parameters)
-            divisor = None if empty else self.scale.on(info.devices[0]).scale
+            empty = info.first_gradient() is None
+            divisor = None if empty else by.on(info.devices[0]).scale
             return StepDecision(True, GradientStats(True), divisor=divisor, empty=empty)
         given = gradients.collect(info, allow_float16=is_half)
-        if not given.grads and not info.groups:
+        if not given.grads and not groups:
             return StepDecision(True, empty=True)
-        hands_over = hands_over and len(given.dense_groups) == 1
-        measured = self._measured(given, info, are_scaled) if self._measures else None
-        if clips and not (self._measures or self.scale.on_device or info.is_given or is_half):
-            decision = self._decide_by_norm(given, info, bool(are_scaled), hands_over)
+        # A kernel divides by a float32 number, which has too few digits for float64.
+        is_one = len(given.dense_groups) == 1
+        hands_over = hands_over and is_one and given.dense_groups[0][0].dtype != torch.float64
+        measured = None
+        if measures:
+            measured = self.measured(given, info, by, are_scaled=are_scaled is not False)
+        by_norm = not (measures or self.scale.on_device or info.is_given or is_half)
+        by_norm = by_norm and self.join_group is None
+        if clips and by_norm and (found is None or not groups):
+            decision = self._decide_by_norm(given, info, by, bool(are_scaled), hands_over, found)
             if decision is not None:
                 return decision
         divisor = None
         if is_half or (hands_over and not clips):
-            divisor = self.scale.on(given.device).scale
-        if rule.checks_gradients:
-            found = self._unscale_and_check(given, False if is_half else are_scaled)
-            overflow = overflow_check.any_overflow(found)
+            divisor = by.on(given.device).scale
+        if rule.checks_gradients and found is not None:
+            overflow = found
+        elif rule.checks_gradients:
+            overflow = self._unscale_and_check(given, by, are_scaled, is_half)
         else:
             overflow = scalar(0.0, given.device)
             if are_scaled and divisor is None:
-                self._unscale(given)
+                _unscale(given, by)
         somebody_scaled: Any = are_scaled is not None
         if asks:
             here = bool(given.grads), somebody_scaled
-            overflow, somebody_scaled = ranks.agreed(overflow, *here, info.groups)
+            overflow, somebody_scaled = ranks.agreed(overflow, *here, groups)
         if self.scale.on_device:
             decision = self._on_device(overflow, measured, given, info, divisor)
         else:
@@ -163,7 +263,7 @@ class Engine:
             if not somebody_scaled:
                 return decision._replace(stats=None)
             # The loss was scaled in another process.
-            self._unscale(given)
+            _unscale(given, by)
         if not clips or decision.apply is False or decision.empty:
             return decision
         if is_half:
@@ -173,34 +273,33 @@ class Engine:
         self._clip(given, info)
         return decision
 
-    def _factor(self, device: Any) -> Any:
-        factors = self.scale.on(device)
-        return factors.reciprocal if self.rule.powers_of_two else factors.scale
+    def _unscale_and_check(
+        self, given: Gradients, by: Any, are_scaled: bool | None, is_half: bool
+    ) -> Any:
+        """What was found: float32 scalar tensor, 1 for an overflow."""
+        below_one = is_below_one(by)
+        if are_scaled and not is_half:
+            return overflow_check.any_overflow(
+                overflow_check.unscale_and_check_(
+                    given,
+                    _factor_of(by),
+                    divide=not by.rule.powers_of_two,
+                    recheck=below_one,
+                )
+            )
+        if are_scaled is not False and below_one and by.number is not None and given.grads:
+            # With a scale below 1 unscaling may overflow what is finite.
+            powers = by.rule.powers_of_two
+            finite = overflow_check.all_finite(given.grads, by.number, powers)
+            return (~finite).to(torch.float32)
+        return overflow_check.any_overflow(overflow_check.check(given))
 
-    def _unscale(self, given: Gradients) -> None:
-        overflow_check.unscale_(given, self._factor, divide=not self.rule.powers_of_two)
-
-    def _unscale_and_check(self, given: Gradients, are_scaled: bool | None) -> dict[Any, Any]:
-        lowest = self.rule.lowest_scale if self.scale.on_device else self.scale.number
-        # With a scale below 1 unscaling may overflow what was finite.
-        recheck = lowest is None or lowest < 1.0
-        if are_scaled is None and recheck and not self.scale.on_device:
-            finite = overflow_check.all_finite(given.grads, lowest, self.rule.powers_of_two)
-            return {finite.device: (~finite).to(torch.float32)} if given.grads else {}
-        if not are_scaled:
-            return overflow_check.check(given)
-        return overflow_check.unscale_and_check_(
-            given, self._factor, divide=not self.rule.powers_of_two, recheck=recheck
-        )
-
-    def _measured(self, given: Gradients, info: ParameterInfo, are_scaled: bool | None) -> Any:
+    def measured(self, given: Gradients, info: ParameterInfo, by: Any, *, are_scaled: bool) -> Any:
         """Measures gradients for a rule that needs it, before they are unscaled."""
+        scale = by.on(given.device).scale
+        needs = self.rule.needs
         return gradient_stats.measure_everywhere(
-            self.rule.needs,
-            given.grads,
-            info,
-            self.scale.on(given.device).scale,
-            are_scaled=are_scaled is not False,
+            needs, given.grads, info, scale, are_scaled=are_scaled
         )
 
     def _on_host(self, overflow: Any, measured: Any, divisor: Any) -> StepDecision:
@@ -222,7 +321,7 @@ class Engine:
         self, overflow: Any, measured: Any, given: Gradients, info: ParameterInfo, divisor: Any
     ) -> StepDecision:
         overflow = overflow.to(info.devices[0])
-        if self.rule.checks_gradients and info.groups:
+        if self.rule.checks_gradients and self._groups(info):
             # With a gradient of its own a process knows that there is one.
             if not given.grads and overflow.item() < 0:
                 return StepDecision(True, empty=True)
@@ -250,15 +349,21 @@ class Engine:
             self._stepped = states, sizes, ids
         return all(p.grad is None or id(p) in ids for p in info.parameters)
 
-    # --- Clip ---------------------------------------------------------------------------------
-
     def _decide_by_norm(
-        self, given: Gradients, info: ParameterInfo, are_scaled: bool, hands_over: bool
+        self,
+        given: Gradients,
+        info: ParameterInfo,
+        by: Any,
+        are_scaled: bool,
+        hands_over: bool,
+        found: Any,
     ) -> StepDecision | None:
         """Clips by a norm that checks for overflow as well; None if it cannot tell."""
-        scale = self.scale.number if are_scaled else 1.0
+        scale = by.number if are_scaled else 1.0
         clip_norm = self.clip_norm or 0.0
         norm = clipping.grad_norm(given, info)
+        if found is not None and not info.groups:
+            norm = torch.where(found.to(norm.device) > 0, torch.inf, norm)
         total = read(norm)
         if total < 0:
             return StepDecision(True, empty=True)
@@ -289,26 +394,61 @@ class Engine:
 
     # --- Act ----------------------------------------------------------------------------------
 
-    def apply(self, decision: StepDecision) -> Any:
+    def apply(self, decision: StepDecision, **more: Any) -> Any:
         """Steps the optimizer, unless it is to be skipped; returns what it returns."""
+        self.count_steps_without(decision.empty)
         if decision.apply is False:
             return None
         inner, divisor = self.inner, decision.divisor
         # Where the host has decided there is nothing left to say.
         overflow = decision.overflow if decision.apply is None else None
-        parts = parts_of(inner)
-        saved = [] if overflow is None else [Saved(p) for p in parts if not fused.can_skip(p)]
         if fused.expects_attributes(inner):
             device = self.info().devices[0]
             divisor = scalar(1.0, device) if divisor is None else divisor
             overflow = scalar(0.0, device) if overflow is None else overflow
         if divisor is None and overflow is None:
-            return inner.step()
-        with fused.attributes([p for p in parts if fused.can_skip(p)], divisor, overflow):
-            returned = inner.step()
-        for each in saved:
-            each.put_back(overflow)
-        return returned
+            return inner.step(**more)
+        with fused.attributes(list(filter(fused.can_skip, parts_of(inner))), divisor, overflow):
+            return inner.step(**more)
+
+    def count_steps_without(self, empty: bool) -> None:
+        """Warns of an optimizer that never has any gradient."""
+        if self._steps_without is None:
+            return
+        if not empty:
+            self._steps_without = None
+            return
+        self._steps_without += 1
+        if self._steps_without == _NO_GRADIENTS:
+            self._steps_without = None
+            warn(
+                f"In {_NO_GRADIENTS} steps no parameter of {type(self.inner).__name__} had a "
+                "gradient, so nothing is trained. Are they the parameters of the model that the "
+                "loss was computed with? Make the optimizer after the model has been moved, "
+                "wrapped or replaced, with the parameters of that model."
+            )
+
+    def shadow(self) -> None:
+        """Takes part in a step of the processes that still have data."""
+        info = self.info()
+        device = info.devices[0] if info.devices else CPU
+        overflow, _ = ranks.agreed(scalar(0.0, device), False, False, self._groups(info))
+        found = read(overflow)
+        if found >= 0:
+            skipped = scalar(found, device)
+            finite: Any = skipped == 0 if self.scale.on_device else not found
+            stats = gradient_stats.as_stats(self.rule.needs, None, finite)
+            self.update(StepDecision(not found, stats, skipped))
+
+    def skipped(self, found: Any) -> StepDecision:
+        """The decision on gradients that are gone, with what the rule sees if it is a skip."""
+        measured, needs = None, self.rule.needs
+        if needs != StatsRequest():
+            measured = scalar(0.0, CPU).repeat(2 + len(needs.counts_from))
+        finite: Any = False
+        if self.scale.on_device:
+            finite = scalar(False, self.info().devices[0], torch.bool)
+        return StepDecision(None, gradient_stats.as_stats(needs, measured, finite), overflow=found)
 
     def update(self, decision: StepDecision) -> None:
         """Updates the scale and counts the step."""
@@ -321,48 +461,20 @@ class Engine:
         self.scale.count(skipped)
 
 
+def _factor_of(by: Any) -> Callable[[Any], Any]:
+    """What gradients are multiplied by, or divided by, on a device."""
+    if by.rule.powers_of_two:
+        return lambda device: by.on(device).reciprocal
+    return lambda device: by.on(device).scale
+
+
+def _unscale(given: Gradients, by: Any) -> None:
+    overflow_check.unscale_(given, _factor_of(by), divide=not by.rule.powers_of_two)
+
+
 def _has_state(inner: Any, parameter: Any, group: dict[str, Any]) -> bool:
     # Without momentum it keeps none; RMSprop without momentum does.
     if isinstance(inner, torch.optim.SGD) and not group["momentum"]:
         return True
     state = inner.state.get(parameter)
     return bool(state) and state.get("momentum_buffer", state) is not None
-
-
-def remember_scaled(loss: Any) -> None:
-    """Marks a tensor that came of scaling, by any optimizer."""
-    setattr(loss, _MARK, True)
-
-
-def was_scaled(loss: Any) -> bool:
-    """Whether this very tensor came of scaling."""
-    return hasattr(loss, _MARK)
-
-
-class StepState:
-    """A plain object, because compiled code loses what it writes to an optimizer.
-
-    Attributes:
-        stage: One of the constants above.
-        decision: What was decided, if they were checked.
-        unscaled_before: The gradients that were unscaled before a loss was scaled, their versions
-            by their ids.
-        decision_before: What was decided on these.
-        divided: What `get_unscaled_gradients` was given, and the version of each tensor.
-        clips: Whether they still have to be clipped.
-        is_settled: Whether `zero_grad` came in the place of the step that was decided on.
-        warned: Whether a step without a scaled loss was warned of.
-    """
-
-    def __init__(self) -> None:
-        self.warned = False
-        self.reset()
-
-    def reset(self) -> None:
-        """A step was made."""
-        self.stage = NOTHING
-        self.decision: Any = None
-        self.clips = self.is_settled = False
-        self.unscaled_before: dict[int, int] = {}
-        self.decision_before: Any = None
-        self.divided: list[tuple[Any, int]] = []

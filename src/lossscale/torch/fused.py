@@ -30,13 +30,19 @@ def can_skip(inner: Any) -> bool:
 def can_unscale(inner: Any) -> bool:
     """Whether unscaling may be left to an optimizer: nobody reads `.grad` before its kernel."""
     if isinstance(inner, Several):
-        return not inner._optimizer_step_pre_hooks and all(map(can_unscale, inner.optimizers))
+        return not _has_pre_hooks(inner) and all(map(can_unscale, inner.optimizers))
     return (
         can_skip(inner)
         and steps_as_torch(inner)
-        and not inner._optimizer_step_pre_hooks
+        and not _has_pre_hooks(inner)
         and not torch_optimizer._global_optimizer_pre_hooks
     )
+
+
+def _has_pre_hooks(inner: Any) -> bool:
+    """Whether somebody may read gradients before a step; the wrapper's own hook does not."""
+    hooks = inner._optimizer_step_pre_hooks.values()
+    return not all(hasattr(hook, "of_lossscale") for hook in hooks)
 
 
 def steps_as_torch(inner: Any) -> bool:
@@ -55,6 +61,11 @@ def steps_as_torch(inner: Any) -> bool:
     # PyTorch 2.4 keeps what it counts in the closure alone.
     counted = getattr(replaced, "__wrapped__", None)
     return (counted or inspect.getclosurevars(replaced).nonlocals.get("func")) is own
+
+
+def skips_by_itself(inner: Any) -> bool:
+    """Whether an optimizer skips a step if it is handed `found_inf`, and reads it nowhere else."""
+    return can_skip(inner) and not takes_a_scaler(type(inner).step)
 
 
 def expects_attributes(inner: Any) -> bool:
@@ -101,6 +112,21 @@ def demands_closure(inner: Any) -> bool:
     """Whether the step of an optimizer evaluates a closure by itself, such as that of LBFGS."""
     closure = inspect.signature(type(inner).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def evaluates_first(inner: Any) -> bool:
+    """Whether a step with a closure is one evaluation, then a step without it."""
+    if isinstance(inner, Several):
+        return True
+    step = inspect.signature(type(inner).step).parameters
+    if "closure" not in step:
+        return True
+    return type(inner).step.__module__.startswith("torch.") and not demands_closure(inner)
+
+
+def starts_with_closure(inner: Any) -> bool:
+    """Whether an optimizer evaluates its closure before it moves anything, for certain."""
+    return isinstance(inner, torch.optim.LBFGS)
 
 
 def takes_a_scaler(step: Any) -> bool:

@@ -9,6 +9,7 @@ only then.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import weakref
 from collections import OrderedDict, defaultdict
@@ -34,15 +35,17 @@ from lossscale.packages import warn
 from lossscale.rules import ScaleRule, ScaleState, StatsRequest
 from lossscale.torch import fused, gradient_stats, gradients, overflow_check, ranks
 from lossscale.torch import state_dict as state_dicts
+from lossscale.torch.backward import divide, is_seen, multiply, watch
+from lossscale.torch.engine import Engine
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
-from lossscale.torch.scale import update_on_host
+from lossscale.torch.scale import Multiplier, update_on_host
 from lossscale.torch.scaler_arguments import (
     DEFAULTS,
     as_of_a_scaler,
     new_scale_of,
     rule_of_a_scaler,
 )
-from lossscale.torch.scaling import CPU, read, scalar, scaled
+from lossscale.torch.scaling import CPU, read, scalar, scaled, uncompiled
 
 if TYPE_CHECKING:
     from lossscale.monitoring.record import NonfiniteTensor
@@ -121,6 +124,11 @@ class GradScaler(torch.amp.GradScaler):
 
     _warned_at_floor = False
 
+    on_device = False
+    is_unseen = False
+    """Whether a loss was scaled since `update` whose `backward` nobody sees."""
+    _multiplier: Multiplier | None = None
+
     @checks_keywords("GradScaler", _INSTEAD)
     def __init__(
         self,
@@ -168,7 +176,7 @@ class GradScaler(torch.amp.GradScaler):
         self._init_scale = self._number = float(made.loss_scale(self._state))
         self._init_growth_tracker = 0
         self._scale = self._growth_tracker = None
-        self._left: tuple[Any, int, Any, int] | None = None
+        self._left: tuple[Any, ...] | None = None
         self._per_optimizer_states: Any = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update = False
         self._steps_skipped, self._last_step_skipped = 0, False
@@ -183,21 +191,50 @@ class GradScaler(torch.amp.GradScaler):
     def _forget(self) -> None:
         """Forgets optimizers, parameters and hooks, which a copy does not share."""
         self._names: dict[Any, str] | None = None
+        self._multiplier = None
+        # Tensors with gradients that are of no optimizer that was met, and their scale.
+        self._unmet: dict[int, Any] = {}
+        self._unmet_by: Multiplier | None = None
+        self._is_graph = False
         self._records: dict[int, _Record] = {}
         self._skipped_hooks: dict[int, Any] = OrderedDict()
 
     def _record_of(self, optimizer: Any) -> _Record:
-        """The record of an optimizer, about its parameters as they are now."""
+        """The record of an optimizer."""
         key, record = id(optimizer), self._records.get(id(optimizer))
         if record is None:
-            record = self._records[key] = _Record()
-            # Held by the record, and called when the optimizer is gone.
             records = self._records
-            record.reference = weakref.ref(optimizer, lambda _: records.pop(key, None))
-        parameters = parameters_of(optimizer)
-        if record.info is None or not record.info.is_of(parameters):
-            record.info = ParameterInfo(parameters, self._process_group)
+            try:
+                # Called when the optimizer is gone.
+                reference = weakref.ref(optimizer, lambda _: records.pop(key, None))
+            except TypeError:
+                # With `__slots__` it cannot be referred to weakly.
+                reference = functools.partial(lambda it: it, optimizer)  # type: ignore[assignment]
+            engine = Engine(reference, self, process_group=self._process_group)
+            record = self._records[key] = _Record(engine)
+            met = [self._unmet.pop(id(p), None) for p in engine.info().parameters]
+            if any(met):
+                engine.record.scaled_by, engine.record.is_graph = self._unmet_by, self._is_graph
         return record
+
+    def _meet(self, rest: Sequence[Any], by: Multiplier) -> None:
+        """Gradients are about to be added to tensors that are of no optimizer that was met."""
+        known = {key: t for key, ref in self._unmet.items() if (t := ref()) is not None}
+        new = [t for t in rest if id(t) not in known]
+        if self._unmet_by is not by:
+            multiply(ParameterInfo(list(known.values()), []), by, self._unmet_by)
+        multiply(ParameterInfo(new, []), by)
+        self._unmet = {id(t): weakref.ref(t) for t in (*known.values(), *new)}
+        self._unmet_by, self._is_graph = by, self._is_graph or torch.is_grad_enabled()
+
+    @property
+    def multiplier(self) -> Multiplier:
+        """The loss scale as it is now; the same object until it moves."""
+        number = self.get_scale()
+        if self._multiplier is None or self._multiplier.number != number:
+            scale = scalar(number, self._scale.device)
+            self._multiplier = Multiplier(scale, self._rule, number)
+        return self._multiplier
 
     # --- The calls of a training loop ---------------------------------------------------------
 
@@ -220,14 +257,24 @@ class GradScaler(torch.amp.GradScaler):
         def scaled_one(loss: Any) -> Any:
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(loss.device)
-            return scaled(loss, self._scale)
+            # Compiled code and CUDA graphs read the tensor that moves.
+            if torch.compiler.is_compiling() or not is_seen(loss):
+                self.is_unseen = True
+                return scaled(loss, self._scale)
+            by = self.multiplier
+            multiplied = scaled(loss, by.on(loss.device).scale)
+            watch(multiplied, loss, by, None, self._meet)
+            return multiplied
 
         result = _mapped(scaled_one, outputs)
         self._scaled_since_update = True
         return result
 
+    @uncompiled
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the gradients of an optimizer by the scale, in place, for example to clip them.
+
+        They are divided by the scale that multiplied them, if it has moved since.
 
         Args:
             optimizer: Its next `step` then takes the gradients as they are.
@@ -246,57 +293,78 @@ class GradScaler(torch.amp.GradScaler):
         if entry["stage"] is _UNSCALED:
             raise CallOrderError(
                 "unscale_() was called twice on this optimizer since the last update(). Call it "
-                "once for each step, after the last backward()."
+                "once for each step, after the last backward(). If a step is left out, call "
+                "update() in its place."
             )
         if entry["stage"] is _STEPPED:
             raise CallOrderError(
                 "unscale_() was called after step(). Call it before, or update() in between."
             )
-        inverse = scalar(1.0 / self.get_scale(), self._scale.device)
-        found = scalar(0.0, self._scale.device)
+        self._unscale(optimizer, entry)
+
+    def _unscale(self, optimizer: Any, entry: dict[str, Any]) -> None:
+        """Divides gradients by what multiplied them, and keeps what was found of them."""
+        engine = self._record_of(optimizer).engine
+        record, info = engine.record, engine.info()
+        device = self._scale.device
+        by = self._scaled_by(engine)
+        first = info.first_gradient()
+        # Gradients that stay after a step are true, as long as nothing was added to them.
+        are_true = self._scaled_since_update and not self.is_unseen and record.is_as_it_was(first)
+        if are_true and record.scaled_by is None:
+            inverse = scalar(1.0, device)
+        else:
+            inverse = scalar(1.0 / by.number, device)
+        found = scalar(0.0, device)
         unscaled = self._unscale_grads_(optimizer, inverse, found, False)
         # Also where there was no gradient here: other processes may have some.
         entry["unscaled"] = True
+        if record.found is not None and unscaled:
+            for number in unscaled.values():
+                torch.maximum(number, record.found.to(number.device), out=number)
         entry["found_inf_per_device"] = unscaled
+        first = info.first_gradient()
+        record.scaled_by, record.is_graph = None, False
+        record.found = overflow_check.any_overflow(dict(unscaled), device)
+        record.remember(first)
         # Of gradients that come later the scale is still to be taken off.
-        if unscaled or any(p.grad is not None for p in parameters_of(optimizer)):
+        if unscaled or first is not None:
             entry["stage"] = _UNSCALED
+
+    def _scaled_by(self, engine: Engine) -> Any:
+        return engine.record.scaled_by or self.multiplier
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
     ) -> dict[Any, Any]:
-        info: Any = self._record_of(optimizer).info
+        engine = self._record_of(optimizer).engine
+        info, entry = engine.info(), self._per_optimizer_states[id(optimizer)]
+        on_host = inv_scale.device.type == "cpu"
+        number = 1.0 / inv_scale.item() if on_host else self.get_scale()
+        by = Multiplier(inv_scale.reciprocal(), DEFAULTS, number, inv_scale)
         with torch.no_grad():
-            given = gradients.collect(info, allow_float16=allow_fp16)
-            self._measure(optimizer, given, info)
-            if not self._rule.checks_gradients:
-                overflow_check.unscale_(given, inv_scale.to)
-                return {}
-            on_host = inv_scale.device.type == "cpu"
-            by_device = overflow_check.unscale_and_check_(
-                given,
-                inv_scale.to,
-                # A factor above 1 can make a finite number infinite.
-                recheck=inv_scale.item() > 1 if on_host else self.get_scale() < 1,
+            # Whoever asks again later, asks about gradients that are unscaled.
+            if self._rule.needs != StatsRequest() and entry["stage"] is _READY:
+                given = gradients.collect(info, allow_float16=allow_fp16)
+                scaled_by = self._scaled_by(engine)
+                entry["measured"] = engine.measured(given, info, scaled_by, are_scaled=True)
+            checks = self._rule.checks_gradients
+            by_device: dict[Any, Any] = divide(
+                info,
+                by,
+                graph=engine.record.is_graph,
+                checks=checks,
+                allow_float16=allow_fp16,
                 found=found_inf,
             )
-            if not info.groups:
+            if not info.groups or not checks:
                 return by_device
             overflow = overflow_check.any_overflow(by_device, found_inf.device)
             overflow, _ = ranks.agreed(overflow, bool(by_device), True, info.groups)
             # Where no process has anything to check, it is no step that counts.
             return {overflow.device: overflow} if by_device or overflow.item() >= 0 else {}
 
-    def _measure(self, optimizer: Any, given: Any, info: ParameterInfo) -> None:
-        """Keeps how large scaled gradients are until `update`, for a rule that has to see it."""
-        needs, entry = self._rule.needs, self._per_optimizer_states[id(optimizer)]
-        # Whoever asks again later, asks about gradients that are unscaled.
-        if needs != StatsRequest() and entry["stage"] is _READY:
-            scale = scalar(self.get_scale(), given.device)
-            entry["measured"] = gradient_stats.measure_everywhere(
-                needs, given.grads, info, scale, are_scaled=True
-            )
-
+    @uncompiled
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Unscales if that is still to be done, and calls `optimizer.step` if all is finite.
 
@@ -349,6 +417,10 @@ class GradScaler(torch.amp.GradScaler):
                 "step() was called twice on this optimizer since the last update(). Call update() "
                 "once after the steps of all optimizers."
             )
+        engine = self._record_of(optimizer).engine
+        if entry["stage"] is _UNSCALED and engine.record.scaled_by is not None:
+            # A backward() has come after unscale_().
+            entry["stage"] = _READY
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             result = self._step_of_its_own(optimizer, entry, args, kwargs)
         else:
@@ -356,6 +428,10 @@ class GradScaler(torch.amp.GradScaler):
                 self._unscale_alone(optimizer)
             result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
         entry["stage"] = _STEPPED
+        first = engine.info().first_gradient()
+        engine.count_steps_without(first is None)
+        engine.record.reset()
+        engine.record.remember(first)
         return result
 
     def _unscale_for_step(self, optimizer: Any) -> None:
@@ -367,8 +443,8 @@ class GradScaler(torch.amp.GradScaler):
             if not getattr(optimizer, "_step_supports_amp_scaling", False):
                 raise
             # It can divide float16 gradients on the way into the update, in float32.
-            entry["divisor"] = self.get_scale()
-            self._check_only(optimizer)
+            entry["divisor"] = self._scaled_by(self._record_of(optimizer).engine).number
+            self._check_only(optimizer, entry["divisor"])
             entry["stage"] = _UNSCALED
 
     def _unscale_alone(self, optimizer: Any) -> None:
@@ -413,9 +489,9 @@ class GradScaler(torch.amp.GradScaler):
         with fused.attributes([optimizer], divisor, torch.zeros_like(divisor)):
             return self._maybe_opt_step(optimizer, entry, *args, **kwargs)
 
-    def _check_only(self, optimizer: Any) -> None:
+    def _check_only(self, optimizer: Any, scale: float) -> None:
         """Checks gradients that stay as they are."""
-        found, scale = self._check_inf_per_device(optimizer), self.get_scale()
+        found = self._check_inf_per_device(optimizer)
         given = [p.grad for p in parameters_of(optimizer)]
         if scale < 1 and found and not overflow_check.all_finite(given, scale):
             next(iter(found.values())).fill_(1)
@@ -440,7 +516,7 @@ class GradScaler(torch.amp.GradScaler):
         if len(together) > 1:
             # One may be spread over more processes than another.
             records = [self._records[key] for key in together if key in self._records]
-            groups = [record.info.groups for record in records if record.info is not None]
+            groups = [record.engine.info().groups for record in records]
             union = tuple(dict.fromkeys(itertools.chain(*groups)))
             if any(len(own) < len(union) for own in groups):
                 here = scalar(float(skipped), CPU)
@@ -448,6 +524,7 @@ class GradScaler(torch.amp.GradScaler):
         for entry in entries:
             entry["is_skipped"] = skipped
 
+    @uncompiled
     def update(self, new_scale: Any = None) -> None:
         """Moves the scale, once after the steps of all optimizers: down if any was not finite.
 
@@ -473,7 +550,9 @@ class GradScaler(torch.amp.GradScaler):
         else:
             self._move_by(self._per_optimizer_states.values())
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._scaled_since_update = False
+        self._scaled_since_update = self.is_unseen = False
+        for record in self._records.values():
+            record.engine.record.found = None
 
     def _move_by(self, entries: Collection[dict[str, Any]]) -> None:
         counts = False
@@ -651,20 +730,14 @@ class GradScaler(torch.amp.GradScaler):
         scale, tracker, left = self._scale, self._growth_tracker, self._left
         if scale is None or tracker is None:
             self._take(self._init_scale, self._init_growth_tracker)
-        elif not (
-            left is not None
-            and left[0] is scale
-            and left[1] == scale._version
-            and left[2] is tracker
-            and left[3] == tracker._version
-        ):
+        elif scale.device.type == "cpu" or left != _as_it_is(scale) + _as_it_is(tracker):
+            # What is written through `.data` or NumPy no version tells of; a CPU is just asked.
             self._take(scale.item(), tracker.item())
             self._leave()
         return self._state
 
     def _leave(self) -> None:
-        scale, tracker = self._scale, self._growth_tracker
-        self._left = scale, scale._version, tracker, tracker._version
+        self._left = _as_it_is(self._scale) + _as_it_is(self._growth_tracker)
 
     def _take(self, scale: float, good_steps: int) -> None:
         if scale != self._number:
@@ -726,7 +799,8 @@ class GradScaler(torch.amp.GradScaler):
             self._number,
             self._get_growth_tracker(),
         )
-        del state["_names"], state["_records"], state["_skipped_hooks"]
+        for name in ("_names", "_records", "_skipped_hooks", "_multiplier", "_unmet", "_unmet_by"):
+            del state[name]
         state.pop("_watcher", None)
         return state
 
@@ -743,12 +817,19 @@ class GradScaler(torch.amp.GradScaler):
 
 
 class _Record:
-    """What a scaler keeps of an optimizer: its parameters, and what became of its steps."""
+    """What a scaler keeps of an optimizer: its engine, and what became of its steps."""
 
-    info: ParameterInfo | None = None
     skipped = False
     steps_made = steps_skipped = 0
-    reference: Any
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+
+def _as_it_is(tensor: Any) -> tuple[int, int, int]:
+    # Within `torch.func` a tensor has no address.
+    place = 0 if tensor.device.type == "cpu" else tensor.data_ptr()
+    return id(tensor), place, tensor._version
 
 
 def _mapped(function: Callable[[Any], Any], outputs: Any) -> Any:

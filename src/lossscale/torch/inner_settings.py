@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ _OF_SCALERS = {
 }
 """What programs for a GradScaler ask for, and what to do instead."""
 
-_OWN_ATTRIBUTES = frozenset({"inner_optimizer", "name"})
+_OWN_ATTRIBUTES = frozenset({"name"})
 
 
 def _shared(name: str, doc: str = "") -> property:
@@ -106,13 +108,16 @@ class InnerSettings:
         # Called only for names that are not found here, or where a property raised this error.
         if hasattr(type(self), name):
             return object.__getattribute__(self, name)
-        inner = self.__dict__.get("inner_optimizer")
+        engine = self.__dict__.get("_engine")
+        inner = None if engine is None else engine.inner
         if inner is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self._is_setting(name):
             return self._setting(name)
         try:
-            return getattr(inner, name)
+            found = getattr(inner, name)
+            is_method = inspect.ismethod(found) or inspect.isfunction(found)
+            return self._guarded(name, found) if is_method else found
         except AttributeError:
             if hasattr(type(inner), name):
                 raise
@@ -123,8 +128,19 @@ class InnerSettings:
                 ) from None
             raise unknown_setting(inner, name) from None
 
+    def _guarded(self, name: str, method: Any) -> Any:
+        """A method of the optimizer inside, which reads `.grad` as it is."""
+
+        @functools.wraps(method)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            self._check_true(name)
+            return method(*args, **kwargs)
+
+        return guarded
+
     def __setattr__(self, name: str, value: Any) -> None:
-        inner = self.__dict__.get("inner_optimizer")
+        engine = self.__dict__.get("_engine")
+        inner = None if engine is None else engine.inner
         own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
         # Schedulers replace `step`, a method of the class, by one that counts its calls.
         check_settable(self, name, value)
@@ -132,6 +148,7 @@ class InnerSettings:
             object.__setattr__(self, name, value)
         elif self._is_setting(name):
             self._set_setting(name, value)
+            self._hear()
         elif hasattr(inner, name):
             setattr(inner, name, value)
         elif hasattr(self._rule, name):
@@ -143,4 +160,6 @@ class InnerSettings:
             check_own_name(inner, name, torch.optim)
             object.__setattr__(self, name, value)
 
+    _check_true: Any
+    _hear: Any
     _rule: Any

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
+from torch.distributed.algorithms import join
 from torch.utils.hooks import RemovableHandle
 
 from lossscale.arguments import rule_from_arguments
@@ -27,22 +28,26 @@ from lossscale.errors import (
 from lossscale.members import Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
+from lossscale.rules import StatsRequest
 from lossscale.torch import fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
-from lossscale.torch.documented_verbs import DocumentedVerbs
-from lossscale.torch.engine import (
-    CHECKED,
-    NOTHING,
-    SCALED,
-    UNSCALED,
-    Engine,
-    StepDecision,
-    StepState,
+from lossscale.torch.backward import (
+    ONE_FOR_SEVERAL,
+    GradientRecord,
+    divide,
+    engines,
+    is_seen,
+    multiply,
+    reached,
     remember_scaled,
     was_scaled,
+    watch,
 )
+from lossscale.torch.documented_verbs import DocumentedVerbs
+from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.inner_settings import InnerSettings
-from lossscale.torch.scaling import CPU, real_parts, scalar, widened
+from lossscale.torch.scale import DeviceLossScale, LossScale
+from lossscale.torch.scaling import CPU, WIDE, real_parts, scalar, widened
 from lossscale.torch.several import Several, parts_of
 
 _NOTHING_SCALED = (
@@ -141,22 +146,33 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                 _check_inner(each, is_one_of_several=True)
             inner_optimizer = Several(list(inner_optimizer))
         _check_inner(inner_optimizer)
-        if process_group is None:
-            _check_not_in_zero()
+        _check_processes(inner_optimizer, process_group)
         clip_norm = _checked_clip_norm(clip_norm)
         _check_decide(decide, inner_optimizer)
-        engine = Engine(inner_optimizer, rule, clip_norm, process_group, decide == "device")
-        state_dicts.restore(engine.scale, state_dicts.take_numbers(engine.scale, inner_optimizer))
+        scale = _new_scale(rule, inner_optimizer, decide)
+        state_dicts.restore(scale, state_dicts.take_numbers(scale, inner_optimizer))
+        engine = Engine(inner_optimizer, scale, clip_norm, process_group)
         self._start(engine, name or "loss_scale_optimizer")
 
     def _start(self, engine: Engine, name: str) -> None:
         self._engine, self.name, self._rule = engine, name, engine.rule
-        self._step_state = StepState()
         self._skipped_hooks: dict[int, Any] = OrderedDict()
+        leave_out = weakref.WeakMethod(self._leave_out)
+        engine.left_out = lambda: leave_out()()  # type: ignore[misc]
         state_dicts.reserve_names(engine.scale, engine.inner)
         for each in {id(o): o for o in (engine.inner, *parts_of(engine.inner))}.values():
             remember_wrapper(each, self)
-        self.inner_optimizer = engine.inner
+            _refuse_scaled_gradients(each, engine)
+
+    @property
+    def inner_optimizer(self) -> Any:
+        """The optimizer inside, which cannot be replaced by another one."""
+        return self._engine.inner
+
+    @property
+    def _record(self) -> GradientRecord:
+        record: GradientRecord = self._engine.record
+        return record
 
     def __len__(self) -> int:
         return len(self.inner_optimizer)
@@ -168,7 +184,86 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         # Whatever it has a length of.
         return True
 
-    # --- Scale the loss -----------------------------------------------------------------------
+    # --- Derive the loss ----------------------------------------------------------------------
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def backward(
+        self,
+        loss: Any,
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> Any:
+        """Derives a loss, in the place of `loss.backward()`, and leaves true gradients in `.grad`.
+
+        The loss is multiplied by the loss scale, and what comes out is divided by it, in `.grad`,
+        in float32 or wider. Several calls add up, with each other and with those of
+        `loss.backward()`. If one of them overflowed, `step` is skipped, whatever is done to the
+        gradients in between.
+
+        After an exception in the backward pass, what has come so far is divided too, as it would
+        stay in `.grad` without loss scaling.
+
+        Args:
+            loss: The loss, not scaled: a tensor.
+            gradient, retain_graph, create_graph, inputs: As of `torch.Tensor.backward`.
+
+        Returns:
+            Whether all gradients of the optimizer on this process are finite, those that were there
+            before, too: a boolean tensor of no dimensions. It is true if no parameter was reached.
+            To ask it (`if`) is to wait for the device. `unscale_()` returns what all processes
+            agreed on.
+
+        Raises:
+            GradientsError: If a parameter is of float16, or the loss is scaled already. It is a
+                `ValueError`.
+
+        Examples:
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD([weight], lr=0.5))
+            >>> optimizer.backward(weight.sum()), weight.grad
+            (tensor(True), tensor([1., 1.]))
+            >>> optimizer.step()
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise ArgumentTypeError(
+                f"The loss must be a tensor. Received: {loss!r} of type {type(loss).__name__}."
+            )
+        engine, record = self._engine, self._record
+        info = engine.info()
+        if was_scaled(loss):
+            raise GradientsError("This loss is scaled already: call backward() of the loss itself.")
+        if info.has_half:
+            raise GradientsError(
+                "A parameter is of float16, in which true gradients would flush to zero. Keep the "
+                "parameters in float32, and compute in float16 under torch.autocast. Or take an "
+                "optimizer of torch.optim with fused=True, scale_loss(loss).backward() and step()."
+            )
+        self._hear()
+        by = engine.scale.multiplier
+        beside = [each for each in engines if each.record is not record]
+        others, rest = reached(loss, beside, inputs, info)
+        free = ranks.ParameterInfo(rest, []) if rest else None
+        for each, theirs in others:
+            if each.record.scaled_by is not None:
+                each.end()
+            each.begin(by, theirs)
+        if free is not None:
+            multiply(free, by)
+        engine.begin(by)
+        record.in_backward = True
+        try:
+            _derive(loss, by, gradient, retain_graph, create_graph, inputs)
+        finally:
+            record.in_backward, record.is_graph = False, create_graph
+            found = engine.end()
+            for each, theirs in others:
+                each.record.is_graph = create_graph
+                each.end(theirs, also=found)
+            if free is not None:
+                divide(free, by, graph=create_graph, checks=False, allow_float16=True)
+        return found == 0
 
     def scale_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale, for `backward`.
@@ -188,55 +283,87 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             >>> optimizer.scale_loss(weight.sum())
             tensor(16., grad_fn=<MulBackward0>)
         """
-        state = self._step_state
-        if state.stage == CHECKED:
-            self._step_not_made()
-        state.stage, state.is_settled = SCALED, False
         return self._scaled(loss)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _step_not_made(self) -> None:
-        """A loss is scaled for the next step, and the one that was decided on was not made."""
-        state, gradients = self._step_state, self._gradients()
-        parts = [part for each in gradients for part in real_parts(ranks.local(each))]
-        if not any(part.any() for part in parts):
-            # They are cleared, perhaps where they are.
-            self._leave_out()
-        elif state.decision.apply is not False:
-            state.unscaled_before = {id(each): each._version for each in gradients}
-            state.decision_before = state.decision
+    def _scaled(self, loss: Any, seen: bool = True) -> Any:
+        """Scales a loss.
 
-    def _gradients(self) -> list[Any]:
-        parameters = ranks.parameters_of(self.inner_optimizer)
-        return [p.grad for p in parameters if p.grad is not None]
-
-    def _scaled(self, loss: Any) -> Any:
+        Args:
+            loss: The loss, or what returns it.
+            seen: Whether gradients come by a `backward` that can be seen when it starts.
+        """
+        record, scale = self._record, self._engine.scale
         if callable(loss) and not isinstance(loss, torch.Tensor):
-            return lambda: self._scaled(loss())
-        if isinstance(loss, torch.Tensor):
-            if not torch.compiler.is_compiling() and was_scaled(loss):
-                raise GradientsError(
-                    "This loss is scaled already, and its gradients would be too large by the loss "
-                    "scale. Call scale_loss() once."
-                )
+            return lambda: self._scaled(loss(), seen)
+        if not isinstance(loss, torch.Tensor):
+            try:
+                loss = scalar(float(loss), CPU)
+            except (TypeError, ValueError):
+                raise ArgumentTypeError(
+                    "The loss must be a tensor, a number, or a callable that returns one. "
+                    f"Received: {loss!r} of type {type(loss).__name__}. Of several losses scale "
+                    "the sum, or each by itself."
+                ) from None
+        if torch.compiler.is_compiling():
             # In compiled code too this is a tensor, never a number that it would be compiled for.
-            scaled = widened(loss) * self._engine.scale.on(loss.device).scale
-            if not torch.compiler.is_compiling():
-                remember_scaled(scaled)
-            return scaled
-        try:
-            number = float(loss)
-        except (TypeError, ValueError):
-            raise ArgumentTypeError(
-                "The loss must be a tensor, a number, or a callable that returns one. Received: "
-                f"{loss!r} of type {type(loss).__name__}. Of several losses scale the sum, or each "
-                "by itself."
-            ) from None
-        return scalar(number, CPU) * self._engine.scale.on(CPU).scale
+            record.scaled_by, record.is_settled = scale, False
+            return widened(loss) * scale.on(loss.device).scale
+        if was_scaled(loss):
+            raise GradientsError(
+                "This loss is scaled already, and its gradients would be too large by the loss "
+                f"scale. Call scale_loss() once. Of two optimizers: {ONE_FOR_SEVERAL}"
+            )
+        self._hear()
+        if seen and is_seen(loss):
+            by = scale.multiplier
+            scaled = widened(loss) * by.on(loss.device).scale
+            watch(scaled, loss, by, self._engine)
+        else:
+            scaled = widened(loss) * scale.on(loss.device).scale
+            if record.scaled_by is None:
+                record.scaled_by = scale
+            record.is_settled = False
+        remember_scaled(scaled)
+        return scaled
+
+    def _hear(self) -> None:
+        """Takes over numbers of the loss scale that others have written into the groups."""
+        state_dicts.hear(self._engine.scale, self._engine.inner)
+
+    def _settle(self) -> None:
+        """Makes up for a `backward` that nobody saw, of a loss that was scaled."""
+        record, engine = self._record, self._engine
+        if record.scaled_by is not engine.scale or record.found is None:
+            return
+        info = engine.info()
+        if record.are_gone(info):
+            self._leave_out()
+            record.reset()
+            record.scaled_by = engine.scale
+        elif record.is_as_it_was(info.first_gradient()):
+            record.scaled_by = None
+        else:
+            raise CallOrderError(
+                "unscale_() was called before the last backward(), which has added scaled "
+                "gradients to unscaled ones. Call unscale_() once for each step, after the last "
+                "backward(). Now call zero_grad() of this optimizer."
+            )
+
+    def _check_true(self, name: str) -> None:
+        """Checks that a method of the optimizer inside finds true, finite gradients."""
+        record, info = self._record, self._engine.info()
+        if record.scaled_by is not None and info.first_gradient() is not None:
+            raise CallOrderError(_would_find_scaled(name, self.inner_optimizer))
+        if record.found is not None and not record.are_gone(info) and bool(record.found > 0):
+            raise CallOrderError(
+                f"{name}() of {type(self.inner_optimizer).__name__} would find gradients that "
+                "overflowed. Call it only if optimizer.backward(loss) returned true, and call "
+                "step() otherwise, which skips the step and lowers the scale."
+            )
 
     # --- Step ---------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
         """Applies the gradients of the scaled loss, or skips the step; then moves the loss scale.
 
         Gradients that `unscale_` has divided are applied as they are. So are those of a loss that
@@ -264,108 +391,114 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         # Compiled, it would be compiled anew for each number that it reads. The decorator alone
         # would do, and would take its time in every step that is not compiled.
         if torch.compiler.is_compiling():
-            return self._step_uncompiled(closure)
-        return self._take_step() if closure is None else self._step_with(closure)
+            return self._step_uncompiled(closure, **more)
+        return self._take_step(**more) if closure is None else self._step_with(closure, **more)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _step_uncompiled(self, closure: Callable[[], Any] | None) -> Any:
-        return self._take_step() if closure is None else self._step_with(closure)
+    def _step_uncompiled(self, closure: Callable[[], Any] | None, **more: Any) -> Any:
+        return self._take_step(**more) if closure is None else self._step_with(closure, **more)
 
     # PyTorch's own wrapper around a `step` would call global hooks for the one inside and for
     # this one.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _take_step(self) -> Any:
+    def _take_step(self, **more: Any) -> Any:
         """Decides on the gradients as they are now, applies or skips them, moves the scale."""
-        state, engine = self._step_state, self._engine
-        if state.unscaled_before:
-            self._check_not_mixed()
-        if state.stage != CHECKED:
-            nothing = state.stage == NOTHING
-            if state.is_settled and nothing and not self._gradients():
+        record, engine = self._record, self._engine
+        self._hear()
+        self._settle()
+        if record.decision is None:
+            nothing = record.is_nothing()
+            if record.is_settled and nothing and engine.info().first_gradient() is None:
                 # `zero_grad` came in the place of this step.
-                return state.reset()
-            decision = engine.decide(are_scaled=None if nothing else self._are_scaled())
+                return record.reset()
+            decision = engine.decide()
             if nothing and decision.stats is None:
-                return self._step_as_given(decision)
+                return self._step_as_given(decision, **more)
             # If the optimizer raises, the gradients are unscaled already.
-            state.decision, state.stage = decision, CHECKED
-        decision = state.decision
+            self._decided(decision)
+        decision = record.decision
         if decision.stats is None and not decision.empty:
-            return self._step_as_given(decision)
-        if state.clips and decision.apply is not False:
+            return self._step_as_given(decision, **more)
+        if record.clips and decision.apply is not False:
             engine.clip_()
-        state.clips = False
+        record.clips = False
         self._notify_watcher(decision)
-        returned = engine.apply(decision)
+        returned = engine.apply(decision, **more)
         self._finish(decision)
         return returned
 
-    def _finish(self, decision: StepDecision) -> None:
+    def _decided(self, decision: StepDecision) -> None:
+        """Keeps what all processes have decided on the gradients."""
+        record = self._record
+        record.scaled_by, record.divided, record.clips = None, None, False
+        record.decision = decision
+
+    def _finish(self, decision: StepDecision, *, keep: bool = False) -> None:
         """Moves the scale and counts the step, once it was applied or is to be skipped."""
-        scale = None if self._engine.scale.on_device else self._engine.scale.number
+        engine = self._engine
+        number = engine.scale.number
         if not decision.empty:
-            self._engine.update(decision)
-        self._step_state.reset()
+            engine.update(decision)
+        if not keep:
+            # A kernel that divides them has divided what is in `.grad`.
+            self._record.reset()
         if decision.apply is False:
-            tell_accelerate()
             for hook in list(self._skipped_hooks.values()):
                 hook(self)
-            if scale is not None and self._watcher is None and not self._warned_at_floor:
-                self._warned_at_floor = warned_at_floor(self.rule, scale)
+            if number is not None and self._watcher is None and not self._warned_at_floor:
+                self._warned_at_floor = warned_at_floor(self.rule, number)
 
-    def _step_as_given(self, decision: StepDecision) -> Any:
+    def _step_as_given(self, decision: StepDecision, **more: Any) -> Any:
         """A step whose loss nobody scaled: checkpointing makes such steps, with zero gradients."""
-        if not self._step_state.warned:
+        if not self._record.warned:
             given = gradients.collect(self._engine.info())
             if any(t.any() for group in given.dense_groups for t in group):
                 self._warn(_NOTHING_SCALED)
         is_step = not decision.empty and not fused.is_dummy_step(self.inner_optimizer)
         if is_step:
             self._notify_watcher(decision)
-        returned = self._engine.apply(decision)
+        returned = self._engine.apply(decision, **more)
         if is_step or decision.apply is False:
             self._finish(decision)
-        self._step_state.reset()
+        self._record.reset()
         return returned
 
     def _leave_out(self) -> None:
-        """A step that was decided on is not made: it counts if it was to be skipped."""
-        decision = self._step_state.decision
+        """A step that was looked at is not made: it counts if it was to be skipped."""
+        record, info = self._record, self._engine.info()
+        decision = record.decision
+        if decision is None and info.is_given:
+            # Other processes may have nothing to leave out.
+            return
+        if decision is None:
+            found = record.found
+            if info.groups:
+                found, _ = ranks.agreed(found, True, True, info.groups)
+            decision = self._engine.skipped(found)
         if decision.is_skipped():
             self._notify_watcher(decision)
-            self._finish(decision._replace(apply=False))
-
-    def _check_not_mixed(self) -> None:
-        """Checks that no `backward` has added to gradients that were unscaled before it.
-
-        If nothing was added at all they are what they were: unscaled, and decided on.
-        """
-        state = self._step_state
-        now = {id(each): each._version for each in self._gradients()}
-        kept = state.unscaled_before.keys() & now
-        if kept and now != state.unscaled_before:
-            raise CallOrderError(
-                "unscale_() was called before the last backward(), which has added scaled "
-                "gradients to unscaled ones. Call unscale_() once for each step, after the last "
-                "backward(). Now call zero_grad() of this optimizer."
-            )
-        if kept:
-            state.decision, state.stage = state.decision_before, CHECKED
-        state.unscaled_before = {}
+            self._finish(decision._replace(apply=False), keep=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters, as the optimizer inside does it.
 
-        After an `unscale_` that found an overflow, the step is skipped by that.
+        After a `backward` or an `unscale_` that found an overflow, the step is skipped by that.
         """
-        state = self._step_state
-        if state.stage == CHECKED:
+        record = self._record
+        # The `backward` of a loss that nobody sees is still to come.
+        unseen = record.scaled_by is self._engine.scale
+        by_hand, checked = record.by_hand, record.found is not None
+        if checked:
             self._leave_out()
-            state.reset()
-            state.is_settled = True
-        state.unscaled_before = {}
-        self.inner_optimizer.zero_grad(set_to_none=set_to_none)
+        record.reset()
+        record.scaled_by = self._engine.scale if unseen else None
+        record.by_hand, record.is_settled = by_hand, checked
+        inner = self.inner_optimizer
+        if set_to_none and not _takes(inner.zero_grad, "set_to_none"):
+            inner.zero_grad()
+        else:
+            inner.zero_grad(set_to_none=set_to_none)
 
     def register_step_skipped_hook(self, hook: Callable[[Any], Any]) -> Any:
         """Registers what is called after each step that was skipped, with this optimizer.
@@ -426,43 +559,28 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         Args:
             warning: What is said if no loss was scaled.
         """
-        state = self._step_state
-        if state.unscaled_before:
-            self._check_not_mixed()
-        if state.stage != CHECKED:
-            nothing = state.stage == NOTHING
-            decision: StepDecision = self._engine.decide(
-                are_scaled=None if nothing else self._are_scaled(), in_place=True
-            )
+        record, engine = self._record, self._engine
+        self._settle()
+        if record.decision is None:
+            nothing = record.is_nothing()
+            decision: StepDecision = engine.decide(in_place=True)
             if nothing and decision.stats is None:
-                self._warn(warning)
-                if not self._engine.info().is_given:
+                if not decision.empty:
+                    self._warn(warning)
+                if not engine.info().is_given:
                     return decision
             if decision.empty:
                 # What comes by a later `backward` is still to be divided.
                 return decision
-            state.decision = decision
-            state.stage = CHECKED
-            state.clips = self.clip_norm is not None and decision.stats is not None
-        decided: StepDecision = state.decision
+            self._decided(decision)
+            found, info = decision.overflow, engine.info()
+            if decision.apply is not None:
+                found = scalar(float(not decision.apply), info.devices[0])
+            record.found = found
+            record.remember(info.first_gradient())
+            record.clips = self.clip_norm is not None and decision.stats is not None
+        decided: StepDecision = record.decision
         return decided
-
-    def _are_scaled(self) -> bool:
-        """Whether the gradients of the parameters are those of the scaled loss."""
-        if self._step_state.stage != UNSCALED:
-            return True
-        # `get_unscaled_gradients` returns new tensors. They may have been put in the place of the
-        # gradients, or copied into them; or the gradients are as they were.
-        versions = {id(tensor): version for tensor, version in self._step_state.divided}
-        given = self._gradients()
-        as_they_were = [versions.get(id(gradient)) == gradient._version for gradient in given]
-        if any(as_they_were) and not all(as_they_were):
-            raise GradientsError(
-                "get_unscaled_gradients() was given the gradients of these parameters, and what "
-                "it returned was put into the `.grad` of some and not of others. Put it into all, "
-                "or call unscale_(), which divides them where they are."
-            )
-        return bool(given) and all(as_they_were)
 
     def _notify_watcher(self, decision: StepDecision) -> None:
         if self._watcher is None or decision.empty:
@@ -476,13 +594,13 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         )
 
     def _warn(self, message: str) -> None:
-        if not self._step_state.warned:
-            self._step_state.warned = True
+        if not self._record.warned:
+            self._record.warned = True
             warn(message)
 
     # --- Step with a closure ------------------------------------------------------------------
 
-    def _step_with(self, closure: Callable[[], Any]) -> Any:
+    def _step_with(self, closure: Callable[[], Any], **more: Any) -> Any:
         """A step with a closure, which evaluates the model and calls `backward`.
 
         Most optimizers evaluate it once, at the beginning. Then it is evaluated here, so that the
@@ -496,50 +614,89 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                 f"returns the loss. Received: {type(closure).__name__}. A loss is not passed to "
                 "step(): call scale_loss(loss).backward() before it."
             )
-        if fused.demands_closure(self.inner_optimizer):
-            return self._step_evaluating(closure)
-        with torch.enable_grad():
-            loss = closure()
-        self._take_step()
+        inner = self.inner_optimizer
+        if self.decide == "device" or fused.evaluates_first(inner):
+            with torch.enable_grad():
+                loss = closure()
+            self._take_step(**more)
+            return loss
+        record, first = self._record, True
+        self._settle()
+        # It may be stepped along gradients that are there before it evaluates anything.
+        if not record.is_nothing() and not self._unscale_(_NOTHING_SCALED).apply:
+            self._take_step()
+            return None
+        before = None if fused.starts_with_closure(inner) else self._measured_parameters()
+        decision = record.decision
+
+        def evaluate() -> Any:
+            nonlocal decision, first
+            loss, now = self._evaluate(closure, decision is None)
+            decision = now or decision
+            if now is not None and not now.apply:
+                # No lower scale helps: it would put what is not finite into the parameters.
+                if first and (before is None or before == self._measured_parameters()):
+                    raise _Skipped(loss)
+                if before is not None:
+                    raise GradientsError(
+                        f"{type(inner).__name__} has moved the parameters and evaluated the "
+                        "closure, whose gradients are finite at no loss scale. The step can "
+                        "neither be made nor be left out."
+                    )
+            if first and decision is not None:
+                self._notify_watcher(decision)
+            first = False
+            return loss
+
+        try:
+            if before is None:
+                # Its state stays as it is, too.
+                losses = [evaluate()]
+                loss = inner.step(lambda: losses.pop() if losses else evaluate(), **more)
+            else:
+                loss = inner.step(evaluate, **more)
+        except _Skipped as skipped:
+            loss = skipped.args[0]
+            self._notify_watcher(decision)
+        if decision is not None:
+            self._finish(decision)
         return loss
 
-    def _step_evaluating(self, closure: Callable[[], Any]) -> Any:
-        """A step of an optimizer that evaluates the closure as often as it likes."""
-        loss, decision = self._evaluate(closure)
-        self._notify_watcher(decision)
-        first = [loss]
-        if decision.apply:
-            loss = self.inner_optimizer.step(
-                lambda: first.pop() if first else self._evaluate(closure)[0]
-            )
-        # Else no lower scale helps: it would put what is not finite into the parameters.
-        self._finish(decision)
-        return loss
+    def _measured_parameters(self) -> list[float]:
+        with torch.no_grad():
+            parts = [p for t in ranks.parameters_of(self.inner_optimizer) for p in real_parts(t)]
+            norms: list[float] = torch.stack([p.float().norm() for p in parts]).tolist()
+            return norms
 
-    def _evaluate(self, closure: Callable[[], Any]) -> tuple[Any, StepDecision]:
+    def _evaluate(
+        self, closure: Callable[[], Any], derives: bool
+    ) -> tuple[Any, StepDecision | None]:
         """Evaluates a closure, at lower scales as long as that may help; unscales the gradients.
 
         Returns:
-            What the closure returned, and the decision on the gradients.
+            What the closure returned, and the decision on the gradients; None if it has derived
+            nothing.
         """
-        scale, state = self._engine.scale, self._step_state
+        scale, record = self._engine.scale, self._record
         while True:
-            state.reset()
+            record.reset()
             with torch.enable_grad():
                 loss = closure()
             self._check_returned(loss)
+            if record.is_nothing() and not derives:
+                return loss, None
             decision = self._unscale_(_NOTHING_SCALED)
             value = loss.detach() if isinstance(loss, torch.Tensor) else loss
             # Nothing was seen of gradients that are not scaled, and no lower scale helps them.
             if decision.apply or decision.stats is None or not math.isfinite(float(value)):
                 break
-            before = scale.number
+            before: Any = scale.number
             scale.update(decision.stats)
             if not scale.number < before:
                 break
-        if state.clips and decision.apply:
+        if record.clips and decision.apply:
             self._engine.clip_()
-            state.clips = False
+            record.clips = False
         return loss, decision
 
     def _check_returned(self, loss: Any) -> None:
@@ -600,7 +757,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
     def clip_norm(self, value: float | None) -> None:
         checked = _checked_clip_norm(value)
         self._engine.clip_norm = checked
-        self._step_state.clips = self._step_state.clips and checked is not None
+        self._record.clips = self._record.clips and checked is not None
 
     @property
     def process_group(self) -> Any:
@@ -611,6 +768,44 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
     def decide(self) -> str:
         """Who decides on a step, "host" or "device"."""
         return "device" if self._engine.scale.on_device else "host"
+
+    # --- Processes that run out of data -------------------------------------------------------
+
+    @property
+    def join_device(self) -> Any:
+        """Where `torch.distributed.algorithms.Join` communicates from."""
+        return self._engine.info().devices[0]
+
+    @property
+    def join_process_group(self) -> Any:
+        """The processes that `torch.distributed.algorithms.Join` keeps together."""
+        groups = self._engine.info().groups
+        return groups[0] if groups else torch.distributed.group.WORLD
+
+    def join_hook(self, **kwargs: Any) -> ranks.JoinHook:
+        """What a process does while others still have data, in `Join([model, optimizer])`.
+
+        Its loss scale moves as theirs, one step for each forward pass of the model.
+
+        Raises:
+            UnsupportedError: If the steps of the optimizer send other messages, too.
+        """
+        engine = self._engine
+        if engine.rule.needs != StatsRequest() or (self.clip_norm and engine.info().groups):
+            raise UnsupportedError(
+                "Within Join a process without data takes part in the verdict alone: not in a norm "
+                "over process groups (clip_norm), nor in what a rule has to see of gradients."
+            )
+        return ranks.JoinHook(engine.shadow, lambda: setattr(engine, "join_group", None))
+
+    @property
+    def _join_config(self) -> Any:
+        return self.__dict__.get("_joined")
+
+    @_join_config.setter
+    def _join_config(self, config: Any) -> None:
+        self.__dict__["_joined"] = config
+        self._engine.join_group = self.join_process_group if config.enable else None
 
     # --- Saving and making it again -----------------------------------------------------------
 
@@ -647,6 +842,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         scale, inner = self._engine.scale, self.inner_optimizer
         rest, numbers = state_dicts.without_numbers(state_dict, scale, inner)
         inner.load_state_dict(rest)
+        if self._record.scaled_by is not None:
+            self._engine.end()
+        self._record.reset()
         state_dicts.restore(scale, numbers)
         state_dicts.reserve_names(scale, inner)
 
@@ -683,9 +881,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         inner, rule, clip_norm, process_group, decide, name, numbers = map(state.pop, _PICKLED)
-        engine = Engine(inner, rule, clip_norm, process_group, decide == "device")
-        engine.scale.set_numbers(numbers)
-        self._start(engine, name)
+        scale = _new_scale(rule, inner, decide)
+        scale.set_numbers(numbers)
+        self._start(Engine(inner, scale, clip_norm, process_group), name)
         self.__dict__.update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -694,17 +892,29 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         # Process groups are not copied: the copy talks to the same processes.
         memo[id(self.process_group)] = self.process_group
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        mine, its = self._record, copied._record
+        its.__dict__.update(
+            vars(mine), scaled_by=mine.scaled_by and copied._engine.scale.multiplier
+        )
+        if mine.scaled_by is not None and mine.scaled_by is not self._engine.scale.multiplier:
+            its.scaled_by = mine.scaled_by
+        if mine.scaled_by is self._engine.scale:
+            its.scaled_by = copied._engine.scale
+        its.remember(copied._engine.info().first_gradient())
         return copied
 
     def __reduce__(self) -> Any:
         return _blank, (type(self),), self.__getstate__()
 
 
+if torch.distributed.is_available():
+    join.Joinable.register(LossScaleOptimizer)
+
 _PICKLED = "inner_optimizer", "rule", "clip_norm", "process_group", "decide", "name", "numbers"
 
 _MADE_AGAIN = frozenset({"_engine", "_step_state", "_rule", "_skipped_hooks"})
 
-_OF_OTHERS = frozenset({"_strategy", "_on_before_step", "_on_after_step"})
+_OF_OTHERS = frozenset({"_joined", "_strategy", "_on_before_step", "_on_after_step"})
 """What Lightning puts on an optimizer."""
 
 
@@ -713,29 +923,71 @@ def _blank(cls: type[Any]) -> Any:
     return object.__new__(cls)
 
 
+class _Skipped(BaseException):
+    """Leaves the step of an optimizer that has changed nothing yet."""
+
+
 def _own(value: Any) -> Any:
     """A number, or a tensor that is nobody else's."""
     return value.clone() if torch.is_tensor(value) else value
 
 
-def tell_accelerate() -> None:
-    """Lets Accelerate's `step_was_skipped` say it of a step that was skipped in here.
+def _new_scale(rule: Any, inner: Any, decide: str) -> LossScale:
+    devices = dict.fromkeys(p.device for p in ranks.parameters_of(inner))
+    return (DeviceLossScale if decide == "device" else LossScale)(rule, devices)
 
-    It sees the skips of a GradScaler alone. Its own schedules, EMAs and `policy.update()` ask it.
-    """
-    cls: Any = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
-    own = getattr(cls, "step_was_skipped", None)
-    if isinstance(own, property) and own.fget and not hasattr(own.fget, "of_lossscale"):
-        read = own.fget
 
-        def step_was_skipped(accelerated: Any) -> bool:
-            inside = accelerated.optimizer
-            if isinstance(inside, LossScaleOptimizer):
-                return bool(inside.last_step_skipped)
-            return bool(read(accelerated))
+def _derive(
+    loss: Any, by: Any, gradient: Any, retain_graph: Any, create_graph: bool, inputs: Any
+) -> None:
+    """Derives a loss times a scale."""
+    plain = type(loss) is torch.Tensor and loss.dtype in WIDE and loss.requires_grad
+    if plain and (gradient is not None or loss.numel() == 1):
+        # What multiplies the loss multiplies its gradient: no node is added to the graph.
+        scale = by.on(loss.device).scale.to(loss.dtype)
+        seed = torch.ones_like(loss) * scale if gradient is None else gradient * scale
+        loss.backward(seed, retain_graph, create_graph, inputs)
+        return
+    with torch.enable_grad():
+        scaled = widened(loss) * by.on(loss.device).scale
+    scaled.backward(gradient, retain_graph, create_graph, inputs)
 
-        step_was_skipped.of_lossscale = True  # type: ignore[attr-defined]
-        cls.step_was_skipped = property(step_was_skipped, doc=own.__doc__)
+
+def _refuse_scaled_gradients(inner: Any, engine: Engine) -> None:
+    """Refuses a step of the optimizer inside, by its own name, on scaled gradients."""
+    watched = weakref.ref(engine)
+
+    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        now = watched()
+        if now is None or now.record.scaled_by is None:
+            return
+        if now.info().first_gradient() is not None:
+            raise CallOrderError(_would_find_scaled("step", optimizer))
+
+    hook.of_lossscale = True  # type: ignore[attr-defined]
+    for key, other in list(inner._optimizer_step_pre_hooks.items()):
+        if hasattr(other, "of_lossscale"):
+            del inner._optimizer_step_pre_hooks[key]
+    inner.register_step_pre_hook(hook)
+
+
+def _would_find_scaled(name: str, inner: Any) -> str:
+    return (
+        f"{name}() of {type(inner).__name__} would find gradients that are multiplied by the loss "
+        "scale. Call optimizer.backward(loss) in the place of "
+        "optimizer.scale_loss(loss).backward(), or unscale_() before it; and step() of the "
+        "LossScaleOptimizer."
+    )
+
+
+def _takes(function: Any, name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        # Of a builtin nothing is known.
+        return True
 
 
 def _check_inner(inner: Any, is_one_of_several: bool = False) -> None:
@@ -766,17 +1018,25 @@ def _check_inner(inner: Any, is_one_of_several: bool = False) -> None:
         )
 
 
-def _check_not_in_zero() -> None:
-    """Refuses to be made by a `ZeroRedundancyOptimizer` for the part of one process."""
-    frame: Any = inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.distributed.optim.zero_redundancy_optimizer":
+def _check_processes(inner: Any, process_group: Any) -> None:
+    """Refuses optimizers that send messages in their steps, and may skip one alone."""
+    for part in parts_of(inner):
+        if type(part).__name__ == "PostLocalSGDOptimizer" and process_group is None:
             raise UnsupportedError(
-                "A LossScaleOptimizer inside of a ZeroRedundancyOptimizer has a part of the "
-                "parameters, and does not see the overflows of other processes. Wrap the "
-                "ZeroRedundancyOptimizer, or pass process_group=torch.distributed.group.WORLD."
+                "A PostLocalSGDOptimizer averages parameters over processes in its step, and one "
+                "that skipped a step alone would leave the others waiting. Pass "
+                "process_group=torch.distributed.group.WORLD, or the group that is averaged over."
             )
-        frame = frame.f_back
+        if getattr(part, "_overlap_with_ddp", False):
+            raise UnsupportedError(
+                "A ZeroRedundancyOptimizer with overlap_with_ddp=True steps inside of backward(), "
+                "before an overflow is known. Make it with overlap_with_ddp=False."
+            )
+    if any(hasattr(p, "_in_backward_optimizers") for p in ranks.parameters_of(inner)):
+        raise UnsupportedError(
+            "Parameters are stepped inside of backward() (_apply_optimizer_in_backward), before "
+            "an overflow is known. Wrap an optimizer of parameters that are not."
+        )
 
 
 def _checked_clip_norm(value: Any) -> float | None:
@@ -791,16 +1051,10 @@ def _check_decide(decide: Any, inner: Any) -> None:
     if not any(group["params"] for group in inner.param_groups):
         raise ArgumentError("decide='device' needs a parameter, whose device it is.")
     for part in parts_of(inner):
-        if fused.demands_closure(part):
-            raise ArgumentError(
-                f"decide='device' cannot be with {type(part).__name__}, which evaluates a closure, "
-                "and looks at each loss on the host. Leave `decide` out."
+        if not fused.skips_by_itself(part):
+            raise UnsupportedError(
+                "decide='device' is for optimizers that skip a step by themselves, such as "
+                "torch.optim.AdamW(parameters, fused=True), with capturable=True besides for a "
+                f"CUDA graph. {type(part).__name__} does not as it was made. Make it with "
+                "fused=True if it has that, or leave `decide` out."
             )
-        for group in part.param_groups:
-            on_host = any(p.device.type == "cpu" for p in group["params"])
-            if not fused.can_skip(part) and not group.get("capturable", True) and not on_host:
-                raise ArgumentError(
-                    "decide='device' needs an optimizer that keeps its step on the device. Make "
-                    f"{type(part).__name__} with capturable=True or fused=True, or leave `decide` "
-                    "out."
-                )

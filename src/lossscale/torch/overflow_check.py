@@ -57,9 +57,9 @@ def unscale_and_check_(
     return by_device
 
 
-def check(gradients: Gradients) -> dict[Any, Any]:
+def check(gradients: Gradients, found: Any = None) -> dict[Any, Any]:
     """Checks gradients that stay as they are, as `unscale_and_check_` does."""
-    return unscale_and_check_(gradients, lambda device: scalar(1.0, device))
+    return unscale_and_check_(gradients, lambda device: scalar(1.0, device), found=found)
 
 
 def unscale_(gradients: Gradients, factor: Callable[[Any], Any], *, divide: bool = False) -> None:

@@ -16,7 +16,7 @@ import itertools
 import math
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -88,7 +88,12 @@ class ParameterInfo:
             divided in.
         groups: The process groups that have to agree.
         is_given: Whether the caller named some of them: then processes may do different things.
+        is_sharded: Whether what is computed with may be other tensors, as FSDP's are.
+        always_due: Whether gradients were seen to share memory.
     """
+
+    always_due = False
+    _times = _before = 0
 
     def __init__(self, parameters: list[Any], process_group: Any = None) -> None:
         self.parameters = list(parameters)
@@ -97,6 +102,8 @@ class ParameterInfo:
         self.is_plain = len(self.devices) == 1 and not self.has_half
         self.groups = groups_of(parameters, process_group)
         self.is_given = process_group is not None
+        self.ids = frozenset(map(id, parameters))
+        self.is_sharded = any(is_spread(p) or hasattr(p, "_fsdp_flattened") for p in parameters)
         self._dtype = parameters[0].dtype if parameters else None
         self._derived = _derived(parameters)
         self._copies: dict[Any, int] = {}
@@ -110,6 +117,20 @@ class ParameterInfo:
             # `model.to` and `model.half` change parameters where they are, all at once.
             and (not mine or (mine[0].device, mine[0].dtype) == (self.devices[0], self._dtype))
         )
+
+    def is_due(self, gradients: int) -> bool:
+        """Whether it is time to see if gradients share memory, which takes half as long as a step.
+
+        It follows from the graph: at first, when their number changes, and then now and again.
+        """
+        self._times += 1
+        due = self._times <= 4 or self._times % 16 == 0 or gradients != self._before
+        self._before = gradients
+        return due or self.always_due
+
+    def first_gradient(self) -> Any:
+        """The first gradient that there is, or None."""
+        return next((g for p in self.parameters if (g := p.grad) is not None), None)
 
     def copies(self, gradient: Any) -> int:
         """How many times a sum over `groups` would count each number of a gradient."""
@@ -323,3 +344,21 @@ def _device(found: Any, group: Any) -> Any:
     return (
         found.device if not served or found.device.type in served else next(iter(served.values()))
     )
+
+
+class JoinHook:
+    """What a process does for the others once it has run out of data.
+
+    Args:
+        shadow: Takes part in a step of the others.
+        leave: Called when all have run out.
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
+    """
+
+    def __init__(self, shadow: Callable[[], None], leave: Callable[[], None]) -> None:
+        self.main_hook, self._leave = shadow, leave
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All processes have run out of data."""
+        self._leave()

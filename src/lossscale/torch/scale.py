@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 from lossscale.rules import GradientStats, ScaleRule, ScaleState, host_can_update, updated_on_host
@@ -16,10 +17,37 @@ from lossscale.torch.scaling import CPU, scalar
 
 
 class Factors(NamedTuple):
-    """The loss scale and its reciprocal on one device; float32 scalar tensors."""
+    """A loss scale and its reciprocal on one device; float32 scalar tensors."""
 
     scale: Any
     reciprocal: Any
+
+
+class Multiplier:
+    """What a loss was multiplied by: a scale as it was then, which stays when the scale moves.
+
+    Args:
+        scale: float32 scalar tensor that nobody changes.
+        rule: The rule of the scale.
+        number: The same as a Python float; None if only the device knows it.
+        reciprocal: Its reciprocal, if it is not to be computed.
+    """
+
+    def __init__(
+        self, scale: Any, rule: ScaleRule, number: float | None, reciprocal: Any = None
+    ) -> None:
+        self._scale, self.rule, self.number, self._reciprocal = scale, rule, number, reciprocal
+        self._factors: dict[Any, Factors] = {}
+
+    def on(self, device: Any) -> Factors:
+        """Returns the factors on a device."""
+        factors = self._factors.get(device)
+        if factors is None:
+            scale = self._scale.to(device)
+            given = self._reciprocal
+            reciprocal = scale.reciprocal() if given is None else given.to(device)
+            factors = self._factors[device] = Factors(scale, reciprocal)
+        return factors
 
 
 class Counts(NamedTuple):
@@ -77,9 +105,11 @@ class LossScale:
 
     Attributes:
         start: What all is counted on from, Python numbers; another object for each load.
+        shown: The numbers by the names that they are saved under, tensors that are kept up to date.
     """
 
-    on_device = False
+    on_device = is_unseen = False
+    _multiplier: Multiplier | None = None
 
     def __init__(self, rule: ScaleRule, devices: Iterable[Any]) -> None:
         self.rule = rule
@@ -88,15 +118,23 @@ class LossScale:
         self.names = {saved_as(field): field for field in fields}
         self.state: Any = self.first
         self.counts = self.start = Counts(0, 0, False)
+        self._make_shown()
         self._factors: dict[Any, Factors] = {}
         for device in (CPU, *devices):
             self.on(device)
         self._fill_factors()
 
     @property
-    def number(self) -> float:
-        """The loss scale, a Python float."""
+    def number(self) -> Any:
+        """The loss scale, a Python float; None if only the device knows it."""
         return float(self.rule.loss_scale(self.state))
+
+    @property
+    def multiplier(self) -> Multiplier:
+        """The loss scale as it is now; the same object until it moves."""
+        if self._multiplier is None:
+            self._multiplier = Multiplier(self.tensor, self.rule, self.number)
+        return self._multiplier
 
     @property
     def tensor(self) -> Any:
@@ -117,10 +155,30 @@ class LossScale:
         return scalar(self.number, device)
 
     def _fill_factors(self) -> None:
+        self._multiplier = None
         number = self.number
         for factors in self._factors.values():
             factors.scale.fill_(number)
             torch.reciprocal(factors.scale, out=factors.reciprocal)
+
+    def _make_shown(self) -> None:
+        self._numbers = numpy.zeros(len(self.names))
+        # Tensors, because compiled code is made anew for each number that it finds in a group.
+        shown = torch.from_numpy(self._numbers).unbind()
+        self.shown: dict[str, Any] = dict(zip(self.names, shown, strict=True))
+        self._show()
+
+    def _show(self) -> None:
+        self._last = [*map(float, self.state), *map(float, self.counts[:2])]
+        self._numbers[:] = self._last
+
+    def written(self) -> dict[str, float]:
+        """What others have written into `shown`."""
+        now = self._numbers.tolist()
+        if now == self._last:
+            return {}
+        changed = zip(self.names, now, self._last, strict=True)
+        return {name: new for name, new, old in changed if new != old}
 
     def update(self, stats: GradientStats) -> None:
         """Updates the scale by what was seen of a step."""
@@ -133,6 +191,7 @@ class LossScale:
         """Counts a step; `skipped` is a bool."""
         iterations, before, _ = self.counts
         self.counts = Counts(iterations + 1, before + skipped, skipped)
+        self._show()
 
     def numbers(self) -> dict[str, Any]:
         """The state and the counts as Python numbers, by the names they are saved under."""
@@ -150,6 +209,7 @@ class LossScale:
     def restore(self, state: ScaleState, counts: Counts) -> None:
         """Sets the state and the counts from Python numbers that are valid for the rule."""
         self.state, self.counts, self.start = state, counts, Counts(*counts)
+        self._show()
         self._fill_factors()
 
 
@@ -157,6 +217,7 @@ class DeviceLossScale(LossScale):
     """A loss scale that the first device moves; nothing is read from it unless a user reads it."""
 
     on_device = True
+    number = None
 
     def __init__(self, rule: ScaleRule, devices: Iterable[Any]) -> None:
         devices = list(devices)
@@ -165,9 +226,17 @@ class DeviceLossScale(LossScale):
         self.state = _tensors(self.first, self.home)
         kinds = torch.int64, torch.int64, torch.bool
         self.counts = Counts(*(scalar(0, self.home, kind) for kind in kinds))
+        self.shown = dict(zip(self.names, (*self.state, *self.counts[:2]), strict=True))
         for device in devices:
             self.on(device)
         self._fill_factors()
+
+    def _make_shown(self) -> None:
+        """What is shown are the tensors that the device moves."""
+
+    def written(self) -> dict[str, float]:
+        # The device moves them, and goes on from what is written there.
+        return {}
 
     def _new_scale(self, device: Any) -> Any:
         if self.home not in self._factors:
@@ -186,6 +255,7 @@ class DeviceLossScale(LossScale):
         return factors
 
     def _fill_factors(self) -> None:
+        self._multiplier = None
         scale = self.rule.loss_scale(self.state)
         for device, factors in self._factors.items():
             # The copy that nobody looks at would be waited for.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +14,25 @@ CPU = torch.device("cpu")
 
 WIDE = (torch.float32, torch.float64)
 """The dtypes of real numbers in which gradients are unscaled."""
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def uncompiled(method: _Function) -> _Function:
+    """A method that compiled code calls as it is: compiled, it would be for each number it reads.
+
+    PyTorch's own decorator would take its time in every call that is not compiled, too.
+    """
+    disabled: Any = torch.compiler.disable(method)
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return disabled(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    return called  # type: ignore[return-value]
 
 
 def scalar(value: float, device: Any, dtype: Any = torch.float32) -> Any:

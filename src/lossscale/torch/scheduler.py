@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
+from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, CallOrderError
+from lossscale.torch import ranks
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer
 
 _Scheduler = TypeVar("_Scheduler")
 
-
-class Guarded:
-    """Comes after the class of a scheduler, to mark it."""
+_NEVER_STEPPED = 10
+"""After how many steps of a scheduler whose optimizer the scaler never met comes an error."""
 
 
 class _Steps(NamedTuple):
@@ -30,66 +30,94 @@ class _Steps(NamedTuple):
         return _Steps(start.iterations, start.iterations - start.steps_skipped, start)
 
 
-class _Guard:
-    """Whether a scheduler is held back: what its optimizer has done since it was last asked."""
+class GuardedScheduler:
+    """A scheduler that steps another one after steps that were applied; see `guard`.
 
-    def __init__(self, optimizer: Any, of: Any) -> None:
-        # Of a scaler that steps several, those of the scheduler's own optimizer count.
-        self.optimizer, self.of = optimizer, of
-        self.seen, self.held = self._steps(), False
+    All else is the other one's, its attributes too.
 
-    def holds(self) -> bool:
+    Attributes:
+        scheduler: The other one.
+    """
+
+    _OWN = frozenset({"scheduler", "_watched", "_seen", "_held", "_unmet_steps"})
+
+    def __init__(self, scheduler: Any, optimizer: Any) -> None:
+        self.scheduler, self._watched = scheduler, optimizer
+        self._seen, self._held, self._unmet_steps = self._steps(), False, 0
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Steps the scheduler, unless every step since the last time was skipped."""
+        return None if self._holds() else self.scheduler.step(*args, **kwargs)
+
+    def _holds(self) -> bool:
         now = self._steps()
-        before = self.seen if self.seen.start is now.start else now.since_start()
+        before = self._seen if self._seen.start is now.start else now.since_start()
         if now.made < before.made:
             # A copied scaler counts anew.
             before = _Steps(0, 0, now.start)
         # Accelerate steps a scheduler once for each process: all of these are about one step.
         if now != before:
-            self.held = now.made > before.made and now.applied == before.applied
-        self.seen = now
-        return self.held
+            self._held = now.made > before.made and now.applied == before.applied
+        self._seen = now
+        return self._held
 
     def _steps(self) -> _Steps:
-        optimizer = self.optimizer
-        if isinstance(optimizer, GradScaler):
-            records = optimizer._records.items()
-            counted = [record for key, record in records if key == id(self.of) or not self.of]
-            made = sum(each.steps_made for each in counted)
-            return _Steps(made, made - sum(each.steps_skipped for each in counted), None)
-        made = int(optimizer.iterations)
-        return _Steps(made, made - int(optimizer.steps_skipped), optimizer._engine.scale.start)
+        watched = self._watched
+        if not isinstance(watched, GradScaler):
+            made = int(watched.iterations)
+            return _Steps(made, made - int(watched.steps_skipped), watched._engine.scale.start)
+        records = list(watched._records.values())
+        optimizer = getattr(self.scheduler, "optimizer", None)
+        if optimizer is not None and records:
+            # By its parameters: what Accelerate and others put around it has the same.
+            ids = set(map(id, ranks.parameters_of(optimizer)))
+            records = [each for each in records if not ids.isdisjoint(each.engine.info().ids)]
+            self._check_is_met(records)
+        made = sum(each.steps_made for each in records)
+        return _Steps(made, made - sum(each.steps_skipped for each in records), None)
+
+    def _check_is_met(self, records: list[Any]) -> None:
+        if "_unmet_steps" not in self.__dict__:
+            return
+        self._unmet_steps = 0 if records else self._unmet_steps + 1
+        if self._unmet_steps == _NEVER_STEPPED:
+            raise CallOrderError(
+                f"The scaler has never stepped {type(self.scheduler.optimizer).__name__}, which "
+                f"{type(self.scheduler).__name__} was made for, and has stepped others. Make the "
+                "scheduler for the optimizer that is given to scaler.step()."
+            )
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        # Lightning and Accelerate ask by isinstance which schedulers take a metric.
+        return type(self.scheduler) if "scheduler" in self.__dict__ else GuardedScheduler
+
+    def __getattr__(self, name: str) -> Any:
+        if "scheduler" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["scheduler"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A scheduler's own `step` is replaced by nobody through this one.
+        own = name in self._OWN or name == "step"
+        (object.__setattr__ if own else setattr)(self if own else self.scheduler, name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _blank, (), self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"<guarded {self.scheduler!r}>"
 
 
-def _new_guarded(cls: type[Any]) -> Any:
-    """Returns a guarded scheduler that still has to be given its state."""
-    return object.__new__(_guarded_class(cls))
-
-
-def _guarded_class(cls: type[Any]) -> type[Any]:
-    # A class with a layout of its own among its bases, such as a Protocol, has to come first.
-    class GuardedScheduler(cls, Guarded):
-        _guard: _Guard
-
-        def step(self, *args: Any, **kwargs: Any) -> Any:
-            """Steps the scheduler, unless every step since the last time was skipped."""
-            return None if self._guard.holds() else super().step(*args, **kwargs)
-
-        def state_dict(self) -> dict[str, Any]:
-            """Returns the state of the scheduler, as without a guard."""
-            state: dict[str, Any] = super().state_dict()
-            return {name: value for name, value in state.items() if name != "_guard"}
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return _new_guarded, (cls,), self.__dict__
-
-    GuardedScheduler.__name__, GuardedScheduler.__qualname__ = cls.__name__, cls.__qualname__
-    GuardedScheduler.__module__, GuardedScheduler.__doc__ = cls.__module__, cls.__doc__
-    return GuardedScheduler
+def _blank() -> GuardedScheduler:
+    return object.__new__(GuardedScheduler)
 
 
 def guard(scheduler: _Scheduler, optimizer: Any) -> _Scheduler:
-    """Lets a learning rate scheduler step only after steps that were applied.
+    """Returns a learning rate scheduler that steps only after steps that were applied.
 
     A skipped step trains nothing, so a schedule that counts steps must not count it. Of the steps
     since the scheduler's last one, one that was applied is enough: a scheduler that is stepped once
@@ -100,11 +128,12 @@ def guard(scheduler: _Scheduler, optimizer: Any) -> _Scheduler:
 
     Args:
         scheduler: A scheduler of `torch.optim.lr_scheduler`, or an object with a `step` method. It
-            may have been made for `optimizer` or for the optimizer inside.
+            may have been made for `optimizer` or for the optimizer inside; with a `GradScaler` for
+            the optimizer whose steps count, or for what is around it, as Accelerate's.
         optimizer: The `LossScaleOptimizer` whose steps count, or the `GradScaler`.
 
     Returns:
-        The same object.
+        A scheduler in the place of `scheduler`, with all that it has.
 
     Raises:
         TypeError: If `optimizer` is no loss scale optimizer of PyTorch, `scheduler` has no `step`,
@@ -115,13 +144,13 @@ def guard(scheduler: _Scheduler, optimizer: Any) -> _Scheduler:
         >>> optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD([weight], lr=0.5))
         >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
         >>> scheduler = lossscale.torch.guard(scheduler, optimizer)
-        >>> optimizer.scale_loss((weight * torch.inf).sum()).backward()
+        >>> overflowed = optimizer.backward((weight * torch.inf).sum())
         >>> optimizer.step()
         >>> scheduler.step()
         >>> optimizer.last_step_skipped, scheduler.get_last_lr()
         (True, [0.5])
     """
-    if isinstance(scheduler, Guarded):
+    if type(scheduler) is GuardedScheduler:
         raise AlreadyWrappedError("The scheduler is guarded already.")
     if not isinstance(optimizer, (LossScaleOptimizer, GradScaler)):
         raise ArgumentTypeError(
@@ -136,7 +165,42 @@ def guard(scheduler: _Scheduler, optimizer: Any) -> _Scheduler:
             "`scheduler` must be a scheduler such as torch.optim.lr_scheduler.StepLR(optimizer, "
             f"10). Received: {scheduler!r}."
         )
-    watched: Any = scheduler
-    watched.__class__ = _guarded_class(type(scheduler))
-    watched._guard = _Guard(optimizer, getattr(scheduler, "optimizer", None))
-    return scheduler
+    return cast(_Scheduler, GuardedScheduler(scheduler, optimizer))
+
+
+def tell_accelerate(accelerated: Any) -> None:
+    """Lets the `step_was_skipped` of an optimizer of Accelerate follow the wrapper inside it.
+
+    Accelerate sees the skips of a GradScaler alone. Its schedulers, and what a program does after
+    applied steps only, ask `accelerator.optimizer_step_was_skipped`.
+
+    Args:
+        accelerated: What `accelerator.prepare` returned of a `LossScaleOptimizer`.
+
+    Raises:
+        ArgumentTypeError: If it is something else. It is a `TypeError`.
+
+    Examples:
+        >>> import types
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD([weight], lr=0.5))
+        >>> prepared = types.SimpleNamespace(optimizer=optimizer)  # accelerator.prepare(optimizer)
+        >>> lossscale.torch.tell_accelerate(prepared)
+        >>> overflowed = optimizer.backward((weight * torch.inf).sum())
+        >>> optimizer.step()
+        >>> prepared._is_overflow
+        True
+    """
+    optimizer = getattr(accelerated, "optimizer", None)
+    if not isinstance(optimizer, LossScaleOptimizer):
+        raise ArgumentTypeError(
+            "`accelerated` must be the optimizer that accelerator.prepare() returned of a "
+            f"lossscale.torch.LossScaleOptimizer. Received: {accelerated!r} of type "
+            f"{type(accelerated).__name__}."
+        )
+
+    def note(skipped: bool) -> Any:
+        return lambda *_: setattr(accelerated, "_is_overflow", skipped)
+
+    optimizer.register_step_skipped_hook(note(True))
+    optimizer.register_step_post_hook(note(False))

@@ -63,6 +63,19 @@ class Several(torch.optim.Optimizer):
     def __len__(self) -> int:
         return len(self.optimizers)
 
+    def __getattr__(self, name: str) -> Any:
+        """A method of some of the optimizers, such as `train`, which is called on all of these."""
+        having = [each for each in self.__dict__.get("optimizers", ()) if hasattr(each, name)]
+        methods = [getattr(each, name) for each in having]
+        if name.startswith("_") or not methods or not all(map(callable, methods)):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+        def call_all(*args: Any, **kwargs: Any) -> None:
+            for method in methods:
+                method(*args, **kwargs)
+
+        return call_all
+
     def step(self, closure: None = None) -> None:
         for hook in list(self._optimizer_step_pre_hooks.values()):
             hook(self, (), {})

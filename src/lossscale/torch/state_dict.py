@@ -3,8 +3,7 @@
 `torch.distributed.checkpoint` keeps of an optimizer's state dictionary what is in `state` and in
 `param_groups`, and nothing beside them. So the numbers of the loss scale are in the first group.
 Whoever flattens a dictionary, or fills a flat one in, goes by the names in the live groups. So the
-first of these has the names, too, with None: compiled code is made anew for each number that it
-finds in a group.
+first of these has the numbers, too.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ import math
 import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+import torch
 
 from lossscale.checks import LONGEST_INTERVAL
 from lossscale.errors import ArgumentError, StateDictError
@@ -90,15 +91,34 @@ def without_numbers(
 
 
 def reserve_names(scale: LossScale, inner: Any) -> None:
-    """Puts the names of the numbers into the first parameter group of an optimizer."""
+    """Puts the numbers into the first parameter group of an optimizer, as they are at any time."""
     for group in inner.param_groups[:1]:
-        group.update(dict.fromkeys(scale.names))
+        group.update(scale.shown)
+
+
+def hear(scale: LossScale, inner: Any) -> None:
+    """Takes over what others have written into the first parameter group.
+
+    Raises:
+        ArgumentError: If it is no number. It is a `ValueError`.
+    """
+    for group in inner.param_groups[:1]:
+        found = scale.written()
+        for name, tensor in scale.shown.items():
+            now = group.get(name)
+            if now is not tensor and now is not None:
+                found[name] = now
+        if found:
+            reserve_names(scale, inner)
+            restore(scale, checked_numbers(found, scale))
 
 
 def take_numbers(scale: LossScale, inner: Any) -> dict[str, float]:
     """Takes the numbers out of the groups of an optimizer that has loaded the wrapper's state."""
     group = inner.param_groups[0] if inner.param_groups else {}
-    numbers = checked_numbers(group, scale)
+    # Tensors are what a wrapper that is gone has shown there.
+    saved = {name: value for name, value in group.items() if not torch.is_tensor(value)}
+    numbers = checked_numbers(saved, scale)
     for name in (*scale.names, _OVERFLOWS):
         group.pop(name, None)
     return numbers

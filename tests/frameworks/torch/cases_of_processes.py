@@ -18,6 +18,8 @@ import signal
 import torch
 from torch import distributed
 from torch.distributed import checkpoint as dcp
+from torch.distributed.algorithms import Join
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -37,6 +39,7 @@ from torch.distributed.tensor import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+import lossscale
 from frameworks.torch import cases_of_parallel
 from frameworks.torch.seeing import Noting, noted
 from frameworks.torch.support import OURS, WithScaler, Wrapper, scaler, theirs, wrapper
@@ -564,6 +567,63 @@ def on_one(folder):
     return found
 
 
+def uneven(folder):
+    """Uneven data over two epochs: the scales of all processes, and how far DDP alone is away."""
+    number = distributed.get_rank()
+
+    def train(scales):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0625)
+        joined = [model]
+        if scales:
+            rule = lossscale.DynamicScale(initial_scale=8.0, growth_interval=3)
+            optimizer = LossScaleOptimizer(optimizer, rule=rule)
+            joined.append(optimizer)
+        shown = []
+        for _ in range(2):
+            with Join(joined):
+                for step in range(4 + 2 * number):
+                    optimizer.zero_grad()
+                    loss = model(torch.ones(2, 4) * (number + 1)).square().mean()
+                    if scales:
+                        # The process that has run out of data hears of an overflow, too.
+                        optimizer.backward(loss * (INF if step == 5 else 1.0))
+                    elif step != 5:
+                        loss.backward()
+                    else:
+                        loss.backward()
+                        continue
+                    optimizer.step()
+            if scales:
+                shown.append([float(optimizer.loss_scale), optimizer.steps_skipped])
+        return shown, [p.detach().flatten().tolist() for p in model.parameters()]
+
+    return [train(True), train(False)]
+
+
+def compressed(folder):
+    """PowerSGD after one overflow, with the lines of docs/parallel.md: the steps skipped."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(64, 64))
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = LossScaleOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+
+    def clear(optimizer):
+        state.error_dict.clear()
+        state.p_memory_dict.clear()
+        state.q_memory_dict.clear()
+
+    optimizer.register_step_skipped_hook(clear)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = model(torch.randn(2, 64)).square().mean()
+        optimizer.backward(loss * (INF if step == 4 else 1.0))
+        optimizer.step()
+    return int(optimizer.steps_skipped)
+
+
 CASES = {
     4: (
         ddp,
@@ -582,7 +642,7 @@ CASES = {
         sharded_scaler,
         killed,
     ),
-    2: (ddp, fsdp, fsdp_clipped, resumed),
+    2: (ddp, fsdp, fsdp_clipped, uneven, compressed, resumed),
     1: (on_one, seen, clipped, fsdp_clipped, minimized),
 }
 CASES = {size: (*cases_of_parallel.CASES[size], *cases) for size, cases in CASES.items()}

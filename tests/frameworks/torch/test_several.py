@@ -73,6 +73,8 @@ def train_plain(model, parts, seeds, clip_norm=None):
 @PAIRS
 @pytest.mark.parametrize("decide", ["host", "device"])
 def test_all_step_or_none_and_bit_equal_to_the_plain_ones(pair, decide):
+    if decide == "device" and not all("fused" in kind for kind in pair):
+        pytest.skip("they do not skip by themselves")
     plain = Model()
     train_plain(plain, optimizers(plain, pair), (0, 2, 4))
     model = Model()

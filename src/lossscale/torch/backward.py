@@ -1,0 +1,312 @@
+"""What the gradients of an optimizer are: true, or scaled by one number; and what a loss reaches.
+
+Whatever adds to gradients goes through `Engine.begin`, which brings those that are there to the
+scale of what is added, and `Engine.end`, which divides them all and checks each number.
+`optimizer.backward` calls both. A loss that was scaled calls `begin` by itself, when its `backward`
+starts; `end` is then called by `unscale_` or by `step`. So gradients of two scales never add up.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from lossscale.errors import GradientsError
+from lossscale.torch import gradients, overflow_check, ranks
+from lossscale.torch.scale import LossScale, Multiplier
+from lossscale.torch.scaling import real_parts
+
+engines: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The engines of all optimizers: one loss may reach the parameters of several."""
+
+ONE_FOR_SEVERAL = "Make one for both: LossScaleOptimizer([optimizer, other])."
+
+_MARK = "_is_scaled_by_lossscale"
+
+
+def remember_scaled(loss: Any) -> None:
+    """Marks a tensor that came of scaling, by any optimizer."""
+    setattr(loss, _MARK, True)
+
+
+def was_scaled(loss: Any) -> bool:
+    """Whether this very tensor came of scaling."""
+    return hasattr(loss, _MARK)
+
+
+class GradientRecord:
+    """What is known of the gradients of an optimizer.
+
+    A plain object, because compiled code loses what it writes to an optimizer.
+
+    Attributes:
+        scaled_by: What they are multiplied by; None if they are true. It is the `LossScale` itself
+            after a loss was scaled whose `backward` nobody sees, in compiled code or by hand.
+        found: What was found of true gradients since the last step: float32 scalar tensor, 1 for
+            an overflow. None if nobody has checked.
+        is_graph: Whether they are parts of a graph (`create_graph=True`).
+        task: The backward pass that has begun last.
+        decision: What all processes decided on them, if they were asked.
+        clips: Whether they still have to be clipped.
+        is_settled: Whether `zero_grad` came in the place of the step that was decided on.
+        by_hand: Whether `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
+        divided: What `get_unscaled_gradients` was given, if it was called.
+        warned: Whether a step without a scaled loss was warned of.
+    """
+
+    def __init__(self) -> None:
+        self.warned = self.in_backward = False
+        self.task = -1
+        self.reset()
+
+    def reset(self) -> None:
+        """A step was made, or the gradients were cleared."""
+        self.scaled_by: Multiplier | LossScale | None = None
+        self.found: Any = None
+        self.is_graph = self.clips = self.is_settled = self.by_hand = False
+        self.divided: list[tuple[Any, int]] | None = None
+        self.decision: Any = None
+        self.witness: tuple[Any, int] | None = None
+
+    def is_nothing(self) -> bool:
+        """Whether nobody has scaled a loss since the last step."""
+        return self.scaled_by is None and self.found is None and self.divided is None
+
+    def remember(self, first: Any) -> None:
+        """Remembers true gradients by the first of them, or None, as it is now."""
+        self.witness = None if first is None else (weakref.ref(first), first._version)
+
+    def is_as_it_was(self, first: Any) -> bool:
+        """Whether the first gradient is the one that was remembered, and nobody wrote to it."""
+        if self.witness is None or first is None:
+            return False
+        return self.witness[0]() is first and self.witness[1] == first._version
+
+    def are_gone(self, info: ranks.ParameterInfo) -> bool:
+        """Whether the gradients that were checked were cleared, by whomever."""
+        known = None if self.witness is None else self.witness[0]()
+        if known is None or not any(p.grad is known for p in info.parameters):
+            return True
+        if self.witness is not None and self.witness[1] == known._version:
+            return False
+        # Somebody has written to it: zeros, where gradients are cleared in place.
+        grads = (p.grad for p in info.parameters if p.grad is not None)
+        return not any(part.any() for g in grads for part in real_parts(ranks.local(g)))
+
+    def are_scaled(self, grads: Sequence[Any]) -> bool | None:
+        """Whether the gradients are scaled; None if nobody has scaled a loss."""
+        if self.is_nothing():
+            return None
+        if self.divided is None:
+            return self.scaled_by is not None
+        # `get_unscaled_gradients` returns new tensors. They may have been put in the place of the
+        # gradients, or copied into them; or the gradients are as they were.
+        versions = {id(t): version for ref, version in self.divided if (t := ref()) is not None}
+        as_they_were = [versions.get(id(each)) == each._version for each in grads]
+        if any(as_they_were) and not all(as_they_were):
+            raise GradientsError(
+                "get_unscaled_gradients() was given the gradients of these parameters, and what "
+                "it returned was put into the `.grad` of some and not of others. Put it into all, "
+                "or call unscale_(), which divides them where they are."
+            )
+        return bool(as_they_were) and all(as_they_were)
+
+
+def versions_of(grads: Iterable[Any]) -> list[tuple[Any, int]]:
+    """Gradients as they are; whoever else holds none of them lets them go."""
+    return [(weakref.ref(each), each._version) for each in grads]
+
+
+# --- What a loss reaches ----------------------------------------------------------------------
+
+
+def is_seen(loss: Any) -> bool:
+    """Whether the `backward` of a loss can be seen when it starts."""
+    return bool(
+        loss.requires_grad
+        and not torch._C._functorch.peek_interpreter_stack()
+        and not (loss.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, met: Any = None) -> None:
+    """Brings gradients to the scale of a loss when its `backward` starts.
+
+    Args:
+        scaled: The scaled loss.
+        loss: The loss.
+        multiplier: What it was multiplied by.
+        own: The engine whose parameters it is for; None if it is for all that it reaches.
+        met: Called with the tensors that it reaches and no engine has.
+    """
+
+    def starts(_: Any) -> None:
+        task, graph = torch._C._current_graph_task_id(), torch.is_grad_enabled()
+        if own is not None and own.record.in_backward:
+            raise GradientsError("A part of this loss is scaled already, by scale_loss().")
+        others = [each for each in engines if own is None or each.record is not own.record]
+        found, rest = reached(loss, others) if others or met is not None else ([], [])
+        if own is not None:
+            own.begin(multiplier, task=task, graph=graph)
+        for each, info in found:
+            each.begin(multiplier, info, task=task, graph=graph)
+        if met is not None:
+            met(rest, multiplier)
+
+    scaled.register_hook(starts)
+
+
+def reached(
+    loss: Any, others: Iterable[Any], inputs: Any = None, own: Any = None
+) -> tuple[list[tuple[Any, ranks.ParameterInfo]], list[Any]]:
+    """What a loss reaches: engines with the parameters that no other one has, and other tensors.
+
+    Args:
+        loss: The loss.
+        others: The engines that it may reach.
+        inputs: The tensors that alone are reached, as of `torch.Tensor.backward`.
+        own: What is known of parameters that are reached anyhow.
+    """
+    hidden = False
+    if inputs is None:
+        tensors, hidden = _leaves(loss)
+    else:
+        tensors = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    rest = {id(t): t for t in tensors}
+    taken = own.ids if own is not None else frozenset()
+    rest = {key: t for key, t in rest.items() if key not in taken}
+    ids = frozenset(rest)
+    # `fully_shard` computes with parameters of its own, and takes their gradients away.
+    is_sharded = any(isinstance(t, torch.nn.Parameter) for t in rest.values())
+    found = []
+    for each in others:
+        info = each.info()
+        if ids.isdisjoint(info.ids) and not hidden and not (is_sharded and info.is_sharded):
+            continue
+        mine = [p for p in info.parameters if id(p) not in taken]
+        whole = len(mine) == len(info.parameters)
+        found.append((each, info if whole else ranks.ParameterInfo(mine, [])))
+        taken = taken | info.ids
+        rest = {key: t for key, t in rest.items() if key not in info.ids}
+    if any(info.is_sharded for info in (own, *(info for _, info in found)) if info is not None):
+        rest = {key: t for key, t in rest.items() if not isinstance(t, torch.nn.Parameter)}
+    return found, list(rest.values())
+
+
+def _leaves(loss: Any) -> tuple[list[Any], bool]:
+    """The tensors whose `.grad` a backward pass adds to, and whether the graph may hide some.
+
+    A `torch.autograd.Function` may run a backward pass of its own, as reentrant checkpointing does.
+    """
+    if loss.grad_fn is None:
+        return [loss], False
+    seen, found, stack, hidden = {loss.grad_fn}, [], [loss.grad_fn], False
+    while stack:
+        node = stack.pop()
+        following = node.next_functions
+        hidden = hidden or isinstance(node, BackwardCFunction)
+        if not following and isinstance(variable := getattr(node, "variable", None), torch.Tensor):
+            found.append(variable)
+        for each, _ in following:
+            if each is not None and each not in seen:
+                seen.add(each)
+                stack.append(each)
+    return found, hidden
+
+
+# --- From one scale to another ----------------------------------------------------------------
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def multiply(info: ranks.ParameterInfo, by: Any, before: Any = None) -> None:
+    """Brings gradients to a scale, from another one if they are not true."""
+    if info.first_gradient() is None:
+        return
+
+    def factor(device: Any) -> Any:
+        wanted = by.on(device).scale
+        return wanted if before is None else wanted / before.on(device).scale
+
+    changed = _changed_in_the_graph(info, lambda grad: grad * factor(grad.device))
+    overflow_check.unscale_(_others(info, changed), factor)
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def divide(
+    info: ranks.ParameterInfo,
+    by: Any,
+    *,
+    graph: bool = False,
+    checks: bool = True,
+    allow_float16: bool = False,
+    found: Any = None,
+) -> dict[Any, Any]:
+    """Divides gradients by what they are multiplied by, and checks each number.
+
+    Args:
+        info: Of their parameters.
+        by: A `Multiplier` or a `LossScale`; None if they are true, to check them alone.
+        graph: Whether some are parts of a graph: these are replaced.
+        checks: Whether to check them.
+        allow_float16: Whether some may be in float16.
+        found: A tensor to write into, for the device that it is on.
+
+    Returns:
+        By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0.
+    """
+    powers = by is None or by.rule.powers_of_two
+
+    def factor(device: Any) -> Any:
+        factors = by.on(device)
+        return factors.reciprocal if powers else factors.scale
+
+    changed = []
+    if graph and by is not None:
+        changed = _changed_in_the_graph(
+            info, lambda g: g * factor(g.device) if powers else g / factor(g.device)
+        )
+    given = _others(info, changed, allow_float16=allow_float16)
+    if not checks:
+        if by is not None:
+            overflow_check.unscale_(given, factor, divide=not powers)
+        return {}
+    if by is None:
+        by_device = overflow_check.check(given, found)
+    else:
+        by_device = overflow_check.unscale_and_check_(
+            given, factor, divide=not powers, recheck=is_below_one(by), found=found
+        )
+    if changed:
+        finite = overflow_check.all_finite([p.grad for p in changed])
+        so_far = by_device.get(finite.device)
+        bad = (~finite).to(torch.float32)
+        by_device[finite.device] = bad if so_far is None else torch.maximum(so_far, bad)
+    return by_device
+
+
+def is_below_one(by: Any) -> bool:
+    """Whether a scale may be below 1, where unscaling overflows what was finite."""
+    lowest = by.rule.lowest_scale if by.number is None else by.number
+    return lowest is None or lowest < 1.0
+
+
+def _changed_in_the_graph(info: ranks.ParameterInfo, changed: Callable[[Any], Any]) -> list[Any]:
+    """Replaces gradients that are parts of a graph; returns their parameters."""
+    having = [p for p in info.parameters if p.grad is not None and p.grad.requires_grad]
+    with torch.enable_grad():
+        for parameter in having:
+            parameter.grad = changed(parameter.grad)
+    return having
+
+
+def _others(
+    info: ranks.ParameterInfo, changed: Sequence[Any], *, allow_float16: bool = True
+) -> gradients.Gradients:
+    if changed:
+        ids = set(map(id, changed))
+        info = ranks.ParameterInfo([p for p in info.parameters if id(p) not in ids], [])
+    return gradients.collect(info, allow_float16=allow_float16)
