@@ -21,7 +21,8 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import lossscale
-from lossscale.plots import plot_scales
+from lossscale.monitoring import StepRecord
+from lossscale.plots import plot_records
 
 OUTPUTS = 2**20
 BATCH = 64
@@ -44,13 +45,11 @@ RUNS = {
 
 @dataclasses.dataclass
 class Run:
-    """A training run: two shares after each epoch; with a loss scale, what each step did."""
+    """A training run: two shares after each epoch; with a loss scale, the record of each step."""
 
     accuracy: list[float] = dataclasses.field(default_factory=list)
     flushed: list[float] = dataclasses.field(default_factory=list)
-    scales: list[float] = dataclasses.field(default_factory=list)
-    skipped: list[bool] = dataclasses.field(default_factory=list)
-    final_scale: float | None = None
+    records: list[StepRecord] = dataclasses.field(default_factory=list)
 
 
 def digits():
@@ -86,6 +85,7 @@ def train(data, float16, rule, *, epochs, outputs=OUTPUTS, after_epoch=lambda ru
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * outputs, momentum=0.9)
     if rule is not None:
         optimizer = lossscale.LossScaleOptimizer(optimizer, rule=rule)
+        monitor = lossscale.torch.Monitor(optimizer, model)
     for _ in range(epochs):
         order = torch.tensor(shuffled.permutation(len(images))).to(DEVICE)
         for chosen in order.split(BATCH)[: len(images) // BATCH]:
@@ -95,17 +95,16 @@ def train(data, float16, rule, *, epochs, outputs=OUTPUTS, after_epoch=lambda ru
                 loss.backward()
                 optimizer.step()
                 continue
-            run.scales.append(float(optimizer.loss_scale))
-            optimizer.scale_loss(loss).backward()
-            # Divides the gradients by the scale. If one is not finite, no parameter changes.
-            optimizer.step()
-            run.skipped.append(bool(optimizer.last_step_skipped))
-            run.final_scale = float(optimizer.loss_scale)
+            optimizer.backward(loss)  # multiplies the loss by the scale, divides the gradients
+            optimizer.step()  # changes no parameter if a gradient is not finite
+            monitor.step(loss)
+            run.records.append(monitor.last_record)
         with torch.no_grad(), torch.autocast(DEVICE, torch.float16, enabled=float16):
             right = model(test_images).argmax(1) == test_labels
         run.accuracy.append(float(right.float().mean()))
         batch = images[:BATCH], labels[:BATCH]
-        run.flushed.append(share_flushed(model, batch, float16, run.final_scale or 1.0, outputs))
+        scale = run.records[-1].next_scale if run.records else 1.0
+        run.flushed.append(share_flushed(model, batch, float16, scale, outputs))
         after_epoch(run)
     return run
 
@@ -127,8 +126,10 @@ def table(runs):
     """Returns a table in Markdown with a row for each run."""
     rows = [["", "test accuracy", "gradients flushed to zero", "steps skipped", "final scale"]]
     for name, run in runs.items():
-        skipped = f"{sum(run.skipped)} of {len(run.skipped)}" if run.skipped else ""
-        scale = f"2**{round(np.log2(run.final_scale))}" if run.scales else ""
+        skipped = scale = ""
+        if run.records:
+            skipped = f"{run.records[-1].steps_skipped} of {len(run.records)}"
+            scale = f"2**{round(np.log2(run.records[-1].next_scale))}"
         shares = f"{run.accuracy[-1]:.1%}", f"{np.mean(run.flushed):.2%}"
         rows.append([name, *shares, skipped, scale])
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -146,10 +147,9 @@ def draw(runs, report, path):
     for style, ((look, color), (name, run)) in enumerate(zip(looks, runs.items())):
         epochs = range(1, len(run.accuracy) + 1)
         axes["accuracy"].plot(epochs, run.accuracy, look, color=color, label=name)
-        if run.scales:
-            plot_scales(run.scales, run.skipped, axes["scales"], label=name, style=style)
-    axes["accuracy"].set(title="Accuracy after each epoch", xlabel="epoch", ylim=(0, 1))
-    axes["accuracy"].set_ylabel("test accuracy")
+        if run.records:
+            plot_records(run.records, axes["scales"], label=name, style=style)
+    axes["accuracy"].set(title="Test accuracy after each epoch", xlabel="epoch", ylim=(0, 1))
     axes["accuracy"].grid(alpha=0.3)
     axes["accuracy"].legend()
     axes["scales"].set_title("Loss scale of each step")

@@ -114,9 +114,8 @@ def test_the_average_changes_nothing_in_float32(demo):
 
 def test_every_skipped_step_halves_the_scale(demo):
     run = demo.train(demo.digits(), *demo.RUNS[DYNAMIC], epochs=1)
-    assert len(run.scales) == len(run.skipped) == STEPS_OF_AN_EPOCH
-    assert run.scales[0] == 2.0**40
-    assert run.skipped[0]
-    after = [*run.scales[1:], run.final_scale]
-    for used, skipped, following in zip(run.scales, run.skipped, after, strict=True):
-        assert following == (used / 2 if skipped else used)
+    assert len(run.records) == STEPS_OF_AN_EPOCH
+    assert run.records[0].scale == 2.0**40
+    assert run.records[0].skipped
+    for record in run.records:
+        assert record.next_scale == (record.scale / 2 if record.skipped else record.scale)
