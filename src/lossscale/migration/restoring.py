@@ -92,6 +92,7 @@ def restore_checkpoint(path: str | Path, **objects: Any) -> Restored:
     try:
         for plan in plans.values():
             plan.prepare(matches, trainable)
+    # Whatever it is, the settings are put back before it is raised.
     except Exception:
         for plan in plans.values():
             plan.undo()
