@@ -113,7 +113,7 @@ def checked_rule(rule: Any) -> ScaleRule:
     """
     # A class has all that its instances have.
     if isinstance(rule, ScaleRule) and not isinstance(rule, type):
-        if type(rule) not in (DynamicScale, FixedScale):
+        if not type(rule).__module__.startswith("lossscale."):
             _try_rule(rule)
         return rule
     hint = f" That is a class; call it: {rule.__name__}()." if isinstance(rule, type) else ""

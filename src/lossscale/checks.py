@@ -156,12 +156,27 @@ SETTINGS = {
 """The setting of `DynamicScale`, or `clip_norm`, that a word of another library stands for."""
 
 _FIXED = "rule=lossscale.FixedScale({value!r}) for a fixed scale; a dynamic one needs no argument"
-_ON_INNER = "{name}={value!r} among the arguments of the inner optimizer"
+_ON_INNER = "{name}={value!r} on the `inner_optimizer`"
 ANSWERS = {
     **dict.fromkeys(("loss_scale", "static_loss_scale"), _FIXED),
     "enabled": "rule=lossscale.FixedScale(1.0) for no loss scaling; it is enabled otherwise",
     "skip_nonfinite": "rule=lossscale.FixedScale(scale, skip_nonfinite={value!r})",
-    **dict.fromkeys(("learning_rate", "lr", "momentum", "weight_decay", "clipnorm"), _ON_INNER),
+    **dict.fromkeys(
+        [
+            "learning_rate",
+            "lr",
+            "momentum",
+            "weight_decay",
+            "clipnorm",
+            "clipvalue",
+            "global_clipnorm",
+            "use_ema",
+            "ema_momentum",
+            "ema_overwrite_frequency",
+            "gradient_accumulation_steps",
+        ],
+        _ON_INNER,
+    ),
 }
 """What to write for words that are not settings of a `DynamicScale`, for what takes a `rule`."""
 
@@ -179,7 +194,7 @@ def unknown_keywords(
 
     Examples:
         >>> unknown_keywords("f", {"period": 9, "factor": 2}, ["rule"], {})
-        'f has no argument `period`, `factor`: write \
+        'f has no arguments: `period`, `factor`: write \
 rule=lossscale.DynamicScale(growth_interval=9, growth_factor=2). It takes rule.'
     """
     unknown = {name: value for name, value in given.items() if name not in taken}
@@ -202,8 +217,9 @@ rule=lossscale.DynamicScale(growth_interval=9, growth_factor=2). It takes rule.'
     elif settings:
         written.append(_joined(settings))
     names = ", ".join(f"`{name}`" for name in unknown)
+    named = f"argument {names}" if len(unknown) == 1 else f"arguments: {names}"
     answer = f": write {', and '.join(written)}" if written else ""
-    return f"{owner} has no argument {names}{answer}. It takes {', '.join(taken)}."
+    return f"{owner} has no {named}{answer}. It takes {', '.join(taken)}."
 
 
 def _joined(settings: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ import old_programs
 
 PACKAGE = lossscale.tf_keras
 MODULES = [found.name for found in pkgutil.walk_packages(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
-WITH_EXAMPLES = {f"{PACKAGE.__name__}.{name}" for name in ("monitor", "optimizer")}
+WITH_EXAMPLES = {f"{PACKAGE.__name__}.optimizer"}
 
 
 @old_programs.every_program
