@@ -157,26 +157,23 @@ SETTINGS = {
 
 _FIXED = "rule=lossscale.FixedScale({value!r}) for a fixed scale; a dynamic one needs no argument"
 _ON_INNER = "{name}={value!r} on the `inner_optimizer`"
+_OF_INNER = (
+    *(
+        "learning_rate",
+        "lr",
+        "momentum",
+        "weight_decay",
+        "clipnorm",
+        "clipvalue",
+        "global_clipnorm",
+    ),
+    *("use_ema", "ema_momentum", "ema_overwrite_frequency", "gradient_accumulation_steps"),
+)
 ANSWERS = {
     **dict.fromkeys(("loss_scale", "static_loss_scale"), _FIXED),
     "enabled": "rule=lossscale.FixedScale(1.0) for no loss scaling; it is enabled otherwise",
     "skip_nonfinite": "rule=lossscale.FixedScale(scale, skip_nonfinite={value!r})",
-    **dict.fromkeys(
-        [
-            "learning_rate",
-            "lr",
-            "momentum",
-            "weight_decay",
-            "clipnorm",
-            "clipvalue",
-            "global_clipnorm",
-            "use_ema",
-            "ema_momentum",
-            "ema_overwrite_frequency",
-            "gradient_accumulation_steps",
-        ],
-        _ON_INNER,
-    ),
+    **dict.fromkeys(_OF_INNER, _ON_INNER),
 }
 """What to write for words that are not settings of a `DynamicScale`, for what takes a `rule`."""
 
