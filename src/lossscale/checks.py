@@ -158,16 +158,9 @@ SETTINGS = {
 _FIXED = "rule=lossscale.FixedScale({value!r}) for a fixed scale; a dynamic one needs no argument"
 _ON_INNER = "{name}={value!r} on the `inner_optimizer`"
 _OF_INNER = (
-    *(
-        "learning_rate",
-        "lr",
-        "momentum",
-        "weight_decay",
-        "clipnorm",
-        "clipvalue",
-        "global_clipnorm",
-    ),
-    *("use_ema", "ema_momentum", "ema_overwrite_frequency", "gradient_accumulation_steps"),
+    *("learning_rate", "lr", "momentum", "weight_decay", "clipnorm", "clipvalue"),
+    *("global_clipnorm", "use_ema", "ema_momentum", "ema_overwrite_frequency"),
+    "gradient_accumulation_steps",
 )
 ANSWERS = {
     **dict.fromkeys(("loss_scale", "static_loss_scale"), _FIXED),

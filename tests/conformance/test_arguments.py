@@ -16,7 +16,7 @@ SAID = {
     ("loss_scale", 4.0): "rule=lossscale.FixedScale(4.0) for a fixed scale",
     ("min_scale", 0.5): "rule=lossscale.DynamicScale(min_scale=0.5)",
     ("max_grad_norm", 1.0): "1.0",
-    ("learning_rate", 0.1): "learning_rate=0.1 among the arguments of the inner optimizer",
+    ("learning_rate", 0.1): "learning_rate=0.1 on the `inner_optimizer`",
     ("hysteresis", 2): "rule=lossscale.DynamicScale(overflows_before_backoff=2)",
     ("skip_nonfinite", True): "rule=lossscale.FixedScale(scale, skip_nonfinite=True)",
     ("enabled", False): "FixedScale(1.0)",
