@@ -32,7 +32,7 @@ Slots = Iterator[tuple[list[str], dict[Any, Any]]]
 
 
 _INSTEAD = {
-    "clip_norm": "global_clipnorm={value!r} among the arguments of the `inner_optimizer`",
+    "clip_norm": "global_clipnorm={value!r} on the `inner_optimizer`",
     "loss_scale_factor": "rule=lossscale.FixedScale({value!r}), and none on the `inner_optimizer`",
 }
 
