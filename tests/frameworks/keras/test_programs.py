@@ -26,7 +26,7 @@ MODULES = ["lossscale.keras"] + [
     if ".backends." not in found.name
 ]
 # That of the wrapper is found where its class says that it is.
-WITH_EXAMPLES = {"lossscale.keras", "lossscale.keras.arguments", "lossscale.keras.monitor"}
+WITH_EXAMPLES = {"lossscale.keras", "lossscale.keras.arguments"}
 
 
 def test_the_programs_are_found():
