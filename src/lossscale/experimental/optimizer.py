@@ -192,7 +192,9 @@ class LossScaleAsObject(_Wrapper):
                     "inner_optimizer, dynamic, initial_scale, dynamic_growth_steps, rule and name."
                 )
             loss_scale = from_rule(rule_from_arguments(**arguments))
-        return cls(cls._inner_from_config(inner, custom_objects), loss_scale, name=name)
+        return cls._written_class()(
+            cls._inner_from_config(inner, custom_objects), loss_scale, name=name
+        )
 
     def _constructor_arguments(self) -> dict[str, Any]:
         return {"loss_scale": self._loss_scale, "name": self.name}

@@ -337,7 +337,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         check_config(config)
         rules = cls._with_class_named(config.get("rule"), custom_objects)
         inner, arguments = arguments_from_config(config, rules)
-        return cls(cls._inner_from_config(inner, custom_objects), **arguments)
+        return cls._written_class()(cls._inner_from_config(inner, custom_objects), **arguments)
 
     def _described_rule(self) -> dict[str, Any]:
         described = config_from_rule(self._rule)

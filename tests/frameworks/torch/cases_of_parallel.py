@@ -29,7 +29,8 @@ def programs(page):
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-PIPELINE, CHECKPOINTS, TENSOR_PARALLEL, EXPERTS = programs("parallel.md")
+# Those before them are lines for a training loop, which cases_of_processes.py has in one.
+*_, PIPELINE, CHECKPOINTS, TENSOR_PARALLEL, EXPERTS = programs("parallel.md")
 SAVED = "pipeline"
 
 
