@@ -95,7 +95,7 @@ def test_a_monitor_does_not_belong_into_a_compiled_function():
     monitor = Monitor(TX, PARAMS, STATE)
     with pytest.raises(UnsupportedError, match="outside of compiled functions"):
         jax.jit(monitor.step)(STATE)
-    monitor.step(STATE)
+    monitor.step(TX.update(PARAMS, STATE)[1])
     assert monitor.last_record.step == 1
 
 
