@@ -91,7 +91,7 @@ OTHERS = {
     ),
     "docs/monitoring.md": (
         row("monitor", *MONITORS),
-        "| jax | 12.00" + " | 1.50 (1.25-2.00)" * 3 + " |",
+        "| jax | 12.00" + " | 1.50 (1.25-2.00)" * 2 + " |",
     ),
     "docs/pytorch_speed.md": (
         row("alone", "bare", "fixed", wrapper="torch", point="fused, 1"),

@@ -238,7 +238,7 @@ assert keras.saving.get_registered_object("lossscale>LossScaleOptimizer") is not
     assert not [name for name in found if name.startswith("lossscale.keras")]
 
 
-@pytest.mark.parametrize(("name", "loaded"), [("LossScaleOptimizer", 34), ("GradScaler", 29)])
+@pytest.mark.parametrize(("name", "loaded"), [("LossScaleOptimizer", 34), ("GradScaler", 32)])
 def test_what_serves_pytorch_alone_loads_little_and_nothing_of_diagnosis(name, loaded):
     found = imported_by(f"import lossscale.torch\nlossscale.torch.{name}")
     ours = {module for module in found if module.partition(".")[0] == "lossscale"}
