@@ -309,7 +309,8 @@ tests/frameworks/torch/test_ranks.py
     torch _groups_along: placement.is_replicate() -> not placement.is_shard()
 tests/frameworks/torch/test_mistakes.py
     torch _dense: not gradient.is_coalesced() -> False  -k one_index
-    torch LossScaleOptimizer._unscale_: if decision.empty: return decision -> pass  -k before_there_are_gradients
+    torch LossScaleOptimizer._unscale_: if decision.empty: return decision
+        -> pass  -k before_there_are_gradients
 tests/migration/test_checkpoints.py -k what_the_rule_has
     migration KerasRestoreTarget.set_scale_values: field in named -> True
 tests/cli/test_migrate.py -k killed_command
