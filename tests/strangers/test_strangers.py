@@ -110,6 +110,10 @@ elif BACKEND == "torch":
         """The verdict stays on the device."""
 
         def wrapped(self, optimizer):
+            # Optimizers that skip by themselves are fused ones.
+            for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+                for group in each.param_groups:
+                    group["fused"] = True
             return lossscale.torch.LossScaleOptimizer(optimizer, rule=self.rule, decide="device")
 
     @pytest.mark.parametrize("scaling", [Ours, OursOnTheDevice])

@@ -402,6 +402,11 @@ class Engine:
         inner, divisor = self.inner, decision.divisor
         # Where the host has decided there is nothing left to say.
         overflow = decision.overflow if decision.apply is None else None
+        if overflow is not None and not fused.can_skip(inner):
+            # Settings that were loaded have taken the fused kernel away: the host waits, and skips.
+            if bool(overflow > 0):
+                return None
+            overflow = None
         if fused.expects_attributes(inner):
             device = self.info().devices[0]
             divisor = scalar(1.0, device) if divisor is None else divisor

@@ -21,10 +21,11 @@ def can_skip(inner: Any) -> bool:
     """Whether an optimizer takes `grad_scale` and `found_inf` as tensors, as it is now."""
     if isinstance(inner, Several):
         return all(map(can_skip, inner.optimizers))
-    if not getattr(inner, "_step_supports_amp_scaling", False):
-        return False
-    # Loading a state replaces the settings of the groups, this one too.
-    return not isinstance(inner, FUSED) or all(group.get("fused") for group in inner.param_groups)
+    if isinstance(inner, FUSED):
+        # Loading a state replaces the settings of the groups, this one too. The flag of the object
+        # is lost where it is copied.
+        return all(group.get("fused") for group in inner.param_groups)
+    return bool(getattr(inner, "_step_supports_amp_scaling", False))
 
 
 def can_unscale(inner: Any) -> bool:
