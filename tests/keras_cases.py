@@ -91,7 +91,7 @@ LAYERS = {
     "Conv2DTranspose": (lambda: layers.Conv2DTranspose(3, 3), (4, 4, 2)),
     "DepthwiseConv2D": (lambda: layers.DepthwiseConv2D(3), (6, 6, 2)),
     "SeparableConv2D": (lambda: layers.SeparableConv2D(3, 3), (6, 6, 2)),
-    "Embedding": (lambda: layers.Embedding(10, 3), None),
+    "Embedding": (lambda: layers.Embedding(50, 3), None),
     "LSTM": (lambda: layers.LSTM(3), (5, 2)),
     "GRU": (lambda: layers.GRU(3), (5, 2)),
     "SimpleRNN": (lambda: layers.SimpleRNN(3), (5, 2)),

@@ -165,7 +165,6 @@ tests/backends/test_files.py
         -k plain_optimizer
     keras load_inner: optimizer._iterations.follow() -> pass  -k plain_optimizer or own_class
 tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
-    diagnosis _bits: magnitude > 0 -> magnitude
     diagnosis _beyond: error ** 2 - best ** 2 -> error ** 2
     diagnosis _rounded_to_bfloat16: np.uint32(0x8000) -> np.uint32(0)
     diagnosis _predicted_highest: _LARGEST / largest -> largest
@@ -173,9 +172,8 @@ tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
     diagnosis _Loss._overflow: not in_float32.finite -> False
     diagnosis _Loss._measure_scales: min(self._assumed_highest, max(predicted, second))
         -> _HIGHEST
-    diagnosis _Loss._check_reference: e > _SAME -> False
+    diagnosis _differing: error > _SAME -> False
     diagnosis _Loss._check_reference: lower[name] > self._tolerance -> False
-    diagnosis _Loss._check_reference: not self._found.reference -> True
     diagnosis _Loss._wrong: filter(math.isfinite, found) -> found
     diagnosis _Loss._errors_beyond: best[variable] < NOISE -> True
     diagnosis _not_finite: math.isfinite(found.loss) -> True

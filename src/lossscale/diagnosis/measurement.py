@@ -319,7 +319,7 @@ class _Passes:
         """Computes the reference on a batch, whose passes follow."""
         self._batch = batch
         self.errors: dict[tuple[str, float], dict[str, float]] = {}
-        self._raised: dict[int, dict[str, LossGradients]] = {}
+        self._raised: dict[tuple[int, int], dict[str, LossGradients]] = {}
         self.references = self._counted(0, False, watch=True)
 
     def at(self, name: str, exponent: float) -> dict[str, float]:
@@ -333,11 +333,12 @@ class _Passes:
                 self.unscaled = found
         return self.errors[name, exponent]
 
-    def reference_at(self, exponent: int) -> dict[str, LossGradients]:
-        """Returns the passes in float32 at a loss scale."""
-        if exponent not in self._raised:
-            self._raised[exponent] = self._counted(exponent, False)
-        return self._raised[exponent]
+    def reference_at(self, exponent: int, number: int = 1) -> dict[str, LossGradients]:
+        """Returns the passes in float32 at a loss scale, the first or another one."""
+        if (exponent, number) not in self._raised:
+            # It is watched as at scale 1, since a compiler may round otherwise if it is not.
+            self._raised[exponent, number] = self._counted(exponent, False, watch=True)
+        return self._raised[exponent, number]
 
     def compare_with(self, name: str, reference: LossGradients) -> None:
         """Takes another reference for a loss, and computes its errors again."""
@@ -371,7 +372,7 @@ class _Passes:
 
 
 class _Loss:
-    """What is known of one loss, batch after batch."""
+    """Measures one loss, batch after batch."""
 
     def __init__(self, name: str, tolerance: float) -> None:
         self._name, self._tolerance = name, tolerance
@@ -505,7 +506,7 @@ class _Loss:
         """
         reference = passes.references[self._name]
         doubtful = self._doubtful(passes)
-        if not doubtful - self._in_float32 and not self._found.reference:
+        if not doubtful - self._in_float32:
             return None
         exponent = max(_predicted_highest(_largest(reference)) - MARGIN, _SECOND)
         raised = passes.reference_at(exponent)[self._name]
@@ -514,7 +515,10 @@ class _Loss:
             return self._stop(unknown=_RANDOM)
         wrong = doubtful
         if not _not_finite(raised):
-            changed = {name for name, e in _errors(raised, reference).items() if e > _SAME}
+            changed = _differing(raised, reference)
+            if changed:
+                # Rounding that is another in each pass, as in sums on a GPU, is no cast.
+                changed -= _differing(raised, passes.reference_at(exponent, 2)[self._name])
             if not changed:
                 self._in_float32 |= {name for name in doubtful if np.any(raised.gradients[name])}
                 return None
@@ -651,6 +655,10 @@ def _errors(reference: LossGradients, found: LossGradients) -> dict[str, float]:
         elif norm:
             errors[name] = difference / norm
     return errors
+
+
+def _differing(one: LossGradients, other: LossGradients) -> set[str]:
+    return {name for name, error in _errors(one, other).items() if error > _SAME}
 
 
 def _norm(array: Any) -> float:
