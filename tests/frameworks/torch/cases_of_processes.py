@@ -199,6 +199,27 @@ def fsdp(folder):
     return found
 
 
+def monitored(folder):
+    """What `log` is given: in each process, and in the first alone."""
+    found = {}
+    for which in ("each", "first"):
+        net, logged = fully_shard(model(), mesh=mesh_of_all(), mp_policy=HALF), []
+        inner = torch.optim.SGD(net.parameters(), lr=0.0)
+        optimizer = lossscale.torch.LossScaleOptimizer(inner, initial_scale=8.0)
+        watches = which == "each" or rank() == 0
+        monitor = lossscale.torch.Monitor(optimizer, net, log=logged.append) if watches else None
+        for step in range(3):
+            optimizer.zero_grad()
+            optimizer.scale_loss(net(torch.ones(2, 4)).sum()).backward()
+            if step == 1 and is_last():
+                net[0].weight.grad._local_tensor[-1, -1] = INF
+            optimizer.step()
+            if watches:
+                monitor.step(0.5)
+        found[which] = logged
+    return found
+
+
 # A mesh of two dimensions, and parameters that are spread over none, either or both of them.
 
 LAYOUTS = {
@@ -642,7 +663,7 @@ CASES = {
         sharded_scaler,
         killed,
     ),
-    2: (ddp, fsdp, fsdp_clipped, uneven, compressed, resumed),
+    2: (ddp, fsdp, fsdp_clipped, uneven, compressed, monitored, resumed),
     1: (on_one, seen, clipped, fsdp_clipped, minimized),
 }
 CASES = {size: (*cases_of_parallel.CASES[size], *cases) for size, cases in CASES.items()}

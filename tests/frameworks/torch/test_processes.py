@@ -168,3 +168,15 @@ def test_processes_that_run_out_of_data_keep_one_scale(found):
 
 def test_the_lines_for_power_sgd_clear_its_error(found):
     assert [process["compressed"] for process in found[2]] == [1, 1]
+
+
+def test_each_process_logs_its_own_records_and_names_the_overflows_of_its_shards(found):
+    first, last = (process["monitored"]["each"] for process in found[2])
+    for logged in (first, last):
+        assert [record["scale"] for record in logged] == [8.0, 8.0, 4.0]
+        assert [record["skipped"] for record in logged] == [False, True, False]
+    assert [record["nonfinite"] for record in first] == [[], [], []]
+    assert last[1]["nonfinite"] == [{"name": "0.weight", "infs": 1, "nans": 0}]
+    # A monitor in one process alone exchanges nothing that the others would have to answer.
+    alone, none = (process["monitored"]["first"] for process in found[2])
+    assert (alone, none) == (first, [])
