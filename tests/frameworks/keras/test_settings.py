@@ -331,8 +331,12 @@ def test_the_inner_optimizer_can_be_wrapped_again_once_its_wrapper_is_gone():
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"clipnorm": 1.0}, ValueError, "`clipnorm`: write clipnorm=1.0 among"),
-        ({"learning_rate": 1.0}, ValueError, "`learning_rate`: write learning_rate=1.0 among"),
+        ({"clipnorm": 1.0}, ValueError, "`clipnorm`: write clipnorm=1.0 on the `inner_"),
+        (
+            {"learning_rate": 1.0},
+            ValueError,
+            "`learning_rate`: write learning_rate=1.0 on the `inner_",
+        ),
         ({"loss_scale_factor": 8}, ValueError, "loss_scale_factor"),
         ({"growth": 3}, ValueError, "no argument `growth`. It takes inner_optimizer"),
         ({"rule": 128}, TypeError, "must be a scaling rule"),
