@@ -1,6 +1,7 @@
 """The modules of the library and what they import, read from their sources alone."""
 
 import ast
+import functools
 import pathlib
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ class Import(NamedTuple):
         return self.name.partition(".")[0]
 
 
+@functools.cache
 def modules():
     """Returns the source of each module of the library by its dotted name."""
     paths = {
@@ -32,6 +34,7 @@ def modules():
     }
 
 
+@functools.cache
 def imports(source):
     """Returns the `Import`s of a source, without those for type checkers only.
 
