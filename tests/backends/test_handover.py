@@ -54,6 +54,93 @@ def test_two_optimizers_share_nothing():
     assert left.gone() | right.gone() == {"a": -2.0, "b": 0.5}
 
 
+# What A and B call on one loss, of which A has scaled the whole; and what says so.
+OF_ANOTHER = {
+    "apply_gradients": ("scale apply:a", "apply:b"),
+    "apply": ("scale keras:a", "keras:b"),
+    "get_unscaled_gradients": ("hand unscale:a unscaled:a", "unscale:b unscaled:b"),
+    "get_unscaled_gradients, in another order": ("hand", "unscale:b"),
+}
+
+
+@pytest.mark.parametrize("calls", OF_ANOTHER)
+def test_gradients_of_a_loss_that_another_optimizer_scaled_are_an_error(calls):
+    by_first, by_second = OF_ANOTHER[calls]
+    first = made()
+    second = made({"b": first.variables["b"]})
+    first.calls(by_first)
+    second.of_scaled = first.of_scaled
+    with pytest.raises(ValueError, match=f"{calls.split(',')[0]}.*MultiOptimizer") as error:
+        second.calls(by_second)
+    assert isinstance(error.value, lossscale.LossScaleError)
+    assert second.gone() == {"b": 0.0}
+    # Of a loss of its own.
+    second.calls("scale apply:b")
+    assert second.gone() == {"b": 0.25}
+
+
+def test_one_optimizer_may_unscale_the_gradients_of_another():
+    first = made()
+    second = made({"b": first.variables["b"]})
+    with warnings.catch_warnings():
+        # It has scaled no loss itself.
+        warnings.filterwarnings("ignore", "apply_gradients.*never scaled")
+        for _ in range(2):
+            first.calls("hand unscale:ab unscaled:a")
+            second.divided = first.divided
+            second.calls("unscaled:b")
+    assert first.gone() == {"a": -2.0, "b": 0.5}
+
+
+def test_an_optimizer_of_another_model_is_not_taken_for_one_of_the_same_loss():
+    # Whoever is made after a loss was scaled, and whoever multiplies by the scale themselves.
+    first = made()
+    first.calls("scale apply:ab")
+    second = made()
+    with pytest.warns(lossscale.LossScaleWarning, match="the loss was never scaled"):
+        second.calls("plain:a")
+    by_hand = made()
+    first.calls("scale")
+    by_hand.take(by_hand.loss() * by_hand.optimizer.loss_scale)
+    by_hand.calls("unscale:ab unscaled:ab keras:a")
+    assert by_hand.gone() == {"a": -2.0, "b": 0.25}
+
+
+def test_gradients_that_are_divided_and_a_loss_that_was_not_scaled_are_a_warning_once():
+    run = made()
+    run.take(run.loss())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            run.calls("unscale:ab unscaled:ab")
+    (warning,) = caught
+    assert "never scaled with get_scaled_loss()" in str(warning.message)
+
+
+def test_a_fixed_scale_that_the_program_knows_is_no_warning():
+    run = made(rule=lossscale.FixedScale(8.0))
+    run.take(run.loss() * 8.0)
+    run.calls("unscale:ab unscaled:ab")
+    assert run.gone() == {"a": -1.0, "b": 0.25}
+
+
+@pytest.mark.parametrize("verb", ["minimize", "get_gradients", "get_updates"])
+@pytest.mark.parametrize("scale", ["get_scaled_loss", "scale_loss"])
+def test_a_loss_that_is_scaled_twice_is_a_warning_once(verb, scale):
+    run = made()
+    variable = run.variables["a"]
+
+    def loss():
+        return getattr(run.optimizer, scale)(keras.ops.sum(variable.value * 2.0))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            getattr(run.optimizer, verb)(loss, [variable])
+    (warning,) = caught
+    assert "scaled twice" in str(warning.message)
+
+
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_a_gradient_of_none_uses_nothing_up():
     run = made()

@@ -145,6 +145,8 @@ class KerasHarness(Harness):
         super().take_for_scaled()
         if not self.calls_documented_verbs:
             self.optimizer.scale_loss(1.0)
+        elif self.scales_loss:
+            self.optimizer.get_scaled_loss(1.0)
 
     def apply_nothing(self) -> None:
         self.optimizer.apply([], self.variables)

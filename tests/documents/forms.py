@@ -60,7 +60,8 @@ def sgd(rate: float = 0.25, **settings: Any) -> Any:
 
 def overflow(optimizer: Any, *variables: Any) -> None:
     """Takes a step whose gradients are not finite."""
-    gradients = optimizer.get_unscaled_gradients([tf.fill(v.shape, INF) for v in variables])
+    scaled = [optimizer.get_scaled_loss(tf.fill(v.shape, INF)) for v in variables]
+    gradients = optimizer.get_unscaled_gradients(scaled)
     optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
 

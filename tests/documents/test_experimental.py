@@ -497,11 +497,11 @@ def test_a_copy_of_an_optimizer_goes_on_with_a_state_of_its_own(make, copied):
     ("gradients", "arguments", "expected"),
     [
         # 1 - 0.25 * (1 + 2), and 1 - 0.25 * 1 on each replica.
-        ([8.0, 16.0], {}, (0.25, 0.25, 16.0)),
-        ([8.0, 8.0], {"experimental_aggregate_gradients": False}, (0.75, 0.75, 16.0)),
+        ([1.0, 2.0], {}, (0.25, 0.25, 16.0)),
+        ([1.0, 1.0], {"experimental_aggregate_gradients": False}, (0.75, 0.75, 16.0)),
         # One replica's NaN skips the step on both, however the gradients are summed.
-        ([8.0, float("nan")], {}, (1.0, 1.0, 4.0)),
-        ([8.0, float("nan")], {"experimental_aggregate_gradients": False}, (1.0, 1.0, 4.0)),
+        ([1.0, float("nan")], {}, (1.0, 1.0, 4.0)),
+        ([1.0, float("nan")], {"experimental_aggregate_gradients": False}, (1.0, 1.0, 4.0)),
     ],
 )
 def test_gradients_of_two_replicas_are_summed_unless_asked_otherwise(
@@ -514,7 +514,7 @@ def test_gradients_of_two_replicas_are_summed_unless_asked_otherwise(
         optimizer = experimental.LossScaleOptimizer(sgd(), loss_scale)
 
     def in_replica(gradient):
-        unscaled = optimizer.get_unscaled_gradients([gradient])
+        unscaled = optimizer.get_unscaled_gradients([optimizer.get_scaled_loss(gradient)])
         optimizer.apply_gradients(zip(unscaled, [var], strict=True), **arguments)
 
     @tf.function

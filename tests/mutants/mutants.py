@@ -157,8 +157,9 @@ tests/backends/test_finite.py
 tests/backends/test_torch.py
     keras on torch _copies: torch.empty_like(gradient) -> gradient
 tests/backends/test_handover.py
-    common ScaledGradientTracker.gradients_are_scaled: self._are_scaled_by_record(...) -> False
-    common _ReplicaRecord.count: times + 1 -> times
+    keras_common ScaledGradientTracker._kind: min(times) < record.losses -> False
+    keras_common _Record.count: times + 1 -> times
+    keras_common ScaledGradientTracker._check_not_of_another: is_here and not is_ready -> False
 tests/backends/test_files.py
     keras load_inner: restore_scale(optimizer, own) -> pass  -k keras_own_class
     keras_common KerasCommonOptimizer: {'inner_optimizer', 'get_slot_names'} -> {'get_slot_names'}
@@ -205,8 +206,9 @@ tests/frameworks/keras/test_training.py
     keras scaled_by_loss: getattr(variable, 'overwrite_with_gradient', False) -> False
         -k overwritten
 tests/frameworks/keras/test_handover.py
-    common _is_in_another_graph: graph is None or graph is not location.graph -> False
+    keras_common _Record.is_elsewhere: self.graph is not None and graph is None -> False
         -k wherever_they_run
+    keras_common ScaledGradientTracker._kind: len(kinds) > 1 -> False  -k says_what_to_write
 tests/frameworks/keras/test_settings.py -k 'iterations or counter'
     keras StepCounter.assign: ops.minimum(self._skipped, value) -> self._skipped + 0
     keras StepCounter.assign: value - skipped -> value

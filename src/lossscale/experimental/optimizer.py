@@ -116,6 +116,7 @@ class LossScaleAsObject(_Wrapper):
     def loss_scale(self) -> LossScale:
         """The `LossScale` of this optimizer; call it for the current value."""
         loss_scale: LossScale = self._loss_scale
+        self._scaling.is_scale_read = True
         return loss_scale
 
     def apply_gradients(

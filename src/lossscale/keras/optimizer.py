@@ -24,7 +24,6 @@ from lossscale.common.checks import (
     warned_at_floor,
     with_gradient,
 )
-from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
 from lossscale.errors import ArgumentError, GradientsError, UnknownSettingError
 from lossscale.keras.arguments import (
     SETTINGS_OF_THE_BASE,
@@ -41,6 +40,7 @@ from lossscale.keras.backends.backend import (
 from lossscale.keras.private_names import no_automatic_dependency_tracking
 from lossscale.keras.state import KerasScaleVariables, StepCounter
 from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
+from lossscale.keras_common.scaled_gradients import ScaledGradientTracker
 from lossscale.keras_common.state import arrays_in
 from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
@@ -48,6 +48,11 @@ from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 
 _OWN_ATTRIBUTES = frozenset(
     {"inner_optimizer", "step_counter", "dynamic_scale", "loss_scale_state", "built", "name"}
+)
+# How one loss is trained by several optimizers.
+_WAY = (
+    "wrap keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(...)) in one "
+    "LossScaleOptimizer"
 )
 _OWN_VARIABLES = ("step_counter", "dynamic_scale")
 
@@ -120,7 +125,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._backend = backend
         self.inner_optimizer = inner_optimizer
         self._rule = rule
-        self._scaling = ScaledGradientTracker()
+        self._scaling = ScaledGradientTracker(not rule.moves, _WAY)
         # What was loaded before the variables exist that it belongs to.
         self._pending_values: dict[str, Any] | None = None
         # Past attribute tracking, which would count these variables as own ones.
@@ -245,10 +250,10 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
                 )
         check_some_gradient(grads)
         variables = list(trainable_variables)
-        self._scaling.check_apply()
+        location = self._backend.current_location()
+        self._scaling.check_apply(location)
         self._step(grads, variables, scaled=True)
-        updated = with_gradient(grads, variables)
-        self._scaling.note_apply(self._backend.current_location(), updated)
+        self._scaling.note_apply(location, with_gradient(grads, variables))
 
     def stateless_apply(
         self,
@@ -427,6 +432,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     @property
     def loss_scale(self) -> Any:
+        self._scaling.is_scale_read = True
         return ops.cast(self._current_scale(), "float32")
 
     @property

@@ -21,8 +21,8 @@ from lossscale.common.checks import (
     remember_wrapper,
     with_gradient,
 )
-from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnknownSlotError
+from lossscale.keras_common.scaled_gradients import ScaledGradientTracker
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.members import DocumentedMembers
 from lossscale.rules import DynamicScale
@@ -136,7 +136,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     @do_not_convert
     def get_scaled_loss(self, loss: Any) -> Any:
-        self._scaling.note_get_scaled_loss()
+        self._scaling.note_get_scaled_loss(self._backend.current_location())
         return self._scaled(loss)
 
     def _scaled(self, loss: Any) -> Any:
@@ -170,11 +170,9 @@ class KerasCommonOptimizer(DocumentedMembers):
         gradients, variables = checked_pairs(grads_and_vars, self._backend.is_variable)
         self._check_context()
         location, updated = self._backend.current_location(), with_gradient(gradients, variables)
-        scaled = self._scaling.gradients_are_scaled(location, updated)
         aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
-        result = self._step(gradients, variables, scaled=scaled, aggregate=aggregate, name=name)
-        self._scaling.note_applied(location, updated)
-        return result
+        with self._scaling.applying(location, updated) as scaled:
+            return self._step(gradients, variables, scaled=scaled, aggregate=aggregate, name=name)
 
     def _check_context(self) -> None:
         """Raises where no step can be taken."""
@@ -197,6 +195,7 @@ class KerasCommonOptimizer(DocumentedMembers):
                         "the variable out of `params`."
                     )
             unscaled = self._unscaled_by_verb(gradients, params)
+        self._scaling.note_get_scaled_loss(location)
         self._scaling.note_unscaled(location, len(unscaled))
         return unscaled
 
@@ -390,7 +389,7 @@ def _noted(cls: type[Any], name: str) -> Callable[..., Any]:
         with self._scaling.isolated_step(location):
             result = verb(*args, **kwargs)
         if name == "get_scaled_loss":
-            self._scaling.note_get_scaled_loss()
+            self._scaling.note_get_scaled_loss(location)
             return result
         gradients = list(result)
         self._scaling.note_unscaled(location, sum(each is not None for each in gradients))

@@ -7,7 +7,6 @@ from typing import Any
 import tensorflow as tf
 
 from lossscale.common.autograph import do_not_convert
-from lossscale.common.scaled_gradient_tracker import TraceLocation
 from lossscale.errors import ArgumentError, GradientsError
 
 _SUPPORTED_STRATEGIES = (
@@ -52,15 +51,15 @@ def check_strategy() -> None:
 
 
 @do_not_convert
-def current_location() -> TraceLocation:
+def current_location() -> tuple[Any, tuple[int, ...]]:
     """The graph being traced, None in eager mode, and the replica; all of them outside of one."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     replica = tf.distribute.get_replica_context()
     if replica is None:
-        return TraceLocation(graph, tuple(range(replica_count())))
+        return graph, tuple(range(replica_count()))
     # A TPU traces all replicas at once: there the number is known only when the function runs.
     number = tf.get_static_value(replica.replica_id_in_sync_group)
-    return TraceLocation(graph, (0 if number is None else int(number),))
+    return graph, (0 if number is None else int(number),)
 
 
 def replica_count() -> int:

@@ -17,8 +17,8 @@ from lossscale.common.checks import (
     scaled_value,
     warned_at_floor,
 )
-from lossscale.common.scaled_gradient_tracker import ScaledGradientTracker
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
+from lossscale.keras_common.scaled_gradients import ScaledGradientTracker
 from lossscale.members import VariableList
 from lossscale.packages import warn
 from lossscale.rules import GradientStats, ScaleRule, StatsRequest
@@ -38,6 +38,12 @@ from lossscale.tf_keras.state import (
     StepCounter,
     TFKerasScaleVariables,
     new_variable,
+)
+
+# How one loss is trained by several optimizers.
+_WAY = (
+    "unscale all gradients with get_unscaled_gradients() of the optimizer that scaled it, and "
+    "give each optimizer its part"
 )
 
 
@@ -94,7 +100,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         self._optimizer = inner_optimizer
         self._given_name = name
         self._rule = rule
-        self._scaling = ScaledGradientTracker()
+        self._scaling = ScaledGradientTracker(not rule.moves, _WAY)
         # What was loaded before the variables exist that it belongs to: the inner optimizer's
         # weights, and by name what it does not list. A checkpoint holds no arrays.
         self._pending_values: list[Any] | None = None
@@ -313,6 +319,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         with self._scaling.isolated_step(location):
             scaled, variables = self._differentiated(loss, var_list, grad_loss, tape)
             gradients = self._unscaled_by_verb(scaled, variables)
+        self._scaling.note_get_scaled_loss(location)
         self._scaling.note_unscaled(location, len(gradients))
         return list(zip(gradients, variables, strict=True))
 
@@ -350,6 +357,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     @property
     def loss_scale(self) -> Any:
+        self._scaling.is_scale_read = True
         return tf.cast(self._current_scale(), tf.float32)
 
     @property

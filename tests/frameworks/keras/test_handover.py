@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import lossscale
-from backends.programs import GRADIENTS, PROGRAMS, WITH_MINIMIZE, Run, expected, made
+from backends.programs import PROGRAMS, WITH_MINIMIZE, Run, expected, made
 from frameworks.keras.support import (
     STEPS,
     Status,
@@ -109,7 +109,7 @@ WITH_TRACED_HALVES = [place for place, halves in PLACES.items() if tf.function i
 def split(run, program, place):
     """Returns a step whose halves, parted by a bar, run in these places."""
     first, second, both = PLACES[place]
-    before, after = (half.strip() for half in program.split("|"))
+    before, _, after = program.partition("|")
 
     @first
     def derive():
@@ -148,40 +148,57 @@ def test_groups_are_applied_in_other_graphs_than_their_loss_was_scaled_in(progra
     assert messages == []
 
 
-def test_a_stale_mark_before_a_traced_half_is_a_warning():
-    # Traced, get_unscaled_gradients() says nothing on later calls; scale_loss() outside does.
+# Gradients of one kind come out of a tf.function, which notes nothing on later steps.
+UNKNOWN = {
+    "scaled_after_unscaled_ones": ("hand unscale:ab | unscaled:a", "scale apply:b"),
+    "unscaled_after_scaled_ones": ("scale | apply:a", "hand unscale:b unscaled:b"),
+    "both_out_of_functions": ("scale | apply:a", "hand unscale:b | unscaled:b"),
+    "left_by_a_function_that_applies": ("scale apply:a |", "plain:b"),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_gradients_of_either_kind_beside_a_traced_half_are_an_error_that_says_what_to_write(case):
+    first, second = UNKNOWN[case]
     run = made(rule=FIXED)
-    step = split(run, GROUPED[1], "apply_outside")
-    with loss_scale_warnings() as messages:
+    step = split(run, first, "apply_outside")
+    for _ in range(2):
         step()
-        assert messages == []
-        run.calls("scale")
-        step()
-    assert len(messages) == 1
-    assert "cannot tell" in messages[0]
+    gone = run.gone()
+    second = split(run, second, "apply_outside" if "|" in second else "eager")
+    with pytest.raises(ValueError, match=r"cannot tell.*Call apply_gradients\(\) inside"):
+        second()
+    assert run.gone() == gone == {"a": -2.0, "b": 0.0}
+    run.calls("minimize:ab")
+    assert run.gone() == {"a": -3.0, "b": 0.25}
 
 
-def test_a_function_that_applies_by_itself_leaves_a_mark_that_is_used_with_a_warning_only():
+def test_a_branch_of_a_function_applies_what_the_function_has_scaled():
     run = made(rule=FIXED)
-    step = tf.function(lambda: run.calls("scale apply:a"))
-    with loss_scale_warnings() as messages:
-        step()
-        run.calls("plain:b")
-    assert len(messages) == 1
-    assert "cannot tell" in messages[0]
-    assert run.gone() == {"a": -1.0, "b": -GRADIENTS["b"] / 2**15}
+
+    @tf.function
+    def step():
+        run.calls("scale apply:a")
+        tf.cond(tf.constant(True), lambda: run.calls("apply:b"), lambda: None)
+
+    step()
+    step()
+    assert run.gone() == expected("scale apply:a apply:b", 2)
 
 
-def test_an_unscaled_group_beside_a_traced_scaled_one():
-    # One variable's gradients come scaled out of a function, the other's are unscaled by hand.
+def test_a_half_that_is_traced_again_is_given_gradients_of_the_kind_as_before():
     run = made(rule=FIXED)
-    scaled = split(run, "scale | apply:a", "apply_outside")
-    with loss_scale_warnings() as messages:
-        for _ in range(3):
-            scaled()
-            run.calls("hand unscale:b unscaled:b")
-    assert run.gone() == {"a": -3.0, "b": 0.75}
-    assert messages == []
+    scaled = tf.function(lambda: run.calls("scale") or {**run.of_scaled})
+    apply = tf.function(lambda found, again: run.apply("a") or again)
+
+    def step(again):
+        run.of_scaled = scaled()
+        apply(run.of_scaled, again)
+
+    step(1)
+    run.calls("hand unscale:ab unscaled:ab")
+    step(2)
+    assert run.gone() == {"a": -3.0, "b": 0.25}
 
 
 # --- Both ways of stepping on one optimizer -------------------------------------------------------
@@ -254,16 +271,6 @@ def test_both_ways_of_stepping_give_the_plain_weights_wherever_they_run(place, w
                 (others[i // 4] if i % 2 else step)(*map(tf.constant, gradients))
                 assert_same(values(targets), expected[4 + i])
     assert messages == []
-
-
-def test_where_nothing_tells_two_traced_halves_apart_there_is_one_warning():
-    optimizer, targets = wrapped_path()
-    steps = [stepper(optimizer, targets, way, "apply_outside") for way in WAYS]
-    with loss_scale_warnings() as messages:
-        for step, gradients in zip(steps * 3, gradients_for(targets, 6), strict=True):
-            step(*map(tf.constant, gradients))
-    assert len(messages) == 1
-    assert "cannot tell" in messages[0]
 
 
 @pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])

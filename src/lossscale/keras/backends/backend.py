@@ -10,7 +10,7 @@ import keras
 
 from lossscale.common.autograph import do_not_convert
 from lossscale.common.checks import flat_list
-from lossscale.common.scaled_gradient_tracker import TraceLocation
+from lossscale.keras_common.scaled_gradients import Location
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
@@ -180,9 +180,9 @@ class Backend:
     def check_strategy(self) -> None:
         """Raises under a distribution where loss scaling does not work."""
 
-    def current_location(self) -> TraceLocation:
-        """The function being traced, and the replica."""
-        return TraceLocation(graph=None, replicas=(0,))
+    def current_location(self) -> Location:
+        """The function being traced, None outside of one, and the numbers of the replicas."""
+        return None, (0,)
 
     def replica_count(self) -> int:
         """How many replicas train together."""

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import keras
 
 from lossscale.common.checks import scaled_value
-from lossscale.common.scaled_gradient_tracker import TraceLocation
 from lossscale.errors import ArgumentError, UnsupportedError
 from lossscale.jax import gradients as jax_gradients
 from lossscale.jax.apply_or_skip import gated
 from lossscale.keras.backends.backend import Backend, OverflowCheck, Step
+from lossscale.keras_common.scaled_gradients import Location
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import GradientStats, ScaleRule
 
@@ -63,9 +63,9 @@ class JaxBackend(Backend):
 
     # --- Where calls are made, variables and arrays -------------------------------------------
 
-    def current_location(self) -> TraceLocation:
+    def current_location(self) -> Location:
         """What stands for the function that is being compiled, None outside of one."""
-        return TraceLocation(getattr(_traced_zero(), "_trace", None), replicas=(0,))
+        return getattr(_traced_zero(), "_trace", None), (0,)
 
     def read(self, variable: Any) -> Any:
         """The value of a Keras variable now, as an array."""

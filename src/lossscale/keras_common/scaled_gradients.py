@@ -1,0 +1,283 @@
+"""Whether the gradients that `apply_gradients` receives are still scaled.
+
+Keras' trainer calls `scale_loss` and gives `apply_gradients` scaled gradients. TensorFlow's loop
+calls `get_scaled_loss` and `get_unscaled_gradients`, and gives it unscaled ones. So the calls since
+the last `scale_loss` decide: as many gradients as `get_unscaled_gradients` returned are unscaled;
+after these, each variable is given one scaled gradient for each loss.
+
+A call inside a `tf.function` runs when the function is traced, and not on later steps. So the kind
+of gradients that a function returned is remembered: without another call, the next ones are of the
+same kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from lossscale.common.autograph import do_not_convert
+from lossscale.errors import GradientsError
+from lossscale.packages import warn
+
+Location = tuple[Any, Sequence[int]]
+"""Where a call is made: the graph being traced or None, and the numbers of the replicas."""
+
+_NOTHING_SCALED = (
+    "apply_gradients() was called, and the loss was never scaled. The gradients are applied as "
+    "they are, which is correct for float32; float16 gradients may have flushed to zero before. "
+    "Scale the loss with get_scaled_loss() and unscale the gradients with "
+    "get_unscaled_gradients(), or call minimize(), which does both."
+)
+_NOT_UNSCALED = (
+    "get_scaled_loss() was called, and get_unscaled_gradients() was not, before "
+    "apply_gradients(). The gradients are applied as they are: if nothing else divided them by "
+    "the loss scale, this step is too large by that factor."
+)
+_AGAIN = (
+    "apply_gradients() was called again for variables that it had already been called for since "
+    "scale_loss(). The gradients are {}: if that is wrong, this step is wrong by that factor. Call "
+    "scale_loss() before each step, or pass the gradients through get_unscaled_gradients() first."
+)
+_NOT_SCALED = (
+    "{0}() divides the gradients by the loss scale, and the loss was never scaled with {1}(). "
+    "If nothing else multiplied it by the loss scale, this step is too small by that factor. Pass "
+    "the loss through {1}() before taking gradients, or give unscaled gradients to "
+    "apply_gradients()."
+)
+_SCALED_TWICE = (
+    "The loss was scaled twice: minimize(), get_gradients() and compute_gradients() scale it "
+    "themselves. This step is too large by the loss scale. Pass the loss as it is."
+)
+_CANNOT_TELL = (
+    "apply_gradients() cannot tell whether these gradients are scaled. A tf.function called "
+    "scale_loss() or get_unscaled_gradients() when it was traced, and calls nothing on later "
+    "steps; other gradients of this optimizer were made or applied elsewhere. Call "
+    "apply_gradients() inside the tf.function that computes the gradients; or use "
+    "get_scaled_loss() and get_unscaled_gradients() for all of them, and scale_loss() for none."
+)
+_OF_ANOTHER = (
+    "{verb}() was called of an optimizer that has scaled no loss, after another "
+    "LossScaleOptimizer scaled one. If these are gradients of that loss, they need the other "
+    "loss scale: the two differ after an overflow that only one of them sees. For one loss and "
+    "several optimizers, {way}. If they are of another loss, call get_scaled_loss() of this "
+    "optimizer."
+)
+
+_SCALE = {"scale_loss", "get_scaled_loss"}
+
+
+@dataclasses.dataclass
+class _Record:
+    """What one replica called since its last `scale_loss`, or in a step like `minimize`.
+
+    Attributes:
+        losses: How many losses were scaled before the first of their gradients was applied.
+        unscaled: How many unscaled gradients were not applied yet.
+        graph: Where that was called last.
+        is_home: Whether gradients were applied in the graph where they were made.
+        times: The variables that were applied since, and how often, by id.
+        returned: The kinds of gradients that came out of a graph, "scaled" or "unscaled", and
+            whether the call that applied them was traced.
+        calls: The verbs that were called at any time.
+    """
+
+    is_isolated: bool = False
+    losses: int = 0
+    unscaled: float = 0
+    graph: weakref.ref[Any] | None = None
+    is_home: bool = False
+    times: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
+    returned: set[tuple[str, bool]] = dataclasses.field(default_factory=set)
+    calls: set[str] = dataclasses.field(default_factory=set)
+
+    def is_elsewhere(self, graph: Any) -> bool:
+        """Whether the calls were made in a graph, and neither in this one nor around it."""
+        while graph is not None and self.graph is not None and graph is not self.graph():
+            graph = getattr(graph, "outer_graph", None)
+        return self.graph is not None and graph is None
+
+    def counts(self, variables: Sequence[Any]) -> list[int]:
+        """How often each variable was applied."""
+        return [self.times.get(id(variable), (None, 0))[1] for variable in variables]
+
+    def count(self, variables: Sequence[Any]) -> None:
+        """Counts variables that were applied."""
+        for variable, times in zip(variables, self.counts(variables), strict=True):
+            # The variable is kept, so that no other one is given its id.
+            self.times[id(variable)] = variable, times + 1
+
+
+class ScaledGradientTracker:
+    """Remembers how the loss was scaled, for the call that applies the gradients.
+
+    Args:
+        is_fixed: Whether programs know the loss scale without reading it.
+        way: How one loss is trained with several optimizers, for a message.
+    """
+
+    # The last call of any optimizer that scaled or unscaled: whose, its verb, and where.
+    _last: ClassVar[tuple[Any, str, weakref.ref[Any] | None] | None] = None
+
+    def __init__(self, is_fixed: bool, way: str) -> None:
+        # By the number of the replica, each of which scales a loss of its own. Not by thread:
+        # TensorFlow's replicas get new threads on every run.
+        self._records: defaultdict[int, _Record] = defaultdict(_Record)
+        # A program that has read the loss scale may multiply by it.
+        self.is_scale_read = False
+        self._is_fixed, self._way, self._warned = is_fixed, way, set[str]()
+        # What was the last call when this optimizer applied gradients.
+        self._seen = self._last
+
+    def _note(self, location: Location, verb: str) -> list[_Record]:
+        """Notes a call that scales or unscales; returns the records of its replicas."""
+        graph, replicas = location
+        records = [self._records[replica] for replica in replicas]
+        if not records[0].is_isolated:
+            if verb == "get_unscaled_gradients" and not self._is_fixed:
+                self._check_not_of_another(location, verb)
+            ScaledGradientTracker._last = weakref.ref(self), verb, _reference(graph)
+        elif verb in _SCALE and records[0].calls & _SCALE:
+            self._warn_once(_SCALED_TWICE)
+        for record in records:
+            record.calls.add(verb)
+        return records
+
+    def note_scale_loss(self, location: Location) -> None:
+        """`scale_loss` was called."""
+        graph = location[0]
+        for record in self._note(location, "scale_loss"):
+            continues = not record.times and not record.is_elsewhere(graph)
+            record.losses = record.losses + 1 if continues else 1
+            record.unscaled, record.times = 0, {}
+            record.graph, record.is_home = _reference(graph), False
+
+    def note_get_scaled_loss(self, location: Location) -> None:
+        """`get_scaled_loss` was called."""
+        self._note(location, "get_scaled_loss")
+
+    @do_not_convert
+    def note_unscaled(self, location: Location, count: float) -> None:
+        """`get_unscaled_gradients` was called, and returned so many gradients."""
+        graph = location[0]
+        for record in self._note(location, "get_unscaled_gradients"):
+            record.unscaled = count + (0 if record.is_elsewhere(graph) else record.unscaled)
+            record.graph, record.is_home = _reference(graph), False
+
+    def note_all_unscaled(self, location: Location) -> None:
+        """Whatever is applied next is not scaled, whoever unscaled it."""
+        self.note_unscaled(location, math.inf)
+
+    @contextlib.contextmanager
+    def isolated_step(self, location: Location) -> Iterator[None]:
+        """Within it calls are no part of the loop around it: their notes go when it ends."""
+        before = {replica: self._records[replica] for replica in location[1]}
+        self._records.update({replica: _Record(is_isolated=True) for replica in before})
+        try:
+            yield
+        finally:
+            self._records.update(before)
+
+    def is_isolated(self, location: Location) -> bool:
+        """Whether an `isolated_step` is under way."""
+        return self._records[location[1][0]].is_isolated
+
+    @contextlib.contextmanager
+    def applying(self, location: Location, variables: Sequence[Any]) -> Iterator[bool]:
+        """Within it gradients are applied, and are noted unless that raises.
+
+        Args:
+            location: Where.
+            variables: Those that have a gradient.
+
+        Yields:
+            Whether their gradients are scaled. Warns where that is a guess.
+
+        Raises:
+            GradientsError: If that cannot be known. It is a `ValueError`.
+        """
+        graph, (replica, *_) = location
+        record = self._records[replica]
+        kind = self._kind(record, location, variables)
+        yield kind == "scaled"
+        self._seen = self._last
+        if kind is None:
+            return
+        if kind == "unscaled":
+            record.unscaled = max(record.unscaled - len(variables), 0)
+        record.count(variables)
+        if record.is_elsewhere(graph):
+            record.returned.add((kind, graph is not None))
+        else:
+            record.is_home = True
+
+    def _kind(self, record: _Record, location: Location, variables: Sequence[Any]) -> str | None:
+        """What the gradients of variables are: "scaled", "unscaled", or None if nothing says it."""
+        graph, times = location[0], record.counts(variables)
+        are_left = record.is_home and record.is_elsewhere(graph)
+        noted = "scaled" if min(times) < record.losses else None
+        if record.unscaled and not are_left:
+            noted = "unscaled"
+        # Gradients that are applied in a graph are never those of an eager call.
+        kinds = {kind for kind, traced in record.returned if graph is not None or not traced}
+        if noted is not None:
+            kinds = {noted, *(kinds if graph is None else ())}
+        if len(kinds) > 1 or (are_left and noted):
+            raise GradientsError(_CANNOT_TELL)
+        # With one new variable all gradients are those of the loss. Without, they may be those
+        # of a second loss, or the first ones were the sum of both.
+        if noted == "scaled" and (max(times) >= record.losses or min(times) > 0):
+            self._warn_once(_AGAIN.format("divided by the loss scale"))
+        if noted == "unscaled" and not record.is_isolated and not self._is_fixed:
+            self._check_scaled(record, "get_unscaled_gradients", "get_scaled_loss", *_SCALE)
+        if not kinds and record.losses:
+            self._warn_once(_AGAIN.format("applied as they are, and not divided by the loss scale"))
+        elif not kinds and "get_unscaled_gradients" not in record.calls:
+            self._check_not_of_another(location, "apply_gradients")
+            self._warn_once(_NOT_UNSCALED if record.calls else _NOTHING_SCALED)
+        return next(iter(kinds), None)
+
+    def check_apply(self, location: Location) -> None:
+        """Keras' `apply` is called, whose gradients are scaled by definition."""
+        self._check_not_of_another(location, "apply")
+        record = self._records[location[1][0]]
+        if record.calls != {"get_scaled_loss"}:
+            self._check_scaled(record, "apply", "scale_loss")
+
+    def note_apply(self, location: Location, variables: Sequence[Any]) -> None:
+        """`apply` has made its step."""
+        record = self._records[location[1][0]]
+        record.unscaled = 0
+        record.count(variables)
+        self._seen = self._last
+
+    def _check_scaled(self, record: _Record, verb: str, *scale: str) -> None:
+        """Warns if nobody scaled the loss whose gradients a verb divides."""
+        if not record.calls & set(scale) and not self.is_scale_read:
+            self._warn_once(_NOT_SCALED.format(verb, scale[0]))
+
+    def _check_not_of_another(self, location: Location, verb: str) -> None:
+        """Raises if another optimizer scaled the last loss here, and this one never scaled any."""
+        if self._last in (None, self._seen) or self._records[location[1][0]].calls:
+            return
+        (owner, call, origin), graph = self._last, location[0]
+        is_here = graph is None if origin is None else graph is origin()
+        # What the other one has unscaled can be applied by anyone.
+        is_ready = call == "get_unscaled_gradients" and verb == "apply_gradients"
+        if owner() in (None, self) or self.is_scale_read:
+            return
+        if is_here and not is_ready:
+            raise GradientsError(_OF_ANOTHER.format(verb=verb, way=self._way))
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warn(message)
+
+
+def _reference(graph: Any) -> weakref.ref[Any] | None:
+    return None if graph is None else weakref.ref(graph)
