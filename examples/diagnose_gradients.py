@@ -33,9 +33,9 @@ def pixel_labeller():
 # The loss is averaged over all pixels of a batch, so that gradients shrink as images grow.
 reports = {}
 for side in (32, 1024):
-    images = np.random.default_rng(0).uniform(size=(16, side, side, 1)).astype("float32")
+    images = np.random.default_rng(0).uniform(size=(8, side, side, 1)).astype("float32")
     labels = (images > 0.9).astype("float32")
-    reports[side] = diagnose(pixel_labeller(), images, labels, batch_size=16)
+    reports[side] = diagnose(pixel_labeller(), images, labels, batch_size=8)
 
 print(reports[1024])
 print()
