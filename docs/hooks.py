@@ -1,8 +1,10 @@
-"""What the site shows of files outside docs/: README, CHANGELOG, CONTRIBUTING and the examples.
+"""What the site shows of files outside docs/: README, CHANGELOG, CONTRIBUTING, examples, notebooks.
 
 Links to them are rewritten, so that the same pages hold in a checkout and on the site.
 """
 
+import base64
+import json
 import pathlib
 import posixpath
 import re
@@ -20,6 +22,7 @@ PAGES = {
     },
 }
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
+NOTEBOOKS = sorted((ROOT / "examples").rglob("*.ipynb"))
 LINK = re.compile(r"\[([^\]\[]*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -33,16 +36,37 @@ def on_files(files, config):
         where = path.relative_to(ROOT).with_suffix(".md").as_posix()
         text = f"---\nsearch:\n  boost: 0.5\n---\n# {path.name}\n\n```python\n{source}```\n"
         files.append(File.generated(config, where, content=text))
-    for folder in sorted({path.parent for path in EXAMPLES}):
-        inside = [path for path in EXAMPLES if path.is_relative_to(folder)]
-        lines = [f"# {folder.relative_to(ROOT).as_posix()}", ""]
-        lines += [
-            f"- [{p.relative_to(folder)}]({p.relative_to(folder).with_suffix('.md')})"
-            for p in inside
-        ]
-        where = (folder.relative_to(ROOT) / "index.md").as_posix()
-        files.append(File.generated(config, where, content="\n".join(lines) + "\n"))
+    for path in NOTEBOOKS:
+        where = path.relative_to(ROOT).with_suffix("")
+        text, pictures = notebook_page(json.loads(path.read_text(encoding="utf-8")), where.name)
+        files.append(File.generated(config, f"{where.as_posix()}.md", content=text))
+        for name, content in pictures.items():
+            picture = (where.parent / name).as_posix()
+            files.append(File.generated(config, picture, content=content))
     return files
+
+
+def notebook_page(notebook, name):
+    """Returns a notebook as Markdown, and its pictures by their file names.
+
+    Args:
+        notebook: The content of the file.
+        name: What the names of its pictures start with.
+    """
+    parts, pictures = [], {}
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data:
+                picture = f"{name}-{len(pictures) + 1}.png"
+                pictures[picture] = base64.b64decode(data["image/png"])
+                parts.append(f"![Output of the cell above]({picture})")
+            elif output.get("name") != "stderr":
+                printed = "".join(output.get("text", data.get("text/plain", ())))
+                parts.append(f"```text\n{printed.rstrip()}\n```")
+    return "\n\n".join(parts) + "\n", pictures
 
 
 def on_page_markdown(markdown, page, config, files):
@@ -81,6 +105,6 @@ def page_of(source):
     if source in PAGES:
         return PAGES[source]
     if source.startswith("examples"):
-        is_program = source.endswith(".py")
-        return f"{source.removesuffix('.py')}.md" if is_program else f"{source}/index.md"
+        program = re.fullmatch(r"(.*)\.(py|ipynb)", source)
+        return f"{program[1]}.md" if program else "examples.md"
     return source.removeprefix("docs/") if source.startswith("docs/") else None

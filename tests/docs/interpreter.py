@@ -24,7 +24,7 @@ import keras
 from lossscale import installation
 
 # What TensorFlow says of the machine when it first computes.
-_OF_THE_MACHINE = re.compile(
+OF_THE_MACHINE = re.compile(
     r"WARNING: All log messages before absl::InitializeLog"
     r"|([IWE]\d{4}|\d{4}-\d\d-\d\d) .*(cuda|CUDA|GPU|oneDNN|cpu_feature|xla|XLA|MLIR)"
 )
@@ -45,7 +45,7 @@ def logged() -> Iterator[list[str]]:
             os.dup2(kept, 2)
             os.close(kept)
             file.seek(0)
-            lines += [line for line in file.read().splitlines() if not _OF_THE_MACHINE.match(line)]
+            lines += [line for line in file.read().splitlines() if not OF_THE_MACHINE.match(line)]
 
 
 def outcome(source: str, number: int) -> dict[str, object]:

@@ -107,3 +107,21 @@ def test_the_command_line_is_as_on_its_page():
         environment = {**os.environ, "COLUMNS": "90"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.rstrip() == expected
+
+
+def test_the_gallery_has_a_line_for_every_example():
+    text = (ROOT / "docs" / "examples.md").read_text()
+    linked = re.findall(r"^\| \[.*?\]\(\.\./(\S+?)\) \| \S.* \|$", text, re.M)
+    programs = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "examples").rglob("*")
+        if path.suffix in (".py", ".ipynb")
+    }
+    assert sorted(linked) == sorted(programs)
+
+
+def test_a_notebook_is_a_page_with_its_output_and_its_pictures(site):
+    page = (site / "examples/notebooks/torch_digits.html").read_text(encoding="utf-8")
+    assert "steps skipped" in page
+    (picture,) = re.findall(r'<img[^>]* src="([^"]*)"', page)
+    assert (site / "examples/notebooks" / picture).read_bytes()[:4] == b"\x89PNG"
