@@ -34,7 +34,7 @@ __all__ = [
 
 __version__ = "0.2.0"
 
-# Imported when they are first asked for, because of what they import.
+# Imported on first access, because these import frameworks.
 _SUBMODULES = (
     "callbacks",
     "cli",

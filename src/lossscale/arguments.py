@@ -54,8 +54,8 @@ def rule_from_arguments(
         rule: A rule, instead of the three others.
 
     Raises:
-        ArgumentTypeError: If `dynamic` is not a bool or `rule` not a rule. It is a `TypeError`.
-        ArgumentError: If a value cannot be used. It is a `ValueError`.
+        ArgumentTypeError: If `dynamic` is not a bool or `rule` not a rule.
+        ArgumentError: If a value cannot be used.
 
     Examples:
         >>> rule_from_arguments(dynamic=False, initial_scale=128)
@@ -73,15 +73,15 @@ def rule_from_arguments(
             )
         if dynamic_growth_steps is not None:
             raise ArgumentError(
-                "`dynamic_growth_steps` has no meaning with `dynamic=False`: a fixed scale "
-                f"does not grow. Received: dynamic_growth_steps={dynamic_growth_steps!r}. "
-                "Leave it out, or pass `dynamic=True`."
+                "`dynamic_growth_steps` needs `dynamic=True`: a fixed scale does not grow. "
+                f"Received: dynamic_growth_steps={dynamic_growth_steps!r}. Leave it out, or pass "
+                "`dynamic=True`."
             )
         return FixedScale(checked_scale("initial_scale", initial_scale))
     settings: dict[str, Any] = {}
     if initial_scale is not None:
         settings["initial_scale"] = checked_scale("initial_scale", initial_scale)
-        # A first scale below 1 asks for scales below 1; with the usual floor of 1, the first
+        # An initial scale below 1 needs a lower `min_scale`: with the default of 1, the first
         # overflow would raise the scale.
         settings["min_scale"] = min(1.0, settings["initial_scale"])
     if dynamic_growth_steps is not None:
@@ -95,9 +95,9 @@ def _checked_rule(
     checked = checked_rule(rule)
     if dynamic is not True or initial_scale is not None or dynamic_growth_steps is not None:
         raise ArgumentError(
-            "`rule` already says how the scale moves. Leave out `dynamic`, `initial_scale` and "
-            f"`dynamic_growth_steps`. Received: rule={rule!r}, dynamic={dynamic!r}, "
-            f"initial_scale={initial_scale!r}, dynamic_growth_steps={dynamic_growth_steps!r}."
+            "`rule` excludes `dynamic`, `initial_scale` and `dynamic_growth_steps`. Received: "
+            f"rule={rule!r}, dynamic={dynamic!r}, initial_scale={initial_scale!r}, "
+            f"dynamic_growth_steps={dynamic_growth_steps!r}. Pass `rule` alone."
         )
     return checked
 
@@ -107,16 +107,16 @@ def checked_rule(rule: Any) -> ScaleRule:
 
     Raises:
         ArgumentTypeError: If it is not a `ScaleRule`, or one of its methods does not return a state
-            or cannot be called as documented. It is a `TypeError`.
+            or cannot be called as documented.
         ArgumentError: If it multiplies the loss by something else than a positive float32 number,
-            at first or after one step. It is a `ValueError`.
+            at first or after one step.
     """
-    # A class has all that its instances have.
+    # A class has the attributes of its instances.
     if isinstance(rule, ScaleRule) and not isinstance(rule, type):
         if not type(rule).__module__.startswith("lossscale."):
             _try_rule(rule)
         return rule
-    hint = f" That is a class; call it: {rule.__name__}()." if isinstance(rule, type) else ""
+    hint = " This is a class: create an instance first." if isinstance(rule, type) else ""
     raise ArgumentTypeError(
         "`rule` must be a scaling rule, such as lossscale.DynamicScale(growth_interval=500) or "
         f"lossscale.FixedScale(128). Received: rule={rule!r} of type {type(rule).__name__}.{hint}"
@@ -166,11 +166,11 @@ def _check_state(rule: ScaleRule, method: str, state: Any, expected: type[Any] |
             f"{name} must return {wanted}. Received: {state!r} of type {type(state).__name__}."
         )
     scale = rule.loss_scale(state)
-    # Not a NaN either.
+    # This also refuses NaN.
     if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
         raise ArgumentError(
-            f"The loss scale must be between 2**-126 and 2**126. {name} returned the scale "
-            f"{scale!r}: {state!r}. Keep it in bounds with xp.where."
+            f"A rule must return a scale between 2**-126 and 2**126. {name} returned {scale!r}: "
+            f"{state!r}. Keep it in bounds with xp.where."
         )
 
 
@@ -247,15 +247,15 @@ def arguments_from_config(
     inner_key = "optimizer" if "loss_scale" in rest else "inner_optimizer"
     if inner_key not in rest:
         raise ArgumentError(
-            f"A loss scale optimizer's configuration has a key `{inner_key}`. "
-            f"Received the keys {sorted(rest)}."
+            f"The configuration of a loss scale optimizer needs the key `{inner_key}`. Received "
+            f"the keys {sorted(rest)}."
         )
     inner = rest.pop(inner_key)
     if "loss_scale" in rest:
         rest["rule"] = rule_from_loss_scale_config(rest.pop("loss_scale"))
     elif "rule" in rest:
         rest["rule"] = _rule_from_config(rest["rule"], custom_objects or {})
-        # Beside a rule these only repeat what it says.
+        # Redundant if there is a rule.
         for name in ("dynamic", "initial_scale", "dynamic_growth_steps"):
             rest.pop(name, None)
     for name, idle in _IDLE_KERAS_ARGUMENTS.items():
@@ -272,7 +272,8 @@ def check_config(config: Any) -> None:
     """
     if not isinstance(config, Mapping):
         raise ArgumentError(
-            f"A loss scale optimizer's configuration is a dictionary. Received: {config!r}."
+            "The configuration of a loss scale optimizer must be a dictionary. Received: "
+            f"{config!r}."
         )
 
 
@@ -289,8 +290,8 @@ def check_described(described: Any, what: str) -> None:
     ):
         return
     raise ArgumentError(
-        f"A configuration describes the {what} by a dictionary with `class_name`, a string, and "
-        f"`config`, a dictionary. Received: {described!r}."
+        f"A configuration must hold the {what} as a dictionary with `class_name` and `config`. "
+        f"Received: {described!r}."
     )
 
 
@@ -304,8 +305,8 @@ def instantiate(make: Callable[..., Any], described: Mapping[str, Any], what: st
         return make(**described["config"])
     except TypeError as error:
         raise ArgumentError(
-            f"The {what} {described['class_name']!r} cannot be made of the settings in its "
-            f"configuration, {dict(described['config'])}: {error}."
+            f"Cannot create the {what} {described['class_name']!r} from its configuration: "
+            f"{error}. Received: {dict(described['config'])}."
         ) from error
 
 
@@ -315,8 +316,8 @@ def _rule_from_config(config: Mapping[str, Any], custom_objects: Mapping[str, An
     known = {**RULES, **custom_objects}
     if name not in known:
         raise ArgumentError(
-            f"The rule {name!r} is not known. Known are {sorted(RULES)}; pass your own in "
-            f"custom_objects={{{name!r}: {name}}}."
+            f"Unknown rule class. Received: {name!r}. Known: {sorted(RULES)}. For your own class, "
+            f"pass custom_objects={{{name!r}: {name}}}."
         )
     rule: ScaleRule = instantiate(known[name], config, "rule")
     return rule
@@ -341,8 +342,8 @@ def rule_from_loss_scale_config(config: Mapping[str, Any]) -> ScaleRule:
         rule: ScaleRule = instantiate(makers[name], config, "loss scale")
         return rule
     raise ArgumentError(
-        f"The loss scale {name!r} is not known; known are 'FixedLossScale' and "
-        "'DynamicLossScale'. Load a class of your own with "
+        f"Unknown loss scale class. Received: {name!r}. Known: 'FixedLossScale', "
+        "'DynamicLossScale'. Load your own class with "
         "lossscale.experimental.LossScaleOptimizer.from_config and custom_objects."
     )
 
@@ -357,7 +358,7 @@ def rule_from_loss_scale_arguments(
     """Returns the rule that the arguments of TensorFlow 2.0's `DynamicLossScale` describe.
 
     Args:
-        initial_loss_scale: The first loss scale, dimensionless.
+        initial_loss_scale: The first loss scale.
         increment_period: Finite steps in a row that raise it, in steps.
         multiplier: What it is multiplied by then, and divided by after an overflow.
 
@@ -368,8 +369,7 @@ def rule_from_loss_scale_arguments(
     factor = checked_scale("multiplier", multiplier)
     if not factor > 1.0:
         raise ArgumentError(
-            "`multiplier` must be a number above 1: the scale is multiplied by it to grow. "
-            f"Received: multiplier={multiplier!r}."
+            f"`multiplier` must be a number above 1. Received: multiplier={multiplier!r}."
         )
     return DynamicScale(
         initial_scale=first,

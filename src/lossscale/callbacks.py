@@ -47,8 +47,8 @@ class LossScaleMonitor:
             only tf_keras is imported, otherwise Keras 3.
 
     Raises:
-        ArgumentError: If an argument cannot be used; the message names it. It is a `ValueError`.
-        ArgumentTypeError: If one is of the wrong type. It is a `TypeError`.
+        ArgumentError: If an argument cannot be used; the message names it.
+        ArgumentTypeError: If one is of the wrong type.
 
     `fit` raises `lossscale.errors.TrainingHaltedError` when an alarm ends training. The records are
     in the file by then.
@@ -93,9 +93,9 @@ class LossScaleMonitor:
         super().__init_subclass__(**kwargs)
         if cls._framework is None:
             raise ArgumentTypeError(
-                f"A subclass names its framework: class {cls.__name__}(lossscale.keras."
-                "LossScaleMonitor), or lossscale.tf_keras.LossScaleMonitor. "
-                "lossscale.callbacks.LossScaleMonitor only picks one of these."
+                "A subclass must name its framework. Received: class "
+                f"{cls.__name__}(lossscale.callbacks.LossScaleMonitor). Inherit from "
+                "lossscale.keras.LossScaleMonitor or lossscale.tf_keras.LossScaleMonitor."
             )
 
     @property

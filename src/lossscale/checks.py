@@ -35,7 +35,7 @@ def checked_count(name: str, value: Any, *, lowest: int = 1) -> int:
         lowest: The lowest integer that can be used.
 
     Raises:
-        ArgumentError: If it is no integer, or a lower one.
+        ArgumentError: If it is not an integer, or a lower one.
     """
     try:
         number = operator.index(value)
@@ -52,7 +52,7 @@ def checked_number(name: str, value: Any) -> float:
     """Returns `value` as a float; it may be infinite or NaN.
 
     Raises:
-        ArgumentError: If it is no number.
+        ArgumentError: If it is not a number.
     """
     # float() would take "8" and True.
     if not isinstance(value, (bool, str, bytes)):
@@ -69,7 +69,7 @@ def checked_above_zero(name: str, value: Any) -> float:
     """Returns `value` as a float that is finite and above 0.
 
     Raises:
-        ArgumentError: If it is no such number.
+        ArgumentError: If it is not such a number.
     """
     number = checked_number(name, value)
     if not 0 < number < math.inf:
@@ -84,10 +84,10 @@ def checked_scale(name: str, value: Any) -> float:
 
     Args:
         name: The argument's name, for the message.
-        value: The value to check, dimensionless.
+        value: The value to check.
 
     Raises:
-        ArgumentError: If it is no number, or lies outside [2**-126, 2**126].
+        ArgumentError: If it is not a number, or lies outside [2**-126, 2**126].
     """
     number = checked_number(name, value)
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
@@ -102,7 +102,7 @@ def checked_interval(name: str, value: Any) -> int:
     """Returns `value` as an int that can be a growth interval, in steps.
 
     Raises:
-        ArgumentError: If it is no whole number from 1 to 2**31 - 1.
+        ArgumentError: If it is not a whole number from 1 to 2**31 - 1.
     """
     try:
         # A whole number may be written as a float, such as 2e3.
@@ -129,7 +129,7 @@ def checked_truth(name: str, value: Any, error: type[LossScaleError] = ArgumentE
     Raises:
         LossScaleError: If it is neither True nor False.
     """
-    # A number that happens to equal one is no answer.
+    # 1 and 0 are not accepted.
     if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):
         return bool(value)
     raise error(
@@ -199,7 +199,7 @@ rule=lossscale.DynamicScale(growth_interval=9, growth_factor=2). It takes rule.'
         elif setting in taken or (takes_rule and setting in SETTINGS and setting != "clip_norm"):
             settings[setting] = value
     if settings.keys() - set(taken):
-        # A rule has all settings, also those that came by their right names.
+        # The rule needs all settings, including those passed under their right names.
         right = {SETTINGS[name]: given[name] for name in given if name in SETTINGS.keys() & taken}
         settings = right | settings
         instead_of = f" without {', '.join(right)}" if right else ""

@@ -20,7 +20,7 @@ from lossscale import __version__
 from lossscale.errors import ArgumentError, LossScaleError, LossScaleWarning, shortened, visible
 from lossscale.packages import BACKENDS, PACKAGES, require
 
-# Libraries whose training loops a step often belongs to.
+# Libraries whose training loops call the optimizer.
 _TRAINERS = ("accelerate", "equinox", "flax", "lightning", "transformers")
 
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         is status 1 without a line.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A file may hold letters that the terminal's encoding lacks.
+        # The terminal's encoding may lack characters of the file.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         arguments = build_parser().parse_args(argv)
@@ -124,7 +124,7 @@ def _keras_backend() -> str:
 
 def _migrate(arguments: argparse.Namespace) -> str:
     if arguments.force and arguments.new is None:
-        raise ArgumentError("--force allows NEW to be overwritten, and NEW is missing")
+        raise ArgumentError("--force needs NEW, the file to overwrite")
     needed = {"numpy", "h5py"}
     if Path(f"{arguments.old.removesuffix('.index')}.index").is_file():
         needed.add("tensorflow")
@@ -140,7 +140,7 @@ def _migrate(arguments: argparse.Namespace) -> str:
         # Not at the top: it needs NumPy.
         from lossscale import migration
 
-        # In a process of its own, which a damaged file may crash.
+        # In a separate process, because a damaged file can crash it.
         migration.check_file(arguments.old)
         described = migration.describe_file(arguments.old)
         if arguments.new is not None:

@@ -33,7 +33,7 @@ def put_into_tensorflow(stack: contextlib.ExitStack) -> None:
     """Sets every documented name under `tf`; closing the stack puts back what was there."""
     from lossscale.tensorflow import private_names
 
-    # It imports the Keras that is `tf.keras`.
+    # TensorFlow imports the Keras that is `tf.keras`.
     policies = tf.keras.mixed_precision
     own = tf.keras.optimizers.Optimizer.__module__.partition(".")[0]
     framework = next(each for each in registry.KERASES if each.root == own)
@@ -42,7 +42,7 @@ def put_into_tensorflow(stack: contextlib.ExitStack) -> None:
         mixed_precision = _submodule(stack, root, "mixed_precision")
         for parent in (mixed_precision, root.train):
             _put_loss_scales(stack, _submodule(stack, parent, "experimental"))
-    # Where TensorFlow has had them since 2.4.
+    # The location since TensorFlow 2.4.
     _put_loss_scales(stack, tf.compat.v1.mixed_precision)
     own = private_names.own_loss_scales()
     replace(stack, own, "get", _reading_ours(own))
@@ -99,9 +99,10 @@ def _reading_ours(own: Any) -> Callable[[Any], Any]:
             return get(identifier)
         if type(identifier) not in _LOSS_SCALES:
             raise UnsupportedError(
-                f"TensorFlow's own loss scale optimizer cannot use a {type(identifier).__name__}: "
-                "under lossscale.install() it takes numbers, 'dynamic', FixedLossScale and "
-                "DynamicLossScale. Define the class while nothing is installed."
+                "A subclass of TensorFlow's loss scale optimizer does not accept a "
+                f"{type(identifier).__name__} under lossscale.install(). Pass a number, 'dynamic', "
+                "a FixedLossScale or a DynamicLossScale, or define the class while nothing is "
+                "installed."
             )
         counterpart = getattr(own, type(identifier).__name__)
         return counterpart(**identifier.get_config())
@@ -127,7 +128,7 @@ class _CompileHook:
         return isinstance(instance, self._own)
 
     def __call__(self, optimizer: Any, name: str | None = None) -> Any:
-        # A model that is compiled again, or another one, with an optimizer that was wrapped before.
+        # The optimizer was wrapped before: a model is compiled again, or shares it.
         wrapper = living_wrapper(optimizer)
         if wrapper is not None:
             return wrapper
@@ -145,7 +146,7 @@ def put_into_keras(stack: contextlib.ExitStack) -> None:
 
     from lossscale.keras import private_names
 
-    # It asks for the class by its name there. The public one stays Keras' own.
+    # Keras looks the class up by name there. The public name stays Keras' own class.
     trainer = private_names.trainer()
     ours = _CompileHook(trainer.LossScaleOptimizer, keras.config.dtype_policy)
     replace(stack, trainer, "LossScaleOptimizer", ours)
@@ -161,8 +162,7 @@ def put_into_tf_keras(stack: contextlib.ExitStack) -> None:
     _put_into_mixed_precision(stack, mixed_precision, registry.TF_KERAS, mixed_precision)
     own, optimizers = private_names.loss_scaling(), private_names.optimizers()
     training, training_v1 = private_names.trainers()
-    # Each trainer's own name for the module with the classes, and not the classes themselves:
-    # others look for them too.
+    # Patches the name in each trainer's module, not the class, which other code uses too.
     for trainer, name, cls in (
         (training, "lso", "BaseLossScaleOptimizer"),
         (training_v1, "loss_scale_optimizer", "LossScaleOptimizer"),
@@ -170,7 +170,7 @@ def put_into_tf_keras(stack: contextlib.ExitStack) -> None:
         ours = _CompileHook(getattr(own, cls), mixed_precision.global_policy)
         replace(stack, trainer, name, types.SimpleNamespace(**{cls: ours}))
 
-    # The last module of each is what `tf.keras` is with TF_USE_LEGACY_KERAS=1.
+    # The last module of each is `tf.keras` if TF_USE_LEGACY_KERAS=1.
     of_tensorflow = "tf_keras.api._v2.keras"
     for name, function, modules in (
         (
@@ -179,7 +179,7 @@ def put_into_tf_keras(stack: contextlib.ExitStack) -> None:
             (tf_keras.__internal__.optimizers, f"{of_tensorflow}.__internal__.optimizers"),
         ),
         (
-            # It loads models and checkpoints whose configurations name tf_keras' own class.
+            # Loads models and checkpoints whose configurations name tf_keras' own class.
             "deserialize",
             _making_ours(optimizers.deserialize, own.BaseLossScaleOptimizer),
             (tf_keras.optimizers, f"{of_tensorflow}.optimizers"),

@@ -43,12 +43,12 @@ _AROUND = ("Exception encountered", "in user code", "File ", "Arguments received
 class LossScaleError(Exception):
     """Base class of the errors of lossscale."""
 
-    # Inside a tf.function, AutoGraph replaces exceptions it does not know by one of its own,
-    # which is no ValueError or TypeError any more. It leaves those with this attribute alone.
+    # Inside a tf.function, AutoGraph replaces unknown exceptions by its own class, which is neither
+    # a ValueError nor a TypeError. It leaves exceptions with this attribute alone.
     ag_pass_through = True
 
     def __init__(self, *args: Any, **named: Any) -> None:
-        # A value in it may come from a file, and be of any length.
+        # The message may quote a value from a file, of any length.
         super().__init__(*(shortened(a) if isinstance(a, str) else a for a in args), **named)
 
 
@@ -174,10 +174,10 @@ def first_line(error: BaseException, most: int = 300) -> str:
         >>> first_line(ValueError("no such file\\n  in line 3"))
         'no such file'
     """
-    # Not the escapes of a terminal.
+    # Strip terminal escapes.
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    # What AutoGraph and Keras put around an error of a layer.
+    # AutoGraph and Keras wrap the error of a layer in these lines.
     inner = [line for line in lines if re.match(r"\w*(Error|Exception): ", line)]
     plain = [line for line in lines if not line.startswith(_AROUND)]
     return (inner[-1:] or plain[:1] or [type(error).__name__])[0][:most].removesuffix(".")

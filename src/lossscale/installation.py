@@ -30,11 +30,11 @@ def register() -> None:
         >>> register()
     """
     for framework in registry.KERASES:
-        # While a framework is being imported, it may have no `saving` yet.
+        # A framework that is being imported may not have `saving` yet.
         saving = getattr(framework.loaded(), "saving", None)
         if saving is None:
             continue
-        # Classes that are registered already stay: the real ones, and those of somebody else.
+        # Keep classes that are registered already: the real ones, and those of other code.
         known = saving.get_custom_objects()
         for package in ("lossscale", "lossscale.experimental"):
             reader = _reader(f"{package}.{framework.root}")
@@ -66,7 +66,7 @@ class RegistersAfterImport:
         found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not cls)
         spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
-            # On the loader's instance, which serves this module alone: its class stays.
+            # On the loader's instance, which loads only this module.
             execute = spec.loader.exec_module
 
             def exec_module(module: Any) -> None:
@@ -81,7 +81,7 @@ class Installation(monkeypatch.Installation):
     """The documented names in TensorFlow; a context manager that takes them out again."""
 
 
-# The modules that have the names now.
+# The modules that hold the names at present.
 _reached: set[str] = set()
 
 

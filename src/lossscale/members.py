@@ -42,7 +42,7 @@ class Wrapper:
     if TYPE_CHECKING:
 
         def __setattr__(self, name: str, value: Any) -> None: ...
-        # Of subclasses.
+        # For subclasses.
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
@@ -88,8 +88,8 @@ class Wrapper:
             scale, skipped = float(self._scale_now()), int(self.steps_skipped)
             return f": loss scale {scale:g}, {skipped} of {int(self.iterations)} steps skipped"
         except Exception:
-            # A debugger may ask at any time: in a traced function and in a graph of TensorFlow 1
-            # there are no numbers, and each framework has exceptions of its own for that.
+            # A debugger may call this at any time. In a traced function and in a TensorFlow 1 graph
+            # there are no numbers, and each framework raises its own exceptions for that.
             return ""
 
     def _scale_now(self) -> Any:
@@ -462,10 +462,11 @@ def unknown_setting(inner: Any, name: str) -> UnknownSettingError:
     """Returns the error for a name that neither a wrapper nor its inner optimizer has."""
     if hasattr(DocumentedMembers, name):
         return UnknownSettingError(
-            f"`{name}` is not offered around {type(inner).__module__}.{type(inner).__name__}. The "
-            "page on the documented API lists the members that each framework has."
+            f"LossScaleOptimizer has no `{name}` around {type(inner).__module__}."
+            f"{type(inner).__name__}. The page on TensorFlow's documented API lists what each "
+            "framework has."
         )
     return UnknownSettingError(
-        f"Neither the loss scale optimizer nor its inner optimizer, {type(inner).__name__}, has "
-        f"an attribute {name!r}."
+        f"Neither LossScaleOptimizer nor its inner optimizer, {type(inner).__name__}, has an "
+        f"attribute {name!r}."
     )

@@ -28,8 +28,8 @@ def refuse_subclass(cls: type[Any], package: str, frameworks: Sequence[registry.
         f"{package}.{each.root}.LossScaleOptimizer ({each.title})" for each in frameworks
     )
     raise ArgumentTypeError(
-        f"{package}.LossScaleOptimizer picks a class by the optimizer to wrap, and cannot be "
-        f"inherited from. Let {cls.__name__} inherit from the class of its framework: {named}."
+        f"{package}.LossScaleOptimizer cannot be a base class: it selects a class by framework. "
+        f"Received: class {cls.__name__}. Inherit from the class of its framework: {named}."
     )
 
 
@@ -138,7 +138,7 @@ class LossScaleOptimizer(DocumentedMembers, abc.ABC):
         name: str | None = None,
         **of_framework: Any,
     ) -> Any:
-        # By name, and without those that were left out: an error repeats what was given.
+        # As keywords without omitted ones, because an error repeats the arguments.
         given = {
             "initial_scale": initial_scale,
             "dynamic_growth_steps": dynamic_growth_steps,
@@ -158,6 +158,16 @@ class LossScaleOptimizer(DocumentedMembers, abc.ABC):
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> Any:
+        """Creates an optimizer from its configuration, with no saved state.
+
+        Args:
+            config: A dictionary from `get_config` of an optimizer around one of Keras or tf_keras.
+            custom_objects: Classes that the configuration names and the framework does not know,
+                by class name.
+
+        Returns:
+            An optimizer of the framework that the configuration belongs to.
+        """
         wrapper = registry.default_keras(config).wrapper()
         return wrapper.from_config(config, custom_objects)
 

@@ -56,7 +56,7 @@ def is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ValueError:
-        # It is imported, and was put into sys.modules by hand.
+        # Imported, or put into sys.modules by hand.
         return True
 
 
@@ -69,8 +69,7 @@ def require(*modules: str, purpose: str = "", hint: str = "") -> None:
         hint: A sentence at the end of the message.
 
     Raises:
-        MissingPackageError: If some cannot. The message has the command that installs them. It is
-            an `ImportError`.
+        MissingPackageError: If some cannot. The message has the command that installs them.
     Examples:
         >>> require("numpy")
     """

@@ -106,7 +106,7 @@ def _is_of_tf_keras(config: Any) -> bool:
     if not isinstance(inner, dict):
         return TF_KERAS.has(inner)
     settings = inner.get("config", {})
-    # Each of these is written by every release of one family, and read by no optimizer of Keras 3.
+    # Every release of one family writes these keys, and no Keras 3 optimizer reads them.
     return "is_legacy_optimizer" in settings or "decay" in settings
 
 
@@ -146,20 +146,20 @@ def not_an_optimizer(optimizer: Any) -> str:
     if isinstance(optimizer, str):
         return f"{message} Use keras.optimizers.get({optimizer!r}) to make one from its name."
     if isinstance(optimizer, type):
-        return f"{message} This is a class: pass an instance of it."
+        return f"{message} This is a class: create an instance first."
     optax = sys.modules.get("optax")
     if optax is not None and isinstance(optimizer, optax.GradientTransformation):
         return (
-            f"The first argument must be an optimizer that is an object. Received: a "
-            f"{type(optimizer).__name__} of Optax, which is a pair of functions. Wrap it with "
-            "lossscale.optax.loss_scaled(optax.adamw(1e-3)), unless it already has loss scaling."
+            "The first argument must be an optimizer of Keras or PyTorch. Received: a "
+            f"{type(optimizer).__name__} of Optax. Unless it already has loss scaling, write "
+            "lossscale.optax.loss_scaled(optax.adamw(1e-3))."
         )
     keras = sys.modules.get("keras")
     version = str(getattr(keras, "__version__", ""))
     if type(optimizer).__module__.startswith("keras.") and version.startswith("2."):
         return (
-            f"{message} It is of Keras {version}, which is not supported. Keras 2 lives on as "
-            "tf_keras: install that and import it instead, or use Keras 3."
+            f"{message} Keras {version} is not supported. Install and import tf_keras, which is "
+            "Keras 2, or use Keras 3."
         )
     return message
 
@@ -171,7 +171,7 @@ def monitor_for(name: str | None) -> type[Any]:
         name: Its name; None for that of `default_keras`.
 
     Raises:
-        ArgumentError: If there is no such Keras. It is a `ValueError`.
+        ArgumentError: If there is no such Keras.
     """
     known = {framework.root: framework for framework in KERASES}
     framework = default_keras() if name is None else known.get(name)

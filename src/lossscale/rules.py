@@ -41,7 +41,7 @@ class ScaleState(NamedTuple):
     """What a rule remembers from one step to the next.
 
     Attributes:
-        scale: float32 scalar, dimensionless; multiplies the loss.
+        scale: float32 scalar; multiplies the loss.
         good_steps: Integer scalar, in steps; finite steps since the scale last changed.
     """
 
@@ -53,7 +53,7 @@ class OverflowCountState(NamedTuple):
     """What a `DynamicScale` that waits for several overflows remembers.
 
     Attributes:
-        scale: float32 scalar, dimensionless; multiplies the loss.
+        scale: float32 scalar; multiplies the loss.
         good_steps: Integer scalar, in steps; finite steps since the last overflow or growth.
         overflows: Integer scalar, in steps; overflows in a row, up to `overflows_before_backoff`.
     """
@@ -68,7 +68,7 @@ class StatsRequest(NamedTuple):
 
     Attributes:
         largest: Whether it needs the largest magnitude.
-        counts_from: Powers of two, dimensionless; for each it needs the number of elements whose
+        counts_from: Powers of two; for each it needs the number of elements whose
             scaled magnitude is at least that.
     """
 
@@ -136,7 +136,7 @@ class ScaleRule(Protocol):
 
     @property
     def lowest_scale(self) -> float | None:
-        """The scale it stops at if every step overflows, dimensionless; None if not known."""
+        """The scale it stops at if every step overflows; None if not known."""
         return None
 
     def init(self) -> ScaleState:
@@ -197,7 +197,7 @@ class FixedScale(ScaleRule):
             infinite gradient is applied.
 
     Raises:
-        ArgumentError: If `scale` is no such number. It is a `ValueError`.
+        ArgumentError: If `scale` is no such number.
 
     Examples:
         >>> FixedScale(128).init()
@@ -278,21 +278,21 @@ class DynamicScale(ScaleRule):
     reciprocal are normal float32 numbers.
 
     Args:
-        initial_scale: The first loss scale, dimensionless. Start high: a scale that is too high
+        initial_scale: The first loss scale. Start high: a scale that is too high
             is lowered within a few steps, one that is too low takes `growth_interval` steps
             for each doubling.
         growth_interval: How many finite steps in a row raise the scale, in steps.
-        growth_factor: What the scale is multiplied by then, dimensionless, above 1.
-        backoff_factor: What it is multiplied by after a non-finite gradient, dimensionless,
+        growth_factor: What the scale is multiplied by then, above 1.
+        backoff_factor: What it is multiplied by after a non-finite gradient,
             between 0 and 1.
-        min_scale: The lowest loss scale, dimensionless; any number from 2**-126 up.
-        max_scale: The highest loss scale, dimensionless. None stands for 2**126.
+        min_scale: The lowest loss scale; any number from 2**-126 up.
+        max_scale: The highest loss scale. None stands for 2**126.
         overflows_before_backoff: How many overflows in a row lower the scale, in steps; each
             further one in that row lowers it again. With 2 or 3, batches that overflow at any
             scale do not wear it down. Every overflow is skipped all the same.
 
     Raises:
-        ArgumentError: If a value cannot be used; the message names it. It is a `ValueError`.
+        ArgumentError: If a value cannot be used; the message names it.
 
     Examples:
         >>> import numpy as np
@@ -333,7 +333,8 @@ class DynamicScale(ScaleRule):
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.overflows_before_backoff == 1:
-            # The default stays on the class, so that a pickle is what it was without it.
+            # The default is a class attribute, so that a pickle without the setting stays
+            # unchanged.
             object.__delattr__(self, "overflows_before_backoff")
         # Rounded, because a factor that is 1 in float32 never moves the scale.
         if not 1.0 < _float32(self.growth_factor) < math.inf:
@@ -344,13 +345,13 @@ class DynamicScale(ScaleRule):
         # Compilers flush smaller factors to zero.
         if not SMALLEST_SCALE <= _float32(self.backoff_factor) < 1.0:
             raise ArgumentError(
-                "`backoff_factor` must be a normal float32 number between 0 and 1, both excluded. "
-                f"Received: backoff_factor={self.backoff_factor!r}."
+                "`backoff_factor` must be a normal float32 number above 0 and below 1. Received: "
+                f"backoff_factor={self.backoff_factor!r}."
             )
         if not self.min_scale <= self.initial_scale <= self.ceiling:
             raise ArgumentError(
-                "`initial_scale` must lie between `min_scale` and `max_scale`. "
-                f"Received: min_scale={self.min_scale!r}, initial_scale={self.initial_scale!r}, "
+                "`initial_scale` must be between `min_scale` and `max_scale`. Received: "
+                f"min_scale={self.min_scale!r}, initial_scale={self.initial_scale!r}, "
                 f"max_scale={self.max_scale!r}."
             )
 
@@ -360,7 +361,7 @@ class DynamicScale(ScaleRule):
 
     @property
     def ceiling(self) -> float:
-        """The highest loss scale the rule can reach, dimensionless."""
+        """The highest loss scale the rule can reach."""
         return LARGEST_SCALE if self.max_scale is None else self.max_scale
 
     @functools.cached_property
@@ -407,9 +408,9 @@ class DynamicScale(ScaleRule):
             early = overflows < self.overflows_before_backoff
             lowered = xp.where(early, scale, lowered)
             overflows = xp.where(early, overflows, self.overflows_before_backoff)
-            # A zero of its dtype: TensorFlow takes the dtype of the first number.
+            # A zero of the same dtype: TensorFlow uses the dtype of the first operand.
             counts["overflows"] = xp.where(stats.finite, overflows * 0, overflows)
-        # Each field is chosen by the verdict last: where it is known, half of this falls away.
+        # Select by `finite` last: if it is a constant, the compiler removes half of this.
         return state._replace(
             scale=xp.where(stats.finite, kept, lowered),
             good_steps=xp.where(stats.finite, xp.where(waiting, counted, 0), 0),
@@ -442,7 +443,7 @@ RULES: dict[str, type[Any]] = {rule.__name__: rule for rule in (FixedScale, Dyna
 
 def host_can_update(rule: ScaleRule) -> bool:
     """Whether `updates_on_host` gives what the rule gives on tensors, and waits for nothing."""
-    # What else a rule needs to see would have to be waited for.
+    # Other statistics would have to be waited for.
     return rule.moves_on_host and rule.needs == StatsRequest()
 
 

@@ -188,7 +188,7 @@ def test_a_bad_batch_is_a_reason_of_its_own_and_only_for_its_step(tmp_path):
     path = tmp_path / "run.jsonl"
     (x, extra), y = rows(4, spoiled=[2])
     y[4:8] = np.nan
-    with pytest.warns(LossScaleWarning, match=r"The loss of step 2 is nan\. No loss scale"):
+    with pytest.warns(LossScaleWarning, match=r"The loss of step 2 is nan, which no loss scale"):
         fit(net(), ((x, extra), y), [LossScaleMonitor(path)])
     records = read_records(path)
     # Keras' mean stays NaN, which says nothing of the loss of step 3.
@@ -218,7 +218,7 @@ def test_on_floor_warns_once_or_not_at_all(recwarn):
     data, rule = rows(8, spoiled=range(8)), lossscale.DynamicScale(initial_scale=2)
     fit(net(rule=rule), data, [LossScaleMonitor(on_floor="ignore")])
     assert not [w for w in recwarn if issubclass(w.category, LossScaleWarning)]
-    with pytest.warns(LossScaleWarning, match=rf"at the lowest loss scale.*{SPOILED}") as caught:
+    with pytest.warns(LossScaleWarning, match=rf"at the minimum loss scale.*{SPOILED}") as caught:
         fit(net(rule=rule), data, [LossScaleMonitor()])
     assert len([w for w in caught if issubclass(w.category, LossScaleWarning)]) == 1
 

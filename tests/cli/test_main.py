@@ -18,7 +18,7 @@ from lossscale.cli import main
         ([], "VERB"),
         (["train"], "train"),
         (["info", "--frobnicate"], "--frobnicate"),
-        (["migrate", "a.h5", "--force"], "NEW is missing"),
+        (["migrate", "a.h5", "--force"], "--force needs NEW"),
     ],
 )
 def test_bad_arguments_give_one_line_and_status_2(arguments, message, refused):

@@ -210,7 +210,7 @@ def test_a_checkpoint_without_an_optimizer(tmp_path, refused):
     import tensorflow as tf
 
     path = tf.train.Checkpoint(v=tf.Variable(1.0)).save(str(tmp_path / "a"))
-    assert "has no optimizer in it" in refused("migrate", path)
+    assert "does not contain an optimizer" in refused("migrate", path)
 
 
 # --- Where to write -------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_a_checkpoint_without_an_optimizer(tmp_path, refused):
 def test_an_existing_file_is_kept_unless_forced(old, name, tmp_path, capsys, refused):
     new = tmp_path / name
     new.write_text("precious")
-    assert "exists already. Nothing was written." in refused("migrate", old, new)
+    assert "this file exists. Nothing was written." in refused("migrate", old, new)
     assert new.read_text() == "precious"
     assert main(["migrate", str(old), str(new), "--force", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["written"] == str(new)
@@ -241,8 +241,8 @@ def test_a_forced_file_is_kept_if_the_old_one_is_damaged(tmp_path, refused):
 @pytest.mark.parametrize(
     ("old", "name", "reason"),
     [
-        (MODELS[0], "new.h5", "is a model; the new file must end in .keras"),
-        (CHECKPOINTS[0], "new.keras", "is a checkpoint; the new file must end in .h5"),
+        (MODELS[0], "new.h5", "a model converts to a file that ends in .keras"),
+        (CHECKPOINTS[0], "new.keras", "a checkpoint converts to a file that ends in .h5"),
         (MODELS[0], "nowhere/new.keras", "its folder does not exist"),
         (MODELS[0], "folder.keras", "is a folder"),
     ],

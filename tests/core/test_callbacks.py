@@ -15,7 +15,11 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
         ({"path": 3}, ArgumentTypeError, "path=3 of type int"),
         ({"path": b"run.jsonl"}, ArgumentTypeError, "of type bytes"),
         ({"path": ""}, ArgumentError, "`path` must not be empty"),
-        ({"path": "."}, ArgumentError, r"a folder of that name\. Received: path='\.'"),
+        (
+            {"path": "."},
+            ArgumentError,
+            r"the name of a file\. Received: path='\.', which is a folder",
+        ),
         ({"log": "board"}, ArgumentTypeError, "log='board' of type str"),
         ({"append": 1}, ArgumentTypeError, "append=1"),
         ({"on_floor": "stop"}, ArgumentError, "on_floor='stop'"),
@@ -31,7 +35,9 @@ def test_a_bad_argument_is_named(arguments, error, message):
 
 
 def test_a_subclass_names_its_framework():
-    bases = r"class Mine\(lossscale\.keras\.LossScaleMonitor\), or lossscale\.tf_keras\.LossScaleM"
+    bases = (
+        r"class Mine.*Inherit from lossscale\.keras\.LossScaleMonitor or lossscale\.tf_keras\.Loss"
+    )
     with pytest.raises(ArgumentTypeError, match=bases):
 
         class Mine(LossScaleMonitor):

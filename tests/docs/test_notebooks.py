@@ -1,7 +1,7 @@
 """The notebooks of examples/notebooks run as they are, and print what is stored in them.
 
-Each runs in a kernel of its own, in the process of its backend. On two cores PyTorch takes 7 seconds,
-Keras 11 and Flax 10; half of it is importing the framework.
+Each runs in a kernel of its own, in the process of its backend. On two cores PyTorch takes 7
+seconds, Keras 11 and Flax 10; half of it is importing the framework.
 """
 
 import os

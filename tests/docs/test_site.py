@@ -1,6 +1,7 @@
 """The site: it builds without a warning, loads nothing, and names all that is public."""
 
 import importlib
+import inspect
 import os
 import pathlib
 import re
@@ -9,6 +10,9 @@ import sys
 import zlib
 
 import pytest
+
+import lossscale
+import lossscale.torch
 
 ROOT = pathlib.Path(__file__).parents[2]
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
@@ -125,3 +129,66 @@ def test_a_notebook_is_a_page_with_its_output_and_its_pictures(site):
     assert "steps skipped" in page
     (picture,) = re.findall(r'<img[^>]* src="([^"]*)"', page)
     assert (site / "examples/notebooks" / picture).read_bytes()[:4] == b"\x89PNG"
+
+
+def of_ours(cls):
+    """The public members that the library adds to those of a framework."""
+    bases = [b for b in cls.__mro__ if b.__module__.partition(".")[0] == "lossscale"]
+    others = {name for b in cls.__mro__ if b not in bases for name in vars(b)}
+    # AutoGraph reads the first; Keras sets the second in its constructor.
+    others |= {"ag_pass_through", "loss_scale_factor"}
+    return {n for b in bases for n in vars(b) if not n.startswith("_")} - others
+
+
+def test_a_page_shows_the_members_that_each_class_offers(site):
+    lines = (site / "objects.inv").read_bytes().split(b"\n", 4)
+    names = {line.split(" ")[0] for line in zlib.decompress(lines[4]).decode().splitlines()}
+    assert len(names) > 200
+    for page in API:
+        classes = [
+            (where, named(heading))
+            for where, heading in re.findall(
+                r"^::: (\S+)\n.*\n +heading: (\S+)$", page.read_text(), re.M
+            )
+            if isinstance(named(heading), type)
+        ]
+        shown = {
+            cls: {name.removeprefix(f"{where}.") for name in names if name.startswith(f"{where}.")}
+            for where, cls in classes
+        }
+        for cls, members in shown.items():
+            assert members <= set(dir(cls)), (cls, members - set(dir(cls)))
+            assert not [name for name in members if name.startswith("_")], (cls, members)
+            # Attributes are in the text of their class, what it overrides in that of a base.
+            described = set(re.findall(r"^ +(\w+): ", cls.__doc__ or "", re.M)).union(
+                members, *(shown[base] for base in shown if issubclass(cls, base))
+            )
+            assert of_ours(cls) <= described, (cls, of_ours(cls) - described)
+
+
+def test_signatures_name_nothing_private(site):
+    signature = re.compile(r'<div class="[^"]*doc-signature.*?</div>', re.DOTALL)
+    found = [
+        re.sub(r"<[^>]+>", "", text)
+        for page in (site / "api").glob("*.html")
+        for text in signature.findall(page.read_text(encoding="utf-8"))
+    ]
+    assert len(found) > 100
+    assert [text for text in found if re.search(r"\b_\w+", text)] == []
+
+
+def test_written_signatures_are_those_of_the_classes():
+    for page, cls in (
+        ("optimizer.md", lossscale.LossScaleOptimizer),
+        ("torch.md", lossscale.torch.LossScaleOptimizer),
+    ):
+        (written,) = re.findall(
+            r"^```py\n(.*?)^```", (ROOT / "docs/api" / page).read_text(), re.M | re.S
+        )
+        scope = {}
+        exec(f"from __future__ import annotations\ndef {written.rstrip()}: ...", scope)
+        shown = inspect.signature(scope["LossScaleOptimizer"]).parameters
+        taken = inspect.signature(cls).parameters
+        assert {n: (p.kind, p.default) for n, p in shown.items()} == {
+            n: (p.kind, p.default) for n, p in taken.items() if n != "of_framework"
+        }

@@ -96,7 +96,7 @@ def test_a_first_scale_below_1_is_its_own_floor(form, var):
         (
             {"dynamic": False, "initial_scale": 8, "dynamic_growth_steps": 2},
             ValueError,
-            "`dynamic_growth_steps` has no meaning",
+            "`dynamic_growth_steps` needs `dynamic=True`",
         ),
         *[
             ({"initial_scale": value}, ValueError, "initial_scale")
@@ -496,7 +496,7 @@ def test_from_config_takes_classes_of_ones_own(form):
 
 @pytest.mark.parametrize("wrong", [{}, {"name": "sgd", "learning_rate": 0.1}])
 def test_from_config_of_something_else_is_a_value_error(form, wrong):
-    with pytest.raises(ValueError, match="configuration has a key"):
+    with pytest.raises(ValueError, match="optimizer needs the key"):
         form.cls.from_config(wrong)
 
 

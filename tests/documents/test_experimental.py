@@ -204,7 +204,7 @@ def test_values_that_cannot_be_used_are_value_errors_that_name_them(cls, argumen
 
 def test_a_second_weight_of_one_name_is_an_error():
     loss_scale = Halving(8.0)
-    with pytest.raises(ValueError, match="already has a weight named 'scale'"):
+    with pytest.raises(ValueError, match=r"already has a weight of this name. Received: 'scale'"):
         loss_scale._add_weight("scale", 1.0)
 
 
@@ -428,7 +428,7 @@ def test_the_current_class_writes_configurations_that_this_one_reads():
 
 def test_a_rule_that_no_loss_scale_can_express_is_a_value_error():
     current = lossscale.LossScaleOptimizer(sgd(), rule=lossscale.DynamicScale(backoff_factor=0.25))
-    with pytest.raises(ValueError, match="No FixedLossScale or DynamicLossScale moves as"):
+    with pytest.raises(ValueError, match="cannot represent this rule"):
         experimental.LossScaleOptimizer.from_config(current.get_config())
 
 

@@ -171,5 +171,5 @@ def test_other_files_are_left_alone(tmp_path, monkeypatch):
 
 def test_where_there_is_no_interpreter(monkeypatch):
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    with pytest.raises(UnsupportedError, match="no Python interpreter"):
+    with pytest.raises(UnsupportedError, match="needs a Python interpreter"):
         check_file(HDF5)

@@ -251,7 +251,7 @@ MISFITS = {
             layers.Reshape((5, 1)),
             layers.LSTM(1),
         ],
-        "holds no value for the variable|has no place in the layer",
+        "contains no value for the variable|does not exist in the layer",
     ),
 }
 
@@ -300,7 +300,7 @@ def test_an_export_of_keras_3_has_lists_alone(tmp_path):
     model.get_layer("a").trainable = False
     model.export(str(tmp_path / "export"), verbose=False)
     mine = filled(with_dropout(keras), 2)
-    with pytest.raises(OldFileError, match="holds no value for the variable 'kernel'"):
+    with pytest.raises(OldFileError, match="contains no value for the variable 'kernel'"):
         restore_checkpoint(tmp_path / "export", root=mine)
     # What tf.saved_model makes of the model itself names the layers.
     tf.saved_model.save(model, str(tmp_path / "saved"))

@@ -66,9 +66,9 @@ def diagnose(
 
     Raises:
         ArgumentTypeError: If `model` is not a model of Keras 3, or `loss_fn` returns something
-            else than a loss. It is a `TypeError`.
+            else than a loss.
         ArgumentError: If its loss is not known, it has no variables, or the data or another
-            argument cannot be used. It is a `ValueError`.
+            argument cannot be used.
 
     Examples:
         >>> diagnose("model", [1.0])
@@ -113,7 +113,7 @@ def _check_is_keras(model: Any) -> None:
     )
     if any(cls.__module__.startswith("tf_keras.") for cls in type(model).__mro__):
         message += (
-            " A model of tf_keras is not measured. Build the same layers with Keras 3, and write "
+            " For a model of tf_keras, build the same layers with Keras 3, and write "
             "new_model.set_weights(model.get_weights()); diagnose(new_model, x, y)."
         )
     elif torch is not None and isinstance(model, torch.nn.Module):

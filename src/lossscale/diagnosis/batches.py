@@ -33,7 +33,7 @@ def check_batches(batches: Any, arrays: tuple[type[Any], ...]) -> None:
         arrays: What a framework keeps a batch, or a part of one, in.
 
     Raises:
-        ArgumentTypeError: If it is one batch, or nothing to iterate over. It is a `TypeError`.
+        ArgumentTypeError: If it is one batch, or nothing to iterate over.
     """
     one = isinstance(batches, (*arrays, Mapping)) or (
         isinstance(batches, tuple) and any(isinstance(part, arrays) for part in batches)
@@ -54,14 +54,17 @@ def first_batches(batches: Iterable[Any], most: int) -> Iterator[Any]:
         most: How many at most.
 
     Raises:
-        ArgumentError: If there is none. It is a `ValueError`.
+        ArgumentError: If there is none.
     """
     empty = True
     for batch in itertools.islice(iter(batches), most):
         empty = False
         yield batch
     if empty:
-        raise ArgumentError(f"There is no batch in `batches`, of type {type(batches).__name__}.")
+        raise ArgumentError(
+            "`batches` must contain at least one batch. Received: an empty "
+            f"{type(batches).__name__}."
+        )
 
 
 def batches_of(
@@ -103,8 +106,8 @@ def batches_of(
         found = _given(first_batches(x, batches))
     else:
         raise ArgumentError(
-            "With an iterable of batches as `x`, `y` and `sample_weight` must be None: the batches "
-            f"bring their own. Received: `x` of type {type(x).__name__}."
+            "If `x` is an iterable of batches, `y` and `sample_weight` must be None. Received: "
+            f"`x` of type {type(x).__name__}. Put them into the batches: (x, y, sample_weight)."
         )
     for batch in found:
         yield batch if class_weight is None else _weighted(batch, class_weight)
@@ -137,7 +140,7 @@ def _picked(data: Batch, batches: int, batch_size: int) -> Iterator[Batch]:
     rows = found.pop()
     order = np.random.default_rng(_SEED).permutation(rows)
     for number in range(min(batches, max(rows // batch_size, 1))):
-        # Ascending, because files such as those of h5py can be read in no other order.
+        # Ascending, because h5py reads rows in no other order.
         chosen = np.sort(order[number * batch_size : (number + 1) * batch_size])
 
         def pick(leaf: Any, chosen: Any = chosen) -> Any:
@@ -161,8 +164,8 @@ def _weighted(batch: Batch, class_weight: Mapping[int, float]) -> Batch:
     """A batch with the sample weights that `fit` makes of the weights of classes."""
     if not hasattr(batch.y, "shape"):
         raise ArgumentError(
-            "`class_weight` is for a model with one output, whose targets are classes. "
-            f"Received: targets of type {type(batch.y).__name__}."
+            "`class_weight` needs a model with one output and class targets. Received: targets of "
+            f"type {type(batch.y).__name__}."
         )
     y = batch.y
     if y.ndim > 1:
@@ -177,7 +180,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _as_array(leaf: Any) -> Any:
-    # What is read from a file row by row must not be read as a whole.
+    # Data that is read from a file row by row must not be loaded whole.
     by_row = type(leaf).__module__.partition(".")[0] in ("numpy", "h5py")
     return leaf if by_row and len(leaf.shape) else np.atleast_1d(np.asarray(leaf))
 
@@ -203,7 +206,7 @@ def checked_tolerance(tolerance: Any) -> float:
     """Returns how wrong a gradient may be, as a share of it.
 
     Raises:
-        ArgumentError: If it is no number between 0 and 1. It is a `ValueError`.
+        ArgumentError: If it is not a number between 0 and 1.
     """
     number = checked_number("tolerance", tolerance)
     if not 0 < number < 1:

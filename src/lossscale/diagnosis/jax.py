@@ -105,10 +105,9 @@ def diagnose(
         The report. Print it, or ask for `verdict` and `rule`.
 
     Raises:
-        ArgumentTypeError: If `loss_fn`, what it returns or `batches` are something else. It is a
-            `TypeError`.
+        ArgumentTypeError: If `loss_fn`, what it returns or `batches` are something else.
         ArgumentError: If there is nothing to train, no batch, no loss that can be derived, or
-            `loss_fn` computes nothing in float16. It is a `ValueError`.
+            `loss_fn` computes nothing in float16.
 
     Examples:
         >>> def loss_fn(params, batch, dtype):
@@ -146,7 +145,7 @@ class JaxGradientFunction:
 
     Raises:
         ArgumentTypeError: If `loss_fn` cannot be called as it will be, or `parameters` has a string
-            for a list. It is a `TypeError`.
+            for a list.
     """
 
     def __init__(
@@ -178,7 +177,7 @@ class JaxGradientFunction:
         """Returns a pass for each loss."""
         arrays, filled, form = _split((self._params, batch))
         given = arrays if half else [_widened(array) for array in arrays], jnp.float32(scale)
-        # What derives by itself cannot be looked into.
+        # A function that differentiates by itself cannot be traced.
         key = half, watch and self._grad is None, form
         if key not in self._compiled:
             names: list[str] = []
@@ -262,7 +261,7 @@ def _returned(function: Callable[[Any], Any], params: Any) -> dict[str, Any]:
 
         for equation in jaxpr.eqns:
             given = [read(atom) for atom in equation.invars]
-            # A function of JAX is traced where it is called first.
+            # JAX traces a function on its first call.
             here = place or _place(equation)
             called = _called(equation)
             made = evaluate(*called, given, here) if called else bind(jaxpr, equation, given)
@@ -340,20 +339,21 @@ def _check_dtypes(jaxpr: str, half: bool) -> None:
         "nothing in float16 when dtype is float16" if half else "in float16 when dtype is float32"
     )
     raise ArgumentError(
-        f"`{CALL}` computes {found}. Cast the parameters and the batch to dtype in it, or make the "
-        "model with it, such as Net(dtype=dtype)."
+        f"`{CALL}` must compute in the dtype that it receives; it computes {found}. Cast the "
+        "parameters and the batch to dtype in it, or create the model with it, such as "
+        "Net(dtype=dtype)."
     )
 
 
 def _check_function(loss_fn: Any) -> None:
-    # Of some functions the parameters are not known.
+    # Some functions have no readable signature.
     with contextlib.suppress(ValueError):
         try:
             inspect.signature(loss_fn).bind(None, None, None)
         except TypeError:
             raise ArgumentTypeError(
-                f"`loss_fn` must be a function that is called as {CALL}: it computes the loss in "
-                f"the dtype that it is given, float16 or float32. Received: {loss_fn!r}."
+                f"`loss_fn` must accept the call {CALL} and compute in that dtype, float16 or "
+                f"float32. Received: {loss_fn!r}."
             ) from None
 
 
@@ -368,12 +368,13 @@ def _checked_losses(returned: Any, has_aux: bool, is_one: bool) -> dict[str, Any
         returned = returned[0]
     elif isinstance(returned, tuple):
         raise ArgumentTypeError(
-            "`loss_fn` must return the loss, and returned a tuple. For a pair (loss, anything), "
-            "pass has_aux=True."
+            "`loss_fn` must return the loss. Received: a tuple. For a pair (loss, anything), pass "
+            "has_aux=True."
         )
     if isinstance(returned, dict) and is_one:
         raise ArgumentTypeError(
-            "With `grad`, `loss_fn` must return one loss, not a dictionary of losses."
+            "With `grad`, `loss_fn` must return one loss. Received: a dictionary of losses. Leave "
+            "out `grad`, or return one of them."
         )
     returned = jax.tree.map(lambda x: jnp.asarray(x) if np.isscalar(x) else x, returned)
     losses = checked_losses(returned, lambda loss: isinstance(loss, (jax.Array, np.ndarray)))

@@ -51,13 +51,13 @@ class KerasGradientFunction:
         setting: What it computes with, in words.
 
     Raises:
-        ArgumentError: If its loss is not known, or it has no variables. It is a `ValueError`.
-        ArgumentTypeError: If `loss_fn` is not a function. It is a `TypeError`.
+        ArgumentError: If its loss is not known, or it has no variables.
+        ArgumentTypeError: If `loss_fn` is not a function.
     """
 
     def __init__(self, model: Any, loss_fn: Any = None, parameters: Any = None) -> None:
         _check_model(model, loss_fn)
-        # It refuses backends that are not supported.
+        # Refuses unsupported backends.
         backends.load()
         self._model, self._loss_fn = model, loss_fn
         self._trained = list(model.trainable_variables)
@@ -89,7 +89,7 @@ class KerasGradientFunction:
         batch = (*batch, None, None)[:3]
         _check_batch(batch, self._model, self._loss_fn)
         on_jax = keras.backend.backend() == "jax"
-        # To compile a second function would cost more than to watch each time.
+        # Compiling a second function would cost more than always recording ranges.
         key = half, watch or (half and on_jax)
         if key not in self._computations:
             losses: list[str] = []
@@ -119,8 +119,8 @@ class KerasGradientFunction:
             }
             if all(gradient is None for gradient in chosen.values()):
                 raise ArgumentError(
-                    "The loss depends on none of the trainable variables of the model that it is "
-                    "judged by. Compute it with the model that `loss_fn` is given."
+                    "The loss depends on none of the model's trainable variables. Compute it with "
+                    "the model that `loss_fn` receives."
                 )
             passes[name] = LossGradients(chosen, float(_on_host(loss)), outputs)
         return passes
@@ -165,7 +165,7 @@ class KerasGradientFunction:
         """Returns what the loss function returns."""
         scope = keras.StatelessScope(collect_losses=True, initialize_variables=False)
         for variable, value in zip(self._variables, values, strict=True):
-            # Not through the constructor, which would narrow the value to the variable's dtype.
+            # Assigned after construction, which would round the value to the variable's dtype.
             scope.add_update((variable, value))
         x, y, sample_weight = keras.tree.map_structure(
             lambda array: None if array is None else keras.ops.convert_to_tensor(array), batch
@@ -180,8 +180,8 @@ class KerasGradientFunction:
                 watcher.keep_targets(y, y_pred)
             if model._compile_loss is None and not _has_own_loss(model) and not model.losses:
                 raise ArgumentError(
-                    f"The model {model.name!r} was compiled without a loss. "
-                    "Call model.compile(optimizer, loss) with one, or give loss_fn=."
+                    f"The model {model.name!r} was compiled without a loss. Call "
+                    "model.compile(optimizer, loss), or pass loss_fn=."
                 )
             with _naming_targets(y, y_pred):
                 return model._compute_loss(x, y, y_pred, sample_weight, training=True)
@@ -200,7 +200,7 @@ class KerasGradientFunction:
             vars(layer)["_dtype_policy"] = policy
         loss = getattr(self._model, "_compile_loss", None)
         if loss is not None:
-            # A new copy, which is built when it is called.
+            # A fresh copy, which is built on its first call.
             vars(self._model)["_compile_loss"] = type(loss)(
                 loss._user_loss, loss._user_loss_weights, output_names=loss.output_names
             )
@@ -263,7 +263,8 @@ def _derive_on_torch(forward: Any, values: Sequence[Any], scale: Any) -> Any:
     import torch
 
     with torch.enable_grad():
-        # Detached they share their memory with the parameters, and are leaves: none gets a `grad`.
+        # Detached copies share memory with the parameters and are leaves, so no parameter gets a
+        # `grad`.
         values = [value.detach().requires_grad_() for value in values]
         losses, returned = forward(values)
         gradients: dict[str, Any] = {}
@@ -339,7 +340,7 @@ def _traced() -> Any:
         import jax
         import jax.extend
 
-        # It is about to move.
+        # The random state is about to advance.
         core = jax.extend.core if hasattr(jax.extend.core, "get_opaque_trace_state") else jax.core
         return core.get_opaque_trace_state(convention="flax")
     if keras.backend.backend() == "tensorflow":
@@ -380,8 +381,8 @@ class _Watcher(contextlib.ExitStack):
         super().__init__()
         self.returned: dict[str, list[Any]] = {}
         self._model, self._outside = model, _traced()
-        # An operation may return a tensor that another has returned. All are kept, so that no
-        # other gets their identities.
+        # An operation may return a tensor that another returned. Keep all of them, so that no
+        # identity is reused.
         self._seen: dict[int, Any] = {}
         self._counts: Counter[str] = Counter()
         self._is_inside = False
@@ -409,7 +410,7 @@ class _Watcher(contextlib.ExitStack):
     def keep_targets(self, y: Any, y_pred: Any) -> None:
         """Keeps targets in the dtype of the outputs that they are compared with."""
         for target, output in zip(*map(keras.tree.flatten, (y, y_pred)), strict=False):
-            # Others, such as the numbers of classes, are not what an output should become.
+            # Others, such as class numbers, are not values that an output should reach.
             if target is not None and math.prod(target.shape) == math.prod(output.shape):
                 self._keep(TARGETS, keras.ops.cast(target, output.dtype))
 
@@ -488,7 +489,7 @@ def _cast_to_float16(model: Any) -> list[Any]:
 
     visit(model)
     policy = keras.config.dtype_policy()
-    # Layers that were made without a dtype share the object, unless another was set since then.
+    # Layers created without a dtype share the policy object, unless another was set in between.
     is_shared = any(layer._dtype_policy is policy for layer in layers)
 
     def asks(layer: Any) -> bool:
@@ -499,10 +500,10 @@ def _cast_to_float16(model: Any) -> list[Any]:
         return config.get("dtype") is not None
 
     chosen = [layer for layer in parts if not asks(layer)]
-    # In a model that was loaded each layer has its dtype written down.
+    # In a loaded model, each layer stores its dtype.
     if not any(layer.weights for layer in chosen):
         chosen = parts
-    # A layer of the library gives its dtype to those in it.
+    # A built-in layer passes its dtype to its sublayers.
     inside = [each for layer in chosen for each in layer._flatten_layers()]
     found = {id(layer): layer for layer in (*whole, *inside)}.values()
     return [
@@ -543,7 +544,7 @@ def _drawn_in_float32() -> Iterator[None]:
         if _dtype(inputs) not in _NARROW:
             return drop(inputs, rate, noise_shape, seed)
         kept = drop(keras.ops.ones_like(inputs, dtype="float32"), rate, noise_shape, seed)
-        # An infinity that is dropped becomes 0, not NaN.
+        # Dropout turns an infinity into 0, not NaN.
         zeros = keras.ops.zeros_like(inputs)
         return keras.ops.where(kept != 0, inputs * keras.ops.cast(kept, inputs.dtype), zeros)
 
@@ -596,8 +597,8 @@ def _check_model(model: Any, loss_fn: Any) -> None:
         raise ArgumentError(_lines_to_write(model))
     if loss_fn is None and not model.compiled:
         raise ArgumentError(
-            f"The model {model.name!r} is not compiled, so its loss is not known. "
-            "Call model.compile(optimizer, loss) first, or give loss_fn=."
+            f"The model {model.name!r} is not compiled, so its loss is unknown. Call "
+            "model.compile(optimizer, loss) first, or pass loss_fn=."
         )
     is_built = model.built or (loss_fn is not None and bool(model.variables))
     if not is_built or not model.trainable_variables:
@@ -613,7 +614,7 @@ def _lines_to_write(model: Any) -> str:
     kind = keras.optimizers.Optimizer
     by_id = {id(e): name for name, e in reversed(vars(model).items()) if isinstance(e, kind)}
     optimizers = [name for name in vars(model) if name in by_id.values()]
-    # `compile` makes an RMSprop if it is given none.
+    # `compile` creates an RMSprop by default.
     if len(optimizers) > 2 and type(vars(model).get("optimizer")).__name__ == "RMSprop":
         optimizers.remove("optimizer")
     if len(optimizers) > 1:
@@ -641,7 +642,7 @@ def _lines_to_write(model: Any) -> str:
 def _check_batch(batch: Any, model: Any, loss_fn: Any) -> None:
     """Checks that a model can be given a batch; the message names the argument."""
     x, y, _ = batch
-    # What a function of the user's takes is for it to say.
+    # The user's function checks its own data.
     inputs = list(getattr(model, "inputs", None) or []) if loss_fn is None else []
     texts = any("string" in str(each.dtype) for each in inputs)
     for name, value in zip(("x", "y", "sample_weight"), batch, strict=True):
@@ -654,11 +655,11 @@ def _check_batch(batch: Any, model: Any, loss_fn: Any) -> None:
     loss = None if loss_fn is not None or _has_own_loss(model) else model._compile_loss
     if y is None and loss is not None and any(keras.tree.flatten(loss._user_loss)):
         raise ArgumentError(
-            "`y` is missing: the loss of the model compares what it returns with targets. Pass "
-            "them as `y`, or in batches (x, y)."
+            "`y` is missing, and the loss of this model needs targets. Pass them as `y`, or in "
+            "batches (x, y)."
         )
     if isinstance(x, Mapping):
-        # What other keys mean is for the model to say.
+        # The model checks other keys.
         arrays: list[Any] = [x.get(each.name) for each in inputs]
     else:
         arrays = list(leaves(x))
@@ -680,7 +681,7 @@ def _check_batch(batch: Any, model: Any, loss_fn: Any) -> None:
 def _fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
     """Whether Keras takes an array for an input; the first number of both is that of the rows."""
     found, wanted = tuple(shape)[1:], tuple(expected)[1:]
-    # Keras adds or takes away a last dimension of 1.
+    # Keras adds or removes a last dimension of 1.
     shapes = [wanted, (*wanted, 1), *([wanted[:-1]] if wanted[-1:] == (1,) else [])]
     return any(
         len(found) == len(each)
@@ -696,15 +697,15 @@ def _naming_targets(y: Any, y_pred: Any) -> Iterator[None]:
         yield
     except LossScaleError:
         raise
-    # Each backend, and each loss, raises exceptions of other kinds for shapes that do not fit.
+    # Each backend and loss raises its own exceptions for shapes that do not fit.
     except Exception as error:
         y, y_pred = (
             ", ".join(str(tuple(leaf.shape)) for leaf in leaves(each)) or "nothing"
             for each in (y, y_pred)
         )
         raise ArgumentError(
-            "`y` does not fit what the model returns, or not its loss. Received: the shape "
-            f"{y}, for outputs of the shape {y_pred}."
+            f"`y` does not match the outputs of the model or its loss. Received: shape {y}, for "
+            f"outputs of shape {y_pred}."
         ) from error
 
 

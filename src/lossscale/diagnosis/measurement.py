@@ -113,8 +113,8 @@ def checked_losses(
         hint: Returns what to do about a loss that is not one, " " before it; "" if it is unknown.
 
     Raises:
-        ArgumentTypeError: If one is not a tensor. It is a `TypeError`.
-        ArgumentError: If one is not a floating-point scalar. It is a `ValueError`.
+        ArgumentTypeError: If one is not a tensor.
+        ArgumentError: If one is not a floating-point scalar.
     """
     wanted = (
         "`loss_fn` must return the loss, a floating-point tensor with one element, or a dictionary "
@@ -123,7 +123,7 @@ def checked_losses(
     losses = dict(returned) if isinstance(returned, dict) and returned else {LOSS: returned}
     for loss in losses.values():
         if not is_tensor(loss):
-            more = " Add several losses up, or name them in a dictionary."
+            more = " Return their sum, or a dictionary of them."
             more = more if isinstance(loss, (list, tuple)) else hint(loss)
             raise ArgumentTypeError(f"{wanted} Received: a {type(loss).__name__}.{more}")
         if math.prod(loss.shape) != 1 or "float" not in str(loss.dtype):
@@ -138,13 +138,13 @@ def check_owners(parameters: Iterable[str], losses: Iterable[str]) -> None:
     """Checks that each loss which `parameters` names is one that `loss_fn` returned.
 
     Raises:
-        ArgumentError: If one is not. It is a `ValueError`.
+        ArgumentError: If one is not.
     """
     returned = list(losses)
     if unknown := sorted(set(parameters) - set(returned)):
         raise ArgumentError(
-            f"`parameters` names the loss {unknown[0]!r}, and `loss_fn` returns "
-            f"{', '.join(map(repr, returned))}."
+            "`parameters` must name losses that `loss_fn` returns: "
+            f"{', '.join(map(repr, returned))}. Received: {unknown[0]!r}."
         )
 
 
@@ -329,14 +329,14 @@ class _Passes:
             for each, reference in self.references.items():
                 self.errors[each, exponent] = _errors(reference, found[each])
             if exponent == 0:
-                # The gradients of other scales are not kept.
+                # Gradients at other scales are not kept.
                 self.unscaled = found
         return self.errors[name, exponent]
 
     def reference_at(self, exponent: int, number: int = 1) -> dict[str, LossGradients]:
         """Returns the passes in float32 at a loss scale, the first or another one."""
         if (exponent, number) not in self._raised:
-            # It is watched as at scale 1, since a compiler may round otherwise if it is not.
+            # Record ranges here as at scale 1, because a compiler may round differently without it.
             self._raised[exponent, number] = self._counted(exponent, False, watch=True)
         return self._raised[exponent, number]
 
@@ -355,7 +355,7 @@ class _Passes:
         """Computes a pass; the gradients that it returns are those of the loss, not scaled."""
         self.count += 1
         scale = 2.0**exponent
-        # Overflow is what is measured.
+        # Overflow is measured here, so silence warnings of it.
         with np.errstate(all="ignore"):
             found = self._run(self._batch, scale, half, watch=watch)
         if scale == 1:
@@ -419,7 +419,7 @@ class _Loss:
         if in_use is not None:
             self._add_in_use(passes, in_use)
         for (name, exponent), errors in passes.errors.items():
-            # The scale in use need not be a power of two.
+            # The scale in use may not be a power of two.
             if name == self._name and isinstance(exponent, int):
                 self._add_errors(exponent, errors)
 
@@ -432,8 +432,8 @@ class _Loss:
             passes.at(self._name, 0)
         except LossScaleError:
             raise
-        # In float32 the model has run, so it is float16 that it does not take; frameworks and
-        # models raise exceptions of many kinds for that.
+        # The model has run in float32, so the cause is float16; frameworks and models raise many
+        # kinds of exceptions for that.
         except Exception as error:
             said = first_line(error, 200)
             return self._stop(unknown=f"the model does not run in float16 here: {said}")
@@ -450,7 +450,7 @@ class _Loss:
         """Returns what overflows in the forward pass in float16 alone, "" if nothing does."""
         for name, output in narrow.outputs.items():
             in_float32 = wide.outputs.get(name)
-            # A mask of infinities is not finite in float32 either.
+            # A mask of infinities is infinite in float32 too.
             finite = output.finite or (in_float32 is not None and not in_float32.finite)
             room = _bits(output.largest)
             before = self._operations.get(name, Operation(name, room, finite))
@@ -486,7 +486,7 @@ class _Loss:
         def finite(exponent: int) -> bool:
             return _all_finite(at(exponent))
 
-        # Of another batch only what is worse matters.
+        # From later batches, keep only what is worse.
         most = _HIGHEST if self._highest is None else self._highest
         self._highest = _highest_finite(
             finite, most, start=predicted if self._highest is None else most
@@ -517,12 +517,12 @@ class _Loss:
         if not _not_finite(raised):
             changed = _differing(raised, reference)
             if changed:
-                # Rounding that is another in each pass, as in sums on a GPU, is no cast.
+                # Rounding that differs between equal passes, as in sums on a GPU, is not a cast.
                 changed -= _differing(raised, passes.reference_at(exponent, 2)[self._name])
             if not changed:
                 self._in_float32 |= {name for name in doubtful if np.any(raised.gradients[name])}
                 return None
-            # If it is right there, it is nearly right two bits lower.
+            # If a scale is accurate, the scale two bits lower is nearly so.
             lower = _errors(raised, passes.reference_at(exponent - 2)[self._name])
             wrong = {name for name in changed if lower[name] > self._tolerance}
         if wrong:
@@ -631,7 +631,7 @@ def _highest_finite(finite: Callable[[int], bool], most: int, start: int) -> int
             exponent += 1
         return exponent
     step = 1
-    # In steps that grow: a gradient may overflow far below where that of float32 would.
+    # Grow the step: a gradient may overflow far below the estimate from float32.
     while exponent > -_HIGHEST and not finite(max(exponent - step, -_HIGHEST)):
         exponent = max(exponent - step, -_HIGHEST)
         step *= 2
@@ -710,7 +710,7 @@ def _bits(magnitude: float) -> float:
 def _rounded_to_bfloat16(gradient: Any) -> float:
     """The error of a gradient in bfloat16: 8 bits, and the range of float32."""
     narrow = np.asarray(gradient, np.float32)
-    # Half of the last bit that stays is added; what it carries to is the next number.
+    # Add half of the last kept bit; the carry gives the next number.
     rounded = ((narrow.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(
         np.float32
     )

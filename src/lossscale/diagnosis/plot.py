@@ -29,8 +29,8 @@ def plot_report(report: Report, ax: Any | None, loss: str | None) -> Any:
     drawn = [each for each in found.gradients if each.errors and not each.is_noise]
     if not drawn and not found.operations:
         raise ArgumentError(
-            "There is nothing to draw: nothing was measured in float16. "
-            f"Received: a report on {report.model!r} whose verdict is {advised.verdict.value!r}."
+            "There is nothing to draw: this report has no float16 measurement. Received: a report "
+            f"on {report.model!r} with the verdict {advised.verdict.value!r}."
         )
     ax = axes_or_new(ax)
     line = "" if advised.rule is None else f"\n{line_to_copy(advised.rule)}"

@@ -121,10 +121,9 @@ class Report:
             the largest number that each operation returned.
 
         Raises:
-            ArgumentError: If there is no such loss, or nothing was measured in float16. It is a
-                `ValueError`.
+            ArgumentError: If there is no such loss, or nothing was measured in float16.
         """
-        # Not at the top: it imports the drawing of every other picture.
+        # Imported here, because it imports matplotlib.
         from lossscale.diagnosis.plot import plot_report
 
         return plot_report(self, ax, loss)

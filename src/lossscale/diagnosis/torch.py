@@ -91,10 +91,8 @@ def diagnose(
         The report. Print it, or ask for `verdict` and `rule`.
 
     Raises:
-        ArgumentTypeError: If the model, the batches or the loss are something else. It is a
-            `TypeError`.
-        ArgumentError: If there is nothing to train, no batch, or no loss that can be derived. It is
-            a `ValueError`.
+        ArgumentTypeError: If the model, the batches or the loss are something else.
+        ArgumentError: If there is nothing to train, no batch, or no loss that can be derived.
         UnsupportedError: If parameters are spread over processes.
 
     Examples:
@@ -168,7 +166,7 @@ class TorchGradientFunction:
             except (ArgumentError, ArgumentTypeError):
                 raise
             except RuntimeError:
-                # The loss casts what it gives to the model, which is narrow then.
+                # The loss function casts its input to the dtype of the model.
                 pass
         try:
             return self._pass(self._model, batch, scale, None, watch)
@@ -201,7 +199,7 @@ class TorchGradientFunction:
     ) -> dict[str, LossGradients]:
         with _as_it_was(model), _casting_to(dtype), _DrawnInFloat32():
             watcher = _Watcher(model) if watch else None
-            # What was cast before belongs to a graph that is gone.
+            # Cached casts belong to a graph that is gone.
             torch.clear_autocast_cache()
             casting = torch.autocast(self._device, dtype, enabled=dtype is not None and self._casts)
             mine = _copied(batch, widens)
@@ -209,7 +207,7 @@ class TorchGradientFunction:
                 losses = _checked_losses(self._loss_fn(model, mine))
             check_owners(self._owned, losses)
             outputs = {} if watcher is None else watcher.outputs(dtype is not None)
-            # In autocast's own way the backward pass is outside of it.
+            # autocast documents the backward pass outside of its context.
             with torch.autocast(self._device, enabled=False):
                 return self._derived(model, losses, scale, outputs)
 
@@ -239,9 +237,8 @@ class TorchGradientFunction:
             )
             if all(gradient is None for gradient in gradients):
                 raise ArgumentError(
-                    "The loss that `loss_fn` returned depends on none of the trainable parameters "
-                    "of the model that it is judged by. Compute it with the model that `loss_fn` "
-                    "is given as its first argument."
+                    "The loss depends on none of the model's trainable parameters. Compute it "
+                    "with the model that `loss_fn` receives as its first argument."
                 )
             on_host = dict(zip(chosen, map(_on_host, gradients), strict=True))
             passes[name] = LossGradients(on_host, float(loss.detach()), outputs)
@@ -264,7 +261,7 @@ class _Watcher(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         for path, module in self._model.named_modules():
-            # Those that are scripted take no hooks.
+            # Scripted modules take no hooks.
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             name = _plain(path) or self._path[0]
@@ -322,7 +319,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _is_output(value: Any) -> bool:
-    # What is on the device "meta" has a shape alone, as parts of nested tensors do.
+    # A tensor on the meta device has only a shape, as parts of nested tensors do.
     return (
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
@@ -343,23 +340,23 @@ def _check_model(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             raise ArgumentError(
-                f"The parameter {name} has no shape yet. Call the model on a batch first."
+                f"The parameter {name} is uninitialized. Call the model on a batch first."
             )
         if parameter.is_meta:
             raise ArgumentError(
-                f"The parameter {name} is on the device meta, where there are no values. Give the "
-                "model its values first, such as by model.to_empty() and load_state_dict()."
+                f"The parameter {name} is on the meta device and has no values. Initialize the "
+                "model first, such as by model.to_empty(device='cpu') and load_state_dict()."
             )
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ArgumentError(
-            f"The model, a {type(model).__name__}, has no trainable parameter: none has "
-            "requires_grad=True."
+            "The model has no trainable parameters: none has requires_grad=True. Received: a "
+            f"{type(model).__name__}."
         )
     if any(local(parameter) is not parameter for parameter in trainable):
         raise UnsupportedError(
-            "The parameters of the model are spread over processes. Ask before fully_shard(), or "
-            "on a machine that holds the model as a whole."
+            "diagnose() does not support sharded models. Run it before fully_shard(), on one "
+            "process."
         )
 
 
@@ -372,8 +369,8 @@ def _checked_losses(returned: Any) -> dict[str, Any]:
     losses = checked_losses(returned, lambda loss: isinstance(loss, torch.Tensor), hint)
     if not all(loss.requires_grad for loss in losses.values()):
         raise ArgumentError(
-            "The loss that `loss_fn` returned depends on no trainable parameter. Leave out "
-            "detach() and torch.no_grad(), and compute it with the model that `loss_fn` is given."
+            "The loss depends on no trainable parameter. Remove detach() and torch.no_grad(), and "
+            "compute it with the model that `loss_fn` receives."
         )
     return losses
 
@@ -395,7 +392,8 @@ def _name_device(batch: Any, model: torch.nn.Module, error: Exception) -> None:
     if elsewhere and "device" in str(error):
         there, here = (", ".join(sorted(map(str, each))) for each in (elsewhere, devices))
         raise ArgumentError(
-            f"A batch is on {there}, and the model on {here}. Move it in `loss_fn`, or before."
+            f"The batch is on {there}, and the model is on {here}. Move the batch in `loss_fn`, or "
+            "before."
         ) from error
 
 
@@ -427,16 +425,16 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
         for module in model.modules()
         if not isinstance(module, torch.jit.ScriptModule)
     ]
-    # Of scripted modules these are all that a pass changes.
+    # In scripted modules, a pass changes only these.
     modes = [(module, module.training) for module in model.modules()]
     stance = getattr(torch.compiler, "set_stance", None)
     try:
         with (
-            # Copies of tensors that are made in inference mode cannot be derived by.
+            # Tensors copied in inference mode cannot be differentiated.
             torch.inference_mode(False),
             torch.enable_grad(),
             _same_random_numbers({t.device for t, _ in tensors}),
-            # Compiled, models call no hooks.
+            # Compiled models call no hooks.
             _uncompiled(model) if stance is None else stance("force_eager"),
             _nothing_recomputed(),
         ):
@@ -454,8 +452,9 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
                 dictionary.update(entries)
         with torch.no_grad():
             for tensor, value in tensors:
-                # Writing more than needed would spoil graphs that hold a parameter. Not by version
-                # numbers: a batch normalization writes to its statistics behind them.
+                # Write only what changed: a write spoils graphs that hold the parameter. Version
+                # numbers do not help, because a batch normalization updates its statistics without
+                # them.
                 if not _same_bits(tensor, value):
                     tensor.copy_(value)
 
@@ -497,7 +496,7 @@ def _nothing_recomputed() -> Iterator[None]:
     try:
         yield
     finally:
-        # It is inherited.
+        # The flag is inherited.
         del cls.apply
 
 
@@ -519,7 +518,7 @@ def _casting_to(dtype: torch.dtype | None) -> Iterator[None]:
         try:
             return enter(autocast)
         finally:
-            # It may be a decorator, which is entered again later.
+            # As a decorator, it may be entered again later.
             autocast._enabled, autocast.fast_dtype = before
 
     cls.__enter__ = entered
@@ -570,7 +569,7 @@ class _DrawnInFloat32(TorchDispatchMode):
 @contextlib.contextmanager
 def _onednn_off() -> Iterator[None]:
     flags = torch.backends.mkldnn.flags(enabled=False)
-    # To set all its flags at once warns of one that only another device has.
+    # Setting all its flags at once warns about one that only another device has.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         flags.__enter__()
@@ -583,11 +582,11 @@ def _onednn_off() -> Iterator[None]:
 def _widened(model: torch.nn.Module) -> torch.nn.Module:
     try:
         wide = copy.deepcopy(model)
-    # Modules may copy themselves, in code of the user's.
+    # A module may define its own copy, in the user's code.
     except Exception as error:
         raise ArgumentError(
-            "The parameters of the model are narrower than float32, in which the reference is "
-            f"computed. That needs a copy of the model, and it cannot be copied: {error}"
+            f"The model has parameters narrower than float32 and cannot be copied: {error}. The "
+            "float32 reference needs a copy. Pass a model that copy.deepcopy() can copy."
         ) from error
     for tensor in (*wide.parameters(), *wide.buffers()):
         if _is_narrow(tensor):
@@ -606,7 +605,7 @@ def _copied(batch: Any, widens: bool) -> Any:
         try:
             return found if type(batch) is dict else type(batch)(found)  # type: ignore[call-arg]
         except TypeError:
-            # It is made of something else; then it stays as it is.
+            # A derived attribute; it stays as it is.
             return batch
     if isinstance(batch, (list, tuple)):
         parts = [_copied(value, widens) for value in batch]

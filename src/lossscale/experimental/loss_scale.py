@@ -23,7 +23,7 @@ class LossScale(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self) -> Any:
-        """Returns the current loss scale, a float32 scalar tensor, dimensionless."""
+        """Returns the current loss scale, a float32 scalar tensor."""
 
     @abc.abstractmethod
     def update(self, grads: Any) -> tuple[Any, Any]:
@@ -57,7 +57,8 @@ class LossScale(abc.ABC):
         weights = self._own_weights()
         if name in weights:
             raise ArgumentError(
-                f"This loss scale already has a weight named {name!r}. Use another name."
+                f"This loss scale already has a weight of this name. Received: {name!r}. Use "
+                "another name."
             )
         weights[name] = registry.default_keras().wrapper()._new_variable(name, dtype, initial_value)
         return weights[name]
@@ -70,7 +71,7 @@ class LossScale(abc.ABC):
         return self._own_weights()
 
     def _own_weights(self) -> dict[str, Any]:
-        # A subclass need not call __init__.
+        # A subclass may not call __init__.
         weights: dict[str, Any] = self.__dict__.setdefault("_weights", {})
         return weights
 
@@ -97,7 +98,7 @@ class FixedLossScale(_RuleLossScale):
         loss_scale_value: The loss scale, a Python int or float from 2**-126 to 2**126.
 
     Raises:
-        ValueError: If it is no such number.
+        ValueError: If it is not such a number.
 
     Examples:
         >>> FixedLossScale(8).get_config()
@@ -111,12 +112,12 @@ class FixedLossScale(_RuleLossScale):
 
     @property
     def _loss_scale_value(self) -> float:
-        # Read by tf_keras' own class from what it finds under tf.compat.v1, which is this class
+        # tf_keras' own class reads it from the class it finds under tf.compat.v1, which is this one
         # while lossscale is installed.
         return self._rule.scale
 
     def __call__(self) -> Any:
-        """Returns the loss scale, a float32 scalar tensor, dimensionless."""
+        """Returns the loss scale, a float32 scalar tensor."""
         return registry.default_keras().wrapper()._constant(self._rule.scale)
 
     def update(self, grads: Any) -> tuple[Any, bool]:
@@ -135,7 +136,7 @@ class DynamicLossScale(_RuleLossScale):
     """A loss scale that moves by itself.
 
     Args:
-        initial_loss_scale: The first loss scale, dimensionless. Start high: it is lowered far
+        initial_loss_scale: The first loss scale. Start high: it is lowered far
             more quickly than raised.
         increment_period: How many finite steps in a row raise it, in steps.
         multiplier: What it is multiplied by then, and divided by after a non-finite gradient.
@@ -160,12 +161,13 @@ class DynamicLossScale(_RuleLossScale):
             initial_loss_scale, increment_period, multiplier
         )
         if registry.is_graph_of_tensorflow_1():
-            # What initializes the variables of a graph is often made before they are used.
+            # The operation that initializes a graph's variables is often created before they are
+            # used.
             self._bound_state()
 
     @property
     def initial_loss_scale(self) -> float:
-        """The first loss scale, dimensionless."""
+        """The first loss scale."""
         return self._rule.initial_scale
 
     @property
@@ -175,14 +177,14 @@ class DynamicLossScale(_RuleLossScale):
 
     @property
     def multiplier(self) -> float:
-        """What the scale is multiplied by to grow, dimensionless."""
+        """What the scale is multiplied by to grow."""
         return self._rule.growth_factor
 
     def __call__(self) -> Any:
-        """Returns the current loss scale, a float32 scalar tensor, dimensionless."""
+        """Returns the current loss scale, a float32 scalar tensor."""
         return self._bound_state().read().scale
 
-    # What programs of that time read besides.
+    # Other attributes that programs of that time read.
 
     @property
     def _current_loss_scale(self) -> Any:
@@ -283,7 +285,7 @@ def from_rule(rule: ScaleRule) -> LossScale:
         if loss_scale._rule == rule:
             return loss_scale
     raise ArgumentError(
-        f"No FixedLossScale or DynamicLossScale moves as {rule} does. Use "
+        f"FixedLossScale and DynamicLossScale cannot represent this rule. Received: {rule}. Use "
         "lossscale.LossScaleOptimizer, which takes the rule itself."
     )
 
@@ -316,8 +318,8 @@ def deserialize(config: Any, custom_objects: dict[str, Any] | None = None) -> Lo
     name = config["class_name"]
     if name not in known:
         raise ArgumentError(
-            f"The loss scale {name!r} is not known. Known are {sorted(_KNOWN)}; pass your own in "
-            f"custom_objects={{{name!r}: {name}}}."
+            f"Unknown loss scale class. Received: {name!r}. Known: {sorted(_KNOWN)}. For your own "
+            f"class, pass custom_objects={{{name!r}: {name}}}."
         )
     loss_scale: LossScale = instantiate(
         lambda **settings: known[name].from_config(settings), config, "loss scale"

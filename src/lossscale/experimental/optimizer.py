@@ -28,12 +28,12 @@ from lossscale.optimizer import refuse_subclass
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
 if TYPE_CHECKING:
-    # The wrapper of a Keras, which comes after it.
+    # The wrapper class of a Keras, the next base.
     _Wrapper: Any
 else:
     _Wrapper = object
 
-# What the later class calls it.
+# The later class's name for it.
 _INSTEAD = {
     "inner_optimizer": "optimizer={value!r}",
     "dynamic": "loss_scale='dynamic', or a number for a fixed scale",
@@ -92,8 +92,8 @@ def class_for(framework: registry.Framework) -> Any:
     """Returns the class for the optimizers of a Keras."""
     if framework not in registry.KERASES:
         raise ArgumentTypeError(
-            f"TensorFlow's older class wraps optimizers of Keras, and this is one of "
-            f"{framework.title}. Use lossscale.LossScaleOptimizer."
+            "lossscale.experimental.LossScaleOptimizer wraps Keras optimizers only. Received: an "
+            f"optimizer of {framework.title}. Use lossscale.LossScaleOptimizer."
         )
     return registry.package(f"lossscale.experimental.{framework.root}").LossScaleOptimizer
 
@@ -107,7 +107,8 @@ class LossScaleAsObject(_Wrapper):
     @checks_keywords("experimental.LossScaleOptimizer", _INSTEAD)
     def __init__(self, optimizer: Any, loss_scale: Any, name: str | None = None) -> None:
         loss_scale = get(loss_scale)
-        # The wrapper's constructor needs it, and Keras refuses attributes before that has run.
+        # The wrapper's constructor needs it, and Keras refuses attributes before its own
+        # constructor has run.
         self.__dict__["_loss_scale"] = loss_scale
         rule = loss_scale._rule if _moves_by_its_rule(loss_scale) else _WrittenByUser(loss_scale)
         super().__init__(optimizer, rule=rule, name=name)
@@ -157,8 +158,8 @@ class LossScaleAsObject(_Wrapper):
     def _decide(self, unscaled: list[Any]) -> Any:
         if self._backend.replica_count() > 1:
             raise UnsupportedError(
-                f"{type(self._loss_scale).__name__} sees the gradients of one replica, and cannot "
-                "decide for all. On several replicas use 'dynamic' or a DynamicLossScale."
+                f"{type(self._loss_scale).__name__} cannot decide for several replicas: it "
+                "receives the gradients of one. Use 'dynamic' or a DynamicLossScale."
             )
         moved, should_apply = self._loss_scale.update(unscaled)
         return self._after(moved, should_apply)
@@ -183,14 +184,15 @@ class LossScaleAsObject(_Wrapper):
             classes = cls._with_class_named(described, custom_objects)
             loss_scale = deserialize(described, classes)
         else:
-            # Written by a later release, whose optimizer took the numbers themselves.
+            # Written by a later release, whose optimizer took these arguments itself.
             rules = cls._with_class_named(config.get("rule"), custom_objects)
             inner, arguments = arguments_from_config(config, rules)
             name = arguments.pop("name", None)
             if unknown := arguments.keys() - _ARGUMENTS_OF_RULES:
                 raise ArgumentError(
-                    f"A loss scale optimizer's configuration has no keys {sorted(unknown)}. It has "
-                    "inner_optimizer, dynamic, initial_scale, dynamic_growth_steps, rule and name."
+                    "The configuration of a loss scale optimizer has unknown keys "
+                    f"{sorted(unknown)}. It has inner_optimizer, dynamic, initial_scale, "
+                    "dynamic_growth_steps, rule and name."
                 )
             loss_scale = from_rule(rule_from_arguments(**arguments))
         return cls._written_class()(

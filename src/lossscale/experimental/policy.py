@@ -62,9 +62,9 @@ def _loss_scale_of(policy: Any, loss_scale: Any) -> LossScale | None:
         return None
     if not is_float16:
         raise ArgumentError(
-            f"The policy {policy.name!r} cannot have a loss scale: compile() wraps optimizers "
-            f"under 'mixed_float16' only. Received: loss_scale={loss_scale!r}. Leave it out, and "
-            "wrap the optimizer in a LossScaleOptimizer where the model needs loss scaling."
+            f"The policy {policy.name!r} takes no loss scale: compile() wraps optimizers under "
+            f"'mixed_float16' only. Received: loss_scale={loss_scale!r}. Leave it out, and wrap "
+            "the optimizer in a LossScaleOptimizer instead."
         )
     return get(loss_scale)
 

@@ -70,8 +70,9 @@ def gated(closed: Any, inputs: Sequence[Any], olds: Mapping[int, Any], finite: A
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
-    # An output that is a scalar saves no room, and is chosen at the end: with a count that stays 0,
-    # Adam would divide 0 by 0. So is an input or a literal, and a variable that is an output twice.
+    # A scalar output saves no memory and is selected at the end: with a count that stays 0, Adam
+    # would divide 0 by 0. The same holds for inputs, literals, and a variable that is an output
+    # twice.
     wanted: dict[Any, int] = {}
     for number in olds:
         variable = jaxpr.outvars[number]
@@ -112,7 +113,7 @@ def _gated_equation(
         return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in equation.outvars]
 
     if equation.effects:
-        # What prints or logs is silent on a skipped step. What it makes there is not used.
+        # Printing and logging are silent on a skipped step, and their results are not used.
         made: list[Any] = jax.lax.cond(finite, run, silent)
     elif olds and (branches := jaxprs.branches(equation)):
         return _gated_branches(branches, arguments, olds, finite)
@@ -132,7 +133,7 @@ def _gated_branches(
 
     def inside(branch: Any) -> Callable[..., list[Any]]:
         def run(*given: Any) -> list[Any]:
-            # An old value that goes into the branch must not go into it once more.
+            # Pass an old value into the branch only once.
             own = {
                 n: given[places[id(old)]] if id(old) in places else old for n, old in olds.items()
             }
@@ -147,7 +148,7 @@ def _gated_branches(
 def varying(array: Any) -> frozenset[str]:
     """The axes of the `shard_map` around along which an array differs, as far as JAX knows."""
     kind = _type_of(array)
-    # JAX 0.10 keeps it in one of these, earlier ones in the other.
+    # JAX 0.10 stores it in one of these, earlier releases in the other.
     axes = getattr(getattr(kind, "mat", None), "varying", None) or getattr(kind, "vma", None)
     return frozenset(axes or ())
 

@@ -100,7 +100,7 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
     if not parts:
         return jnp.asarray(True)
     traced = any(isinstance(array, jax.core.Tracer) for array in [*parts, scale])
-    # Where nothing is compiled, this is one call for the host instead of many.
+    # Outside of jit, this is one dispatch instead of many.
     return (_all_finite if traced else _all_finite_jit)(parts, scale, powers_of_two)
 
 
@@ -112,12 +112,13 @@ def _all_finite(parts: Sequence[Any], scale: Any, powers_of_two: bool) -> Any:
     extremes = [number for part in [*joined, *large, *apart] for number in _extremes(part)]
 
     def verdict(dtype: Any) -> Any:
-        # One reduction of all numbers of a dtype. A chain of operations on scalars would be
-        # repeated by XLA in each loop of the update, and take longer to compile than these.
+        # One reduction over all numbers of a dtype. XLA would repeat a chain of scalar operations
+        # in each loop of the update, and it compiles more slowly.
         numbers = jnp.stack([number for number in extremes if number.dtype == dtype])
         finite = _is_finite(numbers)
         if scale is not None:
-            # Dividing keeps the order. An infinity or a NaN is not divided, which makes a NaN.
+            # Division keeps the order of numbers. Infinities and NaN are left out, since dividing
+            # them gives NaN.
             rest = jnp.where(finite, numbers, jnp.zeros_like(numbers))
             [divided] = unscaled([rest], scale, powers_of_two)
             finite &= _is_finite(divided)
@@ -140,8 +141,8 @@ def _extremes(array: Any) -> list[Any]:
         array = array.astype(jnp.float32)
     width = 8 * array.dtype.itemsize
     views = [jax.lax.bitcast_convert_type(array, f"{kind}{width}") for kind in ("int", "uint")]
-    # Both in one reduction: XLA on a CPU reads no array twice for it and makes none. For a
-    # reduction of one array of integers or booleans, such as all(isfinite(x)), it makes that first.
+    # Both in one reduction, for which XLA on a CPU reads each array once and materializes none. For
+    # all(isfinite(x)) it would materialize the booleans first.
     zeros = tuple(np.zeros((), view.dtype) for view in views)
     found = jax.lax.reduce(tuple(views), zeros, _both_larger, tuple(range(array.ndim)))
     return [jax.lax.bitcast_convert_type(bits, array.dtype) for bits in found]
@@ -159,8 +160,8 @@ def _is_finite(number: Any) -> Any:
     bits = jnp.dtype(f"uint{8 * number.dtype.itemsize}")
     infinite = np.asarray(np.inf, number.dtype).view(bits)
     magnitude = bits.type(np.iinfo(bits).max >> 1)
-    # Which is larger, not whether the exponent is equal: LLVM knows that for a test for infinity
-    # and NaN, and drops it where a flag says there are none.
+    # Compared by size, not by an equal exponent: LLVM recognizes that as a test for infinity and
+    # NaN, and removes it under fast-math flags.
     return (jax.lax.bitcast_convert_type(number, bits) & magnitude) < infinite
 
 

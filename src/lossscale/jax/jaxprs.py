@@ -56,7 +56,7 @@ def called(equation: Any) -> Any:
         return None
     parameters = equation.params
     laid_out = [*parameters.get("in_shardings", ()), *parameters.get("out_shardings", ())]
-    # Such a call asks for more than its equations say.
+    # Such a call needs more than its equations contain.
     if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in laid_out):
         return None
     called = parameters.get("jaxpr", parameters.get("call_jaxpr"))

@@ -139,7 +139,7 @@ def _replaced_if(
     values: Callable[[], Sequence[Any]],
 ) -> TrackedSteps:
     """Replaces fields by what `values` computes if a boolean scalar array is true."""
-    # Only these fields enter the branch: what passes through one may be copied.
+    # Only these fields enter the branch, because what passes through one may be copied.
     old = [getattr(state, field) for field in fields]
 
     def new() -> list[Any]:

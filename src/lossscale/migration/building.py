@@ -37,7 +37,7 @@ class ModelBuilder:
     def __init__(self, path: str, custom_objects: Mapping[str, Any]) -> None:
         self.path = path
         self.custom_objects = custom_objects
-        # What models, by their identity, are made of; in the order of the file.
+        # The layers of each model in the order of the file, by the model's identity.
         self.parts: dict[int, list[ConvertedLayer]] = {}
 
     def model(self, described: dict[str, Any]) -> Any:
@@ -50,10 +50,10 @@ class ModelBuilder:
         if is_container(described) and self._container_class(described, kind) is not None:
             return self._container(described, kind)
         raise OldFileError(
-            f"{self.path}: the model {name_of(described)!r} ({kind}) is of a class of its own. "
-            "A file says what such a model does only if it is functional: then pass "
-            f"custom_objects={{{kind!r}: keras.Model}} or a class like that one. If not, write it "
-            "for Keras 3 and restore a checkpoint of it with restore_checkpoint."
+            f"{self.path}: cannot rebuild the model {name_of(described)!r}: its class {kind!r} is "
+            "not in the file. If the model is functional, pass custom_objects={{kind!r}: "
+            "keras.Model}. Otherwise write it for Keras 3 and restore a checkpoint with "
+            "restore_checkpoint."
         )
 
     def layer(self, described: dict[str, Any]) -> Any:
@@ -76,17 +76,17 @@ class ModelBuilder:
                 return own.from_config({**settings, **_own_dtype(kind, settings)})
             if kind in _WITH_VOCABULARY and settings.get("vocabulary", "") is None:
                 raise OldFileError(
-                    f"{what} has its vocabulary outside of its configuration, where it cannot be "
-                    "read here. Make the layer with Keras 3 and its vocabulary, and pass it as "
-                    f"custom_objects={{{name_of(described)!r}: layer}}."
+                    f"{what} keeps its vocabulary in a separate file. Create the layer in Keras 3 "
+                    "with its vocabulary, and pass it as custom_objects={{name_of(described)!r}: "
+                    "layer}."
                 )
             other, settings = successor(kind, settings)
             cls: Any = getattr(keras.layers, other, None)
             if not callable(cls):
                 raise OldFileError(
-                    f"{what} has no successor in Keras 3. Write a layer of Keras 3 that does the "
-                    f"same, with its weights in the same order, and pass it as "
-                    f"custom_objects={{{kind!r}: YourLayer}}."
+                    f"{what} does not exist in Keras 3. Write a Keras 3 layer that does the same, "
+                    "with its weights in the same order, and pass it as "
+                    "custom_objects={{kind!r}: YourLayer}."
                 )
             settings = known_settings(cls, settings, what)
             inner = {n: self._inner(settings[n]) for n in _INNER_LAYERS if settings.get(n)}
@@ -106,8 +106,8 @@ class ModelBuilder:
         found = next((known[name] for name in names if name in known), None)
         if found is None:
             raise OldFileError(
-                f"{what} holds a function of Python, which cannot be read out of the file safely. "
-                f"Pass it as custom_objects={{{(names[1] or names[0])!r}: function}}."
+                f"{what} holds a Python function, which cannot be read from the file safely. Pass "
+                "it as custom_objects={{names[1] or names[0]!r}: function}."
             )
         shape = settings.get("output_shape")
         return keras.layers.Lambda(
@@ -139,7 +139,7 @@ class ModelBuilder:
         import keras
 
         config = described["config"]
-        # The first releases wrote the list alone.
+        # The first releases wrote the list alone, without a dictionary around it.
         layers = config if isinstance(config, list) else config["layers"]
         named = {} if isinstance(config, list) else {"name": layer_name(config["name"])}
         model, parts = cls(**named), []
@@ -190,8 +190,8 @@ class ModelBuilder:
         what = f"{self.path}: the input {settings.get('name')!r}"
         if settings.get("ragged"):
             raise OldFileError(
-                f"{what} is ragged, which Keras 3 has not. Make the model with padded inputs, and "
-                "restore a checkpoint of it with restore_checkpoint."
+                f"{what} is ragged, which Keras 3 does not support. Create the model with padded "
+                "inputs, and restore a checkpoint of it with restore_checkpoint."
             )
         with made_by_keras(what):
             shape = settings.get("batch_input_shape") or settings["batch_shape"]
@@ -209,7 +209,7 @@ class ModelBuilder:
         for name in (described.get("registered_name"), written, written.rpartition(">")[2]):
             if name and name in self.custom_objects:
                 return self.custom_objects[name]
-            # A registered class of the caller's; Keras' own go by their bare names.
+            # The caller's registered classes have a package name; Keras' own have bare names.
             if name and ">" in name:
                 found = keras.saving.get_registered_object(name)
                 if found is not None:

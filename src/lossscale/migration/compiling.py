@@ -10,14 +10,14 @@ from lossscale.migration.models import ModelFile
 
 UNSET: Any = object()
 
-# Names that Keras 3 does not know any more.
+# Names that Keras 3 no longer has.
 _RENAMED = {
     "cosine_proximity": "cosine_similarity",
     "huber_loss": "huber",
     "kullback_leibler_divergence": "kl_divergence",
     "logcosh": "log_cosh",
 }
-# What `compile` itself gives a meaning to.
+# Names that `compile` itself interprets.
 _OF_COMPILE = {"acc", "accuracy", "ce", "crossentropy"}
 
 
@@ -45,11 +45,11 @@ def compile_arguments(
         try:
             config = _without_outputs(training.get(name), list(getattr(model, "output_names", [])))
             arguments[name] = _deserialized(config, reader, own)
-        # Keras raises whatever the class of the moment raises.
+        # A user's class can raise any exception.
         except Exception as error:
             raise OldFileError(
-                f"{file.path}: Keras 3 cannot make its {name}, {training.get(name)!r}: {error}. "
-                f"Pass {name}=... in its place."
+                f"{file.path}: Keras 3 cannot create its {name}, {training.get(name)!r}: {error}. "
+                f"Pass {name}=... instead."
             ) from error
         nested = arguments[name]
         if isinstance(nested, list) and len(nested) == 1 and isinstance(nested[0], list):
@@ -88,10 +88,10 @@ def _deserialized(config: Any, reader: Callable[[Any], Any], own: dict[str, Any]
             return _deserialized(settings, reader, own)
         settings = dict(settings or {})
         if settings.get("reduction") == "auto":
-            # Keras 3 has the same under this name alone.
+            # Keras 3 has the same function under this name only.
             settings["reduction"] = "sum_over_batch_size"
         if not config["class_name"].endswith("Wrapper"):
-            # Keras 2 wrote which function a class is made of; Keras 3 knows.
+            # Keras 2 wrote the function of a class; Keras 3 knows it.
             settings.pop("fn", None)
         return reader({**config, "config": settings})
     if isinstance(config, dict):
@@ -100,13 +100,13 @@ def _deserialized(config: Any, reader: Callable[[Any], Any], own: dict[str, Any]
         return [_deserialized(item, reader, own) for item in config]
     if isinstance(config, str):
         if config in own:
-            # `compile` looks for it later, when nobody says whose it is any more.
+            # `compile` would look it up later, when custom_objects are no longer known.
             return own[config]
         name = _RENAMED.get(config, config)
         if name in _OF_COMPILE:
             return name
         known = reader(name)
-        # Under its old name, as far as Keras 3 finds it.
+        # Under its old name, if Keras 3 finds it.
         return known if reader is _metric and name != config else name
     return config
 

@@ -46,20 +46,22 @@ def migrate_file(old: str | Path, new: str | Path, *, overwrite: bool = False) -
     checkpoint = is_checkpoint(old)
     check_new(old, new, checkpoint=checkpoint, overwrite=overwrite)
     try:
-        # In the folder of the new file: only there is a change of name a single act.
+        # In the folder of the new file, because a rename is atomic only there.
         with _folder_beside(new) as folder:
             written = Path(folder, f"new{new.suffix}")
             if checkpoint:
                 graph = read_graph(old)
                 if not find_optimizers(graph):
-                    raise OldFileError(f"{graph.path}: this checkpoint has no optimizer in it.")
+                    raise OldFileError(
+                        f"{graph.path}: this checkpoint does not contain an optimizer."
+                    )
                 write_hdf5(graph, written)
             else:
                 load_model(old).save(written)
             check_new(old, new, checkpoint=checkpoint, overwrite=overwrite)
             os.replace(written, new)
     except OSError as error:
-        raise OldFileError(f"{new}: cannot be written: {error}") from error
+        raise OldFileError(f"{new}: cannot write it: {error}") from error
     return new
 
 
@@ -72,7 +74,7 @@ def _folder_beside(new: Path) -> Iterator[str]:
         tempfile.TemporaryDirectory(dir=new.parent, prefix=_PREFIX) as folder,
         open(Path(folder, _OWNER), "wb") as owner,
     ):
-        # Whose folder it is comes after the lock: a folder without it is left alone.
+        # The owner is written after the lock is taken: a folder without a lock is left alone.
         if _locked(owner):
             owner.write(_mark(new))
             owner.flush()
@@ -92,7 +94,7 @@ def _remove_abandoned(folder: Path, new: Path) -> None:
         with open(folder / _OWNER, "r+b") as owner:
             if owner.read(2**16) == _mark(new) and _locked(owner):
                 shutil.rmtree(folder)
-    # One that cannot be looked at is not known to be one of these.
+    # A folder that cannot be read is not known to be ours.
     except OSError:
         return
 
@@ -105,7 +107,7 @@ def _locked(file: Any) -> bool:
     """Takes the lock on a file; returns whether nobody else has it."""
     try:
         import fcntl
-    except ImportError:  # There is none on Windows.
+    except ImportError:  # Windows has no such call.
         return False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,10 +126,14 @@ def check_new(old: str | Path, new: Path, *, checkpoint: bool, overwrite: bool) 
     suffix = STATE_SUFFIX if checkpoint else MODEL_SUFFIX
     what = "checkpoint" if checkpoint else "model"
     if new.suffix != suffix:
-        raise OldFileError(f"{new}: {old} is a {what}; the new file must end in {suffix}.")
+        raise OldFileError(
+            f"{new}: a {what} converts to a file that ends in {suffix}. Received: {old}."
+        )
     if new.is_dir():
         raise OldFileError(f"{new}: is a folder.")
     if not new.parent.is_dir():
         raise OldFileError(f"{new}: its folder does not exist.")
     if new.exists() and not overwrite:
-        raise OldFileError(f"{new}: exists already. Nothing was written.")
+        raise OldFileError(
+            f"{new}: this file exists. Nothing was written. Choose another name, or pass overwrite=True (--force)."
+        )

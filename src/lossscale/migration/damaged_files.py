@@ -17,7 +17,7 @@ from lossscale.packages import not_installed
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
-# What reading takes at most, with much to spare: processor time and time on the clock.
+# Limits for reading, far above what it needs: CPU time and wall time.
 _SECONDS, _BYTES_PER_SECOND = 10.0, 5e6
 _PATIENCE = 12.0
 
@@ -66,7 +66,7 @@ def check_file(path: str | Path) -> None:
         path: The file. One that does not exist is left alone too.
 
     Raises:
-        OldFileError: If it cannot be read. It is a `ValueError`.
+        OldFileError: If it cannot be read.
         MissingPackageError: If there is no h5py.
         UnsupportedError: If there is no Python interpreter to start, as in a frozen program.
 
@@ -81,7 +81,8 @@ def check_file(path: str | Path) -> None:
         return
     if not sys.executable or getattr(sys, "frozen", False):
         raise UnsupportedError(
-            "There is no Python interpreter to look at the file with. Load it without a look first."
+            "check_file() needs a Python interpreter to start, and there is none. "
+            "Skip the check: load_model(path, check_first=False)."
         )
     seconds = _SECONDS + os.path.getsize(path) / _BYTES_PER_SECOND
     try:

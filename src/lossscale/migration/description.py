@@ -41,9 +41,9 @@ class OptimizerDescription:
     Args:
         path: Where it stands in the file.
         era: Which releases write such a file.
-        optimizer: Name of the optimizer inside; None if the file does not say.
+        optimizer: Name of the inner optimizer; None if the file does not say.
         scaling: "dynamic", "fixed", "none", or what is known of it.
-        scale: The loss scale, dimensionless: the current one, or the first one if the file has
+        scale: The loss scale: the current one, or the first one if the file has
             no other. None if the file has none.
         good_steps: Finite steps since the scale last changed, None if the file does not say.
         iterations: Training steps, None if the file does not say.
@@ -112,7 +112,7 @@ def _described(path: str | Path) -> FileDescription:
         graph = read_graph(path)
         found = tuple(_of_checkpoint(graph, at, node) for at, node in find_optimizers(graph))
         if not found:
-            raise OldFileError(f"{graph.path}: this checkpoint has no optimizer in it.")
+            raise OldFileError(f"{graph.path}: this checkpoint does not contain an optimizer.")
         return FileDescription(graph.path, CHECKPOINT, found)
     file = read_model_file(path)
     if not file.optimizer:
@@ -151,7 +151,7 @@ def _of_model(file: ModelFile) -> OptimizerDescription:
     settings = dict(file.inner.get("config") or {})
     rate = settings.pop("learning_rate", settings.pop("lr", None))
     if isinstance(rate, dict):
-        # A schedule is not one number.
+        # A schedule is several numbers.
         settings["learning_rate"] = rate.get("class_name")
     newer = file.era in (KERAS_3, OURS)
     saved = None if newer else saved_optimizer(file)
@@ -172,8 +172,8 @@ def _of_model(file: ModelFile) -> OptimizerDescription:
 
 
 def _unnamed(file: ModelFile) -> dict[str, int]:
-    # A .keras file numbers them: the steps and the learning rate, before them four more of
-    # Keras' own class, then the slots. An HDF5 file names them.
+    # A .keras file numbers the variables: four of Keras' own class, steps, learning rate, then
+    # slots. An HDF5 file names them.
     ahead = sum(name.rpartition("/")[2] in _NOT_SLOTS for name in file.names)
     if file.names and not ahead:
         ahead = 2 if file.era == OURS else 6
@@ -198,6 +198,6 @@ def _rule_of(file: ModelFile) -> tuple[str, float | None]:
     except (LossScaleError, TypeError, KeyError) as error:
         if described.get("class_name") not in (None, "FixedLossScale", "DynamicLossScale"):
             return f"{described['class_name']}, a class of its own", None
-        raise OldFileError(f"{file.path}: its loss scale cannot be made: {error}") from error
+        raise OldFileError(f"{file.path}: cannot create its loss scale: {error}") from error
     kinds = {FixedScale: "fixed", DynamicScale: "dynamic"}
     return kinds.get(type(rule), type(rule).__name__), float(rule.init().scale)

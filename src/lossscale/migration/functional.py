@@ -42,7 +42,7 @@ class FunctionalCalls:
         self.results: dict[str, list[list[Any]]] = {}
         self.calls = {name: list(one["inbound_nodes"]) for name, one in self.described.items()}
         highest = _highest_calls(config)
-        # A model that has its own inputs counts the call that made it as its first one.
+        # For a model with its own inputs, the call that created it counts as the first.
         self.skipped = {
             name: int(is_container(one) and highest.get(name, 0) >= len(self.calls[name]))
             for name, one in self.described.items()
@@ -147,15 +147,16 @@ def _called(
         if name in kwargs and kwargs[name] is None:
             del kwargs[name]
     if described["config"].get("causal"):
-        # What is an argument of the call in Keras 3.
+        # In Keras 3 these are arguments of the call.
         kwargs["use_causal_mask"] = True
     recurrent = isinstance(layer, (keras.layers.RNN, keras.layers.Bidirectional))
     inputs = unpacked(inputs)
     if recurrent and isinstance(inputs, list):
-        # Keras 2 put the initial states behind the sequences.
+        # Keras 2 passed initial states after the sequences.
         if described["config"].get("num_constants"):
             raise OldFileError(
-                f"{what} was called with constants, which Keras 3 has not. Give them to its cell."
+                f"{what} was called with constants, which Keras 3 does not support. Pass them to "
+                "its cell."
             )
         inputs, kwargs["initial_state"] = inputs[0], inputs[1:]
     return layer(inputs, **kwargs)

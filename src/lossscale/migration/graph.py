@@ -29,7 +29,7 @@ class Node:
     Args:
         children: The objects it names: attribute to number of the node.
         name: The name of the variable that it is, "" if it is none.
-        value: Its array, None if it is no variable.
+        value: Its array, None if it is not a variable.
         slots: For an optimizer: (name, number of the variable's node, number of the slot's).
         extras: Numbers that the object wrote about itself, by name.
     """
@@ -127,11 +127,11 @@ def _read_checkpoint(prefix: str) -> Graph:
         keys = reader.get_variable_to_shape_map()
         if _GRAPH_KEY not in keys:
             raise OldFileError(
-                f"{prefix}: this checkpoint holds variables by name and no objects. It was not "
-                "written by tf.train.Checkpoint or save_weights."
+                f"{prefix}: this checkpoint holds variables by name, not objects. Only files of "
+                "tf.train.Checkpoint or save_weights can be read."
             )
         proto = TrackableObjectGraph.FromString(reader.get_tensor(_GRAPH_KEY))
-        # All of them, and now: a file that is cut short is found before anything is changed.
+        # Read all arrays first: a truncated file is found before anything changes.
         values = {key: reader.get_tensor(key) for key in keys if key != _GRAPH_KEY}
         return _checked(Graph(prefix, [_node(saved, values) for saved in proto.nodes]))
 
@@ -158,11 +158,13 @@ def _checked(graph: Graph) -> Graph:
     """Returns the graph, if every object that it names is one of its own."""
     numbers = range(len(graph.nodes))
     if not graph.nodes:
-        raise OldFileError(f"{graph.path}: damaged: holds no objects.")
+        raise OldFileError(f"{graph.path}: damaged: contains no objects.")
     for node in graph.nodes:
         named = [*node.children.values(), *(at for _, *both in node.slots for at in both)]
         if not all(isinstance(at, int) and at in numbers for at in named):
-            raise OldFileError(f"{graph.path}: damaged: names objects that it does not hold.")
+            raise OldFileError(
+                f"{graph.path}: damaged: refers to objects that it does not contain."
+            )
     return graph
 
 
@@ -186,7 +188,7 @@ def write_hdf5(graph: Graph, path: str | Path) -> None:
         for node in graph.nodes
     ]
     with h5py.File(path, "w") as file:
-        # Not an attribute, which holds 64 KiB at most.
+        # A dataset, because an attribute holds at most 64 KiB.
         file.create_dataset(_DATASET, data=json.dumps(described))
         for number, node in enumerate(graph.nodes):
             if node.value is not None:
@@ -206,8 +208,8 @@ def _read_hdf5(path: str) -> Graph:
 
     if not holds_graph(path):
         raise OldFileError(
-            f"{path}: an HDF5 file, but none that `lossscale migrate` wrote of a checkpoint. Load "
-            "a model with lossscale.migration.load_model."
+            f"{path}: this HDF5 file was not written by `lossscale migrate` from a checkpoint. "
+            "Load a model with lossscale.migration.load_model."
         )
     with as_old_file_error(path), h5py.File(path, "r") as file:
         described = json.loads(file[_DATASET][()])

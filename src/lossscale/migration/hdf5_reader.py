@@ -16,12 +16,12 @@ READ = 0
 DAMAGED = 3
 NOT_INSTALLED = 4
 
-# Compression makes of a byte in the file about a thousand at most.
+# Deflate expands a byte to about a thousand at most.
 _LARGEST_RATIO = 1100
 _ANY_FILE = 2**20
 
 
-# What the members of a zip file may expand to: Keras and NumPy store arrays as they are, and
+# How much the members of a zip file may expand: Keras and NumPy store arrays uncompressed, and
 # trained weights do not compress a hundredfold.
 _LARGEST_ZIP_RATIO = 100
 _ANY_ZIP = 2**28
@@ -105,7 +105,7 @@ def _limit(seconds: int) -> None:
     try:
         import resource
         import signal
-    except ImportError:  # There is none on Windows.
+    except ImportError:  # Windows has no such module.
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
@@ -121,7 +121,7 @@ def _main(path: str, seconds: int) -> int:
         return NOT_INSTALLED
     try:
         read_everything(path)
-    # The libraries raise whatever the damage makes of their data.
+    # A damaged file can raise any exception in these libraries.
     except Exception as error:
         print((str(error).strip().splitlines() or [type(error).__name__])[0][:300])
         return DAMAGED

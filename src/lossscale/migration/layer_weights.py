@@ -14,7 +14,7 @@ from lossscale.migration.building import ModelBuilder
 from lossscale.migration.layers import ConvertedLayer, plain_values
 from lossscale.migration.models import chunks
 
-# Where `.keras` files have the layers of a model; the second one is of 2.12.
+# Where `.keras` files store the layers of a model; release 2.12 used the second name.
 _MODEL_LAYERS = ("layers", "_layer_checkpoint_dependencies")
 
 
@@ -77,7 +77,7 @@ class Weights:
         for variable, value in self._values:
             variable.assign(value)
         for layer in self.model._flatten_layers():
-            # Normalization computes with what it makes of its variables.
+            # Normalization computes from values that it derives from its variables.
             if callable(getattr(layer, "finalize_state", None)):
                 layer.finalize_state()
 
@@ -85,15 +85,15 @@ class Weights:
         what = f"{self.path}: the layer {part.name!r} ({part.kind})"
         if len(arrays) != len(variables):
             raise OldFileError(
-                f"{what} has {len(arrays)} arrays of weights in the file and {len(variables)} in "
-                "Keras 3. Make the model with Keras 3 and restore a checkpoint of it with "
+                f"{what} has {len(arrays)} weight arrays in the file and {len(variables)} in Keras "
+                "3. Create the model with Keras 3 and restore a checkpoint of it with "
                 "restore_checkpoint."
             )
         for variable, value in zip(variables, arrays, strict=True):
             if tuple(variable.shape) != tuple(value.shape):
                 raise OldFileError(
-                    f"{what} has weights of the shape {tuple(value.shape)} in the file where "
-                    f"Keras 3 has {tuple(variable.shape)} for {variable.path!r}."
+                    f"{what} has weights of shape {tuple(value.shape)} in the file and "
+                    f"{tuple(variable.shape)} in Keras 3 ({variable.path!r})."
                 )
             self._values.append((variable, value))
 
@@ -131,7 +131,7 @@ class Weights:
             parts = [part for part in self.builder.parts[id(layer)] if part.layer is not None]
             yield from self._in_list(parts, _first(group, *_MODEL_LAYERS), seen)
             return
-        # In the order in which Keras 2 went through them.
+        # In the order in which Keras 2 visited them.
         for name, children in sorted(attributes(layer), reverse=True):
             value = getattr(layer, name)
             if isinstance(value, (list, tuple)):
@@ -244,8 +244,8 @@ def _load(
     model = builder.model(config)
     if not model.built:
         raise OldFileError(
-            f"{builder.path}: the file does not say the shape of the model's input, so it has no "
-            "weights. Make it with Keras 3 and compile it."
+            f"{builder.path}: the file does not record the model's input shape, so it has no "
+            "weights. Create the model with Keras 3 and compile it."
         )
     weights = Weights(builder, model)
     read(weights)

@@ -13,7 +13,7 @@ from typing import Any
 
 from lossscale.errors import LossScaleError, OldFileError, first_line
 
-# Nothing that a layer computes depends on these, where Keras 3 does not have them.
+# Settings that do not affect the result; dropped if Keras 3 lacks them.
 _WITHOUT_EFFECT = {
     "autocast",
     "experimental_autocast",
@@ -33,10 +33,11 @@ _WITHOUT_EFFECT = {
     "value_shape",
     "vocabulary_size",
 }
-# Depthwise and separable convolutions inherited these from the ordinary one, and ignored them.
+# Depthwise and separable convolutions inherited these from the ordinary convolution and ignored
+# them.
 _WITHOUT_EFFECT |= {"filters", "kernel_constraint", "kernel_initializer", "kernel_regularizer"}
 
-# Keras 3 has no such setting, and does what these values say.
+# Keras 3 lacks these settings and behaves as with these values.
 _IDLE: dict[str, tuple[Any, ...]] = {
     "adjustment": (None,),
     "causal": (False,),
@@ -52,7 +53,7 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     "virtual_batch_size": (None,),
 }
 
-# What the first releases called a setting, by the name of the class.
+# Names of settings in the first releases, by class.
 _RENAMED = {
     "CategoryEncoding": {"max_tokens": "num_tokens"},
     "Discretization": {"bins": "bin_boundaries"},
@@ -60,7 +61,7 @@ _RENAMED = {
     "ThresholdedReLU": {"theta": "threshold"},
 }
 
-# Classes that Keras 3 has under another name, with what the name said.
+# Classes that Keras 3 renamed, with the settings that the old name implied.
 _SUCCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "SyncBatchNormalization": ("BatchNormalization", {"synchronized": True}),
     "ThresholdedReLU": ("ReLU", {}),
@@ -144,9 +145,9 @@ def known_settings(cls: type[Any], settings: dict[str, Any], what: str) -> dict[
             kept[name] = value
         elif name not in _WITHOUT_EFFECT and value not in _IDLE.get(name, ()):
             raise OldFileError(
-                f"{what} has {name}={value!r}, and Keras 3's {cls.__name__} has no such setting. "
-                "Write a layer of Keras 3 that does the same, and pass it by its name: "
-                f"custom_objects={{{settings.get('name')!r}: YourLayer(...)}}."
+                f"{what} has {name}={value!r}, which Keras 3's {cls.__name__} does not support. "
+                "Write a Keras 3 layer that does the same, and pass "
+                "custom_objects={{settings.get('name')!r}: YourLayer(...)}."
             )
     return kept
 
@@ -158,20 +159,20 @@ def _arguments(cls: type[Any]) -> Iterator[str]:
             continue
         arguments = inspect.signature(base.__dict__["__init__"]).parameters.values()
         yield from (p.name for p in arguments if p.kind is not p.VAR_KEYWORD)
-        # Keras' own base class takes others only to refuse them.
+        # Keras' base class accepts others only to refuse them.
         if base.__name__ == "Layer" or all(p.kind is not p.VAR_KEYWORD for p in arguments):
             return
 
 
 def _function_name(value: Any) -> Any:
-    # A `.keras` file says of a function that it is one.
+    # A `.keras` file marks functions.
     if isinstance(value, dict) and value.get("class_name") == "function":
         return value.get("config")
     return value
 
 
 def _hard_sigmoid() -> Any:
-    # It was another function: clip(0.2 x + 0.5, 0, 1).
+    # hard_sigmoid was another function: clip(0.2 x + 0.5, 0, 1).
     from lossscale.keras.arguments import hard_sigmoid
 
     return hard_sigmoid
@@ -182,7 +183,7 @@ def _single(axis: Any) -> Any:
 
 
 def _dtype(settings: dict[str, Any]) -> dict[str, Any]:
-    # The policies of 2.0 to 2.3 carried a loss scale, which has nothing to do with the layer.
+    # The policies of 2.0 to 2.3 carried a loss scale, which does not affect the layer.
     dtype = settings.get("dtype")
     if isinstance(dtype, dict) and dtype.get("class_name") in _POLICIES:
         return {"dtype": dtype["config"]["name"]}
@@ -235,7 +236,7 @@ def made_by_keras(what: str) -> Iterator[None]:
         yield
     except LossScaleError:
         raise
-    # Keras raises whatever the layer of the moment raises.
+    # A user's layer can raise any exception.
     except Exception as error:
         text = first_line(error)
-        raise OldFileError(f"{what} cannot be made by Keras 3: {text}") from error
+        raise OldFileError(f"Keras 3 cannot create {what}: {text}") from error

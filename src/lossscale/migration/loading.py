@@ -58,7 +58,7 @@ def load_model(
 
     Raises:
         OldFileError: If the file is missing or damaged, has no loss scale optimizer, or Keras 3
-            cannot make what it describes. It is a `ValueError`.
+            cannot make what it describes.
     """
     known = [each.root for each in registry.KERASES]
     if framework not in known:
@@ -94,14 +94,14 @@ def check_has_scaling(file: ModelFile) -> None:
     """Raises unless the model was compiled with a loss scale optimizer."""
     if file.training is None:
         raise OldFileError(
-            f"{file.path}: the model was saved without its training configuration, so without an "
+            f"{file.path}: the model was saved without a training configuration, so without an "
             "optimizer."
         )
     if not file.optimizer:
-        raise OldFileError(f"{file.path}: the training configuration names no optimizer.")
+        raise OldFileError(f"{file.path}: its training configuration does not name an optimizer.")
     if not file.wrapped:
         raise OldFileError(
-            f"{file.path}: the optimizer, {file.inner_name}, has no loss scaling. Load the model "
+            f"{file.path}: its optimizer, {file.inner_name}, has no loss scaling. Load the model "
             "with keras.saving.load_model."
         )
 
@@ -119,11 +119,11 @@ def _optimizer(file: ModelFile, own: dict[str, Any]) -> Any:
             )
         return own.get(str(written), LossScaleOptimizer).from_config(file.settings, own)
     except (LossScaleError, ValueError, TypeError, KeyError) as error:
-        raise OldFileError(f"{file.path}: its optimizer cannot be made: {error}") from error
+        raise OldFileError(f"{file.path}: cannot create its optimizer: {error}") from error
 
 
 def _registered_name(file: ModelFile) -> Any:
-    # HDF5 files have it in the place of the class name.
+    # HDF5 files store it in place of the class name.
     described = file.optimizer or {}
     return described.get("registered_name") or described.get("class_name")
 
@@ -144,10 +144,10 @@ def _model_of_keras_3(file: ModelFile) -> Any:
             return keras.saving.load_model(_named_for_keras(file, Path(folder)), compile=False)
     except LossScaleError:
         raise
-    # Keras raises whatever the layer of the moment raises.
+    # A user's layer can raise any exception.
     except Exception as error:
         text = first_line(error)
-        raise OldFileError(f"{file.path}: Keras 3 cannot make its model: {text}") from error
+        raise OldFileError(f"{file.path}: Keras 3 cannot create its model: {text}") from error
 
 
 def _named_for_keras(file: ModelFile, folder: Path) -> Path:
@@ -167,7 +167,7 @@ def _restore(file: ModelFile, optimizer: Any, model: Any, trained: list[Any]) ->
         _restore_keras_3(file, optimizer, trained)
         return
     saved = saved_optimizer(file, len(trained))
-    # Keras 3 hands the optimizer the variables in the order of its own model.
+    # Keras 3 passes the variables to the optimizer in the order of its model.
     own_order = list(model.trainable_variables)
     turns = {id(variable): turn for turn, variable in enumerate(own_order)}
     for slot in saved.slots:
@@ -197,7 +197,7 @@ def _restore_keras_3(file: ModelFile, optimizer: Any, trained: list[Any]) -> Non
         optimizer._load_inner({str(number): array for number, array in enumerate(arrays)})
     else:
         raise OldFileError(
-            f"{file.path}: holds {len(arrays)} arrays of the optimizer, which keeps "
+            f"{file.path}: contains {len(arrays)} arrays of the optimizer, which has "
             f"{len(inner.variables)}."
         )
     if file.own:

@@ -10,11 +10,11 @@ from lossscale.errors import OldFileError
 from lossscale.migration.graph import Graph, Node
 from lossscale.optimizer import LossScaleOptimizer
 
-# How a functional or sequential model of Keras 2 names the layers that have weights. It names all
-# of them `layer-0` and so on a second time.
+# How a functional or sequential Keras 2 model names its layers with weights. A second set of names,
+# `layer-0` and so on, covers all layers.
 _NUMBERED = "layer_with_weights-"
 
-# Where Keras 3 gave another name to the same weight.
+# Where Keras 3 renamed a weight.
 _RENAMED = {
     "DepthwiseConv1D": {"depthwise_kernel": "kernel"},
     "DepthwiseConv2D": {"depthwise_kernel": "kernel"},
@@ -36,7 +36,7 @@ class Matches:
         self.graph = graph
         self.variables: dict[int, Any] = {}
         self.optimizers: list[tuple[str, Node, Any]] = []
-        # Layers that compute something from their variables, once those are set.
+        # Layers that derive values from their variables after these are set.
         self.finalized: list[Any] = []
         self._seen: set[tuple[int, int]] = set()
         self._paths: dict[int, str] = {}
@@ -46,9 +46,9 @@ class Matches:
             if number is None:
                 known = sorted(set(root.children) - {"save_counter"})
                 raise OldFileError(
-                    f"{graph.path}: holds no object named {name!r}; it holds {known}. Name the "
-                    "objects as they were saved; a model whose `save_weights` wrote the file is "
-                    "`root`."
+                    f"{graph.path}: contains no object named {name!r}; it contains {known}. Pass "
+                    "objects by the names they were saved under; a model whose `save_weights` "
+                    "wrote the file is `root`."
                 )
             self._follow(number, thing, name)
         for name, thing in objects.items():
@@ -81,24 +81,24 @@ class Matches:
     def _check_shape(self, node: Node, variable: Any, path: str) -> None:
         if tuple(variable.shape) != tuple(node.value.shape):
             raise OldFileError(
-                f"{self.graph.path}: {path} has the shape {tuple(node.value.shape)} in the file "
-                f"and {tuple(variable.shape)} here. Nothing was changed."
+                f"{self.graph.path}: {path} has shape {tuple(node.value.shape)} in the file and "
+                f"{tuple(variable.shape)} here. Nothing was changed."
             )
 
     def _check_placed(self, node: Node, layer: Any, path: str) -> None:
         for name, child in node.children.items():
             if self.graph.nodes[child].value is not None and child not in self.variables:
                 raise OldFileError(
-                    f"{self.graph.path}: {path}/{name}, {self.graph.nodes[child].name!r}, has no "
-                    f"place in the layer {layer.name!r}. Make the layer as the saved one was made. "
-                    "Nothing was changed."
+                    f"{self.graph.path}: {path}/{name}, {self.graph.nodes[child].name!r}, does not "
+                    f"exist in the layer {layer.name!r}. Nothing was changed. Create the layer "
+                    "with the arguments of the saved one."
                 )
 
     def _check_complete(self, name: str, thing: Any) -> None:
         for variable in variables_of(thing):
             if id(variable) not in self._paths:
                 raise OldFileError(
-                    f"{self.graph.path}: holds no value for the variable {variable.name!r} of "
+                    f"{self.graph.path}: contains no value for the variable {variable.name!r} of "
                     f"{name!r}. Nothing was changed."
                 )
 
@@ -152,7 +152,7 @@ def attribute(thing: Any, name: str) -> Any:
         return thing.get(name)
     if isinstance(thing, (list, tuple)):
         return thing[int(name)] if name.isdecimal() and int(name) < len(thing) else None
-    # Some names are properties that raise whatever they like before they have a value.
+    # Some names are properties that raise arbitrary exceptions before they have a value.
     try:
         found = getattr(thing, name, None)
         if found is None:
@@ -165,7 +165,7 @@ def attribute(thing: Any, name: str) -> Any:
 
 def is_layer(thing: Any) -> bool:
     """Whether a thing is a layer or a model of Keras 3 or tf_keras."""
-    # In this order: a dictionary with layers for keys raises when it is asked for its weights.
+    # In this order: a dictionary with layers as keys raises when asked for its weights.
     return hasattr(thing, "_flatten_layers") and hasattr(thing, "weights")
 
 
@@ -184,9 +184,9 @@ def numbered_layers(graph: Graph, node: Node, model: Any) -> dict[str, Any]:
     layers = [layer for layer in getattr(model, "layers", None) or [] if layer.weights]
     if len(layers) != len(numbered):
         raise OldFileError(
-            f"{graph.path}: the model in the file has {len(numbered)} layers with "
-            f"weights, this one has {len(layers)}. A model without weights has to be built "
-            "first. Nothing was changed."
+            f"{graph.path}: the model in the file has {len(numbered)} layers with weights, this "
+            f"one has {len(layers)}. Nothing was changed. If this model has no weights yet, build "
+            "it first."
         )
     said = {name: _layer_name(graph, node.children[name]) for name in numbered}
     by_name = {name: _only_layer(layers, called) for name, called in said.items()}
@@ -232,12 +232,12 @@ def _check_no_other(graph: Graph, name: str, layer: Any, layers: list[Any]) -> N
     if layer.name == name:
         return
     other = next((other for other in layers if other.name == name), None)
-    # Names that Keras makes count on from model to model: there the order says more.
+    # Generated names continue their numbers from model to model, so the order is more reliable.
     if other is not None and not _is_automatic(other):
         raise OldFileError(
-            f"{graph.path}: the layer {name!r} stands elsewhere in the file than in this model, "
-            f"which has {layer.name!r} in its place, and not all layers have the names that they "
-            "have in the file. Give the layers the names of then. Nothing was changed."
+            f"{graph.path}: the layer {name!r} is at another position than in this model, which "
+            f"has {layer.name!r} there. Nothing was changed. Give every layer the name that it has "
+            "in the file."
         )
 
 

@@ -29,15 +29,15 @@ from lossscale.old_formats.slots import (
 
 HDF5 = "HDF5 model"
 
-# A model in a model in a model takes some ten each.
+# Each level of nested models adds some ten levels of brackets.
 _DEEPEST = 200
 
-# Where Keras' own LossScaleOptimizer writes what has an effect. Before it stand its own count of
-# steps and its own learning rate, which stay 0; the last is the count of the optimizer inside.
+# Where Keras' own LossScaleOptimizer stores what has an effect. Its own step count and learning
+# rate come first and stay 0; the last is the step count of the inner optimizer.
 _PLACES_OF_KERAS_OWN = {"step_counter": 2, "dynamic_scale": 3, "iteration": 4}
 # Before it is built: two counts and one or two learning rates.
 _UNBUILT_KERAS_OWN = 4
-# What Keras makes its own of when `compile` puts it around an optimizer.
+# Classes that `compile` wraps in Keras' own LossScaleOptimizer.
 _KERAS_DEFAULTS = {"initial_scale": 2.0**15, "dynamic_growth_steps": 2000}
 _ZIP = ".keras model"
 
@@ -89,14 +89,14 @@ class ModelFile:
 
     @property
     def inner(self) -> dict[str, Any]:
-        """The configuration of the optimizer inside, with its class name."""
+        """The configuration of the inner optimizer, with its class name."""
         settings = self.settings
         found = settings.get("inner_optimizer", settings.get("optimizer", self.optimizer))
         return dict(found or {})
 
     @property
     def inner_name(self) -> str:
-        """The class name of the optimizer inside."""
+        """The class name of the inner optimizer."""
         return str(self.inner.get("class_name", "")).rpartition(">")[2]
 
 
@@ -134,10 +134,7 @@ def parsed(text: str | bytes) -> Any:
     Raises:
         OldFileError: If its brackets are nested deeper than those of any model.
     """
-    deep = OldFileError(
-        f"brackets are nested more than {_DEEPEST} deep in its configuration, and no model needs "
-        "that"
-    )
+    deep = OldFileError(f"brackets in its configuration are nested more than {_DEEPEST} deep")
     try:
         found = json.loads(text)
     except RecursionError:
@@ -164,10 +161,10 @@ def _read_hdf5(path: str) -> ModelFile:
                 "weights alone" if "layer_names" in file.attrs or "layers" in file else "no model"
             )
             raise OldFileError(
-                f"{path}: holds {what}, no `model_config` and no optimizer. Migrate the file that "
-                "model.save wrote."
+                f"{path}: contains {what}, no `model_config` and no optimizer. Migrate the file "
+                "that model.save wrote."
             )
-        # All of it, and now: what is cut short is found before anything is made of it.
+        # Read everything first: a truncated file is found before anything is built from it.
         _read_everything(file["model_weights"])
         training = _json_attribute(file, "training_config")
         names, arrays = _read_hdf5_optimizer(file)
@@ -218,7 +215,7 @@ def _read_zip(path: str) -> ModelFile:
         if broken is not None:
             raise OldFileError(f"{path}: damaged: {broken!r} inside does not match its checksum.")
         if "config.json" not in archive.namelist():
-            raise OldFileError(f"{path}: a zip file without config.json, so no model of Keras.")
+            raise OldFileError(f"{path}: a zip file without config.json, so not a Keras model.")
         config = parsed(archive.read("config.json"))
         weights = io.BytesIO(archive.read("model.weights.h5"))
     training = config.get("compile_config")
@@ -318,7 +315,7 @@ def _roles(model: ModelFile, variables: int | None) -> Sequence[ArrayRole]:
     roles = roles_by_number(model.inner_name, settings, variables, count)
     if roles is None:
         raise OldFileError(
-            f"{model.path}: holds {count} arrays of the optimizer {model.inner_name!r}, which are "
-            f"not those of an optimizer for {variables} variables."
+            f"{model.path}: contains {count} arrays of the optimizer {model.inner_name!r}, which "
+            f"do not fit {variables} variables."
         )
     return roles

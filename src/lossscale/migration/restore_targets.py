@@ -19,7 +19,7 @@ from lossscale.old_formats.configurations import NADAM_DECAY, decayed
 from lossscale.old_formats.slots import kind_of, nadam_product, names_for
 from lossscale.packages import warn
 
-# With it TensorFlow's first Nadam raises its momentum as all later ones do.
+# With this value, TensorFlow's first Nadam raises its momentum like all later ones.
 NEW_NADAM_DECAY = 1.0
 
 
@@ -88,12 +88,12 @@ class RestoreTarget:
         unknown = sorted(name for name in named if not hasattr(self.inner, name))
         if unknown:
             raise OldFileError(
-                f"{self.path}: the file's optimizer has the hyperparameter {unknown[0]!r}, and "
-                f"{type(self.inner).__name__} has none of that name. Nothing was changed."
+                f"{self.path}: {type(self.inner).__name__} has no hyperparameter {unknown[0]!r}, "
+                "which the saved optimizer has. Nothing was changed."
             )
         before = {name: float(getattr(self.inner, name)) for name in named}
         for name, value in named.items():
-            # A file holds float32; the same number in Python's precision is kept.
+            # A file holds float32; keep the Python number if it is equal.
             if np.float32(before[name]) != np.float32(value):
                 self.set_setting(name, value)
         return before
@@ -102,7 +102,7 @@ class RestoreTarget:
         """Sets the learning rate and its decay; a schedule of the optimizer stays."""
         decay = saved.settings.get("decay", 0.0)
         if self.kind == "Nadam":
-            # What every other optimizer calls the decay of the learning rate.
+            # Other optimizers use this name for the decay of the learning rate.
             if "decay" in saved.settings:
                 self.set_momentum_schedule(decay)
             elif saved.era not in (OLDEST, FIRST_KIND):
@@ -122,13 +122,13 @@ class RestoreTarget:
                 return self.optimizer.get_slot(variable, name)
             except UnknownSlotError:
                 continue
-        # The new SGD of TensorFlow keeps a momentum even where it multiplies it by zero.
+        # TensorFlow's new SGD keeps a momentum slot even if momentum is 0.
         if self.kind == "SGD" and "m" in saved.names and not float(self.inner.momentum):
             return None
         raise OldFileError(
-            f"{self.path}: the file's optimizer keeps {saved.label or saved.names[0]!r}, and "
-            f"{type(self.inner).__name__} keeps {self.optimizer.get_slot_names()} for the "
-            f"variable {variable.name!r}. Make the optimizer as the saved one was made."
+            f"{self.path}: the saved optimizer has the slot {saved.label or saved.names[0]!r}; "
+            f"{type(self.inner).__name__} has {self.optimizer.get_slot_names()} for "
+            f"{variable.name!r}. Create the optimizer with the settings of the saved one."
         )
 
     def set_counters(self, saved: SavedOptimizer) -> None:
@@ -149,15 +149,14 @@ class RestoreTarget:
             else:
                 left.append(name)
         if product is not None and not known and saved.slots:
-            # Model files of the new optimizers do not hold it.
+            # Model files of the new optimizers lack it.
             steps = (saved.iterations or 0) - saved.skipped
             product.assign(nadam_product(float(self.inner.beta_1), steps))
             if saved.era == NEW_KIND and self.optimizer.dynamic:
                 warn(
-                    f"{self.path}: Nadam's product of momentums is not in such a file. It was "
-                    f"computed for {steps} steps, and the file does not say how many of them "
-                    "were skipped. If some were, the next steps differ a little. A checkpoint "
-                    "has the product itself."
+                    f"{self.path}: the file lacks Nadam's product of momentums; it was computed "
+                    f"for {steps} steps. If some of these were skipped, the next steps differ "
+                    "slightly. A checkpoint contains the product."
                 )
         return left
 
@@ -165,7 +164,7 @@ class RestoreTarget:
         """Sets the loss scale; returns the names of its values that have no place here."""
         optimizer = self.optimizer
         if optimizer._state is None:
-            # A LossScale of the user's, with variables of its own.
+            # A user's LossScale with its own variables.
             own = optimizer._loss_scale._variables()
             for name, value in saved.loss_scale.items():
                 if name in own:
@@ -194,7 +193,7 @@ class KerasRestoreTarget(RestoreTarget):
     def set_counters(self, saved: SavedOptimizer) -> None:
         if saved.iterations is not None:
             self.optimizer._steps_skipped.assign(saved.skipped)
-            # With gradient accumulation, `iterations` is another number.
+            # With gradient accumulation, `iterations` counts something else.
             self.optimizer._iterations.assign(saved.iterations)
 
     def set_rate(self, rate: float, decay: float) -> None:
@@ -212,7 +211,7 @@ class KerasRestoreTarget(RestoreTarget):
     def set_scale_values(self, scale: float, good_steps: int) -> None:
         named = {field: v.name for field, v in self.optimizer._state.variables.items()}
         values = {"scale": np.float32(scale), "good_steps": np.int64(good_steps)}
-        # A rule of one's own may count no steps.
+        # A custom rule may not count steps.
         self.optimizer._restore_scale(
             {named[field]: value for field, value in values.items() if field in named}
         )
@@ -237,7 +236,7 @@ class TFKerasRestoreTarget(RestoreTarget):
     def set_setting(self, name: str, value: Any) -> None:
         setattr(self.inner, name, value)
         if self._is_legacy and name == "momentum" and hasattr(self.inner, "_momentum"):
-            # What decides whether there are slots for it.
+            # These settings decide whether the slots exist.
             self.inner._momentum = float(value) > 0
 
     def set_rate(self, rate: float, decay: float) -> None:
@@ -274,7 +273,8 @@ class TFKerasRestoreTarget(RestoreTarget):
     def set_others(self, saved: SavedOptimizer) -> list[str]:
         left = super().set_others(saved)
         if hasattr(self.inner, "_u_product_counter") and saved.iterations is not None:
-            # By this number tf_keras tells whether this step has multiplied the product already.
+            # tf_keras uses this number to tell whether the current step has already updated the
+            # product.
             self.inner._u_product_counter = saved.iterations - saved.skipped + 1
         return left
 
@@ -299,6 +299,6 @@ def target_for(optimizer: Any, path: str) -> RestoreTarget:
     target = TARGETS.get(optimizer._framework)
     if target is None:
         raise UnsupportedError(
-            f"Files of TensorFlow cannot be restored into an optimizer of {optimizer._framework}."
+            f"Files of TensorFlow cannot be restored into a {optimizer._framework} optimizer."
         )
     return target(optimizer, path)

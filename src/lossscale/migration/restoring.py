@@ -69,14 +69,14 @@ def restore_checkpoint(path: str | Path, **objects: Any) -> Restored:
     """
     if not objects:
         raise ArgumentError(
-            "Nothing to restore into. Pass the objects by the names under which they were saved, "
-            "as in restore_checkpoint(path, optimizer=optimizer, model=model)."
+            "There is nothing to restore into. Pass objects by the names they were saved under: "
+            "restore_checkpoint(path, optimizer=optimizer, model=model)."
         )
     for name, thing in objects.items():
         if is_any_optimizer(thing) and not isinstance(thing, LossScaleOptimizer):
             raise ArgumentTypeError(
-                f"{name}={thing!r} has no loss scaling. Wrap it in lossscale.LossScaleOptimizer, "
-                "or restore it with TensorFlow itself."
+                f"{name} must have loss scaling. Received: {thing!r}. Wrap it in "
+                "lossscale.LossScaleOptimizer, or restore it with TensorFlow itself."
             )
     graph = read_graph(path)
     matches = Matches(graph, objects)
@@ -92,7 +92,7 @@ def restore_checkpoint(path: str | Path, **objects: Any) -> Restored:
     try:
         for plan in plans.values():
             plan.prepare(matches, trainable)
-    # Whatever it is, the settings are put back before it is raised.
+    # On any exception, restore the settings before it is raised.
     except Exception:
         for plan in plans.values():
             plan.undo()
@@ -151,9 +151,9 @@ class RestorePlan:
                 continue
             if tuple(place.shape) != tuple(slot.value.shape):
                 raise OldFileError(
-                    f"{self.path}: {slot.label or slot.names[0]!r} has the shape "
-                    f"{tuple(slot.value.shape)} in the file and {tuple(place.shape)} here. "
-                    "Nothing was changed."
+                    f"{self.path}: {slot.label or slot.names[0]!r} has shape "
+                    f"{tuple(slot.value.shape)} in the file and {tuple(place.shape)} here. Nothing "
+                    "was changed."
                 )
             self.slots.append((place, slot.value))
 
@@ -177,27 +177,26 @@ class RestorePlan:
         if owner is None:
             name = matches.graph.nodes[slot.variable].name
             raise OldFileError(
-                f"{self.path}: {slot.label or slot.names[0]!r} belongs to the variable "
-                f"{name!r}, which is not among the objects to restore. Pass it too."
+                f"{self.path}: {slot.label or slot.names[0]!r} belongs to the variable {name!r}, "
+                "which was not passed. Pass its model too."
             )
         return owner
 
     def _check_known(self, owners: Sequence[Any], trainable: Sequence[Any]) -> None:
         built_with = self.target.built_with()
         if not built_with and any(owner is None for owner in owners):
-            # The new optimizers name a slot by its variable, and know the variable by its turn
-            # where two have the same name.
+            # The new optimizers name a slot by its variable, and by its index if two share a name.
             raise OldFileError(
-                f"{self.path}: several variables in this file have the same name, and only "
-                "their order says which state is whose. Call optimizer.build(variables) first, "
-                "with the variables in the order in which they were trained then."
+                f"{self.path}: several variables share a name, so only their order identifies "
+                "them. Call optimizer.build(variables) first, with the variables in their "
+                "original order."
             )
         known = {self.target.key(variable) for variable in built_with or trainable}
         for owner in owners:
             if owner is not None and self.target.key(owner) not in known:
                 raise OldFileError(
-                    f"{self.path}: the file has state for the variable {owner.name!r}, "
-                    "which the optimizer was not built with."
+                    f"{self.path}: the file has state for {owner.name!r}, which the optimizer was "
+                    "not built with. Pass it to optimizer.build."
                 )
 
     def _by_turn(self, slot: SavedSlot) -> Any:

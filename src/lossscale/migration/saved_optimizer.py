@@ -14,7 +14,7 @@ NEW_KIND = "TensorFlow 2.8 to 2.15 or tf_keras, new optimizers"
 KERAS_3 = "Keras 3"
 OURS = "lossscale on Keras 3"
 
-# Names below an optimizer that are none of its settings or slots.
+# Names under an optimizer that are neither settings nor slots.
 _BOOKKEEPING = {
     "_index_dict",
     "_trainable_variables",
@@ -59,7 +59,7 @@ class SavedOptimizer:
         skipped: How many of them were skipped, if the file says so.
         learning_rate: None if the file has none, or it was a schedule.
         settings: The other hyperparameters, by name.
-        scale: The loss scale, dimensionless; None if it was fixed.
+        scale: The loss scale; None if it was fixed.
         good_steps: Finite steps since the scale last changed.
         loss_scale: Everything that stands beside the scale, by name.
         slots: What it kept for each variable.
@@ -125,7 +125,7 @@ def read_optimizer(graph: Graph, node: Node) -> SavedOptimizer:
         if "current_loss_scale" in saved.loss_scale:
             saved.scale = float(saved.loss_scale["current_loss_scale"])
             saved.good_steps = int(saved.loss_scale.get("good_steps", 0))
-        # Files of this library on tf_keras, which are otherwise those of TensorFlow.
+        # Files of this library on tf_keras; the rest matches TensorFlow's.
         saved.skipped = int(loss_scale.extras.get("steps_skipped", saved.skipped))
         if saved.iterations is not None and "steps_skipped" in loss_scale.extras:
             saved.iterations += saved.skipped

@@ -7,7 +7,7 @@ from typing import Any
 
 from lossscale.errors import OldFileError
 
-# The layers that Keras 2 made of operations on its tensors; what each calls stands in the file.
+# Layers that Keras 2 created for operations on tensors; the file names each operation.
 OP_LAYERS = (
     "AddLoss",
     "AddMetric",
@@ -115,8 +115,8 @@ def tensor_op(described: dict[str, Any], inputs: Any, kwargs: dict[str, Any], wh
     if operation is None or (described["class_name"] not in ("TFOpLambda", "SlicingOpLambda")):
         called = f"tf.{symbol}" if symbol else "what only TensorFlow can do"
         raise OldFileError(
-            f"{what} does {called}, which has no counterpart here. Make the model with Keras "
-            "3 (keras.ops has the operations), and restore a checkpoint of it with "
+            f"{what} uses {called}, which is not supported. Create the model with Keras 3 "
+            "(keras.ops has the operations), and restore a checkpoint of it with "
             "restore_checkpoint."
         )
     return operation(inputs, **kwargs)
@@ -132,7 +132,7 @@ def _ops() -> Any:
 
 
 def _tensor(value: Any, like: Any) -> Any:
-    # Lists of numbers were constants, of the other argument's type.
+    # Lists of numbers were constants with the dtype of the other argument.
     if isinstance(value, (list, tuple)):
         return _ops().convert_to_tensor(value, dtype=getattr(like, "dtype", None))
     return value
@@ -192,7 +192,7 @@ def _matmul(
         return _ops().swapaxes(x, -1, -2) if turn else x
 
     if any(rest.values()):
-        raise ValueError(f"arguments without a counterpart: {rest}")
+        raise ValueError(f"unsupported arguments: {rest}")
     return _ops().matmul(turned(_tensor(a, b), transpose_a), turned(_tensor(b, a), transpose_b))
 
 

@@ -24,7 +24,7 @@ from lossscale.migration.restoring import RestorePlan
 from lossscale.migration.saved_optimizer import KERAS_3, OURS
 from lossscale.packages import require
 
-# What they are depends on the outputs of the model.
+# Their values depend on the outputs of the model.
 _KNOWN_TO_COMPILE = {"accuracy", "acc", "crossentropy", "ce"}
 
 
@@ -51,8 +51,8 @@ def load_tf_keras_model(
 
     if file.era == KERAS_3 or _keras_version(file.path).startswith("3."):
         raise OldFileError(
-            f'{file.path}: Keras 3 wrote this file, and tf_keras cannot read it. Leave framework="'
-            'tf_keras" out.'
+            f"{file.path}: Keras 3 wrote this file, which tf_keras cannot read. Leave out "
+            "framework='tf_keras'."
         )
     with tf_keras.saving.custom_object_scope(dict(custom_objects)):
         model = _model(tf_keras, file)
@@ -84,16 +84,16 @@ def _model(tf_keras: Any, file: ModelFile) -> Any:
         if Path(file.path).suffix == suffix and not of_2_12:
             return tf_keras.models.load_model(file.path, compile=False)
         with tempfile.TemporaryDirectory() as folder:
-            # tf_keras goes by the name, and the file may have any.
+            # tf_keras decides by the file name, which may have any suffix.
             named = Path(folder, f"model{suffix}")
             (rewrite if of_2_12 else shutil.copyfile)(file.path, named)
             return tf_keras.models.load_model(named, compile=False)
     except LossScaleError:
         raise
-    # tf_keras raises whatever the layer of the moment raises.
+    # A user's layer can raise any exception.
     except Exception as error:
         raise OldFileError(
-            f"{file.path}: tf_keras cannot make its model: {first_line(error)}"
+            f"{file.path}: tf_keras cannot create its model: {first_line(error)}"
         ) from error
 
 
@@ -103,13 +103,13 @@ def _optimizer(file: ModelFile, own: dict[str, Any]) -> Any:
     described = file.optimizer or {}
     written = described.get("registered_name") or described.get("class_name")
     try:
-        # Of the two families, the optimizer inside decides.
+        # The inner optimizer decides which of the two families this is.
         cls = own.get(str(written), _registered(written) or LossScaleOptimizer)
         return cls.from_config(file.settings, own)
-    # tf_keras raises whatever the optimizer of the moment raises.
+    # A user's optimizer can raise any exception.
     except Exception as error:
         raise OldFileError(
-            f"{file.path}: its optimizer cannot be made: {first_line(error)}"
+            f"{file.path}: cannot create its optimizer: {first_line(error)}"
         ) from error
 
 
@@ -136,11 +136,11 @@ def _compile_arguments(
             continue
         try:
             arguments[name] = _made(training.get(name), module, own)
-        # tf_keras raises whatever the class of the moment raises.
+        # A user's class can raise any exception.
         except Exception as error:
             raise OldFileError(
-                f"{file.path}: tf_keras cannot make its {name}, {training.get(name)!r}: "
-                f"{first_line(error)}. Pass {name}=... in its place."
+                f"{file.path}: tf_keras cannot create its {name}, {training.get(name)!r}: "
+                f"{first_line(error)}. Pass {name}=... instead."
             ) from error
     if training.get("loss_weights") is not None:
         arguments["loss_weights"] = training["loss_weights"]
@@ -152,14 +152,14 @@ def _made(config: Any, module: Any, own: set[str]) -> Any:
     if isinstance(config, dict) and "class_name" in config:
         # Releases before 2.13 wrote no module.
         made = module.deserialize(config, use_legacy_format="module" not in config)
-        # Of a function only its name is made.
+        # For a function, only its name is used.
         return _made(made, module, own) if isinstance(made, str) else made
     if isinstance(config, dict):
         return {name: _made(item, module, own) for name, item in config.items()}
     if isinstance(config, (list, tuple)):
         return [_made(item, module, own) for item in config]
     if isinstance(config, str) and config not in _KNOWN_TO_COMPILE:
-        # tf_keras would look for it at the first step, when no custom objects are known any more.
+        # tf_keras would look it up at the first step, when custom objects are no longer known.
         made = module.get(config)
         return made if config in own else config
     return config
@@ -169,7 +169,7 @@ def _restore(file: ModelFile, optimizer: Any, trained: list[Any]) -> None:
     if not file.arrays:
         return
     if file.era == OURS and file.form == HDF5:
-        # The optimizer's own variables, and behind those of a new one the loss scale.
+        # The optimizer's own variables; those of a new optimizer are followed by the loss scale.
         optimizer._build(trained)
         try:
             optimizer.set_weights(file.arrays)

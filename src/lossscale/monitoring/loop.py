@@ -66,8 +66,8 @@ class LoopMonitor:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ArgumentError(
-                "This Monitor is closed, so it records no step. Make another one; with the same "
-                "`path` pass append=True."
+                "This Monitor is closed and records no more steps. Create another one; with the "
+                "same `path`, pass append=True."
             )
 
     def _add_steps(self, steps: int, read: Read, loss: Any) -> None:

@@ -111,8 +111,7 @@ def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
             steps are those of the repetition.
 
     Raises:
-        ArgumentError: If another line is not a record; the message names the line. It is a
-            `ValueError`.
+        ArgumentError: If another line is not a record; the message names the line.
         OSError: If the file cannot be read.
     """
     records: list[StepRecord] = []
@@ -135,7 +134,7 @@ def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
 def _parsed(line: bytes) -> StepRecord:
     fields = json.loads(line)
     if not isinstance(fields, dict):
-        raise TypeError("it is not an object with the fields of one")
+        raise TypeError("not a JSON object")
     number = (int, float)
     for name, kinds in (("step", int), ("scale", number), ("skipped", bool)):
         if not isinstance(fields.get(name), kinds) or (fields[name] is True and name != "skipped"):

@@ -35,8 +35,8 @@ class MonitorSettings:
         object.__setattr__(self, "every", checked_count("every", self.every))
         if self.log is not None and not callable(self.log):
             raise ArgumentTypeError(
-                "`log` must be a function of a record, which is a dictionary. "
-                f"Received: log={self.log!r} of type {type(self.log).__name__}."
+                "`log` must be a function of one dictionary, the record. Received: "
+                f"log={self.log!r} of type {type(self.log).__name__}."
             )
         if self.on_floor not in _ON_FLOOR:
             raise ArgumentError(
@@ -55,7 +55,7 @@ class MonitorSettings:
 def _check_path(path: Any) -> None:
     if path is None:
         return
-    # open() would take an int, and write to the file of that number.
+    # open() accepts an int, and would write to that file descriptor.
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentTypeError(
             f"`path` must be the name of a file. Received: path={path!r} of type "
@@ -65,8 +65,8 @@ def _check_path(path: Any) -> None:
         raise ArgumentError("`path` must not be empty. Pass None to write no file.")
     if os.path.isdir(path):
         raise ArgumentError(
-            f"`path` must be the name of a file, and there is a folder of that name. "
-            f"Received: path={os.fspath(path)!r}."
+            f"`path` must be the name of a file. Received: path={os.fspath(path)!r}, which is a "
+            "folder."
         )
 
 
@@ -132,7 +132,7 @@ class Recorder:
         """Opens the file, if there is one. Opened again, it continues in the same file.
 
         Raises:
-            ArgumentError: If the file exists and `append` is False. It is a `ValueError`.
+            ArgumentError: If the file exists and `append` is False.
             OSError: If the file cannot be written.
         """
         self.close()
@@ -146,15 +146,15 @@ class Recorder:
         except FileExistsError:
             raise ArgumentError(
                 f"{os.fspath(path)!r} exists. Pass another path, remove the file, or pass "
-                "append=True to continue it, as a resumed run does. If several processes run this "
-                "program, pass a path in one of them, or a path of its own in each."
+                "append=True to continue it. If several processes run this program, pass a path "
+                "in one of them, or a different path in each."
             ) from None
         self._writes = self._append = True
 
     def close(self) -> None:
         """Closes the file. Closing it again does nothing."""
         if self._file is not None:
-            # Each line has been flushed; on a full disk the rest of one fails again.
+            # Every line was flushed; on a full disk, closing fails again.
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
@@ -199,7 +199,7 @@ class Recorder:
             try:
                 self.settings.log(record.to_dict())
             except BaseException:
-                # `fit` ends without another call. A loop that continues opens the file again.
+                # `fit` ends without another call; a loop that continues opens the file again.
                 self.close()
                 raise
         self._raise_alarms(record)
@@ -211,15 +211,15 @@ class Recorder:
             if self._file is None:
                 self._file = open(self.settings.path, "ab")  # noqa: SIM115
             self._file.write(record.to_json().encode() + b"\n")
-            # So that it can be read while the run continues, and after the process is killed.
+            # Flushed, so that the file can be read during the run and after a kill.
             self._file.flush()
         except OSError as error:
             # A full disk must not end a run of days.
             self._writes = False
             self.close()
             warn(
-                f"The records of steps from {record.step} on are not written: "
-                f"{self.settings.path!r} cannot be written any more ({error})."
+                f"{self.settings.path!r} became unwritable ({error}). Records from step "
+                f"{record.step} on are lost."
             )
 
     # --- The alarms ---------------------------------------------------------------------------
@@ -246,18 +246,18 @@ class Recorder:
             if not self._warned_of_loss:
                 self._warned_of_loss = True
                 warn(
-                    f"The loss of step {record.step} is {record.loss}. No loss scale can help. "
-                    "Check the data of this batch and the learning rate."
+                    f"The loss of step {record.step} is {record.loss}, which no loss scale can "
+                    "prevent. Check the data of this batch and the learning rate."
                 )
         elif not is_lowest(self._rule, record.scale):
             self._warned_of_floor = False
         elif record.skipped and self.settings.on_floor != "ignore" and not self._warned_of_floor:
             self._warned_of_floor = True
             message = (
-                f"Step {record.step} was skipped at the lowest loss scale, {record.scale:g}. "
-                f"{_evidence(record)} If gradients are too large for float16, let the rule go "
-                "lower: DynamicScale(min_scale=2.0**-24). If the data or the loss are infinite, "
-                "no scale helps."
+                f"Step {record.step} was skipped at the minimum loss scale, {record.scale:g}. "
+                f"{_evidence(record)} If gradients are too large for float16, pass "
+                "rule=lossscale.DynamicScale(min_scale=2.0**-24). If the loss or the data contain "
+                "inf or NaN, no scale helps."
             )
             if self.settings.on_floor == "raise":
                 self._halt(f"{message} (on_floor='raise')")
@@ -270,7 +270,7 @@ class Recorder:
 
 def _evidence(record: StepRecord) -> str:
     if not record.nonfinite:
-        return "Which gradients were not finite was not recorded."
+        return "The gradients that were not finite were not recorded."
     return f"Not finite: {', '.join(map(str, record.nonfinite[:5]))}."
 
 

@@ -27,7 +27,7 @@ the module says which class is meant. Not the first one in lower case: Keras' `d
 then find no class for that.
 """
 
-# By the name in lower case: TensorFlow's own loader lower-cases names in the caller's dictionary.
+# In lower case, because TensorFlow's own loader lower-cases the names in the caller's dictionary.
 _OPTIMIZERS = {
     name.lower(): name
     for name in (
@@ -44,7 +44,7 @@ _OPTIMIZERS = {
         "SGD",
     )
 }
-# What TensorFlow's exports called two of them.
+# How TensorFlow's exports named two of them.
 _OPTIMIZERS["gradientdescent"] = "SGD"
 _OPTIMIZERS["gradient_descent"] = "SGD"
 
@@ -58,7 +58,7 @@ _SCHEDULES = {
 }
 _SCHEDULES_WITHOUT_SUCCESSOR = {"LinearCosineDecay", "NoisyLinearCosineDecay"}
 
-# They say how TensorFlow was to run the optimizer, not what it computes.
+# Settings of how TensorFlow runs the optimizer, which do not affect its result.
 _WITHOUT_EFFECT = ("is_legacy_optimizer", "jit_compile")
 
 NADAM_DECAY = (
@@ -90,7 +90,7 @@ def inner_config(config: Any, custom_objects: Mapping[str, Any] | None = None) -
     registered = config.get("registered_name")
     if {written, registered} & set(custom_objects or ()):
         return copy.deepcopy(dict(config))
-    # TensorFlow 2.8 to 2.10 registered its new optimizers, which put this before their names.
+    # TensorFlow 2.8 to 2.10 registered its new optimizers with this prefix.
     name = _OPTIMIZERS.get(written.removeprefix("Custom>").lower())
     if name is None or (registered and ">" in registered and registered[:7] != "Custom>"):
         return copy.deepcopy(dict(config))
@@ -105,7 +105,7 @@ def _settings(optimizer: str, settings: dict[str, Any]) -> dict[str, Any]:
         rate = settings.pop("lr")
         settings.setdefault("learning_rate", rate)
     if settings.get("epsilon", 0) is None:
-        # TensorFlow put its default in its place, and so does Keras 3 if nothing is there.
+        # TensorFlow used its default instead, and so does Keras 3 if the setting is missing.
         del settings["epsilon"]
     for name in ("clipnorm", "clipvalue", "global_clipnorm"):
         if name in settings and settings[name] is None:
@@ -115,7 +115,7 @@ def _settings(optimizer: str, settings: dict[str, Any]) -> dict[str, Any]:
     if "learning_rate" in settings:
         settings["learning_rate"] = schedule_config(settings["learning_rate"])
     if optimizer == "Nadam":
-        # What every other optimizer calls the decay of the learning rate.
+        # Other optimizers use this name for the decay of the learning rate.
         slow_rise = decay if slow_rise is None else slow_rise
         if slow_rise is not None and slow_rise != 1.0:
             warn(NADAM_DECAY.format(decay=slow_rise))
@@ -138,15 +138,14 @@ def schedule_config(rate: Any) -> Any:
     name = str(rate.get("class_name", ""))
     if name in _SCHEDULES_WITHOUT_SUCCESSOR:
         raise ArgumentError(
-            f"Keras 3 has no learning rate schedule {name!r}. Make the optimizer with a "
-            "schedule of your own, and restore its state with "
-            "lossscale.migration.restore_checkpoint."
+            f"Keras 3 has no learning rate schedule {name!r}. Create the optimizer with your own "
+            "schedule, and restore its state with lossscale.migration.restore_checkpoint."
         )
     if name not in _SCHEDULES or ">" in str(rate.get("registered_name") or ""):
         return dict(rate)
     settings = dict(rate.get("config") or {})
     if settings.get("name", "") is None:
-        # Keras 3 has a name of its own for each, and refuses this one.
+        # Keras 3 has its own name for each, and refuses this one.
         del settings["name"]
     return {
         "module": "keras.optimizers.schedules",
@@ -170,8 +169,8 @@ def decayed(rate: Any, decay: float, optimizer: str) -> dict[str, Any]:
     if rate is None or isinstance(rate, Mapping):
         what = "a schedule" if rate else "no learning rate"
         raise ArgumentError(
-            f"The configuration of {optimizer} has decay={decay!r} beside {what}. Keras 3 has "
-            "no `decay`; make the optimizer with one schedule that does both."
+            f"{optimizer} has both decay={decay!r} and {what}; Keras 3 has no `decay`. Create the "
+            "optimizer with one schedule that does both."
         )
     return {
         "module": "keras.optimizers.schedules",

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-# For each optimizer, groups of names of one and the same slot: first that of TensorFlow's first
-# optimizers, which the documents use, then those of its new ones, of Keras 3, and of the attribute
-# that holds it.
+# For each optimizer, groups of names of the same slot: first that of TensorFlow's first optimizers,
+# which the documents use, then those of its new ones, of Keras 3, and of the attribute that holds
+# it.
 _FIRST = ("m", "momentum", "momentums", "_momentums")
 _SECOND = ("v", "velocity", "_velocities")
 _LARGEST = ("vhat", "velocity_hat", "_velocity_hats")
@@ -194,7 +194,7 @@ def roles_by_number(
     for group in groups:
         roles += [ArrayRole(slot, number) for number in range(variables) for slot in group]
     if count == 1:
-        # Saved before it had met a variable.
+        # Saved before it had a variable.
         return roles[:1]
     return roles if len(roles) == count else None
 

@@ -59,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Training needs none of what a diagnosis imports.
+    # Training does not need the imports of a diagnosis.
     if name != "diagnose":
         raise AttributeError(f"module 'lossscale.optax' has no attribute {name!r}")
     from lossscale.diagnosis.jax import diagnose
@@ -68,5 +68,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    # What is public, for completion.
+    # Public names, for completion.
     return sorted(__all__)

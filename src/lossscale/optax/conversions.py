@@ -32,7 +32,7 @@ def from_jmp(
         loss_scale: A `jmp.DynamicLossScale`, `StaticLossScale` or `NoOpLossScale`. Of one that
             went through `pmap` a single replica.
         inner_state: The state of the Optax optimizer that jmp's loop used, as it is.
-        min_scale: The lowest scale, dimensionless. None takes that of `loss_scale`, which jmp
+        min_scale: The lowest scale. None takes that of `loss_scale`, which jmp
             sets back to 1 whenever the object goes through a function of JAX.
 
     Returns:
@@ -40,9 +40,9 @@ def from_jmp(
         `init(params)`.
 
     Raises:
-        ArgumentTypeError: If `loss_scale` is none of these. It is a `TypeError`.
-        ArgumentError: If a number in it cannot be used. It is a `ValueError`.
-        AlreadyWrappedError: If `inner_state` has a loss scale already. It is a `TypeError`.
+        ArgumentTypeError: If `loss_scale` is none of these.
+        ArgumentError: If a number in it cannot be used.
+        AlreadyWrappedError: If `inner_state` has a loss scale already.
 
     Examples:
         >>> import jmp
@@ -93,9 +93,9 @@ def from_flax(dynamic_scale: Any, inner_state: Any) -> tuple[ScaleRule, LossScal
         `init(params)`.
 
     Raises:
-        ArgumentTypeError: If `dynamic_scale` is none. It is a `TypeError`.
-        ArgumentError: If a number in it cannot be used. It is a `ValueError`.
-        AlreadyWrappedError: If `inner_state` has a loss scale already. It is a `TypeError`.
+        ArgumentTypeError: If `dynamic_scale` is none.
+        ArgumentError: If a number in it cannot be used.
+        AlreadyWrappedError: If `inner_state` has a loss scale already.
 
     Examples:
         >>> from flax.training.dynamic_scale import DynamicScale
@@ -123,7 +123,7 @@ def from_flax(dynamic_scale: Any, inner_state: Any) -> tuple[ScaleRule, LossScal
 
 
 def _dynamic(scale: float, *, min_scale: float, max_scale: float | None, **given: Any) -> Any:
-    # Of no floor, and of one that float32 has as a subnormal number, the lowest that there is.
+    # Without a floor, or with a subnormal one, use the smallest allowed scale.
     lowest = max(min_scale, SMALLEST_SCALE) if min_scale >= 0 else min_scale
     highest = LARGEST_SCALE if max_scale is None else max_scale
     usable = math.isfinite(scale) and scale > 0
@@ -131,8 +131,8 @@ def _dynamic(scale: float, *, min_scale: float, max_scale: float | None, **given
     rule = DynamicScale(initial_scale=first, min_scale=lowest, max_scale=max_scale, **given)
     if first != scale:
         warn(
-            f"The loss scale was {scale}, which is outside the range of {rule}. Training goes on "
-            f"with {first}."
+            f"The loss scale was {scale}, outside the range of {rule}. Training continues with "
+            f"{first}."
         )
     return rule
 
@@ -143,8 +143,8 @@ def _converted_state(
     """The state for fields of the rule's state, brought into its range, with a warning."""
     if states_below(inner_state):
         raise AlreadyWrappedError(
-            "`inner_state` must be the state of the optimizer inside, and has a loss scale "
-            "already. Pass its `inner_state`."
+            "`inner_state` must be the state of the inner optimizer. Received: a state that has a "
+            "loss scale already. Pass its `inner_state`."
         )
     first = rule.init()
     kept = {name: type(getattr(first, name))(value) for name, value in fields.items()}
@@ -152,8 +152,8 @@ def _converted_state(
     restored = rule.restored(given)
     if rule.moves and float(restored.scale) != float(given.scale):
         warn(
-            f"The loss scale was {given.scale}, which is outside the range of {rule}. Training "
-            f"goes on with {restored.scale}."
+            f"The loss scale was {given.scale}, outside the range of {rule}. Training continues "
+            f"with {restored.scale}."
         )
     return state_of(rule, restored, inner_state)
 
@@ -162,16 +162,16 @@ def _number_in(name: str, value: Any) -> Any:
     """The Python number in an array.
 
     Raises:
-        ArgumentError: If it is no array with one number. It is a `ValueError`.
+        ArgumentError: If it is not an array with one number.
     """
     array = np.asarray(value)
     if array.size != 1 or array.dtype.kind not in "fiub" + "V":
         raise ArgumentError(
             f"`{name}` must be a number, or an array with one. Received: an array of shape "
-            f"{array.shape} and dtype {array.dtype}. Of a state that went through pmap take one "
+            f"{array.shape} and dtype {array.dtype}. If the state went through pmap, pass one "
             "replica: jax.tree.map(lambda x: x[0], state)."
         )
-    # bfloat16 is of no kind that NumPy knows.
+    # NumPy has no kind for bfloat16.
     return float(array.item()) if array.dtype.kind == "V" else array.item()
 
 

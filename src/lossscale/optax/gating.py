@@ -28,8 +28,8 @@ def skipped_like(update: Any) -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    # Gradients by integers are arrays of float0 that no operation takes. A model of Equinox that is
-    # given as the parameters has functions in it.
+    # Gradients with respect to integers are float0 arrays, which no operation accepts. An Equinox
+    # model passed as the parameters contains functions.
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         return isinstance(leaf, (bool, int, float, complex))
@@ -66,7 +66,7 @@ def trace(update: Update, gradients: Any, state: Any, params: Any) -> Traced:
         updates, new_state = update(*jax.tree.unflatten(structure, filled))
         parts = [jax.tree.flatten(updates), jax.tree.flatten(new_state)]
         found["structures"] = [part[1] for part in parts]
-        # Of what is no array nothing is traced, and nothing of this trace may stay.
+        # Non-arrays are not traced, and no tracer of this trace may remain.
         found["kept"] = [[None if is_array(x) else _untraced(x) for x in part[0]] for part in parts]
         return [x for part in parts for x in part[0] if is_array(x)]
 
@@ -95,10 +95,10 @@ def run(
     """Runs an update if a step is finite, and otherwise leaves everything as it is.
 
     Args:
-        update: The transformation inside.
+        update: The inner transformation.
         finite: The verdict, a boolean scalar array; None if every step is applied.
         gradients: Unscaled, and 0 on a step that is not finite.
-        state: The state of the transformation inside.
+        state: The state of the inner transformation.
         params: The parameters, or None.
         looks_itself: Whether it takes gradients of its own, so that the updates have to be looked
             at too.
@@ -108,8 +108,7 @@ def run(
         new state.
 
     Raises:
-        ArgumentError: If a step could not be skipped, since the state changes its form in it. It
-            is a `ValueError`.
+        ArgumentError: If a step could not be skipped, since the state changes its form in it.
     """
     if finite is None:
         updates, new_state = update(gradients, state, params)
@@ -150,7 +149,8 @@ def _run_at_once(
     try:
         traced = trace(update, gradients, state, params)
     except jax.errors.JAXTypeError:
-        # It looks at values in Python. Then updates are most likely made as the gradients are.
+        # The inner optimizer reads values in Python. Its updates most likely have the form of the
+        # gradients.
         leaves, structure = jax.tree.flatten(updates)
         arrays = iter(_no_updates(finite, [x for x in leaves if is_array(x)], leaves))
         same = [next(arrays) if is_array(leaf) else leaf for leaf in leaves]
@@ -173,7 +173,8 @@ def _no_updates(finite: Any, shapes: Sequence[Any], leaves: Sequence[Any]) -> li
 
 @functools.partial(jax.jit, static_argnums=0)
 def _skipped_jit(dtypes: tuple[Any, ...], finite: Any, arrays: list[Any]) -> list[Any]:
-    # Chosen by a verdict that is known: of constants every device would hold the whole.
+    # Selected by a constant decision: with a constant array, every device would hold the whole
+    # array.
     same = [array.astype(dtype) for dtype, array in zip(dtypes, arrays, strict=True)]
     return [jnp.where(finite, array, skipped_like(array)) for array in same]
 
@@ -200,14 +201,16 @@ def _old_values(old_state: Any, new_state: Any) -> list[Any]:
     before, after = _by_path(old_state), _by_path(new_state)
     lost = [path for path in before if path not in after]
     if lost:
-        raise _form_changed(f"{_shown(lost[0])} is gone after the step")
+        raise _form_changed(f"{_shown(lost[0])} is missing after the step")
     if _static_parts_differ(jax.tree.structure(old_state), jax.tree.structure(new_state)):
-        raise _form_changed("what is no array in it is another after the step")
+        raise _form_changed("a non-array leaf changed")
     values = []
     for path, new in after.items():
         old = jnp.asarray(before[path]) if path in before else jnp.zeros(new.shape, new.dtype)
         if old.shape != new.shape:
-            raise _form_changed(f"{_shown(path)} has the shape {old.shape}, and {new.shape} after")
+            raise _form_changed(
+                f"{_shown(path)} has shape {old.shape} before and {new.shape} after"
+            )
         values.append(old)
     return values
 
@@ -218,9 +221,8 @@ def _shown(path: Any) -> str:
 
 def _form_changed(what: str) -> ArgumentError:
     return ArgumentError(
-        "A step that is skipped must leave the state of the optimizer inside as it is, so the "
-        f"state has to keep its form from `init` on, which this one does not: {what}. Give it its "
-        "final form in `init`, and keep what changes in arrays."
+        "The inner optimizer changes the structure of its state, so a step cannot be skipped: "
+        f"{what}. Create all state in init(), and keep changing values in arrays."
     )
 
 
@@ -229,7 +231,7 @@ def _static_parts_differ(old: Any, new: Any) -> bool:
     of_old, of_new = old.node_data(), new.node_data()
     if of_old is None or of_new is None or of_old[0] is not of_new[0]:
         return False
-    # The keys of a dictionary may become more.
+    # A dictionary may gain keys.
     if not issubclass(of_old[0], dict) and of_old[1] != of_new[1]:
         return True
     children = old.children(), new.children()

@@ -22,12 +22,11 @@ def loss_scale(opt_state: Any) -> Any:
             `opt_state`, such as a `TrainState`.
 
     Returns:
-        A float32 scalar array, dimensionless.
+        A float32 scalar array.
 
     Raises:
-        ArgumentTypeError: If there is no loss scale in it. It is a `TypeError`.
-        ArgumentError: If `loss_scaled` is inside a transformation that has to be inside of it. It
-            is a `ValueError`.
+        ArgumentTypeError: If there is no loss scale in it.
+        ArgumentError: If `loss_scaled` is inside a transformation that has to be inside of it.
 
     Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.1), initial_scale=8)
@@ -35,7 +34,7 @@ def loss_scale(opt_state: Any) -> Any:
         8.0
     """
     scale = state_in(opt_state).loss_scale
-    # flax.nnx keeps an array in a variable, which gives it when it is asked.
+    # A flax.nnx variable returns its array on request.
     scale = scale.get_value() if hasattr(scale, "get_value") else scale
     return jnp.asarray(scale, jnp.float32)
 
@@ -141,9 +140,9 @@ def value_and_grad(
     Raises:
         ArgumentTypeError: If `fun` is no function or `argnums` a state; and when what is
             returned is called, if its first argument has no loss scale, `fun` returns no loss or
-            `grad` no value. It is a `TypeError`.
+            `grad` no value.
         ArgumentError: When it is called, as for `scale_loss`; or if the loss is no scalar of
-            floating-point numbers. It is a `ValueError`.
+            floating-point numbers.
 
     Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8)
@@ -162,15 +161,16 @@ def value_and_grad(
         )
     if has_loss_scale(argnums):
         raise ArgumentTypeError(
-            f"`argnums` says what to derive by. Received: {described(argnums)}. {_CALL}"
+            f"`argnums` must say which arguments to differentiate. Received: {described(argnums)}. "
+            f"{_CALL}"
         )
     if "axis_name" in options:
         raise ArgumentTypeError(
-            "`value_and_grad` has no `axis_name`. Average the gradients that it returns, "
-            f"jax.lax.pmean(grads, {options['axis_name']!r}), before `update`; or, where each "
-            "device has parameters of its own, pass axis_name= to `loss_scaled`."
+            "`value_and_grad` has no `axis_name`. Average its gradients before `update`: "
+            f"jax.lax.pmean(grads, {options['axis_name']!r}). If each device has its own "
+            "parameters, pass axis_name= to `loss_scaled`."
         )
-    # Not every one has it: Equinox differentiates by the first argument.
+    # Equinox has no `argnums`; it differentiates the first argument.
     chosen = {} if argnums == 0 else {"argnums": argnums}
 
     def value_and_scaled_grad(opt_state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,14 +182,14 @@ def value_and_grad(
         def scaled_loss(*args: Any, **kwargs: Any) -> Any:
             result = fun(*args, **kwargs)
             loss = _loss_in(result, has_aux)
-            # The loss itself is returned: scaled and divided again, it could be infinite.
+            # Return the loss itself: scaled and divided again, it could be infinite.
             return scaled(loss, scale), _Result(result)
 
         found = grad(scaled_loss, has_aux=True, **chosen, **options)(*args, **kwargs)
         if not (_is_pair(found) and _is_pair(found[0]) and isinstance(found[0][1], _Result)):
             raise ArgumentTypeError(
-                "`grad` must make a function that returns the value and the gradients, as "
-                f"jax.value_and_grad does; jax.grad does not. Received: grad={grad!r}."
+                "`grad` must return a function of the value and the gradients, like "
+                f"jax.value_and_grad; jax.grad does not. Received: grad={grad!r}."
             )
         return found[0][1].returned, found[1]
 
@@ -213,8 +213,8 @@ def _single_scale(opt_state: Any) -> Any:
     scale = loss_scale(opt_state)
     if scale.ndim:
         raise ArgumentError(
-            f"There are loss scales of shape {scale.shape} in this state, and one is needed. Do "
-            "this inside the vmap or pmap that the state belongs to."
+            f"The state must have one loss scale. Received: loss scales of shape {scale.shape}. "
+            "Call this inside the vmap or pmap that the state belongs to."
         )
     return scale
 
@@ -222,25 +222,25 @@ def _single_scale(opt_state: Any) -> Any:
 def _loss_in(result: Any, has_aux: bool) -> Any:
     if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
         raise ArgumentTypeError(
-            "With has_aux=True the function that is differentiated must return (loss, aux). "
-            f"Received: {_described(result)}."
+            "With has_aux=True, the differentiated function must return (loss, aux). Received: "
+            f"{_described(result)}."
         )
     loss = result[0] if has_aux else result
     if isinstance(loss, (tuple, list, dict)) or loss is None:
         advice = "" if has_aux else " If it returns more than the loss, pass has_aux=True."
         raise ArgumentTypeError(
-            "The function that is differentiated must return the loss, a scalar. "
-            f"Received: {_described(loss)}.{advice}"
+            "The differentiated function must return the loss, a scalar. Received: "
+            f"{_described(loss)}.{advice}"
         )
     if jnp.ndim(loss):
         raise ArgumentError(
-            "The loss must be a scalar. Received: an array of shape "
-            f"{jnp.shape(loss)}. Take its mean, in float32."
+            f"The loss must be a scalar. Received: an array of shape {jnp.shape(loss)}. Take its "
+            "mean in float32."
         )
     if not jnp.issubdtype(jnp.result_type(loss), jnp.inexact):
         raise ArgumentError(
-            "The loss must be a floating-point number: nothing can be learned from another. "
-            f"Received: an array of dtype {jnp.result_type(loss).name}."
+            "The loss must be a floating-point scalar. Received: dtype "
+            f"{jnp.result_type(loss).name}."
         )
     return loss
 

@@ -63,8 +63,8 @@ class Monitor(LoopMonitor):
         steps_before: Number of steps before this run. A state of `track_overflows` has it.
 
     Raises:
-        ArgumentError: If an argument cannot be used; the message names it. It is a `ValueError`.
-        ArgumentTypeError: If one is of the wrong type. It is a `TypeError`.
+        ArgumentError: If an argument cannot be used; the message names it.
+        ArgumentTypeError: If one is of the wrong type.
         OSError: If the file cannot be written.
 
     Examples:
@@ -107,7 +107,7 @@ class Monitor(LoopMonitor):
         before = checked_count("steps_before", steps_before, lowest=0)
         self._watched = self._arrays_of(opt_state)
         start = _stats(self._watched, before)
-        # The scale of the next step, without tracking.
+        # The scale of the next step; nothing is tracked.
         self._scale: Any = start.next_scale
         super().__init__(Recorder(settings, rule), start.step)
 
@@ -125,14 +125,14 @@ class Monitor(LoopMonitor):
             TrainingHaltedError: If an alarm ends training. The records are in the file then.
             ArgumentError, ArgumentTypeError: If an argument cannot be used, such as the state of
                 the step before, or after `close`; nothing is read then.
-            UnsupportedError: If it is called in a compiled function. It is a `NotImplementedError`.
+            UnsupportedError: If it is called in a compiled function.
         """
         self._check_open()
         watched = self._arrays_of(opt_state)
         if _any_deleted(watched):
             raise ArgumentError(
-                "The arrays of `opt_state` are gone: a step with donate_argnums has taken them. "
-                "Pass the state that the step returned."
+                "The arrays of `opt_state` were deleted by a step with donate_argnums. Pass the "
+                "state that the step returned."
             )
         if np.ndim(loss):
             raise ArgumentError(
@@ -141,13 +141,13 @@ class Monitor(LoopMonitor):
             )
         if checked_count("steps", steps) > 1 and watched.tracking is None:
             raise ArgumentError(
-                "The scale of the last of several steps is known only if they track it: "
-                f"tx = lossscale.optax.track_overflows(tx). Received: steps={steps}."
+                "After several steps, the scale of the last one is known only if they track it. "
+                f"Received: steps={steps}. Write tx = lossscale.optax.track_overflows(tx)."
             )
         if watched.steps_skipped is self._watched.steps_skipped:
             raise ArgumentError(
-                "`opt_state` is the state that the monitor has seen before this step. Pass the "
-                "state that tx.update returned."
+                "`opt_state` is the state from before this step. Pass the state that tx.update "
+                "returned."
             )
         position, scale = self._position + steps, self._scale
 
@@ -173,8 +173,8 @@ class Monitor(LoopMonitor):
         state = state_in(opt_state)
         if isinstance(_array(state.loss_scale), jax.core.Tracer):
             raise UnsupportedError(
-                "A Monitor is called outside of compiled functions, and reads what they return. "
-                "Received: a state that is being traced."
+                "Monitor.step() must be called outside of compiled functions. Received: a state "
+                "that is being traced. Pass what the compiled function returns."
             )
         whole = opt_state if isinstance(opt_state, tuple) else getattr(opt_state, "opt_state", None)
         tracking = None
@@ -183,9 +183,9 @@ class Monitor(LoopMonitor):
             tracking = _array(whole.iterations), tracked
             if tracked.nonfinite.shape[0] != len(self._names):
                 raise ArgumentError(
-                    f"`params` has {len(self._names)} arrays that are trained, and the state "
-                    f"tracks {tracked.nonfinite.shape[0]}. Pass the parameters that tx.init was "
-                    "called with."
+                    "`params` must be the parameters that tx.init was called with. Received: "
+                    f"{len(self._names)} trainable arrays, for a state that tracks "
+                    f"{tracked.nonfinite.shape[0]}."
                 )
         scale = _array(state.loss_scale)
         if np.ndim(scale):

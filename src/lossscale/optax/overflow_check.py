@@ -55,9 +55,8 @@ def agreed(finite: Any, axis_names: tuple[str, ...], scale: Any) -> Any:
         scale: The loss scale, which tells along which axes each device has its own.
 
     Raises:
-        ArgumentError: If there is no such axis. It is a `ValueError`.
-        GradientsError: If devices with one loss scale would come to different verdicts. It is a
-            `ValueError`.
+        ArgumentError: If there is no such axis.
+        GradientsError: If devices with one loss scale would come to different verdicts.
     """
     if axis_names:
         try:
@@ -65,18 +64,17 @@ def agreed(finite: Any, axis_names: tuple[str, ...], scale: Any) -> Any:
         except NameError as error:
             said = str(error).rstrip(".")
             raise ArgumentError(
-                f"`axis_name` must name axes of the pmap, shard_map or vmap around `update`. "
-                f"Received: axis_name={axis_names!r}, and JAX says: {said}. Outside of these, as "
-                "under jit with sharded arrays, leave it out."
+                "`axis_name` must name axes of the pmap, shard_map or vmap around `update`. "
+                f"Received: axis_name={axis_names!r}; JAX reports: {said}. Elsewhere, as under jit "
+                "with sharded arrays, leave it out."
             ) from error
     apart = varying(finite) - varying(scale)
     if apart:
         names = ", ".join(map(repr, sorted(apart)))
         raise GradientsError(
-            f"The gradients differ between the devices along the mesh axis {names}, and the loss "
-            "scale is the same there: some devices would skip a step that others apply. Average "
-            "the gradients along it first (jax.lax.pmean), or if each device has parameters of "
-            f"its own, say so: loss_scaled(..., axis_name={names})."
+            f"Gradients differ between devices along the mesh axis {names}, so some devices would "
+            "skip a step that others apply. Average them first (jax.lax.pmean), or if each device "
+            f"has its own parameters, pass it: loss_scaled(..., axis_name={names})."
         )
     return finite
 

@@ -59,10 +59,10 @@ def track_overflows(tx: Any) -> Any:
         of `tx` goes in as `track_overflows(tx).init(params)._replace(loss_scaled=state)`.
 
     Raises:
-        ArgumentTypeError: If `tx` is not what `loss_scaled` returned. It is a `TypeError`.
-        AlreadyWrappedError: If `tx` tracks overflows already. It is a `TypeError`.
+        ArgumentTypeError: If `tx` is not what `loss_scaled` returned.
+        AlreadyWrappedError: If `tx` tracks overflows already.
         UnsupportedError: In `update`, if it is in a `shard_map` whose devices have gradients of
-            their own. It is a `NotImplementedError`.
+            their own.
 
     Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5))
@@ -74,7 +74,10 @@ def track_overflows(tx: Any) -> Any:
     """
     owner = getattr(getattr(tx, "update", None), "__self__", None)
     if isinstance(owner, _OverflowTracking):
-        raise AlreadyWrappedError("This optimizer tracks overflows already. Use it as it is.")
+        raise AlreadyWrappedError(
+            "track_overflows() was already applied to this optimizer. Remove the outer "
+            "track_overflows()."
+        )
     if not isinstance(owner, LossScaled):
         raise ArgumentTypeError(
             "`tx` must be what lossscale.optax.loss_scaled returned: "
@@ -112,7 +115,7 @@ class _OverflowTracking:
         if not isinstance(state, OverflowTrackingState):
             raise ArgumentTypeError(
                 "The state must be what `init` or `update` of track_overflows(tx) returned. "
-                f"Received: a {type(state).__name__}. A state of `tx` goes in as "
+                f"Received: a {type(state).__name__}. For a state of `tx`, write "
                 "track_overflows(tx).init(params)._replace(loss_scaled=state)."
             )
         rows = state.tracked.nonfinite.shape[-2]
@@ -120,14 +123,13 @@ class _OverflowTracking:
         by_row = rows_of(gradients_now if params is None else params, gradients_now)
         if len(by_row) != rows:
             raise ArgumentError(
-                f"The state tracks {rows} gradients, and there are {len(by_row)} now. Make it "
-                "with the parameters that are trained: tx.init(params)."
+                f"The number of gradients must not change. Received: {len(by_row)}, for a state "
+                f"that tracks {rows}. Create it with the trained parameters: tx.init(params)."
             )
         if any(varying(leaf) for leaf in by_row if leaf is not None):
             raise UnsupportedError(
-                "track_overflows() keeps what all devices have together, and in this shard_map "
-                "each has gradients of its own. Leave track_overflows() out, or use jit over "
-                "sharded arrays."
+                "track_overflows() does not work in a shard_map whose devices have different "
+                "gradients. Leave out track_overflows(), or use jit over sharded arrays."
             )
         before = state.loss_scaled
         new_updates, after = self._tx.update(updates, before, params, **extra_args)
@@ -172,7 +174,7 @@ def rows_of(params: Any, gradients: Any) -> list[Any]:
     rows = {path: row for row, path in enumerate(of_rows)}
     given = _with_paths(gradients)
     if len(given) == len(of_rows) and rows.keys().isdisjoint(path for path, _ in given):
-        # Nodes of other classes, such as a state of flax.nnx beside a dictionary.
+        # Nodes of different classes, such as a flax.nnx state and a dictionary.
         return [gradient for _, gradient in given]
     for path, gradient in given:
         row = rows.get(path)
@@ -193,7 +195,7 @@ def _name(path: Any, alone: bool) -> str:
     parts = [
         str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
     ]
-    # A variable of flax.nnx is a node with one leaf. A key of a dictionary is the user's.
+    # A flax.nnx variable is a node with one leaf. The user chose the key of a dictionary.
     is_key = bool(path) and isinstance(path[-1], jax.tree_util.DictKey)
     if alone and not is_key and len(parts) > 1 and parts[-1] == "value":
         parts.pop()

@@ -22,14 +22,14 @@ class LossScaleState(NamedTuple):
     """The state of `loss_scaled`: arrays, each a buffer of its own.
 
     Attributes:
-        loss_scale: float32 scalar, dimensionless; multiplies the loss of the next step.
+        loss_scale: float32 scalar; multiplies the loss of the next step.
         rule_state: The other fields of the rule's state by name, scalars; of a `DynamicScale`
             `good_steps`, int32, in steps.
         steps_skipped: int32 scalar; how many steps were skipped.
         consecutive_skips: int32 scalar; how many of them since the last applied one.
         last_step_skipped: Boolean scalar; whether the last step was skipped. False before the first
             step.
-        inner_state: The state of the transformation inside.
+        inner_state: The state of the inner transformation.
     """
 
     loss_scale: Any
@@ -48,7 +48,7 @@ def first_state(rule: ScaleRule, inner_state: Any) -> LossScaleState:
 def state_of(rule: ScaleRule, scale_state: ScaleState, inner_state: Any) -> LossScaleState:
     """Returns the state for a rule's state of Python numbers, with nothing skipped yet."""
     return LossScaleState(
-        # Each is made anew: one buffer in two places cannot be donated.
+        # Separate arrays: one buffer in two places cannot be donated.
         loss_scale=jnp.asarray(rule.loss_scale(scale_state), jnp.float32),
         rule_state={
             name: jnp.asarray(value, _dtype(value))
@@ -62,23 +62,22 @@ def state_of(rule: ScaleRule, scale_state: ScaleState, inner_state: Any) -> Loss
 
 
 def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
-    """Returns a state without the one inside, in its dtypes whatever a user has put into it.
+    """Returns a state without the inner one, in its dtypes whatever a user has put into it.
 
     Raises:
-        ArgumentTypeError: If it is no such state. It is a `TypeError`.
-        ArgumentError: If it is that of another rule. It is a `ValueError`.
+        ArgumentTypeError: If it is not such a state.
+        ArgumentError: If it is that of another rule.
     """
     if not isinstance(state, LossScaleState):
         raise ArgumentTypeError(_no_state(state))
     first = _without_loss_scale(rule, rule.init())
-    # A rule that falls at each overflow keeps no count of them; it starts at 0.
+    # A rule that lowers the scale at each overflow keeps no count; it starts at 0.
     kept = {"overflows": 0, **state.rule_state}
     if missing := sorted(first.keys() - kept.keys()):
         raise ArgumentError(
-            f"The state is that of another rule: `rule_state` has no {missing[0]!r}, which "
-            f"{type(rule).__name__} has. Received: rule_state with {sorted(state.rule_state)}. "
-            "Put the state inside into a new one: tx.init(params)._replace(inner_state="
-            "state.inner_state)."
+            f"The state belongs to another rule: `rule_state` has no {missing[0]!r}, which "
+            f"{type(rule).__name__} needs. Received: rule_state with {sorted(state.rule_state)}. "
+            "Keep the inner state only: tx.init(params)._replace(inner_state=state.inner_state)."
         )
     return LossScaleState(
         loss_scale=jnp.asarray(state.loss_scale, jnp.float32),
@@ -93,11 +92,11 @@ def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
 def _no_state(state: Any) -> str:
     if isinstance(state, dict):
         advice = (
-            "A file restores to it with a target of the same form: jax.eval_shape(tx.init, params)."
+            "Restore a file with a target of the same structure: jax.eval_shape(tx.init, params)."
         )
     else:
         advice = (
-            "The state of an optimizer without loss scaling goes in as "
+            "For the state of an optimizer without loss scaling, write "
             "tx.init(params)._replace(inner_state=state)."
         )
     return (
@@ -157,16 +156,16 @@ def may_be_below_one(rule: ScaleRule) -> bool:
 
 def _lowest(rule: ScaleRule) -> float | None:
     """The lowest number that the loss is multiplied by, None if it is not known."""
-    # What else a rule multiplies by, or had in a file, is not bound by its lowest scale.
+    # A scale from a custom rule or a file is not bound by `min_scale`.
     return rule.lowest_scale if type(rule).loss_scale is ScaleRule.loss_scale else None
 
 
 def _without_loss_scale(rule: ScaleRule, state: ScaleState) -> dict[str, Any]:
     fields = state._asdict()
     scale = fields.pop("scale")
-    # A fixed scale's number comes from the code alone.
+    # The scale of a fixed rule comes from the code alone.
     if type(rule).loss_scale not in (ScaleRule.loss_scale, FixedScale.loss_scale):
-        # `scale` itself is a name that Optax has: ReduceLROnPlateauState.
+        # Optax has a field named `scale`, in ReduceLROnPlateauState.
         fields[_OWN_SCALE] = scale
     return fields
 

@@ -56,9 +56,9 @@ def state_in(opt_state: Any) -> LossScaleState:
             a `TrainState` or an `nnx.Optimizer`.
 
     Raises:
-        ArgumentTypeError: If there is none. It is a `TypeError`.
+        ArgumentTypeError: If there is none.
         ArgumentError: If another transformation is around it that must be inside, or if there are
-            several. It is a `ValueError`.
+            several.
     """
     opt_state = _held(opt_state)
     if isinstance(opt_state, LossScaleState):
@@ -72,10 +72,9 @@ def state_in(opt_state: Any) -> LossScaleState:
         )
     if len(found) > 1:
         raise ArgumentError(
-            f"There are {len(found)} loss scales in this state, so that the loss has no single "
-            f"one. They are in {_path(found[0][0])}. Of several optimizers pass the state of one. "
-            "In one optimizer wrap once, and put loss_scaled outside: "
-            "loss_scaled(optax.multi_transform({...}, labels))."
+            f"This state has {len(found)} loss scales, and one is needed. They are in "
+            f"{_path(found[0][0])}. With several optimizers, pass the state of one. In one "
+            "optimizer, wrap once, outermost: loss_scaled(optax.multi_transform({...}, labels))."
         )
     above, state = found[0]
     for node, below in zip(above, [*above[1:], state], strict=True):
@@ -87,10 +86,10 @@ def state_in(opt_state: Any) -> LossScaleState:
 def _is_transparent(node: Any, below: Any) -> bool:
     name = type(node).__name__
     if name in _TRANSPARENT:
-        # A schedule outside counts skipped steps too.
+        # A schedule outside of loss_scaled counts skipped steps too.
         has_schedule = bool(getattr(node, "hyperparams_states", None))
         return getattr(node, _TRANSPARENT[name]) is below and not has_schedule
-    # optax.named_chain has its states in an ordered dictionary.
+    # optax.named_chain keeps its states in an ordered dictionary.
     return type(node) in (tuple, OrderedDict) and len(node) == 1
 
 
@@ -100,8 +99,8 @@ def _wrong_order(node: Any, below: Any) -> str:
         node = tuple(node.values())
     if isinstance(node, (dict, list)) or not isinstance(node, tuple):
         return (
-            "`opt_state` must be the state of one optimizer, what its `init` or `update` "
-            f"returned. Received: {described(node)} that has one inside. Pass that one."
+            "`opt_state` must be the state that `init` or `update` of one optimizer returned. "
+            f"Received: {described(node)} that contains one. Pass that one."
         )
     if type(node) is tuple:
         position = next(index for index, child in enumerate(node) if child is below)
@@ -114,28 +113,26 @@ def _wrong_order(node: Any, below: Any) -> str:
         ]
         chain = "optax.named_chain" if names else "optax.chain"
         around = (
-            f"{chain} has it in place {position} of {len(node)}, beside transformations with "
-            f"the states {', '.join(others)}. Those before it get scaled gradients, those after "
-            "it run on skipped steps too"
+            f"it is number {position + 1} of {len(node)} in {chain}, alongside transformations "
+            f"with the states {', '.join(others)}. Earlier ones get scaled gradients, later ones "
+            "run on skipped steps too"
         )
         right = f"loss_scaled({chain}(...))"
     elif type(node).__name__ in _TRANSPARENT:
         moved = ", ".join(map(repr, getattr(node, "hyperparams_states", ())))
         around = (
-            "optax.inject_hyperparams is around it, and has a schedule, which would move on "
-            f"skipped steps too: {moved}"
+            "it is inside optax.inject_hyperparams with a schedule, which would advance on skipped "
+            f"steps too: {moved}"
         )
         right = "loss_scaled(optax.inject_hyperparams(...))"
     else:
         name = type(node).__name__.removesuffix("State")
         around = (
-            f"{name} (its state is a {type(node).__name__}) is around it, gets scaled gradients "
+            f"{name} (with the state {type(node).__name__}) is around it, gets scaled gradients "
             "and does not know which steps are skipped"
         )
         right = f"loss_scaled({_function_name(name)}(...))"
-    return (
-        f"loss_scaled is inside another transformation: {around}. Put loss_scaled outside: {right}."
-    )
+    return f"loss_scaled must be the outermost transformation: {around}. Write {right}."
 
 
 _FUNCTIONS = {

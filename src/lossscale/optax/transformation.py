@@ -38,7 +38,7 @@ def loss_scaled(
     """Wraps an Optax transformation with loss scaling.
 
     `update` takes the gradients of the scaled loss. It divides them by the scale, in float32 or
-    wider, and looks at them. If every element is finite, the transformation inside gets them.
+    wider, and looks at them. If every element is finite, the inner transformation gets them.
     If not, the updates are -0.0 and the state inside stays as it is, bit for bit; the scale backs
     off and the skip is counted.
 
@@ -61,16 +61,16 @@ def loss_scaled(
 
     Returns:
         An `optax.GradientTransformationExtraArgs`. Its state is a `LossScaleState`. Arguments of
-        `update` that it does not know go to the transformation inside. Updates are float32 or
+        `update` that it does not know go to the inner transformation. Updates are float32 or
         wider; those of float16 or bfloat16 gradients are in their dtype where the parameters, which
         `update` is given, are too.
 
     Raises:
         AlreadyWrappedError: If `inner` has loss scaling already; if that can only be seen in its
-            state, `init` raises it. It is a `TypeError`.
+            state, `init` raises it.
         ArgumentTypeError: If `inner` is no Optax transformation, `dynamic` no bool, `rule` no rule
-            or `axis_name` no name. It is a `TypeError`.
-        ArgumentError: If a scale or a number of steps cannot be used. It is a `ValueError`.
+            or `axis_name` no name.
+        ArgumentError: If a scale or a number of steps cannot be used.
 
     Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8)
@@ -101,7 +101,8 @@ class LossScaled:
 
     def init(self, params: Any) -> LossScaleState:
         """Returns the state before the first step."""
-        # Of float16 parameters the state would be float16, and float32 after the first step.
+        # With float16 parameters, the state would start as float16 and become float32 at the first
+        # step.
         inner_state = self._inner.init(jax.tree.map(_widened, params))
         if states_below(inner_state):
             raise AlreadyWrappedError(_TWICE)
@@ -116,14 +117,14 @@ class LossScaled:
             updates: Gradients of the scaled loss.
             state: The state before the step.
             params: The parameters, for transformations that read them.
-            extra_args: What the transformation inside takes besides.
+            extra_args: What the inner transformation takes besides.
         """
         _check_gradients(updates, params)
         updates = overflow_check.with_arrays(updates)
         leaves, structure = jax.tree.flatten(updates)
         gradients = [leaf for leaf in leaves if overflow_check.is_gradient(leaf)]
         before = scale_state.scalars_of(self.rule, state)
-        # Where nothing is compiled, this is one call for the host instead of many.
+        # Outside of jit, this is one dispatch instead of many.
         traced = overflow_check.is_traced([*gradients, *jax.tree.leaves(before)])
         if not traced:
             _check_together(gradients)
@@ -152,7 +153,7 @@ class LossScaled:
         )
         new_updates = _narrowed(new_updates, updates, params)
         after = before
-        # A step without any gradient is no finite step.
+        # A step without gradients is not finite.
         if overflow_check.has_elements(gradients):
             traced = traced or overflow_check.is_traced([finite])
             after = (_move if traced else _move_jit)(
@@ -169,16 +170,16 @@ def _check_gradients(gradients: Any, params: Any) -> None:
     """
     if isinstance(gradients, LossScaleState):
         raise ArgumentTypeError(
-            "The gradients come first, then the state: tx.update(grads, opt_state, params). "
-            "Received: a state of loss_scaled."
+            "`update` takes the gradients first, then the state. Received: a state of "
+            "loss_scaled. Write tx.update(grads, opt_state, params)."
         )
     if params is None or not (type(gradients) is tuple and len(gradients) == 2):
         return
     whole, second, wanted = map(jax.tree.structure, (gradients, gradients[1], params))
     if second == wanted != whole:
         raise ArgumentTypeError(
-            "`update` takes the gradients. Received: a pair, whose second part has the form of the "
-            "parameters, as value_and_grad returns it: loss, grads = ..."
+            "`update` takes the gradients. Received: a pair, as value_and_grad returns it. Write "
+            "loss, grads = ... and pass grads."
         )
 
 
@@ -187,9 +188,9 @@ def _check_together(gradients: Sequence[Any]) -> None:
     places = {frozenset(x.devices()) for x in gradients if getattr(x, "committed", False)}
     if len(places) > 1:
         raise UnsupportedError(
-            "The gradients must be on the same devices, since one overflow skips the step on all. "
-            f"Received: gradients on {len(places)} sets of devices. Put the parameters on one mesh "
-            "with jax.device_put and a NamedSharding, and compile the step with jax.jit."
+            f"The gradients must be on the same devices. Received: gradients on {len(places)} sets "
+            "of devices. Put the parameters on one mesh with jax.device_put and a NamedSharding, "
+            "and compile the step with jax.jit."
         )
 
 
@@ -200,13 +201,13 @@ def _judge(
     if not (rule.checks_gradients and overflow_check.has_elements(gradients)):
         return None, unscaled(gradients, scale, rule.powers_of_two)
     usable = scale_state.is_usable(rule, scale)
-    # By a number that is none, what is finite would be divided into NaN.
+    # Dividing by a NaN scale would turn finite gradients into NaN.
     scale = jnp.where(usable, scale, jnp.ones_like(scale))
     divisor = scale if scale_state.may_be_below_one(rule) else None
     finite = overflow_check.each_finite(gradients, divisor, rule.powers_of_two)
     finite = overflow_check.agreed(finite & usable, axis_names, scale)
-    # Nothing inside ever sees a number that is not finite, nor is one divided: `checkify` and
-    # `jax_debug_nans` would report what is made of a NaN.
+    # The inner transformation never receives non-finite numbers, and none is divided: `checkify`
+    # and `jax_debug_nans` would report the NaN.
     gated = [jnp.where(finite, part, jnp.zeros_like(part)) for part in gradients]
     return finite, unscaled(gated, scale, rule.powers_of_two)
 
@@ -229,9 +230,8 @@ _judge_jit = functools.partial(jax.jit, static_argnums=(0, 1))(_judge)
 _move_jit = functools.partial(jax.jit, static_argnums=(0, 1))(_move)
 
 _TWICE = (
-    "This optimizer has loss scaling already, and a second one would divide the gradients twice. "
-    "Use it as it is; or wrap the one inside, once and outside of everything: "
-    "loss_scaled(optax.chain(...))."
+    "This optimizer already has loss scaling; a second layer would divide the gradients twice. Use "
+    "it as it is, or wrap the whole chain once: loss_scaled(optax.chain(...))."
 )
 
 
@@ -252,14 +252,14 @@ def _narrowed(updates: Any, gradients: Any, params: Any) -> Any:
     """
     if params is None or not any(map(_is_narrow, jax.tree.leaves(gradients))):
         return updates
-    # By their places: the transformation inside may have updates of another form.
+    # Matched by path: the inner transformation may return updates of another structure.
     given = [dict(jax.tree_util.tree_flatten_with_path(tree)[0]) for tree in (gradients, params)]
 
     def cast(path: Any, update: Any) -> Any:
         here = [leaves[path] for leaves in given if path in leaves]
         dtypes = {leaf.dtype for leaf in here if _is_narrow(leaf)}
         fits = path in given[1] and all(map(_is_narrow, here)) and len(dtypes) == 1
-        # float16 and bfloat16 have float32 in common.
+        # float32 holds both float16 and bfloat16.
         return update.astype(*dtypes) if fits and overflow_check.is_gradient(update) else update
 
     return jax.tree_util.tree_map_with_path(cast, updates)
@@ -274,16 +274,16 @@ def _checked_inner(inner: Any) -> Any:
 
     Raises:
         AlreadyWrappedError: If it is one with loss scaling.
-        ArgumentTypeError: If it is no transformation.
+        ArgumentTypeError: If it is not a transformation.
     """
     init, update = getattr(inner, "init", None), getattr(inner, "update", None)
-    # A rule has functions of these names too.
+    # A rule has methods of these names too.
     no_pair = isinstance(inner, (type, ScaleRule)) or not (callable(init) and callable(update))
     if no_pair or update is None:
         raise ArgumentTypeError(_not_a_transformation(inner))
     if isinstance(getattr(update, "__self__", None), LossScaled):
         raise AlreadyWrappedError(_TWICE)
-    # Optax goes by the class alone, and would drop what MultiSteps takes.
+    # Optax decides by the class alone, and would drop the extra arguments of MultiSteps.
     kinds = {parameter.kind for parameter in inspect.signature(update).parameters.values()}
     takes_more = isinstance(inner, optax.GradientTransformationExtraArgs)
     if takes_more or inspect.Parameter.VAR_KEYWORD in kinds:
@@ -298,9 +298,9 @@ def _not_a_transformation(inner: Any) -> str:
     )
     if callable(inner):
         name = getattr(inner, "__name__", "it")
-        return f"{message} That has to be called: {name}(...)."
+        return f"{message} Call it first: {name}(...)."
     if hasattr(inner, "apply_gradients") or hasattr(inner, "zero_grad"):
-        return f"{message} For an optimizer that is an object, use lossscale.LossScaleOptimizer."
+        return f"{message} For Keras and PyTorch optimizers, use lossscale.LossScaleOptimizer."
     return message
 
 

@@ -69,11 +69,11 @@ def plot_records(
         loss that is not finite is marked at the upper edge.
 
     Raises:
-        ArgumentError: If there are no records. It is a `ValueError`.
+        ArgumentError: If there are no records.
     """
     require("matplotlib")
     if not records:
-        raise ArgumentError("`records` must have at least one record. Received: none.")
+        raise ArgumentError("`records` must contain at least one record. Received: none.")
     has_loss = any(record.loss is not None for record in records)
     if ax is None and has_loss:
         from matplotlib import pyplot
@@ -93,7 +93,7 @@ def _draw_scale(records: Sequence[StepRecord], ax: Any, line: dict[str, Any]) ->
     from matplotlib.ticker import MaxNLocator
 
     scales, last = [record.scale for record in records], len(records) - 1
-    # Of a level stretch the ends are enough; a long run has many steps on one level.
+    # The ends of a level stretch are enough; a long run has many steps on one level.
     ends = [
         index
         for index, scale in enumerate(scales)
@@ -109,7 +109,7 @@ def _draw_scale(records: Sequence[StepRecord], ax: Any, line: dict[str, Any]) ->
             at = [record.step for record in marked], [record.scale for record in marked]
             ax.plot(*at, label=f"skipped: {meaning} ({len(marked)})", **{**_ONE_MARK, **look})
     ax.set_yscale("log", base=2)
-    # One step alone would otherwise be drawn on an axis of hundredths.
+    # A single step would otherwise get an axis in hundredths.
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     ax.margins(y=0.12)
     _finish(ax, "loss scale")
@@ -121,7 +121,7 @@ def _draw_loss(records: Sequence[StepRecord], ax: Any) -> None:
     # A NaN interrupts the line; an infinity would stretch the axis.
     drawn = [loss if math.isfinite(loss) else math.nan for _, loss in known]
     around = [math.nan, *drawn, math.nan]
-    # A point without neighbours is no line, and needs a mark to be seen.
+    # A point without neighbours needs a marker to be visible.
     alone = [
         index
         for index, loss in enumerate(drawn)

@@ -49,7 +49,7 @@ def _where_they_differ(name: str, others: Sequence[str]) -> str:
         part if len(set(column)) > 1 or number >= len(parts) - 2 else ""
         for number, (part, column) in enumerate(zip(parts, columns, strict=False))
     ]
-    # An ellipsis stands for the parts that are left out, however many.
+    # An ellipsis stands for the omitted parts, however many.
     text = "/".join(part or "…" for part in kept)
     while "…/…" in text:
         text = text.replace("…/…", "…")

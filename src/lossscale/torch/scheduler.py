@@ -11,7 +11,7 @@ from lossscale.torch import ranks
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer
 
-_Scheduler = TypeVar("_Scheduler")
+Scheduler = TypeVar("Scheduler")
 
 _NEVER_STEPPED = 10
 """After how many steps of a scheduler whose optimizer the scaler never met comes an error."""
@@ -116,7 +116,7 @@ def _blank() -> GuardedScheduler:
     return object.__new__(GuardedScheduler)
 
 
-def guard(scheduler: _Scheduler, optimizer: Any) -> _Scheduler:
+def guard(scheduler: Scheduler, optimizer: Any) -> Scheduler:
     """Returns a learning rate scheduler that steps only after steps that were applied.
 
     A skipped step trains nothing, so a schedule that counts steps must not count it. Of the steps
@@ -165,7 +165,7 @@ def guard(scheduler: _Scheduler, optimizer: Any) -> _Scheduler:
             "`scheduler` must be a scheduler such as torch.optim.lr_scheduler.StepLR(optimizer, "
             f"10). Received: {scheduler!r}."
         )
-    return cast(_Scheduler, GuardedScheduler(scheduler, optimizer))
+    return cast(Scheduler, GuardedScheduler(scheduler, optimizer))
 
 
 def tell_accelerate(accelerated: Any) -> None:

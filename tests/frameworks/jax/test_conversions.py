@@ -171,9 +171,9 @@ def test_the_state_inside_goes_on():
 
 def test_a_replicated_scale_is_refused():
     scale = jmp.DynamicLossScale(jnp.float32([64, 64]), jnp.int32([0, 0]))
-    with pytest.raises(ArgumentError, match=r"`loss_scale`.*shape \(2,\).*take one replica"):
+    with pytest.raises(ArgumentError, match=r"`loss_scale`.*shape \(2,\).*pass one replica"):
         from_jmp(scale, STATE)
-    with pytest.raises(ArgumentError, match=r"`scale`.*take one replica"):
+    with pytest.raises(ArgumentError, match=r"`scale`.*pass one replica"):
         from_flax(FlaxScale(scale=jnp.float32([64, 64])), STATE)
 
 
@@ -195,7 +195,7 @@ def test_a_state_that_has_a_loss_scale_already_is_refused():
 @pytest.mark.parametrize("number", [0.0, np.inf, np.nan, 2.0**127])
 def test_a_scale_that_no_rule_can_have_is_brought_back_with_a_warning(number):
     scale = jmp.DynamicLossScale(jnp.float32(number))
-    with pytest.warns(LossScaleWarning, match="Training goes on with"):
+    with pytest.warns(LossScaleWarning, match="Training continues with"):
         rule, opt_state = from_jmp(scale, STATE)
     expected = 2.0**126 if number == 2.0**127 else 2.0**15
     assert (rule.initial_scale, float(opt_state.loss_scale)) == (expected, expected)

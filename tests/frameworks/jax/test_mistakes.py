@@ -70,7 +70,7 @@ def test_what_says_by_what_to_derive_need_not_be_a_number():
         (lambda w: {"loss": w.sum()}, False, "Received: a dict"),
         (lambda w: None, False, "must return the loss, a scalar. Received: None"),
         (lambda w: w**2, False, r"must be a scalar.*\(2,\).*Take its mean"),
-        (lambda w: jnp.sum(w > 0), False, r"floating-point number.*int32"),
+        (lambda w: jnp.sum(w > 0), False, r"floating-point scalar.*int32"),
         (lambda w: w.sum(), True, r"must return \(loss, aux\)"),
         (lambda w: (w, w), True, r"must be a scalar.*\(2,\)"),
     ],
@@ -104,7 +104,7 @@ def test_a_monitor_is_given_what_the_step_returned():
     monitor = Monitor(TX, PARAMS, opt_state)
     after = jax.jit(lambda s: TX.update(PARAMS, s)[1], donate_argnums=0)(opt_state)
     with pytest.raises(
-        ArgumentError, match=r"has taken them\. Pass the state that the step returned"
+        ArgumentError, match=r"were deleted by a step .*\. Pass the state that the step returned"
     ):
         monitor.step(opt_state)
     monitor.step(after)

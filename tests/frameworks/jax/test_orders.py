@@ -40,16 +40,18 @@ WRONG = {
         wrapped(), 2, should_skip_update_fn=optax.skip_not_finite
     ),
     "ApplyIfFinite": lambda: optax.apply_if_finite(wrapped(), 2),
-    "chain has it in place 1": clipped,
-    "chain has it in place 0": lambda: optax.chain(wrapped(), optax.ema(0.9)),
-    "chain has it in place 0 of 2": lambda: optax.chain(wrapped(), optax.add_decayed_weights(0.1)),
-    "named_chain has it in place 1 of 2": lambda: optax.named_chain(
+    "is number 2": clipped,
+    "is number 1": lambda: optax.chain(wrapped(), optax.ema(0.9)),
+    "is number 1 of 2 in optax.chain": lambda: optax.chain(
+        wrapped(), optax.add_decayed_weights(0.1)
+    ),
+    "is number 2 of 2 in optax.named_chain": lambda: optax.named_chain(
         ("clip", optax.clip(1.0)), ("scaled", wrapped())
     ),
-    "named_chain has it in place 0 of 2": lambda: optax.named_chain(
+    "is number 1 of 2 in optax.named_chain": lambda: optax.named_chain(
         ("scaled", wrapped()), ("decay", optax.add_decayed_weights(0.1))
     ),
-    "inject_hyperparams is around it, and has a schedule": lambda: optax.inject_hyperparams(
+    "inside optax.inject_hyperparams with a schedule": lambda: optax.inject_hyperparams(
         lambda rate: loss_scaled(optax.sgd(rate))
     )(rate=optax.linear_schedule(1.0, 0.0, 4)),
     "Masked": lambda: optax.masked(wrapped(), inner.MASK),
@@ -68,7 +70,7 @@ WRONG = {
 }
 """What stands in the message, up to a comma, and an optimizer in a wrong order."""
 
-OUTSIDE = r"{}.*Put loss_scaled outside"
+OUTSIDE = r"must be the outermost transformation: .*{}.*Write loss_scaled"
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -87,8 +89,8 @@ def test_what_is_not_the_state_of_one_optimizer_is_refused():
         (optax.lookahead(wrapped(), 2, 0.5).init(synced), OUTSIDE.format("Lookahead ")),
         (train_state, OUTSIDE.format(r"optax\.chain")),
         (of_nnx, OUTSIDE.format(r"optax\.chain")),
-        (twice.init(params), "2 loss scales.*put loss_scaled outside"),
-        ({"generator": state, "critic": state}, "Of several optimizers pass the state of one"),
+        (twice.init(params), "2 loss scales.*wrap once, outermost"),
+        ({"generator": state, "critic": state}, "With several optimizers, pass the state of one"),
         ({"generator": state}, "Pass that one"),
     ):
         check_refused(wrong, ArgumentError, message)
@@ -143,7 +145,7 @@ class SGD:
     [
         (lossscale.DynamicScale(), "must be an Optax transformation"),
         (optax.GradientTransformation, "must be an Optax transformation"),
-        (optax.adamw, r"has to be called: adamw\(\.\.\.\)"),
+        (optax.adamw, r"Call it first: adamw\(\.\.\.\)"),
         (SGD(), r"use lossscale\.LossScaleOptimizer"),
     ],
 )
@@ -166,7 +168,7 @@ def test_the_arguments_are_those_of_every_shell():
         ({"initial_scale": 0}, "positive number"),
         ({"rule": 8}, "must be a scaling rule"),
         ({"rule": lossscale.DynamicScale}, "must be a scaling rule"),
-        ({"rule": lossscale.FixedScale(8), "initial_scale": 4}, "already says"),
+        ({"rule": lossscale.FixedScale(8), "initial_scale": 4}, "`rule` excludes `dynamic`"),
         ({"axis_name": 3}, "must be the name of an axis"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):

@@ -341,7 +341,7 @@ def test_the_inner_optimizer_can_be_wrapped_again_once_its_wrapper_is_gone():
         ({"growth": 3}, ValueError, "no argument `growth`. It takes inner_optimizer"),
         ({"rule": 128}, TypeError, "must be a scaling rule"),
         ({"rule": lossscale.DynamicScale}, TypeError, "must be a scaling rule"),
-        ({"rule": DynamicScale(), "initial_scale": 8}, ValueError, "already says"),
+        ({"rule": DynamicScale(), "initial_scale": 8}, ValueError, "`rule` excludes `dynamic`"),
     ],
     ids=str,
 )

@@ -88,7 +88,7 @@ def test_after_a_misuse_the_loop_goes_on():
     [
         ({"device": 65536.0}, r"torch\.cuda\.amp\.GradScaler"),
         ({"enabled": 1}, "`enabled`"),
-        ({"min_scale": 2.0, "init_scale": 1.0}, "`initial_scale` must lie between"),
+        ({"min_scale": 2.0, "init_scale": 1.0}, "`initial_scale` must be between"),
         ({"max_scale": 2.0**127}, "`max_scale`"),
         ({"init_scale": "8"}, "`initial_scale` must be a number"),
         ({"rule": FixedScale(8.0), "growth_factor": 3.0}, "`rule` already says.*growth_factor=3.0"),

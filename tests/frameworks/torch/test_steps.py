@@ -265,7 +265,9 @@ def test_settings_are_read_and_written_through():
         optimizer.momentun  # noqa: B018
     for name in ("variables", "weights"):
         assert not hasattr(optimizer, name)
-        with pytest.raises(AttributeError, match=f"`{name}` is not offered around torch"):
+        with pytest.raises(
+            AttributeError, match=f"LossScaleOptimizer has no `{name}` around torch"
+        ):
             getattr(optimizer, name)
     optimizer.epoch_of_mine = 3
     assert copy.deepcopy(optimizer).epoch_of_mine == 3
@@ -566,12 +568,12 @@ MISTAKES = {
     "a constant": (lambda o: o.minimize(lambda: torch.ones(())), ValueError, "does not depend"),
     "a tape": (lambda o: o.minimize(lambda: 0, tape=1), ValueError, "for TensorFlow"),
     "no list": (lambda o: o.get_unscaled_gradients(3), TypeError, "list of gradients"),
-    "get_config": (lambda o: o.get_config(), AttributeError, "not offered"),
-    "from_config": (lambda o: o.from_config({}), AttributeError, "not offered"),
+    "get_config": (lambda o: o.get_config(), AttributeError, "LossScaleOptimizer has no"),
+    "from_config": (lambda o: o.from_config({}), AttributeError, "LossScaleOptimizer has no"),
     "a class": (
         lambda o: lossscale.LossScaleOptimizer(torch.optim.SGD),
         TypeError,
-        "an instance of it",
+        "create an instance first",
     ),
     "a name": (lambda o: wrapped("adam"), TypeError, "must be a torch.optim.Optimizer"),
 }
