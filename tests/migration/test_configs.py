@@ -233,8 +233,8 @@ SCHEDULE = {"class_name": "ExponentialDecay", "config": {}}
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("SGD", {"learning_rate": SCHEDULE, "decay": 0.1}, "decay=0.1 beside a schedule"),
-        ("SGD", {"decay": 0.1}, "decay=0.1 beside no learning rate"),
+        ("SGD", {"learning_rate": SCHEDULE, "decay": 0.1}, "decay=0.1 and a schedule"),
+        ("SGD", {"decay": 0.1}, "decay=0.1 and no learning rate"),
         ("SGD", {"learning_rate": {"class_name": "LinearCosineDecay"}}, "'LinearCosineDecay'"),
         ("SGD", {"learning_rate": 0.1, "warp": 3}, "warp"),
         ("Unheard", {"learning_rate": 0.1}, "'Unheard' in the configuration is not known"),
@@ -251,7 +251,7 @@ def test_what_keras_3_cannot_do_is_named(name, settings, message):
         (loss_scale("DynamicLossScale", multiplier=1.0), "`multiplier` must be a number above 1"),
         (loss_scale("DynamicLossScale", initial_loss_scale=0.0), "`initial_loss_scale`"),
         (loss_scale("FixedLossScale", loss_scale_value=float("inf")), "`loss_scale_value`"),
-        (loss_scale("Mine"), "loss scale 'Mine' is not known"),
+        (loss_scale("Mine"), "Unknown loss scale class. Received: 'Mine'"),
     ],
 )
 def test_scales_that_cannot_be_used_are_named(written, message):

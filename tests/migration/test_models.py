@@ -307,13 +307,13 @@ BROKEN = {
         "without a training configuration",
     ),
     "no optimizer": (rewrite('"optimizer_config"', '"nothing"'), "does not name an optimizer"),
-    "plain": (without_wrapper, "the optimizer, SGD, has no loss scaling"),
+    "plain": (without_wrapper, "its optimizer, SGD, has no loss scaling"),
     "unknown": (rewrite('"SGD", "config"', '"Unheard", "config"'), "'Unheard'"),
     "setting": (rewrite('"nesterov"', '"warp"'), "warp"),
     "scale": (rewrite('"initial_scale": 8.0', '"initial_scale": -8.0'), "`initial_scale`"),
     "not json": (rewrite('{"loss"', '"loss"'), "damaged or incomplete"),
     "array": (another_shape, r"shape \(3,\) in the file and \(1,\) here"),
-    "momentum": (rewrite('"momentum": 0.8999999761581421', '"momentum": 0.0'), "SGD keeps"),
+    "momentum": (rewrite('"momentum": 0.8999999761581421', '"momentum": 0.0'), "SGD has "),
 }
 
 

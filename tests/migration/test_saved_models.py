@@ -231,11 +231,11 @@ MISFITS = {
             layers.Dense(5, name="a", use_bias=False),
             *(layers.Dense(5) for _ in range(3)),
         ],
-        r"layer_with_weights-0/bias, 'a/bias', has no place in the layer 'a'",
+        r"layer_with_weights-0/bias, 'a/bias', does not exist in the layer 'a'",
     ),
     "another order": (
         lambda layers: [layers.Dense(5, name=n) for n in ("b", "a", "c", "other")],
-        "the layer 'a' stands elsewhere in the file than in this model, which has 'b' in its place",
+        "the layer 'a' is at another position than in this model, which has 'b' there",
     ),
     "too few": (
         lambda layers: [layers.Dense(5, name="a")],
@@ -243,7 +243,7 @@ MISFITS = {
     ),
     "too large": (
         lambda layers: [layers.Dense(n) for n in (5, 7, 6, 5)],
-        r"root/layer_with_weights-1/kernel has the shape \(5, 5\) in the file and \(5, 7\) here",
+        r"root/layer_with_weights-1/kernel has shape \(5, 5\) in the file and \(5, 7\) here",
     ),
     "more variables": (
         lambda layers: [

@@ -51,7 +51,7 @@ class ModelBuilder:
             return self._container(described, kind)
         raise OldFileError(
             f"{self.path}: cannot rebuild the model {name_of(described)!r}: its class {kind!r} is "
-            "not in the file. If the model is functional, pass custom_objects={{kind!r}: "
+            f"not in the file. If the model is functional, pass custom_objects={{{kind!r}: "
             "keras.Model}. Otherwise write it for Keras 3 and restore a checkpoint with "
             "restore_checkpoint."
         )
@@ -77,7 +77,7 @@ class ModelBuilder:
             if kind in _WITH_VOCABULARY and settings.get("vocabulary", "") is None:
                 raise OldFileError(
                     f"{what} keeps its vocabulary in a separate file. Create the layer in Keras 3 "
-                    "with its vocabulary, and pass it as custom_objects={{name_of(described)!r}: "
+                    f"with its vocabulary, and pass it as custom_objects={{{name_of(described)!r}: "
                     "layer}."
                 )
             other, settings = successor(kind, settings)
@@ -86,7 +86,7 @@ class ModelBuilder:
                 raise OldFileError(
                     f"{what} does not exist in Keras 3. Write a Keras 3 layer that does the same, "
                     "with its weights in the same order, and pass it as "
-                    "custom_objects={{kind!r}: YourLayer}."
+                    f"custom_objects={{{kind!r}: YourLayer}}."
                 )
             settings = known_settings(cls, settings, what)
             inner = {n: self._inner(settings[n]) for n in _INNER_LAYERS if settings.get(n)}
@@ -107,7 +107,7 @@ class ModelBuilder:
         if found is None:
             raise OldFileError(
                 f"{what} holds a Python function, which cannot be read from the file safely. Pass "
-                "it as custom_objects={{names[1] or names[0]!r}: function}."
+                f"it as custom_objects={{{names[1] or names[0]!r}: function}}."
             )
         shape = settings.get("output_shape")
         return keras.layers.Lambda(

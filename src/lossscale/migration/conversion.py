@@ -135,5 +135,6 @@ def check_new(old: str | Path, new: Path, *, checkpoint: bool, overwrite: bool) 
         raise OldFileError(f"{new}: its folder does not exist.")
     if new.exists() and not overwrite:
         raise OldFileError(
-            f"{new}: this file exists. Nothing was written. Choose another name, or pass overwrite=True (--force)."
+            f"{new}: this file exists. Nothing was written. Choose another name, or pass "
+            "overwrite=True (--force)."
         )

@@ -147,7 +147,7 @@ def known_settings(cls: type[Any], settings: dict[str, Any], what: str) -> dict[
             raise OldFileError(
                 f"{what} has {name}={value!r}, which Keras 3's {cls.__name__} does not support. "
                 "Write a Keras 3 layer that does the same, and pass "
-                "custom_objects={{settings.get('name')!r}: YourLayer(...)}."
+                f"custom_objects={{{settings.get('name')!r}: YourLayer(...)}}."
             )
     return kept
 

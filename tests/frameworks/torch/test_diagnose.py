@@ -458,5 +458,5 @@ def test_other_mistakes_have_one_sentence():
 
     with pytest.raises(ArgumentError, match="batch is on meta, and the model is on cpu"):
         diagnose(LINEAR, on_a_gpu, [elsewhere])
-    with pytest.raises(ArgumentError, match="weight is on the device meta"):
+    with pytest.raises(ArgumentError, match="weight is on the meta device"):
         diagnose(torch.nn.Linear(6, 1, device="meta"), loss_fn, one)
