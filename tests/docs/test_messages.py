@@ -110,13 +110,16 @@ def resolved(code):
 
 
 def takes(function, call):
-    with contextlib.suppress(TypeError, ValueError):
-        keywords = {k.arg: None for k in call.keywords if k.arg}
-        if not callable(function):
-            return False
-        inspect.signature(function).bind_partial(*call.args, **keywords)
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind_partial(*call.args, **{k.arg: k for k in call.keywords})
+    except TypeError:
+        return False
+    except ValueError:
+        # What is written in C has no signature.
         return True
-    return inspect.isbuiltin(function) or function in vars(builtins).values()
+    return True
 
 
 def test_there_are_suggestions():
