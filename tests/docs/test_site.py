@@ -164,9 +164,11 @@ def test_a_page_shows_the_members_that_each_class_offers(site):
         for cls, members in shown.items():
             assert members <= set(dir(cls)), (cls, members - set(dir(cls)))
             assert not [name for name in members if name.startswith("_")], (cls, members)
-            # Attributes are in the text of their class, what it overrides in that of a base.
+            # Attributes are in the text of their class or page, overrides in that of a base.
             described = set(re.findall(r"^ +(\w+): ", cls.__doc__ or "", re.M)).union(
-                members, *(shown[base] for base in shown if base in (*cls.__mro__, *picks(cls)))
+                members,
+                re.findall(r"`(\w+)`", page.read_text()),
+                *(shown[base] for base in shown if base in (*cls.__mro__, *picks(cls))),
             )
             assert of_ours(cls) <= described, (cls, of_ours(cls) - described)
 

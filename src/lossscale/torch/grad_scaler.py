@@ -125,6 +125,7 @@ class GradScaler(torch.amp.GradScaler):
     _warned_at_floor = False
 
     on_device = False
+    """False: a `GradScaler` decides on the host whether a step is skipped."""
     is_unseen = False
     """Whether a loss was scaled since `update` whose `backward` nobody sees."""
     _multiplier: Multiplier | None = None
