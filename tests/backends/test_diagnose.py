@@ -55,7 +55,8 @@ def assert_alike(found, expected, most):
 def test_gradients_are_those_of_the_framework(kind):
     model, x, y = cases.with_layer(*LAYERS[kind])
     run = KerasGradientFunction(model)
-    assert_alike(run((x, y), 1.0, False, watch=True)[LOSS], own(model, x, y), 1e-5)
+    wider = run((x, y), 1.0, False, watch=True)[LOSS]
+    assert_alike(wider, own(model, x, y), 1e-5)
     narrow, *_ = cases.with_layer(*LAYERS[kind], policy="mixed_float16")
     narrow.set_weights(model.get_weights())
     if BACKEND == "jax" and kind == "MultiHeadAttention":
@@ -66,14 +67,15 @@ def test_gradients_are_those_of_the_framework(kind):
     expected = own(narrow, x, y, SCALE)
     # The framework may round otherwise inside of a compiled pass.
     most = 2e-2 if BACKEND == "jax" else 5e-3
-    assert_alike(run((x, y), SCALE, True)[LOSS], expected, most)
+    found = run((x, y), SCALE, True)[LOSS]
+    assert_alike(found, expected, most)
     if kind not in ("MaxPooling2D", "UpSampling2D"):
-        wider = run((x, y), SCALE, False)[LOSS].gradients
-        different = [
-            np.any(gradient != wider[name])
-            for name, gradient in run((x, y), SCALE, True)[LOSS].gradients.items()
-        ]
-        assert any(different)
+        # Float16 rounds by more than what two passes in float32 may differ by.
+        assert any(
+            cases.error(gradient, wider.gradients[name] * SCALE) > 1e-5
+            for name, gradient in found.gradients.items()
+            if gradient is not None
+        )
 
 
 @pytest.mark.parametrize("kind", RANDOM_LAYERS)

@@ -184,36 +184,6 @@ def test_the_first_steps_are_skipped_until_the_gradient_fits(amax, initial_scale
     assert state.scale == settled
 
 
-def simulated_drift(rule, p, *, seed=20, runs=1000, steps=20_000):
-    """The mean slope of log2(scale), in binades per 1000 steps, when a step fails with odds p."""
-    rng = np.random.default_rng(seed)
-    # A run that has gone on for long has counted to k with odds in proportion to (1 - p)**k.
-    # Runs that all start at 0 would grow at the same step, and the slope would depend on where
-    # it is measured.
-    odds = (1 - p) ** np.arange(rule.growth_interval)
-    counts = rng.choice(rule.growth_interval, size=runs, p=odds / odds.sum())
-    state = ScaleState(np.full(runs, rule.initial_scale, np.float32), counts.astype(np.int32))
-    for _ in range(steps):
-        state = rule.update(state, GradientStats(rng.random(runs, np.float32) >= p), xp=np)
-    return 1000 * (np.log2(state.scale).mean() - np.log2(rule.initial_scale)) / steps
-
-
-@pytest.mark.parametrize(
-    ("p", "expected", "tolerance"),
-    # At 1 - 2**(-1/2000) = 3.466e-4 growth and backoff balance; above, the scale collapses.
-    [(1e-4, 0.352, 0.02), (3.466e-4, 0.0, 0.02), (1e-3, -0.84, 0.03)],
-)
-def test_under_random_bad_batches_the_scale_drifts_as_the_renewal_formula_says(
-    p, expected, tolerance
-):
-    # Starts far from both ends: a scale that touches one does not drift.
-    rule = DynamicScale(initial_scale=1.0, min_scale=2.0**-126)
-    drift = simulated_drift(rule, p)
-    q_n = (1 - p) ** rule.growth_interval
-    assert drift == pytest.approx(expected, abs=tolerance)
-    assert drift == pytest.approx(1000 * (p * q_n / (1 - q_n) - p), abs=tolerance)
-
-
 # --- arguments
 
 NOT_A_SCALE = [0, -1.0, math.inf, -math.inf, math.nan, "8", True, None, 2.0**127, 2.0**-127]
