@@ -88,7 +88,7 @@ OF_TORCH = {
     "float16 autocast, bit for bit beside PyTorch's scaler": (
         "float16_training_is_that_of_pytorchs_scaler_bit_for_bit"
     ),
-    "a state saved on the GPU goes on on the processor": (
+    "a state saved on the GPU continues on the processor": (
         "state_of_one_device_goes_on_on_the_other"
     ),
     "`torch.compile` with inductor": "a_compiled_forward_pass",

@@ -47,7 +47,7 @@ def rule_from_arguments(
 
     Args:
         dynamic: True for a scale that moves, False for a fixed one.
-        initial_scale: The first, or the fixed, loss scale; dimensionless. None stands for 2**15
+        initial_scale: The first, or the fixed, loss scale. None stands for 2**15
             and needs `dynamic=True`.
         dynamic_growth_steps: Finite steps in a row that double the scale, in steps. None stands
             for 2000; only with `dynamic=True`.

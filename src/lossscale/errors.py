@@ -28,7 +28,7 @@ UserWarning
 ```
 
 Each class also inherits from the built-in exception that TensorFlow documented for the same
-mistake, or that PyTorch raises, so code that already catches `TypeError` or `ValueError` goes on
+mistake, or that PyTorch raises, so code that already catches `TypeError` or `ValueError` continues
 working.
 """
 

@@ -191,7 +191,7 @@ class FixedScale(ScaleRule):
     """A loss scale that never changes.
 
     Args:
-        scale: The loss scale, a dimensionless number from 2**-126 to 2**126.
+        scale: The loss scale, a number from 2**-126 to 2**126.
         skip_nonfinite: Whether a step with a non-finite gradient is skipped. By default
             gradients are not looked at, as TensorFlow documented for a fixed scale: an
             infinite gradient is applied.

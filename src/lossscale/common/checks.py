@@ -33,7 +33,7 @@ def check_not_wrapped(inner: Any) -> None:
     """Checks that no living optimizer has this one inside.
 
     Raises:
-        AlreadyWrappedError: If one has. It is a `TypeError` and a `ValueError`.
+        AlreadyWrappedError: If one has.
     """
     wrapper = living_wrapper(inner)
     if wrapper is not None:
@@ -59,8 +59,8 @@ def checked_pairs(
     """Returns the gradients and the variables of (gradient, variable) pairs.
 
     Raises:
-        MalformedGradientsError: If they are no such pairs. It is a `TypeError`.
-        GradientsError: If no variable has a gradient. It is a `ValueError`.
+        MalformedGradientsError: If they are no such pairs.
+        GradientsError: If no variable has a gradient.
     """
     try:
         pairs = [tuple(pair) for pair in grads_and_vars]
@@ -107,7 +107,7 @@ def flat_list(
     """Returns a list of variables from one variable or a nest of them.
 
     Raises:
-        GradientsError: If something in it is no variable. It is a `ValueError`.
+        GradientsError: If something in it is not a variable.
     """
     found = [variables] if is_variable(variables) else flatten(variables)
     for variable in found:
@@ -120,16 +120,16 @@ def flat_list(
 
 
 def check_own_name(inner: Any, name: str, optimizers: Any) -> None:
-    """Checks that a new attribute's name is not meant for the optimizer inside.
+    """Checks that a new attribute's name is not meant for the inner optimizer.
 
     Args:
-        inner: The optimizer inside, which has no attribute of this name.
+        inner: The inner optimizer, which has no attribute of this name.
         name: The name.
         optimizers: The module that has all optimizers of this framework.
 
     Raises:
         UnknownSettingError: If it is the misspelt name of a setting, or a setting that only other
-            optimizers have. It is an `AttributeError`.
+            optimizers have.
     """
     settings = {*_settings(inner.__class__), *getattr(inner, "_hyper", ())}
     meant = next((each for each in sorted(settings) if _is_misspelt(name, each)), None)
@@ -176,7 +176,7 @@ def _settings(cls: Any) -> frozenset[str]:
 
 _HOW_TO_SET = {
     "rule": "The rule is chosen when the optimizer is made: "
-    "LossScaleOptimizer(inner_optimizer, rule={value!r}). Another one goes on from the saved state "
+    "LossScaleOptimizer(inner_optimizer, rule={value!r}). A new one continues from the saved state "
     "of the first",
     **dict.fromkeys(
         ("dynamic", "initial_scale", "dynamic_growth_steps", "decide", "process_group"),
@@ -190,7 +190,7 @@ def check_settable(optimizer: Any, name: str, value: Any) -> None:
     """Checks that a name is not one of those that can only be read.
 
     Raises:
-        UnknownSettingError: If it is; it says how the value is set. It is an `AttributeError`.
+        UnknownSettingError: If it is; it says how the value is set.
     """
     found = None if name[0] == "_" else getattr(type(optimizer), name, None)
     if not isinstance(found, property) or found.fset is not None:
@@ -229,7 +229,7 @@ def check_named(third: Sequence[Any]) -> None:
     """Checks that `apply_gradients` was given nothing after the name but by name.
 
     Raises:
-        ArgumentTypeError: If it was. It is a `TypeError`.
+        ArgumentTypeError: If it was.
     """
     if third:
         raise ArgumentTypeError(

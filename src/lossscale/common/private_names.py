@@ -20,7 +20,7 @@ def private_module(module: str, purpose: str) -> Any:
         purpose: What lossscale uses it for, after "to".
 
     Raises:
-        UnsupportedError: If there is none. It is a `NotImplementedError`.
+        UnsupportedError: If there is none.
     """
     private_name(module, "__name__", purpose)
     return sys.modules[module]
@@ -36,8 +36,7 @@ def private_name(module: str, name: str, purpose: str, fallback: Any = _MISSING)
         fallback: What serves in its place where a release has it no more, if anything does.
 
     Raises:
-        UnsupportedError: If there is none, and nothing in its place. It is a
-            `NotImplementedError`.
+        UnsupportedError: If there is none, and nothing in its place.
     """
     try:
         return attrgetter(name)(importlib.import_module(module))
@@ -60,7 +59,7 @@ def check_attribute(root: str, holder: Any, name: str, purpose: str) -> None:
         purpose: What lossscale uses it for, after "to".
 
     Raises:
-        UnsupportedError: If there is none. It is a `NotImplementedError`.
+        UnsupportedError: If there is none.
     """
     if not hasattr(holder, name):
         raise _gone(root, f"{type(holder).__name__}.{name}", purpose)

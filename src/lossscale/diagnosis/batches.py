@@ -114,7 +114,7 @@ def batches_of(
 
 
 def leaves(structure: Any) -> Iterator[Any]:
-    """Yields the arrays in lists and dictionaries, in their order; None is no array."""
+    """Yields the arrays in lists and dictionaries, in their order; None is left out."""
     if isinstance(structure, Mapping):
         structure = list(structure.values())
     if isinstance(structure, (list, tuple)):

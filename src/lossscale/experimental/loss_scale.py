@@ -1,4 +1,4 @@
-"""Loss scales as objects: they hold their value, and `update` looks at gradients and moves it."""
+"""Loss scales as objects: they hold their value, and `update` moves it by a step's gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LossScale(abc.ABC):
 
     @abc.abstractmethod
     def update(self, grads: Any) -> tuple[Any, Any]:
-        """Looks at the gradients of a step and moves the loss scale.
+        """Updates the loss scale from the gradients of a step.
 
         Args:
             grads: Unscaled gradients, in any nest; None entries are ignored.
@@ -306,7 +306,7 @@ def deserialize(config: Any, custom_objects: dict[str, Any] | None = None) -> Lo
 
     Args:
         config: The dictionary, or a loss scale, which is returned as it is.
-        custom_objects: Classes of one's own, by class name.
+        custom_objects: Custom classes, by class name.
 
     Raises:
         ValueError: If the class is not known, or cannot be made of its configuration.

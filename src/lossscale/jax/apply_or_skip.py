@@ -34,7 +34,7 @@ def chosen(finite: Any, new: Any, old: Any) -> Any:
 def lasting_dtype(new: Any, old: Any) -> Any:
     """The dtype of an array that a step writes: that of the old one.
 
-    So the second step is not compiled anew. But a number that begins as an integer and becomes a
+    So the second step is not recompiled. But a number that begins as an integer and becomes a
     fraction would lose it.
     """
     if new.dtype == old.dtype:

@@ -14,7 +14,7 @@ from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeErr
 from lossscale.old_formats import configurations
 
 # Keras' base class sets these on every optimizer. On a wrapper they would hide the settings of
-# the optimizer inside, which are the ones that have an effect.
+# the inner optimizer, which are the ones that have an effect.
 SETTINGS_OF_THE_BASE = (
     "weight_decay",
     "clipnorm",
@@ -31,16 +31,16 @@ def check_inner(inner: Any) -> None:
     """Checks that an optimizer can be wrapped.
 
     Raises:
-        ArgumentTypeError: If it is not an optimizer of Keras 3. It is a `TypeError`.
-        AlreadyWrappedError: If it has loss scaling already. It is a `TypeError`.
-        ArgumentError: If it has a fixed scale of its own. It is a `ValueError`.
+        ArgumentTypeError: If it is not an optimizer of Keras 3.
+        AlreadyWrappedError: If it has loss scaling already.
+        ArgumentError: If it has a fixed scale of its own.
     """
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise ArgumentTypeError(registry.not_an_optimizer(inner))
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         raise AlreadyWrappedError(
             "The optimizer to wrap is a LossScaleOptimizer itself; the gradients would be "
-            f"divided twice. Wrap the optimizer inside it. Received: {inner!r}."
+            f"divided twice. Wrap its inner optimizer. Received: {inner!r}."
         )
     check_not_wrapped(inner)
     factor = getattr(inner, "loss_scale_factor", None)

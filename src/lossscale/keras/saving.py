@@ -5,7 +5,7 @@ optimizer's variables are written exactly as an optimizer without loss scaling w
 and the loss scale beside them. So weights go from a plain Adam into a wrapped one, and back.
 
 Files of Keras' own LossScaleOptimizer lack what an optimizer sets as attributes in `build`, such as
-Nadam's product: it builds the optimizer inside it with attribute tracking off.
+Nadam's product: it builds its inner optimizer with attribute tracking off.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def restore_scale(optimizer: Any, values: Mapping[str, Any]) -> None:
     if rule.moves and "scale" in saved and float(scale) != np.float32(saved["scale"]):
         warn(
             f"The saved loss scale, {saved['scale']}, is outside the range of {rule}. "
-            f"Training goes on with {float(scale)}."
+            f"Training continues with {float(scale)}."
         )
 
 

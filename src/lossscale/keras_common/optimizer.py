@@ -247,7 +247,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         # Past the attribute tracking of Keras and TensorFlow.
         self.__dict__["_overflow_tracker"] = tracker
 
-    # --- The settings of the optimizer inside -------------------------------------------------
+    # --- The settings of the inner optimizer -------------------------------------------------
 
     @property
     def learning_rate(self) -> Any:
@@ -302,7 +302,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         for name, slots in by_name.items():
             yield [name], slots
 
-    # --- Copies: made anew, from configurations and arrays ------------------------------------
+    # --- Copies: recreated from configurations and arrays ------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         rebuild, arguments = self.__reduce__()
@@ -425,7 +425,7 @@ def check_shapes(variables: Sequence[Any], shapes: Sequence[tuple[int, ...]]) ->
     """Checks that arrays fit to variables, before any is set.
 
     Raises:
-        ArgumentError: If one does not. It is a `ValueError`.
+        ArgumentError: If one does not.
     """
     for variable, shape in zip(variables, shapes, strict=True):
         if tuple(variable.shape) != shape:

@@ -169,7 +169,7 @@ class ScaledGradientTracker:
             record.graph, record.is_home = _reference(graph), False
 
     def note_all_unscaled(self, location: Location) -> None:
-        """Whatever is applied next is not scaled, whoever unscaled it."""
+        """Records that the next applied gradients are not scaled."""
         self.note_unscaled(location, math.inf)
 
     @contextlib.contextmanager
@@ -198,7 +198,7 @@ class ScaledGradientTracker:
             Whether their gradients are scaled. Warns where that is a guess.
 
         Raises:
-            GradientsError: If that cannot be known. It is a `ValueError`.
+            GradientsError: If that cannot be known.
         """
         graph, (replica, *_) = location
         record = self._records[replica]

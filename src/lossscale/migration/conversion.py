@@ -1,4 +1,4 @@
-"""Writing an old file anew."""
+"""Converting old files."""
 
 from __future__ import annotations
 

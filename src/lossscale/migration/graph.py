@@ -173,7 +173,7 @@ def write_hdf5(graph: Graph, path: str | Path) -> None:
 
     Args:
         graph: What to write.
-        path: The file, which is made anew.
+        path: The new file.
     """
     import h5py
 

@@ -35,9 +35,10 @@ def load_model(
 
     The model is a Keras 3 model, on whatever backend Keras runs, or a tf_keras model. It is
     compiled with a `lossscale.LossScaleOptimizer`, which has the state that the file holds: slots
-    and iterations, and the loss scale if Keras 3 wrote the file. TensorFlow put the loss scale and
-    its counter into no model file, so they start anew. Keras 3 puts a loss scale optimizer of its
-    own around the optimizer of a model whose policy is mixed_float16; its files load too.
+    and iterations, and the loss scale if Keras 3 wrote the file. TensorFlow wrote the loss scale
+    and its counter into no model file, so they start from their initial values. Under the policy
+    mixed_float16, Keras 3 wraps the optimizer in its own loss scale optimizer; these files load
+    too.
 
     Args:
         path: An HDF5 file, or a `.keras` file of tf_keras or Keras 3.

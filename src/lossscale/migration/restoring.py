@@ -64,7 +64,7 @@ def restore_checkpoint(path: str | Path, **objects: Any) -> Restored:
 
     Raises:
         OldFileError: If the file is missing or damaged, lacks an object or a variable, or holds
-            another optimizer. It is a `ValueError`, and no variable was changed.
+            another optimizer. No variable was changed.
         TypeError: If an optimizer has no loss scaling.
     """
     if not objects:

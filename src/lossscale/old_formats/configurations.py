@@ -22,7 +22,7 @@ OPTIMIZER_NAMES = (
 )
 """What TensorFlow's configurations call the loss scale optimizers.
 
-Keras' own class of the first name reads none of them, and goes on reading what Keras 3 wrote: there
+Keras' own class of the first name reads none of them, and still reads what Keras 3 wrote: there
 the module says which class is meant. Not the first one in lower case: Keras' `deserialize` would
 then find no class for that.
 """

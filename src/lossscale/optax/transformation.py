@@ -38,7 +38,7 @@ def loss_scaled(
     """Wraps an Optax transformation with loss scaling.
 
     `update` takes the gradients of the scaled loss. It divides them by the scale, in float32 or
-    wider, and looks at them. If every element is finite, the inner transformation gets them.
+    wider, and checks them. If every element is finite, the inner transformation gets them.
     If not, the updates are -0.0 and the state inside stays as it is, bit for bit; the scale backs
     off and the skip is counted.
 
@@ -49,7 +49,7 @@ def loss_scaled(
         inner: The transformation to wrap, such as `optax.adamw(1e-3)`.
         dynamic: Whether the scale moves by itself. If False, `initial_scale` is the fixed scale
             and, unless a rule says otherwise, gradients are not stats at.
-        initial_scale: The first (or the fixed) loss scale, a dimensionless number from 2**-126
+        initial_scale: The first (or the fixed) loss scale, a number from 2**-126
             to 2**126. None stands for 2**15.
         dynamic_growth_steps: How many finite steps in a row double the scale, in steps. None
             stands for 2000.

@@ -47,7 +47,7 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
         small, large = [], parts
     looked_at = [_as_one(group) for group in small]
     if compiled:
-        # These XLA would convert for the sum once more, and more slowly than it looks at each
+        # These XLA would convert for the sum once more, and more slowly than it reads each
         # element on the way.
         looked_at += [part for part in large if part.op.type == "Cast"]
         large = [part for part in large if part.op.type != "Cast"]

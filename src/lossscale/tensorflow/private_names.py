@@ -18,7 +18,7 @@ Trackable: Any = private_name(
 DelegatingTrackableMixin: Any = private_name(
     "tensorflow",
     "__internal__.tracking.DelegatingTrackableMixin",
-    "be one node in a checkpoint with the optimizer inside",
+    "be one node in a checkpoint with the inner optimizer",
 )
 strategy_supports_no_merge_call: Any = private_name(
     "tensorflow",

@@ -29,7 +29,7 @@ def check_strategy() -> None:
     """Checks that loss scaling works under the current strategy.
 
     Raises:
-        ArgumentError: If it does not. It is a `ValueError`.
+        ArgumentError: If it does not.
     """
     if not tf.distribute.has_strategy():
         return
@@ -72,7 +72,7 @@ def check_replica_context() -> None:
     """Checks that the call is made where each replica has gradients of its own.
 
     Raises:
-        GradientsError: If it is not. It is a `ValueError`.
+        GradientsError: If it is not.
     """
     if tf.distribute.in_cross_replica_context():
         raise GradientsError(

@@ -42,7 +42,7 @@ def recorded(
         watch: Variables to record although they are not trainable.
 
     Raises:
-        GradientsError: If `loss` is a tensor without a tape. It is a `ValueError`.
+        GradientsError: If `loss` is a tensor without a tape.
     """
     if not callable(loss) and tape is None:
         raise GradientsError(
@@ -64,7 +64,7 @@ def check_symbolic(loss: Any) -> None:
     """Checks that a tensor knows how it was computed.
 
     Raises:
-        GradientsError: In eager mode, where it does not. It is a `ValueError`.
+        GradientsError: In eager mode, where it does not.
     """
     if tf.executing_eagerly():
         raise GradientsError(

@@ -29,7 +29,7 @@ def check_inner(inner: Any, base: type[Any]) -> None:
     if isinstance(inner, BaseLossScaleOptimizer):
         raise AlreadyWrappedError(
             "The optimizer to wrap is a LossScaleOptimizer itself; the gradients would be "
-            f"divided twice. Wrap the optimizer inside it. Received: {inner!r}."
+            f"divided twice. Wrap its inner optimizer. Received: {inner!r}."
         )
     if not isinstance(inner, base):
         raise ArgumentTypeError(
@@ -55,7 +55,7 @@ def flat_variables(variables: Any) -> list[Any]:
     """Returns a list of variables from one variable or a nest of them.
 
     Raises:
-        GradientsError: If something in it is no variable. It is a `ValueError`.
+        GradientsError: If something in it is not a variable.
     """
     return flat_list(variables, tf.nest.flatten, is_variable)
 

@@ -89,7 +89,7 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3):
     @property
     def loss_scale_state(self) -> LossScaleStore:
         """Where files keep the loss scale and the counters."""
-        # Made anew: as an attribute it would be a child in checkpoints.
+        # Recreated: as an attribute it would be a child in checkpoints.
         return LossScaleStore(self._own_values, self._set_own_values)
 
     def save_own_variables(self, store: Any) -> None:

@@ -347,7 +347,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     @property
     def inner_optimizer(self) -> Any:
-        """The optimizer inside."""
+        """The inner optimizer."""
         return self._optimizer
 
     @property

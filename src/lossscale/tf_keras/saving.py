@@ -42,7 +42,7 @@ def own_values(optimizer: Any) -> dict[str, Any]:
 
 def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
     """Sets these, made valid for the rule; what has no variable yet waits for it."""
-    # A dataset of an HDF5 file is no array yet.
+    # A dataset of an HDF5 file is not an array yet.
     arrays = {name: np.asarray(values[name][()]) for name in values}
     named = _named_variables(optimizer)
     pairs = [(variable, arrays.pop(name)) for name, variable in named.items() if name in arrays]
@@ -60,7 +60,7 @@ def _named_variables(optimizer: Any) -> dict[str, Any]:
 
 
 def _make_valid(state: TFKerasScaleVariables, read: set[int]) -> None:
-    """What the rule makes of the variables that a file had; others begin anew."""
+    """What the rule makes of the variables that a file had; others start from the initial state."""
     if not read:
         return
     numbers = zip(state.variables.items(), values_of(state.variables), strict=True)
@@ -75,7 +75,7 @@ def _make_valid(state: TFKerasScaleVariables, read: set[int]) -> None:
     if np.float32(valid["scale"]) != np.float32(saved["scale"]):
         warn(
             f"The saved loss scale, {saved['scale']}, is outside the range of {state.rule}. "
-            f"Training goes on with {valid['scale']}."
+            f"Training continues with {valid['scale']}."
         )
 
 
@@ -133,8 +133,7 @@ def build_pending(optimizer: Any, variables: Sequence[Any]) -> None:
     """Builds a copy as its original was, of which `variables` may be a part.
 
     Raises:
-        GradientsError: If they are not, and are not as many of the same shapes. It is a
-            `ValueError`.
+        GradientsError: If they are not, and are not as many of the same shapes.
     """
     groups = optimizer._pending_groups
     saved = [each for group in groups for each in group]

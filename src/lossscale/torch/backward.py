@@ -117,7 +117,7 @@ class GradientRecord:
 
 
 def versions_of(grads: Iterable[Any]) -> list[tuple[Any, int]]:
-    """Gradients as they are; whoever else holds none of them lets them go."""
+    """Unscaled gradients, released by everything else that refers to them."""
     return [(weakref.ref(each), each._version) for each in grads]
 
 

@@ -47,16 +47,16 @@ class Gradients(NamedTuple):
 def collect(info: ranks.ParameterInfo, *, allow_float16: bool = False) -> Gradients:
     """Returns the gradients of parameters, ready to be changed in place.
 
-    What cannot be changed where it is, is put into `.grad` anew. So is a gradient that is a part of
-    a sum: the optimizer would add up the parts, and what their sum is nobody could tell before.
+    A gradient that cannot be changed in place is replaced in `.grad`. So is one that is a part of a
+    sum: the optimizer would add up the parts, and their sum must be checked before.
 
     Args:
         info: Of the parameters, with a `.grad` each, which may be None.
         allow_float16: Whether some may be in float16: to be checked, and not divided.
 
     Raises:
-        GradientsError: If one is in float16, where dividing it would flush it to zero. It is a
-            `ValueError`. Nothing was changed.
+        GradientsError: If one is in float16, where dividing it would flush it to zero. Nothing was
+            changed.
     """
     grads = [gradient for p in info.parameters if (gradient := p.grad) is not None]
     if info.is_due(len(grads)) and _shares_memory(grads):

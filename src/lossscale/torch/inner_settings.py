@@ -1,4 +1,4 @@
-"""The optimizer inside, seen through the one around it: its groups, its state, its settings."""
+"""The inner optimizer, seen through the one around it: its groups, its state, its settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OWN_ATTRIBUTES = frozenset({"name"})
 
 
 def _shared(name: str, doc: str = "") -> property:
-    """A property that reads and writes an attribute of the optimizer inside."""
+    """A property that reads and writes an attribute of the inner optimizer."""
 
     def read(self: Any) -> Any:
         return getattr(self.inner_optimizer, name)
@@ -55,13 +55,13 @@ class InnerSettings:
 
     inner_optimizer: Any
 
-    param_groups = _shared("param_groups", "The parameter groups of the optimizer inside.")
-    state = _shared("state", "The state of the optimizer inside, by parameter.")
+    param_groups = _shared("param_groups", "The parameter groups of the inner optimizer.")
+    state = _shared("state", "The state of the inner optimizer, by parameter.")
     defaults = _shared("defaults", "The settings of groups that do not say otherwise.")
     learning_rate = _setting("lr")
     lr = _setting("lr")
 
-    # A hook is called by the optimizer inside, once, and only when it steps.
+    # A hook is called by the inner optimizer, once, and only when it steps.
     _optimizer_step_pre_hooks = _shared("_optimizer_step_pre_hooks")
     _optimizer_step_post_hooks = _shared("_optimizer_step_post_hooks")
     _optimizer_state_dict_pre_hooks = _shared("_optimizer_state_dict_pre_hooks")
@@ -72,7 +72,7 @@ class InnerSettings:
     _warned_capturable_if_run_uncaptured = _shared("_warned_capturable_if_run_uncaptured")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group to the optimizer inside.
+        """Adds a parameter group to the inner optimizer.
 
         Args:
             param_group: A dictionary with `params`, and settings for them.
@@ -129,7 +129,7 @@ class InnerSettings:
             raise unknown_setting(inner, name) from None
 
     def _guarded(self, name: str, method: Any) -> Any:
-        """A method of the optimizer inside, which reads `.grad` as it is."""
+        """A method of the inner optimizer, which reads `.grad` as it is."""
 
         @functools.wraps(method)
         def guarded(*args: Any, **kwargs: Any) -> Any:

@@ -45,8 +45,8 @@ class Monitor(LoopMonitor):
         steps_before: Number of steps before this run, with a `GradScaler`. An optimizer has it.
 
     Raises:
-        ArgumentError: If an argument cannot be used; the message names it. It is a `ValueError`.
-        ArgumentTypeError: If one is of the wrong type. It is a `TypeError`.
+        ArgumentError: If an argument cannot be used; the message names it.
+        ArgumentTypeError: If one is of the wrong type.
         OSError: If the file cannot be written.
 
     Examples:

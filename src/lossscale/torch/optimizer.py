@@ -66,8 +66,8 @@ _NOTHING_TO_UNSCALE = (
 class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Optimizer):
     """A PyTorch optimizer around another one, which trains in float16 with a loss scale.
 
-    It is a `torch.optim.Optimizer`, with the parameter groups, the state and the hooks of the one
-    inside. `step` divides the gradients, looks at them, applies them or skips the step, and moves
+    It is a `torch.optim.Optimizer`, with the parameter groups, the state and the hooks of the inner
+    optimizer. `step` divides the gradients, checks them, applies them or skips the step, and moves
     the loss scale.
 
     Args:
@@ -75,7 +75,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             have one scale and are all stepped or none.
         dynamic: Whether the scale moves by itself. If False, `initial_scale` is the fixed scale
             and, unless a rule says otherwise, gradients are not checked.
-        initial_scale: The first (or the fixed) loss scale, a dimensionless number from 2**-126
+        initial_scale: The first (or the fixed) loss scale, a number from 2**-126
             to 2**126. None stands for 2**15.
         dynamic_growth_steps: How many finite steps in a row double the scale, in steps. None
             stands for 2000.
@@ -93,8 +93,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         name: The optimizer's name.
 
     Raises:
-        TypeError: If `inner_optimizer` is no optimizer or already has loss scaling, `dynamic`
-            is not a bool, or `rule` is no rule.
+        TypeError: If `inner_optimizer` is not an optimizer or already has loss scaling, `dynamic`
+            is not a bool, or `rule` is not a `ScaleRule`.
         ValueError: If a value cannot be used.
 
     Examples:
@@ -139,7 +139,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         decide: str = "host",
         name: str | None = None,
     ) -> None:
-        # `Optimizer.__init__` is not called: groups, state and hooks are those of the one inside.
+        # `Optimizer.__init__` is not called: groups, state and hooks belong to the inner optimizer.
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
         if isinstance(inner_optimizer, (list, tuple)):
             for each in inner_optimizer:
@@ -166,7 +166,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
 
     @property
     def inner_optimizer(self) -> Any:
-        """The optimizer inside, which cannot be replaced by another one."""
+        """The inner optimizer, which cannot be replaced by another one."""
         return self._engine.inner
 
     @property
@@ -216,8 +216,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             agreed on.
 
         Raises:
-            GradientsError: If a parameter is of float16, or the loss is scaled already. It is a
-                `ValueError`.
+            GradientsError: If a parameter is of float16, or the loss is scaled already.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -350,7 +349,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             )
 
     def _check_true(self, name: str) -> None:
-        """Checks that a method of the optimizer inside finds true, finite gradients."""
+        """Checks that a method of the inner optimizer finds true, finite gradients."""
         record, info = self._record, self._engine.info()
         if record.scaled_by is not None and info.first_gradient() is not None:
             raise CallOrderError(_would_find_scaled(name, self.inner_optimizer))
@@ -375,10 +374,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                 gradients overflow, once more at a lower scale.
 
         Returns:
-            What the step of the optimizer inside returns, or the loss of the closure.
+            What the step of the inner optimizer returns, or the loss of the closure.
 
         Raises:
-            GradientsError: If a gradient is of float16, like its parameter. It is a `ValueError`.
+            GradientsError: If a gradient is of float16, like its parameter.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -388,7 +387,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             >>> weight.detach()
             tensor([0.5000, 0.5000])
         """
-        # Compiled, it would be compiled anew for each number that it reads. The decorator alone
+        # Compiled, it would be recompiled for each number that it reads. The decorator alone
         # would do, and would take its time in every step that is not compiled.
         if torch.compiler.is_compiling():
             return self._step_uncompiled(closure, **more)
@@ -398,7 +397,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
     def _step_uncompiled(self, closure: Callable[[], Any] | None, **more: Any) -> Any:
         return self._take_step(**more) if closure is None else self._step_with(closure, **more)
 
-    # PyTorch's own wrapper around a `step` would call global hooks for the one inside and for
+    # PyTorch's own wrapper around a `step` would call global hooks for the inner optimizer and for
     # this one.
     step.hooked = True  # type: ignore[attr-defined]
 
@@ -481,7 +480,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             self._finish(decision._replace(apply=False), keep=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients of all parameters, as the optimizer inside does it.
+        """Resets the gradients of all parameters, as the inner optimizer does it.
 
         After a `backward` or an `unscale_` that found an overflow, the step is skipped by that.
         """
@@ -532,15 +531,15 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
     def unscale_(self) -> Any:
         """Divides the gradients by the loss scale where they are, before the step.
 
-        For whoever reads or changes gradients between `backward` and `step`: clipping, logging,
-        SAM. `step` then neither divides them again nor looks at them again. A second call does
+        For code that reads or changes gradients between `backward` and `step`: clipping, logging,
+        SAM. `step` then neither divides nor checks them again. A second call does
         nothing, unless `scale_loss` was called in between.
 
         Returns:
             Whether all are finite: a bool; with `decide="device"` a boolean tensor.
 
         Raises:
-            GradientsError: If a gradient is of float16, like its parameter. It is a `ValueError`.
+            GradientsError: If a gradient is of float16, like its parameter.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -702,7 +701,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
     def _check_returned(self, loss: Any) -> None:
         if loss is None:
             raise ArgumentTypeError(
-                f"The closure must return the loss: {type(self.inner_optimizer).__name__} looks at "
+                f"The closure must return the loss: {type(self.inner_optimizer).__name__} reads "
                 "it. Received: None."
             )
         if was_scaled(loss):
@@ -810,12 +809,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
     # --- Saving and making it again -----------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the optimizer inside, with that of the loss scale in it.
+        """Returns the state of the inner optimizer, with that of the loss scale in it.
 
         Returns:
-            The dictionary of the optimizer inside. Its first parameter group has besides
-            `loss_scale` (dimensionless), `loss_scale_good_steps`, `loss_scale_steps_skipped` and
-            `loss_scale_iterations` (in steps): Python numbers. The optimizer inside can load it.
+            The dictionary of the inner optimizer. Its first parameter group has besides
+            `loss_scale`, `loss_scale_good_steps`, `loss_scale_steps_skipped` and
+            `loss_scale_iterations` (in steps): Python numbers. The inner optimizer can load it.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -837,7 +836,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         Raises:
             ValueError: If it does not match the parameter groups, or a number of the loss scale is
                 no number. Then nothing is changed.
-            StateDictError: If it is no optimizer's. It is a `KeyError` and a `RuntimeError`.
+            StateDictError: If it is not that of an optimizer.
         """
         scale, inner = self._engine.scale, self.inner_optimizer
         rest, numbers = state_dicts.without_numbers(state_dict, scale, inner)
@@ -954,7 +953,7 @@ def _derive(
 
 
 def _refuse_scaled_gradients(inner: Any, engine: Engine) -> None:
-    """Refuses a step of the optimizer inside, by its own name, on scaled gradients."""
+    """Refuses a step of the inner optimizer, by its own name, on scaled gradients."""
     watched = weakref.ref(engine)
 
     def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -994,7 +993,7 @@ def _check_inner(inner: Any, is_one_of_several: bool = False) -> None:
     if isinstance(inner, FrontDoor):
         raise AlreadyWrappedError(
             "The optimizer to wrap is a LossScaleOptimizer itself; the gradients would be "
-            f"divided twice. Wrap the optimizer inside it. Received: {inner!r}."
+            f"divided twice. Wrap its inner optimizer. Received: {inner!r}."
         )
     if not isinstance(inner, torch.optim.Optimizer):
         hint = " That is a class; call it." if isinstance(inner, type) else ""

@@ -112,7 +112,7 @@ def parameter_names(parameters: Any) -> dict[Any, str]:
         parameters: A module, or an iterable of (name, parameter) pairs.
 
     Raises:
-        ArgumentTypeError: If it is neither. It is a `TypeError`.
+        ArgumentTypeError: If it is neither.
     """
     pairs = parameters
     if isinstance(parameters, torch.nn.Module):

@@ -166,7 +166,7 @@ def groups_of(tensors: Iterable[Any], process_group: Any = None) -> tuple[Any, .
         The groups with more than one process; empty if processes need not agree.
 
     Raises:
-        ArgumentTypeError: If `process_group` is none of these. It is a `TypeError`.
+        ArgumentTypeError: If `process_group` is none of these.
         UnsupportedError: If parameters are sharded by FSDP1, and no group is given.
 
     Examples:

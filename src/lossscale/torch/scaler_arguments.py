@@ -35,7 +35,7 @@ def rule_of_a_scaler(rule: Any, **numbers: Any) -> ScaleRule:
 
     Raises:
         ScalerArgumentError: If a number cannot be used, or is given beside a rule.
-        ArgumentTypeError: If `rule` is no rule.
+        ArgumentTypeError: If `rule` is not a rule.
     """
     if rule is None:
         if numbers["min_scale"] is None:
@@ -57,11 +57,11 @@ def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
     """Returns the number that `update(new_scale)` sets.
 
     Args:
-        new_scale: A number, or a tensor with one element that needs no gradient; dimensionless.
+        new_scale: A number, or a tensor with one element that needs no gradient.
         rule: The rule, whose range it must lie in.
 
     Raises:
-        ScalerArgumentError: If it is none of these. It is a `ValueError` and an `AssertionError`.
+        ScalerArgumentError: If it is none of these.
     """
     if isinstance(new_scale, torch.Tensor):
         if new_scale.numel() != 1 or new_scale.requires_grad or new_scale.is_complex():

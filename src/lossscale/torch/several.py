@@ -20,7 +20,7 @@ class Several(torch.optim.Optimizer):
         optimizers: The optimizers; no parameter is in two of them.
 
     Raises:
-        ArgumentError: If there is none, or a parameter is in two. It is a `ValueError`.
+        ArgumentError: If there is none, or a parameter is in two.
     """
 
     def __init__(self, optimizers: list[Any]) -> None:

@@ -2,8 +2,8 @@
 
 `torch.distributed.checkpoint` keeps of an optimizer's state dictionary what is in `state` and in
 `param_groups`, and nothing beside them. So the numbers of the loss scale are in the first group.
-Whoever flattens a dictionary, or fills a flat one in, goes by the names in the live groups. So the
-first of these has the numbers, too.
+Code that flattens a dictionary, or fills in a flat one, goes by the names in the live groups. So
+the first of these has the numbers, too.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def without_numbers(
     """What `with_numbers` has put together, apart: the dictionary, and the checked numbers.
 
     Raises:
-        StateDictError: If it is no optimizer's. It is a `KeyError` and a `RuntimeError`.
-        ArgumentError: If one of them is no number. It is a `ValueError`.
+        StateDictError: If it is not that of an optimizer.
+        ArgumentError: If one of them is not a number.
     """
     if isinstance(inner, Several) and isinstance(state_dict, (list, tuple)):
         if len(state_dict) != len(inner):
@@ -100,7 +100,7 @@ def hear(scale: LossScale, inner: Any) -> None:
     """Takes over what others have written into the first parameter group.
 
     Raises:
-        ArgumentError: If it is no number. It is a `ValueError`.
+        ArgumentError: If it is not a number.
     """
     for group in inner.param_groups[:1]:
         found = scale.written()
@@ -128,7 +128,7 @@ def checked_numbers(found: Any, scale: LossScale) -> dict[str, float]:
     """The numbers of a loss scale in a dictionary, by what they stand for.
 
     Raises:
-        ArgumentError: If one of them is no number. It is a `ValueError`.
+        ArgumentError: If one of them is not a number.
     """
     checked = {}
     for name, meant in scale.names.items():
@@ -187,7 +187,7 @@ class LossScaleState:
         """Sets the numbers that `state_dict` returned, or those of a gradient scaler.
 
         Raises:
-            ArgumentError: If one of them is no number. Then nothing is changed.
+            ArgumentError: If one of them is not a number. Then nothing is changed.
         """
         is_own = isinstance(state_dict, Mapping) and state_dict.keys() & self._scale.names
         if not is_own or "unskipped" in state_dict:
@@ -235,8 +235,7 @@ def with_settings(rule: ScaleRule, **settings: Any) -> ScaleRule:
     """A rule with other factors or another interval.
 
     Raises:
-        ArgumentError: If the rule has no such setting, or the value cannot be used. It is a
-            `ValueError`.
+        ArgumentError: If the rule has no such setting, or the value cannot be used.
     """
     missing = [name for name in settings if not hasattr(rule, name)]
     if missing or not isinstance(rule, DynamicScale):
@@ -290,9 +289,8 @@ def read_scaler_state(found: Any, rule: ScaleRule, state: ScaleState) -> ScalerS
         state: The state of that scaler; what the dictionary does not say stays.
 
     Raises:
-        StateDictError: If it is empty or not of these kinds. It is a `RuntimeError` and a
-            `KeyError`.
-        ArgumentError: If a value in it cannot be used. It is a `ValueError`.
+        StateDictError: If it is empty or not of these kinds.
+        ArgumentError: If a value in it cannot be used.
 
     Examples:
         >>> from lossscale import DynamicScale
@@ -384,7 +382,7 @@ def normal(found: Any, waits: int = 1) -> dict[str, Any]:
         return {**values, **overflows}
     if "scale" not in found and "_growth_tracker" not in found:
         raise StateDictError(
-            "This is no state of a gradient scaler: it has neither 'scale' nor "
+            "This is not the state of a gradient scaler: it has neither 'scale' nor "
             f"'_growth_tracker'. Its keys: {', '.join(map(repr, found))}."
         )
     return dict(found)

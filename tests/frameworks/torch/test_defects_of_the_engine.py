@@ -298,7 +298,7 @@ def test_a_scaler_that_was_saved_itself():
     scaler = GradScaler("cpu")
     scaler.load_state_dict({"loss_scaler": Saved(), "dynamic_loss_scale": True})
     assert (scaler.get_scale(), scaler._get_growth_tracker()) == (512.0, 7)
-    with pytest.raises(StateDictError, match="no state of a gradient scaler"):
+    with pytest.raises(StateDictError, match="not the state of a gradient scaler"):
         scaler.load_state_dict({"loss_scaler": 5})
     o = wrapped(sgd(parameter()))
     with pytest.raises(ArgumentError, match="must be a number"):
