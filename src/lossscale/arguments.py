@@ -1,4 +1,4 @@
-"""From the arguments and configurations of every generation of the API to a rule, and back.
+"""Converts arguments and configurations of every release of the API to a rule, and back.
 
 Three ways of saying how the scale moves lead here: the arguments `dynamic`, `initial_scale` and
 `dynamic_growth_steps` (TensorFlow 2.4 and later, and Keras 3 without `dynamic`), the argument
@@ -49,7 +49,7 @@ def rule_from_arguments(
         dynamic: True for a scale that moves, False for a fixed one.
         initial_scale: The first, or the fixed, loss scale. None stands for 2**15
             and needs `dynamic=True`.
-        dynamic_growth_steps: Finite steps in a row that double the scale, in steps. None stands
+        dynamic_growth_steps: Finite steps in a row that double the scale. None stands
             for 2000; only with `dynamic=True`.
         rule: A rule, instead of the three others.
 
@@ -103,7 +103,7 @@ def _checked_rule(
 
 
 def checked_rule(rule: Any) -> ScaleRule:
-    """Returns a rule, whose `init` and `update` were tried if it is not one of this library.
+    """Returns a rule; tries `init` and `update` of a custom one.
 
     Raises:
         ArgumentTypeError: If it is not a `ScaleRule`, or one of its methods does not return a state
@@ -124,7 +124,7 @@ def checked_rule(rule: Any) -> ScaleRule:
 
 
 def _try_rule(rule: ScaleRule) -> None:
-    """Takes a rule's first state, and a finite and an overflowing step from it, on Python numbers.
+    """Runs `init`, a finite step and an overflowing step of a rule on Python numbers.
 
     A mistake would otherwise appear in the first step, inside of a function that is compiled, or as
     a loss of 0.
@@ -155,7 +155,7 @@ class _PythonNumbers:
 
 
 def _check_state(rule: ScaleRule, method: str, state: Any, expected: type[Any] | None) -> None:
-    """Raises unless it is a state of a rule, of the expected class, with a scale to multiply by."""
+    """Raises unless something is a rule's state of the expected class with a usable scale."""
     name = f"{type(rule).__name__}.{method}"
     is_state = isinstance(state, tuple) and getattr(state, "_fields", ("",))[0] == "scale"
     if not is_state or (expected is not None and type(state) is not expected):
@@ -198,7 +198,7 @@ def _not_a_bool(dynamic: Any) -> str:
 
 
 def growth_steps(rule: ScaleRule) -> int | None:
-    """The documented `dynamic_growth_steps` of a rule, in steps; None if it has none."""
+    """The documented `dynamic_growth_steps` of a rule; None if it has none."""
     return getattr(rule, "growth_interval", None)
 
 
@@ -265,7 +265,7 @@ def arguments_from_config(
 
 
 def check_config(config: Any) -> None:
-    """Raises if something is no dictionary, and so no configuration of an optimizer.
+    """Raises if an optimizer's configuration is not a dictionary.
 
     Raises:
         ArgumentError: If it is none.
@@ -278,7 +278,7 @@ def check_config(config: Any) -> None:
 
 
 def check_described(described: Any, what: str) -> None:
-    """Raises if something is not described as Keras does it: by a class's name and settings.
+    """Raises unless a description has a class name and settings, as in Keras.
 
     Raises:
         ArgumentError: If it is not; the message names it by `what`.
@@ -296,7 +296,7 @@ def check_described(described: Any, what: str) -> None:
 
 
 def instantiate(make: Callable[..., Any], described: Mapping[str, Any], what: str) -> Any:
-    """Returns what a callable makes of the settings in a description.
+    """Creates an object from the settings in a description.
 
     Raises:
         ArgumentError: If there is a setting too many or too few.
@@ -359,7 +359,7 @@ def rule_from_loss_scale_arguments(
 
     Args:
         initial_loss_scale: The first loss scale.
-        increment_period: Finite steps in a row that raise it, in steps.
+        increment_period: Finite steps in a row that raise it.
         multiplier: What it is multiplied by then, and divided by after an overflow.
 
     Raises:

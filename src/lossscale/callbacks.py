@@ -1,4 +1,4 @@
-"""The callback that watches the loss scale during `fit`: picks the class of a framework."""
+"""The monitor of `fit`: a callback of the framework in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments that are checked in the same way in several places, before anything is done."""
+"""Checks of arguments that several functions take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALLEST_SCALE = 2.0**-126
 """Smallest loss scale: the smallest normal float32 number."""
 
 LONGEST_INTERVAL = 2**31 - 1
-"""Longest growth interval, in steps: what a 32-bit counter can count."""
+"""Longest growth interval: what a 32-bit counter can count."""
 
 
 def checked_count(name: str, value: Any, *, lowest: int = 1) -> int:
@@ -99,7 +99,7 @@ def checked_scale(name: str, value: Any) -> float:
 
 
 def checked_interval(name: str, value: Any) -> int:
-    """Returns `value` as an int that can be a growth interval, in steps.
+    """Returns `value` as an int that can be a growth interval.
 
     Raises:
         ArgumentError: If it is not a whole number from 1 to 2**31 - 1.
@@ -221,7 +221,7 @@ def checks_keywords(
     instead: Mapping[str, str] = MappingProxyType({}),
     error: type[LossScaleError] = ArgumentTypeError,
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Makes a function say what to write for a keyword that it does not take.
+    """Decorates a function to report what to write for an unknown keyword.
 
     Args:
         owner: What the user calls it.
@@ -250,7 +250,7 @@ def checks_keywords(
 def class_checks_keywords(
     owner: str, instead: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[type[_T]], type[_T]]:
-    """Makes the constructor of a class say what to write, as `checks_keywords` does.
+    """Decorates the constructor of a class as `checks_keywords` does.
 
     Args:
         owner: What the user calls it.

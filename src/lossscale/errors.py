@@ -89,33 +89,33 @@ class UnknownSettingError(LossScaleError, AttributeError):
 
 
 class CallOrderError(LossScaleError, RuntimeError, AssertionError):
-    """A method of a gradient scaler was called at a point of the step where it has no place."""
+    """A method was called at the wrong point of a step."""
 
 
 class StateDictError(LossScaleError, RuntimeError, KeyError):
-    """A state dictionary is empty, or not one of what loads it."""
+    """A state dictionary is empty, or belongs to another kind of object."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class OldFileError(LossScaleError, ValueError):
-    """A file cannot be read, or does not hold what was asked of it; the message names both."""
+    """A file cannot be read, or lacks what was requested."""
 
 
 class TrainingHaltedError(LossScaleError, RuntimeError):
-    """A training run was ended, as was asked for, because its steps are skipped in vain.
+    """A monitor ended a training run that cannot recover, as its arguments request.
 
     The message says at which step and scale, which gradients were not finite, and what to do.
     """
 
 
 class MissingPackageError(LossScaleError, ImportError):
-    """A package that this needs is not installed; the message says how to install it."""
+    """A required package is not installed; the message has the command that installs it."""
 
 
 class UnsupportedError(LossScaleError, NotImplementedError):
-    """The framework in use has no way of doing this."""
+    """The framework in use does not support this."""
 
 
 class LossScaleWarning(UserWarning):
@@ -126,7 +126,7 @@ _LONGEST_MESSAGE = 2000
 
 
 def shortened(text: str) -> str:
-    """Returns a message without its middle if it is longer than anybody reads.
+    """Returns a message, without its middle if it is very long.
 
     Args:
         text: The message.
@@ -149,7 +149,7 @@ _UNSEEN = re.compile(
 
 
 def visible(text: Any) -> str:
-    """Returns a text from a file as it can be shown: what a terminal would obey is escaped.
+    """Returns a text from a file with control characters escaped, safe for a terminal.
 
     Args:
         text: The text, or what has one.
@@ -162,7 +162,7 @@ def visible(text: Any) -> str:
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
-    """Returns the line of an error that says what is wrong, or its class, for a message.
+    """Returns the line of an error that names the cause, or the name of its class.
 
     A full stop at its end is left out.
 

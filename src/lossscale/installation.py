@@ -60,7 +60,7 @@ class RegistersAfterImport:
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Returns what the other finders find for a Keras, None for other modules."""
+        """Returns the spec that the other finders return for a Keras; None for other modules."""
         if name not in [framework.root for framework in registry.KERASES]:
             return None
         found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not cls)

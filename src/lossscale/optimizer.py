@@ -175,7 +175,7 @@ class LossScaleOptimizer(DocumentedMembers, abc.ABC):
 if TYPE_CHECKING:
 
     class AroundTorch(LossScaleOptimizer, torch.optim.Optimizer):
-        """What a type checker knows of one around an optimizer of PyTorch."""
+        """The wrapper of a PyTorch optimizer, for type checkers."""
 
         def scale_loss(self, loss: Any) -> torch.Tensor: ...
         @property
@@ -186,4 +186,4 @@ if TYPE_CHECKING:
         def last_step_skipped(self) -> torch.Tensor: ...
 
     class AroundKeras(LossScaleOptimizer, keras.optimizers.LossScaleOptimizer):
-        """What a type checker knows of one around an optimizer of Keras 3."""
+        """The wrapper of a Keras 3 optimizer, for type checkers."""

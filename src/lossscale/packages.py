@@ -1,4 +1,4 @@
-"""Packages that lossscale can do without: what installs each, and one error where one is missing.
+"""Optional packages: the extra that installs each, and the error if one is missing.
 
 Nothing is imported here, so that a command can tell at once what it lacks.
 """
@@ -138,7 +138,7 @@ _BETWEEN = {*PACKAGES, "lossscale", "contextlib", "accelerate", "lightning", "tr
 
 
 def warn(message: str, category: type[Warning] = LossScaleWarning) -> None:
-    """Warns of something in the line of the user's that has led to it."""
+    """Warns, at the line of the user's code that led to it."""
     frame, level = inspect.currentframe(), 0
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1

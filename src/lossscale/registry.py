@@ -122,7 +122,7 @@ def is_graph_of_tensorflow_1() -> bool:
 # Cached also because AutoGraph, in a function that is being traced, cannot translate an import.
 @functools.cache
 def package(name: str) -> Any:
-    """Imports a module of this library, or raises the error that says what to install for it."""
+    """Imports a module of this library; the error names the package to install."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -38,11 +38,11 @@ __all__ = [
 
 
 class ScaleState(NamedTuple):
-    """What a rule remembers from one step to the next.
+    """The state of a rule between two steps.
 
     Attributes:
         scale: float32 scalar; multiplies the loss.
-        good_steps: Integer scalar, in steps; finite steps since the scale last changed.
+        good_steps: Integer scalar; finite steps since the scale last changed.
     """
 
     scale: Any
@@ -50,12 +50,12 @@ class ScaleState(NamedTuple):
 
 
 class OverflowCountState(NamedTuple):
-    """What a `DynamicScale` that waits for several overflows remembers.
+    """The state of a `DynamicScale` with `overflows_before_backoff` above 1.
 
     Attributes:
         scale: float32 scalar; multiplies the loss.
-        good_steps: Integer scalar, in steps; finite steps since the last overflow or growth.
-        overflows: Integer scalar, in steps; overflows in a row, up to `overflows_before_backoff`.
+        good_steps: Integer scalar; finite steps since the last overflow or growth.
+        overflows: Integer scalar; overflows in a row, up to `overflows_before_backoff`.
     """
 
     scale: Any
@@ -64,7 +64,7 @@ class OverflowCountState(NamedTuple):
 
 
 class StatsRequest(NamedTuple):
-    """What a rule has to see of the gradients, besides whether they are finite.
+    """The gradient statistics that a rule uses, besides whether they are finite.
 
     Attributes:
         largest: Whether it needs the largest magnitude.
@@ -77,7 +77,7 @@ class StatsRequest(NamedTuple):
 
 
 class GradientStats(NamedTuple):
-    """What a rule sees of a step: scalars, of all gradients on all replicas together.
+    """Statistics of a step for a rule: scalars over all gradients on all replicas.
 
     Attributes:
         finite: Boolean; whether every element of the unscaled gradients was finite.
@@ -97,7 +97,7 @@ class GradientStats(NamedTuple):
 
 @runtime_checkable
 class ScaleRule(Protocol):
-    """What a loss scaling rule offers. Inherit from it to get the defaults.
+    """The base class of rules: how a loss scale moves.
 
     A rule is immutable and hashable, and holds no arrays: all that changes is in the state.
     The first field of a state is always `scale`.
@@ -110,7 +110,7 @@ class ScaleRule(Protocol):
 
     @property
     def needs(self) -> StatsRequest:
-        """What the rule has to see besides that. Gradients are looked at for nothing else."""
+        """The gradient statistics that this rule uses. Only these are computed."""
         return StatsRequest()
 
     @property
@@ -281,13 +281,12 @@ class DynamicScale(ScaleRule):
         initial_scale: The first loss scale. Start high: a scale that is too high
             is lowered within a few steps, one that is too low takes `growth_interval` steps
             for each doubling.
-        growth_interval: How many finite steps in a row raise the scale, in steps.
-        growth_factor: What the scale is multiplied by then, above 1.
-        backoff_factor: What it is multiplied by after a non-finite gradient,
-            between 0 and 1.
+        growth_interval: Number of finite steps in a row that raise the scale.
+        growth_factor: Factor of a growth, above 1.
+        backoff_factor: Factor after a non-finite gradient, between 0 and 1.
         min_scale: The lowest loss scale; any number from 2**-126 up.
         max_scale: The highest loss scale. None stands for 2**126.
-        overflows_before_backoff: How many overflows in a row lower the scale, in steps; each
+        overflows_before_backoff: Number of overflows in a row that lower the scale; each
             further one in that row lowers it again. With 2 or 3, batches that overflow at any
             scale do not wear it down. Every overflow is skipped all the same.
 

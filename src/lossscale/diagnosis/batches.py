@@ -1,4 +1,4 @@
-"""The first batches of what a user has, and what is said of a batch that cannot be used."""
+"""Takes the first batches of the user's data, and checks them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SEED = 0
 
 
 class Batch(NamedTuple):
-    """What one training step of Keras is given: arrays in the structures that the model takes."""
+    """A batch of one Keras training step: arrays in the structures of the model's inputs."""
 
     x: Any
     y: Any = None
@@ -26,7 +26,7 @@ class Batch(NamedTuple):
 
 
 def check_batches(batches: Any, arrays: tuple[type[Any], ...]) -> None:
-    """Checks that there are several batches where one would look alike.
+    """Checks that an iterable has batches, and is not a batch itself.
 
     Args:
         batches: What should be an iterable of batches.
@@ -203,7 +203,7 @@ def _mapped(function: Callable[[Any], Any], structure: Any) -> Any:
 
 
 def checked_tolerance(tolerance: Any) -> float:
-    """Returns how wrong a gradient may be, as a share of it.
+    """Returns the largest accepted relative error of a gradient.
 
     Raises:
         ArgumentError: If it is not a number between 0 and 1.

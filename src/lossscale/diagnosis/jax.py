@@ -66,7 +66,7 @@ def diagnose(
     tolerance: float = 0.1,
     after_batch: Callable[[int], None] = lambda number: None,
 ) -> Report:
-    """Measures what float16 makes of gradients, and says which loss scaling they need.
+    """Measures how accurate gradients are in float16, and which rule they need.
 
     On each batch `loss_fn(params, batch, dtype)` is derived several times: in float32, and in
     float16 at several loss scales. So the function that trains in float16 has to be one that can
@@ -332,7 +332,7 @@ def _widened(leaf: Any) -> Any:
 
 
 def _check_dtypes(jaxpr: str, half: bool) -> None:
-    """Checks that a loss computes in float16 when it is asked to, and only then."""
+    """Checks that a loss computes in the dtype that it receives."""
     if half == ("f16[" in jaxpr.replace("bf16[", "")):
         return
     found = (

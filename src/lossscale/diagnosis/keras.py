@@ -692,7 +692,7 @@ def _fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
 
 @contextlib.contextmanager
 def _naming_targets(y: Any, y_pred: Any) -> Iterator[None]:
-    """Says of an error within it that the targets do not fit."""
+    """Reports targets that do not fit as the cause of an error."""
     try:
         yield
     except LossScaleError:

@@ -1,4 +1,4 @@
-"""Measures what float16 does to gradients: a few forward and backward passes, compared.
+"""Measures the accuracy of float16 gradients by comparing a few passes.
 
 A framework computes the passes; everything else of a diagnosis is here and in NumPy. Scales are
 powers of two here, and named by their exponents. A gradient is compared with that of float32: its
@@ -172,12 +172,12 @@ class GradientAccuracy:
 
     @property
     def best_error(self) -> float:
-        """The error at the scale where it is the smallest: what float16 makes of it anyway."""
+        """The smallest error at any scale."""
         return min(self.errors.values(), default=math.inf)
 
     @property
     def is_noise(self) -> bool:
-        """Whether float16 gets it wrong at every scale, so that it says nothing about one."""
+        """Whether float16 is inaccurate at every scale, so that no scale can be judged by it."""
         return self.best_error >= NOISE
 
     @property
@@ -245,7 +245,7 @@ class Measurement:
 
     @property
     def ranked(self) -> list[GradientAccuracy]:
-        """The gradients that say something about a scale, the worst at scale 1 first.
+        """The gradients that a scale can be judged by, the worst at scale 1 first.
 
         One that overflows there says only that it does.
         """
@@ -258,7 +258,7 @@ class Measurement:
 
     @property
     def worst_error(self) -> float:
-        """How wrong the worst gradient is without scaling, of those that are finite."""
+        """The largest error of a finite gradient without scaling."""
         return max((each.excess_error(0) for each in self.ranked), default=0.0)
 
     @property

@@ -1,4 +1,4 @@
-"""What a diagnosis says: a verdict and a line to copy, and the numbers behind them."""
+"""The report of a diagnosis: the verdict, the line to copy, and the measurement."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TITLES = {
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a diagnosis found. Print it, or ask for `verdict` and `rule`.
+    """The result of a diagnosis. Print it, or read `verdict` and `rule`.
 
     Attributes:
         model: What was diagnosed, by name.
@@ -101,7 +101,7 @@ class Report:
         return f"<Report: {self._headlines()[0]}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Returns the report for a notebook."""
         return f"<pre>{escape(str(self))}</pre>"
 
     def plot(self, ax: Any | None = None, *, loss: str | None = None) -> Any:
@@ -184,7 +184,7 @@ def line_to_copy(rule: DynamicScale) -> str:
 
 
 def percent(share: float) -> str:
-    """Returns a share as people read it.
+    """Formats a share as a percentage.
 
     Examples:
         >>> percent(0.0004), percent(0.034), percent(1.12), percent(float("inf"))

@@ -56,7 +56,7 @@ def diagnose(
     tolerance: float = 0.1,
     after_batch: Callable[[int], None] = lambda number: None,
 ) -> Report:
-    """Measures what float16 makes of a model's gradients, and says which loss scaling it needs.
+    """Measures how accurate a PyTorch model's gradients are in float16, and which rule they need.
 
     On each batch `loss_fn(model, batch)` is called and derived several times: in float32, and under
     `torch.autocast` to float16 at several loss scales. No step is taken. The model is left as it
@@ -386,7 +386,7 @@ def _scale_of(in_use: Any) -> float | None:
 
 
 def _name_device(batch: Any, model: torch.nn.Module, error: Exception) -> None:
-    """Says of an error that the batch is somewhere else, if it is."""
+    """Reports a batch on another device as the cause of an error."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     elsewhere = {t.device for t in tree_leaves(batch) if isinstance(t, torch.Tensor)} - devices
     if elsewhere and "device" in str(error):

@@ -21,7 +21,7 @@ _BELOW = 20
 
 
 class Verdict(enum.StrEnum):
-    """Whether a loss needs loss scaling.
+    """Answers to the question whether a loss needs loss scaling.
 
     Attributes:
         NOT_NEEDED: Float16 loses nothing that a loss scale would keep.

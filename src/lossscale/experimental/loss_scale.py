@@ -92,7 +92,7 @@ class _RuleLossScale(LossScale):
 
 
 class FixedLossScale(_RuleLossScale):
-    """A loss scale that never changes; gradients are not looked at.
+    """A loss scale that never changes. Gradients are not checked.
 
     Args:
         loss_scale_value: The loss scale, a Python int or float from 2**-126 to 2**126.
@@ -138,7 +138,7 @@ class DynamicLossScale(_RuleLossScale):
     Args:
         initial_loss_scale: The first loss scale. Start high: it is lowered far
             more quickly than raised.
-        increment_period: How many finite steps in a row raise it, in steps.
+        increment_period: Number of finite steps in a row that raise it.
         multiplier: What it is multiplied by then, and divided by after a non-finite gradient.
 
     Raises:
@@ -172,12 +172,12 @@ class DynamicLossScale(_RuleLossScale):
 
     @property
     def increment_period(self) -> int:
-        """How many finite steps in a row raise the scale, in steps."""
+        """Number of finite steps in a row that raise the scale."""
         return self._rule.growth_interval
 
     @property
     def multiplier(self) -> float:
-        """What the scale is multiplied by to grow."""
+        """The factor of a growth."""
         return self._rule.growth_factor
 
     def __call__(self) -> Any:

@@ -104,7 +104,7 @@ def _mark(new: Path) -> bytes:
 
 
 def _locked(file: Any) -> bool:
-    """Takes the lock on a file; returns whether nobody else has it."""
+    """Takes the lock on a file; returns whether it was free."""
     try:
         import fcntl
     except ImportError:  # Windows has no such call.

@@ -1,4 +1,4 @@
-"""Damaged files: one error for whatever they make the libraries raise, and a look from outside."""
+"""Damaged files: one error for every exception that they cause, and a check in another process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_hdf5(path: str | Path) -> bool:
 
 @contextlib.contextmanager
 def as_old_file_error(path: str | Path, reason: str = "damaged or incomplete") -> Iterator[None]:
-    """Turns every exception that the contents of a file cause into one that names the file.
+    """Converts every exception that a file's content causes to one that names the file.
 
     There is no list of them: of a damaged file, the libraries that read it raise anything.
 

@@ -1,4 +1,4 @@
-"""What a file holds, for people and for programs."""
+"""Describes what a file contains."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _NOT_SLOTS = {
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerDescription:
-    """One optimizer in a file.
+    """A loss scale optimizer in a file, and its settings.
 
     Args:
-        path: Where it stands in the file.
+        path: Its location in the file.
         era: Which releases write such a file.
         optimizer: Name of the inner optimizer; None if the file does not say.
         scaling: "dynamic", "fixed", "none", or what is known of it.
@@ -66,7 +66,7 @@ class OptimizerDescription:
 
 @dataclasses.dataclass(frozen=True)
 class FileDescription:
-    """What a file holds.
+    """The optimizers in a file, as `describe_file` returns them.
 
     Args:
         path: The file.
@@ -91,7 +91,7 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def describe_file(path: str | Path) -> FileDescription:
-    """Reads a file and says what optimizers it holds. The whole file is read.
+    """Describes the optimizers in a file. It reads the whole file.
 
     Args:
         path: The prefix of a checkpoint, its `.index` file, a folder with checkpoints, or a model

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: objects that name each other, and their arrays.
+"""The content of a checkpoint: objects that refer to each other, and their arrays.
 
 The same from a `tf.train.Checkpoint` and from the HDF5 file that `migrate_file` writes of one;
 that file can be read without TensorFlow.
@@ -78,7 +78,7 @@ class Graph:
 
 
 def read_graph(path: str | Path) -> Graph:
-    """Returns what a checkpoint holds.
+    """Reads a checkpoint.
 
     Args:
         path: The prefix of a checkpoint, its `.index` file, a folder with checkpoints (then the

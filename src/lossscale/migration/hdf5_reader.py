@@ -1,4 +1,4 @@
-"""Reads everything in a model file, and exits with a status that says how that went.
+"""Reads everything in a model file; the exit status reports the result.
 
 Run as a program, by its path: a damaged file can end the process that reads it, inside of the HDF5
 library. Imports nothing of this package, so that the interpreter starts quickly.
@@ -101,7 +101,7 @@ def _read_group(file: Any, size: int) -> None:
 
 
 def _limit(seconds: int) -> None:
-    """Ends the process after so much processor time, and lets a crash leave no core file."""
+    """Limits the CPU time of the process, and prevents a core file."""
     try:
         import resource
         import signal

@@ -44,7 +44,7 @@ _ZIP = ".keras model"
 
 @dataclasses.dataclass
 class ModelFile:
-    """What a model file says about training.
+    """The training configuration in a model file.
 
     Args:
         path: The file.
@@ -101,7 +101,7 @@ class ModelFile:
 
 
 def read_model_file(path: str | Path) -> ModelFile:
-    """Returns what a model file says about training, without making the model.
+    """Reads the training configuration of a model file, without creating the model.
 
     Raises:
         OldFileError: If it is missing, damaged, or no model file.

@@ -1,4 +1,4 @@
-"""Putting saved state into an optimizer of this library, for each framework."""
+"""Sets saved state in an optimizer of this library, for each framework."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ TARGETS: dict[str, type[RestoreTarget]] = {
 
 
 def target_for(optimizer: Any, path: str) -> RestoreTarget:
-    """Returns what puts saved state into this optimizer.
+    """Returns the target that sets saved state in an optimizer.
 
     Raises:
         UnsupportedError: If there is nothing for its framework.

@@ -18,7 +18,7 @@ from lossscale.optimizer import LossScaleOptimizer
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What `restore_checkpoint` did.
+    """The result of `restore_checkpoint`: how much was restored.
 
     Args:
         path: The file.
@@ -112,7 +112,7 @@ def restore_checkpoint(path: str | Path, **objects: Any) -> Restored:
 
 
 class RestorePlan:
-    """What is going to be put into one optimizer.
+    """The state to set in one optimizer.
 
     Args:
         path: The file that is read, for messages.

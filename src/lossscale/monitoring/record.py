@@ -14,7 +14,7 @@ from lossscale.rules import ScaleRule
 
 
 class SkipReason(enum.StrEnum):
-    """Why a step was skipped, by what can be done about it.
+    """The reason why a step was skipped.
 
     Attributes:
         OVERFLOW: The loss is finite and the gradients are not. A lower scale helps.
@@ -53,7 +53,7 @@ class NonfiniteTensor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What is known about one training step.
+    """The record of one training step.
 
     Attributes:
         step: The number of the step, counted from 1; skipped steps count.

@@ -71,7 +71,7 @@ def _check_path(path: Any) -> None:
 
 
 class SkippedStep(NamedTuple):
-    """What was kept of a skipped step.
+    """A skipped step that may be recorded later.
 
     Attributes:
         step: The number of the step.

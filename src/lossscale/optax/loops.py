@@ -1,4 +1,4 @@
-"""What a training loop asks of the state: the scale, the scaled loss, its gradients."""
+"""Functions for a training loop: the scale, the scaled loss, and its gradients."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Monitor(LoopMonitor):
         super().__init__(Recorder(settings, rule), start.step)
 
     def step(self, opt_state: Any, loss: Any = None, *, steps: int = 1) -> None:
-        """Counts a training step, and records it if it is sampled.
+        """Records the training step if it is sampled. Call it after each step.
 
         Args:
             opt_state: The state that the step returned, or an object that has it as `opt_state`.

@@ -47,7 +47,7 @@ def each_finite(leaves: Sequence[Any], scale: Any = None, powers_of_two: bool = 
 
 
 def agreed(finite: Any, axis_names: tuple[str, ...], scale: Any) -> Any:
-    """The verdict of all devices along these axes.
+    """Whether gradients are finite on all devices along these axes.
 
     Args:
         finite: The verdict of this device, a boolean scalar array.
@@ -80,7 +80,7 @@ def agreed(finite: Any, axis_names: tuple[str, ...], scale: Any) -> Any:
 
 
 def combined_stats(stats: GradientStats, axis_names: tuple[str, ...]) -> GradientStats:
-    """What the devices along these axes have seen together.
+    """Combines the statistics of the devices along these axes.
 
     Args:
         stats: What one device has seen; its verdict is that of all.

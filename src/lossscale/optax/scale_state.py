@@ -24,7 +24,7 @@ class LossScaleState(NamedTuple):
     Attributes:
         loss_scale: float32 scalar; multiplies the loss of the next step.
         rule_state: The other fields of the rule's state by name, scalars; of a `DynamicScale`
-            `good_steps`, int32, in steps.
+            `good_steps`, int32.
         steps_skipped: int32 scalar; how many steps were skipped.
         consecutive_skips: int32 scalar; how many of them since the last applied one.
         last_step_skipped: Boolean scalar; whether the last step was skipped. False before the first

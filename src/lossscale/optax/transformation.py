@@ -51,7 +51,7 @@ def loss_scaled(
             and, unless a rule says otherwise, gradients are not stats at.
         initial_scale: The first (or the fixed) loss scale, a number from 2**-126
             to 2**126. None stands for 2**15.
-        dynamic_growth_steps: How many finite steps in a row double the scale, in steps. None
+        dynamic_growth_steps: How many finite steps in a row double the scale. None
             stands for 2000.
         rule: A `DynamicScale`, a `FixedScale` or a rule of your own, instead of the three
             arguments above.
@@ -163,7 +163,7 @@ class LossScaled:
 
 
 def _check_gradients(gradients: Any, params: Any) -> None:
-    """Checks what nothing inside would name.
+    """Checks arguments whose mistakes the inner transformation would not name.
 
     Raises:
         ArgumentTypeError: If it is a state, or what `value_and_grad` returned.
@@ -197,7 +197,7 @@ def _check_together(gradients: Sequence[Any]) -> None:
 def _judge(
     rule: ScaleRule, axis_names: tuple[str, ...], gradients: list[Any], scale: Any
 ) -> tuple[Any, list[Any]]:
-    """The verdict, None if nobody looks; and the unscaled gradients."""
+    """Returns whether gradients are finite (None if unchecked), and the unscaled gradients."""
     if not (rule.checks_gradients and overflow_check.has_elements(gradients)):
         return None, unscaled(gradients, scale, rule.powers_of_two)
     usable = scale_state.is_usable(rule, scale)
