@@ -22,6 +22,7 @@ test: lint types tests
 lint: $(TEST)/installed
 	$(TEST)/bin/ruff check .
 	$(TEST)/bin/ruff format --check .
+	$(TEST)/bin/python -m pytest -q tests/core/test_words.py
 
 types: $(TEST)/installed
 	$(TEST)/bin/mypy

@@ -124,7 +124,7 @@ class Engine:
             graph: Whether they will be parts of a graph.
 
         Raises:
-            GradientsError: If others are added in the same pass. It is a `ValueError`.
+            GradientsError: If others are added in the same pass.
         """
         record = self.record
         if record.scaled_by is not by:

@@ -85,7 +85,7 @@ def attributes(optimizers: Sequence[Any], grad_scale: Any, found_inf: Any) -> It
         grad_scale: float32 scalar tensor that the gradients still have to be divided by, or None.
         found_inf: float32 scalar tensor, exactly 1 to skip and 0 to apply, or None.
     """
-    # Left behind, as numbers or as None, they would mislead whoever steps this optimizer next.
+    # Left behind, as numbers or as None, they would mislead the next caller of `step`.
     try:
         for each in optimizers:
             if grad_scale is not None:

@@ -74,25 +74,24 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: The type of device, such as "cuda" or "cpu".
-        init_scale: The first loss scale, dimensionless.
+        init_scale: The first loss scale.
         growth_factor: What the scale is multiplied by after `growth_interval` finite steps in a
-            row, dimensionless, above 1.
-        backoff_factor: What it is multiplied by after a non-finite gradient, dimensionless,
+            row, above 1.
+        backoff_factor: What it is multiplied by after a non-finite gradient,
             between 0 and 1.
         growth_interval: In steps, from 1 up.
         enabled: With False, `scale` and `step` pass through and nothing else does anything. With
             "cuda" where there is no CUDA it is False by itself, with a warning.
         rule: A rule of this library instead of these numbers, such as `FixedScale(128)`.
-        min_scale: The lowest loss scale, dimensionless; None stands for 2**-126.
-        max_scale: The highest, dimensionless; None stands for 2**126.
+        min_scale: The lowest loss scale; None stands for 2**-126.
+        max_scale: The highest; None stands for 2**126.
         process_group: A process group, or a list of them, whose processes have to agree on each
             step, beside those of every mesh dimension that a parameter, a DTensor, is sharded over.
             `[]` stands for none at all.
 
     Raises:
-        ScalerArgumentError: If a value cannot be used. It is a `ValueError` and an
-            `AssertionError`.
-        ArgumentTypeError: If `rule` or `process_group` is something else. It is a `TypeError`.
+        ScalerArgumentError: If a value cannot be used.
+        ArgumentTypeError: If `rule` or `process_group` is something else.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
@@ -250,7 +249,7 @@ class GradScaler(torch.amp.GradScaler):
             The same nest with scaled tensors; an iterator for an iterable that is no sequence.
 
         Raises:
-            ScalerArgumentError: If there is something else in it. It is a `ValueError`.
+            ScalerArgumentError: If there is something else in it.
         """
         if not self._enabled:
             return outputs
@@ -281,10 +280,9 @@ class GradScaler(torch.amp.GradScaler):
             optimizer: Its next `step` then takes the gradients as they are.
 
         Raises:
-            CallOrderError: If they are unscaled already, or nothing was scaled. It is a
-                `RuntimeError` and an `AssertionError`.
-            GradientsError: If a gradient is float16. It is a `ValueError`.
-            TypeError: If it is no optimizer, or one that scales by itself.
+            CallOrderError: If they are unscaled already, or nothing was scaled.
+            GradientsError: If a gradient is float16.
+            TypeError: If it is not an optimizer, or one that scales by itself.
         """
         if not self._enabled:
             return
@@ -344,7 +342,7 @@ class GradScaler(torch.amp.GradScaler):
         number = 1.0 / inv_scale.item() if on_host else self.get_scale()
         by = Multiplier(inv_scale.reciprocal(), DEFAULTS, number, inv_scale)
         with torch.no_grad():
-            # Whoever asks again later, asks about gradients that are unscaled.
+            # A later query is about gradients that are unscaled.
             if self._rule.needs != StatsRequest() and entry["stage"] is _READY:
                 given = gradients.collect(info, allow_float16=allow_fp16)
                 scaled_by = self._scaled_by(engine)
@@ -383,9 +381,9 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             CallOrderError: If it was called before since `update`, or nothing was scaled, or there
-                is a closure. It is a `RuntimeError` and an `AssertionError`.
-            GradientsError: If a gradient is float16. It is a `ValueError`.
-            TypeError: If it is no optimizer, or one that scales by itself.
+                is a closure.
+            GradientsError: If a gradient is float16.
+            TypeError: If it is not an optimizer, or one that scales by itself.
         """
         if isinstance(optimizer, (list, tuple)):
             for each in optimizer if self._enabled else ():
@@ -530,14 +528,12 @@ class GradScaler(torch.amp.GradScaler):
         """Moves the scale, once after the steps of all optimizers: down if any was not finite.
 
         Args:
-            new_scale: Sets the scale to this instead, dimensionless: a number, or a tensor with
+            new_scale: Sets the scale to this instead: a number, or a tensor with
                 one element.
 
         Raises:
-            CallOrderError: If neither `step` nor `unscale_` was called since the last one. It is a
-                `RuntimeError` and an `AssertionError`.
-            ScalerArgumentError: If `new_scale` cannot be used. It is a `ValueError` and an
-                `AssertionError`.
+            CallOrderError: If neither `step` nor `unscale_` was called since the last one.
+            ScalerArgumentError: If `new_scale` cannot be used.
         """
         if not self._enabled:
             return
@@ -623,7 +619,7 @@ class GradScaler(torch.amp.GradScaler):
             parameters: A module, or (name, parameter) pairs; of a sharded model after sharding.
 
         Raises:
-            ArgumentTypeError: If it is neither. It is a `TypeError`.
+            ArgumentTypeError: If it is neither.
         """
         # What counts it is imported by who asks for it.
         from lossscale.torch.overflow_tracker import parameter_names
@@ -670,19 +666,19 @@ class GradScaler(torch.amp.GradScaler):
         return self._rule
 
     def get_growth_factor(self) -> float:
-        """What the scale is multiplied by when it grows, dimensionless."""
+        """What the scale is multiplied by when it grows."""
         return float(state_dicts.setting(self._rule, "growth_factor"))
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Sets the growth factor, dimensionless, above 1."""
+        """Sets the growth factor, above 1."""
         self._set(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by after an overflow, dimensionless."""
+        """What the scale is multiplied by after an overflow."""
         return float(state_dicts.setting(self._rule, "backoff_factor"))
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets the backoff factor, dimensionless, between 0 and 1."""
+        """Sets the backoff factor, between 0 and 1."""
         self._set(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
@@ -703,7 +699,7 @@ class GradScaler(torch.amp.GradScaler):
     _growth_interval = property(get_growth_interval, set_growth_interval)
 
     def get_scale(self) -> float:
-        """The loss scale, dimensionless; 1 if disabled. Waits for no device."""
+        """The loss scale; 1 if disabled. Waits for no device."""
         if not self._enabled:
             return 1.0
         self._read()
@@ -775,9 +771,8 @@ class GradScaler(torch.amp.GradScaler):
                 into it, with a warning.
 
         Raises:
-            StateDictError: If it is empty or not of these kinds; nothing changes then. It is a
-                `RuntimeError` and a `KeyError`.
-            ScalerArgumentError: If a factor in it cannot be used. It is a `ValueError`.
+            StateDictError: If it is empty or not of these kinds; nothing changes then.
+            ScalerArgumentError: If a factor in it cannot be used.
         """
         if not self._enabled:
             return
@@ -854,13 +849,13 @@ def _check_optimizer(optimizer: Any, is_one_of_several: bool = False) -> None:
     """Refuses what a scaler cannot step.
 
     Raises:
-        ArgumentTypeError: If it is no optimizer. It is a `TypeError`.
-        AlreadyWrappedError: If it scales by itself. It is a `TypeError`.
+        ArgumentTypeError: If it is not an optimizer.
+        AlreadyWrappedError: If it scales by itself.
     """
     if isinstance(optimizer, LossScaleOptimizer):
         raise AlreadyWrappedError(
             "This optimizer is a LossScaleOptimizer, which scales by itself. Use it without a "
-            f"GradScaler, or pass the optimizer inside it. Received: {optimizer!r}."
+            f"GradScaler, or pass its inner optimizer. Received: {optimizer!r}."
         )
     if is_one_of_several and fused.takes_a_scaler(optimizer.step):
         raise UnsupportedError(
@@ -883,7 +878,7 @@ def _refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuses a closure, given by name or by place.
 
     Raises:
-        CallOrderError: It is a `RuntimeError`.
+        CallOrderError:
     """
     if any(map(callable, args)) or kwargs.get("closure") is not None:
         raise CallOrderError(

@@ -1,7 +1,7 @@
 """The loss scale: Python numbers that the host moves, or tensors that the device moves.
 
 Either way the number that multiplies a loss is a tensor of no dimensions that is changed in place:
-compiled code and CUDA graphs hold on to it, and are not made anew when the scale moves.
+compiled code and CUDA graphs hold on to it, and are not recreated when the scale moves.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class LossScale:
 
     def _make_shown(self) -> None:
         self._numbers = numpy.zeros(len(self.names))
-        # Tensors, because compiled code is made anew for each number that it finds in a group.
+        # Tensors, because code is recompiled for each number that it finds in a group.
         shown = torch.from_numpy(self._numbers).unbind()
         self.shown: dict[str, Any] = dict(zip(self.names, shown, strict=True))
         self._show()
@@ -235,7 +235,7 @@ class DeviceLossScale(LossScale):
         """What is shown are the tensors that the device moves."""
 
     def written(self) -> dict[str, float]:
-        # The device moves them, and goes on from what is written there.
+        # The device moves them, and continues from what is written there.
         return {}
 
     def _new_scale(self, device: Any) -> Any:
@@ -258,7 +258,7 @@ class DeviceLossScale(LossScale):
         self._multiplier = None
         scale = self.rule.loss_scale(self.state)
         for device, factors in self._factors.items():
-            # The copy that nobody looks at would be waited for.
+            # Reading an unused copy would wait for the device.
             if device == CPU != self.home:
                 continue
             factors.scale.copy_(scale) if torch.is_tensor(scale) else factors.scale.fill_(scale)

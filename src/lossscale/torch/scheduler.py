@@ -53,7 +53,7 @@ class GuardedScheduler:
         now = self._steps()
         before = self._seen if self._seen.start is now.start else now.since_start()
         if now.made < before.made:
-            # A copied scaler counts anew.
+            # A copied scaler counts from 0.
             before = _Steps(0, 0, now.start)
         # Accelerate steps a scheduler once for each process: all of these are about one step.
         if now != before:
@@ -128,7 +128,7 @@ def guard(scheduler: Scheduler, optimizer: Any) -> Scheduler:
 
     Args:
         scheduler: A scheduler of `torch.optim.lr_scheduler`, or an object with a `step` method. It
-            may have been made for `optimizer` or for the optimizer inside; with a `GradScaler` for
+            may have been made for `optimizer` or for the inner optimizer; with a `GradScaler` for
             the optimizer whose steps count, or for what is around it, as Accelerate's.
         optimizer: The `LossScaleOptimizer` whose steps count, or the `GradScaler`.
 
@@ -136,8 +136,8 @@ def guard(scheduler: Scheduler, optimizer: Any) -> Scheduler:
         A scheduler in the place of `scheduler`, with all that it has.
 
     Raises:
-        TypeError: If `optimizer` is no loss scale optimizer of PyTorch, `scheduler` has no `step`,
-            or it is guarded already.
+        TypeError: If `optimizer` is not a loss scale optimizer of PyTorch, or `scheduler` has no
+            `step` or is guarded already.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -178,7 +178,7 @@ def tell_accelerate(accelerated: Any) -> None:
         accelerated: What `accelerator.prepare` returned of a `LossScaleOptimizer`.
 
     Raises:
-        ArgumentTypeError: If it is something else. It is a `TypeError`.
+        ArgumentTypeError: If it is something else.
 
     Examples:
         >>> import types

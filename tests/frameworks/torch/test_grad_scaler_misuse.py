@@ -139,7 +139,7 @@ def test_what_is_stepped_is_checked():
     scaler, optimizer, weights = scaled(GradScaler)
     wrapper = lossscale.torch.LossScaleOptimizer(torch.optim.SGD(weights, lr=1.0))
     for call in (scaler.step, scaler.unscale_):
-        with pytest.raises(AlreadyWrappedError, match="the optimizer inside it"):
+        with pytest.raises(AlreadyWrappedError, match="its inner optimizer"):
             call(wrapper)
         with pytest.raises(ArgumentTypeError, match=r"steps an optimizer.*Linear"):
             call(torch.nn.Linear(1, 1))
