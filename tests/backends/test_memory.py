@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("optimized")
     [
         ("mlp", "mixed_float16", "adam, accumulated"),
         ("cnn", "float32", "adam"),
-        ("transformer", "mixed_float16", "adamw, clipped"),
+        ("mlp", "mixed_float16", "adamw, clipped"),
     ],
     ids=" ".join,
 )
