@@ -47,18 +47,18 @@ _IGNORED = [
 # Processes of pytest: what selects the backend, and what they run. By the time they take, longest
 # first: what starts last is then short, and no core waits for long.
 ALL = {
+    "tensorflow": ({**TENSORFLOW, **EMITTERS}, EACH_BACKEND),
     "tf_keras": (
         TF_KERAS,
         ("tests/conformance", "tests/frameworks/tf_keras", "tests/strangers", *PROGRAMS[1:]),
     ),
-    "tensorflow": ({**TENSORFLOW, **EMITTERS}, EACH_BACKEND),
     "jax": (JAX, EACH_BACKEND),
     "tensorflow, files": (TENSORFLOW, FILES),
     "tensorflow, Keras 3": (TENSORFLOW, KERAS_3),
+    "torch": (TORCH, EACH_BACKEND),
+    "torch without Keras": (TORCH, (TORCH_ALONE,)),
     "tensorflow, all else": ({**TENSORFLOW, **EMITTERS}, ("tests", *_IGNORED)),
     "jax without Keras": (JAX, (JAX_ALONE,)),
-    "torch without Keras": (TORCH, (TORCH_ALONE,)),
-    "torch": (TORCH, EACH_BACKEND),
 }
 QUICK = {
     "torch tests/conformance": (TORCH, ("tests/conformance",)),

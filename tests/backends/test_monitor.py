@@ -196,33 +196,6 @@ def test_a_bad_batch_is_a_reason_of_its_own_and_only_for_its_step(tmp_path):
     assert [record.loss is None for record in records] == [False, False, True, True]
 
 
-def test_on_floor_raise_ends_training_and_the_file_has_all(tmp_path):
-    path = tmp_path / "run.jsonl"
-    model = net(rule=lossscale.DynamicScale(initial_scale=4))
-    monitor = LossScaleMonitor(path, on_floor="raise")
-    with pytest.raises(TrainingHaltedError, match=rf"Step 4 .*{SPOILED} \(1 inf\)"):
-        fit(model, rows(8, spoiled=range(1, 8)), [monitor])
-    assert column(path, "step") == [1, 2, 3, 4]
-    assert [record.reason for record in read_records(path)] == [
-        None,
-        "overflow",
-        "overflow",
-        "floor",
-    ]
-    assert monitor.last_record == read_records(path)[-1]
-    # The model can still be used.
-    assert all(np.isfinite(value).all() for value in arrays(model.trainable_variables))
-
-
-def test_on_floor_warns_once_or_not_at_all(recwarn):
-    data, rule = rows(8, spoiled=range(8)), lossscale.DynamicScale(initial_scale=2)
-    fit(net(rule=rule), data, [LossScaleMonitor(on_floor="ignore")])
-    assert not [w for w in recwarn if issubclass(w.category, LossScaleWarning)]
-    with pytest.warns(LossScaleWarning, match=rf"at the minimum loss scale.*{SPOILED}") as caught:
-        fit(net(rule=rule), data, [LossScaleMonitor()])
-    assert len([w for w in caught if issubclass(w.category, LossScaleWarning)]) == 1
-
-
 def test_many_skips_in_a_row_end_training():
     monitor = LossScaleMonitor(max_consecutive_skips=3, every=2)
     with pytest.raises(TrainingHaltedError, match=rf"max_consecutive_skips=3.*{SPOILED}"):

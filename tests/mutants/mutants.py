@@ -260,10 +260,11 @@ tests/frameworks/jax/test_leaves.py
 tests/frameworks/jax/test_conversions.py
     optax from_flax: int(...) + 1 -> int(...)  -k run_of_flax_goes_on
     optax from_jmp: {'good_steps': good_steps} -> {}  -k run_of_jmp_goes_on
+tests/conformance/test_monitors.py
+    optax Monitor.step: self._scale = jnp.copy(watched.scale) -> pass  -k what_happened
 tests/frameworks/jax/test_monitor.py
     optax rows_of: row is None -> False  -k lookahead
     optax _name: not is_key -> True  -k put_down_to_its_own
-    optax Monitor.step: self._scale = jnp.copy(watched.scale) -> pass  -k recorded_with_its_scale
     optax Monitor.step: watched.steps_skipped is self._watched.steps_skipped -> False  -k is_shown
 tests/frameworks/jax/test_diagnose.py
     diagnosis on jax JaxGradientFunction._owns: owned is None or ... -> True

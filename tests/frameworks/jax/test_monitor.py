@@ -1,7 +1,6 @@
 """The monitor of loops with Optax, and what a step tracks for it."""
 
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +17,8 @@ from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentError,
     ArgumentTypeError,
-    LossScaleWarning,
-    TrainingHaltedError,
     UnsupportedError,
 )
-from lossscale.monitoring import read_records
-from records import column
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -49,56 +44,7 @@ def start(tx):
     return params, tx.init(params)
 
 
-def watched(tx, verdicts, loss=None, **arguments):
-    """The records of a run, without alarms."""
-    params, opt_state = start(tx)
-    with (
-        warnings.catch_warnings(),
-        lossscale.optax.Monitor(tx, PARAMS, opt_state, **arguments) as monitor,
-    ):
-        warnings.simplefilter("ignore", LossScaleWarning)
-        for finite in verdicts:
-            params, opt_state, _ = step(tx, params, opt_state, 1.0 if finite else jnp.inf)
-            monitor.step(opt_state, loss)
-    return monitor
-
-
-def recorded(tx, verdicts, path, **arguments):
-    watched(tx, verdicts, path=path, **arguments)
-    return read_records(path)
-
-
 # What is recorded.
-
-
-@pytest.mark.parametrize("tx", [BARE, TRACKED], ids=["bare", "tracked"])
-def test_every_step_is_recorded_with_its_scale(tx, tmp_path):
-    records = recorded(tx, [True, False, False, True], tmp_path / "run.jsonl", loss=0.5)
-    assert [record.step for record in records] == [1, 2, 3, 4]
-    assert [record.scale for record in records] == [8, 8, 4, 2]
-    assert [record.next_scale for record in records] == [8, 4, 2, 2]
-    assert [record.skipped for record in records] == [False, True, True, False]
-    assert [record.steps_skipped for record in records] == [0, 1, 2, 2]
-    assert [record.reason for record in records] == [None, "overflow", "overflow", None]
-    assert {record.loss for record in records} == {0.5}
-    named = [str(tensor) for record in records for tensor in record.nonfinite]
-    assert named == (["dense/kernel (1 inf)"] * 2 if tx is TRACKED else [])
-
-
-@pytest.mark.parametrize("tx", [BARE, TRACKED], ids=["bare", "tracked"])
-def test_sampled_steps_count_what_is_between_them(tx, tmp_path):
-    verdicts = [True, False, True, True, False, True, True]
-    records = recorded(tx, verdicts, tmp_path / "run.jsonl", every=4)
-    # The first, the fourth, and the last; and with tracking the skip between.
-    expected = [(1, 8, 0), (2, 8, 1), (4, 4, 1), (5, 4, 2), (7, 2, 2)]
-    if tx is BARE:
-        expected = [row for row in expected if row[0] in (1, 4, 7)]
-    assert [(r.step, r.scale, r.steps_skipped) for r in records] == expected
-
-
-def test_a_loss_that_is_not_finite_is_the_reason(tmp_path):
-    (record,) = recorded(BARE, [False], tmp_path / "run.jsonl", loss=np.float32(np.nan))
-    assert record.reason == "loss"
 
 
 def test_nothing_is_read_of_steps_that_are_not_sampled():
@@ -144,35 +90,6 @@ def test_several_steps_in_one_call():
     monitor = lossscale.optax.Monitor(BARE, PARAMS, opt_state)
     with pytest.raises(ArgumentError, match=r"lossscale\.optax\.track_overflows\(tx\)"):
         monitor.step(opt_state, steps=3)
-
-
-def test_the_alarms_end_a_run_and_its_file_is_there(tmp_path):
-    path = tmp_path / "run.jsonl"
-    with pytest.raises(TrainingHaltedError, match="dense/kernel"):
-        watched(TRACKED, [False] * 5, path=path, max_consecutive_skips=3)
-    assert len(read_records(path)) == 3
-    params, opt_state = start(BARE)
-    monitor = lossscale.optax.Monitor(BARE, PARAMS, opt_state)
-    for _ in range(3):
-        params, opt_state, _ = step(BARE, params, opt_state, jnp.inf)
-        monitor.step(opt_state)
-    params, opt_state, _ = step(BARE, params, opt_state, jnp.inf)
-    with pytest.warns(LossScaleWarning, match="minimum loss scale"):
-        monitor.step(opt_state)
-
-
-def test_a_resumed_run_continues_its_file(tmp_path):
-    path = tmp_path / "run.jsonl"
-    for tx, arguments in ((TRACKED, {}), (BARE, {"steps_before": 2})):
-        path.unlink(missing_ok=True)
-        params, opt_state = start(tx)
-        for part in range(2):
-            resumed = {"append": True, **arguments} if part else {}
-            with lossscale.optax.Monitor(tx, PARAMS, opt_state, path, **resumed) as monitor:
-                for _ in range(2):
-                    params, opt_state, loss = step(tx, params, opt_state, 1.0)
-                    monitor.step(opt_state, loss)
-        assert column(path, "step") == [1, 2, 3, 4]
 
 
 def test_an_nnx_optimizer_is_watched():
