@@ -878,7 +878,7 @@ def _refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuses a closure, given by name or by place.
 
     Raises:
-        CallOrderError:
+        CallOrderError: If there is one.
     """
     if any(map(callable, args)) or kwargs.get("closure") is not None:
         raise CallOrderError(
