@@ -239,7 +239,7 @@ def test_tensorflows_own_wrapper_says_that_it_cannot_take_another_one():
             pass
 
         inner = tf.compat.v1.train.GradientDescentOptimizer(0.25)
-        with pytest.raises(NotImplementedError, match="cannot use a OfOnesOwn"):
+        with pytest.raises(NotImplementedError, match="does not accept a OfOnesOwn"):
             tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer(inner, OfOnesOwn())
 
 
