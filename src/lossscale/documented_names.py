@@ -99,9 +99,9 @@ def _reading_ours(own: Any) -> Callable[[Any], Any]:
             return get(identifier)
         if type(identifier) not in _LOSS_SCALES:
             raise UnsupportedError(
-                "A subclass of TensorFlow's loss scale optimizer does not accept a "
+                "TensorFlow's own loss scale optimizer does not accept a "
                 f"{type(identifier).__name__} under lossscale.install(). Pass a number, 'dynamic', "
-                "a FixedLossScale or a DynamicLossScale, or define the class while nothing is "
+                "a FixedLossScale or a DynamicLossScale, or define that class while nothing is "
                 "installed."
             )
         counterpart = getattr(own, type(identifier).__name__)
