@@ -103,7 +103,7 @@ def test_what_is_no_state_of_the_optimizer_is_refused(start):
         # A checkpoint of the optimizer alone, and one to which no target has given a class.
         (opt_state.inner_state, ArgumentTypeError, r"_replace\(inner_state=.*\)"),
         (opt_state._asdict(), ArgumentTypeError, r"jax\.eval_shape\(tx\.init, params\)"),
-        (opt_state._replace(rule_state={}), ArgumentError, r"of another rule.*no 'good_steps'"),
+        (opt_state._replace(rule_state={}), ArgumentError, r"to another rule.*no 'good_steps'"),
     ):
         with pytest.raises(error, match=message):
             TX.update(params, wrong, params)
