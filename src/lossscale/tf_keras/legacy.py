@@ -83,6 +83,13 @@ class AroundLegacy(TFKerasCommonOptimizer, LegacyLossScaleOptimizer):
             pairs, name=name, experimental_aggregate_gradients=False
         )
 
+    def _decayed_lr(self, var_dtype: Any) -> Any:
+        # Programs of that time show the learning rate of a schedule so.
+        return self._optimizer._decayed_lr(var_dtype)
+
+    def _get_hyper(self, name: str, dtype: Any = None) -> Any:
+        return self._optimizer._get_hyper(name, dtype)
+
     # --- Weights and slots, which the legacy optimizers have themselves -----------------------
 
     def get_weights(self) -> list[Any]:

@@ -94,7 +94,12 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3):
 
     def save_own_variables(self, store: Any) -> None:
         """Writes the inner optimizer's variables as an optimizer without loss scaling does."""
-        self._optimizer.save_own_variables(store)
+        if self._pending_values is None:
+            self._optimizer.save_own_variables(store)
+            return
+        # What was loaded and waits for `build`.
+        for i, value in enumerate(self._pending_values):
+            store[str(i)] = value
 
     def load_own_variables(self, store: Any) -> None:
         """Reads the inner optimizer's variables.

@@ -329,3 +329,29 @@ def test_a_copy_goes_on_as_the_original(optimizers, copied):
         results.append(values(variables))
     assert_same(*results)
     assert_same(other.get_weights(), optimizer.get_weights())
+
+
+def test_values_that_wait_for_build_are_saved_again(tmp_path):
+    optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.Adam())
+    variable = tf.Variable([1.0])
+    optimizer.minimize(lambda: variable**2, [variable])
+    values, store, again = {}, {}, {}
+    optimizer.save_own_variables(values)
+    values = {key: np.array(value) for key, value in values.items()}
+    unbuilt = lossscale.LossScaleOptimizer(tf_keras.optimizers.Adam())
+    unbuilt.load_own_variables(values)
+    unbuilt.save_own_variables(store)
+    built = lossscale.LossScaleOptimizer(tf_keras.optimizers.Adam())
+    built.load_own_variables(store)
+    built.build([variable])
+    built.save_own_variables(again)
+    assert values.keys() == again.keys()
+    for key, value in values.items():
+        np.testing.assert_array_equal(again[key], value)
+
+
+def test_the_learning_rate_of_old_programs_is_that_of_the_schedule():
+    schedule = tf_keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
+    optimizer = lossscale.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(schedule))
+    assert float(optimizer._decayed_lr(tf.float32)) == 0.5
+    assert optimizer._get_hyper("learning_rate") is schedule
