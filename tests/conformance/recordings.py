@@ -21,6 +21,34 @@ GRADIENTS = [np.array([0.5, -1.0, 2.0], np.float32), np.array([[4.0, -0.125]], n
 _FACTORS = (np.nan, 1.0, 0.5, np.inf, -3.0, np.nan, -np.inf, 0.75, 1.25, 1.0)
 
 
+ROUNDING = 4
+"""In units in the last place of the largest number of an array: a small one is a difference of
+large ones, and what one step rounds otherwise is in the next ones too."""
+
+
+def same_bits(left: list[Any], right: list[Any]) -> None:
+    """Asserts that arrays are equal to the last bit."""
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert a.dtype == b.dtype
+        assert a.tobytes() == b.tobytes()
+
+
+def same_training(wrapper: Wrapper, scaled: list[Any], plain: list[Any]) -> None:
+    """Asserts that training with loss scaling gave what training without it gives.
+
+    To the last bit; Grappler, which optimizes functions of TensorFlow, may fuse what stands in a
+    branch otherwise than what stands outside of one.
+    """
+    if not wrapper.name.endswith("-function"):
+        same_bits(scaled, plain)
+        return
+    for a, b in zip(scaled, plain, strict=True):
+        assert a.dtype == b.dtype
+        unit = np.spacing(np.abs(b).max(initial=0)) if a.dtype.kind == "f" else 0
+        np.testing.assert_allclose(a, b, rtol=0, atol=ROUNDING * unit)
+
+
 def spoiled(value: float, tensor: int = 0) -> list[Any]:
     """Returns the gradients with one element replaced by `value`."""
     gradients = [gradient.copy() for gradient in GRADIENTS]

@@ -12,20 +12,20 @@ import pytest
 
 import lossscale
 from conformance.inner_optimizers import MULTIPLYING, RECORDED
-from conformance.recordings import GRADIENTS, VALUES, recorded, spoiled
+from conformance.recordings import (
+    GRADIENTS,
+    VALUES,
+    recorded,
+    same_bits,
+    same_training,
+    spoiled,
+)
 from conformance.wrappers import BACKEND, KERAS, WRAPPERS
 from core import oracle
 from lossscale import DynamicScale, FixedScale
 
 NON_FINITE = (np.inf, -np.inf, np.nan)
 ZEROS = [np.zeros_like(value) for value in VALUES]
-
-
-def same_bits(left, right):
-    assert len(left) == len(right)
-    for a, b in zip(left, right, strict=True):
-        assert a.dtype == b.dtype
-        assert a.tobytes() == b.tobytes()
 
 
 def test_the_backend_that_was_asked_for_is_the_one_that_runs():
@@ -81,8 +81,8 @@ def test_a_non_finite_value_is_found_in_a_gradient_of_another_dtype(wrapper):
 def test_training_with_skipped_steps_is_training_without_them(wrapper, inner):
     for step in recorded(wrapper, inner):
         if step.finite:
-            same_bits(step.scaled.parameters, step.plain.parameters)
-            same_bits(step.scaled.state, step.plain.state)
+            same_training(wrapper, step.scaled.parameters, step.plain.parameters)
+            same_training(wrapper, step.scaled.state, step.plain.state)
 
 
 # 2. The scale stays a normal number, and no sequence of steps spoils a parameter.

@@ -17,7 +17,10 @@ import tensorflow as tf
 from lossscale import registry
 from lossscale.common.autograph import do_not_convert
 from lossscale.rules import GradientStats
-from lossscale.tensorflow.private_names import strategy_supports_no_merge_call
+from lossscale.tensorflow.private_names import (
+    keep_as_one_operation,
+    strategy_supports_no_merge_call,
+)
 from lossscale.tensorflow.tracing import after, grouped, in_xla
 
 _KERASES = tuple(framework.root for framework in registry.KERASES)
@@ -76,7 +79,12 @@ def apply_or_skip(
 def _apply_if(finite: Any, apply: Callable[[], Any]) -> Any:
     if finite is True:
         return apply()
-    return tf.cond(finite, lambda: _finished(apply()), _finished)
+    applied = tf.cond(finite, lambda: _finished(apply()), _finished)
+    # TensorFlow rewrites a branch to a switch for each of the tensors that enter it, hundreds in a
+    # step. One operation costs less, but runs on one device, where all that it reads has to be.
+    if len(tf.config.list_logical_devices()) == 1:
+        keep_as_one_operation(applied)
+    return applied
 
 
 def _finished(*results: Any) -> Any:

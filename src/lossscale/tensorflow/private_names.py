@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
+
 from lossscale.common.private_names import private_module, private_name
 
 Trackable: Any = private_name(
@@ -59,3 +61,19 @@ def own_loss_scales() -> Any:
         "tensorflow.python.training.experimental.loss_scale",
         "let tf.compat.v1's loss scale optimizer read the loss scales of lossscale.install()",
     )
+
+
+def keep_as_one_operation(branch: Any) -> None:
+    """Keeps TensorFlow from rewriting a branch to switches; without the names it rewrites it.
+
+    Args:
+        branch: What `tf.cond` returned, a tensor; in eager mode nothing is done.
+    """
+    if tf.executing_eagerly():
+        return
+    operation = branch.op
+    while operation.type == "Identity":
+        operation = operation.inputs[0].op
+    if operation.type in ("If", "StatelessIf") and hasattr(operation, "_set_attr"):
+        no = tf.compat.v1.AttrValue(b=False)
+        operation._set_attr("_lower_using_switch_merge", no)
