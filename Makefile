@@ -62,7 +62,7 @@ peers-jax: $(TEST)/installed
 versions:
 	"$(PYTHON)" tests/versions.py $(SETS)
 
-# The table of docs/what_runs_where.md, from the outcomes of the conformance suite.
+# The table of docs/api/what_runs_where.md, from the outcomes of the conformance suite.
 RESULTS := $(CURDIR)/build/conformance.json
 CONFORMANCE := LOSSSCALE_RESULTS="$(RESULTS)" $(TEST)/bin/python -m pytest -p conformance.results --numprocesses $(JOBS) tests/conformance
 table: $(TEST)/installed
@@ -71,15 +71,15 @@ table: $(TEST)/installed
 	KERAS_BACKEND=jax $(CONFORMANCE)
 	KERAS_BACKEND=torch $(CONFORMANCE)
 	KERAS_BACKEND=tensorflow LOSSSCALE_TEST_KERAS=tf_keras $(CONFORMANCE)
-	$(TEST)/bin/python tests/conformance/results.py "$(RESULTS)" docs/what_runs_where.md
+	$(TEST)/bin/python tests/conformance/results.py "$(RESULTS)" docs/api/what_runs_where.md
 
 # What loss scaling costs: build/bench/results.json, and the tables of pages in docs.
 bench: $(TEST)/installed
 	$(TEST)/bin/python -m benchmarks
 	$(TEST)/bin/python -m benchmarks.pages build/bench/results.json
 
-# Is the verdict of a diagnosis right? Trainings beside it, and the tables of docs/calibration.md.
-CALIBRATION := $(TEST)/bin/python -m benchmarks.calibration --page docs/calibration.md
+# Is the verdict of a diagnosis right? Trainings beside it, and the tables of docs/internals/calibration.md.
+CALIBRATION := $(TEST)/bin/python -m benchmarks.calibration --page docs/internals/calibration.md
 # Short programs in the shapes of public ones; `make test` runs them too.
 STRANGERS := $(TEST)/bin/python -m pytest -q tests/strangers
 strangers: $(TEST)/installed
@@ -96,7 +96,7 @@ docs: $(DOCS)/installed
 release-test: $(TEST)/installed
 	"$(PYTHON)" tests/release.py $(RELEASE)
 
-# What runs on a GPU, with the frameworks that PYTHON has: build/gpu.json and docs/gpu.md.
+# What runs on a GPU, with the frameworks that PYTHON has: build/gpu.json and docs/internals/gpu.md.
 gpu:
 	"$(PYTHON)" tests/gpu.py
 
@@ -108,9 +108,9 @@ calibration: $(TEST)/installed
 	for backend in torch tensorflow jax; do KERAS_BACKEND=$$backend $(CALIBRATION) || exit 1; done
 	$(CALIBRATION) --library jax
 
-# What bad batches do to a loss scale: the tables of docs/bad_data.md.
+# What bad batches do to a loss scale: the tables of docs/internals/bad_data.md.
 rules: $(TEST)/installed
-	$(TEST)/bin/python -m benchmarks.rules --page docs/bad_data.md
+	$(TEST)/bin/python -m benchmarks.rules --page docs/internals/bad_data.md
 
 format: $(TEST)/installed
 	$(TEST)/bin/ruff check --fix .

@@ -1,1 +1,1 @@
-"""What loss scaling costs: `python -m benchmarks`. See docs/benchmarks.md."""
+"""What loss scaling costs: `python -m benchmarks`. See docs/internals/benchmarks.md."""

@@ -1,8 +1,8 @@
 """Measures what loss scaling costs, beside the inner optimizer alone and beside other classes.
 
 Each backend runs in a process of its own, and within it all methods of a row take turns, round by
-round. Results go to a JSON file, tables to the standard output. docs/benchmarks.md says what the
-cases, the modes and the methods are.
+round. Results go to a JSON file, tables to the standard output.
+docs/internals/benchmarks.md explains the cases, the modes and the methods.
 """
 
 from __future__ import annotations

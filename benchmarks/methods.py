@@ -67,7 +67,7 @@ def _peer_fixed(new_inner: Callable[..., Any], package: Any) -> Any:
     return new_inner(loss_scale_factor=SCALE)
 
 
-# docs/benchmarks.md says what each of them does.
+# docs/internals/benchmarks.md says what each of them does.
 METHODS = {
     "bare": Method("bare", scaled=False),
     "ours_dynamic": Method("ours, dynamic", _ours_dynamic, exact=True),

@@ -9,10 +9,10 @@ import sys
 from benchmarks import tables
 
 PAGES = {
-    "docs/benchmark_results.md": ("bench", tables.page),
-    "docs/jax_speed.md": ("optax", tables.alone),
+    "docs/internals/benchmark_results.md": ("bench", tables.page),
+    "docs/internals/jax_speed.md": ("optax", tables.alone),
     "docs/monitoring.md": ("monitoring", tables.alone),
-    "docs/pytorch_speed.md": ("torch_native", tables.alone),
+    "docs/internals/pytorch_speed.md": ("torch_native", tables.alone),
 }
 """For each page the name in its markers, and what writes its tables."""
 

@@ -25,7 +25,7 @@ CASES = (
     *("big", "small", "sparse", "optimizers", "mlp", "cnn", "skip", "variables", "parameters"),
     *("replicas", "collectives", "host_syncs", "monitor", "alone", "whole"),
 )
-"""What can be asked for; docs/benchmarks.md says what each of them is."""
+"""What can be asked for; docs/internals/benchmarks.md says what each of them is."""
 
 STEP = ("bare", "ours_dynamic", "ours_fixed", "ours_monitored", "peer_dynamic", "peer_fixed")
 FLOORS = (*STEP, "read", "unscale")

@@ -3,8 +3,8 @@
 `python -m benchmarks.rules` trains five small PyTorch models in float32 and keeps how large their
 gradients are, step by step. Then each rule runs over them, while a step is bad with a probability
 p: its gradients are infinite at any scale. It prints which share of the gradients float16 flushes
-to 0 in the steps that are applied. `--page docs/bad_data.md` writes the tables between the markers
-of that page. It takes about two minutes.
+to 0 in the steps that are applied. `--page docs/internals/bad_data.md` writes the tables
+between the markers of that page. It takes about two minutes.
 """
 
 from __future__ import annotations

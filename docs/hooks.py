@@ -87,7 +87,7 @@ def rewritten(markdown, folder):
     def replaced(found):
         words, link, anchor = found[1], found[2], found[3] or ""
         source = posixpath.normpath(posixpath.join(folder, link))
-        if source.startswith("tests/") or source in ("LICENSE", "constraints.txt"):
+        if source.startswith("tests/") or source in ("LICENSE", "CITATION.cff", "constraints.txt"):
             return words
         page = page_of(source)
         if page is None:

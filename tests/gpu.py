@@ -2,7 +2,7 @@
 
 `make gpu` uses the frameworks that are installed where `python3` (or `make gpu PYTHON=...`) finds
 them, so that their GPU builds are the ones a user has, and needs no network. It ends within ten
-minutes. What it finds goes to build/gpu.json and to the page docs/gpu.md; what cannot run there
+minutes. What it finds goes to build/gpu.json and docs/internals/gpu.md; what cannot run there
 stands in both with the reason.
 """
 
@@ -305,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="parts whose names have this in them")
     parser.add_argument("--minutes", type=float, default=9.5, help="after so many nothing starts")
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "build" / "gpu.json")
-    parser.add_argument("--page", type=pathlib.Path, default=ROOT / "docs" / "gpu.md")
+    parser.add_argument("--page", type=pathlib.Path, default=ROOT / "docs" / "internals" / "gpu.md")
     options = parser.parse_args(arguments)
     seen = gpus() if options.device == "cuda" else dict.fromkeys(SEEN, "the processor")
     if not seen:

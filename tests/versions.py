@@ -3,7 +3,7 @@
 `make versions` makes two environments for each set in a temporary folder, which takes some minutes
 and, for PyTorch, gigabytes; `make versions SETS="jax tensorflow"` makes these, and
 `SETS="jax --releases newest"` one of them. The newest are those for the Python that runs this.
-docs/what_runs_where.md has the table.
+docs/api/what_runs_where.md has the table.
 """
 
 from __future__ import annotations

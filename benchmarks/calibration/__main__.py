@@ -3,7 +3,8 @@
 Each model is asked for its verdict, and then trained in float32 and in float16: without loss
 scaling, with `DynamicScale()` and with the rule that was advised. The status is 1 if a training
 contradicts a verdict that `KNOWN_WRONG` does not name, or none that it names. It takes some minutes
-for each backend. `--page docs/calibration.md` writes the table between the markers of that page.
+for each backend. `--page docs/internals/calibration.md` writes the table
+between the markers of that page.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from benchmarks.calibration.outcomes import WAYS, regret
 from benchmarks.pages import insert
 
 KNOWN_WRONG = {"JAX": ("regression, targets x 1e5",)}
-"""The models whose verdict is wrong, by the title of their table; docs/calibration.md says why."""
+"""The models whose verdict is wrong, by the title of their table; docs/internals/calibration.md
+has the reasons."""
 
 
 def main(command_line: list[str] | None = None) -> int:

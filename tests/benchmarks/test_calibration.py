@@ -73,7 +73,7 @@ def test_a_wrong_verdict_is_named_or_an_error(found, known, status, monkeypatch,
 
 
 def test_the_page_names_each_wrong_verdict():
-    page = (pathlib.Path(__file__).parents[2] / "docs/calibration.md").read_text()
+    page = (pathlib.Path(__file__).parents[2] / "docs/internals/calibration.md").read_text()
     before = page.partition("<!--")[0]
     for table, names in command.KNOWN_WRONG.items():
         assert all(f'"{name}"' in before for name in names), table

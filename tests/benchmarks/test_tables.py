@@ -85,7 +85,7 @@ def test_the_page_says_what_it_was_measured_with_and_what_was_not_run():
 
 # For each page with one table a row of results, and its line.
 OTHERS = {
-    "docs/jax_speed.md": (
+    "docs/internals/jax_speed.md": (
         row("alone", "bare", "jmp", wrapper="optax", point="adam"),
         "| adam |  |  |  | 1.50 |  |",
     ),
@@ -93,7 +93,7 @@ OTHERS = {
         row("monitor", *MONITORS),
         "| jax | 12.00" + " | 1.50 (1.25-2.00)" * 2 + " |",
     ),
-    "docs/pytorch_speed.md": (
+    "docs/internals/pytorch_speed.md": (
         row("alone", "bare", "fixed", wrapper="torch", point="fused, 1"),
         "| fused, 1 | 12.00 | - | - | 1.50 | - | - | - | - |",
     ),
@@ -119,26 +119,29 @@ def test_tf_keras_stands_below_keras_among_the_monitors():
 
 
 def test_tables_go_between_the_markers_of_the_pages_that_they_are_for(tmp_path, capsys):
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "internals").mkdir(parents=True)
     around = {}
     for page, (name, _) in PAGES.items():
         begins, ends = markers(name)
         assert begins in (REPOSITORY / page).read_text(encoding="utf-8").partition(ends)[0]
         around[page] = f"before\n{begins}\n", f"\n{ends}\nafter\n"
         (tmp_path / page).write_text("old".join(around[page]))
-    bare = tmp_path / "docs" / "jax_speed.md"
+    bare = tmp_path / "docs" / "internals" / "jax_speed.md"
     bare.write_text("no markers\n")
     file = tmp_path / "results.json"
-    measured = [OTHERS[page][0] for page in ("docs/pytorch_speed.md", "docs/jax_speed.md")]
+    measured = [
+        OTHERS[page][0]
+        for page in ("docs/internals/pytorch_speed.md", "docs/internals/jax_speed.md")
+    ]
     file.write_text(json.dumps(results(row("big", "bare"), *measured)))
     written = {
-        "docs/benchmark_results.md": "### The optimizer alone",
-        "docs/pytorch_speed.md": "| AdamW",
+        "docs/internals/benchmark_results.md": "### The optimizer alone",
+        "docs/internals/pytorch_speed.md": "| AdamW",
     }
     for _ in range(2):
         pages.main(str(file), str(tmp_path))
         assert bare.read_text() == "no markers\n"
-        for page in (page for page in PAGES if page != "docs/jax_speed.md"):
+        for page in (page for page in PAGES if page != "docs/internals/jax_speed.md"):
             text, (before, after) = (tmp_path / page).read_text(), around[page]
             # What was not measured keeps its table.
             assert text.startswith(before + written.get(page, "old"))

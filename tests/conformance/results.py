@@ -1,4 +1,4 @@
-"""Which wrappers keep the promises: the table in docs/what_runs_where.md, from test results.
+"""Which wrappers keep the promises: the table in docs/api/what_runs_where.md, from test results.
 
 As a pytest plugin (`-p conformance.results`) it adds the outcomes of a process to a JSON file that
 the environment variable LOSSSCALE_RESULTS names. Run as a program with that file and

@@ -1,4 +1,4 @@
-"""What a wrapper loads, and the files that a step passes through, which docs/design.md names."""
+"""What a wrapper loads, and the files that a step passes through (docs/internals/design.md)."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ import lossscale
 from fresh import Program
 
 SOURCES = pathlib.Path(lossscale.__file__).parent
-PAGE = pathlib.Path(__file__).parents[2] / "docs/design.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs/internals/design.md"
 PROCESS = os.environ.get("LOSSSCALE_TEST_KERAS") or os.environ["KERAS_BACKEND"]
 # By the process that runs it; the column of the table.
 COLUMNS = {

@@ -12,7 +12,7 @@ import pytest
 from core import test_import
 from core.source_tree import PACKAGE, imports
 
-DOCS = pathlib.Path(__file__).parents[2] / "docs"
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "internals"
 PAGE = "\n".join(
     (DOCS / name).read_text(encoding="utf-8")
     for name in ("add_a_framework.md", "add_a_diagnosis.md")

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-PROGRAM, PAGE = ROOT / "tests" / "gpu.py", ROOT / "docs" / "gpu.md"
+PROGRAM, PAGE = ROOT / "tests" / "gpu.py", ROOT / "docs" / "internals" / "gpu.md"
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def test_each_wrapper_and_its_subclasses_are_loss_scale_optimizers():
 
 
 def test_every_member_on_the_page_about_them_is_declared():
-    page = (ROOT / "docs/documented_api.md").read_text()
+    page = (ROOT / "docs/api/documented_api.md").read_text()
     page = page.partition("## Members")[2].partition("\n## ")[0]
     # The first column; after the names of settings of any optimizer comes no `(`.
     columns = re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE)

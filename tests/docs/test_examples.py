@@ -4,11 +4,13 @@ import json
 import os
 import pathlib
 import re
+import textwrap
 
 import pytest
 
 from conformance.wrappers import TABLE
 from fresh import Program
+from pages import programs
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -21,15 +23,13 @@ RUN_ELSEWHERE = {
     "from_gradscaler.md",
     "large_trainers.md",
     "parallel.md",
-    "pytorch_trainers.md",
+    "trainers.md",
 }
 BLOCKS = [
     (f"{page.name}-{number}", block)
     for page in PAGES
     if page.name not in RUN_ELSEWHERE
-    for number, block in enumerate(
-        re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE), start=1
-    )
+    for number, block in enumerate(programs(page), start=1)
 ]
 
 
@@ -95,11 +95,14 @@ def without_measures(report):
     return re.sub(r"(under )?[\d.]+(%| s\b)", r"N\2", one_line)
 
 
-PRINTED = re.findall(
-    r"^```python\n((?:(?!^```).)*?)^```\n\n```text\n(.*?)^```",
-    (ROOT / "docs/diagnosis.md").read_text(),
-    re.DOTALL | re.MULTILINE,
-)
+PRINTED = [
+    (textwrap.dedent(found[2]), found[3])
+    for found in re.finditer(
+        r"^( *)```python\n((?:(?!^ *```).)*?)^\1```\n\n\1```text\n(.*?)^\1```",
+        (ROOT / "docs/diagnosis.md").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
+]
 
 
 @pytest.mark.parametrize("number", range(len(PRINTED)))
@@ -138,7 +141,7 @@ def test_the_documents_name_files_that_exist():
 
 
 def test_the_table_of_what_runs_where_has_every_wrapper_and_no_failure():
-    page = "docs/what_runs_where.md"
+    page = "docs/api/what_runs_where.md"
     rows = re.findall(
         r"^\| (\S+-\S+) \| (\d+) \| \d+ \| (\d+) \|$", (ROOT / page).read_text(), re.M
     )

@@ -69,5 +69,5 @@ def _gone(root: str, what: str, purpose: str) -> UnsupportedError:
     version = getattr(sys.modules.get(root), "__version__", "of an unknown version")
     return UnsupportedError(
         f"{root} {version} has no {what}, which lossscale needs to {purpose}. "
-        "docs/what_runs_where.md says which releases were tested."
+        'The page "What runs where" says which releases were tested.'
     )

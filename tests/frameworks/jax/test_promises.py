@@ -1,4 +1,4 @@
-"""The promises of docs/design.md for the Optax transformation, on trees and sequences at random.
+"""The promises of docs/internals/design.md for Optax, on trees and sequences at random.
 
 Case by case the conformance suite has them: the rows optax-native of tests/conformance/wrappers.py.
 """

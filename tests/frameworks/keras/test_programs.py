@@ -5,9 +5,7 @@ The programs are of the years of TensorFlow 2.2 to 2.11 and run unedited on Kera
 
 import doctest
 import importlib
-import pathlib
 import pkgutil
-import re
 
 import keras
 import pytest
@@ -17,8 +15,8 @@ import autographs
 import lossscale
 import lossscale.keras
 import old_programs
+from pages import programs
 
-PAGE = pathlib.Path(__file__).parents[3] / "docs" / "training_loops.md"
 MODULES = ["lossscale.keras"] + [
     found.name
     for found in pkgutil.walk_packages(lossscale.keras.__path__, "lossscale.keras.")
@@ -42,8 +40,7 @@ def test_an_old_program_learns(name, caplog, capsys, monkeypatch, two_replicas):
 
 def test_the_loop_on_the_page_runs_on_two_replicas(monkeypatch, two_replicas):
     old_programs.on_two_replicas(monkeypatch, two_replicas)
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    (loop,) = [block for block in blocks if "MirroredStrategy()" in block]
+    (loop,) = [block for block in programs("training_loops.md") if "MirroredStrategy()" in block]
     namespace = {}
     exec(loop, namespace)
     assert namespace["strategy"].num_replicas_in_sync == 2

@@ -71,5 +71,5 @@ def test_an_overflow_on_one_worker_skips_the_step_on_both(aggregate):
 
 
 def test_peer_fit_on_two_workers_fails_with_any_optimizer():
-    # Here `fit` of Keras 3 fails before it reaches the optimizer; docs/what_runs_where.md says so.
+    # Here `fit` of Keras 3 fails before it reaches the optimizer; see docs/api/what_runs_where.md.
     assert on_two_workers(BARE_FIT) == ["True", "True"]

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import io
 import itertools
-import pathlib
 import re
 import warnings
 
@@ -19,15 +18,7 @@ from torch import distributed
 from frameworks.torch import stand_ins
 from frameworks.torch.support import bits, wrapped
 from lossscale.torch import GradScaler, clipping, gradients, ranks
-
-DOCS = pathlib.Path(__file__).parents[3] / "docs"
-
-
-def programs(page):
-    """The programs of a page."""
-    text = (DOCS / page).read_text(encoding="utf-8")
-    return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-
+from pages import programs
 
 # Those before them are lines for a training loop, which cases_of_processes.py has in one.
 *_, PIPELINE, CHECKPOINTS, TENSOR_PARALLEL, EXPERTS = programs("parallel.md")

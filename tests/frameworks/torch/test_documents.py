@@ -4,7 +4,6 @@ import contextlib
 import doctest
 import importlib
 import io
-import pathlib
 import pkgutil
 import re
 import warnings
@@ -14,6 +13,7 @@ import torch
 
 import lossscale
 import lossscale.torch
+from pages import programs
 
 PACKAGE = lossscale.torch
 # That of the wrapper is found where its class says that it is.
@@ -21,13 +21,10 @@ MODULES = [PACKAGE.__name__]
 MODULES += [m.name for m in pkgutil.walk_packages(PACKAGE.__path__, f"{PACKAGE.__name__}.")]
 TRIED = {}
 
-DOCS = pathlib.Path(__file__).parents[3] / "docs"
 BLOCKS = [
     pytest.param(block, id=f"{page}-{number}")
-    for page in ("from_gradscaler.md", "pytorch_trainers.md", "large_trainers.md")
-    for number, block in enumerate(
-        re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE), 1
-    )
+    for page in ("from_gradscaler.md", "trainers.md", "large_trainers.md")
+    for number, block in enumerate(programs(page), start=1)
     # These run in several processes, in cases_of_parallel.py.
     if not re.search("^(import ray|from torchtitan)", block, re.MULTILINE)
 ]
