@@ -49,6 +49,11 @@ _NOT_SCALED = (
     "the loss through {1}() before taking gradients, or give unscaled gradients to "
     "apply_gradients()."
 )
+_UNSCALED_TWICE = (
+    "apply() divides the gradients by the loss scale, and get_unscaled_gradients() already did. "
+    "If these are its gradients, this step is too small by that factor. Pass unscaled gradients "
+    "to apply_gradients()."
+)
 _SCALED_TWICE = (
     "The loss was scaled twice: minimize(), get_gradients() and compute_gradients() scale it "
     "themselves. This step is too large by the loss scale. Pass the loss as it is."
@@ -245,7 +250,9 @@ class ScaledGradientTracker:
         """Keras' `apply` is called, whose gradients are scaled by definition."""
         self._check_not_of_another(location, "apply")
         record = self._records[location[1][0]]
-        if record.calls != {"get_scaled_loss"}:
+        if "get_unscaled_gradients" in record.calls and "scale_loss" not in record.calls:
+            self._warn_once(_UNSCALED_TWICE)
+        elif record.calls != {"get_scaled_loss"}:
             self._check_scaled(record, "apply", "scale_loss")
 
     def note_apply(self, location: Location, variables: Sequence[Any]) -> None:
