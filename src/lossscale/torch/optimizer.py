@@ -86,10 +86,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         process_group: A `torch.distributed.ProcessGroup`, or a list of them, whose processes skip
             a step together, beside the groups that are derived from parameters that are DTensors.
             With `DistributedDataParallel` none is needed; `[]` stands for none at all.
-        decide: "host" or "device". On the host the verdict is waited for, so that a step that is
-            skipped is not made, and nobody is told otherwise. On the device nothing is waited for:
-            a fused optimizer is handed the verdict and skips by itself, and the step of any other
-            is taken back, for the memory of its parameters and their state once more.
+        decide: "host" or "device". The host waits until it knows whether all gradients are finite,
+            and does not make a step that is skipped. With "device" nothing waits: a fused optimizer
+            reads that on the device and skips by itself.
         name: The optimizer's name.
 
     Raises:
