@@ -124,6 +124,11 @@ def versions_of(grads: Iterable[Any]) -> list[tuple[Any, int]]:
 # --- What a loss reaches ----------------------------------------------------------------------
 
 
+def living() -> list[Any]:
+    """The engines whose optimizer is there: one may outlive it in a traceback or in a cycle."""
+    return [each for each in engines if each.inner is not None]
+
+
 def is_seen(loss: Any) -> bool:
     """Whether the `backward` of a loss can be seen when it starts."""
     return bool(
@@ -148,7 +153,7 @@ def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, met: Any = N
         task, graph = torch._C._current_graph_task_id(), torch.is_grad_enabled()
         if own is not None and own.record.in_backward:
             raise GradientsError("A part of this loss is scaled already, by scale_loss().")
-        others = [each for each in engines if own is None or each.record is not own.record]
+        others = [each for each in living() if own is None or each.record is not own.record]
         found, rest = reached(loss, others) if others or met is not None else ([], [])
         if own is not None:
             own.begin(multiplier, task=task, graph=graph)

@@ -430,3 +430,24 @@ def test_overflows_at_the_lowest_scale_are_warned_of_once():
     package = pathlib.Path(lossscale.__file__).parent
     assert not pathlib.Path(warned[0].filename).is_relative_to(package)
     one_step(scaler, optimizer, weights, torch.inf)
+
+
+def test_a_scaler_whose_optimizer_has_gone_disturbs_no_other():
+    weights, optimizer, scaler = made("sgd", GradScaler)
+    one_step(scaler, optimizer, weights)
+    # A traceback, or a cycle that is not collected yet, may keep it.
+    kept = scaler._record_of(optimizer).engine
+    del optimizer, weights
+    assert kept.inner is None
+    for wrap in (GradScaler, None):
+        weight = torch.nn.Parameter(torch.ones(2))
+        inner = torch.optim.SGD([weight], lr=0.5)
+        if wrap is not None:
+            other = wrap("cpu")
+            other.scale(weight.sum()).backward()
+            other.step(inner)
+        else:
+            wrapped = lossscale.LossScaleOptimizer(inner)
+            wrapped.backward(weight.sum())
+            wrapped.step()
+        assert weight.tolist() == [0.5, 0.5]
