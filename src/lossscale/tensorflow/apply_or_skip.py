@@ -18,7 +18,7 @@ from lossscale import registry
 from lossscale.common.autograph import do_not_convert
 from lossscale.rules import GradientStats
 from lossscale.tensorflow.private_names import (
-    keep_as_one_operation,
+    as_one_operation,
     strategy_supports_no_merge_call,
 )
 from lossscale.tensorflow.tracing import after, grouped, in_xla
@@ -79,12 +79,7 @@ def apply_or_skip(
 def _apply_if(finite: Any, apply: Callable[[], Any]) -> Any:
     if finite is True:
         return apply()
-    applied = tf.cond(finite, lambda: _finished(apply()), _finished)
-    # TensorFlow rewrites a branch to a switch for each of the tensors that enter it, hundreds in a
-    # step. One operation costs less, but runs on one device, where all that it reads has to be.
-    if len(tf.config.list_logical_devices()) == 1:
-        keep_as_one_operation(applied)
-    return applied
+    return as_one_operation(tf.cond(finite, lambda: _finished(apply()), _finished))
 
 
 def _finished(*results: Any) -> Any:

@@ -63,17 +63,24 @@ def own_loss_scales() -> Any:
     )
 
 
-def keep_as_one_operation(branch: Any) -> None:
-    """Keeps TensorFlow from rewriting a branch to switches; without the names it rewrites it.
+def as_one_operation(branch: Any) -> Any:
+    """Keeps TensorFlow from rewriting a branch to a switch for each tensor that enters it.
+
+    There are hundreds in a step, and one operation costs less. But it runs on one device, where all
+    that it reads has to be, so nothing is done if there are several.
 
     Args:
         branch: What `tf.cond` returned, a tensor; in eager mode nothing is done.
+
+    Returns:
+        The branch.
     """
-    if tf.executing_eagerly():
-        return
+    if tf.executing_eagerly() or len(tf.config.list_logical_devices()) > 1:
+        return branch
     operation = branch.op
     while operation.type == "Identity":
         operation = operation.inputs[0].op
+    # Without the name it is rewritten, which is only slower.
     if operation.type in ("If", "StatelessIf") and hasattr(operation, "_set_attr"):
-        no = tf.compat.v1.AttrValue(b=False)
-        operation._set_attr("_lower_using_switch_merge", no)
+        operation._set_attr("_lower_using_switch_merge", tf.compat.v1.AttrValue(b=False))
+    return branch
