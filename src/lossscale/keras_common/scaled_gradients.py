@@ -238,7 +238,8 @@ class ScaledGradientTracker:
         if noted == "scaled" and (max(times) >= record.losses or min(times) > 0):
             self._warn_once(_AGAIN.format("divided by the loss scale"))
         if noted == "unscaled" and not record.is_isolated and not self._is_fixed:
-            self._check_scaled(record, "get_unscaled_gradients", "get_scaled_loss", *_SCALE)
+            said = _NOT_SCALED.format("get_unscaled_gradients", "get_scaled_loss")
+            self._check_scaled(record, said, *_SCALE)
         if not kinds and record.losses:
             self._warn_once(_AGAIN.format("applied as they are, and not divided by the loss scale"))
         elif not kinds and "get_unscaled_gradients" not in record.calls:
@@ -250,10 +251,10 @@ class ScaledGradientTracker:
         """Keras' `apply` is called, whose gradients are scaled by definition."""
         self._check_not_of_another(location, "apply")
         record = self._records[location[1][0]]
-        if "get_unscaled_gradients" in record.calls and "scale_loss" not in record.calls:
-            self._warn_once(_UNSCALED_TWICE)
+        if "get_unscaled_gradients" in record.calls:
+            self._check_scaled(record, _UNSCALED_TWICE, "scale_loss")
         elif record.calls != {"get_scaled_loss"}:
-            self._check_scaled(record, "apply", "scale_loss")
+            self._check_scaled(record, _NOT_SCALED.format("apply", "scale_loss"), "scale_loss")
 
     def note_apply(self, location: Location, variables: Sequence[Any]) -> None:
         """`apply` has made its step."""
@@ -262,10 +263,10 @@ class ScaledGradientTracker:
         record.count(variables)
         self._seen = self._last
 
-    def _check_scaled(self, record: _Record, verb: str, *scale: str) -> None:
-        """Warns if nobody scaled the loss whose gradients a verb divides."""
+    def _check_scaled(self, record: _Record, message: str, *scale: str) -> None:
+        """Warns if nobody scaled the loss whose gradients are divided."""
         if not record.calls & set(scale) and not self.is_scale_read:
-            self._warn_once(_NOT_SCALED.format(verb, scale[0]))
+            self._warn_once(message)
 
     def _check_not_of_another(self, location: Location, verb: str) -> None:
         """Raises if another optimizer scaled the last loss here, and this one never scaled any."""
