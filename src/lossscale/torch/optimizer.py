@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import weakref
 from collections import OrderedDict
@@ -48,7 +47,7 @@ from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.inner_settings import InnerSettings
 from lossscale.torch.scale import DeviceLossScale, LossScale
 from lossscale.torch.scaling import CPU, WIDE, real_parts, scalar, widened
-from lossscale.torch.several import Several, parts_of
+from lossscale.torch.several import Several, parts_of, zero_grad
 
 _NOTHING_SCALED = (
     "step() was called, and no loss was scaled since the last one. The gradients are applied as "
@@ -492,11 +491,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         record.reset()
         record.scaled_by = self._engine.scale if unseen else None
         record.by_hand, record.is_settled = by_hand, checked
-        inner = self.inner_optimizer
-        if set_to_none and not _takes(inner.zero_grad, "set_to_none"):
-            inner.zero_grad()
-        else:
-            inner.zero_grad(set_to_none=set_to_none)
+        zero_grad(self.inner_optimizer, set_to_none)
 
     def register_step_skipped_hook(self, hook: Callable[[Any], Any]) -> Any:
         """Registers what is called after each step that was skipped, with this optimizer.
@@ -978,14 +973,6 @@ def _would_find_scaled(name: str, inner: Any) -> str:
         "optimizer.scale_loss(loss).backward(), or unscale_() before it; and step() of the "
         "LossScaleOptimizer."
     )
-
-
-def _takes(function: Any, name: str) -> bool:
-    try:
-        return name in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        # Of a builtin nothing is known.
-        return True
 
 
 def _check_inner(inner: Any, is_one_of_several: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -89,7 +90,7 @@ class Several(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for each in self.optimizers:
-            each.zero_grad(set_to_none=set_to_none)
+            zero_grad(each, set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise UnsupportedError(
@@ -207,3 +208,16 @@ class _States(MutableMapping[Any, Any]):
 def parts_of(inner: Any) -> list[Any]:
     """The optimizers that an optimizer inside is made of."""
     return inner.optimizers if isinstance(inner, Several) else [inner]
+
+
+def zero_grad(optimizer: Any, set_to_none: bool) -> None:
+    """Resets the gradients of an optimizer, whose `zero_grad` may take no arguments."""
+    try:
+        takes = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
+    except (TypeError, ValueError):
+        # Of a builtin nothing is known.
+        takes = True
+    if set_to_none and not takes:
+        optimizer.zero_grad()
+    else:
+        optimizer.zero_grad(set_to_none=set_to_none)

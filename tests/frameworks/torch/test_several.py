@@ -279,3 +279,19 @@ def test_a_list_is_stepped_together(pair):
         scaler.update()
         assert (bits(model.state_dict()) == before) is bad
         assert scaler.last_step_skipped_of(parts[0]) is bad
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_zero_grad_without_arguments_is_called_without(count):
+    class Own(torch.optim.SGD):
+        def zero_grad(self):
+            super().zero_grad()
+
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(count)]
+    inner = [Own([weight], lr=0.5) for weight in weights]
+    optimizer = lossscale.LossScaleOptimizer(inner if count > 1 else inner[0])
+    for left in (0.5, 0.0):
+        optimizer.zero_grad()
+        optimizer.backward(sum(weight.sum() for weight in weights))
+        optimizer.step()
+        assert all(weight.tolist() == [left, left] for weight in weights)
