@@ -1,6 +1,28 @@
+import builtins
+import re
+
 import pytest
 
 from lossscale import errors
+
+DRAWN = re.compile(r"^(?P<indent>[│├└─ ]*)(?P<name>[A-Z]\w+)(?:\((?P<parents>[\w, ]+)\))?")
+
+
+def drawn_parents():
+    """The parents of every class in the tree of the module's docstring, by name."""
+    tree = errors.__doc__.split("```")[1]
+    parents, above = {}, []
+    for line in tree.strip("\n").splitlines():
+        match = DRAWN.match(line)
+        # The lines without a class continue the text beside the one before.
+        if not match or len(match["indent"]) > 12:
+            continue
+        depth = len(match["indent"])
+        above = [(d, name) for d, name in above if d < depth]
+        beside = re.split(r",\s*", match["parents"]) if match["parents"] else []
+        parents[match["name"]] = [name for _, name in above[-1:]] + beside
+        above.append((depth, match["name"]))
+    return parents
 
 
 def defined():
@@ -9,6 +31,13 @@ def defined():
         for name, value in vars(errors).items()
         if isinstance(value, type) and value.__module__ == errors.__name__
     }
+
+
+def test_the_tree_in_the_docstring_is_that_of_the_classes():
+    parents = {n: [base.__name__ for base in cls.__bases__] for n, cls in defined().items()}
+    drawn = drawn_parents()
+    assert {name: drawn[name] for name in drawn if not hasattr(builtins, name)} == parents
+    assert len(parents) > 8
 
 
 BUILT_IN = {
