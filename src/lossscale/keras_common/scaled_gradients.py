@@ -5,9 +5,9 @@ calls `get_scaled_loss` and `get_unscaled_gradients`, and gives it unscaled ones
 the last `scale_loss` decide: as many gradients as `get_unscaled_gradients` returned are unscaled;
 after these, each variable is given one scaled gradient for each loss.
 
-A call inside a `tf.function` runs when the function is traced, and not on later steps. So the kind
-of gradients that a function returned is remembered: without another call, the next ones are of the
-same kind.
+A call inside a `tf.function` runs when the function is traced, and not on later steps. The
+tracker remembers whether a function returned scaled or unscaled gradients, and takes the next ones
+for the same until it is called again.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class _Record:
     """What one replica called since its last `scale_loss`, or in a step like `minimize`.
 
     Attributes:
+        is_isolated: Whether it is of a step like `minimize`, which scales the loss itself.
         losses: How many losses were scaled before the first of their gradients was applied.
         unscaled: How many unscaled gradients were not applied yet.
         graph: Where that was called last.
@@ -221,7 +222,7 @@ class ScaledGradientTracker:
             record.is_home = True
 
     def _kind(self, record: _Record, location: Location, variables: Sequence[Any]) -> str | None:
-        """What the gradients of variables are: "scaled", "unscaled", or None if nothing says it."""
+        """Whether gradients are "scaled" or "unscaled"; None if no call decided it."""
         graph, times = location[0], record.counts(variables)
         are_left = record.is_home and record.is_elsewhere(graph)
         noted = "scaled" if min(times) < record.losses else None
@@ -238,8 +239,7 @@ class ScaledGradientTracker:
         if noted == "scaled" and (max(times) >= record.losses or min(times) > 0):
             self._warn_once(_AGAIN.format("divided by the loss scale"))
         if noted == "unscaled" and not record.is_isolated and not self._is_fixed:
-            said = _NOT_SCALED.format("get_unscaled_gradients", "get_scaled_loss")
-            self._check_scaled(record, said, *_SCALE)
+            self._check_scaled(record, "get_unscaled_gradients", "get_scaled_loss", *_SCALE)
         if not kinds and record.losses:
             self._warn_once(_AGAIN.format("applied as they are, and not divided by the loss scale"))
         elif not kinds and "get_unscaled_gradients" not in record.calls:
@@ -251,10 +251,8 @@ class ScaledGradientTracker:
         """Keras' `apply` is called, whose gradients are scaled by definition."""
         self._check_not_of_another(location, "apply")
         record = self._records[location[1][0]]
-        if "get_unscaled_gradients" in record.calls:
-            self._check_scaled(record, _UNSCALED_TWICE, "scale_loss")
-        elif record.calls != {"get_scaled_loss"}:
-            self._check_scaled(record, _NOT_SCALED.format("apply", "scale_loss"), "scale_loss")
+        if record.calls != {"get_scaled_loss"}:
+            self._check_scaled(record, "apply", "scale_loss")
 
     def note_apply(self, location: Location, variables: Sequence[Any]) -> None:
         """`apply` has made its step."""
@@ -263,10 +261,11 @@ class ScaledGradientTracker:
         record.count(variables)
         self._seen = self._last
 
-    def _check_scaled(self, record: _Record, message: str, *scale: str) -> None:
-        """Warns if nobody scaled the loss whose gradients are divided."""
+    def _check_scaled(self, record: _Record, verb: str, *scale: str) -> None:
+        """Warns if nobody scaled the loss whose gradients a verb divides."""
         if not record.calls & set(scale) and not self.is_scale_read:
-            self._warn_once(message)
+            is_twice = verb == "apply" and "get_unscaled_gradients" in record.calls
+            self._warn_once(_UNSCALED_TWICE if is_twice else _NOT_SCALED.format(verb, scale[0]))
 
     def _check_not_of_another(self, location: Location, verb: str) -> None:
         """Raises if another optimizer scaled the last loss here, and this one never scaled any."""
@@ -274,7 +273,7 @@ class ScaledGradientTracker:
             return
         (owner, call, origin), graph = self._last, location[0]
         is_here = graph is None if origin is None else graph is origin()
-        # What the other one has unscaled can be applied by anyone.
+        # Any optimizer can apply gradients that the other one has unscaled.
         is_ready = call == "get_unscaled_gradients" and verb == "apply_gradients"
         if owner() in (None, self) or self.is_scale_read:
             return

@@ -25,7 +25,7 @@ def loss_scale(opt_state: Any) -> Any:
         A float32 scalar array.
 
     Raises:
-        ArgumentTypeError: If there is no loss scale in it.
+        ArgumentTypeError: If it holds no loss scale.
         ArgumentError: If `loss_scaled` is inside a transformation that has to be inside of it.
 
     Examples:

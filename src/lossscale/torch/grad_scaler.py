@@ -666,7 +666,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._rule
 
     def get_growth_factor(self) -> float:
-        """What the scale is multiplied by when it grows."""
+        """The factor by which the scale grows."""
         return float(state_dicts.setting(self._rule, "growth_factor"))
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -674,7 +674,7 @@ class GradScaler(torch.amp.GradScaler):
         self._set(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by after an overflow."""
+        """The factor by which the scale backs off after an overflow."""
         return float(state_dicts.setting(self._rule, "backoff_factor"))
 
     def set_backoff_factor(self, new_factor: float) -> None:

@@ -215,7 +215,7 @@ def zero_grad(optimizer: Any, set_to_none: bool) -> None:
     try:
         takes = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
     except (TypeError, ValueError):
-        # Of a builtin nothing is known.
+        # A built-in function may have no signature.
         takes = True
     if set_to_none and not takes:
         optimizer.zero_grad()
