@@ -9,7 +9,7 @@ import pytest
 import lossscale
 from backends.support import BACKEND, arrays, number
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.errors import ArgumentError, LossScaleWarning, TrainingHaltedError
+from lossscale.errors import ArgumentError, LossScaleWarning
 from lossscale.monitoring import SkipReason, read_records
 from records import column, nonfinite, skipped_steps
 from seeding import seed
@@ -85,18 +85,6 @@ def counts(record):
     return [tuple(tensor) for tensor in record.nonfinite]
 
 
-def test_an_overflow_names_the_variable_and_counts_its_elements(tmp_path):
-    path = tmp_path / "run.jsonl"
-    data = rows(4, spoiled=[1], infs=2, nans=1)
-    fit(net(run_eagerly=False), data, [LossScaleMonitor(path)])
-    assert column(path, "step") == [1, 2, 3, 4]
-    assert column(path, "scale") == [2.0**10, 2.0**10, 2.0**9, 2.0**9]
-    assert [record.next_scale for record in read_records(path)] == [2.0**10, 2.0**9, 2.0**9, 2.0**9]
-    assert [record.steps_skipped for record in read_records(path)] == [0, 1, 1, 1]
-    assert nonfinite(path) == [[], [(SPOILED, 2, 1)], [], []]
-    assert read_records(path)[1].reason is SkipReason.OVERFLOW
-
-
 def trained(model):
     """All that training changes, and how often it skipped."""
     return (
@@ -106,23 +94,13 @@ def trained(model):
     )
 
 
-def test_the_weights_are_those_of_a_run_without_a_monitor(tmp_path):
-    data, results = rows(6, spoiled=[1, 4]), []
-    for callbacks in ([], [LossScaleMonitor(tmp_path / "run.jsonl")]):
-        model = net(jit_compile=False)
-        fit(model, data, callbacks, epochs=2)
-        results.append(trained(model))
-    for without, monitored in zip(*results, strict=True):
-        np.testing.assert_array_equal(without, monitored)
-
-
 @pytest.mark.usefixtures("optimized")
 def test_sampling_reads_every_nth_step_and_the_last_skip_before_it(tmp_path):
     path, results = tmp_path / "run.jsonl", []
     monitor = LossScaleMonitor(path, every=4)
     for callbacks in ([], [monitor]):
         model = net(jit_compile=JIT[-1])
-        fit(model, rows(10, spoiled=[1, 2, 7]), callbacks)
+        fit(model, rows(10, spoiled=[1, 2, 7], infs=2, nans=1), callbacks)
         results.append(trained(model))
     for without, monitored in zip(*results, strict=True):
         np.testing.assert_array_equal(without, monitored)
@@ -130,7 +108,7 @@ def test_sampling_reads_every_nth_step_and_the_last_skip_before_it(tmp_path):
     assert column(path, "step") == [1, 3, 4, 8, 10]
     assert skipped_steps(path) == [3, 8]
     assert [counts(record) for record in read_records(path) if record.skipped] == 2 * [
-        [(SPOILED, 1, 0)]
+        [(SPOILED, 2, 1)]
     ]
     assert column(path, "steps_skipped")[-1] == 3
     assert read_records(path)[1].scale == 2.0**9
@@ -196,13 +174,6 @@ def test_a_bad_batch_is_a_reason_of_its_own_and_only_for_its_step(tmp_path):
     assert [record.loss is None for record in records] == [False, False, True, True]
 
 
-def test_many_skips_in_a_row_end_training():
-    monitor = LossScaleMonitor(max_consecutive_skips=3, every=2)
-    with pytest.raises(TrainingHaltedError, match=rf"max_consecutive_skips=3.*{SPOILED}"):
-        fit(net(), rows(8, spoiled=range(8)), [monitor])
-    assert monitor.last_record.step == 4
-
-
 def traces(model):
     """Counts how often Python runs the training step: at all, if it is compiled."""
     calls, step = [], type(model).train_step
@@ -242,20 +213,6 @@ def test_a_model_that_was_trained_already_is_watched_too():
     fit(model, rows(3, spoiled=[1]), [monitor])
     assert monitor.last_record.step == 6
     assert monitor.last_record.steps_skipped == 2
-
-
-def test_a_resumed_run_goes_on_in_its_file(tmp_path):
-    path, data = tmp_path / "run.jsonl", rows(4, spoiled=[1, 3])
-    model = net()
-    fit(model, data, [LossScaleMonitor(path)])
-    model.save(tmp_path / "model.keras")
-    again = keras.models.load_model(tmp_path / "model.keras")
-    with pytest.raises(ArgumentError, match="append=True"):
-        fit(again, data, [LossScaleMonitor(path)])
-    assert number(again.optimizer.iterations) == 4
-    fit(again, data, [LossScaleMonitor(path, append=True)])
-    assert column(path, "step") == list(range(1, 9))
-    assert skipped_steps(path) == [2, 4, 6, 8]
 
 
 def test_another_model_needs_another_file(tmp_path):

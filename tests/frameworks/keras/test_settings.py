@@ -112,21 +112,6 @@ def test_setting_a_learning_rate_over_a_schedule_is_the_error_of_the_plain_optim
         optimizer.learning_rate = 0.5
 
 
-@pytest.mark.parametrize("name", ["beta_1", "epsilon", "rho", "amsgrad"])
-def test_a_setting_of_other_optimizers_is_no_attribute_of_ones_own(name):
-    optimizer = wrapped(SGD())
-    with pytest.raises(AttributeError, match=f"SGD has no setting '{name}'"):
-        setattr(optimizer, name, 0.25)
-    assert not hasattr(optimizer, name)
-
-
-def test_the_number_of_skipped_steps_cannot_be_set():
-    optimizer = wrapped()
-    with pytest.raises(AttributeError):
-        optimizer.steps_skipped = 8
-    assert int(optimizer.steps_skipped) == 0
-
-
 def test_loss_scale_factor_is_none_and_cannot_be_set():
     optimizer = wrapped()
     assert optimizer.loss_scale_factor is None
