@@ -21,6 +21,7 @@ from lossscale.torch.backward import ONE_FOR_SEVERAL as _ONE_FOR_SEVERAL
 from lossscale.torch.backward import GradientRecord, divide, engines, is_below_one, multiply
 from lossscale.torch.gradients import Gradients
 from lossscale.torch.ranks import ParameterInfo
+from lossscale.torch.scale import Counts
 from lossscale.torch.scaling import CPU, read, scalar
 from lossscale.torch.several import parts_of
 
@@ -67,10 +68,12 @@ class Engine:
         record: What its gradients are.
         left_out: Called when gradients that overflowed were cleared, and no step was made.
         join_group: The processes of a `torch.distributed.algorithms.Join`, within it.
+        counts: The steps of this optimizer, where others share the loss scale.
     """
 
     left_out: Callable[[], None] | None = None
     join_group: Any = None
+    counts = Counts(0, 0, False)
     _steps_without: int | None = 0
 
     def __init__(
@@ -394,7 +397,7 @@ class Engine:
 
     # --- Act ----------------------------------------------------------------------------------
 
-    def apply(self, decision: StepDecision, **more: Any) -> Any:
+    def apply(self, decision: StepDecision, *args: Any, **more: Any) -> Any:
         """Steps the optimizer, unless it is to be skipped; returns what it returns."""
         self.count_steps_without(decision.empty)
         if decision.apply is False:
@@ -412,9 +415,9 @@ class Engine:
             divisor = scalar(1.0, device) if divisor is None else divisor
             overflow = scalar(0.0, device) if overflow is None else overflow
         if divisor is None and overflow is None:
-            return inner.step(**more)
+            return inner.step(*args, **more)
         with fused.attributes(list(filter(fused.can_skip, parts_of(inner))), divisor, overflow):
-            return inner.step(**more)
+            return inner.step(*args, **more)
 
     def count_steps_without(self, empty: bool) -> None:
         """Warns of an optimizer that never has any gradient."""

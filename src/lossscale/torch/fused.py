@@ -21,7 +21,7 @@ def can_skip(inner: Any) -> bool:
     """Whether an optimizer takes `grad_scale` and `found_inf` as tensors, as it is now."""
     if isinstance(inner, Several):
         return all(map(can_skip, inner.optimizers))
-    if isinstance(inner, FUSED):
+    if type(inner).step in _steps_of_torch():
         # Loading a state replaces the settings of the groups, this one too. The flag of the object
         # is lost where it is copied.
         return all(group.get("fused") for group in inner.param_groups)
@@ -48,9 +48,8 @@ def _has_pre_hooks(inner: Any) -> bool:
 
 def steps_as_torch(inner: Any) -> bool:
     """Whether `step` is PyTorch's own: no subclass's, and not replaced but by a scheduler."""
-    # As they are now: PyTorch wraps the `step` of a class when the first instance is made.
     own = type(inner).step
-    if own not in [cls.step for cls in FUSED]:
+    if own not in _steps_of_torch():
         return False
     replaced = vars(inner).get("step")
     if replaced is None:
@@ -64,16 +63,22 @@ def steps_as_torch(inner: Any) -> bool:
     return (counted or inspect.getclosurevars(replaced).nonlocals.get("func")) is own
 
 
+def _steps_of_torch() -> list[Any]:
+    # As they are now: PyTorch wraps the `step` of a class when the first instance is made.
+    return [cls.step for cls in FUSED]
+
+
 def skips_by_itself(inner: Any) -> bool:
     """Whether an optimizer skips a step if it is handed `found_inf`, and reads it nowhere else."""
     return can_skip(inner) and not takes_a_scaler(type(inner).step)
 
 
 def expects_attributes(inner: Any) -> bool:
-    """Whether an optimizer may rely on both attributes, as others than PyTorch's own may."""
+    """Whether an optimizer may rely on both attributes, or divides by a number of its own too."""
     if isinstance(inner, Several):
         return any(map(expects_attributes, inner.optimizers))
-    return not isinstance(inner, FUSED) and can_skip(inner)
+    has_own = getattr(inner, "grad_scale", None) is not None
+    return can_skip(inner) and (has_own or not steps_as_torch(inner))
 
 
 @contextlib.contextmanager
@@ -89,7 +94,8 @@ def attributes(optimizers: Sequence[Any], grad_scale: Any, found_inf: Any) -> It
     try:
         for each in optimizers:
             if grad_scale is not None:
-                each.grad_scale = grad_scale
+                own = getattr(each, "grad_scale", None)
+                each.grad_scale = grad_scale if own is None else grad_scale * own
             if found_inf is not None:
                 each.found_inf = found_inf
         yield

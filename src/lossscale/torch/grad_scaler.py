@@ -8,12 +8,12 @@ only then.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import itertools
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,6 @@ from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentTypeError,
     CallOrderError,
-    GradientsError,
     ScalerArgumentError,
     UnsupportedError,
 )
@@ -36,7 +35,7 @@ from lossscale.rules import ScaleRule, ScaleState, StatsRequest
 from lossscale.torch import fused, gradient_stats, gradients, overflow_check, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.backward import divide, is_seen, multiply, watch
-from lossscale.torch.engine import Engine
+from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
 from lossscale.torch.scale import Multiplier, update_on_host
 from lossscale.torch.scaler_arguments import (
@@ -196,26 +195,24 @@ class GradScaler(torch.amp.GradScaler):
         self._unmet: dict[int, Any] = {}
         self._unmet_by: Multiplier | None = None
         self._is_graph = False
-        self._records: dict[int, _Record] = {}
+        self._engines: dict[int, Engine] = {}
         self._skipped_hooks: dict[int, Any] = OrderedDict()
 
-    def _record_of(self, optimizer: Any) -> _Record:
-        """The record of an optimizer."""
-        key, record = id(optimizer), self._records.get(id(optimizer))
-        if record is None:
-            records = self._records
-            try:
+    def _engine_of(self, optimizer: Any) -> Engine:
+        """The engine of an optimizer."""
+        key, engine = id(optimizer), self._engines.get(id(optimizer))
+        if engine is None:
+            engines, reference = self._engines, lambda: optimizer
+            # With `__slots__` it cannot be referred to weakly.
+            with contextlib.suppress(TypeError):
                 # Called when the optimizer is gone.
-                reference = weakref.ref(optimizer, lambda _: records.pop(key, None))
-            except TypeError:
-                # With `__slots__` it cannot be referred to weakly.
-                reference = functools.partial(lambda it: it, optimizer)  # type: ignore[assignment]
-            engine = Engine(reference, self, process_group=self._process_group)
-            record = self._records[key] = _Record(engine)
-            met = [self._unmet.pop(id(p), None) for p in engine.info().parameters]
-            if any(met):
+                reference = weakref.ref(optimizer, lambda _: engines.pop(key, None))
+            engine = engines[key] = Engine(reference, self, process_group=self._process_group)
+            known = self._unmet.keys() & engine.info().ids
+            if known:
+                self._unmet = {k: ref for k, ref in self._unmet.items() if k not in known}
                 engine.record.scaled_by, engine.record.is_graph = self._unmet_by, self._is_graph
-        return record
+        return engine
 
     def _meet(self, rest: Sequence[Any], by: Multiplier) -> None:
         """Gradients are about to be added to tensors that are of no optimizer that was met."""
@@ -301,27 +298,39 @@ class GradScaler(torch.amp.GradScaler):
             )
         self._unscale(optimizer, entry)
 
-    def _unscale(self, optimizer: Any, entry: dict[str, Any]) -> None:
-        """Divides gradients by what multiplied them, and keeps what was found of them."""
-        engine = self._record_of(optimizer).engine
+    def _unscale(self, optimizer: Any, entry: dict[str, Any], leaves_half: bool = False) -> None:
+        """Divides gradients by what multiplied them, and keeps what was found of them.
+
+        Args:
+            optimizer: The optimizer.
+            entry: Its entry in `_per_optimizer_states`.
+            leaves_half: Whether float16 gradients may be left to the kernel of the optimizer,
+                which divides them in float32.
+        """
+        engine, device = self._engine_of(optimizer), self._scale.device
         record, info = engine.record, engine.info()
-        device = self._scale.device
-        by = self._scaled_by(engine)
+        by: Any = record.scaled_by or self.multiplier
         first = info.first_gradient()
         # Gradients that stay after a step are true, as long as nothing was added to them.
         are_true = self._scaled_since_update and not self.is_unseen and record.is_as_it_was(first)
-        if are_true and record.scaled_by is None:
-            inverse = scalar(1.0, device)
+        number = 1.0 if are_true and record.scaled_by is None else by.number
+        if entry["stage"] is _READY:
+            self._measure(engine, entry)
+        if leaves_half and info.has_half and fused.can_skip(optimizer):
+            unscaled, entry["divisor"] = (
+                self._check_inf_per_device(optimizer),
+                scalar(number, device),
+            )
+            grads = [p.grad for p in info.parameters]
+            if number < 1 and unscaled and not overflow_check.all_finite(grads, number):
+                next(iter(unscaled.values())).fill_(1)
         else:
-            inverse = scalar(1.0 / by.number, device)
-        found = scalar(0.0, device)
-        unscaled = self._unscale_grads_(optimizer, inverse, found, False)
+            inverse, found = scalar(1.0 / number, device), scalar(0.0, device)
+            unscaled = self._unscale_grads_(optimizer, inverse, found, False)
+        for overflow in unscaled.values() if record.found is not None else ():
+            torch.maximum(overflow, record.found.to(overflow.device), out=overflow)
         # Also where there was no gradient here: other processes may have some.
-        entry["unscaled"] = True
-        if record.found is not None and unscaled:
-            for number in unscaled.values():
-                torch.maximum(number, record.found.to(number.device), out=number)
-        entry["found_inf_per_device"] = unscaled
+        entry["groups"], entry["found_inf_per_device"] = info.groups, unscaled
         first = info.first_gradient()
         record.scaled_by, record.is_graph = None, False
         record.found = overflow_check.any_overflow(dict(unscaled), device)
@@ -330,38 +339,34 @@ class GradScaler(torch.amp.GradScaler):
         if unscaled or first is not None:
             entry["stage"] = _UNSCALED
 
-    def _scaled_by(self, engine: Engine) -> Any:
-        return engine.record.scaled_by or self.multiplier
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _measure(self, engine: Engine, entry: dict[str, Any]) -> None:
+        """Keeps what the rule has to see besides overflow, of gradients that are scaled."""
+        if self._rule.needs != StatsRequest():
+            info, by = engine.info(), engine.record.scaled_by or self.multiplier
+            given = gradients.collect(info, allow_float16=True)
+            entry["measured"] = engine.measured(given, info, by, are_scaled=True)
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
     ) -> dict[Any, Any]:
-        engine = self._record_of(optimizer).engine
-        info, entry = engine.info(), self._per_optimizer_states[id(optimizer)]
-        on_host = inv_scale.device.type == "cpu"
+        engine, checks = self._engine_of(optimizer), self._rule.checks_gradients
+        info, on_host = engine.info(), inv_scale.device.type == "cpu"
         number = 1.0 / inv_scale.item() if on_host else self.get_scale()
-        by = Multiplier(inv_scale.reciprocal(), DEFAULTS, number, inv_scale)
-        with torch.no_grad():
-            # A later query is about gradients that are unscaled.
-            if self._rule.needs != StatsRequest() and entry["stage"] is _READY:
-                given = gradients.collect(info, allow_float16=allow_fp16)
-                scaled_by = self._scaled_by(engine)
-                entry["measured"] = engine.measured(given, info, scaled_by, are_scaled=True)
-            checks = self._rule.checks_gradients
-            by_device: dict[Any, Any] = divide(
-                info,
-                by,
-                graph=engine.record.is_graph,
-                checks=checks,
-                allow_float16=allow_fp16,
-                found=found_inf,
-            )
-            if not info.groups or not checks:
-                return by_device
-            overflow = overflow_check.any_overflow(by_device, found_inf.device)
-            overflow, _ = ranks.agreed(overflow, bool(by_device), True, info.groups)
-            # Where no process has anything to check, it is no step that counts.
-            return {overflow.device: overflow} if by_device or overflow.item() >= 0 else {}
+        by_device: dict[Any, Any] = divide(
+            info,
+            Multiplier(inv_scale.reciprocal(), DEFAULTS, number, inv_scale),
+            graph=engine.record.is_graph,
+            checks=checks,
+            allow_float16=allow_fp16,
+            found=found_inf,
+        )
+        if not info.groups or not checks:
+            return by_device
+        overflow = overflow_check.any_overflow(by_device, found_inf.device)
+        overflow, _ = ranks.agreed(overflow, bool(by_device), True, info.groups)
+        # Where no process has anything to check, it is no step that counts.
+        return {overflow.device: overflow} if by_device or overflow.item() >= 0 else {}
 
     @uncompiled
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -386,74 +391,51 @@ class GradScaler(torch.amp.GradScaler):
             TypeError: If it is not an optimizer, or one that scales by itself.
         """
         if isinstance(optimizer, (list, tuple)):
-            for each in optimizer if self._enabled else ():
-                _check_optimizer(each, is_one_of_several=True)
-                self._check_something_scaled("step()", each)
-            for each in optimizer if self._enabled else ():
-                if self._per_optimizer_states[id(each)]["stage"] is _READY:
-                    self._unscale_for_step(each)
+            if self._enabled:
+                self._unscale_several(optimizer)
             return [self.step(each, *args, **kwargs) for each in optimizer]
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         _check_optimizer(optimizer)
         _refuse_closure(args, kwargs)
-        entry = self._per_optimizer_states[id(optimizer)]
         if (
             not self._scaled_since_update
             and fused.is_dummy_step(optimizer)
             and (self._process_group is None or _has_only_zeros(optimizer))
         ):
             # It only makes the optimizer's state, before a checkpoint is loaded into it.
-            entry["stage"] = _STEPPED
+            self._per_optimizer_states[id(optimizer)]["stage"] = _STEPPED
             return optimizer.step(*args, **kwargs)
-        try:
-            self._check_something_scaled("step()", optimizer)
-        except CallOrderError:
-            del self._per_optimizer_states[id(optimizer)]
-            raise
+        self._check_something_scaled("step()", optimizer)
+        engine, entry = self._engine_of(optimizer), self._per_optimizer_states[id(optimizer)]
         if entry["stage"] is _STEPPED:
             raise CallOrderError(
                 "step() was called twice on this optimizer since the last update(). Call update() "
                 "once after the steps of all optimizers."
             )
-        engine = self._record_of(optimizer).engine
-        if entry["stage"] is _UNSCALED and engine.record.scaled_by is not None:
-            # A backward() has come after unscale_().
-            entry["stage"] = _READY
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            result = self._step_of_its_own(optimizer, entry, args, kwargs)
+        is_its_own = fused.can_skip(optimizer) and not fused.steps_as_torch(optimizer)
+        if is_its_own and fused.takes_a_scaler(optimizer.step):
+            result = self._step_of_its_own(optimizer, engine, entry, args, kwargs)
         else:
-            if entry["stage"] is _READY:
-                self._unscale_alone(optimizer)
+            if entry["stage"] is _READY or engine.record.scaled_by is not None:
+                # If a backward() has come after unscale_(), too.
+                self._unscale(optimizer, entry, leaves_half=True)
+                self._decide([entry])
             result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
         entry["stage"] = _STEPPED
-        first = engine.info().first_gradient()
-        engine.count_steps_without(first is None)
         engine.record.reset()
-        engine.record.remember(first)
+        engine.record.remember(engine.info().first_gradient())
         return result
 
-    def _unscale_for_step(self, optimizer: Any) -> None:
-        """Unscales gradients that nobody asked for before the step."""
-        entry = self._per_optimizer_states[id(optimizer)]
-        try:
-            self.unscale_(optimizer)
-        except GradientsError:
-            if not getattr(optimizer, "_step_supports_amp_scaling", False):
-                raise
-            # It can divide float16 gradients on the way into the update, in float32.
-            entry["divisor"] = self._scaled_by(self._record_of(optimizer).engine).number
-            self._check_only(optimizer, entry["divisor"])
-            entry["stage"] = _UNSCALED
-
-    def _unscale_alone(self, optimizer: Any) -> None:
-        """Unscales gradients in a step of one optimizer, and decides on them alone."""
-        entry = self._per_optimizer_states[id(optimizer)]
-        # It may have been decided that it is skipped with others, before it had gradients here.
-        skipped = entry.pop("is_skipped", False)
-        self._unscale_for_step(optimizer)
-        self._decide({id(optimizer): entry})
-        entry["is_skipped"] |= skipped
+    def _unscale_several(self, optimizers: Sequence[Any]) -> None:
+        """Unscales the gradients of optimizers that are all stepped or none."""
+        for each in optimizers:
+            _check_optimizer(each, is_one_of_several=True)
+            self._check_something_scaled("step()", each)
+        for each in optimizers:
+            entry = self._per_optimizer_states[id(each)]
+            if entry["stage"] is _READY:
+                self._unscale(each, entry, leaves_half=True)
 
     def _check_something_scaled(self, call: str, optimizer: Any) -> None:
         """Checks that there is a scale; where a group is given, the loss may be elsewhere."""
@@ -463,65 +445,50 @@ class GradScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker(call)
 
     def _step_of_its_own(
-        self, optimizer: Any, entry: dict[str, Any], args: Any, kwargs: dict[str, Any]
+        self, optimizer: Any, engine: Engine, entry: dict[str, Any], args: Any, kwargs: Any
     ) -> Any:
-        """A step of an optimizer that can unscale by itself."""
-        if not fused.steps_as_torch(optimizer) and fused.takes_a_scaler(optimizer.step):
-            warn(
-                "The step of this optimizer has an argument `grad_scaler`, which is deprecated: it "
-                "can read the attributes `grad_scale` and `found_inf` instead.",
-                FutureWarning,
-            )
-            result = optimizer.step(*args, **kwargs, grad_scaler=self)
-            found = entry["found_inf_per_device"].values()
-            self._note(optimizer, entry, any(bool(number) for number in found))
-            return result
+        """A step of an optimizer that takes the scaler, as PyTorch's did before 2.0."""
+        warn(
+            "The step of this optimizer has an argument `grad_scaler`, which is deprecated: it "
+            "can read the attributes `grad_scale` and `found_inf` instead.",
+            FutureWarning,
+        )
         if entry["stage"] is _READY:
-            self._unscale_alone(optimizer)
-        number = entry.get("divisor", 1.0)
-        own = getattr(optimizer, "grad_scale", None)
-        if fused.steps_as_torch(optimizer) and own is None and number == 1.0:
-            return self._maybe_opt_step(optimizer, entry, *args, **kwargs)
-        divisor = scalar(number, self._scale.device)
-        divisor = divisor if own is None else divisor * own
-        # The host has decided already; some require a tensor.
-        with fused.attributes([optimizer], divisor, torch.zeros_like(divisor)):
-            return self._maybe_opt_step(optimizer, entry, *args, **kwargs)
-
-    def _check_only(self, optimizer: Any, scale: float) -> None:
-        """Checks gradients that stay as they are."""
-        found = self._check_inf_per_device(optimizer)
-        given = [p.grad for p in parameters_of(optimizer)]
-        if scale < 1 and found and not overflow_check.all_finite(given, scale):
-            next(iter(found.values())).fill_(1)
+            self._measure(engine, entry)
+        result = optimizer.step(*args, **kwargs, grad_scaler=self)
+        self._decide([entry])
+        self._note(optimizer, engine, entry)
+        return result
 
     def _maybe_opt_step(
         self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if "is_skipped" not in optimizer_state:
+        engine, entries = self._engine_of(optimizer), self._per_optimizer_states.values()
+        if "skipped" not in optimizer_state:
             # Somebody may have seen the gradients of all that are unscaled by now together.
-            entries = self._per_optimizer_states.items()
-            together = {k: e for k, e in entries if "unscaled" in e and e["stage"] is not _STEPPED}
-            self._decide(together if optimizer_state in together.values() else {0: optimizer_state})
-        skipped = optimizer_state["is_skipped"]
-        self._note(optimizer, optimizer_state, skipped)
-        return None if skipped else optimizer.step(*args, **kwargs)
+            unscaled = [e for e in entries if "groups" in e and e["stage"] is not _STEPPED]
+            self._decide(unscaled or [optimizer_state])
+        self._note(optimizer, engine, optimizer_state)
+        decision = StepDecision(
+            not optimizer_state["skipped"],
+            divisor=optimizer_state.get("divisor"),
+            empty=engine.info().first_gradient() is None,
+        )
+        return engine.apply(decision, *args, **kwargs)
 
-    def _decide(self, together: dict[int, dict[str, Any]]) -> None:
-        """Decides that some optimizers, by their ids, are all stepped or none."""
-        entries = together.values()
+    def _decide(self, entries: Sequence[dict[str, Any]]) -> None:
+        """Decides that some optimizers are all stepped or none."""
         found = [number for entry in entries for number in entry["found_inf_per_device"].values()]
         skipped = any(map(read, found))
-        if len(together) > 1:
+        groups = [entry["groups"] for entry in entries if "groups" in entry]
+        union = tuple(dict.fromkeys(itertools.chain(*groups)))
+        if any(len(own) < len(union) for own in groups):
             # One may be spread over more processes than another.
-            records = [self._records[key] for key in together if key in self._records]
-            groups = [record.engine.info().groups for record in records]
-            union = tuple(dict.fromkeys(itertools.chain(*groups)))
-            if any(len(own) < len(union) for own in groups):
-                here = scalar(float(skipped), CPU)
-                skipped = ranks.agreed(here, True, True, union)[0].item() > 0
+            here = scalar(float(skipped), CPU)
+            skipped = ranks.agreed(here, True, True, union)[0].item() > 0
         for entry in entries:
-            entry["is_skipped"] = skipped
+            # It may be skipped with others since before it had gradients here.
+            entry["skipped"] = skipped or entry.get("skipped", False)
 
     @uncompiled
     def update(self, new_scale: Any = None) -> None:
@@ -545,43 +512,29 @@ class GradScaler(torch.amp.GradScaler):
                 "update() was called without a step. Call scaler.step(optimizer) before it."
             )
         else:
-            self._move_by(self._per_optimizer_states.values())
+            self._move_by(list(self._per_optimizer_states.values()))
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update = self.is_unseen = False
-        for record in self._records.values():
-            record.engine.record.found = None
+        for engine in self._engines.values():
+            engine.record.found = None
 
-    def _move_by(self, entries: Collection[dict[str, Any]]) -> None:
-        counts = False
-        skipped = False
+    def _move_by(self, entries: Sequence[dict[str, Any]]) -> None:
+        # A step without gradients is neither a good nor a bad one.
+        if self._rule.checks_gradients and not any(e["found_inf_per_device"] for e in entries):
+            return
         for entry in entries:
-            found = entry["found_inf_per_device"]
-            counts = counts or bool(found) or not self._rule.checks_gradients
             # What a step has read is not waited for again.
             if "skipped" not in entry:
-                entry["skipped"] = any(number.item() for number in found.values())
-            skipped = skipped or entry["skipped"]
-        # A step without gradients is neither a good nor a bad one.
-        if counts:
-            stats = gradient_stats.as_stats(self._rule.needs, self._measured(entries), not skipped)
-            before = self._read()
-            self._put(update_on_host(self._rule, before, stats))
-            if skipped and not self._warned_at_floor:
-                write = "GradScaler(min_scale=2.0**-24)"
-                self._warned_at_floor = warned_at_floor(self._rule, before.scale, write)
-
-    def _measured(self, entries: Collection[dict[str, Any]]) -> Any:
-        """What the rule has to see besides overflow, of the gradients of all optimizers."""
-        if self._rule.needs == StatsRequest():
-            return None
+                self._decide([entry])
+        skipped = any(entry["skipped"] for entry in entries)
         measured = [entry["measured"] for entry in entries if "measured" in entry]
-        if not measured:
-            raise UnsupportedError(
-                f"The rule {self._rule!r} has to see how large gradients are, and "
-                f"{type(self).__name__} replaces `_unscale_grads_`, where that is measured. Call "
-                "super()._unscale_grads_() there, or take another rule."
-            )
-        return gradient_stats.together(measured)
+        seen = gradient_stats.together(measured) if measured else None
+        before = self._read()
+        stats = gradient_stats.as_stats(self._rule.needs, seen, not skipped)
+        self._put(update_on_host(self._rule, before, stats))
+        if skipped and not self._warned_at_floor:
+            write = "GradScaler(min_scale=2.0**-24)"
+            self._warned_at_floor = warned_at_floor(self._rule, before.scale, write)
 
     # --- Skips --------------------------------------------------------------------------------
 
@@ -592,8 +545,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def last_step_skipped_of(self, optimizer: Any) -> bool:
         """Whether the last call of `step` with this optimizer did not apply it."""
-        record = self._records.get(id(optimizer))
-        return record is not None and record.skipped
+        engine = self._engines.get(id(optimizer))
+        return engine is not None and engine.counts.last_step_skipped
 
     @property
     def steps_skipped(self) -> int:
@@ -634,29 +587,29 @@ class GradScaler(torch.amp.GradScaler):
         """
         return self._last_nonfinite
 
-    def _note(self, optimizer: Any, entry: dict[str, Any], skipped: bool) -> None:
+    def _note(self, optimizer: Any, engine: Engine, entry: dict[str, Any]) -> None:
+        """Counts a step that was decided on, and tells who wants to know."""
+        skipped = self._last_step_skipped = entry["skipped"]
         if self._watcher is not None:
             self._watcher.decided(
                 optimizer.param_groups,
                 scale=self._number,
                 applied=not skipped,
-                # What float16 gradients are divided by only in the step of the optimizer.
-                divisor=getattr(optimizer, "grad_scale", None),
+                divisor=entry.get("divisor"),
             )
-        record = self._record_of(optimizer)
-        entry["skipped"] = record.skipped = self._last_step_skipped = skipped
-        record.steps_made += 1
-        if skipped:
-            self._steps_skipped += 1
-            record.steps_skipped += 1
-            for hook in list(self._skipped_hooks.values()):
-                hook(optimizer)
-            if self._names is not None:
-                from lossscale.torch.overflow_tracker import nonfinite_of
+        engine.counts = engine.counts.plus(skipped)
+        if not skipped:
+            return
+        self._steps_skipped += 1
+        for hook in list(self._skipped_hooks.values()):
+            hook(optimizer)
+        if self._names is not None:
+            from lossscale.torch.overflow_tracker import nonfinite_of
 
-                others = [e for e in self._per_optimizer_states.values() if e is not entry]
-                before = self._last_nonfinite if any(e.get("skipped") for e in others) else ()
-                self._last_nonfinite = (*before, *nonfinite_of(optimizer, self._names))
+            others = [e for e in self._per_optimizer_states.values() if e is not entry]
+            stepped = [e for e in others if e["stage"] is _STEPPED]
+            before = self._last_nonfinite if any(e.get("skipped") for e in stepped) else ()
+            self._last_nonfinite = (*before, *nonfinite_of(optimizer, self._names))
 
     # --- The scale ----------------------------------------------------------------------------
 
@@ -795,7 +748,7 @@ class GradScaler(torch.amp.GradScaler):
             self._number,
             self._get_growth_tracker(),
         )
-        for name in ("_names", "_records", "_skipped_hooks", "_multiplier", "_unmet", "_unmet_by"):
+        for name in ("_names", "_engines", "_skipped_hooks", "_multiplier", "_unmet", "_unmet_by"):
             del state[name]
         state.pop("_watcher", None)
         return state
@@ -810,16 +763,6 @@ class GradScaler(torch.amp.GradScaler):
         memo[id(self._process_group)] = self._process_group
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return made
-
-
-class _Record:
-    """What a scaler keeps of an optimizer: its engine, and what became of its steps."""
-
-    skipped = False
-    steps_made = steps_skipped = 0
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
 
 
 def _as_it_is(tensor: Any) -> tuple[int, int, int]:

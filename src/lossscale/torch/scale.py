@@ -57,6 +57,10 @@ class Counts(NamedTuple):
     steps_skipped: Any
     last_step_skipped: Any
 
+    def plus(self, skipped: bool) -> Counts:
+        """The counts after another step, as Python numbers."""
+        return Counts(self.iterations + 1, self.steps_skipped + skipped, skipped)
+
 
 def update_on_host(rule: ScaleRule, state: ScaleState, stats: GradientStats) -> ScaleState:
     """The state of a rule after a step, as Python numbers.
@@ -189,8 +193,7 @@ class LossScale:
 
     def count(self, skipped: Any) -> None:
         """Counts a step; `skipped` is a bool."""
-        iterations, before, _ = self.counts
-        self.counts = Counts(iterations + 1, before + skipped, skipped)
+        self.counts = self.counts.plus(skipped)
         self._show()
 
     def numbers(self) -> dict[str, Any]:

@@ -66,20 +66,20 @@ class GuardedScheduler:
         if not isinstance(watched, GradScaler):
             made = int(watched.iterations)
             return _Steps(made, made - int(watched.steps_skipped), watched._engine.scale.start)
-        records = list(watched._records.values())
+        engines = list(watched._engines.values())
         optimizer = getattr(self.scheduler, "optimizer", None)
-        if optimizer is not None and records:
+        if optimizer is not None and engines:
             # By its parameters: what Accelerate and others put around it has the same.
             ids = set(map(id, ranks.parameters_of(optimizer)))
-            records = [each for each in records if not ids.isdisjoint(each.engine.info().ids)]
-            self._check_is_met(records)
-        made = sum(each.steps_made for each in records)
-        return _Steps(made, made - sum(each.steps_skipped for each in records), None)
+            engines = [each for each in engines if not ids.isdisjoint(each.info().ids)]
+            self._check_is_met(engines)
+        made = sum(each.counts.iterations for each in engines)
+        return _Steps(made, made - sum(each.counts.steps_skipped for each in engines), None)
 
-    def _check_is_met(self, records: list[Any]) -> None:
+    def _check_is_met(self, engines: list[Any]) -> None:
         if "_unmet_steps" not in self.__dict__:
             return
-        self._unmet_steps = 0 if records else self._unmet_steps + 1
+        self._unmet_steps = 0 if engines else self._unmet_steps + 1
         if self._unmet_steps == _NEVER_STEPPED:
             raise CallOrderError(
                 f"The scaler has never stepped {type(self.scheduler.optimizer).__name__}, which "

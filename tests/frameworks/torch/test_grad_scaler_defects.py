@@ -436,7 +436,7 @@ def test_a_scaler_whose_optimizer_has_gone_disturbs_no_other():
     weights, optimizer, scaler = made("sgd", GradScaler)
     one_step(scaler, optimizer, weights)
     # A traceback, or a cycle that is not collected yet, may keep it.
-    kept = scaler._record_of(optimizer).engine
+    kept = scaler._engine_of(optimizer)
     del optimizer, weights
     assert kept.inner is None
     for wrap in (GradScaler, None):
