@@ -290,11 +290,10 @@ class Engine:
                     recheck=below_one,
                 )
             )
-        if are_scaled is not False and below_one and by.number is not None and given.grads:
+        if are_scaled is not False and below_one:
             # With a scale below 1 unscaling may overflow what is finite.
-            powers = by.rule.powers_of_two
-            finite = overflow_check.all_finite(given.grads, by.number, powers)
-            return (~finite).to(torch.float32)
+            quotients = overflow_check.check_quotients(given, lambda device: by.on(device).scale)
+            return overflow_check.any_overflow(quotients)
         return overflow_check.any_overflow(overflow_check.check(given))
 
     def measured(self, given: Gradients, info: ParameterInfo, by: Any, *, are_scaled: bool) -> Any:

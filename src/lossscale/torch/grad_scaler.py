@@ -317,13 +317,13 @@ class GradScaler(torch.amp.GradScaler):
         if entry["stage"] is _READY:
             self._measure(engine, entry)
         if leaves_half and info.has_half and fused.can_skip(optimizer):
-            unscaled, entry["divisor"] = (
-                self._check_inf_per_device(optimizer),
-                scalar(number, device),
-            )
-            grads = [p.grad for p in info.parameters]
-            if number < 1 and unscaled and not overflow_check.all_finite(grads, number):
-                next(iter(unscaled.values())).fill_(1)
+            unscaled = self._check_inf_per_device(optimizer)
+            entry["divisor"] = scalar(number, device)
+            if number < 1 and unscaled:
+                given = gradients.collect(info, allow_float16=True)
+                quotients = overflow_check.check_quotients(given, entry["divisor"].to)
+                if any(map(read, quotients.values())):
+                    next(iter(unscaled.values())).fill_(1)
         else:
             inverse, found = scalar(1.0 / number, device), scalar(0.0, device)
             unscaled = self._unscale_grads_(optimizer, inverse, found, False)

@@ -73,10 +73,32 @@ def _check_and_multiply_(group: list[Any], found: Any, factor: Any) -> None:
     if found.device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
         check_and_unscale_(group, found, factor)
         return
-    # The largest magnitude of finite numbers is finite, in any format.
-    largest = torch.stack(torch._foreach_norm(group, float("inf")))
-    torch.maximum(found, largest.isfinite().all().logical_not().to(found), out=found)
+    _check_largest(group, found, 1.0)
     torch._foreach_mul_(group, factor)
+
+
+def check_quotients(gradients: Gradients, divisor: Callable[[Any], Any]) -> dict[Any, Any]:
+    """Checks gradients that somebody else will divide; changes none, and waits for no device.
+
+    Args:
+        gradients: The gradients.
+        divisor: Returns on a device what they are divided by: float32 scalar tensor. Below 1 it
+            makes infinities of finite numbers.
+
+    Returns:
+        As `unscale_and_check_`.
+    """
+    by_device: dict[Any, Any] = {}
+    for group in gradients.dense_groups:
+        device = group[0].device
+        _check_largest(group, by_device.setdefault(device, scalar(0.0, device)), divisor(device))
+    return by_device
+
+
+def _check_largest(group: list[Any], found: Any, divisor: Any) -> None:
+    # The largest magnitude of finite numbers is finite, in any format.
+    largest = widened(torch.stack(torch._foreach_norm(group, float("inf")))) / divisor
+    torch.maximum(found, largest.isfinite().all().logical_not().to(found), out=found)
 
 
 def any_overflow(by_device: dict[Any, Any], device: Any = CPU) -> Any:

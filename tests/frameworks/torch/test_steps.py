@@ -17,6 +17,7 @@ from frameworks.torch.support import (
     KINDS,
     ONES,
     SHAPES,
+    WithScaler,
     assert_same_without_scaling,
     backward,
     bits,
@@ -413,6 +414,28 @@ def test_float16_parameters_are_divided_in_the_kernel_of_fused_optimizers(decide
     fill(optimizer, given, ONES)
     with pytest.raises(ValueError, match=r"fused=True.*without unscale_"):
         optimizer.unscale_()
+
+
+@pytest.mark.parametrize("run", ["host", "device", "drop-in"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_float16_gradients_that_a_kernel_would_divide_to_infinity_are_skipped(name, run):
+    """float16 reaches beyond float32 divided by a scale under 2**-112."""
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    inner = getattr(torch.optim, name)([weight], lr=2.0**-14, fused=True)
+    rule = DynamicScale(2.0**-120, min_scale=2.0**-126)
+    if run == "drop-in":
+        counting = GradScaler("cpu", rule=rule)
+        optimizer = WithScaler(inner, counting)
+    else:
+        counting = optimizer = wrapped(inner, rule=rule, decide=run)
+    largest = float(torch.finfo(torch.float32).max) * 2.0**-120
+    for value, skipped in [(60000.0, True), (largest / 4, False), (-largest * 2, True)]:
+        before = weight.detach().clone()
+        optimizer.scale_loss(torch.ones(()))
+        weight.grad = torch.tensor([value, 0.0, 0.0], dtype=torch.float16)
+        optimizer.step()
+        assert bool(counting.last_step_skipped) == skipped
+        assert not skipped or torch.equal(weight, before)
 
 
 def test_a_hook_that_raises_leaves_nothing_behind():
