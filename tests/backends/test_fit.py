@@ -204,6 +204,11 @@ def test_variables_of_every_dtype_take_the_mean_of_a_window(dtype):
         scaled = optimizer.scale_loss(keras.ops.convert_to_tensor(gradient, dtype="float32"))
         # The skipped step halved the scale; what comes of a loss has its variable's dtype.
         optimizer.apply([keras.ops.cast(scaled, dtype)], [variable])
+    # Every call is a step, also one that only adds to the window or is skipped.
+    assert "1 of 3 steps skipped" in repr(optimizer)
+    assert (int(optimizer.iterations), int(inner.iterations)) == (3, 1)
+    optimizer.iterations = 5
+    assert (int(optimizer.iterations), int(inner.iterations)) == (5, 2)
     found = keras.ops.convert_to_numpy(keras.ops.cast(variable, "float32"))
     np.testing.assert_array_equal(found, [1.0 - 0.5, 2.0 - 0.0, -3.0 + 0.5])
     assert int(optimizer.steps_skipped) == 1

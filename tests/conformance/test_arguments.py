@@ -62,10 +62,17 @@ def test_what_can_only_be_read_says_how_it_is_set(wrapper):
         pytest.skip("an Optax state is a tuple")
     harness = wrapper.make(VALUES, "sgd", RULE)
     optimizer, before = harness.optimizer, harness.scale()
-    for name, value in (("loss_scale", 4.0), ("rule", FixedScale(2.0)), ("steps_skipped", 0)):
+    inner = optimizer.inner_optimizer
+    for name, value in {
+        "loss_scale": 4.0,
+        "rule": FixedScale(2.0),
+        "steps_skipped": 0,
+        "inner_optimizer": wrapper.make(VALUES, "sgd").inner_optimizer,
+    }.items():
         with pytest.raises(AttributeError, match=f"`{name}` can only be read"):
             setattr(optimizer, name, value)
     assert (harness.scale(), optimizer.rule) == (before, RULE)
+    assert optimizer.inner_optimizer is inner
 
 
 def test_what_is_offered_for_completion_is_there(wrapper):

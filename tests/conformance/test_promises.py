@@ -375,6 +375,9 @@ def test_wrapping_a_wrapped_optimizer_is_a_type_error(wrapper):
     if wrapper.is_an_object:
         with pytest.raises(TypeError, match="already wrapped"):
             wrapper.wrap(harness.inner_optimizer)
+        # Nor is the framework's own class put around ours.
+        with pytest.raises(TypeError, match=r"LossScaleOptimizer"):
+            type(harness.framework_wrapper())(harness.optimizer)
 
 
 @pytest.mark.parametrize("wrong", ["adam", None, 3, "a class", lambda: None])

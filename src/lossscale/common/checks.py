@@ -183,6 +183,7 @@ _HOW_TO_SET = {
         "Make LossScaleOptimizer(inner_optimizer, {name}={value!r})",
     ),
     **dict.fromkeys(("steps_skipped", "last_step_skipped", "dynamic_counter"), "It is counted"),
+    "inner_optimizer": "Wrap the other optimizer: LossScaleOptimizer(other)",
 }
 
 
@@ -193,11 +194,15 @@ def check_settable(optimizer: Any, name: str, value: Any) -> None:
         UnknownSettingError: If it is; it says how the value is set.
     """
     found = None if name[0] == "_" else getattr(type(optimizer), name, None)
-    if not isinstance(found, property) or found.fset is not None:
-        return
+    if isinstance(found, property) and found.fset is None:
+        raise can_only_be_read(optimizer, name, value)
+
+
+def can_only_be_read(optimizer: Any, name: str, value: Any) -> UnknownSettingError:
+    """Returns the error about an assignment to a name that can only be read."""
     how = {**_HOW_TO_SET, "loss_scale": type(optimizer)._sets_scale}.get(name)
     said = "" if how is None else f" {how.format(name=name, value=value)}."
-    raise UnknownSettingError(f"`{name}` can only be read.{said} Received: {name} = {value!r}.")
+    return UnknownSettingError(f"`{name}` can only be read.{said} Received: {name} = {value!r}.")
 
 
 def warned_at_floor(

@@ -18,13 +18,19 @@ import lossscale.keras.saving as saving
 import lossscale.keras.slots as slots
 from lossscale.common.autograph import do_not_convert
 from lossscale.common.checks import (
+    can_only_be_read,
     check_own_name,
     check_settable,
     check_some_gradient,
     warned_at_floor,
     with_gradient,
 )
-from lossscale.errors import ArgumentError, GradientsError, UnknownSettingError
+from lossscale.errors import (
+    AlreadyWrappedError,
+    ArgumentError,
+    GradientsError,
+    UnknownSettingError,
+)
 from lossscale.keras.arguments import (
     SETTINGS_OF_THE_BASE,
     check_inner,
@@ -38,7 +44,7 @@ from lossscale.keras.backends.backend import (
     where_scaled,
 )
 from lossscale.keras.private_names import no_automatic_dependency_tracking
-from lossscale.keras.state import KerasScaleVariables, StepCounter
+from lossscale.keras.state import KerasScaleVariables, OwnVariable, StepCounter
 from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
 from lossscale.keras_common.scaled_gradients import ScaledGradientTracker
 from lossscale.keras_common.state import arrays_in
@@ -152,15 +158,9 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         return KerasScaleVariables(self._rule, self._add_own_variable, self._backend)
 
     def _add_own_variable(self, name: str, dtype: str, value: Any) -> Any:
-        variable = self.add_variable(
-            shape=(),
-            dtype=dtype,
-            # An initializer of Keras would be looked up by its name, and compute.
-            initializer=lambda shape, dtype: np.full(shape, value, dtype),
-            # Every replica computes the same value.
-            aggregation="only_first_replica",
-            name=name,
-        )
+        with keras.name_scope(self.name):
+            variable = OwnVariable(name, dtype, value)
+        self._track_variable(variable)
         self._backend.prepare_own_variable(variable)
         return variable
 
@@ -439,10 +439,9 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     def dynamic_counter(self) -> Any:
         return self.step_counter if self.dynamic else None
 
+    # With accumulation too it counts every call: `steps_skipped` does.
     @property
     def iterations(self) -> Any:
-        if self.gradient_accumulation_steps:
-            return ops.floor_divide(self._iterations, self.gradient_accumulation_steps)
         return self._iterations
 
     @iterations.setter
@@ -467,21 +466,20 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         """Always None: Keras' own fixed loss scale, which this optimizer replaces."""
         return None
 
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, value: Any) -> None:
-        if value is not None:
-            raise ArgumentError(
-                "`loss_scale_factor` would scale the loss a second time. For a fixed scale make "
-                f"LossScaleOptimizer(inner_optimizer, dynamic=False, initial_scale={value!r})."
-            )
-
     def __setattr__(self, name: str, value: Any) -> None:
         if "_lock" not in (name, *self.__dict__) and not isinstance(value, keras.Variable):
             # A subclass may set attributes before it calls Keras' constructor, as in TensorFlow.
             object.__setattr__(self, name, value)
             return
-        check_settable(self, name, value)
         inner = self.__dict__.get("inner_optimizer")
+        if name == "loss_scale_factor":
+            # Past TensorFlow's tracking, which sets nothing that is the same already.
+            if "_state" in self.__dict__:
+                _refuse_factor(value)
+            return
+        check_settable(self, name, value)
+        if name == "inner_optimizer" and inner is not None:
+            raise can_only_be_read(self, name, value)
         if name in _OWN_VARIABLES and self.__dict__.get(name) is not None:
             raise UnknownSettingError(
                 f"{name!r} is a variable. Set its value with {name}.assign({value!r})."
@@ -590,3 +588,18 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     @staticmethod
     def _constant(value: float) -> Any:
         return ops.convert_to_tensor(value, dtype="float32")
+
+
+def _refuse_factor(value: Any) -> None:
+    """Raises because Keras' own loss scale is set on an optimizer that scales the loss itself."""
+    if value is None:
+        # The constructor of Keras' own class does this to the optimizer that it is given.
+        raise AlreadyWrappedError(
+            "`loss_scale_factor` is always None and cannot be set. "
+            "keras.optimizers.LossScaleOptimizer sets it: it would scale the loss a second time. "
+            "Use this LossScaleOptimizer without Keras' class around it."
+        )
+    raise ArgumentError(
+        "`loss_scale_factor` would scale the loss a second time. For a fixed scale make "
+        f"LossScaleOptimizer(inner_optimizer, dynamic=False, initial_scale={value!r})."
+    )

@@ -57,7 +57,35 @@ class KerasScaleVariables(ScaleVariables):
         self.write(self.rule.restored(state))
 
 
-class StepCounter(keras.Variable):
+class OwnVariable(keras.Variable):
+    """A scalar variable that every replica moves alike, and that is a number outside of them."""
+
+    def __init__(self, name: str, dtype: str, value: Any) -> None:
+        super().__init__(
+            # An initializer of Keras would be looked up by its name, and compute.
+            initializer=lambda shape, dtype: np.full(shape, value, dtype),
+            shape=(),
+            dtype=dtype,
+            trainable=False,
+            aggregation="only_first_replica",
+            name=name,
+        )
+
+    def _number(self) -> Any:
+        # TensorFlow's mirrored variables are no numbers; a tensor is that of one replica.
+        return ops.convert_to_numpy(ops.convert_to_tensor(self)).item()
+
+    def __int__(self) -> int:
+        return int(self._number())
+
+    def __float__(self) -> float:
+        return float(self._number())
+
+    def __bool__(self) -> bool:
+        return bool(self._number())
+
+
+class StepCounter(OwnVariable):
     """Counts applied and skipped steps; assigning to it moves the inner optimizer's counter.
 
     The documents count every call of `apply_gradients`, also one whose step was skipped. The inner
@@ -72,14 +100,7 @@ class StepCounter(keras.Variable):
     """
 
     def __init__(self, inner_optimizer: Any, steps_skipped: Any) -> None:
-        super().__init__(
-            initializer=np.zeros,
-            shape=(),
-            dtype="int",
-            trainable=False,
-            aggregation="only_first_replica",
-            name="iteration",
-        )
+        super().__init__("iteration", "int", 0)
         self._applied = inner_optimizer._iterations
         self._skipped = steps_skipped
 

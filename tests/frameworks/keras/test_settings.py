@@ -115,7 +115,8 @@ def test_setting_a_learning_rate_over_a_schedule_is_the_error_of_the_plain_optim
 def test_loss_scale_factor_is_none_and_cannot_be_set():
     optimizer = wrapped()
     assert optimizer.loss_scale_factor is None
-    optimizer.loss_scale_factor = None
+    with pytest.raises(TypeError, match="always None"):
+        optimizer.loss_scale_factor = None
     with pytest.raises(ValueError, match=r"initial_scale=64"):
         optimizer.loss_scale_factor = 64
     assert optimizer.inner_optimizer.loss_scale_factor is None
@@ -131,6 +132,30 @@ def test_variables_are_excluded_from_weight_decay(by):
 
 
 # --- The counters ---------------------------------------------------------------------------------
+
+
+def test_counters_are_numbers_on_replicas(two_replicas):
+    with two_replicas.scope():
+        optimizer, targets = wrapped(initial_scale=8), variables([0.0])
+        optimizer.build(targets)
+
+    def replica_step(loss):
+        optimizer.apply_gradients([(optimizer.scale_loss(loss), targets[0].value)])
+
+    step = tf.function(lambda loss: two_replicas.run(replica_step, args=(loss,)))
+    for loss in (1.0, INF, 1.0):
+        # The loss is its own gradient here.
+        step(tf.constant([loss]))
+    for counter, count in (
+        (optimizer.iterations, 3),
+        (optimizer.dynamic_counter, 1),
+        (optimizer.steps_skipped, 1),
+    ):
+        assert (int(counter), float(counter), bool(counter)) == (count, count, True)
+    assert float(optimizer.dynamic_scale) == 4
+    assert (int(optimizer.last_step_skipped), bool(optimizer.last_step_skipped)) == (0, False)
+    assert "loss scale 4, 1 of 3 steps skipped" in repr(optimizer)
+    assert "value=3" in repr(optimizer.iterations)
 
 
 def step_with(optimizer, targets, *gradients):
