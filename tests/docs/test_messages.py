@@ -49,6 +49,7 @@ OWNERS = {
     "tx": [optax.sgd(0.1)],
     "accelerator": [accelerate.Accelerator],
     "mesh": [torch.distributed.device_mesh.DeviceMesh],
+    "loss": [torch.Tensor],
     "copy": [copy],
     "self": WRAPPERS,
     "strategy": [tf.distribute.Strategy],

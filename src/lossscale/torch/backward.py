@@ -152,7 +152,10 @@ def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, met: Any = N
     def starts(_: Any) -> None:
         task, graph = torch._C._current_graph_task_id(), torch.is_grad_enabled()
         if own is not None and own.record.in_backward:
-            raise GradientsError("A part of this loss is scaled already, by scale_loss().")
+            raise GradientsError(
+                "A part of this loss is already scaled. Pass the "
+                "unscaled losses to optimizer.backward(loss)."
+            )
         others = [each for each in living() if own is None or each.record is not own.record]
         found, rest = reached(loss, others) if others or met is not None else ([], [])
         if own is not None:

@@ -197,7 +197,8 @@ class DocumentedVerbs:
             value = scaled_loss()
             if not value.requires_grad:
                 raise GradientsError(
-                    "The loss does not depend on any variable, so that it has no gradient."
+                    "The loss does not depend on any parameter, so it has no gradient. Compute it "
+                    "with the model, without detach() or torch.no_grad()."
                 )
             if grad_loss is None and value.ndim:
                 grad_loss = torch.ones_like(value)
@@ -253,6 +254,6 @@ def _check_fit(given: Sequence[Any], variables: Sequence[Any], parameters: Seque
             )
         if gradient is not None and gradient.shape != variable.shape:
             raise GradientsError(
-                f"A gradient has the shape {tuple(gradient.shape)}, and its variable "
-                f"{tuple(variable.shape)}."
+                f"A gradient must have the shape of its variable, {tuple(variable.shape)}. "
+                f"Received: {tuple(gradient.shape)}."
             )

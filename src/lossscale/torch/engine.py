@@ -133,8 +133,8 @@ class Engine:
         if record.scaled_by is not by:
             if task == record.task != -1 and record.scaled_by is not None:
                 raise GradientsError(
-                    "Losses that were scaled by different scales are derived together, and reach "
-                    f"the same parameters. {_ONE_FOR_SEVERAL}"
+                    "One backward pass sums losses with different loss scales, and reaches the "
+                    f"same parameters by both. {_ONE_FOR_SEVERAL}"
                 )
             info = self.info() if info is None else info
             if record.found is not None and record.are_gone(info):
@@ -429,10 +429,10 @@ class Engine:
         if self._steps_without == _NO_GRADIENTS:
             self._steps_without = None
             warn(
-                f"In {_NO_GRADIENTS} steps no parameter of {type(self.inner).__name__} had a "
-                "gradient, so nothing is trained. Are they the parameters of the model that the "
-                "loss was computed with? Make the optimizer after the model has been moved, "
-                "wrapped or replaced, with the parameters of that model."
+                f"No parameter of {type(self.inner).__name__} has had a gradient in "
+                f"{_NO_GRADIENTS} steps, so nothing trains. Its parameters may belong to another "
+                "model than the one that computes the loss. Make the optimizer after the model is "
+                "moved, wrapped or replaced, with that model's parameters."
             )
 
     def shadow(self) -> None:

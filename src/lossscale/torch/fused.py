@@ -145,7 +145,7 @@ def check_signature(inner: Any) -> None:
     """Warns of an optimizer whose step takes a scaler."""
     if takes_a_scaler(type(inner).step):
         warn(
-            f"{type(inner).__name__}.step takes a `grad_scaler`, which it is not given here: its "
-            "gradients are unscaled before.",
+            f"{type(inner).__name__}.step takes a `grad_scaler`. The wrapper passes none: it "
+            "divides the gradients before it calls step.",
             FutureWarning,
         )

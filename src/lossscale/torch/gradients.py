@@ -143,16 +143,15 @@ def _check_can_be_widened(parameter: Any) -> None:
         return
     if parameter.dtype == parameter.grad.dtype:
         raise GradientsError(
-            f"A parameter of shape {tuple(parameter.shape)} is of {parameter.dtype}, and so is its "
-            "gradient. Divided by the loss scale, small gradients would flush to zero in float16, "
-            "and small updates would be lost. Keep the parameters that are trained in float32 "
-            "(model.float()) and compute in float16 under torch.autocast(device, torch.float16). "
-            "Or take an optimizer of torch.optim with fused=True, which divides within its update, "
-            "and call step() without unscale_() before it."
+            f"A parameter of shape {tuple(parameter.shape)} and its gradient have the dtype "
+            f"{parameter.dtype}, in which small unscaled gradients would flush to zero. Keep "
+            "trained parameters in float32 (model.float()) and compute under torch.autocast("
+            "device, torch.float16). Or wrap an optimizer of torch.optim with fused=True, which "
+            "divides within its update, and leave unscale_() out."
         )
     if getattr(parameter, "grad_dtype", None) is not None:
         raise GradientsError(
-            f"A parameter of shape {tuple(parameter.shape)} of {parameter.dtype} has a gradient of "
-            f"{parameter.grad.dtype}, where the unscaled gradient would flush to zero, and "
-            "`parameter.grad_dtype` allows no other. Set `parameter.grad_dtype = None`."
+            f"A parameter of shape {tuple(parameter.shape)} and dtype {parameter.dtype} has a "
+            f"gradient of {parameter.grad.dtype}, in which the unscaled gradient would flush to "
+            "zero. Set `parameter.grad_dtype = None`."
         )

@@ -15,11 +15,11 @@ from lossscale.torch.several import Several
 
 _OF_SCALERS = {
     "scale": "call scale_loss(loss)",
-    "update": "step() moves the scale by itself",
+    "update": "step() updates the scale",
     "get_scale": "read float(optimizer.loss_scale)",
     "is_enabled": "to train without a loss scale, leave the wrapper out",
     **{
-        f"{verb}_{name}": "the rule has it, a frozen object: see optimizer.rule"
+        f"{verb}_{name}": "read optimizer.rule, which is frozen"
         for verb in ("get", "set")
         for name in ("growth_factor", "backoff_factor", "growth_interval")
     },
@@ -94,9 +94,8 @@ class InnerSettings:
     def _set_setting(self, name: str, value: Any) -> None:
         if isinstance(self.inner_optimizer, Several):
             raise UnsupportedError(
-                f"It is not said which of several optimizers gets {name}={value!r}. Set it in the "
-                "groups of one, optimizer.optimizers[i].param_groups; "
-                f"{self.inner_optimizer.described()}."
+                f"Ambiguous: several optimizers could get {name}={value!r}. Set it in the groups "
+                f"of one, optimizer.optimizers[i].param_groups; {self.inner_optimizer.described()}."
             )
         for group in self.param_groups:
             group[name] = value
@@ -123,8 +122,7 @@ class InnerSettings:
                 raise
             if name in _OF_SCALERS:
                 raise UnknownSettingError(
-                    f"A LossScaleOptimizer has no {name!r}, which is of a GradScaler: "
-                    f"{_OF_SCALERS[name]}."
+                    f"LossScaleOptimizer has no {name!r}, unlike GradScaler: {_OF_SCALERS[name]}."
                 ) from None
             raise unknown_setting(inner, name) from None
 
@@ -153,7 +151,7 @@ class InnerSettings:
             setattr(inner, name, value)
         elif hasattr(self._rule, name):
             raise UnknownSettingError(
-                f"{name!r} is of the rule, which is frozen. Make the optimizer with another "
+                f"{name!r} belongs to the rule, which is frozen. Make the optimizer with another "
                 f"`rule`. Received: {name}={value!r}, for {self._rule!r}."
             )
         else:

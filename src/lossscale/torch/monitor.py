@@ -83,8 +83,8 @@ class Monitor(LoopMonitor):
         self._is_scaler = isinstance(optimizer, GradScaler)
         if self._is_scaler and model is None:
             raise ArgumentTypeError(
-                "A GradScaler does not know what it scales: give Monitor the model, for the names "
-                "of its parameters. Received: model=None."
+                "Monitor of a GradScaler needs the model, for the names of its parameters. "
+                "Received: model=None. Write Monitor(scaler, model)."
             )
         # What a scaler does not count.
         self._steps = checked_count("steps_before", steps_before, lowest=0)
@@ -183,11 +183,11 @@ def _check_watched(optimizer: Any) -> None:
     if not isinstance(optimizer, (LossScaleOptimizer, GradScaler)):
         more = ""
         if isinstance(optimizer, torch.amp.GradScaler):
-            more = " lossscale.torch.GradScaler takes the place of PyTorch's."
+            more = " Use lossscale.torch.GradScaler in place of PyTorch's."
         elif isinstance(optimizer, torch.optim.Optimizer):
             more = " Wrap it: lossscale.torch.LossScaleOptimizer(optimizer)."
         elif isinstance(optimizer, torch.nn.Module):
-            more = " The model comes second: Monitor(optimizer, model)."
+            more = " The model is the second argument: Monitor(optimizer, model)."
         raise ArgumentTypeError(
             "Monitor watches a lossscale.torch.LossScaleOptimizer or a lossscale.torch.GradScaler. "
             f"Received: a {type(optimizer).__module__}.{type(optimizer).__qualname__}.{more}"
@@ -195,7 +195,7 @@ def _check_watched(optimizer: Any) -> None:
     if isinstance(optimizer, GradScaler) and not optimizer.is_enabled():
         raise ArgumentError("The GradScaler is disabled, so there is no loss scale to watch.")
     if vars(optimizer).get("_watcher") is not None:
-        raise ArgumentError("It is watched already. Close the other Monitor first.")
+        raise ArgumentError("Another Monitor already watches this optimizer. Close it first.")
 
 
 def _names(optimizer: Any, model: Any, is_scaler: bool) -> dict[Any, str]:

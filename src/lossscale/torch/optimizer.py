@@ -50,14 +50,15 @@ from lossscale.torch.scaling import CPU, WIDE, real_parts, scalar, widened
 from lossscale.torch.several import Several, parts_of, zero_grad
 
 _NOTHING_SCALED = (
-    "step() was called, and no loss was scaled since the last one. The gradients are applied as "
-    "they are, which is correct for float32 if nobody else has scaled the loss, such as a "
-    "GradScaler or another LossScaleOptimizer; float16 gradients may have flushed to zero before. "
-    "Pass the loss through scale_loss() of this optimizer before backward()."
+    "step() was called, and this optimizer has scaled no loss since its last step. The gradients "
+    "are applied as they are. That is correct for float32, unless a GradScaler or another "
+    "LossScaleOptimizer scaled the loss; float16 gradients may have flushed to zero. Call "
+    "optimizer.backward(loss) in place of loss.backward()."
 )
 _NOTHING_TO_UNSCALE = (
-    "unscale_() was called, and no loss was scaled since the last step. The gradients stay as they "
-    "are. Pass the loss through scale_loss() before backward()."
+    "unscale_() was called, and this optimizer has scaled no loss since its last step. The "
+    "gradients stay as they are. Call optimizer.scale_loss(loss).backward() before it, or "
+    "optimizer.backward(loss) without unscale_()."
 )
 
 
@@ -230,12 +231,15 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         engine, record = self._engine, self._record
         info = engine.info()
         if was_scaled(loss):
-            raise GradientsError("This loss is scaled already: call backward() of the loss itself.")
+            raise GradientsError(
+                "This loss is already scaled. Pass the unscaled loss to optimizer.backward(loss)."
+            )
         if info.has_half:
             raise GradientsError(
-                "A parameter is of float16, in which true gradients would flush to zero. Keep the "
-                "parameters in float32, and compute in float16 under torch.autocast. Or take an "
-                "optimizer of torch.optim with fused=True, scale_loss(loss).backward() and step()."
+                "A parameter has the dtype float16, in which unscaled gradients would flush to "
+                "zero. Keep the parameters in float32, and compute in float16 under "
+                "torch.autocast. Or wrap an optimizer of torch.optim with fused=True, and call "
+                "optimizer.scale_loss(loss).backward()."
             )
         self._hear()
         by = engine.scale.multiplier
@@ -298,8 +302,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             except (TypeError, ValueError):
                 raise ArgumentTypeError(
                     "The loss must be a tensor, a number, or a callable that returns one. "
-                    f"Received: {loss!r} of type {type(loss).__name__}. Of several losses scale "
-                    "the sum, or each by itself."
+                    f"Received: {loss!r} of type {type(loss).__name__}. For several losses, scale "
+                    "their sum, or each of them."
                 ) from None
         if torch.compiler.is_compiling():
             # In compiled code too this is a tensor, never a number that it would be compiled for.
@@ -307,8 +311,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             return widened(loss) * scale.on(loss.device).scale
         if was_scaled(loss):
             raise GradientsError(
-                "This loss is scaled already, and its gradients would be too large by the loss "
-                f"scale. Call scale_loss() once. Of two optimizers: {ONE_FOR_SEVERAL}"
+                "This loss is already scaled, and its gradients would be too large by the loss "
+                "scale. Call scale_loss() once. If two optimizers train on this loss: "
+                f"{ONE_FOR_SEVERAL}"
             )
         self._hear()
         if seen and is_seen(loss):
@@ -341,9 +346,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             record.scaled_by = None
         else:
             raise CallOrderError(
-                "unscale_() was called before the last backward(), which has added scaled "
-                "gradients to unscaled ones. Call unscale_() once for each step, after the last "
-                "backward(). Now call zero_grad() of this optimizer."
+                "unscale_() was called before the last backward(), which added scaled gradients "
+                "to unscaled ones. Call optimizer.zero_grad() now, and unscale_() once per step, "
+                "after the last backward()."
             )
 
     def _check_true(self, name: str) -> None:
@@ -353,9 +358,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             raise CallOrderError(_would_find_scaled(name, self.inner_optimizer))
         if record.found is not None and not record.are_gone(info) and bool(record.found > 0):
             raise CallOrderError(
-                f"{name}() of {type(self.inner_optimizer).__name__} would find gradients that "
-                "overflowed. Call it only if optimizer.backward(loss) returned true, and call "
-                "step() otherwise, which skips the step and lowers the scale."
+                f"{name}() of {type(self.inner_optimizer).__name__} would use gradients that "
+                "overflowed. Call it only if optimizer.backward(loss) returned true. Otherwise "
+                "call step(), which skips the step and lowers the scale."
             )
 
     # --- Step ---------------------------------------------------------------------------------
@@ -515,8 +520,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         """
         if self.decide == "device":
             raise UnsupportedError(
-                "With decide='device' the host is not told which steps are skipped. Leave `decide` "
-                "out, or read optimizer.last_step_skipped."
+                "With decide='device' the host does not know which steps are skipped, so it can "
+                "call no hook. Leave `decide` out, or read optimizer.last_step_skipped."
             )
         handle = RemovableHandle(self._skipped_hooks)
         self._skipped_hooks[handle.id] = hook
@@ -604,8 +609,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         if not callable(closure):
             raise ArgumentTypeError(
                 "`closure` must be a callable that evaluates the model, calls backward() and "
-                f"returns the loss. Received: {type(closure).__name__}. A loss is not passed to "
-                "step(): call scale_loss(loss).backward() before it."
+                f"returns the loss. Received: {type(closure).__name__}. step() takes no loss: call "
+                "optimizer.backward(loss) before it."
             )
         inner = self.inner_optimizer
         if self.decide == "device" or fused.evaluates_first(inner):
@@ -632,9 +637,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                     raise _Skipped(loss)
                 if before is not None:
                     raise GradientsError(
-                        f"{type(inner).__name__} has moved the parameters and evaluated the "
-                        "closure, whose gradients are finite at no loss scale. The step can "
-                        "neither be made nor be left out."
+                        f"{type(inner).__name__} moved the parameters and evaluated the closure "
+                        "again, whose gradients are not finite at any loss scale. This step can "
+                        "be neither applied nor skipped: load a checkpoint."
                     )
             if first and decision is not None:
                 self._notify_watcher(decision)
@@ -701,8 +706,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         if was_scaled(loss):
             raise GradientsError(
                 "The closure returned the scaled loss. Return the loss itself: "
-                f"{type(self.inner_optimizer).__name__} compares it with gradients that are "
-                "unscaled, and with losses at other scales."
+                f"{type(self.inner_optimizer).__name__} compares it with unscaled gradients, and "
+                "with losses at other scales."
             )
 
     # --- What can be read ---------------------------------------------------------------------
@@ -786,8 +791,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         engine = self._engine
         if engine.rule.needs != StatsRequest() or (self.clip_norm and engine.info().groups):
             raise UnsupportedError(
-                "Within Join a process without data takes part in the verdict alone: not in a norm "
-                "over process groups (clip_norm), nor in what a rule has to see of gradients."
+                "Join is not supported with `clip_norm` over process groups, or a rule that needs "
+                "statistics of gradients: a process without data has none. Clip by "
+                "torch.nn.utils.clip_grad_norm_, or use a DynamicScale."
             )
         return ranks.JoinHook(engine.shadow, lambda: setattr(engine, "join_group", None))
 
@@ -968,10 +974,9 @@ def _refuse_scaled_gradients(inner: Any, engine: Engine) -> None:
 
 def _would_find_scaled(name: str, inner: Any) -> str:
     return (
-        f"{name}() of {type(inner).__name__} would find gradients that are multiplied by the loss "
-        "scale. Call optimizer.backward(loss) in the place of "
-        "optimizer.scale_loss(loss).backward(), or unscale_() before it; and step() of the "
-        "LossScaleOptimizer."
+        f"{name}() of {type(inner).__name__} would use gradients that are multiplied by the loss "
+        "scale. Call optimizer.backward(loss) in place of optimizer.scale_loss(loss).backward(), "
+        "or unscale_() first; and step() of the LossScaleOptimizer."
     )
 
 
@@ -982,7 +987,7 @@ def _check_inner(inner: Any, is_one_of_several: bool = False) -> None:
             f"divided twice. Wrap its inner optimizer. Received: {inner!r}."
         )
     if not isinstance(inner, torch.optim.Optimizer):
-        hint = " That is a class; call it." if isinstance(inner, type) else ""
+        hint = " This is a class: create an instance first." if isinstance(inner, type) else ""
         raise ArgumentTypeError(
             "The optimizer to wrap must be a torch.optim.Optimizer, an instance such as "
             "torch.optim.AdamW(model.parameters()), or a list of them. Received: "
@@ -992,14 +997,14 @@ def _check_inner(inner: Any, is_one_of_several: bool = False) -> None:
     fused.check_signature(inner)
     if is_one_of_several and fused.demands_closure(inner):
         raise UnsupportedError(
-            f"{type(inner).__name__} evaluates a closure by itself, and cannot be one of several "
-            "optimizers. Wrap it alone."
+            f"{type(inner).__name__} evaluates a closure in its step, so it cannot be one of "
+            "several optimizers. Wrap it alone."
         )
     if any(group.get("differentiable") for group in inner.param_groups):
         raise UnsupportedError(
-            "An optimizer with differentiable=True cannot be wrapped: its gradients are parts of a "
-            "graph, and are unscaled in place. Make it with differentiable=False, or divide the "
-            "gradients by the scale yourself."
+            "An optimizer with differentiable=True cannot be wrapped: its gradients belong to a "
+            "graph, and the wrapper divides gradients in place. Make it with "
+            "differentiable=False, or scale the loss and divide the gradients yourself."
         )
 
 
@@ -1008,19 +1013,19 @@ def _check_processes(inner: Any, process_group: Any) -> None:
     for part in parts_of(inner):
         if type(part).__name__ == "PostLocalSGDOptimizer" and process_group is None:
             raise UnsupportedError(
-                "A PostLocalSGDOptimizer averages parameters over processes in its step, and one "
-                "that skipped a step alone would leave the others waiting. Pass "
-                "process_group=torch.distributed.group.WORLD, or the group that is averaged over."
+                "PostLocalSGDOptimizer averages parameters over processes in its step: a process "
+                "that skips a step alone would leave the others waiting. Pass "
+                "process_group=torch.distributed.group.WORLD, or the group it averages over."
             )
         if getattr(part, "_overlap_with_ddp", False):
             raise UnsupportedError(
-                "A ZeroRedundancyOptimizer with overlap_with_ddp=True steps inside of backward(), "
-                "before an overflow is known. Make it with overlap_with_ddp=False."
+                "ZeroRedundancyOptimizer with overlap_with_ddp=True steps inside backward(), "
+                "before all gradients are checked. Make it with overlap_with_ddp=False."
             )
     if any(hasattr(p, "_in_backward_optimizers") for p in ranks.parameters_of(inner)):
         raise UnsupportedError(
-            "Parameters are stepped inside of backward() (_apply_optimizer_in_backward), before "
-            "an overflow is known. Wrap an optimizer of parameters that are not."
+            "_apply_optimizer_in_backward steps these parameters inside backward(), before all "
+            "gradients are checked. Wrap an optimizer of other parameters."
         )
 
 
@@ -1034,12 +1039,14 @@ def _check_decide(decide: Any, inner: Any) -> None:
     if decide == "host":
         return
     if not any(group["params"] for group in inner.param_groups):
-        raise ArgumentError("decide='device' needs a parameter, whose device it is.")
+        raise ArgumentError(
+            "decide='device' needs an optimizer with parameters. Received: one without."
+        )
     for part in parts_of(inner):
         if not fused.skips_by_itself(part):
             raise UnsupportedError(
-                "decide='device' is for optimizers that skip a step by themselves, such as "
-                "torch.optim.AdamW(parameters, fused=True), with capturable=True besides for a "
-                f"CUDA graph. {type(part).__name__} does not as it was made. Make it with "
-                "fused=True if it has that, or leave `decide` out."
+                f"decide='device' needs an optimizer that can skip its own step. This "
+                f"{type(part).__name__} cannot. Make it with fused=True (and capturable=True for a "
+                "CUDA graph) if it has that option, such as torch.optim.AdamW(parameters, "
+                "fused=True), or leave `decide` out."
             )

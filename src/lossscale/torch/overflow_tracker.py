@@ -127,8 +127,8 @@ def parameter_names(parameters: Any) -> dict[Any, str]:
     ):
         is_path = isinstance(parameters, str | os.PathLike)
         raise ArgumentTypeError(
-            "Parameters are named by a module, or by (name, parameter) pairs as "
-            f"model.named_parameters() gives them. Received: {parameters!r} of type "
+            "Expected a module, or (name, parameter) pairs such as "
+            f"model.named_parameters(). Received: {parameters!r} of type "
             f"{type(parameters).__name__}."
             + (f" The file of the records is path={parameters!r}." if is_path else "")
         )

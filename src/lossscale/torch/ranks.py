@@ -178,9 +178,9 @@ def groups_of(tensors: Iterable[Any], process_group: Any = None) -> tuple[Any, .
     tensors = list(tensors)
     if process_group is None and any(map(_is_of_fsdp1, tensors)):
         raise UnsupportedError(
-            "A parameter is sharded by FullyShardedDataParallel, which does not say over which "
-            "processes, so these could not agree on a step. Pass the group that the model was "
-            "sharded over: process_group=torch.distributed.group.WORLD if it was given none."
+            "A parameter is sharded by FullyShardedDataParallel, which hides its process group. "
+            "The processes must skip a step together. Pass the group that the model was sharded "
+            "over: process_group=torch.distributed.group.WORLD if it was given none."
         )
     given = () if process_group is None else _checked(process_group)
     if isinstance(process_group, (list, tuple)) and not process_group:

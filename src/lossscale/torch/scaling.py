@@ -49,9 +49,9 @@ def read(tensor: Any) -> float:
     """
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
-            "Whether a step is skipped is decided on the host, which cannot read from a GPU while "
-            "a CUDA graph is captured. Capture backward() and call step() after the graph, or make "
-            "the optimizer with decide='device'."
+            "step() cannot run while a CUDA graph is captured: the host reads from the GPU whether "
+            "to skip the step. Make the optimizer with decide='device', or capture backward() and "
+            "call step() after the graph."
         )
     number: float = tensor.item()
     return number

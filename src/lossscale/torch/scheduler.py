@@ -82,9 +82,10 @@ class GuardedScheduler:
         self._unmet_steps = 0 if engines else self._unmet_steps + 1
         if self._unmet_steps == _NEVER_STEPPED:
             raise CallOrderError(
-                f"The scaler has never stepped {type(self.scheduler.optimizer).__name__}, which "
-                f"{type(self.scheduler).__name__} was made for, and has stepped others. Make the "
-                "scheduler for the optimizer that is given to scaler.step()."
+                f"{type(self.scheduler).__name__} was made for a "
+                f"{type(self.scheduler.optimizer).__name__} that the scaler has never stepped; it "
+                "has stepped others. Make the scheduler for the optimizer that you pass to "
+                "scaler.step()."
             )
 
     @property  # type: ignore[misc]

@@ -94,7 +94,7 @@ class Several(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise UnsupportedError(
-            "It is not said which of several optimizers gets the group. Call "
+            "Ambiguous: several optimizers could get the group. Call "
             f"optimizer.optimizers[i].add_param_group(group); {self.described()}."
         )
 
@@ -118,8 +118,8 @@ class Several(torch.optim.Optimizer):
         theirs = [len(group["params"]) for group in groups]
         if theirs != sizes:
             raise ArgumentError(
-                "The state dictionary is of other parameter groups: these have "
-                f"{theirs} parameters, and those of the optimizers {sizes}."
+                "The parameter groups of the state dictionary do not match the optimizers'. "
+                f"Expected groups with {sizes} parameters. Received: {theirs}."
             )
         before = [each.state_dict() for each in self.optimizers]
         try:
@@ -149,8 +149,8 @@ def joined(state_dicts: Sequence[Any]) -> dict[str, Any]:
     for number, each in enumerate(state_dicts):
         if not isinstance(each, dict) or not {"state", "param_groups"} <= each.keys():
             raise StateDictError(
-                f"The state of optimizer {number} must have 'state' and 'param_groups', to be "
-                "joined with that of others."
+                f"The state of optimizer {number} must be a dictionary with 'state' and "
+                "'param_groups', as state_dict() returns it."
             )
         first = sum(len(group["params"]) for group in groups)
         own = [key for group in each["param_groups"] for key in group["params"]]

@@ -67,8 +67,8 @@ def without_numbers(
     if isinstance(inner, Several) and isinstance(state_dict, (list, tuple)):
         if len(state_dict) != len(inner):
             raise StateDictError(
-                f"There are {len(state_dict)} state dictionaries, for {len(inner)} optimizers: "
-                f"{inner.described()}."
+                f"Expected one state dictionary for each of {len(inner)} optimizers: "
+                f"{inner.described()}. Received: {len(state_dict)}."
             )
         state_dict = joined(state_dict)
     known = state_dict if isinstance(state_dict, Mapping) else {}
@@ -80,9 +80,9 @@ def without_numbers(
             return dict(known), {}
         keys = list(known) if isinstance(state_dict, Mapping) else state_dict
         raise StateDictError(
-            "An optimizer's state is a dictionary with 'state' and 'param_groups', as "
-            f"state_dict() returns it. Received: {reprlib.repr(keys)}. Of a checkpoint with "
-            "several parts, load that of the optimizer."
+            "An optimizer's state must be a dictionary with 'state' and 'param_groups', as "
+            f"state_dict() returns it. Received: {reprlib.repr(keys)}. From a checkpoint with "
+            "several parts, load the optimizer's."
         )
     groups = known["param_groups"]
     ours = {*scale.names, _OVERFLOWS}
@@ -162,8 +162,8 @@ def restore(scale: LossScale, numbers: dict[str, float]) -> None:
     state = rule.restored(asked)
     if rule.moves and state.scale != asked.scale:
         warn(
-            f"The saved loss scale {asked.scale!r} is outside of what {rule} can reach; "
-            f"{state.scale!r} is used."
+            f"The saved loss scale, {asked.scale!r}, is outside the range of {rule}. Training "
+            f"continues with {state.scale!r}."
         )
     made, skipped = (max(int(numbers.get(name, values[name])), 0) for name in _COUNTS)
     scale.restore(state, Counts(made, skipped, False))
@@ -197,9 +197,9 @@ class LossScaleState:
             others = {n: value for n, value in settings.items() if value != setting(rule, n)}
             if others:
                 warn(
-                    f"The rule of this optimizer, {rule}, stays as it is, and the state dictionary "
-                    f"has {', '.join(f'{n}={value!r}' for n, value in others.items())}. Make the "
-                    "optimizer with `rule=DynamicScale(...)` to train with these."
+                    f"The optimizer keeps its rule, {rule}, although the state dictionary has "
+                    f"{', '.join(f'{n}={value!r}' for n, value in others.items())}. To train with "
+                    "these, make the optimizer with rule=lossscale.DynamicScale(...)."
                 )
         restore(self._scale, checked_numbers(state_dict, self._scale))
 
@@ -212,8 +212,8 @@ class LossScaleState:
         scale, numbers = self._scale, self._scale.numbers()
         if getattr(scale.rule, "overflows_before_backoff", 1) > 1:
             raise ArgumentError(
-                f"PyTorch's format has no place for the count of {scale.rule!r}: another scaler "
-                "would lower the scale at each overflow. Save `state_dict()` of this optimizer."
+                f"GradScaler's format cannot store the overflow count of {scale.rule!r}: a scaler "
+                "that loads it would lower the scale at each overflow. Save optimizer.state_dict()."
             )
         state = type(scale.first)(*(numbers[field] for field in scale.first._fields))
         return scaler_state(scale.rule, state, scale.number, numbers["steps_skipped"])
@@ -317,8 +317,8 @@ def read_scaler_state(found: Any, rule: ScaleRule, state: ScaleState) -> ScalerS
     restored = before_growth(rule, rule.restored(state._replace(**fields)))
     if "scale" in fields and restored.scale != fields["scale"]:
         warn(
-            f"The loss scale {fields['scale']!r} of the state dictionary is not in the range of "
-            f"{rule!r}; {restored.scale!r} is used."
+            f"The saved loss scale, {fields['scale']!r}, is outside the range of {rule!r}. "
+            f"Training continues with {restored.scale!r}."
         )
     skipped = values.get("steps_skipped")
     skipped = None if skipped is None else _whole("steps_skipped", skipped)
@@ -346,15 +346,15 @@ def normal(found: Any, waits: int = 1) -> dict[str, Any]:
     """
     if not isinstance(found, Mapping) or not found:
         raise StateDictError(
-            "A scaler's state is a dictionary, as `state_dict()` returns it. Received: "
-            f"{found!r}. An empty one was saved by a scaler that was disabled; make this one with "
+            "A scaler's state must be a dictionary, as state_dict() returns it. Received: "
+            f"{found!r}. A disabled scaler saves an empty one: make this scaler with "
             "enabled=False, or do not load it."
         )
     scalers = [key for key in found if str(key).startswith("loss_scaler")]
     if len(scalers) > 1:
         raise StateDictError(
-            f"This dictionary of Apex holds {len(scalers)} loss scalers, and a GradScaler has one "
-            f"scale. Load one of them: {', '.join(f'state[{key!r}]' for key in scalers)}."
+            f"This state of Apex has {len(scalers)} loss scalers, and a GradScaler has one scale. "
+            f"Load one of them: {', '.join(f'state[{key!r}]' for key in scalers)}."
         )
     found = found[scalers[0]] if scalers else found
     # DeepSpeed saves the scaler itself.
@@ -365,14 +365,15 @@ def normal(found: Any, waits: int = 1) -> dict[str, Any]:
         warn(
             "The scaler that wrote this state has hysteresis "
             f"({', '.join(f'{name}={value}' for name, value in lost.items())}), which counts "
-            f"overflows until the scale grows. Here the scale falls at {waits} in a row; of those "
-            f"that were counted {overflows.get('_overflows', 0)} are taken over."
+            f"overflows until the scale grows. This rule counts {waits} in a row, and starts at "
+            f"{overflows.get('_overflows', 0)}."
         )
     elif waits == 1 and lost:
         warn(
             "The scaler that wrote this state has hysteresis "
-            f"({', '.join(f'{name}={value}' for name, value in lost.items())}), which lets some "
-            "overflows pass before the scale falls. Here it falls at each of them."
+            f"({', '.join(f'{name}={value}' for name, value in lost.items())}), which allows some "
+            "overflows before the scale falls. Here it falls at each. Pass "
+            "rule=lossscale.DynamicScale(overflows_before_backoff=2) to allow one."
         )
     if "cur_scale" in found:
         return {**_of_deepspeed(found), **overflows}

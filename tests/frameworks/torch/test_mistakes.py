@@ -62,7 +62,7 @@ def test_a_loss_that_is_scaled_already():
     for scale in (optimizer.scale_loss, optimizer.get_scaled_loss):
         scaled = scale(loss_of(given).detach())
         for again in (optimizer.scale_loss, optimizer.get_scaled_loss):
-            with pytest.raises(GradientsError, match=r"scaled already.*once"):
+            with pytest.raises(GradientsError, match=r"already scaled.*once"):
                 again(scaled)
         # Another tensor with the same numbers is another loss.
         assert float(optimizer.scale_loss(scaled.clone())) == float(scaled) * 2**15
@@ -72,7 +72,7 @@ def test_a_scaled_loss_is_scaled_once_by_all_optimizers_and_not_kept_alive():
     given, optimizer = made()
     scaled = optimizer.scale_loss(loss_of(given))
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        with pytest.raises(GradientsError, match="scaled already"):
+        with pytest.raises(GradientsError, match="already scaled"):
             copied.scale_loss(scaled)
     kept = weakref.ref(scaled)
     del scaled
@@ -110,7 +110,7 @@ def test_a_scaler_of_pytorch_that_is_given_the_wrapper():
     given, optimizer = made()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(given)).backward()
-    with pytest.warns(LossScaleWarning, match="such as a GradScaler"):
+    with pytest.warns(LossScaleWarning, match="unless a GradScaler"):
         scaler.step(optimizer)
     with pytest.raises(AlreadyWrappedError, match="Use it without a GradScaler"):
         GradScaler("cpu").step(optimizer)
@@ -234,7 +234,7 @@ def test_a_loss_in_the_place_of_a_closure(inner):
     loss = optimizer.scale_loss(loss_of(given))
     loss.backward()
     before = snapshot(given, optimizer)
-    with pytest.raises(ArgumentTypeError, match=r"Received: Tensor.*scale_loss\(loss\)\.backward"):
+    with pytest.raises(ArgumentTypeError, match=r"Received: Tensor.*optimizer.backward\(loss\)"):
         optimizer.step(loss)
     assert snapshot(given, optimizer) == before
     optimizer.step()
@@ -248,7 +248,7 @@ def test_a_loss_in_the_place_of_a_closure(inner):
     ("name", "hint"),
     [
         ("scale", r"scale_loss\(loss\)"),
-        ("update", r"step\(\) moves the scale"),
+        ("update", r"step\(\) updates the scale"),
         ("get_scale", r"float\(optimizer\.loss_scale\)"),
         ("is_enabled", "leave the wrapper out"),
         ("set_growth_interval", r"optimizer\.rule"),
@@ -257,9 +257,7 @@ def test_a_loss_in_the_place_of_a_closure(inner):
 def test_names_of_a_scaler(name, hint):
     _, optimizer = made()
     assert not hasattr(optimizer, name)
-    with pytest.raises(
-        UnknownSettingError, match=f"no '{name}', which is of a GradScaler: .*{hint}"
-    ):
+    with pytest.raises(UnknownSettingError, match=f"no '{name}', unlike GradScaler: .*{hint}"):
         getattr(optimizer, name)
 
 
@@ -321,7 +319,7 @@ def test_what_is_no_state_of_an_optimizer(found):
     given, optimizer = made("momentum")
     before = snapshot(given, optimizer)
     expected = re.escape("'state' and 'param_groups', as state_dict() returns it. Received: ")
-    with pytest.raises(StateDictError, match=f"{expected}.*load that of the optimizer") as caught:
+    with pytest.raises(StateDictError, match=f"{expected}.*load the optimizer") as caught:
         optimizer.load_state_dict(found)
     assert isinstance(caught.value, KeyError)
     assert snapshot(given, optimizer) == before

@@ -212,12 +212,12 @@ def test_what_does_not_say_which_of_them():
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     with pytest.raises(UnsupportedError, match=which):
         optimizer.lr = 0.25
-    with pytest.raises(StateDictError, match="3 state dictionaries, for 2 optimizers"):
+    with pytest.raises(StateDictError, match=r"each of 2 optimizers.*Received: 3"):
         optimizer.load_state_dict([{}, {}, {}])
     before = bits(optimizer.state_dict())
     smaller = optimizer.state_dict()
     smaller["param_groups"] = smaller["param_groups"][:1]
-    with pytest.raises(ArgumentError, match="other parameter groups"):
+    with pytest.raises(ArgumentError, match="do not match the optimizers"):
         optimizer.load_state_dict(smaller)
     assert bits(optimizer.state_dict()) == before
 
