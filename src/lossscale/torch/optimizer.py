@@ -64,31 +64,31 @@ _NOTHING_TO_UNSCALE = (
 
 @FrontDoor.register
 class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Optimizer):
-    """A PyTorch optimizer around another one, which trains in float16 with a loss scale.
+    """Wraps a PyTorch optimizer to train in float16 with a loss scale.
 
-    It is a `torch.optim.Optimizer`, with the parameter groups, the state and the hooks of the inner
-    optimizer. `step` divides the gradients, checks them, applies them or skips the step, and moves
-    the loss scale.
+    The wrapper is a `torch.optim.Optimizer` with the parameter groups, the state and the hooks of
+    the inner optimizer. `backward` scales the loss and unscales its gradients. `step` applies the
+    gradients, or skips the step if one is not finite, and updates the loss scale.
 
     Args:
         inner_optimizer: The `torch.optim.Optimizer` to wrap, an instance; or a list of them, which
-            have one scale and are all stepped or none.
-        dynamic: Whether the scale moves by itself. If False, `initial_scale` is the fixed scale
-            and, unless a rule says otherwise, gradients are not checked.
-        initial_scale: The first (or the fixed) loss scale, a number from 2**-126
-            to 2**126. None stands for 2**15.
-        dynamic_growth_steps: How many finite steps in a row double the scale, in steps. None
-            stands for 2000.
-        rule: A `DynamicScale`, a `FixedScale` or a rule of your own, instead of the three
+            share one scale and skip a step together.
+        dynamic: Whether the scale changes during training. If False, `initial_scale` is the fixed
+            scale, and gradients are not checked.
+        initial_scale: The first, or the fixed, loss scale: a number from 2**-126 to 2**126. None
+            stands for 2**15.
+        dynamic_growth_steps: Number of finite steps in a row that double the scale. None stands
+            for 2000.
+        rule: A `DynamicScale`, a `FixedScale` or a `ScaleRule` of your own, instead of the three
             arguments above.
         clip_norm: The largest 2-norm of all unscaled gradients together; larger ones are scaled
             down to it, as by `torch.nn.utils.clip_grad_norm_`. None for no clipping.
         process_group: A `torch.distributed.ProcessGroup`, or a list of them, whose processes skip
-            a step together, beside the groups that are derived from parameters that are DTensors.
-            With `DistributedDataParallel` none is needed; `[]` stands for none at all.
-        decide: "host" or "device". The host waits until it knows whether all gradients are finite,
-            and does not make a step that is skipped. With "device" nothing waits: a fused optimizer
-            reads that on the device and skips by itself.
+            a step together, besides the groups of parameters that are DTensors. None suffices with
+            `DistributedDataParallel`; `[]` turns off the groups of DTensors too.
+        decide: "host" waits in `step` until it is known whether all gradients are finite.
+            "device" never waits: a fused optimizer reads the decision on the device and skips its
+            own step.
         name: The optimizer's name.
 
     Raises:
@@ -194,28 +194,28 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         create_graph: bool = False,
         inputs: Any = None,
     ) -> Any:
-        """Derives a loss, in the place of `loss.backward()`, and leaves true gradients in `.grad`.
+        """Computes unscaled gradients of a loss; call it in place of `loss.backward()`.
 
-        The loss is multiplied by the loss scale, and what comes out is divided by it, in `.grad`,
-        in float32 or wider. Several calls add up, with each other and with those of
-        `loss.backward()`. If one of them overflowed, `step` is skipped, whatever is done to the
+        The loss is multiplied by the loss scale, and the gradients in `.grad` are divided by it,
+        in float32 or wider. Gradients of several calls add up, also with those of
+        `loss.backward()`. If one of the calls overflows, `step` skips, whatever is done to the
         gradients in between.
 
-        After an exception in the backward pass, what has come so far is divided too, as it would
-        stay in `.grad` without loss scaling.
+        After an exception in the backward pass, the gradients accumulated so far stay in `.grad`,
+        unscaled.
 
         Args:
-            loss: The loss, not scaled: a tensor.
-            gradient, retain_graph, create_graph, inputs: As of `torch.Tensor.backward`.
+            loss: The unscaled loss, a tensor.
+            gradient, retain_graph, create_graph, inputs: As for `torch.Tensor.backward`.
 
         Returns:
-            Whether all gradients of the optimizer on this process are finite, those that were there
-            before, too: a boolean tensor of no dimensions. It is true if no parameter was reached.
-            To ask it (`if`) is to wait for the device. `unscale_()` returns what all processes
-            agreed on.
+            Whether all gradients of the optimizer on this process are finite, including those from
+            earlier calls: a 0-d boolean tensor. True if no parameter was reached, as with
+            `inputs` that are not parameters. Reading it (`if`) waits for the device. `unscale_()`
+            returns the decision of all processes.
 
         Raises:
-            GradientsError: If a parameter is of float16, or the loss is scaled already.
+            GradientsError: If a parameter has the dtype float16, or the loss is already scaled.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -267,15 +267,16 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         return found == 0
 
     def scale_loss(self, loss: Any) -> Any:
-        """Multiplies the loss by the loss scale, for `backward`.
+        """Multiplies the loss by the loss scale, before `.backward()` of the result.
 
-        `step` divides the gradients again. Scale each loss of a step once.
+        `step` divides the gradients by it. `backward` does both, and is the usual way. Scale each
+        loss of a step once.
 
         Args:
             loss: A tensor of any shape and dtype, a number, or a callable that returns one.
 
         Returns:
-            The product, in float32 or wider; for a callable, a callable.
+            The product, in float32 or wider. For a callable, a callable that returns the product.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -366,21 +367,22 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
     # --- Step ---------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
-        """Applies the gradients of the scaled loss, or skips the step; then moves the loss scale.
+        """Applies the gradients, or skips the step if one is not finite; updates the loss scale.
 
-        Gradients that `unscale_` has divided are applied as they are. So are those of a loss that
-        nobody scaled; then the loss scale does not move. A step without any gradient is no step.
+        Gradients of `scale_loss(loss).backward()` are divided by the loss scale first. If no loss
+        was scaled, the gradients are applied as they are, and the loss scale stays. Without any
+        gradient, nothing happens and no step is counted.
 
         Args:
-            closure: A callable that evaluates the model, calls `scale_loss(loss).backward()` and
-                returns the loss, which is not scaled. LBFGS evaluates it several times; where the
-                gradients overflow, once more at a lower scale.
+            closure: A callable that evaluates the model, calls `optimizer.backward(loss)` and
+                returns the unscaled loss. LBFGS evaluates it several times. If the gradients
+                overflow, it is evaluated again at a lower scale.
 
         Returns:
-            What the step of the inner optimizer returns, or the loss of the closure.
+            What `step` of the inner optimizer returns, or the loss of the closure.
 
         Raises:
-            GradientsError: If a gradient is of float16, like its parameter.
+            GradientsError: If a parameter and its gradient have the dtype float16.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -499,16 +501,15 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         zero_grad(self.inner_optimizer, set_to_none)
 
     def register_step_skipped_hook(self, hook: Callable[[Any], Any]) -> Any:
-        """Registers what is called after each step that was skipped, with this optimizer.
+        """Registers a function that is called with this optimizer after each skipped step.
 
-        For what a pre- or post-hook of the step would do that is called for applied steps alone:
-        counts that are reset, averages that are moved.
+        The step hooks of PyTorch run on applied steps only.
 
         Returns:
             A handle with a method `remove`.
 
         Raises:
-            UnsupportedError: With `decide="device"`, where nobody waits for what was decided.
+            UnsupportedError: With `decide="device"`, because the host does not know the decision.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -528,17 +529,19 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         return handle
 
     def unscale_(self) -> Any:
-        """Divides the gradients by the loss scale where they are, before the step.
+        """Divides the gradients in `.grad` by the loss scale, before `step`.
 
-        For code that reads or changes gradients between `backward` and `step`: clipping, logging,
-        SAM. `step` then neither divides nor checks them again. A second call does
-        nothing, unless `scale_loss` was called in between.
+        For code that reads or changes gradients of `scale_loss(loss).backward()` before `step`:
+        clipping, logging, SAM. `step` then neither divides nor checks them again. After
+        `backward`, they are unscaled already. A second call does nothing, unless a loss was scaled
+        in between.
 
         Returns:
-            Whether all are finite: a bool; with `decide="device"` a boolean tensor.
+            Whether the gradients are finite on all processes that skip together: a bool; with
+            `decide="device"` a boolean tensor.
 
         Raises:
-            GradientsError: If a gradient is of float16, like its parameter.
+            GradientsError: If a parameter and its gradient have the dtype float16.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -714,14 +717,14 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
 
     @property
     def loss_scale(self) -> Any:
-        """The number that multiplies the loss now: a float32 scalar tensor."""
+        """The current loss scale, a 0-d float32 tensor."""
         return self._engine.scale.tensor
 
     @property
     def dynamic_counter(self) -> Any:
         """The finite steps since the scale last changed; None if the scale is fixed.
 
-        An int; with `decide="device"` a scalar tensor, like the counts below.
+        An int; with `decide="device"` a 0-d tensor, like the counts below.
         """
         return _own(getattr(self._engine.scale.state, "good_steps", None)) if self.dynamic else None
 
@@ -764,14 +767,14 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
 
     @property
     def decide(self) -> str:
-        """Who decides on a step, "host" or "device"."""
+        """Whether the "host" or the "device" decides to skip a step."""
         return "device" if self._engine.scale.on_device else "host"
 
     # --- Processes that run out of data -------------------------------------------------------
 
     @property
     def join_device(self) -> Any:
-        """Where `torch.distributed.algorithms.Join` communicates from."""
+        """The device that `torch.distributed.algorithms.Join` communicates on."""
         return self._engine.info().devices[0]
 
     @property
@@ -781,12 +784,14 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         return groups[0] if groups else torch.distributed.group.WORLD
 
     def join_hook(self, **kwargs: Any) -> ranks.JoinHook:
-        """What a process does while others still have data, in `Join([model, optimizer])`.
+        """Returns the hook that `Join([model, optimizer])` runs on a process without data.
 
-        Its loss scale moves as theirs, one step for each forward pass of the model.
+        The hook updates the loss scale as the other processes do, one step per forward pass of the
+        model.
 
         Raises:
-            UnsupportedError: If the steps of the optimizer send other messages, too.
+            UnsupportedError: With `clip_norm` over process groups, or a rule that needs
+                statistics of gradients.
         """
         engine = self._engine
         if engine.rule.needs != StatsRequest() or (self.clip_norm and engine.info().groups):
@@ -809,12 +814,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
     # --- Saving and making it again -----------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the inner optimizer, with that of the loss scale in it.
+        """Returns the state of the inner optimizer and of the loss scale.
 
         Returns:
-            The dictionary of the inner optimizer. Its first parameter group has besides
+            The dictionary of the inner optimizer. Its first parameter group also holds
             `loss_scale`, `loss_scale_good_steps`, `loss_scale_steps_skipped` and
-            `loss_scale_iterations` (in steps): Python numbers. The inner optimizer can load it.
+            `loss_scale_iterations`, Python numbers. The inner optimizer can load it.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -825,18 +830,18 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         return state_dicts.with_numbers(self.inner_optimizer.state_dict(), self._engine.scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` of this or of the plain optimizer inside returned.
+        """Loads what `state_dict` of a LossScaleOptimizer or of a plain optimizer returned.
 
-        Without the numbers of a loss scale the scale stays as it is. Others are brought into the
-        range of the rule.
+        From a plain optimizer's state, the loss scale stays as it is. A saved loss scale outside
+        the range of the rule is moved into it, with a warning.
 
         Args:
             state_dict: The dictionary; it is not changed.
 
         Raises:
-            ValueError: If it does not match the parameter groups, or a number of the loss scale is
-                no number. Then nothing is changed.
-            StateDictError: If it is not that of an optimizer.
+            ValueError: If it does not match the parameter groups, or a value of the loss scale is
+                not a number. Then nothing is changed.
+            StateDictError: If it is not the state of an optimizer.
         """
         scale, inner = self._engine.scale, self.inner_optimizer
         rest, numbers = state_dicts.without_numbers(state_dict, scale, inner)
@@ -851,9 +856,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
     def loss_scale_state(self) -> state_dicts.LossScaleState:
         """The state of the loss scale alone, an object with `state_dict` and `load_state_dict`.
 
-        For checkpoints that flatten the optimizer's dictionary
-        (`StateDictOptions(flatten_optimizer_state_dict=True)`), which loses the numbers: save
-        `{"loss_scale": optimizer.loss_scale_state}` beside it.
+        `StateDictOptions(flatten_optimizer_state_dict=True)` drops the loss scale from the
+        optimizer's dictionary. Save `{"loss_scale": optimizer.loss_scale_state}` as well.
         """
         return state_dicts.LossScaleState(self._engine.scale)
 
