@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -112,6 +113,28 @@ class Engine:
 
     def _groups(self, info: ParameterInfo) -> Any:
         return info.groups or (() if self.join_group is None else (self.join_group,))
+
+    def watch_steps(self, found_scaled: Callable[[Engine, Any], None]) -> None:
+        """Calls a function with each optimizer whose own `step` is called on scaled gradients."""
+        watched = weakref.ref(self)
+
+        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
+            now = None if torch.compiler.is_compiling() else watched()
+            # An optimizer that is given the scaler divides by itself.
+            if now is None or now.record.scaled_by is None or "grad_scaler" in kwargs:
+                return
+            if now.info().first_gradient() is not None:
+                found_scaled(now, optimizer)
+
+        hook.of_lossscale = True  # type: ignore[attr-defined]
+        for each in {id(o): o for o in (self.inner, *parts_of(self.inner))}.values():
+            hooks = getattr(each, "_optimizer_step_pre_hooks", None)
+            # What only looks like an optimizer of PyTorch has none.
+            if hooks is None:
+                continue
+            for key in [key for key, other in hooks.items() if hasattr(other, "of_lossscale")]:
+                del hooks[key]
+            each.register_step_pre_hook(hook)
 
     # --- What the gradients are ---------------------------------------------------------------
 

@@ -208,6 +208,7 @@ class GradScaler(torch.amp.GradScaler):
                 # Called when the optimizer is gone.
                 reference = weakref.ref(optimizer, lambda _: engines.pop(key, None))
             engine = engines[key] = Engine(reference, self, process_group=self._process_group)
+            engine.watch_steps(_warn_of_scaled_gradients)
             known = self._unmet.keys() & engine.info().ids
             if known:
                 self._unmet = {k: ref for k, ref in self._unmet.items() if k not in known}
@@ -810,6 +811,18 @@ def _check_optimizer(optimizer: Any, is_one_of_several: bool = False) -> None:
             "A GradScaler unscales and steps an optimizer, such as "
             f"torch.optim.AdamW(model.parameters()). Received: {optimizer!r} of type "
             f"{type(optimizer).__name__}."
+        )
+
+
+def _warn_of_scaled_gradients(engine: Engine, optimizer: Any) -> None:
+    """Warns, once, of an optimizer that is stepped by itself on scaled gradients."""
+    # PyTorch's scaler lets it pass, and a program may have divided them by hand: no error.
+    if not engine.record.warned:
+        engine.record.warned = True
+        warn(
+            f"{type(optimizer).__name__}.step() was called on gradients that are multiplied by the "
+            "loss scale, unless you have divided them by hand. Call scaler.step(optimizer) in its "
+            "place, or scaler.unscale_(optimizer) before it."
         )
 
 

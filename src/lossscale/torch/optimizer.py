@@ -161,7 +161,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         state_dicts.reserve_names(engine.scale, engine.inner)
         for each in {id(o): o for o in (engine.inner, *parts_of(engine.inner))}.values():
             remember_wrapper(each, self)
-            _refuse_scaled_gradients(each, engine)
+        engine.watch_steps(_refuse_scaled_gradients)
 
     @property
     def inner_optimizer(self) -> Any:
@@ -956,24 +956,9 @@ def _derive(
     scaled.backward(gradient, retain_graph, create_graph, inputs)
 
 
-def _refuse_scaled_gradients(inner: Any, engine: Engine) -> None:
+def _refuse_scaled_gradients(_: Engine, inner: Any) -> None:
     """Refuses a step of the inner optimizer, by its own name, on scaled gradients."""
-    watched = weakref.ref(engine)
-
-    def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        now = watched()
-        if now is None or now.record.scaled_by is None:
-            return
-        if now.info().first_gradient() is not None:
-            raise CallOrderError(_would_find_scaled("step", optimizer))
-
-    hook.of_lossscale = True  # type: ignore[attr-defined]
-    for key, other in list(inner._optimizer_step_pre_hooks.items()):
-        if hasattr(other, "of_lossscale"):
-            del inner._optimizer_step_pre_hooks[key]
-    inner.register_step_pre_hook(hook)
+    raise CallOrderError(_would_find_scaled("step", inner))
 
 
 def _would_find_scaled(name: str, inner: Any) -> str:
