@@ -101,10 +101,10 @@ def test_no_number_of_overflows_takes_the_scale_below_its_floor(wrapper, min_sca
 
 
 AT_THE_FLOOR = {
-    "warns": (DynamicScale(4.0, min_scale=2.0), r"lowest loss scale, 2:.*min_scale=2\.0\*\*-24"),
+    "warns": (DynamicScale(4.0, min_scale=2.0), r"minimum loss scale, 2:.*min_scale=2\.0\*\*-24"),
     "as low as it may be": (
         DynamicScale(2.0**-23, min_scale=2.0**-24),
-        r"lowest loss scale, 5\.96046e-08: [^*]*$",
+        r"minimum loss scale, 5\.96046e-08: [^*]*$",
     ),
     "above it": (DynamicScale(2.0**15), None),
     "fixed": (FixedScale(4.0, skip_nonfinite=True), None),
@@ -122,13 +122,13 @@ def test_a_step_that_is_skipped_at_the_floor_is_said_once_where_the_host_knows(w
         found = []
         for _ in range(5):
             harness.step(spoiled(np.nan))
-            found.append(sum("lowest loss scale" in str(each.message) for each in caught))
+            found.append(sum("minimum loss scale" in str(each.message) for each in caught))
     assert harness.counters()[1] == 5
     knows = wrapper.is_an_object and not wrapper.compiles and not wrapper.name.endswith("device")
     # The first step only takes the scale down to its floor.
     assert found == ([0, 1, 1, 1, 1] if said and knows else [0] * 5)
     if said and knows:
-        (one,) = (each for each in caught if "lowest loss scale" in str(each.message))
+        (one,) = (each for each in caught if "minimum loss scale" in str(each.message))
         assert re.search(said, str(one.message))
         package = pathlib.Path(lossscale.__file__).parent
         assert not pathlib.Path(one.filename).is_relative_to(package)

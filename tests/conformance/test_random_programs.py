@@ -23,7 +23,7 @@ KILLS = int(os.environ.get("LOSSSCALE_SOAK_KILLS", "3"))
 soak = pytest.mark.skipif(not IS_SOAK, reason="make soak runs it")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Gradients do not exist"),
-    pytest.mark.filterwarnings("ignore:A step was skipped at the lowest loss scale"),
+    pytest.mark.filterwarnings("ignore:A step was skipped at the minimum loss scale"),
 ]
 
 

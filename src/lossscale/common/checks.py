@@ -220,12 +220,12 @@ def warned_at_floor(
     """
     if not isinstance(rule, DynamicScale) or scale > rule.min_scale:
         return False
-    lower = f" Where gradients are too large for float16: {write}."
+    lower = f" If gradients are too large for float16, use {write}."
     warn(
-        f"A step was skipped at the lowest loss scale, {scale:g}: its gradients are not finite, "
-        f"and the scale cannot fall further.{lower if scale > _USEFUL_FLOOR else ''} Where the "
-        "data, the model or the loss give infinities or NaN, no loss scale helps; a monitor says "
-        "where they arise."
+        f"A step was skipped at the minimum loss scale, {scale:g}: a gradient is not finite, and "
+        f"the scale cannot fall further.{lower if scale > _USEFUL_FLOOR else ''} If the data, the "
+        "model or the loss produce infinities or NaN, no loss scale helps. A monitor reports which "
+        "gradients are not finite."
     )
     return True
 
@@ -238,9 +238,9 @@ def check_named(third: Sequence[Any]) -> None:
     """
     if third:
         raise ArgumentTypeError(
-            "The third argument of apply_gradients() must have a name: in TensorFlow 2.2 to 2.10 "
-            "it was experimental_aggregate_gradients, and of today's optimizers it is "
-            "skip_gradients_aggregation, its opposite. Write apply_gradients(pairs, name, "
-            f"experimental_aggregate_gradients={bool(third[0])}) for what it was. "
+            "apply_gradients() takes two positional arguments. The third was "
+            "experimental_aggregate_gradients in TensorFlow 2.2 to 2.10, and is its opposite, "
+            "skip_gradients_aggregation, in later optimizers. Write apply_gradients(pairs, name, "
+            f"experimental_aggregate_gradients={bool(third[0])}) for the older meaning. "
             f"Received: {third[0]!r}."
         )
