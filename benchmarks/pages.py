@@ -11,7 +11,7 @@ from benchmarks import tables
 PAGES = {
     "docs/internals/benchmark_results.md": ("bench", tables.page),
     "docs/internals/jax_speed.md": ("optax", tables.alone),
-    "docs/monitoring.md": ("monitoring", tables.alone),
+    "docs/internals/speed.md": ("monitoring", tables.alone),
     "docs/internals/pytorch_speed.md": ("torch_native", tables.alone),
 }
 """For each page the name in its markers, and what writes its tables."""

@@ -89,7 +89,7 @@ OTHERS = {
         row("alone", "bare", "jmp", wrapper="optax", point="adam"),
         "| adam |  |  |  | 1.50 |  |",
     ),
-    "docs/monitoring.md": (
+    "docs/internals/speed.md": (
         row("monitor", *MONITORS),
         "| jax | 12.00" + " | 1.50 (1.25-2.00)" * 2 + " |",
     ),

@@ -48,6 +48,13 @@ def logged() -> Iterator[list[str]]:
             lines += [line for line in file.read().splitlines() if not OF_THE_MACHINE.match(line)]
 
 
+def forget_traces() -> None:
+    """Lets TensorFlow, which warns of functions traced often, count those of one program alone."""
+    where = "tensorflow.python.eager.polymorphic_function.polymorphic_function"
+    if where in sys.modules:
+        sys.modules[where]._frequent_tracing_detector_manager._detectors.clear()
+
+
 def outcome(source: str, number: int) -> dict[str, object]:
     """Returns what a program prints, what was logged, and its traceback if it fails."""
     printed, error = io.StringIO(), None
@@ -57,6 +64,7 @@ def outcome(source: str, number: int) -> dict[str, object]:
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
     policy = keras.config.dtype_policy()
+    forget_traces()
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(printed), logged() as lines:
             # A page must not show a program that warns.

@@ -1,12 +1,13 @@
 """The lines of docs/monitoring.md for loggers that are not installed here, with stand-ins for them.
 
-Those for TensorBoard run with its writer, on the page and in frameworks/keras/test_monitor.py.
+Those for TensorBoard write with tensorboardX.
 """
 
 import pathlib
 import re
 
 import pytest
+from tensorboardX import SummaryWriter
 
 from lossscale.monitoring import StepRecord
 
@@ -34,3 +35,21 @@ def test_the_lines_for_a_logger(name):
     exec(recipe, scope)
     scope["log"](StepRecord(3, 8.0, False, steps_skipped=1).to_dict())
     assert scope[name].logged == {3: {"loss_scale": 8.0, "steps_skipped": 1}}
+
+
+def test_the_lines_for_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (recipe,) = [source for source in RECIPES if "SummaryWriter" in source]
+    written = []
+
+    class Writer(SummaryWriter):
+        def add_scalar(self, tag, value, step):
+            written.append((tag, value, step))
+            return super().add_scalar(tag, value, step)
+
+    scope = {"SummaryWriter": Writer}
+    exec(recipe, scope)
+    with scope["writer"]:
+        scope["log"](StepRecord(3, 8.0, False, steps_skipped=1).to_dict())
+    assert written == [("loss_scale", 8.0, 3), ("steps_skipped", 1, 3)]
+    assert list((tmp_path / "runs" / "1").iterdir())
