@@ -1,7 +1,5 @@
 """Models with a `train_step` of their own: what `diagnose` asks for, and the programs to write."""
 
-import re
-
 import numpy as np
 import pytest
 
@@ -238,16 +236,3 @@ def test_a_step_of_ones_own_is_refused_with_the_lines_to_write(kind, loss, writt
     names = {"ops": ops, "wide": wide}
     exec(lines, names)
     assert diagnose(model, x, y, loss_fn=names["loss_fn"]).verdict == "not needed"
-
-
-def test_several_optimizers_are_named_in_the_lines():
-    model, (x, y) = new_gan(), data()
-    with pytest.raises(ArgumentError, match="Gan has a train_step of its own") as no:
-        diagnose(model, x, y)
-    lines = lines_of(no.value)
-    assert "what model.d_optimizer minimizes" in lines
-    assert 'parameters={"d": [...], "g": [...]}' in str(no.value)
-    lines = re.sub(r"(\w)_loss = \.\.\.", r'\1_loss = losses(model, batch)["\1"]', lines)
-    names = {"losses": losses_of_gan}
-    exec(lines, names)
-    assert set(diagnose(model, x, y, loss_fn=names["loss_fn"]).recommendations) == {"d", "g"}

@@ -610,32 +610,20 @@ def _check_model(model: Any, loss_fn: Any) -> None:
 
 def _lines_to_write(model: Any) -> str:
     """The message with the function that a model with a `train_step` of its own needs."""
-    owner, call = type(model).__name__, ""
-    kind = keras.optimizers.Optimizer
-    by_id = {id(e): name for name, e in reversed(vars(model).items()) if isinstance(e, kind)}
-    optimizers = [name for name in vars(model) if name in by_id.values()]
-    # `compile` creates an RMSprop by default.
-    if len(optimizers) > 2 and type(vars(model).get("optimizer")).__name__ == "RMSprop":
-        optimizers.remove("optimizer")
-    if len(optimizers) > 1:
-        losses = [each.removesuffix("optimizer").strip("_") or "main" for each in optimizers]
-        lines = [
-            f"{loss}_loss = ...  # what model.{optimizer} minimizes"
-            for loss, optimizer in zip(losses, optimizers, strict=True)
-        ]
-        lines.append("return {" + ", ".join(f'"{each}": {each}_loss' for each in losses) + "}")
-        owned = ", ".join(f'"{each}": [...]' for each in losses)
-        call = f", parameters={{{owned}}}"
-    else:
-        known = bool(getattr(model, "loss", None))
-        loss = "model.compute_loss(x, y, y_pred, sample_weight)" if known else "..."
-        lines = ["y_pred = model(x, training=True)", f"loss = {loss}", "return loss"]
-    body = "".join(f"        {line}\n" for line in ("x, y, sample_weight = batch", *lines))
+    owner = type(model).__name__
+    known = bool(getattr(model, "loss", None))
+    loss = "model.compute_loss(x, y, y_pred, sample_weight)" if known else "..."
     return (
-        f"{owner} has a train_step of its own, so its loss is not known. Write down the loss that "
-        f"{owner}.train_step derives, not scaled, and pass it:\n\n"
-        f"    def loss_fn(model, batch):\n{body}\n"
-        f"    diagnose(model, ..., loss_fn=loss_fn{call})"
+        f"{owner} has a train_step of its own, so its loss is not known. Write the unscaled "
+        f"loss of {owner}.train_step as a function, and pass it:\n\n"
+        "    def loss_fn(model, batch):\n"
+        "        x, y, sample_weight = batch\n"
+        "        y_pred = model(x, training=True)\n"
+        f"        loss = {loss}\n"
+        "        return loss\n\n"
+        "    diagnose(model, ..., loss_fn=loss_fn)\n\n"
+        "If several optimizers train, return a dictionary of losses, and pass the variables of "
+        'each: parameters={"name of the loss": [...], ...}.'
     )
 
 

@@ -9,7 +9,6 @@ from lossscale.diagnosis.measurement import Measurement
 from lossscale.diagnosis.report import headline, line_to_copy, percent
 from lossscale.errors import ArgumentError
 from lossscale.plots.curves import axes_or_new
-from lossscale.plots.labels import shortened
 
 if TYPE_CHECKING:
     from lossscale.diagnosis.report import Report
@@ -86,7 +85,7 @@ def _outputs(ax: Any, found: Measurement) -> Any:
         size = end - each.room if each.finite else end + 2
         ax.barh(row, size + 24, left=-24, color=_DIM if each.finite else _BAD, height=0.6)
     ax.axvspan(end, end + 2, color=_BAD, alpha=0.13, linewidth=0)
-    ax.set_yticks(range(len(nearest)), shortened([e.name for e in nearest], _LONGEST_NAME))
+    ax.set_yticks(range(len(nearest)), [_shortened(each.name, _LONGEST_NAME) for each in nearest])
     ax.invert_yaxis()
     ticks = range(-24, 17, 8)
     ax.set_xlim(-24, end + 2)
@@ -103,7 +102,7 @@ def _areas(ax: Any, found: Measurement, low: int, high: int) -> None:
         ax.axvspan(start, found.highest_exponent, color=_GOOD, alpha=0.13, linewidth=0)
     if not found.highest_is_bound:
         ax.axvspan(found.highest_exponent, high, color=_BAD, alpha=0.13, linewidth=0)
-        first = shortened([found.first_to_overflow], 24)[0]
+        first = _shortened(found.first_to_overflow, 24)
         right = found.highest_exponent > (low + high) / 2
         ax.annotate(
             f"overflow above $2^{{{found.highest_exponent}}}$,\nfirst {first}",
@@ -123,7 +122,7 @@ def _worst(ax: Any, found: Measurement) -> None:
     bad = found.worst_error > found.tolerance
     color = _BAD if bad else "black"
     ax.plot(*zip(*points, strict=True), color=color, linewidth=2.4, marker="o", zorder=4)
-    name = shortened([worst.name], _LONGEST_NAME)[0]
+    name = _shortened(worst.name, _LONGEST_NAME)
     ax.annotate(
         f"without scaling {name} is wrong by {percent(found.worst_error)}",
         (0, max(worst.errors[0], _LOWEST)),
@@ -153,3 +152,8 @@ def _rule(ax: Any, rule: Any, low: int) -> None:
             fontsize=9,
             bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1},
         )
+
+
+def _shortened(name: str, length: int) -> str:
+    """The end of a long name: in the path of a variable, it says most."""
+    return name if len(name) <= length else f"…{name[1 - length :]}"
