@@ -305,6 +305,31 @@ def test_a_loaded_optimizer_goes_on_as_the_saved_one(wrapper, tmp_path):
             harness.step(GRADIENTS)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("saves", "loads", "scales"),
+    [(1, 1, (4.0, 2.0)), (1, 2, (4.0, 4.0)), (2, 1, (8.0, 4.0)), (2, 2, (8.0, 4.0))],
+)
+def test_a_count_of_overflows_goes_through_files_both_ways(wrapper, saves, loads, scales, tmp_path):
+    if wrapper.like:
+        pytest.skip(f"it is saved as {wrapper.like}")
+    saved, loaded = (
+        wrapper.make(VALUES, "sgd", DynamicScale(8.0, overflows_before_backoff=waits))
+        for waits in (saves, loads)
+    )
+    # So that what the file does not have cannot be a value from before.
+    for harness in (saved, loaded):
+        harness.step(spoiled(np.inf))
+    saved.save(tmp_path / "state.weights.h5")
+    keeps = wrapper.keras == "tf_keras" and saves < loads
+    # TensorFlow keeps what a checkpoint lacks, and says so.
+    with pytest.raises(AssertionError, match="overflows") if keeps else contextlib.nullcontext():
+        loaded.load(tmp_path / "state.weights.h5")
+    assert loaded.scale() == scales[0]
+    loaded.step(spoiled(np.inf))
+    assert loaded.scale() == (2.0 if keeps else scales[1])
+
+
 # 7. The second step neither traces again nor compiles again.
 
 

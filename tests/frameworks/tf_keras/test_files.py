@@ -256,6 +256,22 @@ def test_every_form_of_tensorflow_has_the_scale_and_the_counters(optimizers, tmp
     assert status(optimizer) == status(model.optimizer)
 
 
+@pytest.mark.parametrize(
+    ("saves", "loads", "scales"), [(1, 2, (4.0, 4.0)), (2, 1, (8.0, 4.0)), (2, 2, (8.0, 4.0))]
+)
+def test_weights_have_the_count_of_overflows_both_ways(saves, loads, scales, tmp_path):
+    rules = (lossscale.DynamicScale(8.0, overflows_before_backoff=n) for n in (saves, loads))
+    model, other = (compiled(wrapped(tf_keras.optimizers.SGD(), rule=rule)) for rule in rules)
+    bad = np.full((1, 4), INF), np.ones((1, 1))
+    for each in (model, other):
+        each.train_on_batch(*bad)
+    model.save_weights(tmp_path / "model.weights.h5")
+    other.load_weights(tmp_path / "model.weights.h5")
+    assert status(other.optimizer).scale == scales[0]
+    other.train_on_batch(*bad)
+    assert status(other.optimizer).scale == scales[1]
+
+
 # Configurations and copies.
 
 
