@@ -35,6 +35,7 @@ def test_compile_keeps_the_optimizer_and_fit_moves_the_scale():
     )
 
 
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="bit for bit in frameworks/keras")
 @pytest.mark.parametrize("jit_compile", JIT)
 def test_fit_with_spoiled_batches_is_fit_without_them(jit_compile):
     x, y = data()
@@ -86,19 +87,19 @@ def test_two_hundred_spoiled_batches_do_no_harm():
 def test_fit_with_a_compiled_step_on_pytorch(monkeypatch):
     import torch
 
-    # Traced and turned into graphs as ever, but to C++ in test_compile.py of PyTorch alone only:
-    # here there are two dozen graphs, most of them of Keras.
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    # Traced as ever, but to C++ in test_compile.py of PyTorch alone only: here there are two dozen
+    # graphs, most of them of Keras.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     # As little as there can be of what PyTorch has to trace: one layer, and one slot for each of
     # its variables.
     optimizer = wrapped(keras.optimizers.SGD(0.01, momentum=0.9))
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile(optimizer, loss="mse", jit_compile=True)
-    x, y = data(32)
+    x, y = data(24)
     x[8:16] = np.nan
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     assert status(optimizer) == Status(
-        scale=2.0**9, good_steps=2, skipped=1, last_skipped=False, iterations=4, applied=3
+        scale=2.0**9, good_steps=1, skipped=1, last_skipped=False, iterations=3, applied=2
     )
     assert all(np.isfinite(value).all() for value in arrays(model.trainable_variables))
 

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.methods import METHODS, TORCH
 from benchmarks.rows import Row, table
 from benchmarks.workloads import Workload, equal
+from quickly import compiling_quickly
 
 
 def test_the_bytes_of_a_sum_are_those_of_all_its_arrays():
@@ -97,12 +98,19 @@ def test_the_graph_of_a_program_that_is_gone_is_let_go(tensorflow, mode):
     assert graph() is None
 
 
+@pytest.fixture
+def _compiled_quickly():
+    with compiling_quickly("jax"):
+        yield
+
+
+@pytest.mark.usefixtures("_compiled_quickly")
 @pytest.mark.parametrize("model", ["", "mlp", "cnn", "transformer"])
 def test_the_methods_of_optax_come_to_the_same_parameters(model):
     from benchmarks.frameworks.optax import FRAMEWORK
 
     row = next(row for row in table("optax") if row.model == model)
-    row = dataclasses.replace(row, mode="eager", workload=None if model else equal(3, 60))
+    row = dataclasses.replace(row, mode="jit", workload=None if model else equal(3, 60))
     found = {}
     for name in ("lossscale",) if model in ("cnn", "transformer") else row.methods:
         made = FRAMEWORK.program(row, name, True)

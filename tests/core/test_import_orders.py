@@ -79,6 +79,10 @@ for order in orders:
         __import__(name)
     import lossscale
 
+    if len(order) > 1:
+        # None of a framework that is loaded, until it is asked for.
+        wrappers = ("lossscale.keras", "lossscale.tf_keras")
+        assert not [name for name in sys.modules if name.startswith(wrappers)], order
     before = frozenset(order[: order.index("lossscale")]) if len(order) > 1 else None
     for root in {"keras", "tf_keras"} & sys.modules.keys():
         library = sys.modules[root]

@@ -1,6 +1,5 @@
 """The list of mutants keeps up with the sources, and its edits find their places."""
 
-import ast
 import pathlib
 
 import pytest
@@ -23,9 +22,9 @@ def test_there_are_mutants_of_every_kind():
 
 @pytest.mark.parametrize("mutant", mutants.ALL, ids=lambda mutant: f"{mutant.place}: {mutant.old}")
 def test_a_mutant_fits_the_sources(mutant):
-    # What does not fit in one place is an `EditError`.
+    # What does not fit in one place, or changes nothing, is an `EditError`.
     path, text = mutant.apply(SOURCES)
-    assert ast.dump(ast.parse(text)) != ast.dump(ast.parse(path.read_text(encoding="utf-8")))
+    assert text != path.read_text(encoding="utf-8")
     files = [argument for argument in mutant.tests if argument.startswith("tests/")]
     assert files
     for file in files:

@@ -123,32 +123,7 @@ def test_something_that_is_no_optimizer_is_a_type_error(form, wrong):
         form.dynamic(wrong)
 
 
-def test_loss_scaling_is_not_applied_twice(form):
-    inner = sgd()
-    kept = form.dynamic(inner)
-    with pytest.raises(TypeError, match="is a LossScaleOptimizer itself"):
-        form.dynamic(kept)
-    with pytest.raises(ValueError, match="already wrapped"):
-        form.dynamic(inner)
-    assert kept.inner_optimizer is inner
-
-
 # --- iterations, learning_rate, lr --------------------------------------------------------------
-
-
-def test_iterations_grows_by_one_whether_the_step_is_applied_or_skipped(
-    form, stepped, var, loss_fn
-):
-    optimizer = form.dynamic(sgd())
-    assert optimizer.iterations == 0
-    stepped(lambda: optimizer.minimize(loss_fn, [var]))()
-    assert optimizer.iterations == 1
-    stepped(lambda: overflow(optimizer, var))()
-    assert optimizer.iterations == 2
-    # The one that learning rate schedules and Adam's bias correction follow.
-    assert optimizer.inner_optimizer.iterations == 1
-    assert optimizer.steps_skipped == 1
-    assert bool(optimizer.last_step_skipped)
 
 
 def test_iterations_can_be_set(form, var, loss_fn):

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from documents import forms
 from documents.forms import INF, assert_same, everything, number, overflow, sgd
-from lossscale import LossScaleWarning
 
 # --- Every way to take a step -------------------------------------------------------------------
 
@@ -173,15 +172,6 @@ def test_minimize_leaves_a_variable_without_a_gradient(form, stepped, var, loss_
     with pytest.warns(UserWarning, match="Gradients do not exist for variables"):
         stepped(lambda: optimizer.minimize(loss_fn, [var, other]))()
     assert (var.numpy(), other.numpy()) == (0.5, 3.0)
-
-
-def test_a_step_is_traced_once_while_the_scale_moves(form, var, loss_fn):
-    optimizer = form.dynamic(sgd(0.0), 1, period=1)
-    step = tf.function(lambda: optimizer.minimize(loss_fn, [var]))
-    for _ in range(4):
-        step()
-    assert form.scale_of(optimizer) == 16.0
-    assert step.experimental_get_tracing_count() == 1
 
 
 # --- get_scaled_loss ----------------------------------------------------------------------------
@@ -356,19 +346,6 @@ def test_a_variable_the_optimizer_was_not_built_with_is_a_value_error(form, var,
     with pytest.raises(ValueError, match=r"(?i)unknown variable|was not recognized|not recognize"):
         optimizer.minimize(lambda: other**2, [other])
     assert_same(before, everything(optimizer, var, other))
-
-
-def test_gradients_of_a_loss_that_was_never_scaled_are_applied_as_they_are_with_a_warning(
-    form, stepped, var
-):
-    optimizer = form.dynamic(sgd())
-    step = stepped(lambda: optimizer.apply_gradients([(tf.constant(2.0), var)]))
-    with pytest.warns(LossScaleWarning, match="the loss was never scaled"):
-        step()
-    assert var.numpy() == 0.5
-    # Once is enough.
-    step()
-    assert var.numpy() == 0.0
 
 
 # --- get_gradients, get_updates -----------------------------------------------------------------

@@ -81,24 +81,6 @@ def test_a_real_file_restores_everything_and_goes_on_as_computed_by_hand(path, t
     assert support.number(optimizer.iterations) == 2
 
 
-SAME_FAMILY = [(p, "new" if "v3" in p.name else "legacy") for p in DYNAMIC]
-
-
-@pytest.mark.parametrize(("path", "family"), SAME_FAMILY, ids=lambda p: getattr(p, "name", p))
-def test_tensorflow_itself_restores_it_into_ours(path, family):
-    v, optimizer = tf.Variable([5.0], name="v"), sgd_elsewhere(family, initial_scale=4.0)
-    status = tf.train.Checkpoint(optimizer=optimizer, v=v).restore(str(path)[: -len(".index")])
-    optimizer.minimize(lambda: v * 0.0, [v])
-    # The momentum of the file moved the variable once more.
-    momentum = 0.25 if family == "new" else 0.9
-    np.testing.assert_allclose(v.numpy(), [0.8 - 0.2 * momentum], rtol=1e-6)
-    assert int(optimizer.iterations) == 2
-    assert float(optimizer.learning_rate) == pytest.approx(0.1)
-    assert float(optimizer.loss_scale) == 8.0
-    assert int(optimizer.dynamic_counter) == 2
-    status.assert_existing_objects_matched()
-
-
 @pytest.mark.parametrize(
     ("path", "target", "dynamic"),
     [

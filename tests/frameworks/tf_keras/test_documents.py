@@ -10,31 +10,15 @@ from tf_keras.src.mixed_precision.loss_scale_optimizer import BaseLossScaleOptim
 
 import lossscale
 from documents.pages import blocks
-from frameworks.tf_keras.support import INF, assert_same, step, trained, wrapped
+from frameworks.tf_keras.support import assert_same, step, trained, wrapped
 from lossscale import experimental
 
 PAGES = pathlib.Path(__file__).parents[3].parent / "shared" / "seeds"
-
-MEMBERS = [
-    *("add_slot", "get_slot", "get_slot_names"),
-    *("add_weight", "get_weights", "set_weights", "variables", "weights"),
-    *("apply_gradients", "minimize", "get_gradients", "get_updates"),
-    *("get_scaled_loss", "get_unscaled_gradients"),
-    *("dynamic", "dynamic_counter", "dynamic_growth_steps", "initial_scale", "loss_scale"),
-    *("inner_optimizer", "iterations", "learning_rate", "lr"),
-    *("from_config", "get_config"),
-]
 
 
 @pytest.fixture
 def var():
     return tf.Variable([1.0, 2.0])
-
-
-@pytest.mark.parametrize("make", [wrapped, lambda o: experimental.LossScaleOptimizer(o, "dynamic")])
-def test_every_documented_member_is_there(optimizers, make):
-    optimizer = make(optimizers.SGD(0.5, momentum=0.9))
-    assert [name for name in MEMBERS if not hasattr(optimizer, name)] == []
 
 
 def test_weights_are_the_count_and_the_slots(optimizers, var):
@@ -174,23 +158,6 @@ def test_minimize_takes_variables_in_every_form(optimizers, given):
 def test_what_is_no_variable_is_a_value_error(optimizers):
     with pytest.raises(ValueError, match="must hold variables"):
         wrapped(optimizers.SGD(0.25)).minimize(lambda: tf.constant(1.0), [tf.constant(1.0)])
-
-
-WRONG_ARGUMENTS = [
-    *(({"initial_scale": wrong}, ValueError, "initial_scale") for wrong in (0, -1, INF, True, "8")),
-    ({"initial_scale": float("nan")}, ValueError, "initial_scale"),
-    *(({"dynamic": wrong}, TypeError, "`dynamic` must be True") for wrong in ("dynamic", 8, None)),
-    ({"dynamic": np.bool_(True)}, TypeError, "`dynamic` must be True or False"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "error", "message"), WRONG_ARGUMENTS, ids=str)
-def test_arguments_that_cannot_be_used_are_refused(optimizers, arguments, error, message):
-    with pytest.raises(error, match=message):
-        wrapped(optimizers.SGD(1.0), **arguments)
-    if "initial_scale" in arguments:
-        with pytest.raises(ValueError, match="loss_scale"):
-            experimental.LossScaleOptimizer(optimizers.SGD(1.0), arguments["initial_scale"])
 
 
 def test_warnings_come_once(optimizers, var):
