@@ -1,9 +1,9 @@
-"""What the gradients of an optimizer are: true, or scaled by one number; and what a loss reaches.
+"""Whether gradients are unscaled or scaled by one number, and which parameters a loss reaches.
 
-Whatever adds to gradients goes through `Engine.begin`, which brings those that are there to the
-scale of what is added, and `Engine.end`, which divides them all and checks each number.
-`optimizer.backward` calls both. A loss that was scaled calls `begin` by itself, when its `backward`
-starts; `end` is then called by `unscale_` or by `step`. So gradients of two scales never add up.
+Before a backward pass adds to gradients, `Engine.begin` multiplies those that are there by the
+scale of the loss. Afterwards `Engine.end` divides them all and checks each number.
+`optimizer.backward` calls both. A scaled loss calls `begin` by a hook when its `backward` starts;
+`unscale_` or `step` then call `end`. So gradients with different scales are never added.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ _MARK = "_is_scaled_by_lossscale"
 
 
 def remember_scaled(loss: Any) -> None:
-    """Marks a tensor that came of scaling, by any optimizer."""
+    """Marks a loss as scaled, by any optimizer."""
     setattr(loss, _MARK, True)
 
 
 def was_scaled(loss: Any) -> bool:
-    """Whether this very tensor came of scaling."""
+    """Whether this tensor is a scaled loss."""
     return hasattr(loss, _MARK)
 
 
 class GradientRecord:
-    """What is known of the gradients of an optimizer.
+    """The state of an optimizer's gradients since its last step.
 
     A plain object, because compiled code loses what it writes to an optimizer.
 
     Attributes:
-        scaled_by: What they are multiplied by; None if they are true. It is the `LossScale` itself
-            after a loss was scaled whose `backward` nobody sees, in compiled code or by hand.
-        found: What was found of true gradients since the last step: float32 scalar tensor, 1 for
-            an overflow. None if nobody has checked.
+        scaled_by: The scale that multiplies them; None if they are unscaled. The `LossScale` itself
+            if a loss was scaled whose `backward` cannot be seen, in compiled code or by hand.
+        found: Whether an overflow was found in unscaled gradients: float32 scalar tensor, 1 or 0.
+            None if they were not checked.
         is_graph: Whether they are parts of a graph (`create_graph=True`).
-        task: The backward pass that has begun last.
-        decision: What all processes decided on them, if they were asked.
-        clips: Whether they still have to be clipped.
-        is_settled: Whether `zero_grad` came in the place of the step that was decided on.
+        task: The last backward pass that has begun.
+        decision: The decision of all processes, if `unscale_` made one.
+        clips: Whether they are still to be clipped.
+        is_settled: Whether `zero_grad` was called in place of the step that was decided.
         by_hand: Whether `get_scaled_loss` was called, and `get_unscaled_gradients` was not.
-        divided: What `get_unscaled_gradients` was given, if it was called.
-        warned: Whether a step without a scaled loss was warned of.
+        divided: The gradients that `get_unscaled_gradients` was given, if it was called.
+        warned: Whether the user was warned of a step without a scaled loss.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class GradientRecord:
         self.reset()
 
     def reset(self) -> None:
-        """A step was made, or the gradients were cleared."""
+        """Starts again, after a step or when the gradients were cleared."""
         self.scaled_by: Multiplier | LossScale | None = None
         self.found: Any = None
         self.is_graph = self.clips = self.is_settled = self.by_hand = False
@@ -73,51 +73,51 @@ class GradientRecord:
         self.witness: tuple[Any, int] | None = None
 
     def is_nothing(self) -> bool:
-        """Whether nobody has scaled a loss since the last step."""
+        """Whether no loss was scaled since the last step."""
         return self.scaled_by is None and self.found is None and self.divided is None
 
     def remember(self, first: Any) -> None:
-        """Remembers true gradients by the first of them, or None, as it is now."""
+        """Remembers the first unscaled gradient, or None, and its version."""
         self.witness = None if first is None else (weakref.ref(first), first._version)
 
     def is_as_it_was(self, first: Any) -> bool:
-        """Whether the first gradient is the one that was remembered, and nobody wrote to it."""
+        """Whether the first gradient is the remembered one, unchanged."""
         if self.witness is None or first is None:
             return False
         return self.witness[0]() is first and self.witness[1] == first._version
 
     def are_gone(self, info: ranks.ParameterInfo) -> bool:
-        """Whether the gradients that were checked were cleared, by whomever."""
+        """Whether the gradients that were checked have been cleared."""
         known = None if self.witness is None else self.witness[0]()
         if known is None or not any(p.grad is known for p in info.parameters):
             return True
         if self.witness is not None and self.witness[1] == known._version:
             return False
-        # Somebody has written to it: zeros, where gradients are cleared in place.
+        # It was changed: to zeros, if gradients were cleared in place.
         grads = (p.grad for p in info.parameters if p.grad is not None)
         return not any(part.any() for g in grads for part in real_parts(ranks.local(g)))
 
     def are_scaled(self, grads: Sequence[Any]) -> bool | None:
-        """Whether the gradients are scaled; None if nobody has scaled a loss."""
+        """Whether the gradients are scaled; None if no loss was scaled."""
         if self.is_nothing():
             return None
         if self.divided is None:
             return self.scaled_by is not None
-        # `get_unscaled_gradients` returns new tensors. They may have been put in the place of the
-        # gradients, or copied into them; or the gradients are as they were.
+        # `get_unscaled_gradients` returns new tensors. The user may have assigned them to `.grad`,
+        # copied them into it, or left `.grad` as it was.
         versions = {id(t): version for ref, version in self.divided if (t := ref()) is not None}
         as_they_were = [versions.get(id(each)) == each._version for each in grads]
         if any(as_they_were) and not all(as_they_were):
             raise GradientsError(
-                "get_unscaled_gradients() was given the gradients of these parameters, and what "
-                "it returned was put into the `.grad` of some and not of others. Put it into all, "
-                "or call unscale_(), which divides them where they are."
+                "Some parameters have a `.grad` that get_unscaled_gradients() returned, and others "
+                "a scaled one. Assign the unscaled gradients to all, or call unscale_(), which "
+                "divides every `.grad` in place."
             )
         return bool(as_they_were) and all(as_they_were)
 
 
 def versions_of(grads: Iterable[Any]) -> list[tuple[Any, int]]:
-    """Unscaled gradients, released by everything else that refers to them."""
+    """Gradients by weak references, with their versions."""
     return [(weakref.ref(each), each._version) for each in grads]
 
 
@@ -125,12 +125,12 @@ def versions_of(grads: Iterable[Any]) -> list[tuple[Any, int]]:
 
 
 def living() -> list[Any]:
-    """The engines whose optimizer is there: one may outlive it in a traceback or in a cycle."""
+    """The engines whose optimizer is alive: a traceback or a cycle may keep only the engine."""
     return [each for each in engines if each.inner is not None]
 
 
 def is_seen(loss: Any) -> bool:
-    """Whether the `backward` of a loss can be seen when it starts."""
+    """Whether a hook can run when the `backward` of a loss starts."""
     return bool(
         loss.requires_grad
         and not torch._C._functorch.peek_interpreter_stack()
@@ -139,14 +139,14 @@ def is_seen(loss: Any) -> bool:
 
 
 def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, met: Any = None) -> None:
-    """Brings gradients to the scale of a loss when its `backward` starts.
+    """Multiplies existing gradients by the scale of a loss when its `backward` starts.
 
     Args:
         scaled: The scaled loss.
         loss: The loss.
-        multiplier: What it was multiplied by.
-        own: The engine whose parameters it is for; None if it is for all that it reaches.
-        met: Called with the tensors that it reaches and no engine has.
+        multiplier: The scale of the loss.
+        own: The engine that scaled it; None for a scaler, whose loss is for all optimizers.
+        met: Called with the tensors that the loss reaches and no engine has.
     """
 
     def starts(_: Any) -> None:
@@ -171,13 +171,13 @@ def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, met: Any = N
 def reached(
     loss: Any, others: Iterable[Any], inputs: Any = None, own: Any = None
 ) -> tuple[list[tuple[Any, ranks.ParameterInfo]], list[Any]]:
-    """What a loss reaches: engines with the parameters that no other one has, and other tensors.
+    """The engines whose parameters a loss reaches, each with its parameters, and other tensors.
 
     Args:
         loss: The loss.
         others: The engines that it may reach.
-        inputs: The tensors that alone are reached, as of `torch.Tensor.backward`.
-        own: What is known of parameters that are reached anyhow.
+        inputs: The only tensors that are reached, as in `torch.Tensor.backward`; None for all.
+        own: Parameters that are left out of the result.
     """
     hidden = False
     if inputs is None:
@@ -188,7 +188,7 @@ def reached(
     taken = own.ids if own is not None else frozenset()
     rest = {key: t for key, t in rest.items() if key not in taken}
     ids = frozenset(rest)
-    # `fully_shard` computes with parameters of its own, and takes their gradients away.
+    # `fully_shard` computes with its own parameters, and moves their gradients.
     is_sharded = any(isinstance(t, torch.nn.Parameter) for t in rest.values())
     found = []
     for each in others:
@@ -206,9 +206,9 @@ def reached(
 
 
 def _leaves(loss: Any) -> tuple[list[Any], bool]:
-    """The tensors whose `.grad` a backward pass adds to, and whether the graph may hide some.
+    """The tensors whose `.grad` a backward pass adds to, and whether others may be hidden.
 
-    A `torch.autograd.Function` may run a backward pass of its own, as reentrant checkpointing does.
+    A `torch.autograd.Function` may run another backward pass, as reentrant checkpointing does.
     """
     if loss.grad_fn is None:
         return [loss], False
@@ -231,7 +231,7 @@ def _leaves(loss: Any) -> tuple[list[Any], bool]:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def multiply(info: ranks.ParameterInfo, by: Any, before: Any = None) -> None:
-    """Brings gradients to a scale, from another one if they are not true."""
+    """Multiplies gradients by a scale, and divides them by the scale that they had."""
     if info.first_gradient() is None:
         return
 
@@ -253,15 +253,15 @@ def divide(
     allow_float16: bool = False,
     found: Any = None,
 ) -> dict[Any, Any]:
-    """Divides gradients by what they are multiplied by, and checks each number.
+    """Divides gradients by their scale, and checks each number.
 
     Args:
-        info: Of their parameters.
-        by: A `Multiplier` or a `LossScale`; None if they are true, to check them alone.
+        info: Their parameters.
+        by: A `Multiplier` or a `LossScale`; None if they are unscaled, to check them only.
         graph: Whether some are parts of a graph: these are replaced.
         checks: Whether to check them.
         allow_float16: Whether some may be in float16.
-        found: A tensor to write into, for the device that it is on.
+        found: The tensor to write the result of its device into, or None.
 
     Returns:
         By device, whether any number was infinite or NaN: float32 scalar tensor, 1 or 0.
@@ -297,7 +297,7 @@ def divide(
 
 
 def is_below_one(by: Any) -> bool:
-    """Whether a scale may be below 1, where unscaling overflows what was finite."""
+    """Whether a scale may be below 1, so that dividing by it can overflow."""
     lowest = by.rule.lowest_scale if by.number is None else by.number
     return lowest is None or lowest < 1.0
 

@@ -15,7 +15,7 @@ from lossscale.torch.gradients import Gradients
 from lossscale.torch.scaling import scalar
 
 _SMALLER = 2.0**-80
-"""What brings any float32 number to where its square is one, too."""
+"""Brings any float32 number into the range where its square is finite."""
 
 
 def grad_norm(
@@ -25,12 +25,12 @@ def grad_norm(
 
     Args:
         gradients: The gradients that this process has.
-        info: Of their parameters; it says over which processes they are spread.
-        shrink: Whether to shrink a copy first, of numbers whose squares overflow.
-        wide: Whether to add up in float32, where the norm of float16 numbers overflows.
+        info: Their parameters, with the process groups that they are sharded over.
+        shrink: Whether to shrink a copy first, because squares overflow.
+        wide: Whether to add up in float32, because the norm overflows in float16.
 
     Returns:
-        The norm, the same in all processes; -1 if parameters are spread and no process has a
+        The norm, the same in all processes; -1 if parameters are sharded and no process has a
         gradient.
     """
     groups = gradients.dense_groups
@@ -53,7 +53,7 @@ def grad_norm(
 
 
 def coefficient(norm: Any, clip_norm: float) -> Any:
-    """What gradients of a norm are multiplied by, as `torch.nn.utils.clip_grad_norm_` has it."""
+    """The factor that clips gradients of a norm, as in `torch.nn.utils.clip_grad_norm_`."""
     return torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
 
 
@@ -64,7 +64,7 @@ def clip_(gradients: Gradients, info: ranks.ParameterInfo, clip_norm: float, *, 
         gradients: The gradients.
         info: Of their parameters.
         clip_norm: The largest norm.
-        wait: Whether to wait for the norm, to take it again where it has overflowed.
+        wait: Whether to wait for the norm, and compute it again if it overflowed.
     """
     if not gradients.dense_groups and not info.groups:
         return

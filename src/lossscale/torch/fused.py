@@ -1,4 +1,4 @@
-"""Optimizers that unscale and skip by themselves, in fused kernels, and what they are handed."""
+"""Optimizers whose fused kernels unscale gradients and skip steps."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from lossscale.packages import warn
 from lossscale.torch.several import Several
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-"""PyTorch's own optimizers with fused kernels, which divide and skip if they are told to."""
+"""PyTorch's optimizers with fused kernels, which read `grad_scale` and `found_inf`."""
 
 
 def can_skip(inner: Any) -> bool:
-    """Whether an optimizer takes `grad_scale` and `found_inf` as tensors, as it is now."""
+    """Whether an optimizer, with its present settings, reads `grad_scale` and `found_inf`."""
     if isinstance(inner, Several):
         return all(map(can_skip, inner.optimizers))
     if type(inner).step in _steps_of_torch():
-        # Loading a state replaces the settings of the groups, this one too. The flag of the object
-        # is lost where it is copied.
+        # Not the optimizer's own flag: loading a state replaces `fused` in the groups, and a copy
+        # loses the flag.
         return all(group.get("fused") for group in inner.param_groups)
     return bool(getattr(inner, "_step_supports_amp_scaling", False))
 
 
 def can_unscale(inner: Any) -> bool:
-    """Whether unscaling may be left to an optimizer: nobody reads `.grad` before its kernel."""
+    """Whether the kernel may unscale: nothing else reads `.grad` before it."""
     if isinstance(inner, Several):
         return not _has_pre_hooks(inner) and all(map(can_unscale, inner.optimizers))
     return (
@@ -41,40 +41,40 @@ def can_unscale(inner: Any) -> bool:
 
 
 def _has_pre_hooks(inner: Any) -> bool:
-    """Whether somebody may read gradients before a step; the wrapper's own hook does not."""
+    """Whether a hook may read gradients before a step; the wrapper's own hook does not."""
     hooks = inner._optimizer_step_pre_hooks.values()
     return not all(hasattr(hook, "of_lossscale") for hook in hooks)
 
 
 def steps_as_torch(inner: Any) -> bool:
-    """Whether `step` is PyTorch's own: no subclass's, and not replaced but by a scheduler."""
+    """Whether `step` is PyTorch's: not a subclass's, nor replaced, except by a scheduler."""
     own = type(inner).step
     if own not in _steps_of_torch():
         return False
     replaced = vars(inner).get("step")
     if replaced is None:
         return True
-    # A scheduler counts the calls, and does nothing else.
+    # The `step` of a scheduler only counts the calls.
     counts = hasattr(replaced, "_wrapped_by_lr_sched") or hasattr(replaced, "_with_counter")
     if not counts:
         return False
-    # PyTorch 2.4 keeps what it counts in the closure alone.
+    # PyTorch 2.4 keeps the counted method only in the closure.
     counted = getattr(replaced, "__wrapped__", None)
     return (counted or inspect.getclosurevars(replaced).nonlocals.get("func")) is own
 
 
 def _steps_of_torch() -> list[Any]:
-    # As they are now: PyTorch wraps the `step` of a class when the first instance is made.
+    # Read each time: PyTorch wraps the `step` of a class when it makes the first instance.
     return [cls.step for cls in FUSED]
 
 
 def skips_by_itself(inner: Any) -> bool:
-    """Whether an optimizer skips a step if it is handed `found_inf`, and reads it nowhere else."""
+    """Whether an optimizer skips its own step if `found_inf` is set on it."""
     return can_skip(inner) and not takes_a_scaler(type(inner).step)
 
 
 def expects_attributes(inner: Any) -> bool:
-    """Whether an optimizer may rely on both attributes, or divides by a number of its own too."""
+    """Whether an optimizer may need both attributes, or has a `grad_scale` of its own."""
     if isinstance(inner, Several):
         return any(map(expects_attributes, inner.optimizers))
     has_own = getattr(inner, "grad_scale", None) is not None
@@ -83,14 +83,14 @@ def expects_attributes(inner: Any) -> bool:
 
 @contextlib.contextmanager
 def attributes(optimizers: Sequence[Any], grad_scale: Any, found_inf: Any) -> Iterator[None]:
-    """Within it optimizers have the attributes that are not None.
+    """Sets attributes of optimizers that are not None, within the context.
 
     Args:
-        optimizers: Some that `can_skip`.
-        grad_scale: float32 scalar tensor that the gradients still have to be divided by, or None.
+        optimizers: Optimizers that `can_skip`.
+        grad_scale: float32 scalar tensor, the divisor of the gradients, or None.
         found_inf: float32 scalar tensor, exactly 1 to skip and 0 to apply, or None.
     """
-    # Left behind, as numbers or as None, they would mislead the next caller of `step`.
+    # Removed afterwards, because the next caller of `step` may set none.
     try:
         for each in optimizers:
             if grad_scale is not None:
@@ -106,23 +106,23 @@ def attributes(optimizers: Sequence[Any], grad_scale: Any, found_inf: Any) -> It
 
 
 def is_dummy_step(optimizer: Any) -> bool:
-    """Whether nothing can come of a step but the state of the optimizer.
+    """Whether a step can only create the optimizer's state.
 
-    `torch.distributed.checkpoint` makes the state so, before it loads into it: with zeros for
-    gradients and a learning rate of 0, on an optimizer that has no state.
+    `torch.distributed.checkpoint` takes such a step before it loads a state: with gradients of 0
+    and a learning rate of 0, on an optimizer without state.
     """
     groups = optimizer.param_groups
     return not optimizer.state and all("lr" in group and group["lr"] == 0 for group in groups)
 
 
 def demands_closure(inner: Any) -> bool:
-    """Whether the step of an optimizer evaluates a closure by itself, such as that of LBFGS."""
+    """Whether `step` requires a closure, as that of LBFGS does."""
     closure = inspect.signature(type(inner).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def evaluates_first(inner: Any) -> bool:
-    """Whether a step with a closure is one evaluation, then a step without it."""
+    """Whether a step with a closure equals one evaluation, then a step without it."""
     if isinstance(inner, Several):
         return True
     step = inspect.signature(type(inner).step).parameters
@@ -132,17 +132,17 @@ def evaluates_first(inner: Any) -> bool:
 
 
 def starts_with_closure(inner: Any) -> bool:
-    """Whether an optimizer evaluates its closure before it moves anything, for certain."""
+    """Whether an optimizer is known to evaluate its closure before it changes anything."""
     return isinstance(inner, torch.optim.LBFGS)
 
 
 def takes_a_scaler(step: Any) -> bool:
-    """Whether a step has an argument `grad_scaler`, as PyTorch had it before 2.0."""
+    """Whether a `step` takes a `grad_scaler`, as PyTorch's did before 2.0."""
     return "grad_scaler" in inspect.signature(step).parameters
 
 
 def check_signature(inner: Any) -> None:
-    """Warns of an optimizer whose step takes a scaler."""
+    """Warns if `step` of an optimizer takes a `grad_scaler`."""
     if takes_a_scaler(type(inner).step):
         warn(
             f"{type(inner).__name__}.step takes a `grad_scaler`. The wrapper passes none: it "

@@ -1,7 +1,7 @@
 """The gradients of a step, as dense tensors of real numbers that can be changed in place.
 
-PyTorch's optimizers read `.grad`, and so does everybody else between `backward` and `step`. So a
-gradient is unscaled where it is: what is read afterwards is what is applied.
+PyTorch's optimizers read `.grad`, as other code does between `backward` and `step`. So gradients
+are unscaled in place: the values that can be read are those that are applied.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Gradients(NamedTuple):
     """The gradients of a step, and the dense tensors of real numbers that hold them.
 
     Attributes:
-        grads: The gradients, those that are None left out.
-        dense_groups: The tensors that hold their numbers, by device and dtype, as kernels want
-            them; float16 and bfloat16 only where they are not divided.
-        owners: Of each of these tensors the gradient that it is, or that it is a part of.
+        grads: The gradients that are not None.
+        dense_groups: The tensors that hold their numbers, by device and dtype, as kernels need
+            them.
+        owners: The gradient of each of these tensors.
     """
 
     grads: list[Any]
@@ -40,18 +40,18 @@ class Gradients(NamedTuple):
 
     @property
     def device(self) -> Any:
-        """Where the first of them is; the processor if there is none."""
+        """The device of the first one; the CPU if there is none."""
         return self.dense_groups[0][0].device if self.dense_groups else CPU
 
 
 def collect(info: ranks.ParameterInfo, *, allow_float16: bool = False) -> Gradients:
     """Returns the gradients of parameters, ready to be changed in place.
 
-    A gradient that cannot be changed in place is replaced in `.grad`. So is one that is a part of a
-    sum: the optimizer would add up the parts, and their sum must be checked before.
+    A gradient that cannot be changed in place is replaced in `.grad`. So is a `Partial` one, by its
+    sum, which the optimizer would compute and which must be checked.
 
     Args:
-        info: Of the parameters, with a `.grad` each, which may be None.
+        info: The parameters, whose `.grad` may be None.
         allow_float16: Whether some may be in float16: to be checked, and not divided.
 
     Raises:
@@ -63,7 +63,7 @@ def collect(info: ranks.ParameterInfo, *, allow_float16: bool = False) -> Gradie
         info.always_due = True
         grads = _each_its_own(info)
     if grads and len(info.devices) == 1 and _PLAIN_TYPES.issuperset(map(type, grads)):
-        # Each property in a loop of its own, in C: a tuple of them takes twice the time.
+        # One loop in C for each property: a loop over tuples takes twice the time.
         dtypes = set(map(_DTYPE, grads))
         plain = len(dtypes) == 1 and dtypes <= _IN_PLACE and set(map(_LAYOUT, grads)) == _DENSE
         if plain and not any(map(_IS_NEGATED, grads)):
@@ -79,7 +79,7 @@ def collect(info: ranks.ParameterInfo, *, allow_float16: bool = False) -> Gradie
 def _shares_memory(grads: Sequence[Any]) -> bool:
     """Whether two gradients share memory, or one shares it with itself, as an expanded one does.
 
-    Autograd hands the gradient of a sum to each of its terms, as it is or as views of it.
+    Autograd gives the same gradient, or views of it, to each term of a sum.
     """
     places = []
     for each in grads:
@@ -95,7 +95,7 @@ def _shares_memory(grads: Sequence[Any]) -> bool:
 
 
 def _each_its_own(info: ranks.ParameterInfo) -> list[Any]:
-    """Gives parameters whose gradients share memory a copy each, to be divided once."""
+    """Copies gradients that share memory, so that each is divided once."""
     for parameter in info.parameters:
         if parameter.grad is not None and type(parameter.grad) is torch.Tensor:
             parameter.grad = parameter.grad.clone(memory_format=torch.contiguous_format)
@@ -127,10 +127,10 @@ def _dense(parameter: Any, allow_float16: bool) -> tuple[Any, Any]:
     if ranks.is_part_of_sum(gradient):
         parameter.grad = gradient = ranks.added_up(gradient, parameter)
     if gradient.layout == torch.sparse_coo and not gradient.is_coalesced():
-        # The sum of values with one index can overflow where no value does, and has another norm.
+        # Values with the same index are added, and their sum can overflow.
         parameter.grad = gradient = gradient.coalesce()
     if gradient.is_conj() or gradient.is_neg():
-        # What is not stored cannot be changed in place.
+        # A lazy conjugate or negative cannot be changed in place.
         parameter.grad = gradient = gradient.resolve_conj().resolve_neg()
     values = ranks.local(gradient.detach())
     if values.layout != torch.strided:

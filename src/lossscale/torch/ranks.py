@@ -1,13 +1,13 @@
-"""More than one process: which of them have to agree on a step, and how they do.
+"""Several processes: which of them must skip a step together, and how they agree.
 
-A tensor that is spread over processes (a DTensor, of `fully_shard` and of tensor parallelism) is
-in part on each of them, so an overflow is seen by one and not by the others. One number says
-whether any was seen: its maximum is taken over the group of every mesh dimension along which a
-parameter is spread. Where gradients are summed before (`DistributedDataParallel`), an overflow
-reaches every process by itself, and nothing is sent.
+Each process holds a part of a sharded tensor (a DTensor of `fully_shard` or tensor parallelism), so
+one process may see an overflow that the others do not. They agree by one number, 1 for an overflow:
+its maximum is taken over the group of every mesh dimension along which a parameter is sharded.
+`DistributedDataParallel` sums the gradients first, so that every process sees the overflow, and no
+message is needed.
 
-What is added up over the same groups, a norm or how many elements are large, counts each number
-once: a process gives its part divided by the number of processes that have the same.
+Sums over the same groups, of a squared norm or of large elements, count each number once: a process
+divides its part by the number of processes that hold a copy.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ HALF = (torch.float16, torch.complex32)
 
 
 def _dtensor() -> Any:
-    """The class of tensors that are spread over processes; None where there can be none."""
-    # Importing it takes as long as half of PyTorch.
+    """The class of sharded tensors; None if it is not imported, so that no such tensor exists."""
+    # Not imported here: that takes half as long as importing PyTorch.
     module = sys.modules.get("torch.distributed.tensor")
     return getattr(module, "DTensor", None)
 
 
 def local(tensor: Any) -> Any:
-    """The part of a tensor that this process holds; the tensor itself if it is not spread.
+    """The part of a tensor that this process holds; the tensor itself if it is not sharded.
 
     Args:
         tensor: Tensor of any kind, or None.
@@ -45,27 +45,27 @@ def local(tensor: Any) -> Any:
 
 
 def is_spread(tensor: Any) -> bool:
-    """Whether a tensor is spread over processes, as a DTensor."""
+    """Whether a tensor is a DTensor."""
     spread = _dtensor()
     return spread is not None and isinstance(tensor, spread)
 
 
 def _arrived(tensor: Any) -> Any:
-    # The result of a collective that nobody waited for yet is not a plain tensor.
+    # An asynchronous collective returns a tensor that must be waited for.
     wait = getattr(tensor, "wait", None)
     return tensor if wait is None else wait()
 
 
 def is_part_of_sum(tensor: Any) -> bool:
-    """Whether a tensor is the sum of what several processes have (`Partial`)."""
+    """Whether the processes hold summands of a tensor (`Partial`)."""
     return any(placement.is_partial() for placement in getattr(tensor, "placements", ()))
 
 
 def added_up(gradient: Any, parameter: Any) -> Any:
-    """A gradient that is a part of a sum, added up and spread as its parameter is.
+    """Adds up a `Partial` gradient, and shards it as its parameter.
 
-    Parts that are finite may have a sum that is not, or the other way round, so that nothing can
-    be said of a step before. The optimizer would do the same, in each of its operations.
+    Finite summands may have an infinite sum, so the sum must be checked. The optimizer would add
+    them up as well, in each of its operations.
 
     Args:
         gradient: A DTensor. All processes of its mesh call this.
@@ -75,21 +75,20 @@ def added_up(gradient: Any, parameter: Any) -> Any:
 
 
 class ParameterInfo:
-    """What is known of a list of parameters, for as long as it is of these parameters.
+    """Facts about a list of parameters; made again when the list changes.
 
     Args:
         parameters: The parameters.
         process_group: As `groups_of` takes it.
 
     Attributes:
-        devices: Where they were when this was made.
-        has_half: Whether one is of a format that gradients cannot be divided in.
-        is_plain: Whether they are on one device, and none is of a format that gradients cannot be
-            divided in.
-        groups: The process groups that have to agree.
-        is_given: Whether the caller named some of them: then processes may do different things.
-        is_sharded: Whether what is computed with may be other tensors, as FSDP's are.
-        always_due: Whether gradients were seen to share memory.
+        devices: Their devices when this was made.
+        has_half: Whether one has a dtype in which gradients cannot be divided.
+        is_plain: Whether all are on one device, and none has such a dtype.
+        groups: The process groups that must agree.
+        is_given: Whether the user passed process groups: their processes may run different code.
+        is_sharded: Whether the model computes with other tensors, as FSDP does.
+        always_due: Whether gradients were found to share memory.
     """
 
     always_due = False
@@ -109,19 +108,20 @@ class ParameterInfo:
         self._copies: dict[Any, int] = {}
 
     def is_of(self, parameters: list[Any]) -> bool:
-        """Whether it is about these parameters, where they are now."""
+        """Whether these are the parameters, on the same devices."""
         mine = self.parameters
         return (
             len(parameters) == len(mine)
             and all(map(operator.is_, parameters, mine))
-            # `model.to` and `model.half` change parameters where they are, all at once.
+            # `model.to` and `model.half` change all parameters in place.
             and (not mine or (mine[0].device, mine[0].dtype) == (self.devices[0], self._dtype))
         )
 
     def is_due(self, gradients: int) -> bool:
-        """Whether it is time to see if gradients share memory, which takes half as long as a step.
+        """Whether to check again if gradients share memory, which takes half as long as a step.
 
-        It follows from the graph: at first, when their number changes, and then now and again.
+        The first steps are checked, then every 16th, and each step in which the number of
+        gradients changed.
         """
         self._times += 1
         due = self._times <= 4 or self._times % 16 == 0 or gradients != self._before
@@ -129,12 +129,12 @@ class ParameterInfo:
         return due or self.always_due
 
     def first_gradient(self) -> Any:
-        """The first gradient that there is, or None."""
+        """The first gradient that is not None; None if there is none."""
         return next((g for p in self.parameters if (g := p.grad) is not None), None)
 
     def copies(self, gradient: Any) -> int:
         """How many times a sum over `groups` would count each number of a gradient."""
-        # Most gradients of a model have one layout, and a mesh is slow to ask.
+        # Reading a mesh is slow, and most gradients of a model share one layout.
         spread = getattr(gradient, "device_mesh", None), getattr(gradient, "placements", None)
         if spread not in self._copies:
             self._copies[spread] = copies(gradient, self.groups, self._derived)
@@ -142,7 +142,7 @@ class ParameterInfo:
 
 
 def parameters_of(optimizer: Any) -> list[Any]:
-    """The parameters of an optimizer's groups, in order; nobody changes the list."""
+    """The parameters of an optimizer's groups, in order. Do not change the list."""
     groups = optimizer.param_groups
     if len(groups) == 1:
         parameters: list[Any] = groups[0]["params"]
@@ -151,22 +151,22 @@ def parameters_of(optimizer: Any) -> list[Any]:
 
 
 def groups_of(tensors: Iterable[Any], process_group: Any = None) -> tuple[Any, ...]:
-    """The process groups over which one verdict has to be reduced, in order.
+    """Returns the process groups that must agree on a step, in order.
 
-    They follow from parameters and not from gradients, so that a process without a gradient takes
+    They are derived from parameters, not from gradients, so that a process without a gradient takes
     part.
 
     Args:
-        tensors: The parameters, in an order that is the same in all processes.
-        process_group: A `torch.distributed.ProcessGroup`, or a sequence of them, which come first.
-            For what does not follow from DTensors (stages of a pipeline, shards by hand). An empty
-            sequence stands for none at all.
+        tensors: The parameters, in the same order in all processes.
+        process_group: A `torch.distributed.ProcessGroup`, or a sequence of them, which come first:
+            for groups that cannot be derived from DTensors (stages of a pipeline, shards made by
+            hand). With an empty sequence there are no groups at all.
 
     Returns:
-        The groups with more than one process; empty if processes need not agree.
+        The groups with more than one process; empty if each process decides alone.
 
     Raises:
-        ArgumentTypeError: If `process_group` is none of these.
+        ArgumentTypeError: If `process_group` is something else.
         UnsupportedError: If parameters are sharded by FSDP1, and no group is given.
 
     Examples:
@@ -185,7 +185,7 @@ def groups_of(tensors: Iterable[Any], process_group: Any = None) -> tuple[Any, .
     given = () if process_group is None else _checked(process_group)
     if isinstance(process_group, (list, tuple)) and not process_group:
         return ()
-    # What is given stays: a process without parameters derives nothing, and takes part too.
+    # A process without parameters can derive no group, and must use the given ones.
     return (*given, *(group for group in _derived(tensors) if not _is_in_any(group, given)))
 
 
@@ -195,7 +195,7 @@ def _is_in_any(group: Any, others: Sequence[Any]) -> bool:
 
 
 def _derived(tensors: Iterable[Any]) -> tuple[Any, ...]:
-    """The groups of every mesh dimension that a tensor is spread over."""
+    """The groups of every mesh dimension that a tensor is sharded over."""
     spread = _dtensor()
     groups: list[Any] = []
     seen: set[Any] = set()
@@ -203,7 +203,7 @@ def _derived(tensors: Iterable[Any]) -> tuple[Any, ...]:
         if not isinstance(tensor, spread):
             continue
         layout = tensor.device_mesh, tensor.placements
-        # Most parameters of a model have one layout, and a mesh is slow to ask.
+        # Reading a mesh is slow, and most parameters of a model share one layout.
         if layout in seen:
             continue
         seen.add(layout)
@@ -220,9 +220,9 @@ def _is_of_fsdp1(tensor: Any) -> bool:
 
 
 def _groups_along(tensor: Any, *, replicated: bool = False) -> list[Any]:
-    """The groups of the mesh dimensions that a tensor is spread over, or is replicated along."""
+    """The groups of the mesh dimensions along which a tensor is sharded, or replicated."""
     mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
-    # A process outside of the mesh holds nothing of the tensor.
+    # A process outside the mesh holds no part of the tensor.
     if mesh is None or mesh.get_coordinate() is None:
         return []
     return [
@@ -235,14 +235,14 @@ def _groups_along(tensor: Any, *, replicated: bool = False) -> list[Any]:
 def copies(tensor: Any, groups: Sequence[Any], derived: Sequence[Any]) -> int:
     """How many times a sum over groups would count each number of a tensor.
 
-    Along a group that follows from the parameters a tensor that is not spread there is the same
-    for all. Of a group that was given nothing is known: its processes have different tensors
-    (stages), unless the tensor's own mesh says that it is replicated within.
+    Within a derived group, all processes hold the same of a tensor that is not sharded. Within a
+    given group they hold different tensors (stages), unless the tensor's own mesh replicates it
+    there.
 
     Args:
-        tensor: A parameter or a gradient, that is no part of a sum.
+        tensor: A parameter or a gradient that is not `Partial`.
         groups: What `groups_of` returned.
-        derived: Those that follow from the parameters.
+        derived: The groups that were derived from the parameters.
     """
     own = _derived([tensor])
     following = [group for group in groups if _is_one_of(group, derived)]
@@ -265,7 +265,7 @@ def _checked(process_group: Any) -> tuple[Any, ...]:
     kinds: tuple[Any, ...] = ()
     if distributed.is_available():
         kinds = (distributed.ProcessGroup,)
-        # What `new_group` returns to a process that is not in the group.
+        # `new_group` returns this to a process that is not in the group.
         given = [group for group in given if group is not distributed.GroupMember.NON_GROUP_MEMBER]
     for group in given:
         if not isinstance(group, kinds):
@@ -281,18 +281,18 @@ def _checked(process_group: Any) -> tuple[Any, ...]:
 def agreed(
     overflow: Any, has_gradients: bool, is_scaled: bool, groups: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """What the processes found together, the same in all of them, in one message for each group.
+    """Returns what the processes found together, by one message for each group.
 
     Args:
-        overflow: float32 scalar tensor, 1 if an overflow was found here, else 0.
-        has_gradients: Whether there was any gradient here.
-        is_scaled: Whether a loss was scaled here.
-        groups: What `groups_of` returned. The maximum is taken over one after the other, in all
-            processes in the same order; over the dimensions of one mesh all of its processes agree.
+        overflow: float32 scalar tensor, 1 if this process found an overflow, else 0.
+        has_gradients: Whether this process has a gradient.
+        is_scaled: Whether this process scaled a loss.
+        groups: What `groups_of` returned. The maximum is taken over one group after the other, in
+            the same order in all processes.
 
     Returns:
-        float32 scalar tensors: 1 if one process found an overflow, 0 if none, -1 if there is no
-        gradient anywhere; and 1 if a loss was scaled somewhere, else 0.
+        float32 scalar tensors, the same in all processes: 1 if one found an overflow, 0 if none
+        did, -1 if none has a gradient; and 1 if one scaled a loss, else 0.
 
     Examples:
         >>> agreed(torch.tensor(1.0), True, True, ())
@@ -308,7 +308,7 @@ def agreed(
 
 
 def added(numbers: Any, groups: Sequence[Any]) -> Any:
-    """What the processes have of some numbers, added up; the same in all of them.
+    """Returns the sums of numbers over the processes, the same in all of them.
 
     Args:
         numbers: float64 tensor, in which counts are exact.
@@ -322,7 +322,7 @@ def added(numbers: Any, groups: Sequence[Any]) -> Any:
 
 
 def largest_and_added(numbers: Any, groups: Sequence[Any]) -> Any:
-    """The largest of the first number of all processes, and the sums of the others.
+    """Returns the maximum of the first number over the processes, and the sums of the others.
 
     Args:
         numbers: float64 tensor of one dimension. It is sent once for each group.
@@ -339,7 +339,7 @@ def largest_and_added(numbers: Any, groups: Sequence[Any]) -> Any:
 
 
 def _device(found: Any, group: Any) -> Any:
-    """Where a group can send from: not from the processor if gradients are kept there off-load."""
+    """The device that a group sends from: not the CPU if gradients are only offloaded there."""
     served = {device.type: device for device in group._device_types}
     return (
         found.device if not served or found.device.type in served else next(iter(served.values()))
@@ -347,11 +347,11 @@ def _device(found: Any, group: Any) -> Any:
 
 
 class JoinHook:
-    """What a process does for the others once it has run out of data.
+    """The hook of a process that has run out of data, for `torch.distributed` `Join`.
 
     Args:
-        shadow: Takes part in a step of the others.
-        leave: Called when all have run out.
+        shadow: Takes part in a step of the other processes.
+        leave: Called when all processes have run out of data.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
     """
@@ -360,5 +360,5 @@ class JoinHook:
         self.main_hook, self._leave = shadow, leave
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All processes have run out of data."""
+        """Called when all processes have run out of data."""
         self._leave()

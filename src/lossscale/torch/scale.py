@@ -1,7 +1,7 @@
-"""The loss scale: Python numbers that the host moves, or tensors that the device moves.
+"""The loss scale: Python numbers that the host updates, or tensors that the device updates.
 
-Either way the number that multiplies a loss is a tensor of no dimensions that is changed in place:
-compiled code and CUDA graphs hold on to it, and are not recreated when the scale moves.
+Either way the loss is multiplied by a 0-d tensor that is changed in place: compiled code and CUDA
+graphs keep a reference to it, and stay valid when the scale changes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Factors(NamedTuple):
 
 
 class Multiplier:
-    """What a loss was multiplied by: a scale as it was then, which stays when the scale moves.
+    """The scale that multiplied a loss; it stays when the loss scale changes.
 
     Args:
-        scale: float32 scalar tensor that nobody changes.
-        rule: The rule of the scale.
-        number: The same as a Python float; None if only the device knows it.
-        reciprocal: Its reciprocal, if it is not to be computed.
+        scale: float32 scalar tensor that is never changed.
+        rule: The rule of the loss scale.
+        number: The scale as a Python float; None if only the device knows it.
+        reciprocal: Its reciprocal; None to compute it.
     """
 
     def __init__(
@@ -51,24 +51,25 @@ class Multiplier:
 
 
 class Counts(NamedTuple):
-    """Steps that were decided on, those that were skipped, and whether the last one was."""
+    """Number of steps, number of skipped steps, and whether the last step was skipped."""
 
     iterations: Any
     steps_skipped: Any
     last_step_skipped: Any
 
     def plus(self, skipped: bool) -> Counts:
-        """The counts after another step, as Python numbers."""
+        """Returns the counts after another step, as Python numbers."""
         return Counts(self.iterations + 1, self.steps_skipped + skipped, skipped)
 
 
 def update_on_host(rule: ScaleRule, state: ScaleState, stats: GradientStats) -> ScaleState:
-    """The state of a rule after a step, as Python numbers.
+    """Returns the state of a rule after a step, as Python numbers.
 
     Args:
         rule: The rule.
         state: The state before, as Python numbers.
-        stats: What the rule sees: `finite` is a bool, the rest are float32 tensors of the CPU.
+        stats: Statistics of the gradients: `finite` is a bool, the others are float32 tensors on
+            the CPU.
 
     Examples:
         >>> rule = lossscale.DynamicScale(initial_scale=8)
@@ -76,9 +77,9 @@ def update_on_host(rule: ScaleRule, state: ScaleState, stats: GradientStats) -> 
         ScaleState(scale=4.0, good_steps=0)
     """
     if host_can_update(rule):
-        # On tensors SGD, small would take 1.14 times as long.
+        # With tensors the benchmark row "SGD, small" would take 1.14 times as long.
         return updated_on_host(rule, state, stats.finite)
-    # Numbers of Python would be rounded otherwise than tensors.
+    # Python numbers would be rounded differently.
     stats = stats._replace(finite=scalar(stats.finite, CPU, torch.bool))
     after = rule.update(_tensors(state, CPU), stats, xp=torch)
     return type(after)(*map(_number, after))
@@ -96,20 +97,20 @@ def _number(value: Any) -> Any:
 
 
 def saved_as(field: str) -> str:
-    """The name of a number in the dictionary of an optimizer."""
+    """Returns the name of a value of the loss scale in an optimizer's state dictionary."""
     return "loss_scale" if field == "scale" else f"loss_scale_{field}"
 
 
 class LossScale:
-    """A rule and its state, moved by the host, which knows each number without waiting.
+    """A rule and its state, updated on the host, which knows each value without waiting.
 
     Args:
         rule: The rule.
-        devices: Where a loss or a gradient may be; others are added when they are met.
+        devices: Devices of losses and gradients; others are added at their first use.
 
     Attributes:
-        start: What all is counted on from, Python numbers; another object for each load.
-        shown: The numbers by the names that they are saved under, tensors that are kept up to date.
+        start: The counts at the last load, Python numbers; each load makes another object.
+        shown: The values by their names in a state dictionary, tensors that are kept up to date.
     """
 
     on_device = is_unseen = False
@@ -135,14 +136,14 @@ class LossScale:
 
     @property
     def multiplier(self) -> Multiplier:
-        """The loss scale as it is now; the same object until it moves."""
+        """The current loss scale; the same object until it changes."""
         if self._multiplier is None:
             self._multiplier = Multiplier(self.tensor, self.rule, self.number)
         return self._multiplier
 
     @property
     def tensor(self) -> Any:
-        """The loss scale, a float32 scalar tensor that is nobody else's."""
+        """A copy of the loss scale, a float32 scalar tensor."""
         return self.on(CPU).scale.clone()
 
     def on(self, device: Any) -> Factors:
@@ -167,7 +168,7 @@ class LossScale:
 
     def _make_shown(self) -> None:
         self._numbers = numpy.zeros(len(self.names))
-        # Tensors, because code is recompiled for each number that it finds in a group.
+        # Tensors, because compiled code is recompiled for each Python number in a group.
         shown = torch.from_numpy(self._numbers).unbind()
         self.shown: dict[str, Any] = dict(zip(self.names, shown, strict=True))
         self._show()
@@ -177,7 +178,7 @@ class LossScale:
         self._numbers[:] = self._last
 
     def written(self) -> dict[str, float]:
-        """What others have written into `shown`."""
+        """Returns the values that other code has written into `shown`."""
         now = self._numbers.tolist()
         if now == self._last:
             return {}
@@ -185,7 +186,7 @@ class LossScale:
         return {name: new for name, new, old in changed if new != old}
 
     def update(self, stats: GradientStats) -> None:
-        """Updates the scale by what was seen of a step."""
+        """Updates the scale after a step."""
         before = self.number
         self.state = update_on_host(self.rule, self.state, stats)
         if self.number != before:
@@ -197,12 +198,12 @@ class LossScale:
         self._show()
 
     def numbers(self) -> dict[str, Any]:
-        """The state and the counts as Python numbers, by the names they are saved under."""
+        """Returns the state and the counts as Python numbers, by field."""
         named = {**self.state._asdict(), **self.counts._asdict()}
         return {name: _number(value) for name, value in named.items()}
 
     def set_numbers(self, numbers: dict[str, Any]) -> None:
-        """Sets what `numbers` of a loss scale with this rule has returned."""
+        """Sets the values that `numbers` of a loss scale with this rule returned."""
         state, counts = type(self.first), Counts
         self.restore(
             state(*(numbers[field] for field in state._fields)),
@@ -217,7 +218,7 @@ class LossScale:
 
 
 class DeviceLossScale(LossScale):
-    """A loss scale that the first device moves; nothing is read from it unless a user reads it."""
+    """A loss scale that is updated on the first device, and read only if the user asks."""
 
     on_device = True
     number = None
@@ -235,10 +236,10 @@ class DeviceLossScale(LossScale):
         self._fill_factors()
 
     def _make_shown(self) -> None:
-        """What is shown are the tensors that the device moves."""
+        """Not needed: `shown` holds the tensors that the device updates."""
 
     def written(self) -> dict[str, float]:
-        # The device moves them, and continues from what is written there.
+        # The device updates the tensors in `shown`, so that what is written there counts.
         return {}
 
     def _new_scale(self, device: Any) -> Any:
@@ -253,7 +254,7 @@ class DeviceLossScale(LossScale):
     def on(self, device: Any) -> Factors:
         factors = super().on(device)
         if device == CPU != self.home and self.home in self._factors:
-            # A loss on the processor reads the scale where it is.
+            # A loss on the CPU needs a copy of the scale.
             factors.scale.copy_(self._factors[self.home].scale)
         return factors
 

@@ -1,4 +1,4 @@
-"""Losses and gradients as PyTorch tensors: what they are made of, widened, scaled and unscaled."""
+"""Losses and gradients as PyTorch tensors: their parts, widening, scaling and unscaling."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uncompiled(method: _Function) -> _Function:
-    """A method that compiled code calls as it is: compiled, it would be for each number it reads.
+    """Keeps a method out of compiled code, which would be recompiled for each number it reads.
 
-    PyTorch's own decorator would take its time in every call that is not compiled, too.
+    `torch.compiler.disable` alone would also slow down calls outside compiled code.
     """
     disabled: Any = torch.compiler.disable(method)
 
@@ -36,13 +36,13 @@ def uncompiled(method: _Function) -> _Function:
 
 
 def scalar(value: float, device: Any, dtype: Any = torch.float32) -> Any:
-    """A new tensor of no dimensions that may be changed in place, also in inference mode."""
+    """Returns a new 0-d tensor that may be changed in place, also in inference mode."""
     with torch.inference_mode(False):
         return torch.full((), value, dtype=dtype, device=device)
 
 
 def read(tensor: Any) -> float:
-    """A number of a tensor on the host, which waits for its device.
+    """Reads a number from a tensor, which waits for its device.
 
     Raises:
         UnsupportedError: While a CUDA graph is captured.
@@ -58,7 +58,7 @@ def read(tensor: Any) -> float:
 
 
 def stored(gradient: Any) -> Any:
-    """The dense tensor that a gradient is stored in: of a sparse one its values, summed up."""
+    """The dense tensor that holds a gradient: the coalesced values of a sparse one."""
     if gradient.layout == torch.sparse_coo:
         gradient = gradient.coalesce()
     return gradient if gradient.layout == torch.strided else gradient.values()
@@ -89,7 +89,7 @@ def widened(tensor: Any) -> Any:
 def scaled(loss: Any, scale: Any) -> Any:
     """Multiplies a loss by the scale, in float32 or wider."""
     if not isinstance(loss, torch.Tensor):
-        # A default device would take it elsewhere.
+        # A default device would place it elsewhere.
         loss = torch.as_tensor(loss, device=CPU)
     loss = widened(loss)
     return loss * torch.as_tensor(scale, dtype=loss.real.dtype, device=loss.device)
