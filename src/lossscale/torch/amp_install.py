@@ -1,4 +1,4 @@
-"""`install`: the drop-in in the places of PyTorch's scaler, for code that must run unedited."""
+"""`install`: replaces PyTorch's scaler by the drop-in, for code that must run unedited."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lossscale.torch.scaler_arguments import DEFAULTS
 
 
 class _OfOneDevice(GradScaler):
-    """A scaler whose constructor names no device, and which PyTorch has deprecated for that."""
+    """A scaler for one type of device, which PyTorch deprecates."""
 
     _type: ClassVar[str]
 
@@ -38,21 +38,21 @@ class _OfOneDevice(GradScaler):
 
 
 class CudaGradScaler(_OfOneDevice):
-    """Stands for `torch.cuda.amp.GradScaler`."""
+    """Replaces `torch.cuda.amp.GradScaler`."""
 
     _type = "cuda"
 
 
 class CpuGradScaler(_OfOneDevice):
-    """Stands for `torch.cpu.amp.GradScaler`."""
+    """Replaces `torch.cpu.amp.GradScaler`."""
 
     _type = "cpu"
 
 
 class ShardedGradScaler(GradScaler):
-    """Stands for `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`.
+    """Replaces `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`.
 
-    Its arguments are in another order, and all processes have to agree unless it is given a group.
+    Its arguments have another order. All processes agree, unless it is given a group.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ _SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
 
 
 class ScalerInstallation(Installation):
-    """The drop-in in the places of PyTorch's scaler; a context manager that takes it out again."""
+    """The installed drop-in; a context manager that uninstalls it."""
 
 
 def install() -> ScalerInstallation:
-    """Puts `GradScaler` in the places of PyTorch's, for programs that must run unedited.
+    """Replaces PyTorch's scalers by `GradScaler`, for programs that must run unedited.
 
     `torch.amp.GradScaler`, `torch.GradScaler`, `torch.amp.grad_scaler.GradScaler`, those of
     `torch.cuda.amp` and `torch.cpu.amp`, and `ShardedGradScaler` of FSDP1. Call it before the
@@ -114,7 +114,7 @@ def install() -> ScalerInstallation:
     """
     with contextlib.ExitStack() as stack:
         if not ScalerInstallation._standing:
-            # First: what is imported while the others stand, is made of them and stays so.
+            # First, because its import would subclass the names that are replaced below.
             _replace_sharded(stack)
             for place, scaler in _PLACES.items():
                 replace(stack, importlib.import_module(place), "GradScaler", scaler)
@@ -125,6 +125,6 @@ def _replace_sharded(stack: contextlib.ExitStack) -> None:
     try:
         sharded = importlib.import_module(_SHARDED)
     except ImportError:
-        # A PyTorch that was built without torch.distributed.
+        # PyTorch may be built without torch.distributed.
         return
     replace(stack, sharded, "ShardedGradScaler", ShardedGradScaler)

@@ -26,10 +26,9 @@ class DocumentedVerbs:
     """`minimize`, `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`."""
 
     def get_scaled_loss(self, loss: Any) -> Any:
-        """Multiplies the loss by the loss scale, for gradients that are unscaled by hand.
+        """Multiplies the loss by the loss scale, for gradients that you unscale yourself.
 
-        Pass the gradients through `get_unscaled_gradients` afterwards; `scale_loss` and `step` do
-        both.
+        Call `get_unscaled_gradients` afterwards. `backward` does both.
 
         Args:
             loss: A tensor of any shape and dtype, a number, or a callable that returns one.
@@ -80,9 +79,9 @@ class DocumentedVerbs:
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
-        """Applies unscaled gradients to parameters, or skips the step; then moves the loss scale.
+        """Applies unscaled gradients to parameters, or skips the step; updates the loss scale.
 
-        The `.grad` of the parameters stays as it is.
+        The `.grad` of the parameters does not change.
 
         Args:
             grads_and_vars: (gradient, parameter) pairs; a gradient may be None.
@@ -109,12 +108,12 @@ class DocumentedVerbs:
         before = by, by_hand, divided = record.scaled_by, record.by_hand, record.divided
         are_unscaled = by is None or by_hand or divided is not None
         if by is not None and by is not engine.scale:
-            # Those in `.grad` stay, and are true.
+            # Gradients in `.grad` stay there, unscaled.
             engine.end()
         with _own_gradients(parameters):
             for gradient, variable in zip(given, variables, strict=True):
                 if gradient is not None:
-                    # A copy, because what is applied is changed where it is.
+                    # A copy, because a step changes gradients in place.
                     variable.grad = gradient.detach().to(variable.dtype, copy=True)
             record.reset()
             record.scaled_by = engine.scale if are_unscaled else by
@@ -135,10 +134,10 @@ class DocumentedVerbs:
         name: str | None = None,
         tape: Any = None,
     ) -> Any:
-        """Minimizes a loss: scales it, takes and unscales gradients, applies them.
+        """Minimizes a loss: scales it, computes and unscales gradients, applies them.
 
-        It does so by `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`, those of
-        a subclass if it has its own. The `.grad` of the parameters stays as it is.
+        Calls `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`, which a subclass
+        may override. The `.grad` of the parameters does not change.
 
         Args:
             loss: A callable without arguments that returns the loss.
@@ -192,7 +191,7 @@ class DocumentedVerbs:
     def _gradients_of(
         self, scaled_loss: Callable[[], Any], variables: Sequence[Any], grad_loss: Any
     ) -> list[Any]:
-        """Returns the gradients; the `.grad` of the variables stays as it was."""
+        """Returns the gradients; the `.grad` of the variables does not change."""
         with _own_gradients(variables), torch.enable_grad():
             value = scaled_loss()
             if not value.requires_grad:
@@ -202,11 +201,11 @@ class DocumentedVerbs:
                 )
             if grad_loss is None and value.ndim:
                 grad_loss = torch.ones_like(value)
-            # And not torch.autograd.grad, which passes by what processes agree in.
+            # Not torch.autograd.grad, which skips the hooks that sum gradients over processes.
             _backward(value, grad_loss, variables)
             return [variable.grad for variable in variables]
 
-    # Of other parts.
+    # The methods of the other base classes.
     inner_optimizer: Any
     iterations: Any
     scale_loss: Any
@@ -222,7 +221,7 @@ class DocumentedVerbs:
 
 @contextlib.contextmanager
 def _own_gradients(parameters: Sequence[Any]) -> Iterator[None]:
-    """Within it parameters have no gradients but those that are set there."""
+    """Sets `.grad` of parameters to None, and restores it at the end of the context."""
     before = [(parameter, parameter.grad) for parameter in parameters]
     try:
         for parameter in parameters:
@@ -235,7 +234,7 @@ def _own_gradients(parameters: Sequence[Any]) -> Iterator[None]:
 
 def _backward(value: Any, grad_loss: Any, variables: Sequence[Any]) -> None:
     """Backpropagates to some variables."""
-    # `fully_shard` computes with other tensors, whose gradients it brings to the parameters.
+    # `fully_shard` computes with other tensors, and moves their gradients to the parameters.
     spread = any(ranks.is_spread(variable) for variable in variables)
     value.backward(gradient=grad_loss, inputs=None if spread else list(variables))
 

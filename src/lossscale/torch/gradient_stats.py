@@ -1,4 +1,4 @@
-"""What a rule has to see of gradients besides overflow: how large they are.
+"""Statistics of gradients that a rule may need besides overflow: how large they are.
 
 A measurement is one float32 tensor, [largest, elements, *counts], so that one transfer brings it to
 the host, and one message to other processes.
@@ -17,7 +17,7 @@ from lossscale.torch.scaling import CPU, real_parts, scalar, widened
 
 
 def measure(needs: StatsRequest, gradients: Sequence[Any], scale: Any, *, are_scaled: bool) -> Any:
-    """Measures gradients; what a rule does not need stays 0.
+    """Measures gradients; statistics that a rule does not need stay 0.
 
     Args:
         needs: What the rule needs, something.
@@ -49,7 +49,7 @@ def measure_everywhere(
     *,
     are_scaled: bool,
 ) -> Any:
-    """Measures the gradients of parameters, together with the processes that have to agree."""
+    """Measures the gradients of parameters on all processes that must agree."""
     if not info.groups:
         return measure(needs, gradients, scale, are_scaled=are_scaled)
     by_copies: dict[int, list[Any]] = {}
@@ -61,19 +61,19 @@ def measure_everywhere(
         numbers[0] = torch.maximum(numbers[0], here[0])
         numbers[1:] += here[1:] / copies
     numbers = largest_and_added(numbers, info.groups)
-    # What was divided by a number of copies is whole again.
+    # Counts divided by the number of copies add up to whole numbers.
     numbers[1:] = numbers[1:].round()
     return numbers.to(torch.float32)
 
 
 def together(several: Sequence[Any]) -> Any:
-    """The measurements of several optimizers as one, on the host."""
+    """Joins the measurements of several optimizers, on the host."""
     stacked = torch.stack([measured.cpu() for measured in several])
     return torch.cat([stacked[:, :1].amax(0), stacked[:, 1:].sum(0)])
 
 
 def as_stats(needs: StatsRequest, measured: Any, finite: Any) -> GradientStats:
-    """What a rule sees of a step.
+    """Returns the statistics that a rule receives.
 
     Args:
         needs: What the rule needs.
@@ -93,5 +93,5 @@ def as_stats(needs: StatsRequest, measured: Any, finite: Any) -> GradientStats:
 def compute(
     needs: StatsRequest, finite: Any, gradients: Sequence[Any], scale: Any, *, are_scaled: bool
 ) -> GradientStats:
-    """What a rule sees of gradients that this process alone has."""
+    """Returns the statistics of gradients that only this process has."""
     return as_stats(needs, measure(needs, gradients, scale, are_scaled=are_scaled), finite)

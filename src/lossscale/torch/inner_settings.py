@@ -1,4 +1,4 @@
-"""The inner optimizer, seen through the one around it: its groups, its state, its settings."""
+"""Attributes of the wrapper that belong to the inner optimizer: groups, state, settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_SCALERS = {
         for name in ("growth_factor", "backoff_factor", "growth_interval")
     },
 }
-"""What programs for a GradScaler ask for, and what to do instead."""
+"""Members of a GradScaler, and what to do with a wrapper instead."""
 
 _OWN_ATTRIBUTES = frozenset({"name"})
 
@@ -51,17 +51,17 @@ def _setting(name: str) -> property:
 
 
 class InnerSettings:
-    """Hyperparameters (`lr`, `momentum`, `betas`, ...), hooks, and what else is inside."""
+    """The inner optimizer's hyperparameters (`lr`, `momentum`, ...), hooks and methods."""
 
     inner_optimizer: Any
 
     param_groups = _shared("param_groups", "The parameter groups of the inner optimizer.")
     state = _shared("state", "The state of the inner optimizer, by parameter.")
-    defaults = _shared("defaults", "The settings of groups that do not say otherwise.")
+    defaults = _shared("defaults", "The default settings of parameter groups.")
     learning_rate = _setting("lr")
     lr = _setting("lr")
 
-    # A hook is called by the inner optimizer, once, and only when it steps.
+    # The inner optimizer calls its hooks, once for each step that it takes.
     _optimizer_step_pre_hooks = _shared("_optimizer_step_pre_hooks")
     _optimizer_step_post_hooks = _shared("_optimizer_step_post_hooks")
     _optimizer_state_dict_pre_hooks = _shared("_optimizer_state_dict_pre_hooks")
@@ -104,7 +104,7 @@ class InnerSettings:
         return all(name in group for group in self.param_groups)
 
     def __getattr__(self, name: str) -> Any:
-        # Called only for names that are not found here, or where a property raised this error.
+        # Called only for names that are not found, or if a property raised this error.
         if hasattr(type(self), name):
             return object.__getattribute__(self, name)
         engine = self.__dict__.get("_engine")
@@ -127,7 +127,7 @@ class InnerSettings:
             raise unknown_setting(inner, name) from None
 
     def _guarded(self, name: str, method: Any) -> Any:
-        """A method of the inner optimizer, which reads `.grad` as it is."""
+        """A method of the inner optimizer that first checks that `.grad` is unscaled."""
 
         @functools.wraps(method)
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ class InnerSettings:
         engine = self.__dict__.get("_engine")
         inner = None if engine is None else engine.inner
         own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        # Schedulers replace `step`, a method of the class, by one that counts its calls.
+        # Schedulers replace `step`, a method, by one that counts its calls.
         check_settable(self, name, value)
         if inner is None or own or name in _OWN_ATTRIBUTES:
             object.__setattr__(self, name, value)

@@ -86,7 +86,7 @@ class Monitor(LoopMonitor):
                 "Monitor of a GradScaler needs the model, for the names of its parameters. "
                 "Received: model=None. Write Monitor(scaler, model)."
             )
-        # What a scaler does not count.
+        # A scaler does not count steps.
         self._steps = checked_count("steps_before", steps_before, lowest=0)
         self._skips = int(optimizer.steps_skipped)
         self._decided = self._skipped = False
@@ -97,7 +97,7 @@ class Monitor(LoopMonitor):
         optimizer.__dict__["_watcher"] = self
 
     def decided(self, groups: Any, *, scale: Any, applied: bool, divisor: Any = None) -> None:
-        """Tracks what the optimizer has decided. The optimizer calls it."""
+        """Tracks a decision of the optimizer, which calls this."""
         self._decided = True
         self._skipped = self._skipped or not applied
         self._tracker.decided(groups, scale=scale, applied=applied, divisor=divisor)
@@ -123,7 +123,7 @@ class Monitor(LoopMonitor):
                     "`loss` must be a number or a tensor with one element. Received: a tensor of "
                     f"shape {tuple(loss.shape)}. Pass the mean."
                 )
-            # A graph must not be kept until it is read.
+            # Detached, so that the graph is not kept until the loss is read.
             loss = loss.detach()
         if self._is_scaler and self._decided:
             self._steps += 1
@@ -132,7 +132,7 @@ class Monitor(LoopMonitor):
         self._decided, self._skipped, self._scale = False, False, now.next_scale
 
         def read(last_read: int) -> StepStats:
-            # Otherwise a step was made that the monitor was not told of.
+            # Otherwise the optimizer took a step before the monitor was attached.
             if self._tracker.last_tracked <= last_read:
                 return now._replace(scale=scale)
             tracked = self._tracker.read(min(last_read, now.step - 1), now.step)
@@ -151,7 +151,7 @@ class Monitor(LoopMonitor):
         super().close()
 
     def _steps_so_far(self) -> int:
-        """Returns the number of steps before the one that is being made."""
+        """Returns the number of steps before the current one."""
         return self._steps if self._is_scaler else int(self._watched.iterations)
 
     def _stats(self) -> StepStats:
@@ -170,9 +170,9 @@ class Monitor(LoopMonitor):
 
 
 def _wrapper_in(optimizer: Any) -> Any:
-    """Returns the wrapper itself, given what a trainer made of it."""
+    """Returns the optimizer that a trainer has wrapped."""
     attributes = getattr(optimizer, "__dict__", {})
-    # LightningOptimizer is a look-alike with copied attributes; both keep the original.
+    # LightningOptimizer copies the attributes of the optimizer, and keeps the original.
     for name in ("_optimizer", "optimizer"):
         if isinstance(attributes.get(name), LossScaleOptimizer):
             return attributes[name]
@@ -199,7 +199,7 @@ def _check_watched(optimizer: Any) -> None:
 
 
 def _names(optimizer: Any, model: Any, is_scaler: bool) -> dict[Any, str]:
-    """Returns the names of the parameters; those of an optimizer without a name are numbered."""
+    """Returns the names of the parameters; parameters without a name are numbered."""
     known = {} if model is None else parameter_names(model)
     if is_scaler:
         return known

@@ -1,4 +1,4 @@
-"""Whether gradients are finite, and unscaling them: one pass over memory for both.
+"""Checks and unscales gradients in one pass over memory.
 
 The kernel is the one behind `torch.amp.GradScaler`. It checks each number, then multiplies it.
 """
@@ -15,7 +15,7 @@ from lossscale.torch.private_names import check_and_unscale_
 from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 
 _OF_THE_KERNEL = frozenset({torch.float32, torch.float64, torch.float16})
-"""What the kernel takes on an accelerator, for certain."""
+"""The dtypes that the kernel supports on every accelerator."""
 
 
 def unscale_and_check_(
@@ -26,7 +26,7 @@ def unscale_and_check_(
     recheck: bool = False,
     found: Any = None,
 ) -> dict[Any, Any]:
-    """Unscales gradients in place and checks each number, before it is changed.
+    """Checks each number of gradients, and unscales them in place.
 
     Args:
         gradients: The gradients.
@@ -58,12 +58,12 @@ def unscale_and_check_(
 
 
 def check(gradients: Gradients, found: Any = None) -> dict[Any, Any]:
-    """Checks gradients that stay as they are, as `unscale_and_check_` does."""
+    """Checks gradients as `unscale_and_check_` does, and changes none."""
     return unscale_and_check_(gradients, lambda device: scalar(1.0, device), found=found)
 
 
 def unscale_(gradients: Gradients, factor: Callable[[Any], Any], *, divide: bool = False) -> None:
-    """Unscales gradients in place and checks none, which takes less time."""
+    """Unscales gradients in place without a check, which takes less time."""
     for group in gradients.dense_groups:
         multiply = torch._foreach_div_ if divide else torch._foreach_mul_
         multiply(group, factor(group[0].device))
@@ -78,7 +78,7 @@ def _check_and_multiply_(group: list[Any], found: Any, factor: Any) -> None:
 
 
 def check_quotients(gradients: Gradients, divisor: Callable[[Any], Any]) -> dict[Any, Any]:
-    """Checks gradients that somebody else will divide; changes none, and waits for no device.
+    """Checks quotients of gradients that a kernel will divide; changes none, waits for no device.
 
     Args:
         gradients: The gradients.
@@ -96,13 +96,13 @@ def check_quotients(gradients: Gradients, divisor: Callable[[Any], Any]) -> dict
 
 
 def _check_largest(group: list[Any], found: Any, divisor: Any) -> None:
-    # The largest magnitude of finite numbers is finite, in any format.
+    # The largest magnitude of finite numbers is finite in any dtype.
     largest = widened(torch.stack(torch._foreach_norm(group, float("inf")))) / divisor
     torch.maximum(found, largest.isfinite().all().logical_not().to(found), out=found)
 
 
 def any_overflow(by_device: dict[Any, Any], device: Any = CPU) -> Any:
-    """What was found on all devices: float32 scalar tensor on the first, or on `device`."""
+    """Joins the results of all devices: float32 scalar tensor on the first, or on `device`."""
     found = list(by_device.values())
     for other in found[1:]:
         found[0] = torch.maximum(found[0], other.to(found[0].device))
@@ -128,8 +128,8 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
         return scalar(True, CPU, torch.bool)
     device = parts[0].device
     if not torch.compiler.is_compiling():
-        # The norm of a tensor is infinite or NaN if an element is, and one fast pass. But the norm
-        # of finite elements can overflow too; then each is looked at.
+        # A norm is one fast pass, and not finite if an element is not. But the norm of finite
+        # elements can overflow too: then each element is checked.
         groups = of_tensors(map(widened, parts)).dense_groups
         norms = [norm.to(device) for group in groups for norm in torch._foreach_norm(group, 2.0)]
         fits = torch.stack([norm.float() for norm in norms]).isfinite().all()

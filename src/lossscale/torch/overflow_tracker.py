@@ -1,4 +1,4 @@
-"""PyTorch: the step runs on the host, which knows what it skips; tensors stay on their device."""
+"""Tracks overflows on PyTorch: the host knows which steps are skipped."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
         self._skip: tuple[int, Any, list[Any]] = (0, 0.0, [])
 
     def count_from(self, step: int) -> None:
-        """Sets the number of steps so far: reading the optimizer's would wait for the device."""
+        """Sets the number of steps so far, which would wait if it were read from the device."""
         self._step = step
 
-    # It writes to Python objects, and compiled code would be compiled again for each number.
+    # Compiled, it would be recompiled for each number that it writes.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _track(self, step: CheckedStep) -> None:
         # `step.finite` is a Python bool.
@@ -51,7 +51,7 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
 
 
 class LoopOverflowTracker(OverflowTracker):
-    """Tracks the steps of a loop; the overflows of several optimizers in one step are one skip.
+    """Tracks the steps of a loop; overflows of several optimizers in one step are one skip.
 
     Args:
         named: Parameters and their names.
@@ -65,7 +65,7 @@ class LoopOverflowTracker(OverflowTracker):
     def decided(
         self, groups: Iterable[Mapping[str, Any]], *, scale: Any, applied: bool, divisor: Any = None
     ) -> None:
-        """Tracks a step that was decided on, before anything is applied.
+        """Tracks a step after its decision, before the gradients are applied.
 
         Args:
             groups: The parameter groups, with the gradients in `.grad`.
@@ -136,7 +136,7 @@ def parameter_names(parameters: Any) -> dict[Any, str]:
 
 
 def nonfinite_of(optimizer: Any, names: Mapping[Any, str]) -> tuple[NonfiniteTensor, ...]:
-    """Returns the gradients with an infinity or a NaN in the part that this process has.
+    """Returns the gradients with an infinity or a NaN in the part that this process holds.
 
     Args:
         optimizer: The optimizer.

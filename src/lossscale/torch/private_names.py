@@ -1,4 +1,4 @@
-"""What PyTorch does not document, or documents as a beta, and is used here.
+"""Names of PyTorch that are undocumented, or documented as a beta.
 
 Objects that may be missing are taken here. `torch._foreach_*` stand in PyTorch's documentation,
 as a beta, and are called by their names.
@@ -24,6 +24,6 @@ check_and_unscale_: Any = private_name(
     "torch",
     "_amp_foreach_non_finite_check_and_unscale_",
     "look at each gradient and multiply it in one pass",
-    # In two passes.
+    # It takes two passes.
     fallback=_check_and_unscale_,
 )

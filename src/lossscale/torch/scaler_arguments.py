@@ -1,4 +1,4 @@
-"""The arguments of a gradient scaler, checked before anything is made or changed."""
+"""Checks of the arguments of a gradient scaler."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lossscale.errors import ArgumentError, ScalerArgumentError
 from lossscale.rules import DynamicScale, ScaleRule
 
 DEFAULTS = DynamicScale(initial_scale=2.0**16, min_scale=SMALLEST_SCALE)
-"""What PyTorch's scaler starts with, and the lowest scale that is safe."""
+"""The defaults of PyTorch's scaler, and the lowest safe scale."""
 
 
 @contextlib.contextmanager
 def as_of_a_scaler() -> Iterator[None]:
-    """Turns an `ArgumentError` into one that is an `AssertionError` too, as PyTorch raises."""
+    """Raises an `ArgumentError` as one that is also an `AssertionError`, as PyTorch's are."""
     try:
         yield
     except ArgumentError as error:

@@ -14,29 +14,29 @@ from lossscale.torch.optimizer import LossScaleOptimizer
 Scheduler = TypeVar("Scheduler")
 
 _NEVER_STEPPED = 10
-"""After how many steps of a scheduler whose optimizer the scaler never met comes an error."""
+"""Steps after which a scheduler of an optimizer that the scaler never stepped is an error."""
 
 
 class _Steps(NamedTuple):
-    """How many steps were made, how many of them were applied, and since when they are counted."""
+    """Number of steps, number of applied ones, and the counts at the last load."""
 
     made: int
     applied: int
     start: Any
 
     def since_start(self) -> _Steps:
-        """What later steps are compared with, if a state was loaded in between."""
+        """The counts to compare later ones with, after a state was loaded."""
         start = self.start
         return _Steps(start.iterations, start.iterations - start.steps_skipped, start)
 
 
 class GuardedScheduler:
-    """A scheduler that steps another one after steps that were applied; see `guard`.
+    """Steps a scheduler only after steps that were applied; see `guard`.
 
-    All else is the other one's, its attributes too.
+    All other attributes are those of the scheduler.
 
     Attributes:
-        scheduler: The other one.
+        scheduler: The scheduler.
     """
 
     _OWN = frozenset({"scheduler", "_watched", "_seen", "_held", "_unmet_steps"})
@@ -46,7 +46,7 @@ class GuardedScheduler:
         self._seen, self._held, self._unmet_steps = self._steps(), False, 0
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Steps the scheduler, unless every step since the last time was skipped."""
+        """Steps the scheduler, unless every step since its last one was skipped."""
         return None if self._holds() else self.scheduler.step(*args, **kwargs)
 
     def _holds(self) -> bool:
@@ -55,7 +55,7 @@ class GuardedScheduler:
         if now.made < before.made:
             # A copied scaler counts from 0.
             before = _Steps(0, 0, now.start)
-        # Accelerate steps a scheduler once for each process: all of these are about one step.
+        # Accelerate steps a scheduler once per process: all these calls belong to one step.
         if now != before:
             self._held = now.made > before.made and now.applied == before.applied
         self._seen = now
@@ -69,7 +69,7 @@ class GuardedScheduler:
         engines = list(watched._engines.values())
         optimizer = getattr(self.scheduler, "optimizer", None)
         if optimizer is not None and engines:
-            # By its parameters: what Accelerate and others put around it has the same.
+            # Compared by parameters, because Accelerate and others wrap the optimizer.
             ids = set(map(id, ranks.parameters_of(optimizer)))
             engines = [each for each in engines if not ids.isdisjoint(each.info().ids)]
             self._check_is_met(engines)
@@ -90,7 +90,7 @@ class GuardedScheduler:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        # Lightning and Accelerate ask by isinstance which schedulers take a metric.
+        # Lightning and Accelerate find schedulers that take a metric by isinstance.
         return type(self.scheduler) if "scheduler" in self.__dict__ else GuardedScheduler
 
     def __getattr__(self, name: str) -> Any:
@@ -99,7 +99,7 @@ class GuardedScheduler:
         return getattr(self.__dict__["scheduler"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A scheduler's own `step` is replaced by nobody through this one.
+        # An assigned `step` replaces this one, not that of the scheduler.
         own = name in self._OWN or name == "step"
         (object.__setattr__ if own else setattr)(self if own else self.scheduler, name, value)
 
@@ -120,21 +120,21 @@ def _blank() -> GuardedScheduler:
 def guard(scheduler: Scheduler, optimizer: Any) -> Scheduler:
     """Returns a learning rate scheduler that steps only after steps that were applied.
 
-    A skipped step trains nothing, so a schedule that counts steps must not count it. Of the steps
-    since the scheduler's last one, one that was applied is enough: a scheduler that is stepped once
-    for each epoch is not held back by an epoch whose last step was skipped.
+    A skipped step trains nothing, so a schedule that counts steps must not count it. The scheduler
+    steps if at least one step since its last one was applied, so that a scheduler for epochs does
+    not depend on the last step of an epoch.
 
-    The scheduler's `state_dict` stays as it is. With `decide="device"` each call waits for the
+    The scheduler's `state_dict` does not change. With `decide="device"` each call waits for the
     device.
 
     Args:
         scheduler: A scheduler of `torch.optim.lr_scheduler`, or an object with a `step` method. It
             may have been made for `optimizer` or for the inner optimizer; with a `GradScaler` for
-            the optimizer whose steps count, or for what is around it, as Accelerate's.
+            the optimizer whose steps count, or a wrapper of it such as Accelerate's.
         optimizer: The `LossScaleOptimizer` whose steps count, or the `GradScaler`.
 
     Returns:
-        A scheduler in the place of `scheduler`, with all that it has.
+        A scheduler with all attributes of `scheduler`, to use in its place.
 
     Raises:
         TypeError: If `optimizer` is not a loss scale optimizer of PyTorch, or `scheduler` has no
@@ -152,7 +152,7 @@ def guard(scheduler: Scheduler, optimizer: Any) -> Scheduler:
         (True, [0.5])
     """
     if type(scheduler) is GuardedScheduler:
-        raise AlreadyWrappedError("The scheduler is guarded already.")
+        raise AlreadyWrappedError("This scheduler is already guarded. Use it as it is.")
     if not isinstance(optimizer, (LossScaleOptimizer, GradScaler)):
         raise ArgumentTypeError(
             "`optimizer` must be the lossscale.torch.LossScaleOptimizer whose steps count, or the "
@@ -170,13 +170,13 @@ def guard(scheduler: Scheduler, optimizer: Any) -> Scheduler:
 
 
 def tell_accelerate(accelerated: Any) -> None:
-    """Lets the `step_was_skipped` of an optimizer of Accelerate follow the wrapper inside it.
+    """Reports skipped steps to Accelerate, whose `optimizer_step_was_skipped` then counts them.
 
-    Accelerate sees the skips of a GradScaler alone. Its schedulers, and what a program does after
-    applied steps only, ask `accelerator.optimizer_step_was_skipped`.
+    Accelerate itself only sees the skips of a GradScaler. Its schedulers read
+    `accelerator.optimizer_step_was_skipped`, as your program may.
 
     Args:
-        accelerated: What `accelerator.prepare` returned of a `LossScaleOptimizer`.
+        accelerated: The optimizer that `accelerator.prepare` returned for a `LossScaleOptimizer`.
 
     Raises:
         ArgumentTypeError: If it is something else.
@@ -195,7 +195,7 @@ def tell_accelerate(accelerated: Any) -> None:
     optimizer = getattr(accelerated, "optimizer", None)
     if not isinstance(optimizer, LossScaleOptimizer):
         raise ArgumentTypeError(
-            "`accelerated` must be the optimizer that accelerator.prepare() returned of a "
+            "`accelerated` must be the optimizer that accelerator.prepare() returned for a "
             f"lossscale.torch.LossScaleOptimizer. Received: {accelerated!r} of type "
             f"{type(accelerated).__name__}."
         )

@@ -1,4 +1,4 @@
-"""Several optimizers as one, so that one scale, one decision and one norm are for all of them."""
+"""Several optimizers as one, which share one loss scale, one decision and one norm."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lossscale.errors import ArgumentError, StateDictError, UnsupportedError
 
 
 class Several(torch.optim.Optimizer):
-    """Optimizers one after the other: their groups, their states, and one state dictionary.
+    """A list of optimizers with the interface of one: groups, states, one state dictionary.
 
-    The dictionary is that of one optimizer with all groups, which is also what
-    `torch.distributed.checkpoint.state_dict` makes of a list of optimizers.
+    The state dictionary has the format of one optimizer with all groups, as
+    `torch.distributed.checkpoint.state_dict` writes a list of optimizers.
 
     Args:
-        optimizers: The optimizers; no parameter is in two of them.
+        optimizers: The optimizers. No two share a parameter.
 
     Raises:
-        ArgumentError: If there is none, or a parameter is in two.
+        ArgumentError: If the list is empty, or two optimizers share a parameter.
     """
 
     def __init__(self, optimizers: list[Any]) -> None:
@@ -35,10 +35,10 @@ class Several(torch.optim.Optimizer):
                     if first != number:
                         raise ArgumentError(
                             f"A parameter of shape {tuple(parameter.shape)} is in optimizers "
-                            f"{first} and {number} (group {index}), and both would move it. Leave "
-                            "it in one."
+                            f"{first} and {number} (group {index}), and both would update it. "
+                            "Leave it in one."
                         )
-        # Groups and states stay where they are: of `Optimizer.__init__` only the rest is needed.
+        # `Optimizer.__init__` would create groups and states, which the optimizers already have.
         self.__setstate__({"optimizers": optimizers})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Several(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """What all have, with the value of the first: schedules look for momentum here."""
+        """The defaults that all optimizers have, by the first: schedulers read momentum here."""
         first, *others = (each.defaults for each in self.optimizers)
         return {k: v for k, v in first.items() if all(k in other for other in others)}
 
@@ -65,7 +65,7 @@ class Several(torch.optim.Optimizer):
         return len(self.optimizers)
 
     def __getattr__(self, name: str) -> Any:
-        """A method of some of the optimizers, such as `train`, which is called on all of these."""
+        """Returns a method such as `train`, called on all optimizers that have it."""
         having = [each for each in self.__dict__.get("optimizers", ()) if hasattr(each, name)]
         methods = [getattr(each, name) for each in having]
         if name.startswith("_") or not methods or not all(map(callable, methods)):
@@ -99,7 +99,7 @@ class Several(torch.optim.Optimizer):
         )
 
     def described(self) -> str:
-        """Which optimizer has which number, for messages."""
+        """The optimizers and their numbers, for messages."""
         return ", ".join(f"{i} is {type(each).__name__}" for i, each in enumerate(self.optimizers))
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Several(torch.optim.Optimizer):
             for number, each in enumerate(self.optimizers):
                 mine = [groups.pop(0) for _ in each.param_groups]
                 own = [key for group in mine for key in group["params"]]
-                # What is not of a parameter was saved with the number of its optimizer.
+                # State that belongs to no parameter was saved with the number of its optimizer.
                 named = {key: key for key in own} | {
                     key: key[1] for key in state if isinstance(key, tuple) and key[0] == number
                 }
@@ -142,7 +142,7 @@ class Several(torch.optim.Optimizer):
 
 
 def joined(state_dicts: Sequence[Any]) -> dict[str, Any]:
-    """The state dictionaries of several optimizers as that of one with all of their groups."""
+    """Joins the state dictionaries of several optimizers to that of one with all groups."""
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     others: dict[int, dict[str, Any]] = {}
@@ -166,7 +166,7 @@ def joined(state_dicts: Sequence[Any]) -> dict[str, Any]:
 
 
 class _States(MutableMapping[Any, Any]):
-    """The states of several optimizers by parameter, each where it is."""
+    """A view of the states of several optimizers, by parameter."""
 
     def __init__(self, optimizers: list[Any]) -> None:
         self._optimizers = optimizers
@@ -184,7 +184,7 @@ class _States(MutableMapping[Any, Any]):
         return self._of(parameter)[parameter]
 
     def get(self, parameter: Any, default: Any = None) -> Any:
-        # That of a Mapping would make an entry in the state that is asked.
+        # `Mapping.get` would create an entry, because a state is a defaultdict.
         if parameter not in self:
             return default
         return self[parameter]
@@ -206,12 +206,12 @@ class _States(MutableMapping[Any, Any]):
 
 
 def parts_of(inner: Any) -> list[Any]:
-    """The optimizers that an optimizer inside is made of."""
+    """The optimizers of a list, or the one optimizer."""
     return inner.optimizers if isinstance(inner, Several) else [inner]
 
 
 def zero_grad(optimizer: Any, set_to_none: bool) -> None:
-    """Resets the gradients of an optimizer, whose `zero_grad` may take no arguments."""
+    """Calls `zero_grad` of an optimizer, which may take no arguments."""
     try:
         takes = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
     except (TypeError, ValueError):

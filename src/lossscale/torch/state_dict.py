@@ -1,9 +1,9 @@
-"""State dictionaries: the wrapper's, a gradient scaler's, and those that others write.
+"""State dictionaries of the wrapper, of gradient scalers, and of other libraries.
 
-`torch.distributed.checkpoint` keeps of an optimizer's state dictionary what is in `state` and in
-`param_groups`, and nothing beside them. So the numbers of the loss scale are in the first group.
-Code that flattens a dictionary, or fills in a flat one, goes by the names in the live groups. So
-the first of these has the numbers, too.
+`torch.distributed.checkpoint` saves only `state` and `param_groups` of an optimizer's state
+dictionary. So the values of the loss scale are saved in the first group. Code that flattens a
+dictionary, or fills in a flat one, goes by the keys of the optimizer's own groups. So the first of
+these holds the values at all times.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lossscale.torch.several import Several, joined
 _PREFIX = "loss_scale"
 _COUNTS = ("iterations", "steps_skipped")
 _OVERFLOWS = f"{_PREFIX}_overflows"
-"""The name of a count that only some rules save; the others take it out of a dictionary."""
+"""The key of a count that only some rules save. The others ignore it in a dictionary."""
 _OF_A_SCALER = {
     "scale": _PREFIX,
     "_growth_tracker": f"{_PREFIX}_good_steps",
     "steps_skipped": f"{_PREFIX}_steps_skipped",
 }
-"""Names in the dictionary of a gradient scaler, and in that of the wrapper."""
+"""Keys of a gradient scaler's dictionary to those of the wrapper's."""
 
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 
@@ -41,15 +41,15 @@ _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 
 
 def numbers_of(scale: LossScale) -> dict[str, Any]:
-    """The numbers of a loss scale, Python numbers."""
+    """Returns the values of a loss scale by their keys, Python numbers."""
     values = scale.numbers()
     return {name: values[meant] for name, meant in scale.names.items()}
 
 
 def with_numbers(saved: Mapping[str, Any], scale: LossScale) -> dict[str, Any]:
-    """The state dictionary of an optimizer with the numbers of its loss scale in it."""
+    """Adds the values of a loss scale to the state dictionary of its optimizer."""
     if not saved.get("param_groups"):
-        # Of an optimizer that has written a form of its own.
+        # The optimizer writes a format of its own.
         return {**saved, _PREFIX: numbers_of(scale)}
     first, *others = saved["param_groups"]
     return {**saved, "param_groups": [{**first, **numbers_of(scale)}, *others]}
@@ -58,11 +58,11 @@ def with_numbers(saved: Mapping[str, Any], scale: LossScale) -> dict[str, Any]:
 def without_numbers(
     state_dict: Any, scale: LossScale, inner: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `with_numbers` has put together, apart: the dictionary, and the checked numbers.
+    """Splits what `with_numbers` returned: the optimizer's dictionary, and the checked values.
 
     Raises:
-        StateDictError: If it is not that of an optimizer.
-        ArgumentError: If one of them is not a number.
+        StateDictError: If it is not the state of an optimizer.
+        ArgumentError: If a value is not a number.
     """
     if isinstance(inner, Several) and isinstance(state_dict, (list, tuple)):
         if len(state_dict) != len(inner):
@@ -91,13 +91,13 @@ def without_numbers(
 
 
 def reserve_names(scale: LossScale, inner: Any) -> None:
-    """Puts the numbers into the first parameter group of an optimizer, as they are at any time."""
+    """Puts the live values into the first parameter group of an optimizer."""
     for group in inner.param_groups[:1]:
         group.update(scale.shown)
 
 
 def hear(scale: LossScale, inner: Any) -> None:
-    """Takes over what others have written into the first parameter group.
+    """Adopts values that other code has written into the first parameter group.
 
     Raises:
         ArgumentError: If it is not a number.
@@ -114,9 +114,9 @@ def hear(scale: LossScale, inner: Any) -> None:
 
 
 def take_numbers(scale: LossScale, inner: Any) -> dict[str, float]:
-    """Takes the numbers out of the groups of an optimizer that has loaded the wrapper's state."""
+    """Removes and returns the values from an optimizer that has loaded the wrapper's state."""
     group = inner.param_groups[0] if inner.param_groups else {}
-    # Tensors are what a wrapper that is gone has shown there.
+    # A tensor is a live value of a wrapper that no longer exists.
     saved = {name: value for name, value in group.items() if not torch.is_tensor(value)}
     numbers = checked_numbers(saved, scale)
     for name in (*scale.names, _OVERFLOWS):
@@ -184,7 +184,7 @@ class LossScaleState:
         return numbers_of(self._scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Sets the numbers that `state_dict` returned, or those of a gradient scaler.
+        """Loads what `state_dict` of this or of a gradient scaler returned.
 
         Raises:
             ArgumentError: If one of them is not a number. Then nothing is changed.
@@ -204,7 +204,7 @@ class LossScaleState:
         restore(self._scale, checked_numbers(state_dict, self._scale))
 
     def scaler_state_dict(self) -> dict[str, Any]:
-        """Returns the same as `torch.amp.GradScaler` and its kind load it: Python numbers.
+        """Returns the state in the format of `torch.amp.GradScaler`: Python numbers.
 
         Raises:
             ArgumentError: If the rule lowers the scale only after several overflows in a row.
@@ -223,16 +223,15 @@ class LossScaleState:
 
 
 def setting(rule: ScaleRule, name: str) -> Any:
-    """The growth factor, backoff factor or growth interval of a rule.
+    """Returns the growth factor, backoff factor or growth interval of a rule.
 
-    A rule that has none does not move the scale: then the factor is 1, and the interval the
-    longest.
+    For a rule without them the scale is fixed: the factor is 1, and the interval the longest.
     """
     return getattr(rule, name, LONGEST_INTERVAL if name == "growth_interval" else 1.0)
 
 
 def with_settings(rule: ScaleRule, **settings: Any) -> ScaleRule:
-    """A rule with other factors or another interval.
+    """Returns a copy of a rule with other factors or another interval.
 
     Raises:
         ArgumentError: If the rule has no such setting, or the value cannot be used.
@@ -249,15 +248,15 @@ def with_settings(rule: ScaleRule, **settings: Any) -> ScaleRule:
 def scaler_state(
     rule: ScaleRule, state: ScaleState, scale: float, steps_skipped: int
 ) -> dict[str, Any]:
-    """A state dictionary that `torch.amp.GradScaler` reads too; Python numbers only."""
-    # A rule that skips and has none would leave PyTorch's class with a scale that stays too high.
+    """Returns a state dictionary that `torch.amp.GradScaler` can load; Python numbers only."""
+    # Without factors, PyTorch's class would skip and never lower the scale.
     has_none = rule.checks_gradients and not isinstance(rule, DynamicScale)
     settings = DynamicScale() if has_none else rule
     found = {
         "scale": scale,
         **{name: setting(settings, name) for name in _SETTINGS},
         "_growth_tracker": getattr(state, "good_steps", 0),
-        # PyTorch's class leaves alone what it does not know.
+        # PyTorch's class ignores this key.
         "steps_skipped": steps_skipped,
     }
     if state._fields != ScaleState._fields:
@@ -266,12 +265,12 @@ def scaler_state(
 
 
 class ScalerState(NamedTuple):
-    """What the state dictionary of a gradient scaler says.
+    """The content of a gradient scaler's state dictionary.
 
     Attributes:
         rule: The rule with the factors and the interval of the dictionary.
-        state: The state, brought into the range of that rule.
-        steps_skipped: Or None if it does not say.
+        state: The state, moved into the range of that rule.
+        steps_skipped: Number of skipped steps; None if it was not saved.
     """
 
     rule: ScaleRule
@@ -285,8 +284,8 @@ def read_scaler_state(found: Any, rule: ScaleRule, state: ScaleState) -> ScalerS
     Args:
         found: PyTorch's dictionary, or a part of it; that of an Apex loss scaler, of
             `amp.state_dict()` or of Megatron.
-        rule: The rule of the scaler that reads it. Factors and interval that it has are replaced.
-        state: The state of that scaler; what the dictionary does not say stays.
+        rule: The rule of the scaler that reads it. Its factors and interval are replaced.
+        state: The state of that scaler, for values that the dictionary does not have.
 
     Raises:
         StateDictError: If it is empty or not of these kinds.
@@ -300,12 +299,12 @@ def read_scaler_state(found: Any, rule: ScaleRule, state: ScaleState) -> ScalerS
     """
     waits = getattr(rule, "overflows_before_backoff", 1)
     values = normal(found, waits)
-    # A rule that has no such settings keeps to itself.
+    # Other rules have no such settings.
     if isinstance(rule, DynamicScale):
         rule = with_settings(rule, **{n: values[n] for n in _SETTINGS if n in values})
     kept = values.get("rule_state", {})
     fields = {name: kept[name] for name in state._fields if name in kept}
-    # The number in the code of a fixed scale stands.
+    # A fixed scale stays as the code says.
     if "scale" in values and rule.moves:
         fields["scale"] = _number("scale", values["scale"])
     if "_growth_tracker" in values and "good_steps" in state._fields:
@@ -326,23 +325,23 @@ def read_scaler_state(found: Any, rule: ScaleRule, state: ScaleState) -> ScalerS
 
 
 def _count_begun(state: Any) -> Any:
-    """The state with no overflow counted, as one that was saved without that count means it."""
+    """Returns the state with a count of 0 overflows, for a state that was saved without one."""
     return state._replace(overflows=0) if "overflows" in state._fields else state
 
 
 def before_growth(rule: ScaleRule, state: ScaleState) -> ScaleState:
-    """The state with fewer finite steps than the interval, as PyTorch's class needs to grow."""
+    """Limits the finite steps to less than the interval, because PyTorch's class tests equality."""
     if not isinstance(rule, DynamicScale):
         return state
     return state._replace(good_steps=min(state.good_steps, rule.growth_interval - 1))
 
 
 def normal(found: Any, waits: int = 1) -> dict[str, Any]:
-    """The dictionary of any gradient scaler by PyTorch's names; warns of what these cannot say.
+    """Renames the keys of any gradient scaler's dictionary to PyTorch's; warns of lost values.
 
     Args:
         found: The dictionary.
-        waits: After how many overflows in a row the reading rule lowers its scale.
+        waits: Number of overflows in a row that lower the scale of the reading rule.
     """
     if not isinstance(found, Mapping) or not found:
         raise StateDictError(
@@ -357,7 +356,7 @@ def normal(found: Any, waits: int = 1) -> dict[str, Any]:
             f"Load one of them: {', '.join(f'state[{key!r}]' for key in scalers)}."
         )
     found = found[scalers[0]] if scalers else found
-    # DeepSpeed saves the scaler itself.
+    # DeepSpeed pickles the scaler object.
     found = found if isinstance(found, Mapping) else getattr(found, "__dict__", {"": found})
     lost = {name: found[name] for name in _HYSTERESIS if found.get(name, 1) != 1}
     overflows = _overflows(found, waits)
@@ -391,7 +390,7 @@ def normal(found: Any, waits: int = 1) -> dict[str, Any]:
 
 _NAMES = "scale", "_growth_tracker"
 _OF_OTHERS = (
-    # Apex', Megatron's, and those of our wrapper.
+    # Apex, Megatron, and the wrapper of this library.
     ("loss_scale", "unskipped"),
     ("scale", "growth_tracker"),
     (_OF_A_SCALER["scale"], _OF_A_SCALER["_growth_tracker"]),

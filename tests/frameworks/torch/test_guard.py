@@ -182,5 +182,5 @@ def test_mistakes():
         with pytest.raises(TypeError, match=words):
             lossscale.torch.guard(*given)
     scheduler = lossscale.torch.guard(scheduler, optimizer)
-    with pytest.raises(TypeError, match="guarded already"):
+    with pytest.raises(TypeError, match="already guarded"):
         lossscale.torch.guard(scheduler, optimizer)
