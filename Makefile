@@ -46,7 +46,7 @@ peers: peers-torch peers-trainers peers-jax
 peers-torch: $(TEST)/installed
 	$(TEST)/bin/python tests/peers/torch_libraries.py build/peers --lightning "$(LIGHTNING)"
 
-# The recipes of docs/large_trainers.md with the libraries themselves, in an environment of their own.
+# The recipes of docs/trainers.md with the libraries themselves, in an environment of their own.
 PEERS := .venv-peers
 peers-trainers:
 	"$(PYTHON)" -m venv $(PEERS)

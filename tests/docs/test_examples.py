@@ -21,7 +21,6 @@ RUN_ELSEWHERE = {
     "add_a_diagnosis.md",
     "add_a_framework.md",
     "from_gradscaler.md",
-    "large_trainers.md",
     "parallel.md",
     "trainers.md",
 }

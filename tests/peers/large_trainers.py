@@ -1,4 +1,4 @@
-"""The recipes of docs/large_trainers.md with torchtitan and Ray, and torchao's optimizers.
+"""The recipes of docs/trainers.md with torchtitan and Ray, and torchao's optimizers.
 
 It runs where these are installed (`make peers-trainers`), and says of each what came of it.
 """
@@ -22,7 +22,7 @@ from torch import distributed, multiprocessing
 
 import lossscale
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "large_trainers.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "trainers.md"
 PROGRAMS = re.findall(
     r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
 )

@@ -194,10 +194,10 @@ def plain_experts():
 
 
 def recipes(folder):
-    """The programs of docs/large_trainers.md that need processes, and a container resumed."""
+    """The programs of docs/trainers.md that need processes, and a container resumed."""
     found = []
     with stand_ins.installed():
-        for program in programs("large_trainers.md"):
+        for program in programs("trainers.md"):
             if "import ray" not in program and "torchtitan" not in program:
                 continue
             with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -1,4 +1,4 @@
-"""Libraries in the shape in which docs/large_trainers.md uses them, for tests without them.
+"""Libraries in the shape in which docs/trainers.md uses them, for tests without them.
 
 `make peers` has the libraries themselves.
 """
@@ -67,9 +67,9 @@ class TorchTrainer:
 
     reported: dict[str, float]
 
-    def __init__(self, train_func, *, train_loop_config, scaling_config):
+    def __init__(self, train_func, *, scaling_config):
         assert scaling_config.num_workers == distributed.get_world_size()
-        self._run = functools.partial(train_func, train_loop_config)
+        self._run = train_func
 
     def fit(self):
         self._run()
@@ -86,7 +86,10 @@ def _module(name, **names):
 def installed():
     """Within it these are imported in the places of torchtitan and Ray."""
     ray_torch = _module(
-        "ray.train.torch", TorchTrainer=TorchTrainer, prepare_model=DistributedDataParallel
+        "ray.train.torch",
+        TorchTrainer=TorchTrainer,
+        get_device=lambda: torch.device("cpu"),
+        prepare_model=DistributedDataParallel,
     )
     ray_train = _module(
         "ray.train",

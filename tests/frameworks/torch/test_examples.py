@@ -30,6 +30,12 @@ def test_the_loop_takes_its_four_steps(capsys):
     assert [step.rpartition(" ")[2] for step in steps] == ["0.009", "0.009", "0.0081", "0.00729"]
 
 
+def test_the_policy_learns_the_best_action(capsys):
+    runpy.run_path(str(FOLDER / "policy_gradient.py"))
+    share, skipped = re.search(r"(\d+)%, steps skipped: (\d+)$", capsys.readouterr().out).groups()
+    assert (int(share) > 95, skipped) == (True, "0")
+
+
 @pytest.fixture(scope="module")
 def demo():
     spec = importlib.util.spec_from_file_location("digits_example", FOLDER / "digits.py")

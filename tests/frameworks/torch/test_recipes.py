@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+import lossscale
 from frameworks.torch.scaling import (
     MAKERS,
     OPTIMIZERS,
@@ -62,6 +63,26 @@ def test_a_plain_loop_with_clipping_and_accumulation(make, name):
     # Three steps with a gradient of norm 1.
     expected = {"sgd": 1 - 3 * 0.5 / 3**0.5, "adamw-fused": 0.7}[name]
     assert numbers(weights)[0] == pytest.approx([expected] * 3, abs=0.01)
+
+
+def test_an_engine_that_leaves_a_step_out():
+    """As verl's does it: zero_grad() in the place of step() if the norm is not finite."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD([weight], lr=0.1)
+    optimizer = lossscale.torch.LossScaleOptimizer(inner, initial_scale=8.0)
+    trace = []
+    for batch in data():
+        optimizer.zero_grad()
+        optimizer.scale_loss((weight * batch).sum()).backward()
+        optimizer.unscale_()
+        if torch.isfinite(torch.nn.utils.clip_grad_norm_([weight], max_norm=1.0)):
+            optimizer.step()
+        else:
+            optimizer.zero_grad()
+        trace.append((float(optimizer.loss_scale), optimizer.steps_skipped))
+    assert trace == [(8.0, 0), (4.0, 1), (4.0, 1), (4.0, 1)]
+    assert optimizer.iterations == 4
+    assert bool((weight < 1).all())
 
 
 def test_a_plain_loop_with_a_schedule():

@@ -1,4 +1,4 @@
-"""The recipes of docs/from_gradscaler.md: a monitor in trainers of other libraries."""
+"""A monitor in trainers of other libraries."""
 
 import pytest
 import torch
