@@ -21,7 +21,7 @@ from lossscale.torch import GradScaler, clipping, gradients, ranks
 from pages import programs
 
 # Those before them are lines for a training loop, which cases_of_processes.py has in one.
-*_, PIPELINE, CHECKPOINTS, TENSOR_PARALLEL, EXPERTS = programs("parallel.md")
+PIPELINE, CHECKPOINTS, TENSOR_PARALLEL, EXPERTS, *_ = programs("parallel.md")
 SAVED = "pipeline"
 
 
