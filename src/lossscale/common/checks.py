@@ -1,4 +1,4 @@
-"""Checks of what an optimizer is given, for every wrapper, made before anything changes."""
+"""Checks of arguments that every wrapper makes before anything changes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _wrappers: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
 
 def living_wrapper(inner: Any) -> Any:
-    """Returns the optimizer that has this one inside, None if no living one has."""
+    """Returns the living wrapper of an optimizer, or None."""
     found = _wrappers.get(id(inner))
     return found[1]() if found is not None and found[0]() is inner else None
 
 
 def check_not_wrapped(inner: Any) -> None:
-    """Checks that no living optimizer has this one inside.
+    """Checks that no living wrapper has this inner optimizer.
 
     Raises:
         AlreadyWrappedError: If one has.
@@ -90,13 +90,13 @@ def with_gradient(gradients: Sequence[Any], variables: Sequence[Any]) -> list[An
 
 
 def scaled_value(loss: Any, scale: Callable[[Any], Any]) -> Any:
-    """Returns the scaled value of a loss that is a tensor or a callable, which `scale` is given."""
+    """Scales a loss that is a tensor, or a callable that returns one."""
     scaled = scale(loss)
     return scaled() if callable(scaled) else scaled
 
 
 def remember_wrapper(inner: Any, wrapper: Any) -> None:
-    """Notes that `wrapper` moves `inner`, for as long as the wrapper lives."""
+    """Records that `wrapper` wraps `inner`, as long as the wrapper lives."""
     key = id(inner)
     _wrappers[key] = weakref.ref(inner, lambda _: _wrappers.pop(key, None)), weakref.ref(wrapper)
 
@@ -120,7 +120,7 @@ def flat_list(
 
 
 def check_own_name(inner: Any, name: str, optimizers: Any) -> None:
-    """Checks that a new attribute's name is not meant for the inner optimizer.
+    """Checks that the name of a new attribute is not a misspelled setting of the inner optimizer.
 
     Args:
         inner: The inner optimizer, which has no attribute of this name.
@@ -188,7 +188,7 @@ _HOW_TO_SET = {
 
 
 def check_settable(optimizer: Any, name: str, value: Any) -> None:
-    """Checks that a name is not one of those that can only be read.
+    """Checks that an attribute can be set.
 
     Raises:
         UnknownSettingError: If it is; it says how the value is set.
@@ -208,7 +208,7 @@ def can_only_be_read(optimizer: Any, name: str, value: Any) -> UnknownSettingErr
 def warned_at_floor(
     rule: ScaleRule, scale: float, write: str = "DynamicScale(min_scale=2.0**-24)"
 ) -> bool:
-    """Warns of a step that was skipped where the scale cannot fall further.
+    """Warns if a step was skipped at the minimum scale.
 
     Args:
         rule: The rule.
@@ -231,7 +231,7 @@ def warned_at_floor(
 
 
 def check_named(third: Sequence[Any]) -> None:
-    """Checks that `apply_gradients` was given nothing after the name but by name.
+    """Checks that `apply_gradients` was given no third positional argument.
 
     Raises:
         ArgumentTypeError: If it was.

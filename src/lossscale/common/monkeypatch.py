@@ -1,4 +1,4 @@
-"""Names in modules of others: replaced for a while, and put back exactly.
+"""Temporary replacements of names in other modules.
 
 `lossscale.install()` puts the documented names into TensorFlow and tf_keras so, and
 `lossscale.torch.install()` its scaler into PyTorch.
@@ -13,7 +13,7 @@ _ABSENT = object()
 
 
 def replace(stack: contextlib.ExitStack, target: Any, name: str, value: Any) -> None:
-    """Sets an attribute of a module; closing the stack puts back what was there, or nothing."""
+    """Sets an attribute of a module; closing the stack restores the old value, or removes it."""
     before = vars(target).get(name, _ABSENT)
     setattr(target, name, value)
     if before is _ABSENT:
@@ -23,7 +23,7 @@ def replace(stack: contextlib.ExitStack, target: Any, name: str, value: Any) -> 
 
 
 class Installation:
-    """Names in the places of others; a context manager that takes them out again.
+    """Replaced names; a context manager that restores the old ones.
 
     A subclass is for certain places. Its names stand as long as one of its installations asks for
     them, in whatever order they are undone.
@@ -36,7 +36,7 @@ class Installation:
         cls._standing, cls._taking_out = [], contextlib.ExitStack()
 
     def undo(self) -> None:
-        """Puts everything back as it was, unless another installation still stands.
+        """Restores the old names, unless another installation is still active.
 
         A second call does nothing.
         """
@@ -53,7 +53,7 @@ class Installation:
 
     @classmethod
     def _made(cls, stack: contextlib.ExitStack) -> Self:
-        """Returns another installation, and keeps what undoes its replacements."""
+        """Returns another installation, with the stack that undoes its replacements."""
         cls._taking_out.enter_context(stack.pop_all())
         installation = cls()
         cls._standing.append(installation)

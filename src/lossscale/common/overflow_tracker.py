@@ -1,4 +1,4 @@
-"""What a training step keeps for a monitor, and what the host reads of it.
+"""The data that a training step keeps for a monitor, and how the host reads it.
 
 A step keeps its loss scale, and how many infinities and NaN each gradient had on the last skipped
 step; and it does so only once a monitor watches its optimizer. All of it stays on the device, and
@@ -16,7 +16,7 @@ from lossscale.monitoring.recorder import SkippedStep
 
 
 class CheckedStep(NamedTuple):
-    """A step whose gradients were checked, before anything is applied.
+    """A step whose gradients were checked, before they are applied.
 
     Attributes:
         gradients: The gradients; None for a variable without one.
@@ -54,7 +54,7 @@ def unique_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def nonfinite_tensors(names: Sequence[str], counts: Any) -> tuple[NonfiniteTensor, ...]:
-    """Returns the tensors of which a count is not zero.
+    """Returns the tensors with a count that is not 0.
 
     Args:
         names: The names of the variables.
@@ -72,12 +72,12 @@ class OverflowTracker:
 
     names: tuple[str, ...]
     variables: Sequence[Any] = ()
-    """What a compiled step must be passed and must return; empty if it is kept elsewhere."""
+    """Variables that a compiled step must take and return; empty if it need not."""
 
     _rows: dict[int, int] | None = None
 
     def build(self, variables: Sequence[Any], names: Sequence[str]) -> None:
-        """Makes room for the gradients of these variables; a second call does nothing."""
+        """Creates the counts for the gradients of these variables; a second call does nothing."""
         if self._rows is not None:
             return
         # The keys of `_rows` must not be given to other objects.
@@ -91,7 +91,7 @@ class OverflowTracker:
         raise NotImplementedError
 
     def track(self, **step: Any) -> None:
-        """Keeps what is read of a step, given the attributes of a `CheckedStep`."""
+        """Records a step, given the attributes of a `CheckedStep`."""
         self._track(CheckedStep(**step))
 
     def _track(self, step: CheckedStep) -> None:

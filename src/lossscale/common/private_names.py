@@ -1,4 +1,4 @@
-"""What is taken from a framework that it does not document, and the error where it is gone."""
+"""Access to undocumented names of a framework, with an error if one is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MISSING = object()
 
 
 def private_module(module: str, purpose: str) -> Any:
-    """Returns a module that a framework keeps to itself.
+    """Returns a private module of a framework.
 
     Args:
         module: Its name.
@@ -27,7 +27,7 @@ def private_module(module: str, purpose: str) -> Any:
 
 
 def private_name(module: str, name: str, purpose: str, fallback: Any = _MISSING) -> Any:
-    """Returns an object that a framework keeps to itself.
+    """Returns a private object of a framework.
 
     Args:
         module: Where it is.
@@ -50,7 +50,7 @@ def private_name(module: str, name: str, purpose: str, fallback: Any = _MISSING)
 
 
 def check_attribute(root: str, holder: Any, name: str, purpose: str) -> None:
-    """Raises unless an object has what a framework keeps to itself, before it is replaced there.
+    """Raises an error unless an object has a private attribute that is about to be replaced.
 
     Args:
         root: The framework's root module.

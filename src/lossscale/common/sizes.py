@@ -12,7 +12,7 @@ SMALL = 2**14
 """A tensor of fewer elements is a small one."""
 
 TOGETHER = 2**20
-"""How many elements are read as one at most: a copy of so many may be made for that."""
+"""The most elements that are read as one tensor, because they are copied for it."""
 
 
 def small_and_large(

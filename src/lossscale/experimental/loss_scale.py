@@ -71,13 +71,13 @@ class LossScale(abc.ABC):
         return self._own_weights()
 
     def _own_weights(self) -> dict[str, Any]:
-        # A subclass may not call __init__.
+        # A subclass may forget to call __init__.
         weights: dict[str, Any] = self.__dict__.setdefault("_weights", {})
         return weights
 
 
 class _RuleLossScale(LossScale):
-    """A loss scale that a rule moves; its state is made when it is first needed."""
+    """A loss scale that follows a rule; its variables are created at their first use."""
 
     _rule: ScaleRule
     _state: Any = None
@@ -121,7 +121,7 @@ class FixedLossScale(_RuleLossScale):
         return registry.default_keras().wrapper()._constant(self._rule.scale)
 
     def update(self, grads: Any) -> tuple[Any, bool]:
-        """Returns a pair of nothing to do and True: a fixed scale stays, every step is applied."""
+        """Returns None and True: the scale is fixed, and every step is applied."""
         return registry.default_keras().wrapper()._operation(None), True
 
     def get_config(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class DynamicLossScale(_RuleLossScale):
 
     @property
     def multiplier(self) -> float:
-        """The factor of a growth."""
+        """The factor by which the scale grows."""
         return self._rule.growth_factor
 
     def __call__(self) -> Any:
@@ -195,7 +195,7 @@ class DynamicLossScale(_RuleLossScale):
         return self._bound_state().variables["good_steps"]
 
     def update(self, grads: Any) -> tuple[Any, Any]:
-        """Moves the loss scale.
+        """Updates the loss scale.
 
         Args:
             grads: Gradients in any nest; None entries are ignored. Without any gradient the
@@ -273,7 +273,7 @@ def get(loss_scale: Any) -> LossScale:
 
 
 def from_rule(rule: ScaleRule) -> LossScale:
-    """Returns the loss scale that moves as a rule does.
+    """Returns the loss scale that follows a rule.
 
     Raises:
         ValueError: If the rule has settings that a `LossScale` does not have.

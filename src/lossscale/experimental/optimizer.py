@@ -99,7 +99,7 @@ def class_for(framework: registry.Framework) -> Any:
 
 
 class LossScaleAsObject(_Wrapper):
-    """What the older API changes of a wrapper: the loss scale is an object.
+    """The older API of a wrapper: the loss scale is an object.
 
     A mixin in front of the wrapper of a Keras.
     """
@@ -184,7 +184,7 @@ class LossScaleAsObject(_Wrapper):
             classes = cls._with_class_named(described, custom_objects)
             loss_scale = deserialize(described, classes)
         else:
-            # Written by a later release, whose optimizer took these arguments itself.
+            # A later release wrote it, whose optimizer took these arguments.
             rules = cls._with_class_named(config.get("rule"), custom_objects)
             inner, arguments = arguments_from_config(config, rules)
             name = arguments.pop("name", None)
@@ -204,7 +204,7 @@ class LossScaleAsObject(_Wrapper):
 
 
 def _moves_by_its_rule(loss_scale: LossScale) -> bool:
-    """Whether nobody has rewritten how it moves, so that the optimizer can do it."""
+    """Whether `update` is not overridden, so that the optimizer can update it."""
     cls = type(loss_scale)
     return any(
         issubclass(cls, known) and cls.update is known.update and cls.__call__ is known.__call__
@@ -214,7 +214,7 @@ def _moves_by_its_rule(loss_scale: LossScale) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _WrittenByUser(ScaleRule):
-    """Stands for a LossScale of the user's, which moves by its own code."""
+    """The rule of a user's LossScale, which updates itself."""
 
     written: LossScale
 

@@ -70,7 +70,7 @@ def _loss_scale_of(policy: Any, loss_scale: Any) -> LossScale | None:
 
 
 def older_policies(mixed_precision: Any) -> dict[str, Any]:
-    """Returns what the pages have beside the optimizer, by name.
+    """Returns the documented names besides the optimizer.
 
     Args:
         mixed_precision: The `mixed_precision` module of a Keras.

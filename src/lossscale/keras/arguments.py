@@ -1,4 +1,4 @@
-"""What the optimizer is given: checks, made before anything changes, and configurations."""
+"""Checks of the constructor's arguments, and configurations."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class LossScaleMonitor(MonitorCallback, callbacks.LossScaleMonitor, keras.callba
             optimizer._track_overflows(new_tracker())
             if optimizer.built:
                 optimizer._build_overflow_tracker()
-        # `fit` has made it already, without the tracker.
+        # `fit` has already compiled its step, without the tracker.
         model.train_function = None
         model.make_train_function()
 

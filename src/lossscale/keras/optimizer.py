@@ -96,17 +96,17 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         0.5
     """
 
-    # Where users find it, and so what pickles and files name.
+    # The public module, which pickles and files name.
     __module__ = "lossscale.keras"
 
     _framework: ClassVar[str] = "keras"
     _library = keras
-    # What Keras would save a second time.
+    # Keras would save these a second time.
     _hidden = KerasCommonOptimizer._hidden | {"_inner_parts", "_optimizer"}
     _sets_scale = "A variable holds it: optimizer.dynamic_scale.assign({value!r})"
     _backend: Backend
     _state: KerasScaleVariables | None
-    # Of Keras' base class.
+    # Attributes of Keras' base class.
     built: bool
     _tracker: Any
 
@@ -115,7 +115,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     def _construct(self, inner_optimizer: Any, rule: ScaleRule, name: str | None) -> None:
         backend = backends.load()
         backend.check_strategy()
-        # Past Keras' own class, whose constructor would clear the inner optimizer's settings.
+        # Not the constructor of Keras' own class, which would clear the inner optimizer's settings.
         super(keras.optimizers.LossScaleOptimizer, self).__init__(  # type: ignore[call-arg]
             learning_rate=0.0, name=name or "loss_scale_optimizer"
         )
@@ -132,9 +132,9 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self.inner_optimizer = inner_optimizer
         self._rule = rule
         self._scaling = ScaledGradientTracker(not rule.moves, _WAY)
-        # What was loaded before the variables exist that it belongs to.
+        # Values that were loaded before their variables exist.
         self._pending_values: dict[str, Any] | None = None
-        # Past attribute tracking, which would count these variables as own ones.
+        # Not tracked: tracking would count these variables as the wrapper's own.
         self.__dict__["_added_slots"] = {}
         self.loss_scale_state = saving.LossScaleStore(self._own_values, self._set_own_values)
         self._create_state()
@@ -192,7 +192,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     @do_not_convert
     def scale_loss(self, loss: Any) -> Any:
-        """Multiplies the loss by the loss scale, and marks the gradients that come of it.
+        """Multiplies the loss by the loss scale; its gradients count as scaled.
 
         This is how Keras' trainer begins a step: `apply_gradients` takes its gradients for scaled
         ones and divides them, once for each variable, so that they can be applied in groups. With
@@ -211,14 +211,14 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         """
         location = self._backend.current_location()
         self._scaling.note_scale_loss(location)
-        # A subclass' own verb may call this one.
+        # A subclass may override a verb and call this one.
         if not self._scaling.is_isolated(location) and self._is_rewritten("get_scaled_loss"):
             return self.get_scaled_loss(loss)
         return self._scaled(loss)
 
     @do_not_convert
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        """Applies gradients of the scaled loss, or skips the step; then moves the loss scale.
+        """Applies gradients of the scaled loss, or skips the step; updates the loss scale.
 
         The gradients themselves stay as they are: on PyTorch a `.grad` can be added to, filled
         again or handed in once more.
@@ -276,7 +276,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
                 backend is TensorFlow.
         """
         if not self.built or keras.backend.backend() == "tensorflow":
-            # The inner optimizer says why.
+            # The inner optimizer raises an error that says why.
             self.inner_optimizer.stateless_apply(optimizer_variables, grads, trainable_variables)
         for name, values, expected in (
             ("optimizer_variables", optimizer_variables, self.variables),
@@ -287,7 +287,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
                     f"`{name}` must hold {len(expected)} values, one for each of the variables "
                     f"of the optimizer. Received: {len(values)}."
                 )
-        # Past Keras' own class, which would skip the step itself. It calls `apply`.
+        # Not that of Keras' own class, which would skip the step itself. This one calls `apply`.
         return super(keras.optimizers.LossScaleOptimizer, self).stateless_apply(
             optimizer_variables, grads, trainable_variables
         )
@@ -318,18 +318,18 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
                 gradients, scaled = self._unscaled_by_verb(gradients, variables), False
         with keras.name_scope(name or self.name), backend.no_gradients():
             self.build(variables)
-            # Before anything is done.
+            # Checked before anything changes.
             inner._check_variables_are_known(variables)
             backend.check_context()
             needs_stats = rule.needs != StatsRequest()
-            looks_at_floor = self._looks_at_floor() and backend.runs_now(gradients)
+            looks_at_floor = self._may_warn_at_floor() and backend.runs_now(gradients)
             is_tracked = self._overflow_tracker is not None
             needs_scale = scaled or needs_stats or looks_at_floor or is_tracked
             scale = self._current_scale() if needs_scale else None
             step = Step(list(gradients), list(variables), scale if scaled else None)
 
             if self._state is None:
-                # A loss scale of the older API sees the gradients, and decides itself.
+                # A `LossScale` of the older API reads the gradients, and decides itself.
                 step = step._replace(gradients=backend.unscale(step, rule), divisor=None)
                 check = OverflowCheck(self._decide(step.gradients), step)
             else:
@@ -346,7 +346,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
                 self._track_step(step, finite, scale, is_shared=not aggregate)
 
             def apply(gradients: Sequence[Any], divisor: Any) -> None:
-                # On several replicas each has gradients and a divisor of its own.
+                # Each replica has its own gradients and divisor.
                 own = Step(list(gradients), step.variables, divisor)
                 backend.apply(inner, own, rule, aggregate=aggregate)
 
@@ -427,7 +427,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     @property
     def _optimizer(self) -> Any:
-        # What tf_keras calls the inner optimizer, and programs ask for.
+        # The name of the inner optimizer in tf_keras, which programs read.
         return self.inner_optimizer
 
     @property
@@ -439,7 +439,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     def dynamic_counter(self) -> Any:
         return self.step_counter if self.dynamic else None
 
-    # With accumulation too it counts every call: `steps_skipped` does.
+    # It counts every call, also with gradient accumulation, as `steps_skipped` does.
     @property
     def iterations(self) -> Any:
         return self._iterations
@@ -473,7 +473,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             return
         inner = self.__dict__.get("inner_optimizer")
         if name == "loss_scale_factor":
-            # Past TensorFlow's tracking, which sets nothing that is the same already.
+            # Not TensorFlow's tracking, which ignores a value that is already set.
             if "_state" in self.__dict__:
                 _refuse_factor(value)
             return

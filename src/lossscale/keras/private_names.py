@@ -1,4 +1,4 @@
-"""What Keras 3 does not document and is used here.
+"""Undocumented names of Keras 3 that are used here.
 
 Objects are taken here and nowhere else.
 """

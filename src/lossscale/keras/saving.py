@@ -1,4 +1,4 @@
-"""What stands in Keras' files of an optimizer, and how it is loaded.
+"""The optimizer in Keras' files, and how it is loaded.
 
 In Keras' files the variables of an optimizer stand at one place, numbered. There the inner
 optimizer's variables are written exactly as an optimizer without loss scaling writes its own,
@@ -27,14 +27,14 @@ _KERAS_OWN_VARIABLES = ("iteration", "learning_rate", "step_counter", "dynamic_s
 
 
 class LossScaleStore(ValueStore, keras.losses.Loss):
-    """The place in a Keras file where the loss scale and the counters stand, by name."""
+    """The place of the loss scale and the counters in a Keras file."""
 
 
 # --- The inner optimizer's variables, by number ---------------------------------------------------
 
 
 def save(optimizer: Any, store: Any) -> None:
-    """Writes the inner optimizer's variables, or the values that wait for them."""
+    """Writes the inner optimizer's variables, or loaded values that wait for them."""
     if optimizer._pending_values:
         for key, value in optimizer._pending_values.items():
             store[key] = value
@@ -43,7 +43,7 @@ def save(optimizer: Any, store: Any) -> None:
 
 
 def load(optimizer: Any, values: dict[str, Any]) -> None:
-    """Sets the inner optimizer's variables, or lets the values wait until they exist."""
+    """Sets the inner optimizer's variables, or keeps the values until they exist."""
     optimizer._pending_values = values
     if optimizer.built or len(values) == len(optimizer.inner_optimizer.variables):
         load_pending(optimizer)
@@ -54,8 +54,8 @@ def load_pending(optimizer: Any) -> None:
     values, optimizer._pending_values = optimizer._pending_values, None
     if not values:
         return
-    # The first step of a tf.function may be what builds the optimizer. Traced, these values
-    # would be set again on every step.
+    # The first step of a tf.function may build the optimizer. Traced assignments would set these
+    # values again on every step.
     with optimizer._backend.eager_scope():
         load_inner(optimizer, values)
 
@@ -71,7 +71,7 @@ def load_inner(optimizer: Any, values: dict[str, Any]) -> None:
     """Sets the inner optimizer's variables from the arrays of a file, by number."""
     inner = optimizer.inner_optimizer
     listed = len(inner.variables)
-    # Not by their number: an optimizer may keep as many arrays that those files lack (Adafactor).
+    # Not by their number: some optimizers (Adafactor) keep arrays that those files lack.
     first = [values[str(i)] for i in range(min(3, len(values)))]
     is_own = not any(len(each.shape) for each in first) and begins_as_keras_own(
         [numpy_of(each) for each in first]
@@ -106,7 +106,7 @@ def own_values(optimizer: Any) -> dict[str, Any]:
 
 
 def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
-    """Sets the loss scale and the counters, made valid for the rule."""
+    """Sets the loss scale and the counters, moved into the range of the rule."""
     restore_scale(optimizer, values)
     of_the_rule = [] if optimizer._state is None else optimizer._state.variables.values()
     excluded = {id(variable) for variable in (optimizer._iterations, *of_the_rule)}
@@ -116,7 +116,7 @@ def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
     if optimizer.built or "iteration" not in values:
         optimizer._iterations.follow()
     else:
-        # The inner optimizer's own count waits with its other variables.
+        # The inner optimizer's counter is kept with its other variables.
         optimizer._iterations.assign(values["iteration"])
 
 
@@ -145,7 +145,7 @@ def _places_of_attributes(inner: Any, trained: Sequence[Any]) -> list[int]:
         inner: A Keras optimizer that is built.
         trained: The variables it was built with.
     """
-    # Only while it builds can it be seen who lists a variable, so another one is built.
+    # Only `build` shows which attribute lists a variable, so a second optimizer is built.
     twin = type(inner).from_config(inner.get_config())
     added = {id(variable) for variable in twin.variables}
     track = twin._track_variable
@@ -162,7 +162,7 @@ def _places_of_attributes(inner: Any, trained: Sequence[Any]) -> list[int]:
 def _completed(
     values: Mapping[str, Any], own: int, lacking: Sequence[int], inner: Any
 ) -> dict[str, Any]:
-    """Returns the values of a file with the missing ones put in.
+    """Adds the missing values to those of a file.
 
     Args:
         values: Arrays by number: `own` others, then the inner optimizer's, of which some lack.
@@ -180,10 +180,10 @@ def _completed(
     missing = [variables[place] for place in lacking]
     product = getattr(inner, "_u_product", None)
     if kind_of(inner) == "Nadam" and [id(v) for v in missing] == [id(product)]:
-        # These files count applied steps alone, so it can be computed.
+        # These files count applied steps only, so the value can be computed.
         steps = int(filled[0])
         filled[lacking[0]] = nadam_product(float(inner.beta_1), steps)
-    # What it keeps so of a variable with one axis is a stand-in that no step reads.
+    # For a variable with one axis, this is a placeholder that no step reads.
     elif not (type(inner).__name__ == "Adafactor" and not any(len(v.shape) for v in missing)):
         names = sorted({variable.path for variable in missing})
         warn(

@@ -1,4 +1,4 @@
-"""The variables of an optimizer of Keras 3 as the documents have them: weights and slots."""
+"""Weights and slots of an optimizer of Keras 3, as TensorFlow documented them."""
 
 from __future__ import annotations
 

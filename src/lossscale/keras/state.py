@@ -1,4 +1,4 @@
-"""The variables that a step updates besides the inner optimizer's: the rule's, and the counter."""
+"""The variables of the rule's state, and the step counter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keras import ops
 from lossscale.keras_common.state import ScaleVariables, kind_of_number
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
-# The names of Keras' own class, in files too; other rules may have more fields.
+# The names that Keras' own class writes into files; other rules may have more fields.
 _NAMES = {"scale": "dynamic_scale", "good_steps": "step_counter"}
 
 
@@ -43,7 +43,7 @@ class KerasScaleVariables(ScaleVariables):
             self.variables[field].assign(ops.cast(value, self.variables[field].dtype))
 
     def update(self, stats: GradientStats) -> None:
-        """Moves the state after a step."""
+        """Updates the state after a step."""
         if isinstance(stats.finite, bool):
             stats = stats._replace(finite=ops.convert_to_tensor(stats.finite))
         before = self.read()
@@ -52,7 +52,7 @@ class KerasScaleVariables(ScaleVariables):
             self.write(after)
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Sets the state from numbers of a file, made valid for the rule."""
+        """Sets the state from values of a file, moved into the range of the rule."""
         state = self.first._replace(**{k: v for k, v in values.items() if k in self.variables})
         self.write(self.rule.restored(state))
 
@@ -86,7 +86,7 @@ class OwnVariable(keras.Variable):
 
 
 class StepCounter(OwnVariable):
-    """Counts applied and skipped steps; assigning to it moves the inner optimizer's counter.
+    """Counts applied and skipped steps; an assignment also sets the inner optimizer's counter.
 
     The documents count every call of `apply_gradients`, also one whose step was skipped. The inner
     optimizer must not: Adam's bias correction and learning rate schedules follow its counter, and
@@ -105,7 +105,7 @@ class StepCounter(OwnVariable):
         self._skipped = steps_skipped
 
     def assign(self, value: Any) -> Any:
-        """Sets the number of steps; the inner optimizer's counter becomes it less the skips.
+        """Sets the number of steps, and the inner optimizer's counter to it minus the skips.
 
         A number below that of the skips lowers that too: no optimizer works with a negative
         counter (Adam's bias correction becomes NaN).

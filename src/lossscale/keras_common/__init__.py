@@ -1,3 +1,3 @@
-"""What the loss scale optimizers and monitors of Keras 3 and of tf_keras share; imports neither."""
+"""Code that the optimizers and monitors of Keras 3 and tf_keras share; imports neither."""
 
 from lossscale.keras_common.optimizer import _rebuild as _rebuild

@@ -1,4 +1,4 @@
-"""What the monitors of Keras 3 and tf_keras share: when `fit` calls them, and what they read."""
+"""The part of the monitor callback that Keras 3 and tf_keras share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lossscale.packages import warn
 
 
 class MonitorCallback:
-    """The methods that `fit` calls. Subclasses have what differs between frameworks."""
+    """The methods that `fit` calls. Subclasses implement the differences between frameworks."""
 
     # Set by Keras' callback.
     model: Any
@@ -28,22 +28,22 @@ class MonitorCallback:
     _array_of: Callable[[Any], Any]
 
     _settings: MonitorSettings
-    # The optimizer while `fit` runs and there is something to watch.
+    # The watched optimizer, while `fit` runs.
     _optimizer: Any = None
     _recorder: Recorder | None
-    # The optimizer that it has recorded.
+    # The optimizer whose steps were recorded.
     _recorded: Any = None
     # The stats of the last sample.
     _before: Any = None
 
-    # What a framework provides.
+    # Implemented by each framework.
 
     def _scales_by_itself(self, optimizer: Any) -> bool:
-        """Whether it is loss scaling of the framework itself."""
+        """Whether an optimizer is the framework's own loss scale optimizer."""
         raise NotImplementedError
 
     def _instrument(self, model: Any) -> None:
-        """Lets the training step track overflows."""
+        """Makes the training step track overflows."""
         raise NotImplementedError
 
     def _steps(self, optimizer: Any) -> Any:
@@ -60,7 +60,7 @@ class MonitorCallback:
     # What `fit` calls.
 
     def set_model(self, model: Any) -> None:
-        """Takes the model that is trained."""
+        """Sets the model that is trained."""
         if model is not None and not isinstance(self._trained(model), self._library.Model):
             raise ArgumentError(_other_framework(self._framework))
         super().set_model(model)  # type: ignore[misc]
@@ -87,7 +87,7 @@ class MonitorCallback:
         self._mean_is_finite: bool | None = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Keras' mean of the loss begins again."""
+        """Keras starts a new mean of the loss."""
         self._mean_is_finite = True
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -96,7 +96,7 @@ class MonitorCallback:
             return
         self._first_of_execution = batch
         if self._before is None:
-            # Not at the start of training: a callback may still have restored a checkpoint there.
+            # Not at the start of training, because another callback may restore a checkpoint there.
             self._at_start = self._before = self._shown = self._stats()
             self._position = self._before.step
             self._tracker.count_from(self._position)
@@ -109,7 +109,7 @@ class MonitorCallback:
         steps = batch - self._first_of_execution + 1
         start, self._position = self._position, self._position + steps
         loss = (logs or {}).get("loss")
-        # The first step too: skips are counted from the first record on.
+        # The first step is sampled too: skips are counted from the first record.
         is_first = self._before is self._at_start
         if is_first or self._settings.samples(start, self._position):
             self._sync()
@@ -200,11 +200,11 @@ class MonitorCallback:
     # --- The loss -----------------------------------------------------------------------------
 
     def _follow_mean(self, loss: Any) -> None:
-        """Follows on a step that is not sampled whether Keras' mean of the loss is finite."""
+        """Checks on a step that is not sampled whether Keras' mean of the loss is finite."""
         if isinstance(loss, float):
             self._mean_is_finite = math.isfinite(loss)
         elif self._mean_is_finite:
-            # It is on the device, and reading it would wait.
+            # It is on the device, and reading it would wait for the step.
             self._mean_is_finite = None
 
     def _loss_of_step(self, mean: Any, steps: int) -> float | None:
@@ -240,7 +240,7 @@ class MonitorCallback:
         self._position = stats.step
         self._tracker.count_from(stats.step)
         if before.step == stats.step:
-            # No step was taken, as with variables that are all frozen.
+            # No step was taken, for example because all variables are frozen.
             return
         scale, skip = self._tracker.read(min(before.step, stats.step - 1), stats.step)
         self._recorder_now.observe(stats._replace(scale=scale, last_skip=skip, loss=loss))

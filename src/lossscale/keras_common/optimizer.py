@@ -1,4 +1,4 @@
-"""The base class of the loss scale optimizers of Keras 3 and of both families of tf_keras."""
+"""The base class of the loss scale optimizers of Keras 3 and tf_keras."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _INSTEAD = {
 
 
 class KerasCommonOptimizer(DocumentedMembers):
-    """What does not depend on the generation of Keras: verbs, settings, slots, copies.
+    """The members that all generations of Keras share: verbs, settings, slots, copies.
 
     A class for one generation adds its attributes, its step and its files; what it has to define
     is declared here first.
@@ -56,12 +56,12 @@ class KerasCommonOptimizer(DocumentedMembers):
     # dir() for get_slot_names, and writes no checkpoint if slots are attributes as well.
     _hidden: ClassVar[frozenset[str]] = frozenset({"inner_optimizer", "get_slot_names"})
 
-    # What is asked of arrays and variables: a `Backend` of Keras 3, or the `Arrays` of tf_keras.
+    # Operations on arrays and variables: a `Backend` of Keras 3, or the `Arrays` of tf_keras.
     _backend: Any
     _scaling: ScaledGradientTracker
-    # None where a loss scale of the older API moves by its user's own code.
+    # None if a `LossScale` of the older API moves by the user's own code.
     _state: ScaleVariables | None
-    # Scalar variables: in steps, and whether.
+    # Scalar variables: a number of steps, and a boolean.
     _steps_skipped: Any
     _last_step_skipped: Any
     _warned_at_floor = False
@@ -124,12 +124,12 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     @classmethod
     def _written_class(cls) -> type[Any]:
-        """The class as it stands in a module."""
+        """The public class, which a module names."""
         return cls
 
     @classmethod
     def _is_rewritten(cls, verb: str) -> bool:
-        """Whether a subclass has a verb of its own."""
+        """Whether a subclass overrides a verb."""
         return getattr(cls, verb) is not getattr(KerasCommonOptimizer, verb)
 
     # --- The documented loop: scale the loss, unscale the gradients, apply them ---------------
@@ -175,7 +175,7 @@ class KerasCommonOptimizer(DocumentedMembers):
             return self._step(gradients, variables, scaled=scaled, aggregate=aggregate, name=name)
 
     def _check_context(self) -> None:
-        """Raises where no step can be taken."""
+        """Raises an error if no step can be taken here."""
 
     # --- Calls that do several of these -------------------------------------------------------
 
@@ -207,11 +207,11 @@ class KerasCommonOptimizer(DocumentedMembers):
             return [self._apply_unscaled(location, pairs, None)]
 
     def _unscaled_by_verb(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Returns what `get_unscaled_gradients`, maybe that of a subclass, makes of gradients."""
+        """Unscales gradients by `get_unscaled_gradients`, which a subclass may override."""
         return list(self.get_unscaled_gradients(gradients))
 
     def _apply_unscaled(self, location: Any, pairs: list[Any], name: str | None) -> Any:
-        # Also where a subclass unscales by itself, without the method that notes it.
+        # Also if a subclass unscales without calling the method of this class.
         self._scaling.note_all_unscaled(location)
         named: dict[str, Any] = {} if name is None else {"name": name}
         return self.apply_gradients(pairs, **named)
@@ -228,23 +228,23 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     # Of `experimental` it is the loss scale itself, which is called the same way.
     def _loss_scale(self) -> Any:
-        # What programs of TensorFlow 2.4 call besides `loss_scale`.
+        # Programs for TensorFlow 2.4 call this besides `loss_scale`.
         return self._current_scale()
 
-    def _looks_at_floor(self) -> bool:
-        """Whether a step that the host sees skipped may be the first at the lowest scale."""
-        # A monitor says it.
+    def _may_warn_at_floor(self) -> bool:
+        """Whether to check a skipped step for the warning at the minimum scale."""
+        # A monitor warns itself.
         is_said = self._warned_at_floor or self._overflow_tracker is not None
         return self._state is not None and not is_said and isinstance(self._rule, DynamicScale)
 
     def _current_scale(self) -> Any:
-        # A loss scale that moves by itself has a method of its own in this place.
+        # Overridden for a `LossScale` of the user's.
         assert self._state is not None
         return self._rule.loss_scale(self._state.read())
 
     def _track_overflows(self, tracker: Any) -> None:
-        """Lets steps track overflows; takes effect in functions that are traced later."""
-        # Past the attribute tracking of Keras and TensorFlow.
+        """Makes steps track overflows, in functions that are traced from now on."""
+        # Not tracked by Keras and TensorFlow.
         self.__dict__["_overflow_tracker"] = tracker
 
     # --- The settings of the inner optimizer -------------------------------------------------
@@ -260,7 +260,7 @@ class KerasCommonOptimizer(DocumentedMembers):
     lr = learning_rate
 
     def _remember_name(self, name: str) -> None:
-        """Notes an attribute of the user's, which copies keep."""
+        """Remembers the name of a user's attribute, which copies keep."""
         self.__dict__.setdefault("_names_of_the_user", set()).add(name)
 
     # --- Slots --------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         )
 
     def _constructor_arguments(self) -> dict[str, Any]:
-        """Returns the arguments besides the inner optimizer that make this one again."""
+        """Returns the constructor's other arguments, to make this optimizer again."""
         return {"rule": self._rule, "name": self.__dict__.get("_given_name", self.name)}
 
     # --- Configurations, and the library's registry of classes --------------------------------
@@ -364,12 +364,12 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     @staticmethod
     def _operation(result: Any) -> Any:
-        """Returns what a caller has to run for an update to be made; None if it is made."""
+        """Returns the operation that a caller must run for an update; None if it is done."""
         return None
 
     @staticmethod
     def _after(result: Any, value: Any) -> Any:
-        """Returns a value that is there once an update was made."""
+        """Returns a value that depends on an update."""
         return value
 
 
@@ -377,13 +377,13 @@ _VERBS_OF_A_LOSS = ("get_scaled_loss", "get_unscaled_gradients")
 
 
 def _noted(cls: type[Any], name: str) -> Callable[..., Any]:
-    """Returns a subclass' own verb of a loss, which is noted as ours is, whatever it calls."""
+    """Wraps a subclass' verb that scales a loss, so that the call is recorded as ours is."""
     rewritten = getattr(cls, name)
     is_inherited = name not in vars(cls)
 
     @functools.wraps(rewritten)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # An inherited one may be rewritten once more, after this class was made.
+        # A base class may replace its verb after this class was made.
         verb = getattr(super(cls, self), name) if is_inherited else rewritten.__get__(self)
         location = self._backend.current_location()
         with self._scaling.isolated_step(location):
@@ -408,7 +408,7 @@ def _rebuild(
     own_values: dict[str, Any],
     attributes: dict[str, Any],
 ) -> Any:
-    """Returns the optimizer that `__reduce__` has described."""
+    """Returns the optimizer that `__reduce__` described."""
     optimizer = cls(inner_class.from_config(inner_config), **arguments)
     for name, value in attributes.items():
         setattr(optimizer, name, value)

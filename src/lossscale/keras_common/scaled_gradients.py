@@ -78,7 +78,7 @@ _SCALE = {"scale_loss", "get_scaled_loss"}
 
 @dataclasses.dataclass
 class _Record:
-    """What one replica called since its last `scale_loss`, or in a step like `minimize`.
+    """The calls of one replica since its last `scale_loss`, or in a step like `minimize`.
 
     Attributes:
         is_isolated: Whether it is of a step like `minimize`, which scales the loss itself.
@@ -119,7 +119,7 @@ class _Record:
 
 
 class ScaledGradientTracker:
-    """Remembers how the loss was scaled, for the call that applies the gradients.
+    """Records how the loss was scaled, for the call that applies the gradients.
 
     Args:
         is_fixed: Whether programs know the loss scale without reading it.
@@ -130,7 +130,7 @@ class ScaledGradientTracker:
     _last: ClassVar[tuple[Any, str, weakref.ref[Any] | None] | None] = None
 
     def __init__(self, is_fixed: bool, way: str) -> None:
-        # By the number of the replica, each of which scales a loss of its own. Not by thread:
+        # By replica, because each scales its own loss. Not by thread:
         # TensorFlow's replicas get new threads on every run.
         self._records: defaultdict[int, _Record] = defaultdict(_Record)
         # A program that has read the loss scale may multiply by it.
@@ -140,7 +140,7 @@ class ScaledGradientTracker:
         self._seen = self._last
 
     def _note(self, location: Location, verb: str) -> list[_Record]:
-        """Notes a call that scales or unscales; returns the records of its replicas."""
+        """Records a call that scales or unscales; returns the records of its replicas."""
         graph, replicas = location
         records = [self._records[replica] for replica in replicas]
         if not records[0].is_isolated:
@@ -180,7 +180,7 @@ class ScaledGradientTracker:
 
     @contextlib.contextmanager
     def isolated_step(self, location: Location) -> Iterator[None]:
-        """Within it calls are no part of the loop around it: their notes go when it ends."""
+        """A context whose calls are not recorded for the loop around it."""
         before = {replica: self._records[replica] for replica in location[1]}
         self._records.update({replica: _Record(is_isolated=True) for replica in before})
         try:
@@ -194,7 +194,7 @@ class ScaledGradientTracker:
 
     @contextlib.contextmanager
     def applying(self, location: Location, variables: Sequence[Any]) -> Iterator[bool]:
-        """Within it gradients are applied, and are noted unless that raises.
+        """A context that applies gradients, and records them unless it raises.
 
         Args:
             location: Where.
@@ -262,7 +262,7 @@ class ScaledGradientTracker:
         self._seen = self._last
 
     def _check_scaled(self, record: _Record, verb: str, *scale: str) -> None:
-        """Warns if nobody scaled the loss whose gradients a verb divides."""
+        """Warns if no loss was scaled whose gradients a verb divides."""
         if not record.calls & set(scale) and not self.is_scale_read:
             is_twice = verb == "apply" and "get_unscaled_gradients" in record.calls
             self._warn_once(_UNSCALED_TWICE if is_twice else _NOT_SCALED.format(verb, scale[0]))

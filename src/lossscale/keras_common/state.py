@@ -34,7 +34,7 @@ class ScaleVariables:
 
 
 def kind_of_number(value: Any) -> str:
-    """Returns "bool", "int" or "float32": what a variable for a field of a state is made of."""
+    """Returns "bool", "int" or "float32", the dtype of the variable for a field of a state."""
     if isinstance(value, bool):
         return "bool"
     return "int" if isinstance(value, int) else "float32"
@@ -59,7 +59,7 @@ class ValueStore:
         self._write = write
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        """Computes nothing; nobody compiles a model with it."""
+        """Does nothing; Keras requires it, and no model is compiled with it."""
         raise NotImplementedError
 
     def save_own_variables(self, store: Any) -> None:
@@ -75,6 +75,6 @@ class ValueStore:
 
 
 def arrays_in(store: Any) -> dict[str, Any]:
-    """Returns what stands in a place of a file, as arrays by name."""
+    """Returns the arrays in a place of a file, by name."""
     # A place in an HDF5 file is no Mapping and yields no items.
     return {key: np.array(store[key]) for key in store.keys()}  # noqa: SIM118

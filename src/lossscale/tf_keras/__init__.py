@@ -13,7 +13,7 @@ __all__ = ["LossScaleMonitor", "LossScaleOptimizer"]
 
 
 def __getattr__(name: str) -> Any:
-    # Training needs nothing of what a monitor imports.
+    # Imported late: training does not need what a monitor imports.
     if name != "LossScaleMonitor":
         raise AttributeError(f"module 'lossscale.tf_keras' has no attribute {name!r}")
     from lossscale.tf_keras.monitor import LossScaleMonitor

@@ -46,7 +46,7 @@ class LossScaleOptimizer(TFKerasCommonOptimizer):
         True
     """
 
-    # Where users find it, and so what pickles and files name.
+    # The public module, which pickles and files name.
     __module__ = "lossscale.tf_keras"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

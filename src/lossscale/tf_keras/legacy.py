@@ -33,7 +33,7 @@ class AroundLegacy(TFKerasCommonOptimizer, LegacyLossScaleOptimizer):
         experimental_aggregate_gradients: bool = True,
         skip_gradients_aggregation: bool = False,
     ) -> Any:
-        # The order of the legacy optimizers' arguments.
+        # The arguments in the order of the legacy optimizers.
         return super().apply_gradients(
             grads_and_vars,
             name,
@@ -42,7 +42,7 @@ class AroundLegacy(TFKerasCommonOptimizer, LegacyLossScaleOptimizer):
         )
 
     def _create_all_weights(self, var_list: Sequence[Any]) -> None:
-        # What tf_keras calls before it loads an HDF5 file.
+        # tf_keras calls this before it loads an HDF5 file.
         self._build(list(var_list))
 
     def _build(self, variables: list[Any], has_gradient: Sequence[bool] = ()) -> None:
@@ -64,7 +64,7 @@ class AroundLegacy(TFKerasCommonOptimizer, LegacyLossScaleOptimizer):
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> list[tuple[Any, Any]]:
-        # Code of that time calls it by this name.
+        # Programs of that time use this name.
         return self.compute_gradients(loss, var_list, tape=tape, grad_loss=grad_loss)
 
     def _computed(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> Any:
@@ -121,7 +121,7 @@ class AroundLegacy(TFKerasCommonOptimizer, LegacyLossScaleOptimizer):
             ) from None
 
     def _find_slot(self, var: Any, slot_name: str) -> None:
-        # The inner optimizer finds its own.
+        # The inner optimizer reads its own configuration.
         return None
 
     def add_slot(

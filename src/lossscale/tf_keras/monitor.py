@@ -40,7 +40,7 @@ class LossScaleMonitor(MonitorCallback, callbacks.LossScaleMonitor, tf_keras.cal
         if model.built and model.trainable_variables:
             with model.distribute_strategy.scope():
                 optimizer._build_overflow_tracker(model.trainable_variables)
-        # `fit` has made it already, without the tracker.
+        # `fit` has already compiled its step, without the tracker.
         model.train_function = None
         model.train_function = model.make_train_function()
 

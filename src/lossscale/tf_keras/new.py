@@ -59,7 +59,7 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3):
 
     def _aggregated(self, pairs: list[Any]) -> Any:
         inner = self._optimizer
-        # Gradients over DTensor are whole already.
+        # With DTensor, gradients are already summed.
         if inner._run_with_dtensor or inner._mesh:
             return pairs
         return translated(inner.aggregate_gradients)(pairs)
@@ -71,7 +71,7 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3):
             # no file has it. A traced function keeps what it was when it was traced.
             inner._u_product_counter = int(inner.iterations) + 1
         with _without_own_function(inner) if in_xla() else contextlib.nullcontext():
-            # An optimizer of a user's may take no name.
+            # A user's optimizer may take no name.
             named = {} if name is None else {"name": name}
             return translated(inner.apply_gradients)(
                 pairs, **named, skip_gradients_aggregation=True
@@ -88,7 +88,7 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3):
 
     @property
     def loss_scale_state(self) -> LossScaleStore:
-        """Where files keep the loss scale and the counters."""
+        """The place of the loss scale and the counters in files."""
         # Recreated: as an attribute it would be a child in checkpoints.
         return LossScaleStore(self._own_values, self._set_own_values)
 
@@ -97,7 +97,7 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3):
         if self._pending_values is None:
             self._optimizer.save_own_variables(store)
             return
-        # What was loaded and waits for `build`.
+        # Loaded values that wait for `build`.
         for i, value in enumerate(self._pending_values):
             store[str(i)] = value
 
@@ -119,7 +119,7 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3):
         return values_of(self.weights)
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        # Datasets of an HDF5 file are no arrays yet.
+        # Datasets of an HDF5 file are not arrays yet.
         values = [np.asarray(weight) for weight in weights]
         weights, all_variables = self.weights, self.variables
         named = {**self._own_variables(), **self._unlisted_variables()}
@@ -197,7 +197,7 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3):
             if slots and len(values) == len(keys):
                 yield _slot_names(inner, attribute, slots), slots
 
-    # Methods of the base class that would use variables and settings it has not got here.
+    # Methods of the base class whose variables and settings the wrapper does not have.
 
     def aggregate_gradients(self, grads_and_vars: Any) -> Any:
         """Sums gradients over the replicas, as the inner optimizer does."""
@@ -247,7 +247,7 @@ def _dtype_of(variable: Any) -> Any:
 
 @contextlib.contextmanager
 def _without_own_function(inner_optimizer: Any) -> Iterator[None]:
-    """Within it an update is part of the function that is being traced.
+    """A context in which an update is part of the function that is being traced.
 
     The optimizers compile each update as a function of its own. Where all is compiled anyway,
     that only hides from XLA what the update is part of.

@@ -48,7 +48,7 @@ _WAY = (
 
 
 class Arrays:
-    """What loss scaling needs of TensorFlow's arrays and variables."""
+    """The operations that loss scaling needs on TensorFlow's arrays and variables."""
 
     scaled = staticmethod(scaling.scaled)
     unscaled = staticmethod(scaling.unscaled)
@@ -74,7 +74,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     _backend = Arrays
     _state: TFKerasScaleVariables | None
 
-    # What a family defines.
+    # Defined by each family.
 
     _inner_base: ClassVar[type[Any]]
     _is_legacy: ClassVar[bool]
@@ -108,7 +108,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         # The key and the shape of each variable that the original of a copy was built with.
         self.__dict__["_pending_groups"] = []
         self._warned_of_none = False
-        # The lists of variables that it was built with, one after the other.
+        # All variables that it was built with.
         self._trained: tuple[Any, ...] = ()
         # Variables of a LossScale object, by name.
         self._loss_scale_variables: dict[str, Any] = {}
@@ -164,7 +164,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         aggregate: bool = True,
         name: str | None = None,
     ) -> Any:
-        """Takes a step: checks the gradients, applies them or skips, moves the loss scale.
+        """Takes a step: checks the gradients, applies them or skips, updates the loss scale.
 
         Args:
             gradients: Those of this replica; None where there is none.
@@ -183,7 +183,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         pairs = self._with_gradients(gradients, variables)
         if aggregate:
             pairs = list(self._aggregated(pairs))
-        # Before they are looked at: a cast can overflow.
+        # Before the check, because the cast can overflow.
         gradients = [_narrowed(gradient, variable) for gradient, variable, *_ in pairs]
         trained = [pair[1] for pair in pairs]
 
@@ -191,7 +191,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             return self._apply_inner(list(zip(gradients, trained, strict=True)), name)
 
         if self._state is None:
-            # A loss scale of the older API sees the gradients, and decides itself.
+            # A `LossScale` of the older API reads the gradients, and decides itself.
             finite = self._decide(gradients)
         else:
             finite = overflow_check.all_finite(gradients) if rule.checks_gradients else True
@@ -208,7 +208,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             self._track_step(gradients, trained, finite)
         kept = self._kept_on_a_skip(gradients, trained)
         runs_now = tf.executing_eagerly() and not tf.distribute.has_strategy()
-        before = self._current_scale() if runs_now and self._looks_at_floor() else None
+        before = self._current_scale() if runs_now and self._may_warn_at_floor() else None
         done = apply_or_skip(stats, gradients, None, apply, self._update_scale, kept)
         if before is not None and not finite:
             self._warned_at_floor = warned_at_floor(rule, float(before))
@@ -240,7 +240,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         return results
 
     def _result(self, operation: Any) -> Any:
-        """Returns what `apply_gradients` does, given the operation of the step."""
+        """Returns the value of `apply_gradients`, given the operation of the step."""
         if tf.executing_eagerly():
             return self.iterations
         if tf.compat.v1.get_default_graph().building_function:
@@ -255,7 +255,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         self._overflow_tracker.track(
             gradients=gradients,
             variables=variables,
-            # They are unscaled, and summed over the replicas already.
+            # They are unscaled, and already summed over the replicas.
             unscale=list,
             finite=finite,
             scale=tf.convert_to_tensor(self._current_scale()),
@@ -432,12 +432,12 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     _set_inner_values = saving.set_inner_values
 
     def _build_alike(self, other: Any) -> None:
-        # In the same order: by it weights are told apart.
+        # In the same order, which identifies weights.
         for variables in self._trained:
             other._build(list(variables))
 
     def _remember_trained(self, variables: Sequence[Any]) -> None:
-        """Takes note of variables that it was not built with before."""
+        """Records variables that it was not built with before."""
         known = {id(each) for group in self._trained for each in group}
         new = [each for each in variables if id(each) not in known]
         if new or not self._trained:

@@ -1,4 +1,4 @@
-"""What tf_keras does not document and is used here.
+"""Undocumented names of tf_keras that are used here.
 
 Objects are taken here and nowhere else.
 """

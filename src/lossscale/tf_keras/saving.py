@@ -1,4 +1,4 @@
-"""What stands in files and copies of an optimizer, and how it is loaded.
+"""The optimizer in files and copies, and how it is loaded.
 
 In tf_keras' own files (`.keras`, `.weights.h5` and HDF5) the variables of an optimizer stand at one
 place, numbered. There the inner optimizer's variables are written exactly as an optimizer without
@@ -31,7 +31,7 @@ _PROCESS = uuid.uuid4().hex
 
 
 class LossScaleStore(ValueStore, tf_keras.losses.Loss):
-    """The place in a file where the loss scale and the counters stand, by name."""
+    """The place of the loss scale and the counters in a file."""
 
 
 def own_values(optimizer: Any) -> dict[str, Any]:
@@ -41,12 +41,12 @@ def own_values(optimizer: Any) -> dict[str, Any]:
 
 
 def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
-    """Sets these, made valid for the rule; what has no variable yet waits for it."""
+    """Sets these, moved into the range of the rule; values without a variable are kept for it."""
     # A dataset of an HDF5 file is not an array yet.
     arrays = {name: np.asarray(values[name][()]) for name in values}
     named = _named_variables(optimizer)
     pairs = [(variable, arrays.pop(name)) for name, variable in named.items() if name in arrays]
-    # Before `build` there is no place for what it makes.
+    # Variables that `build` makes do not exist before it.
     pending = {name: value for name, value in arrays.items() if name.startswith(UNLISTED)}
     optimizer._pending_named.update(pending)
     tf_keras.backend.batch_set_value(pairs)
@@ -60,7 +60,7 @@ def _named_variables(optimizer: Any) -> dict[str, Any]:
 
 
 def _make_valid(state: TFKerasScaleVariables, read: set[int]) -> None:
-    """What the rule makes of the variables that a file had; others start from the initial state."""
+    """The rule's state from the values of a file; missing ones are those of the initial state."""
     if not read:
         return
     numbers = zip(state.variables.items(), values_of(state.variables), strict=True)
@@ -88,14 +88,14 @@ def load_pending(optimizer: Any) -> None:
     if values is not None and len(values) == len(weights):
         optimizer._pending_values = None
         pairs += zip(weights, values, strict=True)
-    # The first step of a tf.function may be what builds the optimizer. Traced, these values
-    # would be set again on every step.
+    # The first step of a tf.function may build the optimizer. Traced assignments would set these
+    # values again on every step.
     with tf.init_scope():
         tf_keras.backend.batch_set_value(pairs)
 
 
 def inner_values(optimizer: Any) -> dict[str, Any]:
-    """Returns the inner optimizer's variables as arrays that nothing changes.
+    """Returns copies of the inner optimizer's variables, as arrays.
 
     Returns:
         values: The arrays.
@@ -117,7 +117,7 @@ def _key_and_shape(variable: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def set_inner_values(optimizer: Any, saved: Any) -> None:
-    """Sets them, or keeps them until the variables exist that they belong to."""
+    """Sets them, or keeps them until their variables exist."""
     # Pickles of 0.1 have the arrays alone.
     saved = saved if isinstance(saved, Mapping) else {"values": saved, "groups": []}
     values = saved["values"]
@@ -130,7 +130,7 @@ def set_inner_values(optimizer: Any, saved: Any) -> None:
 
 
 def build_pending(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Builds a copy as its original was, of which `variables` may be a part.
+    """Builds a copy with the variables of its original, which may be more than `variables`.
 
     Raises:
         GradientsError: If they are not, and are not as many of the same shapes.
@@ -157,7 +157,7 @@ def build_pending(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def drop_pending(optimizer: Any) -> None:
-    """Says that what was loaded does not fit the variables of the first step."""
+    """Raises an error if loaded values do not match the variables of the first step."""
     loaded, optimizer._pending_values = optimizer._pending_values, None
     warn(
         f"The saved state of the optimizer, {len(loaded)} arrays, does not fit the "

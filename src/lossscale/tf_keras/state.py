@@ -101,7 +101,7 @@ class LossScaleNode(Trackable):
     def _serialize_to_tensors(self) -> dict[str, Any]:
         in_graph = not tf.executing_eagerly()
         if in_graph and self._is_eager and not tf.compat.v1.get_default_graph().building_function:
-            # There they are children.
+            # There they must be children.
             return {}
         return {name: tf.convert_to_tensor(variable) for name, variable in self._extras.items()}
 
@@ -177,7 +177,7 @@ class StepCounter(tf.Variable):
     constraint = None
     synchronization = tf.VariableSynchronization.AUTO
     aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
-    # Both parts have their own.
+    # The two variables have initializers of their own.
     initializer = None
 
     def __init__(self, applied: Callable[[], Any], skipped: Any) -> None:
@@ -200,7 +200,7 @@ class StepCounter(tf.Variable):
         name: str | None = None,
         read_value: bool = True,
     ) -> Any:
-        """Sets the number of steps; the inner optimizer's counter becomes it less the skips.
+        """Sets the number of steps, and the inner optimizer's counter to it minus the skips.
 
         A number below that of the skips lowers that too: no optimizer works with a negative
         counter (Adam's bias correction becomes NaN).

@@ -1,4 +1,4 @@
-"""What differs between the backends of Keras 3: a file for each, with a subclass of `Backend`."""
+"""The backends of Keras 3: a file for each, with a subclass of `Backend`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loss scaling needs of a backend of Keras: each backend is a subclass of this class."""
+"""The operations that loss scaling needs from a backend of Keras."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Step(NamedTuple):
 
 
 class OverflowCheck(NamedTuple):
-    """What a look at the gradients of a step gives.
+    """The result of checking the gradients of a step.
 
     Attributes:
         all_finite: Whether all are once they are unscaled: a boolean scalar tensor, or a bool where
@@ -51,29 +51,29 @@ class OverflowCheck(NamedTuple):
 
 
 class Backend:
-    """A backend of Keras. What stands here is right where nothing is replicated."""
+    """A backend of Keras; the defaults are those of a single device."""
 
-    # The array functions for `ScaleRule.update`, and what takes the stats that a rule needs.
+    # The array functions for `ScaleRule.update`, and the function that measures gradients.
     namespace: Any
     gradient_stats: Callable[..., GradientStats]
 
     # --- One step, in this order --------------------------------------------------------------
 
     def no_gradients(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it nothing is recorded to be differentiated."""
+        """A context in which no gradient is recorded."""
         return contextlib.nullcontext()
 
     def check_context(self) -> None:
-        """Raises where no step can be taken."""
+        """Raises an error if no step can be taken here."""
 
     def runs_now(self, gradients: Sequence[Any]) -> bool:
-        """Whether the host sees what comes of a step while it is taken."""
+        """Whether the host sees the result of a step while it is taken."""
         return True
 
     def check(
         self, step: Step, rule: ScaleRule, inner: Any, scale_variables: ScaleVariables
     ) -> OverflowCheck:
-        """Finds out whether the gradients of a step are finite once they are unscaled.
+        """Checks whether the gradients of a step are finite when they are unscaled.
 
         Args:
             step: The step of this replica.
@@ -109,7 +109,7 @@ class Backend:
         apply: Callable[[Sequence[Any], Any], None],
         update_scale: Callable[[GradientStats], None],
     ) -> None:
-        """Applies gradients or does not, then updates the loss scale.
+        """Applies gradients or skips, then updates the loss scale.
 
         Args:
             stats: What the rule sees.
@@ -121,7 +121,7 @@ class Backend:
         raise NotImplementedError
 
     def apply(self, inner: Any, step: Step, rule: ScaleRule, *, aggregate: bool) -> None:
-        """Unscales the gradients of a step and lets the inner optimizer apply them.
+        """Unscales the gradients of a step, and has the inner optimizer apply them.
 
         Args:
             inner: The inner optimizer.
@@ -132,7 +132,7 @@ class Backend:
         gradients = self.unscale(step, rule)
         parts = (inner, *getattr(inner, "optimizers", ()))
         if any(part.gradient_accumulation_steps for part in parts):
-            # It adds them to sums of the variables' dtype, and adds no two dtypes.
+            # Keras adds them to sums of the variables' dtype, and does not add two dtypes.
             dtype_of = keras.backend.standardize_dtype
             gradients = [
                 gradient
@@ -143,7 +143,7 @@ class Backend:
         self.apply_inner(inner, gradients, step.variables, aggregate=aggregate)
 
     def unscale(self, step: Step, rule: ScaleRule) -> list[Any]:
-        """Returns the gradients of a step divided by the loss scale, if they have to be."""
+        """Returns the gradients of a step, divided by the loss scale if they are scaled."""
         if step.divisor is None:
             return step.gradients
         scaled = step.scaled_by_loss()
@@ -172,30 +172,30 @@ class Backend:
         return False
 
     def step_number(self, iterations: Any) -> Any:
-        """The number of the step that is taken, counted from 1; None where nobody asks."""
+        """The number of the current step, counted from 1; None if no tracker needs it."""
         return self.read(iterations) + 1
 
     # --- Where calls are made -----------------------------------------------------------------
 
     def check_strategy(self) -> None:
-        """Raises under a distribution where loss scaling does not work."""
+        """Raises an error under a distribution that loss scaling does not support."""
 
     def current_location(self) -> Location:
-        """The function being traced, None outside of one, and the numbers of the replicas."""
+        """The function being traced, or None, and the numbers of the replicas."""
         return None, (0,)
 
     def replica_count(self) -> int:
-        """How many replicas train together."""
+        """The number of replicas."""
         return 1
 
     def eager_scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it variables are set now and once, also where a function is being traced."""
+        """A context in which variables are set immediately, even if a function is being traced."""
         return contextlib.nullcontext()
 
     # --- Variables ----------------------------------------------------------------------------
 
     def is_variable(self, value: Any) -> bool:
-        """Whether a gradient can be applied to it."""
+        """Whether a value is a variable."""
         return isinstance(value, keras.Variable)
 
     def flat_variables(self, variables: Any) -> list[Any]:
@@ -203,10 +203,10 @@ class Backend:
         return flat_list(variables, keras.tree.flatten, self.is_variable)
 
     def prepare_own_variable(self, variable: Any) -> None:
-        """Is given each variable of a loss scale optimizer when it is made."""
+        """Called with each new variable of a loss scale optimizer."""
 
     def read(self, variable: Any) -> Any:
-        """The value of a Keras variable now, as a tensor that does not change with it."""
+        """The current value of a Keras variable, a tensor that does not change with it."""
         raise NotImplementedError
 
     # --- Arrays -------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class Backend:
     def all_finite(
         self, gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True
     ) -> Any:
-        """Whether gradients are finite once they are unscaled, a boolean scalar tensor."""
+        """Whether gradients are finite when they are unscaled: a boolean scalar tensor."""
         raise NotImplementedError
 
     def flat_gradients(self, gradients: Any) -> list[Any]:
@@ -277,7 +277,7 @@ def scaled_by_loss(gradients: Sequence[Any], variables: Sequence[Any]) -> list[A
 def where_scaled(
     scaled: Sequence[Any], unscaled: Sequence[Any], gradients: Sequence[Any]
 ) -> list[Any]:
-    """Returns what was unscaled, and the gradients that the loss scale did not multiply."""
+    """Joins the unscaled gradients and those that the loss scale did not multiply."""
     return [
         gradient if multiplied is None else divided
         for multiplied, divided, gradient in zip(scaled, unscaled, gradients, strict=True)

@@ -1,4 +1,4 @@
-"""JAX: state is passed in and out, inside `jax.jit` as outside."""
+"""Keras on JAX: a step takes and returns its state, compiled or not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _trace_state = getattr(jax.extend.core, "get_opaque_trace_state", None) or (
 
 
 class JaxBackend(Backend):
-    """What Keras computes with JAX."""
+    """Keras on JAX."""
 
     namespace = keras.ops
     gradient_stats = staticmethod(jax_gradients.gradient_stats)
@@ -38,7 +38,7 @@ class JaxBackend(Backend):
     def check(
         self, step: Step, rule: ScaleRule, inner: Any, scale_variables: ScaleVariables
     ) -> OverflowCheck:
-        """Finds out whether the gradients are finite, of a scale that was passed in."""
+        """Checks whether the gradients are finite, with a scale that was passed in."""
         _check_not_baked_in(step.divisor)
         return super().check(step, rule, inner, scale_variables)
 
@@ -54,7 +54,7 @@ class JaxBackend(Backend):
         apply: Callable[[Sequence[Any], Any], None],
         update_scale: Callable[[GradientStats], None],
     ) -> None:
-        """Chooses what each variable becomes in a compiled function; elsewhere the host decides."""
+        """Selects each variable's new value in a compiled function; otherwise the host decides."""
         if _is_traced(stats.finite):
             _apply_gated(stats.finite, step, inner, apply)
         elif bool(stats.finite):
@@ -64,15 +64,15 @@ class JaxBackend(Backend):
     # --- Where calls are made, variables and arrays -------------------------------------------
 
     def current_location(self) -> Location:
-        """What stands for the function that is being compiled, None outside of one."""
+        """A key of the function that is being compiled, or None."""
         return getattr(_traced_zero(), "_trace", None), (0,)
 
     def read(self, variable: Any) -> Any:
-        """The value of a Keras variable now, as an array."""
+        """The current value of a Keras variable, an array."""
         return jnp.asarray(variable.value)
 
     def prepare_own_variable(self, variable: Any) -> None:
-        """Lets a variable say why it has no value, where Keras' trainer has taken it."""
+        """Makes a variable raise a clear error if Keras' trainer has taken its value."""
         if variable._value is not None:
             # Keras asks it for a value then; used once, it is None otherwise.
             variable._initializer = _no_value
@@ -86,7 +86,7 @@ class JaxBackend(Backend):
         """Divides gradients by the scale; see `jax.gradients.unscaled`."""
         _check_not_baked_in(scale)
         if _any_traced(gradients):
-            # XLA would take a fixed scale together with a learning rate, which may give 0.
+            # XLA would fold a fixed scale and the learning rate into one factor, which may be 0.
             scale = jax.lax.optimization_barrier(scale)
         return jax_gradients.unscaled(gradients, scale, powers_of_two)
 

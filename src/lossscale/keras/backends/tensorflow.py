@@ -105,7 +105,7 @@ class TensorFlowBackend(Backend):
     # --- Variables and arrays -----------------------------------------------------------------
 
     def is_variable(self, value: Any) -> bool:
-        """Whether a gradient can be applied to it."""
+        """Whether a value is a variable."""
         return isinstance(value, (tf.Variable, keras.Variable))
 
     @do_not_convert
@@ -163,11 +163,11 @@ def _number(variable: Any) -> Any:
 
 @contextlib.contextmanager
 def _not_summing(inner_optimizer: Any) -> Iterator[None]:
-    """Within it the inner optimizer does not sum the gradients of all replicas."""
-    # Keras 3 has no argument for this; the sum is one method, here replaced on the instance.
+    """A context in which the inner optimizer does not sum gradients over the replicas."""
+    # Keras 3 has no argument for this, so the method that sums is replaced on the instance.
     parts = [inner_optimizer, *getattr(inner_optimizer, "optimizers", ())]
     for part in parts:
-        # Without a method of that name they would be summed twice, and nobody would notice.
+        # If the method were missing, gradients would be summed twice without an error.
         check_attribute(
             "keras",
             part,

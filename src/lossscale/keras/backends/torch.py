@@ -1,4 +1,4 @@
-"""PyTorch: eager, with one wait for the verdict in each step.
+"""Keras on PyTorch: eager, with one wait for the decision in each step.
 
 The state of the rule comes along with the verdict, so that the rule can run on Python numbers, and
 only what has changed goes back to the device. The rule's own operations would be some twenty
@@ -24,7 +24,7 @@ from lossscale.torch.gradients import of_tensors
 
 
 class TorchBackend(Backend):
-    """What Keras computes with PyTorch."""
+    """Keras on PyTorch."""
 
     # Functions of Keras take a few times as long in eager mode.
     namespace = torch
@@ -39,7 +39,7 @@ class TorchBackend(Backend):
     def check(
         self, step: Step, rule: ScaleRule, inner: Any, scale_variables: ScaleVariables
     ) -> OverflowCheck:
-        """Unscales dense gradients in the pass that checks them, and waits for the verdict."""
+        """Unscales dense gradients in the pass that checks them, and waits for the decision."""
         # In two passes a step takes 1.3 (100 large variables) to 1.5 times (one) as long.
         if step.divisor is None or not rule.powers_of_two or torch.compiler.is_compiling():
             check = super().check(step, rule, inner, scale_variables)
@@ -58,7 +58,7 @@ class TorchBackend(Backend):
         if not dense:
             finite = not rule.checks_gradients or bool(self.all_finite(gradients))
             return OverflowCheck(finite, unscaled)
-        # A `.grad` is its user's: it may be added to or filled again, in ways that leave no trace.
+        # `.grad` belongs to the user, who may change it in place without a new version number.
         keys = [(index, id(step.variables[index])) for index in dense]
         copies = _copies(inner, [gradients[index] for index in dense], keys)
         for index, copy in zip(dense, copies, strict=True):
@@ -77,11 +77,11 @@ class TorchBackend(Backend):
             overflowed, state = _read_with(scale_variables, found_inf)
             may_grow = not state.scale >= 1.0
         else:
-            # One number for the host.
+            # One number is read by the host.
             answer = int((found_inf > 0) + 2 * torch.logical_not(scale >= 1.0))
             overflowed, may_grow = bool(answer & 1), bool(answer & 2)
         if may_grow and not overflowed:
-            # With a scale below 1 unscaling may overflow what was finite.
+            # Dividing by a scale below 1 can overflow.
             overflowed = not bool(self.all_finite(copies))
         return OverflowCheck(not overflowed, unscaled, state)
 
@@ -105,7 +105,7 @@ class TorchBackend(Backend):
     def update_on_host(
         self, optimizer: Any, stats: GradientStats, state_on_host: ScaleState | None
     ) -> bool:
-        """Updates the loss scale and the counters, if the host has read it or nothing moves it."""
+        """Updates the loss scale and the counters, on the host if it knows the decision."""
         state, skipped = optimizer._state, optimizer._steps_skipped._value
         if state is None or not _host_can_update(state):
             return False
@@ -129,7 +129,7 @@ class TorchBackend(Backend):
     # --- Variables and arrays -----------------------------------------------------------------
 
     def read(self, variable: Any) -> Any:
-        """The value of a Keras variable now, as a tensor of its own: variables change in place."""
+        """A copy of a Keras variable's current value, because variables change in place."""
         return variable.value.detach().clone()
 
     def cast(self, gradient: Any, dtype: str) -> Any:
@@ -180,14 +180,14 @@ def _host_can_update(state: ScaleVariables) -> bool:
     """Whether the host updates the rule's state as the rule does on the device."""
     return (
         host_can_update(state.rule)
-        # Where values are passed in and out, variables do not hold them.
+        # In a stateless scope, variables do not hold their values.
         and not in_stateless_scope()
         and not torch.compiler.is_compiling()
     )
 
 
 def _read_with(state: ScaleVariables, found_inf: Any) -> tuple[bool, ScaleState]:
-    """Waits for a verdict, and brings the rule's state along.
+    """Waits for the decision, and reads the rule's state in the same transfer.
 
     Args:
         state: The state.
