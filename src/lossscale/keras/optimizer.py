@@ -147,7 +147,9 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._steps_skipped = self._add_own_variable("steps_skipped", "int", 0)
         self._last_step_skipped = self._add_own_variable("last_step_skipped", "bool", False)
         with keras.name_scope(self.name):
-            self._iterations = StepCounter(self.inner_optimizer, self._steps_skipped)
+            self._iterations = StepCounter(
+                self.inner_optimizer, self._steps_skipped, self._restore_plain
+            )
         self._backend.prepare_own_variable(self._iterations)
         if all(variable is not self._iterations for variable in self._variables):
             # Keras switches attribute tracking off while it compiles a model.
@@ -548,6 +550,33 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     _can_load = saving.can_load
     _load_inner = saving.load_inner
     _set_inner_values = saving.load
+
+    # TensorFlow asks for the children of a node in a checkpoint, on its backend alone.
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        children = super()._trackable_children(save_type, **kwargs)
+        # Keras lists none of them, and attributes are not all that a rule may have.
+        children.update({variable.name: variable for variable in self._variables})
+        # The names of a plain optimizer, whose checkpoint `_restore_plain` restores.
+        for name in ("_variables", "_iterations"):
+            children.pop(name, None)
+        return {**children, "iteration": self._iterations.value}
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        if name == "_iterations" and cached_dependencies:
+            return self._iterations
+        return super()._lookup_dependency(name, cached_dependencies)
+
+    def _restore_plain(self) -> None:
+        """Restores what a plain optimizer has in a checkpoint where this optimizer stands."""
+        inner, waiting = self.inner_optimizer, self._deferred_dependencies
+        for name in list(waiting):
+            child = inner._lookup_dependency(name)
+            if child is not None:
+                self._handle_deferred_dependencies(name, child)
+            else:
+                # Until the inner optimizer is built.
+                inner._deferred_dependencies.setdefault(name, []).extend(waiting.pop(name))
 
     def _build_alike(self, other: Any) -> None:
         if self.built:

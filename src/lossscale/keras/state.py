@@ -97,10 +97,14 @@ class StepCounter(OwnVariable):
     Args:
         inner_optimizer: The optimizer whose counter is followed.
         steps_skipped: Integer scalar variable, in steps.
+        when_plain: Is called when the counter of an optimizer without loss scaling is restored.
     """
 
-    def __init__(self, inner_optimizer: Any, steps_skipped: Any) -> None:
+    def __init__(
+        self, inner_optimizer: Any, steps_skipped: Any, when_plain: Callable[[], None]
+    ) -> None:
         super().__init__("iteration", "int", 0)
+        self._when_plain = when_plain
         self._applied = inner_optimizer._iterations
         self._skipped = steps_skipped
 
@@ -119,3 +123,14 @@ class StepCounter(OwnVariable):
     def follow(self) -> None:
         """Sets the number of steps from the inner optimizer's counter and the skips."""
         super().assign(self._applied + self._skipped)
+
+    def _restore_from_tensors(self, restored_tensors: dict[str, Any]) -> None:
+        """Restores the counter from TensorFlow's checkpoint of an optimizer without loss scaling.
+
+        Keras' own class has a counter in this place too, which stays 0, and a learning rate of 0.
+        """
+        (value,) = restored_tensors.values()
+        if value > 0:
+            self._skipped.assign(0)
+            self.assign(value)
+            self._when_plain()

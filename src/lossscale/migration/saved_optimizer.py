@@ -86,6 +86,7 @@ def is_optimizer(graph: Graph, node: Node) -> bool:
     return bool(
         node.slots
         or "_iterations" in children
+        or "inner_optimizer" in children
         or ("iter" in children and graph.value(node, "iter") is not None)
         or ("base_optimizer" in children and "loss_scale" in children)
     )

@@ -265,6 +265,52 @@ def test_a_fixed_scale_in_the_code_wins_over_the_one_in_a_file(tmp_path, kind, r
     assert targets[0].numpy().tolist() == [0.5]
 
 
+@pytest.mark.parametrize("is_built", [True, False], ids=["built", "unbuilt"])
+@pytest.mark.parametrize("name", [name for name in INNERS if name != "several"])
+def test_a_checkpoint_of_an_optimizer_without_loss_scaling_restores(tmp_path, name, is_built):
+    plain = compiled(maker(name)().inner_optimizer)
+    plain.fit(*data(24), batch_size=8, verbose=0)
+    if name != "schedule":
+        plain.optimizer.learning_rate = 0.25
+    path = tf.train.Checkpoint(optimizer=plain.optimizer).save(tmp_path / "ckpt")
+    other = compiled(maker(name)())
+    if is_built:
+        # It has skipped and applied steps of its own.
+        other.fit(np.full((24, 4), np.inf), np.zeros((24, 1)), batch_size=8, verbose=0)
+        other.fit(*data(8), verbose=0)
+    tf.train.Checkpoint(optimizer=other.optimizer).restore(path).expect_partial()
+    other.optimizer.build(other.trainable_variables)
+    inner = other.optimizer.inner_optimizer
+    assert len(inner.variables) > 2
+    assert_same(values(inner.variables), values(plain.optimizer.variables))
+    found = status(other.optimizer)
+    assert (found.iterations, found.skipped) == (3, 0)
+
+
+def test_a_checkpoint_of_keras_own_class_restores(tmp_path):
+    own = compiled(keras.optimizers.LossScaleOptimizer(INNERS["adam"]()))
+    own.fit(*data(24), batch_size=8, verbose=0)
+    path = tf.train.Checkpoint(optimizer=own.optimizer).save(tmp_path / "ckpt")
+    other = compiled(maker("adam")())
+    other.optimizer.build(other.trainable_variables)
+    tf.train.Checkpoint(optimizer=other.optimizer).restore(path).expect_partial()
+    inner = other.optimizer.inner_optimizer
+    assert_same(values(inner.variables), values(own.optimizer.inner_optimizer.variables))
+    assert float(other.optimizer.loss_scale) == 2.0**15
+
+
+def test_a_checkpoint_has_every_field_of_a_rule(tmp_path):
+    rule = DynamicScale(8.0, overflows_before_backoff=3)
+    targets = variables([1.0])
+    optimizer, other = wrapped(rule=rule), wrapped(rule=rule)
+    for _ in range(2):
+        step_by_documented_calls(optimizer, targets, [np.array([np.inf], "f")])
+    path = tf.train.Checkpoint(optimizer=optimizer).save(tmp_path / "ckpt")
+    tf.train.Checkpoint(optimizer=other).restore(path)
+    step_by_documented_calls(other, targets, [np.array([np.inf], "f")])
+    assert float(other.loss_scale) == 4.0
+
+
 def test_export_for_serving_gives_the_predictions_of_the_model(tmp_path):
     model = trained_around("adam")
     x, _ = data(8)
