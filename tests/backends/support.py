@@ -38,14 +38,13 @@ def wrapped(inner, **arguments):
 
 
 def number(value):
-    """A scalar of any backend, or a Keras variable, as a Python number."""
-    value = value.value if isinstance(value, keras.Variable) else value
-    return keras.ops.convert_to_numpy(value).item()
+    """A scalar of any backend, or a variable, on replicas or not, as a Python number."""
+    return keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)).item()
 
 
 def arrays(variables):
     """The values of variables, as NumPy arrays."""
-    return [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in variables]
+    return [np.array(keras.ops.convert_to_numpy(variable)) for variable in variables]
 
 
 def assert_same(left, right):
@@ -58,9 +57,9 @@ class Status(NamedTuple):
     """What an optimizer says about its loss scale, as Python numbers."""
 
     scale: float
-    good_steps: int
+    counter: int | None
     skipped: int
-    last_skipped: bool
+    last: bool
     iterations: int
     applied: int
 
@@ -69,9 +68,9 @@ def status(optimizer):
     """Returns what the optimizer says."""
     return Status(
         scale=number(optimizer.loss_scale),
-        good_steps=number(optimizer.step_counter),
+        counter=number(optimizer.dynamic_counter) if optimizer.dynamic else None,
         skipped=number(optimizer.steps_skipped),
-        last_skipped=number(optimizer.last_step_skipped),
+        last=number(optimizer.last_step_skipped),
         iterations=number(optimizer.iterations),
         applied=number(optimizer.inner_optimizer.iterations),
     )

@@ -51,7 +51,13 @@ def assert_alike(found, expected, most):
             assert cases.error(gradient, wanted, least) < most, name
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+# Layers are cast by the same code everywhere. On TensorFlow and JAX, where a pass is compiled, are
+# those with sparse gradients, loops, statistics, shapes or operations of their own.
+FEW = ("Dense", "Conv2DTranspose", "Embedding", "LSTM", "BatchNormalization", "MaxPooling2D")
+KINDS = LAYERS if BACKEND == "torch" else (*FEW, "MultiHeadAttention")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_the_framework(kind):
     model, x, y = cases.with_layer(*LAYERS[kind])
     run = KerasGradientFunction(model)

@@ -130,7 +130,7 @@ def test_weights_go_from_a_plain_optimizer_into_a_wrapped_one_and_back(tmp_path)
     expected = arrays(plain.optimizer.variables)
     assert_same(arrays(model.optimizer.inner_optimizer.variables), expected)
     assert status(model.optimizer) == Status(
-        scale=2.0**10, good_steps=0, skipped=0, last_skipped=False, iterations=8, applied=8
+        scale=2.0**10, counter=0, skipped=0, last=False, iterations=8, applied=8
     )
     model.save_weights(tmp_path / "wrapped.weights.h5")
     again = loaded(tmp_path / "wrapped.weights.h5", keras.optimizers.Adam(0.01))
@@ -145,7 +145,7 @@ def test_a_file_of_keras_own_class_is_read(tmp_path, when):
     trained(own).save_weights(tmp_path / "own.weights.h5")
     ours = loaded(tmp_path / "own.weights.h5", wrapped(keras.optimizers.Adam(0.01)), when)
     assert status(ours) == Status(
-        scale=2.0**12, good_steps=2, skipped=0, last_skipped=False, iterations=8, applied=8
+        scale=2.0**12, counter=2, skipped=0, last=False, iterations=8, applied=8
     )
     assert_same(arrays(ours.inner_optimizer.variables), arrays(own.inner_optimizer.variables))
 
@@ -177,7 +177,7 @@ def test_a_counter_above_a_shorter_interval_grows_the_scale():
     optimizer.step_counter.assign(20)
     optimizer.apply([optimizer.scale_loss(keras.ops.ones((1,)))], [variable])
     assert status(optimizer).scale == 2.0**11
-    assert status(optimizer).good_steps == 0
+    assert status(optimizer).counter == 0
 
 
 # --- A process that dies during `fit` and starts again with `BackupAndRestore` --------------------

@@ -272,9 +272,9 @@ def test_an_overflow_on_one_of_two_devices_skips_the_step_on_both():
         "same": True,
         "finite": True,
         "scale": 2.0**11,
-        "good_steps": 0,
+        "counter": 0,
         "skipped": 1,
-        "last_skipped": False,
+        "last": False,
         "iterations": 8,
         "applied": 7,
     }

@@ -19,18 +19,19 @@ REPOSITORY = pathlib.Path(__file__).parents[2]
 UNOPTIMIZED = "--xla_backend_optimization_level=0"
 
 # Each program of each backend. What only has other sizes is built in test_rows.py; networks, inner
-# optimizers and monitors are the same on all of Keras 3, and take PyTorch the least time. Whole
-# steps of Optax are compared in test_frameworks.py.
+# optimizers and monitors are the same on all of Keras 3, and take PyTorch the least time. Both
+# Kerases have one program of a whole step on TensorFlow, and one of an optimizer alone. Whole steps
+# of Optax are compared in test_frameworks.py.
 PROGRAMS = {
-    "tensorflow": ["sparse", "big", "mlp", "replicas", "collectives"],
-    "tf_keras": ["mlp", "big"],
+    "tensorflow": ["sparse", "big", "replicas", "collectives"],
+    "tf_keras": ["mlp"],
     "jax": ["big", "mlp", "collectives"],
     "torch": ["big", "optimizers", "mlp", "cnn", "skip", "host_syncs", "monitor"],
     "optax": ["alone"],
     "torch_native": ["alone", "whole"],
 }
-# XLA compiles the steps of both Kerases in the same way.
-MODES_TO_RUN = {"tf_keras": ["function", "eager"]}
+# Other modes are those of Keras 3.
+MODES_TO_RUN = {"tf_keras": ["function"]}
 # What runs without Keras, and what it needs.
 WITHOUT_KERAS = {"optax": "jax", "torch_native": "torch"}
 # Each process of tests/run.py runs the programs of its own backend.

@@ -311,8 +311,8 @@ def test_a_loaded_optimizer_goes_on_as_the_saved_one(wrapper, tmp_path):
     [(1, 1, (4.0, 2.0)), (1, 2, (4.0, 4.0)), (2, 1, (8.0, 4.0)), (2, 2, (8.0, 4.0))],
 )
 def test_a_count_of_overflows_goes_through_files_both_ways(wrapper, saves, loads, scales, tmp_path):
-    if wrapper.like:
-        pytest.skip(f"it is saved as {wrapper.like}")
+    if wrapper.like or (wrapper.compiles and not wrapper.is_native):
+        pytest.skip("it is saved as where it runs eagerly, or as another one is")
     saved, loaded = (
         wrapper.make(VALUES, "sgd", DynamicScale(8.0, overflows_before_backoff=waits))
         for waits in (saves, loads)

@@ -3,7 +3,8 @@
 import fresh
 
 # All modules below the roots stay imported, so that another import runs the root module alone, in
-# milliseconds, by the finders. TensorFlow's is left out: to other modules it is an import of Keras.
+# milliseconds, by the finders. TensorFlow's is left out: to other modules it is an import of Keras,
+# so that each of its orders is one of the others.
 PROGRAM = r"""
 import itertools, pathlib, sys, tempfile, warnings
 
@@ -70,11 +71,10 @@ def forget():
 
 
 tried = set()
-orders = [*itertools.permutations(("lossscale", "keras", "tensorflow", "tf_keras"))]
+orders = [*itertools.permutations(("lossscale", "keras", "tf_keras"))]
 orders += [(f"lossscale.{name}",) for name in ("keras", "tf_keras", "experimental.keras")]
 for order in orders:
     forget()
-    order = [name.replace("tensorflow", "keras") for name in order]
     for name in order:
         __import__(name)
     import lossscale
@@ -114,4 +114,4 @@ print(len(orders), "orders")
 
 def test_a_file_loads_whatever_the_order_of_imports():
     done = fresh.Program(PROGRAM, module="tensorflow").finished()
-    assert (done.returncode, done.stdout) == (0, "27 orders\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "9 orders\n"), done.stderr

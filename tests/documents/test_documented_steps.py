@@ -165,15 +165,6 @@ def test_minimize_refuses_what_it_cannot_use_and_changes_nothing(
     assert_same(before, everything(optimizer, var))
 
 
-def test_minimize_leaves_a_variable_without_a_gradient(form, stepped, var, loss_fn):
-    other = tf.Variable(3.0)
-    optimizer = form.dynamic(sgd())
-    # Keras' own optimizers warn of it.
-    with pytest.warns(UserWarning, match="Gradients do not exist for variables"):
-        stepped(lambda: optimizer.minimize(loss_fn, [var, other]))()
-    assert (var.numpy(), other.numpy()) == (0.5, 3.0)
-
-
 # --- get_scaled_loss ----------------------------------------------------------------------------
 
 

@@ -463,9 +463,10 @@ NAMES = ("SGD", "Adam", "AdamW", "Nadam", "Ftrl", "RMSprop", "Adagrad", "Adadelt
 
 
 def every_optimizer():
-    """The optimizers of Keras with few and with many slots, by name."""
+    """Optimizers of Keras with few and with many slots, by name."""
     optimizers = keras.optimizers
-    plain = {name: lambda name=name: getattr(optimizers, name)(0.1) for name in NAMES}
+    names = ("SGD", "RMSprop", "Adam", "Ftrl", "Nadam")
+    plain = {name: lambda name=name: getattr(optimizers, name)(0.1) for name in names}
     return plain | {
         "momentum": lambda: optimizers.SGD(0.1, momentum=0.9),
         "averaging": lambda: optimizers.SGD(0.1, use_ema=True),

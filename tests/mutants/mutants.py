@@ -78,7 +78,7 @@ tests/backends/test_fit.py -k subclass
     keras LossScaleOptimizer._step: scaled and self._is_rewritten(...) -> False
     keras LossScaleOptimizer.scale_loss: ... and self._is_rewritten(...) -> False
     keras LossScaleOptimizer.scale_loss: not self._scaling.is_isolated(location) -> True
-tests/frameworks/keras/test_subclasses.py
+tests/frameworks/keras/test_subclasses.py tests/conformance/test_subclasses.py
     keras_common _noted: self._scaling.isolated_step(location) -> self._backend.eager_scope()
     keras_common _noted: each is not None -> False
     keras_common KerasCommonOptimizer.__init_subclass__: setattr(cls, name, ...) -> None

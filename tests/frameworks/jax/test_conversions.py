@@ -86,14 +86,14 @@ def flax_scales(draw):
 # The scales that follow.
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(jmp_scales(), steps)
 def test_a_run_of_jmp_goes_on_with_the_same_scales(scale, verdicts):
     rule, opt_state = from_jmp(scale, STATE)
     assert ours(rule, opt_state, verdicts) == theirs_jmp(scale, verdicts)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(jmp_scales(factors=(3, 10, 1.5)), steps)
 def test_other_factors_of_jmp_differ_by_the_rounding_of_a_division(scale, verdicts):
     rule, opt_state = from_jmp(scale, STATE)
@@ -102,7 +102,7 @@ def test_other_factors_of_jmp_differ_by_the_rounding_of_a_division(scale, verdic
     np.testing.assert_allclose([s for s, _ in found], [s for s, _ in expected], rtol=2.0**-19)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(flax_scales(), steps)
 def test_a_run_of_flax_goes_on_with_the_same_scales(scale, verdicts):
     rule, opt_state = from_flax(scale, STATE)

@@ -2,14 +2,17 @@
 
 import contextlib
 import warnings
-from typing import NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import lossscale
+from backends.support import Status, assert_same, number, status
+from backends.support import arrays as values
 from seeding import seed
+
+__all__ = ["Status", "assert_same", "number", "status", "values"]
 
 INF, NAN = float("inf"), float("nan")
 
@@ -93,46 +96,6 @@ def plain_step(optimizer, targets, gradients):
         loss = loss_with_gradients(targets, gradients)
     found = tape.gradient(loss, native(targets))
     optimizer.apply_gradients(zip(found, targets, strict=True))
-
-
-def values(tracked):
-    """Returns the values of variables as NumPy arrays."""
-    return [np.array(keras.ops.convert_to_numpy(v)) for v in tracked]
-
-
-def assert_same(left, right):
-    """Asserts that two lists of arrays are the same bit for bit."""
-    assert len(left) == len(right)
-    for a, b in zip(left, right, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def number(scalar):
-    """Returns a scalar tensor or variable, mirrored or not, as a Python number."""
-    return keras.ops.convert_to_tensor(scalar).numpy().item()
-
-
-class Status(NamedTuple):
-    """What an optimizer says about its loss scale, as Python numbers."""
-
-    scale: float
-    counter: int | None
-    skipped: int
-    last: bool
-    iterations: int
-    applied: int
-
-
-def status(optimizer):
-    """Returns what the optimizer says."""
-    return Status(
-        scale=number(optimizer.loss_scale),
-        counter=number(optimizer.dynamic_counter) if optimizer.dynamic else None,
-        skipped=number(optimizer.steps_skipped),
-        last=number(optimizer.last_step_skipped),
-        iterations=number(optimizer.iterations),
-        applied=number(optimizer.inner_optimizer.iterations),
-    )
 
 
 def small_model(inputs=4, units=8):

@@ -257,25 +257,6 @@ class Patient(ScaleRule):
         return dataclasses.asdict(self)
 
 
-@pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
-def test_a_rule_with_a_field_of_its_own_drives_the_scale(in_function):
-    targets = variables([0.0])
-    optimizer = wrapped(rule=Patient(2))
-    optimizer.build(targets)
-
-    def step(gradient):
-        step_by_scale_loss(optimizer, targets, [gradient])
-
-    step = tf.function(step) if in_function else step
-    scales = []
-    for gradient in (INF, 1.0, INF, NAN, INF, INF, 1.0):
-        step(tf.constant([gradient]))
-        scales.append(float(optimizer.loss_scale))
-    assert scales == [64, 64, 64, 32, 32, 16, 16]
-    assert targets[0].numpy().tolist() == [-2.0]
-    assert int(optimizer.steps_skipped) == 5
-
-
 def test_a_rule_of_the_user_is_saved_and_loaded_with_its_state(tmp_path):
     model, optimizer = small_model(), wrapped(rule=Patient(3))
     model.compile(optimizer, "mse", jit_compile=False)
@@ -342,13 +323,7 @@ def test_the_inner_optimizer_can_be_wrapped_again_once_its_wrapper_is_gone():
     ("arguments", "error", "match"),
     [
         ({"clipnorm": 1.0}, ValueError, "`clipnorm`: write clipnorm=1.0 on the `inner_"),
-        (
-            {"learning_rate": 1.0},
-            ValueError,
-            "`learning_rate`: write learning_rate=1.0 on the `inner_",
-        ),
         ({"loss_scale_factor": 8}, ValueError, "loss_scale_factor"),
-        ({"growth": 3}, ValueError, "no argument `growth`. It takes inner_optimizer"),
         ({"rule": 128}, TypeError, "must be a scaling rule"),
         ({"rule": lossscale.DynamicScale}, TypeError, "must be a scaling rule"),
         ({"rule": DynamicScale(), "initial_scale": 8}, ValueError, "`rule` excludes `dynamic`"),

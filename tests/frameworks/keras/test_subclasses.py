@@ -1,4 +1,7 @@
-"""Subclasses of ours, and optimizers of one's own inside of it: what they override is called."""
+"""Subclasses of ours, and optimizers of one's own inside of it.
+
+That the verbs call what a subclass overrides is in tests/conformance/test_subclasses.py.
+"""
 
 import copy
 import itertools
@@ -13,7 +16,6 @@ import lossscale
 from frameworks.keras.support import (
     INF,
     STEPS,
-    loss_scale_warnings,
     small_model,
     status,
     step_by_scale_loss,
@@ -23,112 +25,6 @@ from frameworks.keras.support import (
 from lossscale import experimental
 
 SGD = keras.optimizers.SGD
-
-
-# --- What a subclass overrides --------------------------------------------------------------------
-
-
-class Noting(lossscale.keras.LossScaleOptimizer):
-    """Notes which of its methods are called."""
-
-    def __init__(self, *args, **kwargs):
-        self.calls = []
-        super().__init__(*args, **kwargs)
-
-
-def noting(verb):
-    def noted(self, *args):
-        self.calls.append(verb)
-        return getattr(super(Noting, self), verb)(*args)
-
-    return noted
-
-
-for name in ("get_scaled_loss", "get_unscaled_gradients", "get_gradients", "apply_gradients"):
-    setattr(Noting, name, noting(name))
-
-
-class Own(Noting):
-    """Does all by itself: another scale, and an answer of its own."""
-
-    def get_scaled_loss(self, loss):
-        self.calls.append("get_scaled_loss")
-        return lambda: loss() * 7.0
-
-    def get_unscaled_gradients(self, grads):
-        self.calls.append("get_unscaled_gradients")
-        return [g / 7.0 for g in grads]
-
-    def apply_gradients(self, grads_and_vars):
-        super().apply_gradients([(2.0 * g, v) for g, v in grads_and_vars])
-        return "applied"
-
-
-HALVES = ["get_scaled_loss", "get_unscaled_gradients"]
-CALLS = {
-    "minimize": [*HALVES, "apply_gradients"],
-    "get_gradients": ["get_gradients", *HALVES],
-    "get_updates": ["get_gradients", *HALVES, "apply_gradients"],
-}
-
-
-@pytest.mark.parametrize("stale", [False, True])
-@pytest.mark.parametrize("cls", [Noting, Own])
-@pytest.mark.parametrize("verb", CALLS)
-def test_every_verb_calls_what_a_subclass_overrides(verb, cls, stale):
-    optimizer, weight = cls(keras.optimizers.SGD(1.0)), keras.Variable([1.0])
-    with loss_scale_warnings() as messages:
-        if stale:
-            optimizer.scale_loss(1.0)
-            optimizer.calls.clear()
-        returned = getattr(optimizer, verb)(lambda: tf.reduce_sum(weight.value * 0.25), [weight])
-    assert optimizer.calls == CALLS[verb]
-    factor = 2.0 if cls is Own else 1.0
-    if verb == "get_gradients":
-        np.testing.assert_allclose(returned[0].numpy(), [0.25])
-    else:
-        np.testing.assert_allclose(weight.numpy(), [1.0 - 0.25 * factor])
-        given = returned if verb == "minimize" else returned[0]
-        assert given == "applied" if cls is Own else int(given) == 1
-    assert messages == []
-
-
-class BySeven(lossscale.keras.LossScaleOptimizer):
-    def get_scaled_loss(self, loss):
-        return loss * 7.0
-
-    def get_unscaled_gradients(self, grads):
-        return (gradient / 7.0 for gradient in grads)
-
-
-class OnlyScales(lossscale.keras.LossScaleOptimizer):
-    def get_scaled_loss(self, loss):
-        return loss * self.loss_scale
-
-
-class OnlyUnscales(lossscale.keras.LossScaleOptimizer):
-    def get_unscaled_gradients(self, grads):
-        return [gradient / self.loss_scale for gradient in grads]
-
-
-@pytest.mark.parametrize("mode", ["eager", "function"])
-@pytest.mark.parametrize("cls", [BySeven, OnlyScales, OnlyUnscales])
-@pytest.mark.parametrize("scale", ["get_scaled_loss", "scale_loss"])
-def test_gradients_of_rewritten_verbs_are_known_to_be_unscaled(scale, cls, mode):
-    optimizer, weight = cls(SGD(0.25)), keras.Variable([1.0])
-
-    def step():
-        with tf.GradientTape() as tape:
-            loss = getattr(optimizer, scale)(tf.reduce_sum(weight.value**2))
-        gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [weight.value]))
-        optimizer.apply_gradients(zip(gradients, [weight], strict=True))
-
-    run = step if mode == "eager" else tf.function(step)
-    with loss_scale_warnings() as messages:
-        run()
-        run()
-    assert weight.numpy() == 0.25
-    assert messages == []
 
 
 # --- What an optimizer inside overrides -----------------------------------------------------------

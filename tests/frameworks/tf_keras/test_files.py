@@ -3,7 +3,6 @@
 import copy
 import functools
 import pathlib
-import pickle
 
 import numpy as np
 import pytest
@@ -18,8 +17,6 @@ from frameworks.tf_keras.support import (
     data,
     small_model,
     status,
-    step,
-    trained,
     values,
     wrapped,
 )
@@ -164,37 +161,6 @@ def fitted(optimizers, wrap=wrapped):
     return model
 
 
-@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
-def test_a_model_file_goes_on_exactly(tmp_path):
-    model = fitted(tf_keras.optimizers)
-    for ending in ("model.keras", "model.h5"):
-        model.save(tmp_path / ending)
-    before = status(model.optimizer)
-    assert before.skipped == 1
-    more = data(16, seed=3)
-    model.fit(*more, batch_size=8, shuffle=False, verbose=0)
-    for ending in ("model.keras", "model.h5"):
-        loaded = tf_keras.models.load_model(tmp_path / ending)
-        assert type(loaded.optimizer) is type(model.optimizer)
-        assert status(loaded.optimizer) == before
-        # No file has this, and a graph may round otherwise.
-        loaded.run_eagerly = True
-        loaded.fit(*more, batch_size=8, shuffle=False, verbose=0)
-        assert_same(values(loaded.weights), values(model.weights))
-        assert_same(values(loaded.optimizer.weights), values(model.optimizer.weights))
-
-
-@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
-def test_an_hdf5_file_keeps_the_legacy_optimizers_state(tmp_path):
-    # tf_keras writes `weights` there, which by the documents holds no loss scale.
-    model = read_only(tf_keras.optimizers.legacy)
-    model.save(tmp_path / "model.h5")
-    loaded = tf_keras.models.load_model(tmp_path / "model.h5")
-    assert type(loaded.optimizer) is type(model.optimizer)
-    assert_same(loaded.optimizer.get_weights(), model.optimizer.get_weights())
-    assert float(loaded.optimizer.loss_scale) == 8.0
-
-
 @pytest.mark.parametrize(
     ("saved", "expected"), [(1024.0, 64.0), (0.5, 1.0), (0.0, 8.0), (INF, 8.0), (NAN, 8.0)]
 )
@@ -328,23 +294,6 @@ def test_configurations_of_older_releases_are_read(config, rule):
     assert isinstance(optimizer.inner_optimizer, tf_keras.optimizers.legacy.SGD)
     assert optimizer.rule == rule
     assert config == before
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_a_copy_goes_on_as_the_original(optimizers, copied):
-    variables = [tf.Variable([1.0, 2.0]), tf.Variable(3.0)]
-    optimizer = trained(wrapped(optimizers.Adam(0.1)), variables)
-    other = copied(optimizer)
-    assert status(other) == status(optimizer)
-    start = values(variables)
-    results = []
-    for each in (optimizer, other):
-        for variable, value in zip(variables, start, strict=True):
-            variable.assign(value)
-        step(each, variables, [np.array([0.5, 0.25]), 1.0])
-        results.append(values(variables))
-    assert_same(*results)
-    assert_same(other.get_weights(), optimizer.get_weights())
 
 
 def test_values_that_wait_for_build_are_saved_again(tmp_path):

@@ -4,8 +4,6 @@ The families of optimizers share all of it but how a step is applied, so that bo
 names, numbers or weights are, and one of them in each of the other tests.
 """
 
-import csv
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -14,7 +12,6 @@ import tf_keras
 from frameworks.tf_keras.support import assert_same, data, dense, small_model, values
 from lossscale import DynamicScale, LossScaleOptimizer
 from lossscale.callbacks import LossScaleMonitor
-from lossscale.errors import ArgumentError
 from lossscale.monitoring import read_records
 from records import column, nonfinite
 
@@ -73,21 +70,6 @@ def test_an_overflow_names_the_variable_and_counts_its_elements(optimizers, run_
     assert read_records(path)[1].reason == "overflow"
 
 
-@only_new
-def test_a_compiled_run_is_recorded_and_its_weights_are_those_without_a_monitor(
-    optimizers, tmp_path
-):
-    path, results = tmp_path / "run.jsonl", []
-    for callbacks in ([], [LossScaleMonitor(path, every=2)]):
-        model = net(optimizers.Adam(0.01), jit_compile=True)
-        fit(model, *rows(6, [(9, 2)]), *callbacks, epochs=2)
-        results.append(values([*model.variables, *model.optimizer.variables()]))
-    assert_same(*results)
-    overflows = [record.step for record in read_records(path) if record.reason == "overflow"]
-    assert overflows == [2, 8]
-    assert [found for found in nonfinite(path) if found] == [[("root/kernel", 2, 0)]] * 2
-
-
 @only_legacy
 def test_an_overflow_on_one_replica_is_counted_once(optimizers, two_replicas, tmp_path):
     with two_replicas.scope():
@@ -97,24 +79,6 @@ def test_an_overflow_on_one_replica_is_counted_once(optimizers, two_replicas, tm
     fit(model, *rows(4, [(9, 2), (21, 2)]), LossScaleMonitor(path))
     overflow = [("root/kernel", 2, 0)]
     assert nonfinite(path) == [[], overflow, overflow, []]
-
-
-@only_new
-def test_logs_have_the_scale_and_the_skips(optimizers, tmp_path, capsys):
-    table = tf_keras.callbacks.CSVLogger(str(tmp_path / "log.csv"))
-    history = fit(
-        net(optimizers.SGD(0.01), run_eagerly=True),
-        *rows(3, [(9, 1)]),
-        LossScaleMonitor(),
-        table,
-        epochs=2,
-        verbose=2,
-    )
-    assert history.history["loss_scale"] == [128.0, 64.0]
-    assert history.history["steps_skipped"] == [1, 2]
-    assert "loss_scale: 64.0000 - steps_skipped: 2.0000" in capsys.readouterr().out
-    with open(tmp_path / "log.csv", newline="") as file:
-        assert [float(line["loss_scale"]) for line in csv.DictReader(file)] == [128.0, 64.0]
 
 
 @only_legacy
@@ -127,23 +91,6 @@ def test_sampling_and_several_steps_per_execution(optimizers, tmp_path):
     assert column(path, "step") == [3, 5, 6, 9]
     assert [record.steps_skipped for record in read_records(path)] == [0, 2, 2, 2]
     assert nonfinite(path) == [[], [("root/kernel", 1, 0)], [], []]
-
-
-@only_new
-def test_a_second_fit_does_not_trace_again(optimizers):
-    model, calls = net(optimizers.SGD(0.01)), []
-    step = model.train_step
-
-    def train_step(batch):
-        calls.append(1)
-        return step(batch)
-
-    model.train_step = train_step
-    fit(model, *rows(3, [(9, 1)]), LossScaleMonitor())
-    first = len(calls)
-    fit(model, *rows(3, [(9, 1)]), LossScaleMonitor())
-    assert first > 0
-    assert len(calls) == first
 
 
 @only_legacy
@@ -193,15 +140,3 @@ def test_what_is_watched_is_in_no_saved_model(optimizers, tmp_path):
     again = tf_keras.models.load_model(tmp_path / "saved", custom_objects={"Root": Root})
     # A SavedModel restores no optimizer.
     assert_same(values(again.trainable_variables), values(monitored.trainable_variables))
-
-
-def test_a_model_without_our_loss_scaling(optimizers, mixed_float16):
-    model = small_model()
-    model.compile("sgd", "mse")
-    with pytest.raises(ArgumentError, match="its own loss scaling"):
-        fit(model, *data(8), LossScaleMonitor())
-
-
-def test_a_model_of_the_other_generation_is_refused():
-    with pytest.raises(ArgumentError, match="framework='tf_keras'"):
-        fit(net(tf_keras.optimizers.SGD()), *rows(1), LossScaleMonitor(framework="keras"))

@@ -1,24 +1,46 @@
-"""The monitor in `fit`, on each backend of Keras."""
+"""The monitor in `fit`, on each backend of Keras 3 and on tf_keras.
+
+What it records of the same steps as the monitors of other loops is in test_monitors.py.
+"""
 
 import csv
+import importlib
 
-import keras
 import numpy as np
 import pytest
 
 import lossscale
-from backends.support import BACKEND, arrays, number
+from conformance.wrappers import BACKEND, KERAS
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.errors import ArgumentError, LossScaleWarning
 from lossscale.monitoring import SkipReason, read_records
 from records import column, nonfinite, skipped_steps
 from seeding import seed
 
+if KERAS == "none":
+    pytest.skip("about Keras", allow_module_level=True)
+
+keras = importlib.import_module(KERAS)
+IS_KERAS_3 = KERAS == "keras"
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 # Compiling a training step takes PyTorch most of a minute.
 JIT = [False] if BACKEND == "torch" else [False, True]
 SPOILED = "spoiled/kernel"
+
+
+def array(value):
+    if IS_KERAS_3:
+        return np.array(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)))
+    return np.array(importlib.import_module("tensorflow").convert_to_tensor(value))
+
+
+def arrays(variables):
+    return [array(each) for each in (variables() if callable(variables) else variables)]
+
+
+def number(value):
+    return array(value).item()
 
 
 def rows(batches, spoiled=(), infs=1, nans=0):
@@ -52,8 +74,8 @@ class Spoiled(keras.layers.Layer):
 
     def call(self, x):
         a, b = x[:, 0], x[:, 1]
-        roots = keras.ops.sqrt(self.kernel * a + b) - keras.ops.sqrt(b)
-        return keras.ops.sum(roots, axis=1, keepdims=True)
+        roots = (self.kernel * a + b) ** 0.5 - b**0.5
+        return sum(roots[:, n : n + 1] for n in range(3))
 
 
 def net(optimizer=None, rule=None, **compile_arguments):
@@ -64,8 +86,15 @@ def net(optimizer=None, rule=None, **compile_arguments):
     seed(0)
     x, extra = keras.Input((4,)), keras.Input((2, 3))
     spoiled = Spoiled(name="spoiled")
-    hidden = keras.layers.Dense(8, activation="relu", name="hidden")
-    out = keras.layers.Dense(1, name="out")
+    hidden, out = (
+        keras.layers.Dense(
+            units,
+            activation=activation,
+            name=name,
+            kernel_initializer=keras.initializers.GlorotUniform(seed=units),
+        )
+        for units, activation, name in ((8, "relu", "hidden"), (1, None, "out"))
+    )
     total = keras.layers.Add()([out(hidden(x)), spoiled(extra)])
     model = keras.Model([x, extra], total, name="net")
     rule = rule or lossscale.DynamicScale(initial_scale=2.0**10, growth_interval=3)
@@ -155,6 +184,7 @@ def test_logs_have_the_scale_and_the_skips(tmp_path, capsys):
     assert [int(line["steps_skipped"]) for line in lines] == skips
 
 
+@pytest.mark.skipif(not IS_KERAS_3, reason="the bar of tf_keras shows means of an epoch")
 def test_the_progress_bar_shows_them(capsys):
     fit(net(), rows(3, spoiled=[2]), [LossScaleMonitor()], verbose=1)
     last = capsys.readouterr().out.strip().rpartition("3/3")[2]
@@ -273,6 +303,7 @@ def test_what_is_watched_is_not_saved(tmp_path, recwarn):
     assert not [str(w.message) for w in recwarn if issubclass(w.category, UserWarning)]
 
 
+@pytest.mark.skipif(not IS_KERAS_3, reason="tf_keras accumulates no gradients")
 def test_accumulation_counts_every_batch(tmp_path):
     path = tmp_path / "run.jsonl"
     inner = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
@@ -294,11 +325,13 @@ def test_a_model_without_our_loss_scaling():
     model.compile("sgd", "mse")
     with pytest.raises(ArgumentError, match=r"no layer computes in float16.*Wrap the optimizer"):
         model.fit(x, y, verbose=0, callbacks=[LossScaleMonitor()])
-    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
+    own = keras.optimizers if IS_KERAS_3 else keras.mixed_precision
+    model.compile(own.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
     with pytest.raises(ArgumentError, match=r"its own loss scaling.*Wrap the optimizer"):
         model.fit(x, y, verbose=0, callbacks=[LossScaleMonitor()])
 
 
+@pytest.mark.skipif(not IS_KERAS_3, reason="tf_keras scales the loss wherever float16 is")
 def test_float16_without_loss_scaling_is_an_alarm(tmp_path):
     path = tmp_path / "run.jsonl"
     x, y = rows(1)[0][0], rows(1)[1]
@@ -313,7 +346,7 @@ def test_float16_without_loss_scaling_is_an_alarm(tmp_path):
 
 
 def test_it_is_a_callback_of_keras_and_can_be_subclassed():
-    class Kept(lossscale.keras.LossScaleMonitor):
+    class Kept(getattr(lossscale, KERAS).LossScaleMonitor):
         def __init__(self, steps):
             super().__init__(every=2)
             self.steps = steps
