@@ -265,7 +265,8 @@ class Engine:
         if clips and by_norm and (found is None or not groups):
             decision = self._decide_by_norm(given, info, by, bool(are_scaled), hands_over, found)
             if decision is not None:
-                return decision
+                # Of a loss that nobody scaled the rule sees nothing.
+                return decision._replace(stats=None) if are_scaled is None else decision
         divisor = None
         if is_half or (hands_over and not clips):
             divisor = by.on(given.device).scale
@@ -285,11 +286,11 @@ class Engine:
             decision = self._on_device(overflow, measured, given, info, divisor)
         else:
             decision = self._on_host(overflow, measured, divisor)
-        if are_scaled is None:
-            if not somebody_scaled:
-                return decision._replace(stats=None)
+        if are_scaled is None and somebody_scaled:
             # The loss was scaled in another process.
             _unscale(given, by)
+        elif are_scaled is None:
+            decision = decision._replace(stats=None)
         if not clips or decision.apply is False or decision.empty:
             return decision
         if is_half:

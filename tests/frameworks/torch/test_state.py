@@ -18,6 +18,7 @@ from frameworks.torch.support import (
     wrapped,
 )
 from lossscale import DynamicScale, FixedScale, LossScaleWarning
+from lossscale.errors import ArgumentError
 
 KEYS = ("loss_scale", "loss_scale_good_steps", "loss_scale_iterations", "loss_scale_steps_skipped")
 
@@ -47,6 +48,21 @@ def test_the_numbers_are_in_the_first_group_and_are_plain(decide):
         loaded.load_state_dict(state_dict=torch.load(file, weights_only=True))
         assert bits(loaded.state_dict()) == bits(saved)
         assert {key: loaded.param_groups[0][key].item() for key in KEYS} == numbers
+
+
+def test_a_number_that_is_written_into_the_live_group_is_heard():
+    given, optimizer = trained(steps=())
+    [group] = optimizer.param_groups
+    # Code that logs them formats them.
+    assert [f"{float(group[key]):g}" for key in KEYS] == ["32768", "0", "0", "0"]
+    group["loss_scale"] = 8.0
+    assert optimizer.scale_loss(torch.ones(())) == 8.0
+    step(optimizer, given, ONES)
+    assert (float(optimizer.loss_scale), optimizer.dynamic_counter) == (8.0, 1)
+    assert float(group["loss_scale_iterations"]) == 1
+    group["loss_scale"] = "high"
+    with pytest.raises(ArgumentError, match="`loss_scale` in the state must be a number"):
+        optimizer.backward(given[0].sum())
 
 
 def test_a_plain_optimizer_loads_it_and_it_loads_a_plain_one():

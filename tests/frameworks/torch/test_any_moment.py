@@ -1,0 +1,347 @@
+"""Inner methods, strange optimizers and gradients, copies and files at any moment of a step.
+
+The oracle is plain training, unless an error is what is wanted.
+"""
+
+import copy
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+
+from frameworks.torch.support import bits, scaler, snapshot, wrapped
+from lossscale.errors import CallOrderError, UnsupportedError
+from lossscale.torch import GradScaler
+
+SGD = torch.optim.SGD
+
+
+def leaf(*values, dtype=torch.float32):
+    """A tensor to train. A copy of an `nn.Parameter` would lose its gradient."""
+    return torch.tensor(values or (1.0, 2.0), dtype=dtype, requires_grad=True)
+
+
+def derive(optimizer, loss, way):
+    """Backpropagates by one of the ways; plainly if the optimizer is not wrapped."""
+    if not hasattr(optimizer, "scale_loss"):
+        loss.backward()
+    elif way == "verb":
+        optimizer.backward(loss)
+    else:
+        optimizer.scale_loss(loss).backward()
+        if way == "unscaled":
+            optimizer.unscale_()
+
+
+# Methods of the inner optimizer.
+
+
+class Methods(SGD):
+    """Has the methods of SAM, Sophia and Schedule-Free, and notes the gradients they find."""
+
+    def __init__(self, given):
+        super().__init__(given, lr=0.5)
+        self.found = []
+
+    def first_step(self):
+        self.found.append([p.grad.clone() for g in self.param_groups for p in g["params"]])
+
+    update_hessian = train = eval = first_step
+
+
+METHODS = ["first_step", "update_hessian", "train", "eval"]
+
+
+@pytest.mark.parametrize("way", ["verb", "unscaled"])
+@pytest.mark.parametrize("several", [False, True])
+def test_inner_methods_find_true_gradients(way, several):
+    def run(wraps):
+        a, b = leaf(), leaf(3.0)
+        parts = [Methods([a]), Methods([b])] if several else [Methods([a, b])]
+        optimizers = [wrapped(parts if several else parts[0])] if wraps else parts
+        derive(optimizers[0], (a * a).sum() + (b**3).sum(), way)
+        for name in (*METHODS, "step"):
+            for each in optimizers:
+                getattr(each, name)()
+        return bits([a, b, [each.found for each in parts]])
+
+    assert run(True) == run(False)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("overflows", [False, True])
+def test_inner_methods_on_scaled_or_overflowed_gradients_are_an_error(name, several, overflows):
+    a = leaf()
+    inner = Methods([a])
+    optimizer = wrapped([inner, Methods([leaf()])] if several else inner)
+    factor, way, words = (torch.inf, "verb", "overflowed") if overflows else (1, "scaled", "scale")
+    derive(optimizer, (a * factor).sum(), way)
+    with pytest.raises(CallOrderError, match=rf"{name}\(\) of .* would use gradients .*{words}"):
+        getattr(optimizer, name)()
+    assert inner.found == []
+    optimizer.step()
+    assert a.tolist() == ([1.0, 2.0] if overflows else [0.5, 1.5])
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_by_the_inner_name_is_an_error_on_scaled_gradients_alone(several, copied, fused):
+    inner = SGD([leaf()], lr=0.5, fused=fused)
+    optimizer = wrapped([inner, SGD([leaf()], lr=0.5)] if several else inner)
+    if copied:
+        optimizer = copy.deepcopy(optimizer)
+    inner = optimizer.optimizers[0] if several else optimizer.inner_optimizer
+    [a] = inner.param_groups[0]["params"]
+    optimizer.scale_loss(a.sum()).backward()
+    with pytest.raises(CallOrderError, match=r"step\(\) of SGD .*optimizer.backward\(loss\)"):
+        inner.step()
+    assert a.tolist() == [1.0, 2.0]
+    optimizer.unscale_()
+    inner.step()
+    assert a.tolist() == [0.5, 1.5]
+
+
+# Optimizers that cannot be wrapped, or are of a strange kind.
+
+
+class PostLocalSGDOptimizer(SGD):
+    """PyTorch's communicates in its step."""
+
+
+def test_what_steps_inside_of_backward_or_alone_is_refused():
+    a = leaf()
+    inner = SGD([a], lr=0.5)
+    local = PostLocalSGDOptimizer([leaf()], lr=0.5)
+    for each in (local, [local, inner]):
+        with pytest.raises(UnsupportedError, match=r"process_group=torch\.distributed\.group"):
+            wrapped(each)
+    wrapped(local, process_group=[])
+    for owner, name, words in (
+        (inner, "_overlap_with_ddp", "ZeroRedundancyOptimizer"),
+        (a, "_in_backward_optimizers", "_apply_optimizer_in_backward"),
+    ):
+        setattr(owner, name, True)
+        with pytest.raises(UnsupportedError, match=f"{words}.* inside backward"):
+            wrapped(inner)
+        delattr(owner, name)
+
+
+class Unhashable(SGD):
+    __hash__ = None
+
+
+class Equal(SGD):
+    __hash__ = SGD.__hash__
+
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+
+class Slots:
+    """An optimizer of somebody's own, which cannot be referred to weakly."""
+
+    __slots__ = ("param_groups", "state")
+
+    def __init__(self, given, lr):
+        self.param_groups, self.state = [{"params": list(given), "lr": lr}], {}
+
+    def step(self):
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad, alpha=0.5)
+
+
+@pytest.mark.parametrize("cls", [Unhashable, Equal, Slots])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_scaler_tells_optimizers_apart_that_are_equal_or_have_no_hash(cls, as_list):
+    """The first of two overflows once: it is skipped by itself, or both are in a list."""
+    a, b = leaf(), leaf()
+    parts, scaler = [cls([a], lr=0.5), cls([b], lr=0.5)], GradScaler("cpu", init_scale=8.0)
+    for factor in (torch.inf, 1.0):
+        a.grad = b.grad = None
+        scaler.scale((a * factor).sum() + b.sum()).backward()
+        for each in [parts] if as_list else parts:
+            scaler.step(each)
+        scaler.update()
+    assert (a.tolist(), b.tolist()) == ([0.5, 1.5], [0.5, 1.5] if as_list else [0.0, 1.0])
+
+
+@pytest.mark.parametrize("kind", ["verb", "scaled", "device", "scaler"])
+def test_no_gradient_in_ten_steps_is_warned_of_once(kind):
+    trained, inner = leaf(), SGD([leaf()], lr=0.5, fused=True)
+    scaler, optimizer = GradScaler("cpu"), None
+    if kind != "scaler":
+        optimizer = wrapped(inner, decide="device" if kind == "device" else "host")
+    said = []
+    for _ in range(22):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if optimizer is None:
+                scaler.scale(trained.sum()).backward()
+                scaler.step(inner)
+                scaler.update()
+            else:
+                derive(optimizer, trained.sum(), kind)
+                optimizer.step()
+        said.append([str(each.message) for each in caught])
+    assert [number for number, each in enumerate(said) if each] == [9]
+    assert "No parameter of SGD has had a gradient in 10 steps" in said[9][0]
+
+
+# Numbers that others write.
+
+WRITES = {
+    "data.fill_": lambda s: s._scale.data.fill_(64.0),
+    "data =": lambda s: setattr(s._scale, "data", torch.tensor(64.0)),
+    "numpy": lambda s: s._scale.numpy().fill(64.0),
+    "dlpack": lambda s: torch.from_dlpack(s._scale.detach()).fill_(64.0),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+@pytest.mark.parametrize("moment", [0, 1, 2])
+def test_a_scale_that_is_written_past_autograd_is_heard(way, moment):
+    """Gradients are divided by what multiplied them, also if the scale was written since."""
+    a, scaler = leaf(), GradScaler("cpu", init_scale=1024.0)
+    optimizer, losses = SGD([a], lr=0.5), []
+    calls = [
+        lambda: losses.append(scaler.scale(a.sum())),
+        lambda: losses.pop().backward(),
+        lambda: scaler.step(optimizer),
+    ]
+    for step in range(3):
+        optimizer.zero_grad()
+        for number, call in enumerate(calls):
+            if (step, number) == (1, moment):
+                WRITES[way](scaler)
+            call()
+        scaler.update()
+    assert (a.tolist(), scaler.get_scale()) == ([-0.5, 0.5], 64.0)
+
+
+# Gradients that are not tensors of their own.
+
+X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.25, -4.0]])
+LOSSES = {
+    # Autograd hands one tensor to both terms.
+    "summed": lambda a, b: ((a + b) * X).sum(),
+    "expanded": lambda a, b: a.sum() * 3 + b.sum(),
+    "negated": lambda a, b: (torch.view_as_complex(torch.stack([a, b], -1)).conj().imag * X).sum(),
+    "conjugated": lambda a, b: (torch.complex(a, b).conj() * torch.complex(X, -X)).real.sum(),
+    "transposed": lambda a, b: (a.T @ b).square().sum(),
+}
+
+
+def as_views(given):
+    """Both share the rows in the middle."""
+    whole = torch.cat(given)
+    return whole[:2], whole[1:3]
+
+
+PLACES = {
+    "own": lambda given: given,
+    "one tensor": lambda given: (given[0], given[0]),
+    "views": as_views,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("place", ["by backward", *PLACES])
+@pytest.mark.parametrize("way", ["verb", "scaled", "unscaled", "scaler"])
+def test_gradients_that_share_memory_or_are_views(name, place, way):
+    if way == "verb" and place != "by backward":
+        pytest.skip("the verb fills `.grad` itself")
+
+    def run(way):
+        a, b = torch.arange(6.0).reshape(2, 3).requires_grad_(), torch.ones(2, 3).requires_grad_()
+        optimizer = SGD([a, b], lr=0.125, momentum=0.5)
+        training = {"plain": lambda it: it, "scaler": scaler}.get(way, wrapped)(optimizer)
+        for _ in range(3):
+            training.zero_grad()
+            loss = LOSSES[name](a, b)
+            if place == "by backward":
+                derive(training, loss, way)
+            else:
+                scaled = loss if way == "plain" else training.scale_loss(loss)
+                a.grad, b.grad = PLACES[place](torch.autograd.grad(scaled, [a, b]))
+                if way == "unscaled":
+                    training.unscale_()
+            training.step()
+        return bits([a, b])
+
+    assert run(way) == run("plain")
+
+
+def test_get_unscaled_gradients_keeps_none_of_them():
+    model, kept = torch.nn.Linear(4, 3), []
+    optimizer = wrapped(SGD(model.parameters(), lr=0.5))
+    for _ in range(8):
+        loss = optimizer.get_scaled_loss(model(torch.ones(1, 4)).sum())
+        given = torch.autograd.grad(loss, list(model.parameters()))
+        found = optimizer.get_unscaled_gradients(given)
+        kept += map(weakref.ref, (*given, *found))
+        del loss, given, found
+        assert len(optimizer._record.divided) <= 4
+    assert not any(reference() is not None for reference in kept)
+
+
+# Copies and files at any moment.
+
+MOMENTS = {
+    "before": lambda o, a: None,
+    "scaled": lambda o, a: o.scale_loss(a.sum()),
+    "derived": lambda o, a: o.scale_loss((a * a).sum()).backward(),
+    "unscaled": lambda o, a: (o.scale_loss((a * a).sum()).backward(), o.unscale_()),
+    "verb": lambda o, a: o.backward((a * a).sum()),
+    "overflowed": lambda o, a: o.backward((a * torch.inf).sum()),
+    "stepped": lambda o, a: (o.scale_loss((a * a).sum()).backward(), o.step()),
+    "left out": lambda o, a: (o.backward((a * torch.inf).sum()), setattr(a, "grad", None)),
+}
+MAKERS = {
+    "SGD": lambda a: SGD([a], lr=0.25, momentum=0.5),
+    "fused": lambda a: torch.optim.AdamW([a], lr=0.25, fused=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:step:lossscale.LossScaleWarning")
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.5}, {"process_group": []}], ids=str)
+def test_a_deepcopy_at_any_moment_ends_as_the_original(moment, make, settings):
+    a = leaf()
+    optimizer = wrapped(MAKERS[make](a), **settings)
+    MOMENTS[moment](optimizer, a)
+    ends = []
+    for p, each in ((a, optimizer), copy.deepcopy((a, optimizer))):
+        each.step()
+        each.zero_grad()
+        each.backward((p * p).sum())
+        each.step()
+        ends.append((snapshot([p], each), each.steps_skipped, each.iterations))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("how", ["pickle", "load_state_dict"])
+def test_a_file_at_any_moment_goes_on_as_plain_training(moment, make, how):
+    """A pickle has no gradients, as those of PyTorch's optimizers have none."""
+    a = leaf()
+    optimizer = wrapped(MAKERS[make](a))
+    MOMENTS[moment](optimizer, a)
+    if how == "pickle":
+        a, optimizer = pickle.loads(pickle.dumps((a, optimizer)))
+    else:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    plain = a.detach().clone().requires_grad_()
+    bare = MAKERS[make](plain)
+    bare.load_state_dict(copy.deepcopy(optimizer.inner_optimizer.state_dict()))
+    for p, each in ((a, optimizer), (plain, bare)):
+        each.zero_grad()
+        derive(each, (p * p).sum(), "verb")
+        each.step()
+    assert bits(a) == bits(plain)
