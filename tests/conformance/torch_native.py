@@ -209,3 +209,41 @@ class TorchNativeDevice(TorchNative):
     """Fused optimizers, which skip by themselves what the device has found."""
 
     decide = "device"
+
+
+class _Loss(torch.autograd.Function):
+    """A loss with given gradients, which are multiplied by what arrives, or are scaled already."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Sequence[Any], scaled: bool, *parameters: Any) -> Any:
+        ctx.given, ctx.scaled = given, scaled
+        return torch.zeros((), device=DEVICE)
+
+    @staticmethod
+    def backward(ctx: Any, *seeds: Any) -> Any:
+        (seed,) = (None,) if ctx.scaled else seeds
+        found = [g if g is None or seed is None else g * seed for g in ctx.given]
+        return (None, None, *found)
+
+
+class TorchVerb(TorchNative):
+    """The loop with `optimizer.backward(loss)`."""
+
+    def step(self, gradients: Sequence[Any]) -> None:
+        self.optimizer.zero_grad()
+        given = [None if g is None else tensor(g) for g in gradients]
+        for parameter, gradient in zip(self.parameters_, given, strict=True):
+            if gradient is not None and gradient.dtype != parameter.dtype:
+                parameter.grad_dtype = None
+        loss = _Loss.apply(given, self._scaled_already, *self.parameters_)
+        if self.scales_loss:
+            self.optimizer.backward(loss)
+        else:
+            loss.backward()
+        self.optimizer.step()
+
+
+class TorchVerbDevice(TorchVerb):
+    """The same with fused optimizers, where the device decides."""
+
+    decide = "device"

@@ -156,6 +156,15 @@ TABLE = (
     _ON_TORCH(
         "torch-native-device", driver="torch_native.TorchNativeDevice", family="torch-device"
     ),
+    *(
+        _ON_TORCH(
+            f"torch-backward-{decide}",
+            driver=f"torch_native.TorchVerb{'' if decide == 'host' else 'Device'}",
+            family="torch" if decide == "host" else "torch-device",
+            like=f"torch-native-{decide}",
+        )
+        for decide in ("host", "device")
+    ),
     _OPTAX("optax-native-jit", driver="optax_native.OptaxJit", compiles=True),
     *(
         _OPTAX(
