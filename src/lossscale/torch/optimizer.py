@@ -422,11 +422,11 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             # If the optimizer raises, the gradients are unscaled already.
             self._decided(decision)
         decision = record.decision
-        if decision.stats is None and not decision.empty:
-            return self._step_as_given(decision, **more)
         if record.clips and decision.apply is not False:
             engine.clip_()
         record.clips = False
+        if decision.stats is None and not decision.empty:
+            return self._step_as_given(decision, **more)
         self._notify_watcher(decision)
         returned = engine.apply(decision, **more)
         self._finish(decision)
@@ -579,7 +579,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                 found = scalar(float(not decision.apply), info.devices[0])
             record.found = found
             record.remember(info.first_gradient())
-            record.clips = self.clip_norm is not None and decision.stats is not None
+            record.clips = self.clip_norm is not None
         decided: StepDecision = record.decision
         return decided
 
