@@ -11,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 import lossscale
-import two_devices
 from core import oracle
 from documents.forms import assert_same, everything, sgd
 from lossscale import experimental
@@ -488,43 +487,3 @@ def test_a_copy_of_an_optimizer_goes_on_with_a_state_of_its_own(make, copied):
     assert var.numpy() == after
     assert again.iterations == 2
     assert_same(everything(optimizer), everything(again))
-
-
-# --- experimental_aggregate_gradients -----------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("gradients", "arguments", "expected"),
-    [
-        # 1 - 0.25 * (1 + 2), and 1 - 0.25 * 1 on each replica.
-        ([1.0, 2.0], {}, (0.25, 0.25, 16.0)),
-        ([1.0, 1.0], {"experimental_aggregate_gradients": False}, (0.75, 0.75, 16.0)),
-        # One replica's NaN skips the step on both, however the gradients are summed.
-        ([1.0, float("nan")], {}, (1.0, 1.0, 4.0)),
-        ([1.0, float("nan")], {"experimental_aggregate_gradients": False}, (1.0, 1.0, 4.0)),
-    ],
-)
-def test_gradients_of_two_replicas_are_summed_unless_asked_otherwise(
-    gradients, arguments, expected
-):
-    strategy = two_devices.strategy()
-    with strategy.scope():
-        var = tf.Variable(1.0)
-        loss_scale = DynamicLossScale(8, increment_period=1)
-        optimizer = experimental.LossScaleOptimizer(sgd(), loss_scale)
-
-    def in_replica(gradient):
-        unscaled = optimizer.get_unscaled_gradients([optimizer.get_scaled_loss(gradient)])
-        optimizer.apply_gradients(zip(unscaled, [var], strict=True), **arguments)
-
-    @tf.function
-    def step(values):
-        strategy.run(in_replica, args=(values,))
-
-    step(
-        strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(gradients[context.replica_id_in_sync_group])
-        )
-    )
-    values = [float(v) for v in strategy.experimental_local_results(var)]
-    assert (*values, float(loss_scale())) == expected

@@ -19,7 +19,7 @@ from frameworks.keras.support import (
     status,
     wrapped,
 )
-from lossscale import FixedScale
+from lossscale import FixedScale, experimental
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 START = np.array([1.0, -2.0], "float32")
@@ -162,17 +162,22 @@ def test_gradients_of_the_replicas_are_summed_without_a_warning_or_a_second_trac
     assert not in_function or loop.call.experimental_get_tracing_count() == 1
 
 
+def older(inner):
+    return experimental.LossScaleOptimizer(inner, "dynamic")
+
+
 @pytest.mark.parametrize(
-    ("way_of_stepping", "argument"),
+    ("make", "way_of_stepping", "argument"),
     [
-        ("scale_loss", {"experimental_aggregate_gradients": False}),
-        ("documented", {"skip_gradients_aggregation": True}),
+        (wrapped, "scale_loss", {"experimental_aggregate_gradients": False}),
+        (wrapped, "documented", {"skip_gradients_aggregation": True}),
+        (older, "documented", {"experimental_aggregate_gradients": False}),
     ],
 )
 def test_gradients_that_were_summed_before_are_not_summed_again(
-    two_replicas, in_function, way_of_stepping, argument
+    two_replicas, in_function, make, way_of_stepping, argument
 ):
-    loop = Loop(two_replicas, lambda: wrapped(SGD(0.5)), way_of_stepping, in_function, **argument)
+    loop = Loop(two_replicas, lambda: make(SGD(0.5)), way_of_stepping, in_function, **argument)
     loop.step(0.75, 0.75)
     np.testing.assert_array_equal(loop.weights(), START - 0.5 * 0.75)
     loop.step(INF, 0.75)

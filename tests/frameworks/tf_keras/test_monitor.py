@@ -1,7 +1,6 @@
-"""The monitor in `fit` of tf_keras.
+"""The monitor in `fit` of tf_keras with legacy optimizers, and what it leaves out of files.
 
-The families of optimizers share all of it but how a step is applied, so that both are here where
-names, numbers or weights are, and one of them in each of the other tests.
+With the new ones it is in tests/conformance/test_fit_monitor.py.
 """
 
 import numpy as np
@@ -56,13 +55,11 @@ def fit(model, x, y, *callbacks, **arguments):
     return model.fit(x, y, callbacks=list(callbacks), **options)
 
 
-@pytest.mark.parametrize(
-    ("optimizers", "run_eagerly"), [("new", False), ("legacy", True)], indirect=["optimizers"]
-)
-def test_an_overflow_names_the_variable_and_counts_its_elements(optimizers, run_eagerly, tmp_path):
+@only_legacy
+def test_an_overflow_names_the_variable_and_counts_its_elements(optimizers, tmp_path):
     path = tmp_path / "run.jsonl"
     # The first batch builds it.
-    model = net(optimizers.SGD(0.01), shape=None, run_eagerly=run_eagerly)
+    model = net(optimizers.SGD(0.01), shape=None, run_eagerly=True)
     fit(model, *rows(3, [(9, 2)]), LossScaleMonitor(path))
     assert column(path, "step") == [1, 2, 3]
     assert column(path, "scale") == [256.0, 256.0, 128.0]
