@@ -138,3 +138,35 @@ def test_suggested_code_is_right(code):
     is_rule = code.startswith(("lossscale.DynamicScale", "DynamicScale", "FixedScale"))
     if is_rule and literal and not names and "..." not in code:
         eval(code, dict(NAMES))
+
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+QUOTED = [
+    " ".join(code.split())
+    for code in re.findall(r"`([^`\n]+(?:\n[^`\n]+)?)`", PAGE.read_text(encoding="utf-8"))
+    if len(code.split()) > 4 and not code.startswith(("scheduler = ", "loss_scaled("))
+]
+
+
+def test_the_page_quotes_messages():
+    assert len(QUOTED) > 7
+
+
+def has(message, quoted):
+    """Whether the words of a message have those of a quotation, with any word in a gap."""
+    words, wanted = ([word.strip(".,:;") for word in text.split()] for text in (message, quoted))
+    return any(
+        all(a == b or a == "" or re.search(r"\{\d\}", a) for a, b in zip(part, wanted, strict=True))
+        for start in range(len(words) - len(wanted) + 1)
+        for part in [words[start : start + len(wanted)]]
+    )
+
+
+@pytest.mark.parametrize("quoted", QUOTED)
+def test_a_message_that_the_page_quotes_is_one_of_ours(quoted):
+    assert any(
+        has(message, quoted)
+        for path in SOURCES
+        for message in messages(ast.parse(path.read_text(encoding="utf-8")))
+        if is_sentence(message)
+    )
