@@ -303,7 +303,6 @@ tests/frameworks/torch/test_processes.py
         -k given_group
     torch measure_everywhere: here[1:] / copies -> here[1:]  -k on_a_mesh
     torch grad_norm: info.copies(gradient) -> 1  -k the_norm
-    torch grad_norm: -1.0 -> 0.0  -k the_norm
 tests/frameworks/torch/test_grad_scaler.py
     torch GradScaler._read: scale.device.type == 'cpu' -> False  -k others_write
 tests/frameworks/torch/test_ranks.py

@@ -30,8 +30,7 @@ def grad_norm(
         wide: Whether to add up in float32, because the norm overflows in float16.
 
     Returns:
-        The norm, the same in all processes; -1 if parameters are sharded and no process has a
-        gradient.
+        The norm, the same in all processes; 0 if none has a gradient.
     """
     groups = gradients.dense_groups
     if shrink:
@@ -46,9 +45,7 @@ def grad_norm(
         owners = [gradient for group in gradients.owners for gradient in group]
         for gradient, part in zip(owners, norms, strict=True):
             squares += part.to(device, torch.float64) ** 2 / info.copies(gradient)
-        present = torch.full_like(squares, float(bool(gradients.grads)))
-        squares, present = ranks.added(torch.stack([squares, present]), info.groups)
-        norm = torch.where(present == 0, -1.0, squares.sqrt())
+        norm = ranks.added(squares, info.groups).sqrt()
     return norm.double() / _SMALLER if shrink else norm
 
 

@@ -391,8 +391,6 @@ class Engine:
         if found is not None and not info.groups:
             norm = torch.where(found.to(norm.device) > 0, torch.inf, norm)
         total = read(norm)
-        if total < 0:
-            return StepDecision(True, empty=True)
         # A norm may overflow though no element does, and unscaling may overflow some. At a scale
         # far below 1 the squares of elements are 0.
         if not math.isfinite(total / scale) or total / scale > _LARGEST or total < _SMALLEST_NORM:

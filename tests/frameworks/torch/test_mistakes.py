@@ -90,14 +90,17 @@ SCALING = {
 
 @each_inner
 @pytest.mark.parametrize("by", SCALING)
-def test_unscaling_before_there_are_gradients_divides_nothing(inner, by):
+@pytest.mark.parametrize("is_factor", [False, True], ids=["loss", "factor"])
+def test_unscaling_before_there_are_gradients_divides_nothing(inner, by, is_factor):
     """Gradients that come later are still those of the scaled loss."""
 
     def run(early):
         given = parameters((3,))
         run = SCALING[by](INNER[inner](given))
-        loss = run.scale_loss(loss_of(given))
-        # The wrapper has the verdict: nothing has overflown.
+        # The `backward` of a loss that is multiplied by a scaled number cannot be seen.
+        scaled = run.scale_loss(torch.ones(()) if is_factor else loss_of(given))
+        loss = scaled * loss_of(given) if is_factor else scaled
+        # The wrapper returns the decision: nothing has overflowed.
         assert not early or run.unscale() in (True, None)
         loss.backward()
         run.step()
