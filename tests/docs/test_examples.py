@@ -86,6 +86,9 @@ def test_a_program_on_a_page_runs(name, outcomes):
     shown = re.search(r"^print\(.*\)(?:  |\n)# (.*)$", BLOCKS_HERE[name], re.MULTILINE)
     if shown:
         assert output.strip() == shown[1]
+    below = re.search(r"((?:^# .*\n)+)\Z", BLOCKS_HERE[name], re.MULTILINE)
+    if below:
+        assert output == re.sub("^# ", "", below[1], flags=re.MULTILINE)
 
 
 def without_measures(report):
