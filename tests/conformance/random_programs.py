@@ -92,7 +92,12 @@ class Run:
         wrapper: What it is run with.
         seed: What it is made of.
         folder: Where it writes its files.
+
+    Attributes:
+        copies_at_random: Whether it also copies its optimizer, which is then compiled once more.
     """
+
+    copies_at_random = True
 
     def __init__(self, wrapper: Wrapper, seed: int, folder: pathlib.Path) -> None:
         self.random = np.random.default_rng(seed)
@@ -124,7 +129,9 @@ class Run:
 
     def act(self) -> None:
         """Does one thing of those that programs do, and checks what there is then."""
-        kinds = {self.step: 0.85, self.move_scale: 0.07, self.reload: 0.05, self.copy: 0.03}
+        copies = 0.03 if self.copies_at_random else 0.0
+        kinds = {self.step: 0.88 - copies, self.move_scale: 0.07, self.reload: 0.05}
+        kinds[self.copy] = copies
         chosen = self.random.choice(len(kinds), p=list(kinds.values()))
         list(kinds)[chosen]()
         self.check()

@@ -289,6 +289,8 @@ def test_a_scaled_float16_loss_does_not_overflow(wrapper):
 
 
 def test_a_loaded_optimizer_goes_on_as_the_saved_one(wrapper, tmp_path):
+    if wrapper.name.endswith("-xla"):
+        pytest.skip("what was loaded is read as in a function that XLA does not compile")
     rule = DynamicScale(2.0**10, growth_interval=3)
     saved = wrapper.make(VALUES, "adam", rule)
     for spoil in (False, False, True, False, False):

@@ -32,8 +32,11 @@ def test_a_random_program_does_what_numpy_computes(wrapper, seed, tmp_path):
     if wrapper.like and not IS_SOAK:
         pytest.skip(f"what is inside of it is run as in {wrapper.like}")
     program = Run(wrapper, seed, tmp_path)
-    for _ in range(ACTIONS):
+    program.copies_at_random = IS_SOAK or not wrapper.compiles
+    for number in range(ACTIONS):
         program.act()
+        if number == ACTIONS // 2 and not program.copies_at_random:
+            program.copy()
     assert program.expected.skipped > ACTIONS / 20
 
 
