@@ -23,6 +23,11 @@ PAGES = {
 }
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 NOTEBOOKS = sorted((ROOT / "examples").rglob("*.ipynb"))
+# How much a page counts in the search, by the start of its path; 1 otherwise.
+BOOSTS = {
+    **dict.fromkeys(("pytorch.md", "keras.md", "jax.md"), 2),
+    **dict.fromkeys(("internals/", "examples/", "changelog.md", "contributing.md"), 0.5),
+}
 LINK = re.compile(r"\[([^\]\[]*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -30,11 +35,14 @@ def on_files(files, config):
     """Adds pages that are written elsewhere."""
     for name, page in PAGES.items():
         text = rewritten((ROOT / name).read_text(encoding="utf-8"), "")
+        if page == "index.md":
+            landing = (ROOT / "docs/landing.md").read_text(encoding="utf-8")
+            text = text.replace("## Install\n", f"{rewritten(landing, 'docs')}## Install\n", 1)
         files.append(File.generated(config, page, content=text))
     for path in EXAMPLES:
         source = path.read_text(encoding="utf-8")
         where = path.relative_to(ROOT).with_suffix(".md").as_posix()
-        text = f"---\nsearch:\n  boost: 0.5\n---\n# {path.name}\n\n```python\n{source}```\n"
+        text = f"# {path.name}\n\n```python\n{source}```\n"
         files.append(File.generated(config, where, content=text))
     for path in NOTEBOOKS:
         where = path.relative_to(ROOT).with_suffix("")
@@ -70,7 +78,10 @@ def notebook_page(notebook, name):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Rewrites links that leave docs/."""
+    """Rewrites links that leave docs/, and says how much the page counts in the search."""
+    for start, boost in BOOSTS.items():
+        if page.file.src_uri.startswith(start):
+            page.meta["search"] = {"boost": boost}
     if page.file.generated_by is not None:
         return markdown
     return rewritten(markdown, f"docs/{posixpath.dirname(page.file.src_uri)}")
