@@ -5,8 +5,10 @@ So a new optimizer is tested on the day the framework has it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,6 +43,19 @@ def _of_tf_keras() -> Iterator[tuple[str, Callable[[], Any]]]:
         for name, cls in _classes(module, module.Optimizer):
             yield f"{family}-{name}", lambda cls=cls, module=module: _made(cls, module)
     yield "new-a user's", lambda: tf_keras_optimizer_of_a_user()(_RATE)
+
+
+def of_optax() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Returns the names of Optax' optimizers, and what makes each."""
+    import optax
+
+    # The search of L-BFGS needs the loss besides the gradients; the noise has a key for its state.
+    left_out = ("_", "scale_by_", "lbfgs", "noisy_sgd")
+    for name, alias in vars(optax).items():
+        if isinstance(alias, (types.FunctionType, functools.partial)):
+            parameters = list(inspect.signature(alias).parameters)
+            if parameters[:1] == ["learning_rate"] and not name.startswith(left_out):
+                yield f"optax-{name}", functools.partial(alias, _RATE)
 
 
 def _classes(module: Any, base: type[Any]) -> Iterator[tuple[str, type[Any]]]:

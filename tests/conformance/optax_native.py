@@ -64,7 +64,7 @@ class Loop:
     """The step of a training loop. All harnesses of one kind and setting share its compiled form.
 
     Args:
-        inner: Name of the transformation to wrap.
+        inner: Name of the transformation to wrap, or what makes it.
         rule: The scaling rule; None for the transformation alone, without loss scaling.
 
     Attributes:
@@ -73,8 +73,8 @@ class Loop:
         traces: How often the step was traced, or run where it is not compiled.
     """
 
-    def __init__(self, inner: str, rule: Any) -> None:
-        self.inner = _counted(_INNER[inner]())
+    def __init__(self, inner: str | Callable[[], Any], rule: Any) -> None:
+        self.inner = _counted(inner() if callable(inner) else _INNER[inner]())
         self.tx = optax.with_extra_args_support(self.inner)
         self.scales_loss = rule is not None
         if self.scales_loss:
@@ -114,7 +114,9 @@ def _linear(params: Sequence[Any], gradients: Sequence[Any]) -> Any:
 
 
 @functools.cache
-def _compiled_loop(harness: type[OptaxJit], inner: str, rule: Any) -> tuple[Loop, Any]:
+def _compiled_loop(
+    harness: type[OptaxJit], inner: str | Callable[[], Any], rule: Any
+) -> tuple[Loop, Any]:
     loop = harness.loop(inner, rule)
     return loop, harness.compiled(loop)
 
@@ -126,18 +128,23 @@ class OptaxJit(Harness):
         values: As every harness has it.
         inner: As every harness has it.
         rule: As every harness has it.
-        beside: Without a rule, that of the harness whose bits it is to give.
+        beside: Without a rule, that of the harness whose bits it is to give; None for a step
+            without any loss scaling.
     """
 
     loop = Loop
     is_compiled = True
 
     def __init__(
-        self, values: Sequence[Any], inner: str, rule: Any = None, beside: Any = None
+        self,
+        values: Sequence[Any],
+        inner: str | Callable[[], Any],
+        rule: Any = None,
+        beside: Any = None,
     ) -> None:
         # XLA rounds an update otherwise as soon as a number that it does not know multiplies the
         # gradient. So compiled steps without loss scaling are the same steps, and the number is 1.
-        self._scale_is_one = rule is None and self.is_compiled
+        self._scale_is_one = beside is not None and self.is_compiled
         if self._scale_is_one:
             rule = beside
         self._loop, self._compiled = _compiled_loop(type(self), inner, rule)

@@ -48,6 +48,7 @@ class Wrapper:
         family: Which optimizers it wraps.
         like: The wrapper whose code it runs in another place, so that a part of the tests will do;
             none if it has its own.
+        has_grappler: Whether TensorFlow's Grappler optimizes its steps.
         needs: What has to be installed besides, which the oldest releases are tested without.
     """
 
@@ -59,6 +60,7 @@ class Wrapper:
     keras: str = "keras"
     family: str = "keras"
     like: str = ""
+    has_grappler: bool = False
     needs: tuple[str, ...] = ()
 
     @property
@@ -116,7 +118,12 @@ class Wrapper:
 def _of_tf_keras(family: str, harness: str) -> Iterator[Wrapper]:
     row = functools.partial(Wrapper, backend="tensorflow", keras="tf_keras", family=family)
     yield row(f"{family}-eager", driver=f"harness.{harness}Harness", compiles=False)
-    yield row(f"{family}-function", driver=f"harness.{harness}Function", compiles=True)
+    yield row(
+        f"{family}-function",
+        driver=f"harness.{harness}Function",
+        compiles=True,
+        has_grappler=True,
+    )
     yield row(f"{family}-xla", driver=f"harness.{harness}XLA", compiles=True)
     yield row(
         f"{family}-experimental",
@@ -124,6 +131,7 @@ def _of_tf_keras(family: str, harness: str) -> Iterator[Wrapper]:
         compiles=True,
         takes_loss_scales_only=True,
         like=f"{family}-function",
+        has_grappler=True,
     )
 
 
@@ -134,13 +142,19 @@ _OPTAX = functools.partial(_ON_JAX, family="optax")
 
 TABLE = (
     _ON_TENSORFLOW("keras-tensorflow-eager", driver="harness.KerasHarness", compiles=False),
-    _ON_TENSORFLOW("keras-tensorflow-function", driver="harness.KerasFunction", compiles=True),
+    _ON_TENSORFLOW(
+        "keras-tensorflow-function",
+        driver="harness.KerasFunction",
+        compiles=True,
+        has_grappler=True,
+    ),
     _ON_TENSORFLOW("keras-tensorflow-xla", driver="harness.KerasXLA", compiles=True),
     _ON_TENSORFLOW(
         "keras-tensorflow-apply_gradients",
         driver="harness.KerasApplyGradients",
         compiles=True,
         like="keras-tensorflow-function",
+        has_grappler=True,
     ),
     _ON_TENSORFLOW(
         "keras-tensorflow-experimental",
@@ -148,6 +162,7 @@ TABLE = (
         compiles=True,
         takes_loss_scales_only=True,
         like="keras-tensorflow-function",
+        has_grappler=True,
     ),
     _ON_JAX("keras-jax-eager", driver="harness.KerasHarness", compiles=False),
     _ON_JAX("keras-jax-jit", driver="harness.JaxJit", compiles=True),

@@ -203,6 +203,8 @@ tests/frameworks/keras/test_distribution.py
         experimental_aggregate_gradients and not skip_gradients_aggregation -> True  -k summed
 tests/frameworks/keras/test_training.py
     tensorflow can_keep_old_values: not getattr(part, 'use_ema', False) -> True  -k xla_function
+    tensorflow as_one_operation: len(tf.config.list_logical_devices()) > 1 -> False
+        -k one_device
     keras scaled_by_loss: getattr(variable, 'overwrite_with_gradient', False) -> False
         -k overwritten
 tests/frameworks/keras/test_handover.py

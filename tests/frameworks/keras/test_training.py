@@ -14,6 +14,7 @@ from frameworks.keras.support import (
     data,
     gradients_for,
     loss_scale_warnings,
+    loss_with_gradients,
     plain_step,
     small_model,
     spoiled,
@@ -45,6 +46,32 @@ def test_a_constraint_is_not_applied_on_a_skip():
 
 
 # --- Functions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_branch_is_one_operation_where_the_process_has_one_device(monkeypatch, count):
+    devices = tf.config.list_logical_devices()
+    assert len(devices) == 2
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda: devices[:count])
+    targets = []
+    for number in (0, count - 1):
+        with tf.device(devices[number].name):
+            targets += variables([1.0])
+    optimizer = wrapped(SGD(0.5, momentum=0.5))
+    optimizer.build(targets)
+    step = tf.function(
+        lambda gradients: optimizer.minimize(
+            lambda: loss_with_gradients(targets, gradients), targets
+        ),
+        autograph=False,
+    )
+    gradients = [tf.constant([0.5]), tf.constant([1.0])]
+    nodes = step.get_concrete_function(gradients).graph.as_graph_def().node
+    branches = [node for node in nodes if node.op in ("If", "StatelessIf")]
+    # TensorFlow rewrites one that it may to a switch for each tensor, each on its device.
+    assert [node.attr["_lower_using_switch_merge"].b for node in branches] == [count == 2]
+    step(gradients)
+    assert [target.numpy().item() for target in targets] == [0.75, 0.5]
 
 
 # With the emitters of XLA that users have; tests/conformance compiles in less time.
