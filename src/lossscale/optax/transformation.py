@@ -48,7 +48,7 @@ def loss_scaled(
     Args:
         inner: The transformation to wrap, such as `optax.adamw(1e-3)`.
         dynamic: Whether the scale moves by itself. If False, `initial_scale` is the fixed scale
-            and, unless a rule says otherwise, gradients are not stats at.
+            and, unless a rule says otherwise, gradients are not checked.
         initial_scale: The first (or the fixed) loss scale, a number from 2**-126
             to 2**126. None stands for 2**15.
         dynamic_growth_steps: How many finite steps in a row double the scale. None
