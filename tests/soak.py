@@ -13,6 +13,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
 TESTS = "tests/conformance/test_random_programs.py"
+# What a framework has besides.
+MORE = {"torch": ["tests/frameworks/torch/test_random_orders.py"]}
 PROCESSES = {
     "tensorflow": {"KERAS_BACKEND": "tensorflow"},
     "tf_keras": {"KERAS_BACKEND": "tensorflow", "LOSSSCALE_TEST_KERAS": "tf_keras"},
@@ -41,7 +43,8 @@ def main() -> int:
     failed = []
     for name in arguments.frameworks or PROCESSES:
         print(f"{name}:", flush=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-rP", "-p", "no:cacheprovider", TESTS]
+        files = [TESTS, *MORE.get(name, ())]
+        command = [sys.executable, "-m", "pytest", "-q", "-rP", "-p", "no:cacheprovider", *files]
         environment = {**os.environ, **PROCESSES[name], **further}
         if subprocess.run(
             [*command, "-k", arguments.k], cwd=ROOT, env=environment, check=False
