@@ -81,9 +81,10 @@ METHODS = {
 }
 OPTAX = ("bare", "read", "lossscale", "apply_if_finite", "jmp", "flax")
 TORCH = (
-    *("bare", "wrapper", "device", "fixed", "drop-in", "GradScaler"),
-    *("bare, clip", "wrapper, clip", "GradScaler, clip"),
+    *("bare", "verb", "wrapper", "device", "fixed", "drop-in", "GradScaler"),
+    *("bare, clip", "verb, clip", "wrapper, clip", "GradScaler, clip"),
 )
+"""`verb` is `optimizer.backward(loss)`, `wrapper` is `scale_loss(loss).backward()`."""
 MONITORS: dict[str, dict[str, Any]] = {
     "no monitor": {},
     "every step": {"every": 1},

@@ -23,7 +23,7 @@ BACKENDS = tuple(MODES)
 ALL_MODES = tuple(dict.fromkeys(mode for modes in MODES.values() for mode in modes))
 CASES = (
     *("big", "small", "sparse", "optimizers", "mlp", "cnn", "skip", "variables", "parameters"),
-    *("replicas", "collectives", "host_syncs", "monitor", "alone", "whole"),
+    *("replicas", "collectives", "host_syncs", "monitor", "alone", "backward", "whole"),
 )
 """What can be asked for; docs/internals/benchmarks.md says what each of them is."""
 
@@ -205,10 +205,15 @@ def _of_torch() -> Iterator[Row]:
     shapes = {"10M in 100": ((320, 312),) * 100, "200 x 1000": ((1000,),) * 200}
     for mode in MODES["torch_native"]:
         methods = tuple(name for name in TORCH if name != "device" or mode == "fused")
+        # What the verb adds stands in a backward pass.
+        alone = tuple(name for name in methods if not name.startswith("verb"))
         for name, each in shapes.items():
             work, point = Workload(each), f"{mode}, {name}"
-            yield row("alone", mode=mode, methods=methods, point=point, workload=work)
-    for model in ("mlp", "cnn"):
+            yield row("alone", mode=mode, methods=alone, point=point, workload=work)
+        for name, each in shapes.items():
+            work, point = Workload(each), f"with an empty backward pass, {mode}, {name}"
+            yield row("backward", mode=mode, methods=methods, point=point, workload=work)
+    for model in ("mlp", "cnn", "mlp, 4 micro-batches", "cnn, 4 micro-batches"):
         point = f"whole step, {model}"
         yield row("whole", mode="fused", methods=TORCH, point=point, model=model)
 

@@ -32,8 +32,25 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+class _Filled(torch.autograd.Function):
+    """A loss whose backward pass only puts given gradients in place."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Any, fill: Callable[[], None]) -> Any:
+        ctx.fill = fill
+        return start.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        ctx.fill()
+        return None, None
+
+
 def _method(name: str, parameters: list[Any], row: Row) -> tuple[Any, ...]:
-    """Returns an optimizer, what scales a loss, and what comes after the backward pass."""
+    """Returns an optimizer, what scales a loss, and what comes after the backward pass.
+
+    What scales a loss is None if the optimizer derives it.
+    """
     # A rate that leaves the parameters where they are, which all methods share.
     inner = torch.optim.AdamW(parameters, lr=1e-12, weight_decay=0.0, **FLAGS[row.mode])
     way, _, clips = name.partition(", ")
@@ -41,14 +58,15 @@ def _method(name: str, parameters: list[Any], row: Row) -> tuple[Any, ...]:
         clip_norm = CLIP if clips else None
         ours = lossscale.torch.LossScaleOptimizer(inner, clip_norm=clip_norm, **SETTINGS[way])
         return ours, ours.scale_loss, ours.step
-    if way == "bare":
+    if way in ("bare", "verb"):
+        optimizer = lossscale.torch.LossScaleOptimizer(inner) if way == "verb" else inner
 
         def step() -> None:
             if clips:
                 nn.utils.clip_grad_norm_(parameters, CLIP)
-            inner.step()
+            optimizer.step()
 
-        return inner, lambda loss: loss, step
+        return optimizer, None if way == "verb" else lambda loss: loss, step
     scaler: Any = SCALERS[way]("cpu" if row.device == "cpu" else "cuda", init_scale=SCALE)
 
     def step_and_update() -> None:
@@ -71,7 +89,7 @@ def _shared(row: Row, small: bool) -> tuple[list[Any], Callable[[], Any]]:
             parameter.grad = torch.zeros_like(parameter)
         constant = torch.ones(())
         return parameters, lambda: constant
-    if row.model == "mlp":
+    if row.model.startswith("mlp"):
         width = 8 if small else 512
         hidden = (layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU()))
         layers = [nn.Linear(784, width), nn.ReLU(), *hidden, nn.Linear(width, 10)]
@@ -93,16 +111,38 @@ def _program(row: Row, name: str, small: bool) -> Step:
         scale(loss())
         finish()
 
+    def derive(loss: Any) -> None:
+        if scale is None:
+            optimizer.backward(loss)
+        else:
+            scale(loss).backward()
+
     def whole() -> None:
         optimizer.zero_grad()
-        scale(loss()).backward()
+        for _ in range(4 if row.model.endswith("4 micro-batches") else 1):
+            derive(loss())
+        finish()
+
+    start = torch.ones((), requires_grad=True)
+
+    def backward() -> None:
+        grads = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+
+        def fill() -> None:
+            for parameter, gradient in zip(parameters, grads, strict=True):
+                parameter.grad = gradient
+
+        derive(_Filled.apply(start, fill))
         finish()
 
     if row.workload is None:
         return Step(whole, parameters, shared=True)
     factor = 1.0 if name.startswith("bare") else SCALE
     gradients = [torch.tensor(gradient) for gradient in row.workload.gradients(factor)]
-    return Step(alone, parameters, gradients, shared=True)
+    run = backward if row.case == "backward" else alone
+    return Step(run, parameters, gradients, shared=True)
 
 
 FRAMEWORK = Framework(

@@ -28,7 +28,7 @@ PROGRAMS = {
     "jax": ["big", "mlp", "collectives"],
     "torch": ["big", "optimizers", "mlp", "cnn", "skip", "host_syncs", "monitor"],
     "optax": ["alone"],
-    "torch_native": ["alone", "whole"],
+    "torch_native": ["alone", "backward", "whole"],
 }
 # Other modes are those of Keras 3.
 MODES_TO_RUN = {"tf_keras": ["function"]}

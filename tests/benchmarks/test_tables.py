@@ -95,7 +95,7 @@ OTHERS = {
     ),
     "docs/internals/pytorch_speed.md": (
         row("alone", "bare", "fixed", wrapper="torch", point="fused, 1"),
-        "| fused, 1 | 12.00 | - | - | 1.50 | - | - | - | - |",
+        "| fused, 1 | 12.00 | - | - | - | 1.50 | - | - | - | - | - |",
     ),
 }
 
