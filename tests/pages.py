@@ -1,4 +1,4 @@
-"""The programs that a page shows, those in tabs included."""
+"""The programs that a page shows, and what they print; those in tabs included."""
 
 import pathlib
 import re
@@ -13,8 +13,19 @@ def programs(page):
     Args:
         page: A path; a relative one starts in docs/.
     """
+    return [source for source, _ in _blocks(page)]
+
+
+def outputs(page):
+    """Returns (source, output) pairs of the Python blocks that a text block follows."""
+    return [(source, output) for source, output in _blocks(page) if output is not None]
+
+
+def _blocks(page):
     # A block in a tab is indented, and ends at the indentation that it starts with.
-    blocks = re.finditer(
-        r"^( *)```python\n(.*?)^\1```", (DOCS / page).read_text(encoding="utf-8"), re.S | re.M
+    found = re.finditer(
+        r"^( *)```python\n(.*?)^\1```(?:\n\n\1```text\n(.*?)^\1```)?",
+        (DOCS / page).read_text(encoding="utf-8"),
+        re.S | re.M,
     )
-    return [textwrap.dedent(block[2]) for block in blocks]
+    return [(textwrap.dedent(block[2]), block[3]) for block in found]
