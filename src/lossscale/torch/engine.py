@@ -24,7 +24,7 @@ from lossscale.torch.gradients import Gradients
 from lossscale.torch.ranks import ParameterInfo
 from lossscale.torch.scale import Counts
 from lossscale.torch.scaling import CPU, read, scalar
-from lossscale.torch.several import parts_of
+from lossscale.torch.several import parts_of, with_parts
 
 _LARGEST = torch.finfo(torch.float32).max
 _SMALLEST_NORM = 2.0**-40
@@ -127,9 +127,9 @@ class Engine:
                 found_scaled(now, optimizer)
 
         hook.of_lossscale = True  # type: ignore[attr-defined]
-        for each in {id(o): o for o in (self.inner, *parts_of(self.inner))}.values():
+        for each in with_parts(self.inner):
             hooks = getattr(each, "_optimizer_step_pre_hooks", None)
-            # What only looks like an optimizer of PyTorch has none.
+            # An object with the interface of an optimizer may have no hooks.
             if hooks is None:
                 continue
             for key in [key for key, other in hooks.items() if hasattr(other, "of_lossscale")]:

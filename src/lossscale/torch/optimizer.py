@@ -47,7 +47,7 @@ from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.inner_settings import InnerSettings
 from lossscale.torch.scale import DeviceLossScale, LossScale
 from lossscale.torch.scaling import CPU, WIDE, real_parts, scalar, widened
-from lossscale.torch.several import Several, parts_of, zero_grad
+from lossscale.torch.several import Several, parts_of, with_parts, zero_grad
 
 _NOTHING_SCALED = (
     "step() was called, and this optimizer has scaled no loss since its last step. The gradients "
@@ -159,7 +159,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         leave_out = weakref.WeakMethod(self._leave_out)
         engine.left_out = lambda: leave_out()()  # type: ignore[misc]
         state_dicts.reserve_names(engine.scale, engine.inner)
-        for each in {id(o): o for o in (engine.inner, *parts_of(engine.inner))}.values():
+        for each in with_parts(engine.inner):
             remember_wrapper(each, self)
         engine.watch_steps(_refuse_scaled_gradients)
 

@@ -210,6 +210,11 @@ def parts_of(inner: Any) -> list[Any]:
     return inner.optimizers if isinstance(inner, Several) else [inner]
 
 
+def with_parts(inner: Any) -> list[Any]:
+    """The optimizer itself, and those of a list."""
+    return [inner, *inner.optimizers] if isinstance(inner, Several) else [inner]
+
+
 def zero_grad(optimizer: Any, set_to_none: bool) -> None:
     """Calls `zero_grad` of an optimizer, which may take no arguments."""
     try:
