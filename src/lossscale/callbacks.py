@@ -35,7 +35,7 @@ class LossScaleMonitor:
         path: A file for the records, JSON lines; see `lossscale.monitoring.read_records`. None
             writes no file.
         every: Sample steps whose number is a multiple of this, and the first and the last one.
-            Skipped steps in between are counted, and the last of them is recorded too. With
+            Skipped steps in between are counted, and the last one is recorded too. With
             `steps_per_execution` the last step of an execution stands for all of them.
         log: Called with each record as a dictionary, `lossscale.monitoring.StepRecord.to_dict`,
             after it is written; what it raises, `fit` raises.

@@ -33,7 +33,7 @@ def check_not_wrapped(inner: Any) -> None:
     """Checks that no living wrapper has this inner optimizer.
 
     Raises:
-        AlreadyWrappedError: If one has.
+        AlreadyWrappedError: If one has it.
     """
     wrapper = living_wrapper(inner)
     if wrapper is not None:
@@ -191,7 +191,7 @@ def check_settable(optimizer: Any, name: str, value: Any) -> None:
     """Checks that an attribute can be set.
 
     Raises:
-        UnknownSettingError: If it is; it says how the value is set.
+        UnknownSettingError: If it can only be read; the message says how the value is set.
     """
     found = None if name[0] == "_" else getattr(type(optimizer), name, None)
     if isinstance(found, property) and found.fset is None:

@@ -35,7 +35,7 @@ class Monitor(LoopMonitor):
         path: A file for the records, JSON lines; see `lossscale.monitoring.read_records`. None
             writes no file.
         every: Sample steps whose number is a multiple of this, and the first and the last one.
-            Skipped steps in between are counted, and the last of them is recorded too.
+            Skipped steps in between are counted, and the last one is recorded too.
         log: Called with each record as a dictionary, `lossscale.monitoring.StepRecord.to_dict`,
             after it is written; what it raises, `step` and `close` raise.
         on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
