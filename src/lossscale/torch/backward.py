@@ -124,11 +124,6 @@ def versions_of(grads: Iterable[Any]) -> list[tuple[Any, int]]:
 # --- What a loss reaches ----------------------------------------------------------------------
 
 
-def living() -> list[Any]:
-    """The engines whose optimizer is alive: a traceback or a cycle may keep only the engine."""
-    return [each for each in engines if each.inner is not None]
-
-
 def is_seen(loss: Any) -> bool:
     """Whether a hook can run when the `backward` of a loss starts."""
     return bool(
@@ -156,7 +151,7 @@ def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, met: Any = N
                 "A part of this loss is already scaled. Pass the "
                 "unscaled losses to optimizer.backward(loss)."
             )
-        others = [each for each in living() if own is None or each.record is not own.record]
+        others = [each for each in engines if own is None or each.record is not own.record]
         found, rest = reached(loss, others) if others or met is not None else ([], [])
         if own is not None:
             own.begin(multiplier, task=task, graph=graph)
@@ -192,6 +187,10 @@ def reached(
     is_sharded = any(isinstance(t, torch.nn.Parameter) for t in rest.values())
     found = []
     for each in others:
+        # A traceback or a cycle may keep only the engine. Garbage is collected at any moment.
+        inner = each.inner
+        if inner is None:
+            continue
         info = each.info()
         if ids.isdisjoint(info.ids) and not hidden and not (is_sharded and info.is_sharded):
             continue

@@ -34,8 +34,8 @@ from lossscale.torch.backward import (
     ONE_FOR_SEVERAL,
     GradientRecord,
     divide,
+    engines,
     is_seen,
-    living,
     multiply,
     reached,
     remember_scaled,
@@ -243,7 +243,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             )
         self._hear()
         by = engine.scale.multiplier
-        beside = [each for each in living() if each.record is not record]
+        beside = [each for each in engines if each.record is not record]
         others, rest = reached(loss, beside, inputs, info)
         free = ranks.ParameterInfo(rest, []) if rest else None
         for each, theirs in others:

@@ -28,7 +28,7 @@ from frameworks.keras.support import (
     variables,
     wrapped,
 )
-from lossscale import LossScaleWarning
+from lossscale.errors import AlreadyWrappedError
 
 KerasOwn = keras.optimizers.LossScaleOptimizer
 
@@ -157,11 +157,16 @@ def test_peer_d8_double_wrap_divides_twice():
     assert 1.0 - targets[0].numpy()[0] == pytest.approx(0.5 / 1024, rel=1e-3)
 
 
-def test_keras_own_class_around_ours_warns():
-    optimizer, targets = own(wrapped()), variables([1.0])
+def test_keras_own_class_around_ours_is_refused():
+    optimizer = wrapped()
+    with pytest.raises(
+        AlreadyWrappedError, match="Use this LossScaleOptimizer without Keras' class"
+    ):
+        own(optimizer)
+    targets = variables([1.0])
     optimizer.build(targets)
-    with pytest.warns(LossScaleWarning, match="too small by that factor"):
-        step_by_scale_loss(optimizer, targets, [np.array([0.5])])
+    step_by_scale_loss(optimizer, targets, [np.array([0.5])])
+    assert targets[0].numpy()[0] == 0.5
 
 
 # --- D9: mixed_float16 model, loaded where the policy is float32 ----------------------------------

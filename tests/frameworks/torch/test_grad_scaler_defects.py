@@ -1,6 +1,7 @@
 """Each defect of PyTorch's scaler: what it does where that is cheap to show, and what ours does."""
 
 import collections
+import gc
 import pathlib
 
 import pytest
@@ -17,6 +18,7 @@ from frameworks.torch.scaling import (
     scale_and_tracker,
 )
 from lossscale.errors import ArgumentError, CallOrderError, LossScaleWarning
+from lossscale.torch import backward
 from lossscale.torch.grad_scaler import GradScaler
 
 both = pytest.mark.parametrize(
@@ -451,3 +453,28 @@ def test_a_scaler_whose_optimizer_has_gone_disturbs_no_other():
             wrapped.backward(weight.sum())
             wrapped.step()
         assert weight.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("verb", ["backward", "scale_loss"])
+def test_an_optimizer_that_is_collected_during_a_backward_pass(verb, monkeypatch):
+    weights, optimizer, scaler = made("sgd", GradScaler)
+    one_step(scaler, optimizer, weights)
+    kept = [optimizer], scaler._engine_of(optimizer)
+    del optimizer
+    found = backward._leaves
+
+    def collects(loss):
+        kept[0].clear()
+        gc.collect()
+        assert kept[1].inner is None
+        return found(loss)
+
+    monkeypatch.setattr(backward, "_leaves", collects)
+    weight = torch.nn.Parameter(torch.ones(2))
+    other = lossscale.LossScaleOptimizer(torch.optim.SGD([weight], lr=0.5))
+    if verb == "backward":
+        other.backward(weight.sum())
+    else:
+        other.scale_loss(weight.sum()).backward()
+    other.step()
+    assert weight.tolist() == [0.5, 0.5]
