@@ -288,7 +288,7 @@ tests/frameworks/torch/test_monitor.py
 tests/frameworks/torch/test_trainers_monitor.py
     torch _wrapper_in: isinstance(...) -> False  -k accelerate_prepares
 tests/frameworks/torch/test_closures.py
-    torch LossScaleOptimizer._evaluate: scale.update(decision.stats) -> pass
+    torch _evaluate: engine.scale.update(decision.stats) -> pass
 tests/frameworks/torch/test_clipping.py
     torch coefficient: 1.0 -> 2.0
 tests/frameworks/torch/test_guard.py

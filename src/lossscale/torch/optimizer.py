@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from lossscale.members import Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.rules import StatsRequest
-from lossscale.torch import fused, gradients, ranks
+from lossscale.torch import closures, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.backward import (
     ONE_FOR_SEVERAL,
@@ -46,7 +45,7 @@ from lossscale.torch.documented_verbs import DocumentedVerbs
 from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.inner_settings import InnerSettings
 from lossscale.torch.scale import DeviceLossScale, LossScale
-from lossscale.torch.scaling import CPU, WIDE, real_parts, scalar, widened
+from lossscale.torch.scaling import CPU, WIDE, scalar, widened
 from lossscale.torch.several import Several, parts_of, with_parts, zero_grad
 
 _NOTHING_SCALED = (
@@ -210,9 +209,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
 
         Returns:
             Whether all gradients of the optimizer on this process are finite, including those from
-            earlier calls: a 0-d boolean tensor. True if no parameter was reached, as with
-            `inputs` that are not parameters. Reading it (`if`) waits for the device. `unscale_()`
-            returns the decision of all processes.
+            earlier calls and those of other wrappers that the loss reached: a 0-d boolean tensor.
+            True if no parameter was reached, as with `inputs` that are not parameters. Reading it
+            (`if`) waits for the device. `unscale_()` returns the decision of all processes.
 
         Raises:
             GradientsError: If a parameter has the dtype float16, or the loss is already scaled.
@@ -247,24 +246,30 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         others, rest = reached(loss, beside, inputs, info)
         free = ranks.ParameterInfo(rest, []) if rest else None
         for each, theirs in others:
+            each.end_shared()
             if each.record.scaled_by is not None:
                 each.end()
             each.begin(by, theirs)
         if free is not None:
             multiply(free, by)
-        engine.begin(by)
+        engine.begin(by, own_loss=True)
         record.in_backward = True
         try:
             _derive(loss, by, gradient, retain_graph, create_graph, inputs)
         finally:
             record.in_backward, record.is_graph = False, create_graph
-            found = engine.end()
+            found = [engine.end()]
             for each, theirs in others:
                 each.record.is_graph = create_graph
-                each.end(theirs, also=found)
+                found.append(each.end(theirs))
+            if others:
+                # The scale is too large if any of them overflows: all skip, and it falls.
+                for each, _ in ((engine, info), *others):
+                    for one in found:
+                        each.record.add(one)
             if free is not None:
                 divide(free, by, graph=create_graph, checks=False, allow_float16=True)
-        return found == 0
+        return record.found == 0
 
     def scale_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale, before `.backward()` of the result.
@@ -308,7 +313,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                 ) from None
         if torch.compiler.is_compiling():
             # In compiled code too this is a tensor, never a number that it would be compiled for.
-            record.scaled_by, record.is_settled = scale, False
+            record.scaled_by, record.is_settled, record.has_own_loss = scale, False, True
             return widened(loss) * scale.on(loss.device).scale
         if was_scaled(loss):
             raise GradientsError(
@@ -325,7 +330,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             scaled = widened(loss) * scale.on(loss.device).scale
             if record.scaled_by is None:
                 record.scaled_by = scale
-            record.is_settled = False
+            record.is_settled, record.has_own_loss = False, True
         remember_scaled(scaled)
         return scaled
 
@@ -342,7 +347,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         if record.are_gone(info):
             self._leave_out()
             record.reset()
-            record.scaled_by = engine.scale
+            record.scaled_by, record.has_own_loss = engine.scale, True
         elif record.is_as_it_was(info.first_gradient()):
             record.scaled_by = None
         else:
@@ -396,11 +401,16 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         # would do, and would take its time in every step that is not compiled.
         if torch.compiler.is_compiling():
             return self._step_uncompiled(closure, **more)
-        return self._take_step(**more) if closure is None else self._step_with(closure, **more)
+        return self._step_now(closure, **more)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _step_uncompiled(self, closure: Callable[[], Any] | None, **more: Any) -> Any:
-        return self._take_step(**more) if closure is None else self._step_with(closure, **more)
+        return self._step_now(closure, **more)
+
+    def _step_now(self, closure: Callable[[], Any] | None, **more: Any) -> Any:
+        if closure is None:
+            return self._take_step(**more)
+        return closures.step(self, closure, _NOTHING_SCALED, **more)
 
     # PyTorch's own wrapper around a `step` would call global hooks for the inner optimizer and for
     # this one.
@@ -472,8 +482,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         """A step that was looked at is not made: it counts if it was to be skipped."""
         record, info = self._record, self._engine.info()
         decision = record.decision
-        if decision is None and info.is_given:
-            # Other processes may have nothing to leave out.
+        if decision is None and (info.is_given or not record.has_own_loss):
+            # Other processes may have nothing to leave out. And in a GAN the generator's loss
+            # reaches the discriminator, which clears those gradients.
             return
         if decision is None:
             found = record.found
@@ -496,7 +507,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         if checked:
             self._leave_out()
         record.reset()
-        record.scaled_by = self._engine.scale if unseen else None
+        record.scaled_by, record.has_own_loss = self._engine.scale if unseen else None, unseen
         record.by_hand, record.is_settled = by_hand, checked
         zero_grad(self.inner_optimizer, set_to_none)
 
@@ -598,120 +609,6 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         if not self._record.warned:
             self._record.warned = True
             warn(message)
-
-    # --- Step with a closure ------------------------------------------------------------------
-
-    def _step_with(self, closure: Callable[[], Any], **more: Any) -> Any:
-        """A step with a closure, which evaluates the model and calls `backward`.
-
-        Most optimizers evaluate it once, at the beginning. Then it is evaluated here, so that the
-        step can still be skipped. Others evaluate it many times, such as LBFGS in its line search.
-        They need the gradients themselves each time, and no step can be skipped in their middle: an
-        evaluation that overflows is made again at a lower scale.
-        """
-        if not callable(closure):
-            raise ArgumentTypeError(
-                "`closure` must be a callable that evaluates the model, calls backward() and "
-                f"returns the loss. Received: {type(closure).__name__}. step() takes no loss: call "
-                "optimizer.backward(loss) before it."
-            )
-        inner = self.inner_optimizer
-        if self.decide == "device" or fused.evaluates_first(inner):
-            with torch.enable_grad():
-                loss = closure()
-            self._take_step(**more)
-            return loss
-        record, first = self._record, True
-        self._settle()
-        # It may be stepped along gradients that are there before it evaluates anything.
-        if not record.is_nothing() and not self._unscale_(_NOTHING_SCALED).apply:
-            self._take_step()
-            return None
-        before = None if fused.starts_with_closure(inner) else self._measured_parameters()
-        decision = record.decision
-
-        def evaluate() -> Any:
-            nonlocal decision, first
-            loss, now = self._evaluate(closure, decision is None)
-            decision = now or decision
-            if now is not None and not now.apply:
-                # No lower scale helps: it would put what is not finite into the parameters.
-                if first and (before is None or before == self._measured_parameters()):
-                    raise _Skipped(loss)
-                if before is not None:
-                    raise GradientsError(
-                        f"{type(inner).__name__} moved the parameters and evaluated the closure "
-                        "again, whose gradients are not finite at any loss scale. This step can "
-                        "be neither applied nor skipped: load a checkpoint."
-                    )
-            if first and decision is not None:
-                self._notify_watcher(decision)
-            first = False
-            return loss
-
-        try:
-            if before is None:
-                # Its state stays as it is, too.
-                losses = [evaluate()]
-                loss = inner.step(lambda: losses.pop() if losses else evaluate(), **more)
-            else:
-                loss = inner.step(evaluate, **more)
-        except _Skipped as skipped:
-            loss = skipped.args[0]
-            self._notify_watcher(decision)
-        if decision is not None:
-            self._finish(decision)
-        return loss
-
-    def _measured_parameters(self) -> list[float]:
-        with torch.no_grad():
-            parts = [p for t in ranks.parameters_of(self.inner_optimizer) for p in real_parts(t)]
-            norms: list[float] = torch.stack([p.float().norm() for p in parts]).tolist()
-            return norms
-
-    def _evaluate(
-        self, closure: Callable[[], Any], derives: bool
-    ) -> tuple[Any, StepDecision | None]:
-        """Evaluates a closure, at lower scales as long as that may help; unscales the gradients.
-
-        Returns:
-            What the closure returned, and the decision on the gradients; None if it has derived
-            nothing.
-        """
-        scale, record = self._engine.scale, self._record
-        while True:
-            record.reset()
-            with torch.enable_grad():
-                loss = closure()
-            self._check_returned(loss)
-            if record.is_nothing() and not derives:
-                return loss, None
-            decision = self._unscale_(_NOTHING_SCALED)
-            value = loss.detach() if isinstance(loss, torch.Tensor) else loss
-            # Nothing was seen of gradients that are not scaled, and no lower scale helps them.
-            if decision.apply or decision.stats is None or not math.isfinite(float(value)):
-                break
-            before: Any = scale.number
-            scale.update(decision.stats)
-            if not scale.number < before:
-                break
-        if record.clips and decision.apply:
-            self._engine.clip_()
-            record.clips = False
-        return loss, decision
-
-    def _check_returned(self, loss: Any) -> None:
-        if loss is None:
-            raise ArgumentTypeError(
-                f"The closure must return the loss: {type(self.inner_optimizer).__name__} reads "
-                "it. Received: None."
-            )
-        if was_scaled(loss):
-            raise GradientsError(
-                "The closure returned the scaled loss. Return the loss itself: "
-                f"{type(self.inner_optimizer).__name__} compares it with unscaled gradients, and "
-                "with losses at other scales."
-            )
 
     # --- What can be read ---------------------------------------------------------------------
 
@@ -924,10 +821,6 @@ _OF_OTHERS = frozenset({"_joined", "_strategy", "_on_before_step", "_on_after_st
 def _blank(cls: type[Any]) -> Any:
     """Returns an optimizer of a class that still has to be given its state."""
     return object.__new__(cls)
-
-
-class _Skipped(BaseException):
-    """Leaves the step of an optimizer that has changed nothing yet."""
 
 
 def _own(value: Any) -> Any:
