@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lossscale.errors import GradientsError
+from lossscale.errors import GradientsError, UnsupportedError
 from lossscale.packages import warn
 from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 from lossscale.torch import clipping, fused, gradient_stats, gradients, overflow_check, ranks
@@ -457,7 +457,7 @@ class Engine:
 
     def apply(self, decision: StepDecision, *args: Any, **more: Any) -> Any:
         """Steps the optimizer, unless it is to be skipped; returns what it returns."""
-        self.count_steps_without(decision.empty)
+        self._watch_first_steps(decision.empty)
         if decision.apply is False:
             return None
         inner, divisor = self.inner, decision.divisor
@@ -477,11 +477,18 @@ class Engine:
         with fused.attributes(list(filter(fused.can_skip, parts_of(inner))), divisor, overflow):
             return inner.step(*args, **more)
 
-    def count_steps_without(self, empty: bool) -> None:
-        """Warns of an optimizer that never has any gradient."""
+    def _watch_first_steps(self, empty: bool) -> None:
+        """Warns of an optimizer that never has any gradient, and refuses one inside of ZeRO."""
         if self._steps_without is None:
             return
         if not empty:
+            if self.process_group is None and ranks.is_in_zero(self):
+                raise UnsupportedError(
+                    "A LossScaleOptimizer inside of a ZeroRedundancyOptimizer has a part of the "
+                    "parameters, and does not see the overflows of other processes. Wrap the "
+                    "ZeroRedundancyOptimizer, or make the LossScaleOptimizer with "
+                    "process_group=torch.distributed.group.WORLD."
+                )
             self._steps_without = None
             return
         self._steps_without += 1
