@@ -152,7 +152,7 @@ def is_seen(loss: Any) -> bool:
     )
 
 
-def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, met: Any = None) -> None:
+def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, on_unowned: Any = None) -> None:
     """Multiplies existing gradients by the scale of a loss when its `backward` starts.
 
     Args:
@@ -160,7 +160,7 @@ def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, met: Any = N
         loss: The loss.
         multiplier: The scale of the loss.
         own: The engine that scaled it; None for a scaler, whose loss is for all optimizers.
-        met: Called with the tensors that the loss reaches and no engine has.
+        on_unowned: Called with the tensors that the loss reaches and no engine has.
     """
 
     def starts(_: Any) -> None:
@@ -171,13 +171,13 @@ def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, met: Any = N
                 "unscaled losses to optimizer.backward(loss)."
             )
         others = [each for each in engines if own is None or each.record is not own.record]
-        found, rest = reached(loss, others) if others or met is not None else ([], [])
+        found, rest = reached(loss, others) if others or on_unowned is not None else ([], [])
         if own is not None:
             own.begin(multiplier, task=task, graph=graph, own_loss=True)
         for each, info in found:
             each.begin(multiplier, info, task=task, graph=graph)
-        if met is not None:
-            met(rest, multiplier)
+        if on_unowned is not None:
+            on_unowned(rest, multiplier)
 
     scaled.register_hook(starts)
 

@@ -64,7 +64,7 @@ class StepDecision(NamedTuple):
 
 
 class Engine:
-    """What loss scaling does with the gradients of one optimizer.
+    """Loss scaling of the gradients of one optimizer.
 
     Args:
         inner: The optimizer, or a function that returns it.
@@ -73,8 +73,8 @@ class Engine:
         process_group: As `ranks.groups_of` takes it.
 
     Attributes:
-        record: What its gradients are.
-        left_out: Called when gradients that overflowed were cleared, and no step was made.
+        record: The state of its gradients.
+        left_out: Called when gradients were checked and then cleared without a step.
         join_group: The processes of a `torch.distributed.algorithms.Join`, within it.
         counts: The steps of this optimizer, where others share the loss scale.
     """
@@ -92,8 +92,8 @@ class Engine:
         self._inner = (lambda: inner) if is_given else inner
         self.scale = scale
         self.clip_norm, self.process_group = clip_norm, process_group
-        # The states of optimizers, how many entries each has, and the ids of parameters with all of
-        # their state.
+        # The states of the optimizers, the number of entries in each, and the ids of parameters
+        # whose state is complete.
         self._stepped: tuple[list[Any], list[int], set[int]] = ([], [], set())
         self._info = ParameterInfo(ranks.parameters_of(self.inner), process_group)
         known = (each.record for each in engines if each.inner is self.inner)
@@ -107,12 +107,12 @@ class Engine:
 
     @property
     def rule(self) -> ScaleRule:
-        """How the scale moves."""
+        """The rule that moves the loss scale."""
         rule: ScaleRule = self.scale.rule
         return rule
 
     def info(self) -> ParameterInfo:
-        """What is known of the parameters that the optimizer has now."""
+        """Facts about the parameters that the optimizer has now."""
         parameters = ranks.parameters_of(self.inner)
         if not self._info.is_of(parameters):
             self._info = ParameterInfo(parameters, self.process_group)
@@ -234,18 +234,18 @@ class Engine:
     def decide(self, *, in_place: bool = False) -> StepDecision:
         """Unscales the gradients if they are scaled, and decides.
 
-        If no loss was scaled here, other processes may know better, such as the last stage of a
-        pipeline; if none does, the rule does not see it.
+        If no loss was scaled on this process, another may have scaled it, such as the last stage
+        of a pipeline. If none has, the rule does not see the step.
 
         Args:
-            in_place: Whether somebody reads them before they are applied: then nothing is left
-                to the optimizer, and they are not clipped.
+            in_place: Whether user code reads them before the step: then they are divided here, and
+                not clipped.
         """
         info, rule, record = self.info(), self.rule, self.record
         self.end_shared()
         if record.scaled_by is not None and (record.is_graph or record.found is not None):
             self.end()
-        # What was found of gradients that are true already: they are not checked again.
+        # Unscaled gradients were checked when they were unscaled.
         found = record.found if record.scaled_by is None else None
         grads = (
             ()
@@ -256,18 +256,18 @@ class Engine:
         by = self.scale.multiplier if record.scaled_by is None else record.scaled_by
         clips = self.clip_norm is not None and not in_place
         groups, measures = self._groups(info), rule.needs != StatsRequest()
-        # Processes that were named by a group may do different things: always the same messages.
+        # Processes of a given group may run different code, but send the same messages.
         asks = bool(groups) and (
             rule.checks_gradients or info.is_given or self.join_group is not None
         )
         if found is not None and not (clips or measures or asks or self.scale.on_device):
-            # Nobody has to touch the gradients any more.
+            # The gradients need no other pass.
             if info.first_gradient() is None:
                 return StepDecision(True, empty=True)
             return self._on_host(found, None, None)
         in_kernel, is_half = self._left_to_kernel(info, clips, bool(are_scaled) and not in_place)
         if in_kernel and info.is_plain and not (clips or measures or asks):
-            # Nobody else has to touch the gradients: SGD fused, small would take 1.2 times as long.
+            # No other pass is needed: with one, the row SGD fused, small takes 1.2 times as long.
             empty = info.first_gradient() is None
             divisor = None if empty else by.on(info.devices[0]).scale
             return StepDecision(True, GradientStats(True), divisor=divisor, empty=empty)
@@ -285,7 +285,7 @@ class Engine:
         if clips and by_norm and (found is None or not groups):
             decision = self._decide_by_norm(given, info, by, bool(are_scaled), in_kernel, found)
             if decision is not None:
-                # Of a loss that nobody scaled the rule sees nothing.
+                # The rule does not see a step without a scaled loss.
                 return decision._replace(stats=None) if are_scaled is None else decision
         divisor = by.on(given.device).scale if is_half or (in_kernel and not clips) else None
         overflow = found
@@ -323,13 +323,13 @@ class Engine:
     def _unscale_and_check(
         self, given: Gradients, by: Any, are_scaled: bool | None, leave: bool
     ) -> Any:
-        """What was found: float32 scalar tensor, 1 for an overflow.
+        """Returns whether any gradient overflowed: float32 scalar tensor, 1 or 0.
 
         Args:
             given: The gradients.
             by: Their scale.
             are_scaled: Whether they are scaled; None if no loss was scaled here.
-            leave: Whether dividing them is left to the kernel of the optimizer.
+            leave: Whether the kernel of the optimizer divides them.
         """
         if not self.rule.checks_gradients:
             if are_scaled and not leave:
@@ -379,13 +379,13 @@ class Engine:
     ) -> StepDecision:
         overflow = overflow.to(info.devices[0])
         if self.rule.checks_gradients and self._groups(info):
-            # With a gradient of its own a process knows that there is one.
+            # A process with a gradient knows that the step is not empty.
             if not given.grads and overflow.item() < 0:
                 return StepDecision(True, empty=True)
             overflow = overflow.clamp(min=0.0)
         stats = gradient_stats.as_stats(self.rule.needs, measured, overflow == 0)
-        # A fused SGD allocates its momentum before it looks, and would take what it finds there for
-        # momentum: the host decides on the first step of a parameter.
+        # A fused SGD allocates its momentum before it reads `found_inf`, and would use it
+        # uninitialized: the host decides on the first step of a parameter.
         applied = None if self._all_have_state(info) else not overflow.item()
         return StepDecision(applied, stats, overflow, divisor)
 
@@ -426,7 +426,7 @@ class Engine:
         # far below 1 the squares of elements are 0.
         if not math.isfinite(total / scale) or total / scale > _LARGEST or total < _SMALLEST_NORM:
             return None
-        # On the host from here on: a device is not waited for a second time.
+        # Computed on the host, so that the device is waited for once.
         coefficient = clipping.coefficient(scalar(total, CPU, norm.dtype) / scale, clip_norm)
         divisor = None
         if in_kernel and scale * max(total / scale / clip_norm, 1.0) < _LARGEST / 2:
@@ -461,10 +461,10 @@ class Engine:
         if decision.apply is False:
             return None
         inner, divisor = self.inner, decision.divisor
-        # Where the host has decided there is nothing left to say.
+        # After a decision of the host, the kernel needs no flag.
         overflow = decision.overflow if decision.apply is None else None
         if overflow is not None and not fused.can_skip(inner):
-            # Settings that were loaded have taken the fused kernel away: the host waits, and skips.
+            # Loaded settings have turned off the fused kernel: the host waits, and skips.
             if bool(overflow > 0):
                 return None
             overflow = None
@@ -514,7 +514,7 @@ class Engine:
             self.update(StepDecision(not found, stats, skipped))
 
     def skipped(self, found: Any) -> StepDecision:
-        """The decision on gradients that are gone, with what the rule sees if it is a skip."""
+        """The decision on gradients that were cleared, with the statistics of a skipped step."""
         measured, needs = None, self.rule.needs
         if needs != StatsRequest():
             measured = scalar(0.0, CPU).repeat(2 + len(needs.counts_from))

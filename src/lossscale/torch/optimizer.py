@@ -116,7 +116,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
     _framework: ClassVar[str] = "torch"
 
     _watcher: Any = None
-    """The monitor that is told of each decision."""
+    """The monitor that is notified of each decision."""
     _warned_at_floor = False
     _sets_scale = (
         "Set it in the state: state = optimizer.state_dict(); "
@@ -179,10 +179,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         return iter(self.inner_optimizer)
 
     def __bool__(self) -> bool:
-        # Whatever it has a length of.
+        # An optimizer is true, also one with `__len__`.
         return True
 
-    # --- Derive the loss ----------------------------------------------------------------------
+    # --- Backward -----------------------------------------------------------------------------
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def backward(
@@ -240,7 +240,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                 "torch.autocast. Or wrap an optimizer of torch.optim with fused=True, and call "
                 "optimizer.scale_loss(loss).backward()."
             )
-        self._hear()
+        self._adopt_written()
         by = engine.scale.multiplier
         beside = [each for each in engines if each.record is not record]
         others, rest = reached(loss, beside, inputs, info)
@@ -255,7 +255,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         engine.begin(by, own_loss=True)
         record.in_backward = True
         try:
-            _derive(loss, by, gradient, retain_graph, create_graph, inputs)
+            _backpropagate(loss, by, gradient, retain_graph, create_graph, inputs)
         finally:
             record.in_backward, record.is_graph = False, create_graph
             found = [engine.end()]
@@ -321,7 +321,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                 "scale. Call scale_loss() once. If two optimizers train on this loss: "
                 f"{ONE_FOR_SEVERAL}"
             )
-        self._hear()
+        self._adopt_written()
         if seen and is_seen(loss):
             by = scale.multiplier
             scaled = widened(loss) * by.on(loss.device).scale
@@ -334,12 +334,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         remember_scaled(scaled)
         return scaled
 
-    def _hear(self) -> None:
-        """Takes over numbers of the loss scale that others have written into the groups."""
-        state_dicts.hear(self._engine.scale, self._engine.inner)
+    def _adopt_written(self) -> None:
+        """Adopts values of the loss scale that other code has written into the groups."""
+        state_dicts.adopt_written(self._engine.scale, self._engine.inner)
 
     def _settle(self) -> None:
-        """Makes up for a `backward` that nobody saw, of a loss that was scaled."""
+        """Accounts for the backward pass of a scaled loss that could not be observed."""
         record, engine = self._record, self._engine
         if record.scaled_by is not engine.scale or record.found is None:
             return
@@ -357,8 +357,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                 "after the last backward()."
             )
 
-    def _check_true(self, name: str) -> None:
-        """Checks that a method of the inner optimizer finds true, finite gradients."""
+    def _check_unscaled(self, name: str) -> None:
+        """Checks that a method of the inner optimizer finds unscaled, finite gradients."""
         record, info = self._record, self._engine.info()
         if record.scaled_by is not None and info.first_gradient() is not None:
             raise CallOrderError(_would_find_scaled(name, self.inner_optimizer))
@@ -397,8 +397,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             >>> weight.detach()
             tensor([0.5000, 0.5000])
         """
-        # Compiled, it would be recompiled for each number that it reads. The decorator alone
-        # would do, and would take its time in every step that is not compiled.
+        # Compiled code would be recompiled for each number that is read here. The decorator alone
+        # prevents that too, but takes time in every uncompiled step.
         if torch.compiler.is_compiling():
             return self._step_uncompiled(closure, **more)
         return self._step_now(closure, **more)
@@ -412,19 +412,19 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             return self._take_step(**more)
         return closures.step(self, closure, _NOTHING_SCALED, **more)
 
-    # PyTorch's own wrapper around a `step` would call global hooks for the inner optimizer and for
-    # this one.
+    # PyTorch's wrapper around a `step` would call global hooks twice, for the inner optimizer and
+    # for this one.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _take_step(self, **more: Any) -> Any:
         """Decides on the gradients as they are now, applies or skips them, moves the scale."""
         record, engine = self._record, self._engine
-        self._hear()
+        self._adopt_written()
         self._settle()
         if record.decision is None:
             nothing = record.is_nothing()
             if record.is_settled and nothing and engine.info().first_gradient() is None:
-                # `zero_grad` came in the place of this step.
+                # `zero_grad` has replaced this step.
                 return record.reset()
             decision = engine.decide()
             if nothing and decision.stats is None:
@@ -443,7 +443,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         return returned
 
     def _decided(self, decision: StepDecision) -> None:
-        """Keeps what all processes have decided on the gradients."""
+        """Remembers what all processes have decided."""
         record = self._record
         record.scaled_by, record.divided, record.clips = None, None, False
         record.decision = decision
@@ -455,7 +455,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         if not decision.empty:
             engine.update(decision)
         if not keep:
-            # A kernel that divides them has divided what is in `.grad`.
+            # If a kernel has divided the gradients, it has divided those in `.grad`.
             self._record.reset()
         if decision.apply is False:
             for hook in list(self._skipped_hooks.values()):
@@ -464,7 +464,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                 self._warned_at_floor = warned_at_floor(self.rule, number)
 
     def _step_as_given(self, decision: StepDecision, **more: Any) -> Any:
-        """A step whose loss nobody scaled: checkpointing makes such steps, with zero gradients."""
+        """A step without a scaled loss; checkpointing makes such steps, with zero gradients."""
         if not self._record.warned:
             given = gradients.collect(self._engine.info())
             if any(t.any() for group in given.dense_groups for t in group):
@@ -479,12 +479,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         return returned
 
     def _leave_out(self) -> None:
-        """A step that was looked at is not made: it counts if it was to be skipped."""
+        """Accounts for a step that is left out: it counts if it would have been skipped."""
         record, info = self._record, self._engine.info()
         decision = record.decision
         if decision is None and (info.is_given or not record.has_own_loss):
-            # Other processes may have nothing to leave out. And in a GAN the generator's loss
-            # reaches the discriminator, which clears those gradients.
+            # Other processes may leave nothing out. And in a GAN the generator's loss reaches the
+            # discriminator, which clears those gradients.
             return
         if decision is None:
             found = record.found
@@ -566,10 +566,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _unscale_(self, warning: str) -> StepDecision:
-        """Unscales the gradients before the step, for somebody who reads or changes them.
+        """Unscales the gradients before the step, for code that reads or changes them.
 
         Args:
-            warning: What is said if no loss was scaled.
+            warning: The warning if no loss was scaled.
         """
         record, engine = self._record, self._engine
         self._settle()
@@ -582,7 +582,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                 if not engine.info().is_given:
                     return decision
             if decision.empty:
-                # What comes by a later `backward` is still to be divided.
+                # Gradients of a later `backward` still have to be divided.
                 return decision
             self._decided(decision)
             found, info = decision.overflow, engine.info()
@@ -610,7 +610,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             self._record.warned = True
             warn(message)
 
-    # --- What can be read ---------------------------------------------------------------------
+    # --- Properties ---------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> Any:
@@ -623,22 +623,24 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
 
         An int; with `decide="device"` a 0-d tensor, like the counts below.
         """
-        return _own(getattr(self._engine.scale.state, "good_steps", None)) if self.dynamic else None
+        return (
+            _copied(getattr(self._engine.scale.state, "good_steps", None)) if self.dynamic else None
+        )
 
     @property
     def steps_skipped(self) -> Any:
         """The number of steps that were skipped so far."""
-        return _own(self._engine.scale.counts.steps_skipped)
+        return _copied(self._engine.scale.counts.steps_skipped)
 
     @property
     def last_step_skipped(self) -> Any:
         """Whether the last step was skipped."""
-        return _own(self._engine.scale.counts.last_step_skipped)
+        return _copied(self._engine.scale.counts.last_step_skipped)
 
     @property
     def iterations(self) -> Any:
         """The number of steps, skipped ones included. It can be set."""
-        return _own(self._engine.scale.counts.iterations)
+        return _copied(self._engine.scale.counts.iterations)
 
     @iterations.setter
     def iterations(self, value: Any) -> None:
@@ -708,7 +710,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         self.__dict__["_joined"] = config
         self._engine.join_group = self.join_process_group if config.enable else None
 
-    # --- Saving and making it again -----------------------------------------------------------
+    # --- Saving and restoring -----------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the inner optimizer and of the loss scale.
@@ -759,13 +761,13 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         return state_dicts.LossScaleState(self._engine.scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What a release of later needs to make it again; and attributes of the user's own, but not
-        # the methods that schedulers and trainers replace by theirs, which refer to this optimizer.
+        # What a later release needs to recreate it, and attributes that users have set; but not the
+        # methods that schedulers and trainers have replaced, which refer to this optimizer.
         engine = self._engine
         own = {
             name: value
             for name, value in self.__dict__.items()
-            if not (name in _OF_OTHERS or name in _MADE_AGAIN or hasattr(type(self), name))
+            if not (name in _SET_BY_LIGHTNING or name in _RECREATED or hasattr(type(self), name))
         }
         return {
             **own,
@@ -812,19 +814,19 @@ if torch.distributed.is_available():
 
 _PICKLED = "inner_optimizer", "rule", "clip_norm", "process_group", "decide", "name", "numbers"
 
-_MADE_AGAIN = frozenset({"_engine", "_step_state", "_rule", "_skipped_hooks"})
+_RECREATED = frozenset({"_engine", "_step_state", "_rule", "_skipped_hooks"})
 
-_OF_OTHERS = frozenset({"_joined", "_strategy", "_on_before_step", "_on_after_step"})
+_SET_BY_LIGHTNING = frozenset({"_joined", "_strategy", "_on_before_step", "_on_after_step"})
 """What Lightning puts on an optimizer."""
 
 
 def _blank(cls: type[Any]) -> Any:
-    """Returns an optimizer of a class that still has to be given its state."""
+    """Returns an optimizer without state, for `__setstate__`."""
     return object.__new__(cls)
 
 
-def _own(value: Any) -> Any:
-    """A number, or a tensor that is nobody else's."""
+def _copied(value: Any) -> Any:
+    """A number, or a copy of a tensor."""
     return value.clone() if torch.is_tensor(value) else value
 
 
@@ -833,13 +835,13 @@ def _new_scale(rule: Any, inner: Any, decide: str) -> LossScale:
     return (DeviceLossScale if decide == "device" else LossScale)(rule, devices)
 
 
-def _derive(
+def _backpropagate(
     loss: Any, by: Any, gradient: Any, retain_graph: Any, create_graph: bool, inputs: Any
 ) -> None:
-    """Derives a loss times a scale."""
+    """Backpropagates a loss times a scale."""
     plain = type(loss) is torch.Tensor and loss.dtype in WIDE and loss.requires_grad
     if plain and (gradient is not None or loss.numel() == 1):
-        # What multiplies the loss multiplies its gradient: no node is added to the graph.
+        # The scale multiplies the first gradient in place of the loss: the graph gets no node.
         scale = by.on(loss.device).scale.to(loss.dtype)
         seed = torch.ones_like(loss) * scale if gradient is None else gradient * scale
         loss.backward(seed, retain_graph, create_graph, inputs)
@@ -850,7 +852,7 @@ def _derive(
 
 
 def _refuse_scaled_gradients(_: Engine, inner: Any) -> None:
-    """Refuses a step of the inner optimizer, by its own name, on scaled gradients."""
+    """Refuses a direct step of the inner optimizer on scaled gradients."""
     raise CallOrderError(_would_find_scaled("step", inner))
 
 
@@ -891,7 +893,7 @@ def _check_inner(inner: Any, is_one_of_several: bool = False) -> None:
 
 
 def _check_processes(inner: Any, process_group: Any) -> None:
-    """Refuses optimizers that send messages in their steps, and may skip one alone."""
+    """Refuses optimizers that communicate in `step`: if one process skips, the others hang."""
     for part in parts_of(inner):
         if type(part).__name__ == "PostLocalSGDOptimizer" and process_group is None:
             raise UnsupportedError(
