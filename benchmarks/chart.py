@@ -34,7 +34,7 @@ STYLE = """
   svg { font: 13px system-ui, sans-serif; }
   .page { fill: #ffffff; }
   text { fill: #30343f; }
-  .group { font-weight: 600; }
+  .group { font-weight: 600; paint-order: stroke; stroke: #ffffff; stroke-width: 6px; }
   .axis { fill: #5c6270; font-size: 12px; }
   line { stroke: #d9dce3; }
   .one { stroke: #7a8090; }
@@ -43,6 +43,7 @@ STYLE = """
   @media (prefers-color-scheme: dark) {
     .page { fill: #1e2129; }
     text { fill: #e3e5ea; }
+    .group { stroke: #1e2129; }
     .axis { fill: #a9afbd; }
     line { stroke: #3a3f4b; }
     .one { stroke: #8d93a1; }
