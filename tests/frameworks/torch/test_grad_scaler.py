@@ -20,6 +20,7 @@ from frameworks.torch.scaling import (
     parameters,
     scale_and_tracker,
 )
+from frameworks.torch.support import parameter, sgd
 from lossscale import DynamicScale, FixedScale
 from lossscale.torch.grad_scaler import GradScaler
 
@@ -155,6 +156,20 @@ def test_names_of_the_parameters_that_overflowed(name):
         "0.weight (1 inf, 1 NaN)",
         "1.bias (1 inf)",
     ]
+
+
+def test_the_parameters_that_overflow_are_named_of_all_that_are_skipped_together():
+    a, b = parameter(), parameter()
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.name_overflows([("a", a), ("b", b)])
+    parts = [sgd(a), torch.optim.AdamW([b])]
+    for bad, expected in ((a, ["a"]), (b, ["b"])):
+        for part in parts:
+            part.zero_grad()
+        scaler.scale(a.sum() + b.sum() + (bad * torch.inf).sum()).backward()
+        scaler.step(parts)
+        scaler.update()
+        assert [each.name for each in scaler.last_nonfinite] == expected
 
 
 def test_parameters_without_a_name_are_numbered():
