@@ -133,6 +133,31 @@ def test_every_form_restores_everything(name, form, tmp_path):
     assert_equal_state(optimizer, model.optimizer)
 
 
+def test_the_optimizer_comes_back_with_its_state_under_any_policy(tmp_path):
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    saved = trained(maker("adam")())
+    saved.save(tmp_path / "model.keras")
+    keras.mixed_precision.set_global_policy("float32")
+    loaded = keras.saving.load_model(tmp_path / "model.keras").optimizer
+    assert isinstance(loaded, lossscale.LossScaleOptimizer)
+    assert_equal_state(loaded, saved.optimizer)
+
+
+def test_the_inner_variables_stand_in_the_file_once_where_a_plain_optimizer_has_them(tmp_path):
+    def names_in_a_file(model):
+        model.save_weights(tmp_path / "a.weights.h5")
+        items = {}
+        with h5py.File(tmp_path / "a.weights.h5") as file:
+            file["optimizer"].visititems(lambda name, item: items.update({name: item}))
+            return {name for name, item in items.items() if isinstance(item, h5py.Dataset)}
+
+    plain = compiled(keras.optimizers.Adam())
+    plain.fit(*data(24), batch_size=8, verbose=0)
+    plain, ours = names_in_a_file(plain), names_in_a_file(trained_around("adam"))
+    assert plain < ours
+    assert [name.startswith("loss_scale_state/") for name in ours - plain] == [True] * 5
+
+
 @pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
 def test_what_waits_for_build_is_set_once_though_a_step_builds(in_function):
     optimizer, targets = stepped(STEPS[:3])

@@ -319,6 +319,23 @@ def test_the_inner_optimizer_can_be_wrapped_again_once_its_wrapper_is_gone():
     assert wrapped(inner, initial_scale=8.0).inner_optimizer is inner
 
 
+def test_keras_own_class_around_ours_is_refused():
+    optimizer = wrapped()
+    with pytest.raises(TypeError, match="Use this LossScaleOptimizer without Keras' class"):
+        keras.optimizers.LossScaleOptimizer(optimizer)
+    targets = variables([1.0])
+    optimizer.build(targets)
+    step_by_scale_loss(optimizer, targets, [np.array([0.5])])
+    assert targets[0].numpy()[0] == 0.5
+
+
+def test_loss_scale_factor_of_the_inner_optimizer_is_an_error_that_keeps_it():
+    inner = keras.optimizers.SGD(loss_scale_factor=64.0)
+    with pytest.raises(ValueError, match=r"initial_scale=64\.0"):
+        wrapped(inner)
+    assert inner.loss_scale_factor == 64.0
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
