@@ -5,7 +5,6 @@ import contextlib
 import pytest
 import torch
 
-from frameworks.torch.seeing import Noting
 from frameworks.torch.support import (
     assert_same_without_scaling,
     bits,
@@ -16,6 +15,7 @@ from frameworks.torch.support import (
 )
 from lossscale import DynamicScale, LossScaleWarning
 from lossscale.errors import ArgumentTypeError, GradientsError
+from noting import Noting
 
 
 def closure_of(optimizer, loss_fn, clip=None, verb=False):

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from core.oracle import trace
 from frameworks.torch.scaling import (
-    MAKERS,
     OPTIMIZERS,
     made,
     numbers,
@@ -106,20 +105,6 @@ def test_the_scale_takes_the_way_of_the_rule(finite, init, growth, backoff, inte
         assert scaler.get_scale() == float(scaler._scale)
         shown.append((float(scaler._scale), int(scaler._growth_tracker)))
     assert shown == trace(DynamicScale(initial_scale=first, **arguments), finite)
-
-
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_several_optimizers_share_a_scale_and_skip_for_themselves(make):
-    good, bad = parameters(1), parameters(1)
-    optimizers = [OPTIMIZERS["sgd"](good), OPTIMIZERS["adamw-fused"](bad)]
-    scaler = make("cpu", init_scale=8.0)
-    scaler.scale(good[0].sum() + (bad[0] * torch.inf).sum()).backward()
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
-    assert numbers(good) == [[0.5] * 3]
-    assert numbers(bad) == [[1.0] * 3]
-    assert scale_and_tracker(scaler) == (4.0, 0)
 
 
 def test_which_step_was_skipped_and_of_which_optimizer():
@@ -224,17 +209,6 @@ def test_gradient_penalty():
     scaler.step(optimizer)
     # d/dw of w^2 + (2w)^2
     assert weight.tolist() == [2.0 - 20.0, 3.0 - 30.0]
-
-
-def test_accumulation_keeps_the_scale_and_one_infinity_skips_all_of_it():
-    for slopes, expected in (((1.0, 2.0), 1.0 - 1.5), ((torch.inf, 2.0), 1.0)):
-        weights, optimizer, scaler = made(init_scale=8.0)
-        for slope in slopes:
-            scaler.scale((weights[0] * slope).sum()).backward()
-        assert scaler.get_scale() == 8
-        scaler.step(optimizer)
-        scaler.update()
-        assert numbers(weights) == [[expected] * 3]
 
 
 def test_step_returns_what_the_optimizer_returns():

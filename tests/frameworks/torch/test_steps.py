@@ -18,7 +18,6 @@ from frameworks.torch.support import (
     ONES,
     SHAPES,
     WithScaler,
-    assert_same_without_scaling,
     backward,
     bits,
     fill,
@@ -151,50 +150,6 @@ def test_what_breaks_after_unscaling_reaches_the_parameters():
     given[0].grad[0] = torch.inf
     optimizer.step()
     assert given[0][0] == -torch.inf
-
-
-def test_both_steps_of_sam_are_divided_and_either_may_overflow():
-    def sam(optimizer, given, factors):
-        unscale = getattr(optimizer, "unscale_", lambda: True)
-        optimizer.zero_grad()
-        backward(optimizer, given, [p.detach().clone() for p in given], factors[0])
-        if unscale():
-            norm = torch.stack([p.grad.norm() for p in given]).norm()
-            moves = [0.05 * p.grad / norm for p in given]
-            with torch.no_grad():
-                [p.add_(move) for p, move in zip(given, moves, strict=True)]
-            optimizer.zero_grad()
-            backward(optimizer, given, [p.detach().clone() for p in given], factors[1])
-            unscale()
-            with torch.no_grad():
-                [p.sub_(move) for p, move in zip(given, moves, strict=True)]
-        optimizer.step()
-
-    def run(wrap):
-        given = parameters(*SHAPES)
-        optimizer = wrap(torch.optim.SGD(given, lr=0.5, momentum=0.9))
-        for factors in ((1.0, 1.0), (0.5, 0.5)):
-            sam(optimizer, given, factors)
-        return snapshot(given, optimizer)
-
-    assert_same_without_scaling(run)
-    given, optimizer = made()
-    for factors in ((1.0, 1.0), (torch.inf, 1.0), (1.0, torch.inf)):
-        before = copy.deepcopy(optimizer.inner_optimizer.state_dict()["state"])
-        sam(optimizer, given, factors)
-        moved = bits(optimizer.inner_optimizer.state_dict()["state"]) != bits(before)
-        assert moved == (factors == (1.0, 1.0))
-    assert optimizer.steps_skipped == 2
-
-
-def test_a_scale_that_is_no_power_of_two_divides():
-    given, optimizer = made(rule=FixedScale(3.0))
-    optimizer.scale_loss(torch.ones(()))
-    for p in given:
-        p.grad = torch.full_like(p, 10.0)
-    optimizer.step()
-    assert bits(given[0].grad) == bits(torch.full((3,), 10.0) / 3.0)
-    assert optimizer.dynamic_counter is None
 
 
 def test_losses_of_any_kind_are_scaled_in_float32_or_wider():
