@@ -97,20 +97,6 @@ def test_xla_function_gives_the_weights_of_the_plain_optimizer_in_xla(inner):
     assert_same(train(wrapped(inner()), step_by_apply), train(inner(), plain_step))
 
 
-def test_an_optimizer_that_is_first_built_inside_a_function_trains():
-    targets = variables([1.0])
-    optimizer = wrapped(Adam(0.5, epsilon=0.0))
-
-    @tf.function
-    def step(gradient):
-        step_by_scale_loss(optimizer, targets, [gradient])
-
-    for gradient in (INF, 0.25):
-        step(tf.constant([gradient]))
-    np.testing.assert_allclose(targets[0].numpy(), [0.5], rtol=1e-5)
-    assert status(optimizer).iterations == 2
-
-
 def test_what_a_function_reads_moves_with_the_steps():
     targets = variables([1.0])
     optimizer = wrapped(dynamic_growth_steps=1)
