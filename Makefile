@@ -73,10 +73,11 @@ table: $(TEST)/installed
 	KERAS_BACKEND=tensorflow LOSSSCALE_TEST_KERAS=tf_keras $(CONFORMANCE)
 	$(TEST)/bin/python tests/conformance/results.py "$(RESULTS)" docs/api/what_runs_where.md
 
-# What loss scaling costs: build/bench/results.json, and the tables of pages in docs.
+# What loss scaling costs: build/bench/results.json, the tables in docs/internals and docs/images/cost.svg.
 bench: $(TEST)/installed
 	$(TEST)/bin/python -m benchmarks
 	$(TEST)/bin/python -m benchmarks.pages build/bench/results.json
+	$(TEST)/bin/python -m benchmarks.chart
 
 # Is the verdict of a diagnosis right? Trainings beside it, and the tables of docs/internals/calibration.md.
 CALIBRATION := $(TEST)/bin/python -m benchmarks.calibration --page docs/internals/calibration.md

@@ -1,6 +1,6 @@
-"""What the site shows of files outside docs/: README, CHANGELOG, CONTRIBUTING, examples, notebooks.
+"""Adds files outside docs/ to the site: README, CHANGELOG, CONTRIBUTING, examples, notebooks.
 
-Links to them are rewritten, so that the same pages hold in a checkout and on the site.
+Links to them are rewritten, so that the same text works in a checkout and on the site.
 """
 
 import base64
@@ -12,7 +12,7 @@ import re
 from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Of a file in the repository the page that it is on the site.
+# A file in the repository, and its page on the site.
 PAGES = {
     "README.md": "index.md",
     **{
@@ -23,16 +23,21 @@ PAGES = {
 }
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 NOTEBOOKS = sorted((ROOT / "examples").rglob("*.ipynb"))
-# How much a page counts in the search, by the start of its path; 1 otherwise.
+# The weight of a page in the search, by the start of its path; 1 otherwise.
 BOOSTS = {
     **dict.fromkeys(("pytorch.md", "keras.md", "jax.md"), 2),
-    **dict.fromkeys(("internals/", "examples/", "changelog.md", "contributing.md"), 0.5),
+    "api/torch.md": 1.5,
+    **dict.fromkeys(
+        ("internals/", "examples/", "changelog.md", "contributing.md", "api/glossary.md"), 0.5
+    ),
 }
+# A long name in a sentence, which a narrow screen has to break.
+LONG_NAME = re.compile(r"<code>([^<\s]{24,})</code>")
 LINK = re.compile(r"\[([^\]\[]*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files, config):
-    """Adds pages that are written elsewhere."""
+    """Adds the pages that are not in docs/."""
     for name, page in PAGES.items():
         text = rewritten((ROOT / name).read_text(encoding="utf-8"), "")
         if page == "index.md":
@@ -59,7 +64,7 @@ def notebook_page(notebook, name):
 
     Args:
         notebook: The content of the file.
-        name: What the names of its pictures start with.
+        name: The start of the file names of its pictures.
     """
     parts, pictures = [], {}
     for cell in notebook["cells"]:
@@ -78,7 +83,7 @@ def notebook_page(notebook, name):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Rewrites links that leave docs/, and says how much the page counts in the search."""
+    """Rewrites links that leave docs/, and sets the weight of the page in the search."""
     for start, boost in BOOSTS.items():
         if page.file.src_uri.startswith(start):
             page.meta["search"] = {"boost": boost}
@@ -87,12 +92,17 @@ def on_page_markdown(markdown, page, config, files):
     return rewritten(markdown, f"docs/{posixpath.dirname(page.file.src_uri)}")
 
 
+def on_page_content(html, page, config, files):
+    """Lets long names break after a dot, a parenthesis or an equals sign only."""
+    return LONG_NAME.sub(lambda found: re.sub(r"([.(=])", r"\1<wbr>", found[0]), html)
+
+
 def rewritten(markdown, folder):
-    """Returns a text whose links lead to pages of the site, and are called as those are.
+    """Returns a text whose links lead to pages of the site and have the titles of these pages.
 
     Args:
         markdown: The text.
-        folder: Where it stands in the repository.
+        folder: The folder of the text in the repository.
     """
 
     def replaced(found):
@@ -112,7 +122,7 @@ def rewritten(markdown, folder):
 
 
 def page_of(source):
-    """Returns the page of the site that a file or a folder of the repository is, or None."""
+    """Returns the page of the site for a file or a folder of the repository, or None."""
     if source in PAGES:
         return PAGES[source]
     if source.startswith("examples"):

@@ -1,9 +1,9 @@
 """Converts arguments and configurations of every release of the API to a rule, and back.
 
-Three ways of saying how the scale moves lead here: the arguments `dynamic`, `initial_scale` and
+There are three ways to specify how the scale moves: the arguments `dynamic`, `initial_scale` and
 `dynamic_growth_steps` (TensorFlow 2.4 and later, and Keras 3 without `dynamic`), the argument
-`loss_scale` (TensorFlow 2.0 to 2.3), and `rule` (this library). Every check is made here or in
-`rules`, before anything is created.
+`loss_scale` (TensorFlow 2.0 to 2.3), and `rule` (this library). All checks are here or in `rules`,
+and run before anything is created.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lossscale.rules import (
     ScaleRule,
 )
 
-# Keras 3 wrote these into the configuration of its own LossScaleOptimizer before they were
-# refused there; they never had an effect.
+# Keras 3 wrote these into the configuration of its own LossScaleOptimizer before it rejected
+# them; they never had an effect.
 _IDLE_KERAS_ARGUMENTS: dict[str, Any] = {
     "weight_decay": None,
     "clipnorm": None,
@@ -46,16 +46,16 @@ def rule_from_arguments(
     """Returns the rule that the constructor's arguments describe.
 
     Args:
-        dynamic: True for a scale that moves, False for a fixed one.
-        initial_scale: The first, or the fixed, loss scale. None stands for 2**15
-            and needs `dynamic=True`.
-        dynamic_growth_steps: Finite steps in a row that double the scale. None stands
-            for 2000; only with `dynamic=True`.
+        dynamic: True for a scale that is adjusted, False for a fixed one.
+        initial_scale: The first, or the fixed, loss scale. None means 2**15 and needs
+            `dynamic=True`.
+        dynamic_growth_steps: Number of finite steps in a row after which the scale doubles. None
+            means 2000; only with `dynamic=True`.
         rule: A rule, instead of the three others.
 
     Raises:
         ArgumentTypeError: If `dynamic` is not a bool or `rule` not a rule.
-        ArgumentError: If a value cannot be used.
+        ArgumentError: If a value is invalid.
 
     Examples:
         >>> rule_from_arguments(dynamic=False, initial_scale=128)
@@ -103,13 +103,13 @@ def _checked_rule(
 
 
 def checked_rule(rule: Any) -> ScaleRule:
-    """Returns a rule; tries `init` and `update` of a custom one.
+    """Returns a rule, after a trial of `init` and `update` if it is a custom one.
 
     Raises:
         ArgumentTypeError: If it is not a `ScaleRule`, or one of its methods does not return a state
             or cannot be called as documented.
-        ArgumentError: If it multiplies the loss by something else than a positive float32 number,
-            at first or after one step.
+        ArgumentError: If its first loss scale, or the one after a step, is not a positive float32
+            number.
     """
     # A class has the attributes of its instances.
     if isinstance(rule, ScaleRule) and not isinstance(rule, type):
@@ -126,8 +126,8 @@ def checked_rule(rule: Any) -> ScaleRule:
 def _try_rule(rule: ScaleRule) -> None:
     """Runs `init`, a finite step and an overflowing step of a rule on Python numbers.
 
-    A mistake would otherwise appear in the first step, inside of a function that is compiled, or as
-    a loss of 0.
+    Otherwise a mistake would appear in the first training step, inside a compiled function, or as a
+    loss of 0.
     """
     first = rule.init()
     _check_state(rule, "init", first, None)
@@ -155,7 +155,7 @@ class _PythonNumbers:
 
 
 def _check_state(rule: ScaleRule, method: str, state: Any, expected: type[Any] | None) -> None:
-    """Raises unless something is a rule's state of the expected class with a usable scale."""
+    """Raises unless a state has the class that the rule returned first, and a usable scale."""
     name = f"{type(rule).__name__}.{method}"
     is_state = isinstance(state, tuple) and getattr(state, "_fields", ("",))[0] == "scale"
     if not is_state or (expected is not None and type(state) is not expected):
@@ -205,7 +205,7 @@ def growth_steps(rule: ScaleRule) -> int | None:
 def config_from_rule(rule: ScaleRule) -> dict[str, Any]:
     """Returns the part of an optimizer's configuration that describes its rule.
 
-    The documented keys are used where they say it all.
+    It uses the documented keys if they describe the rule completely.
 
     Examples:
         >>> config_from_rule(DynamicScale(initial_scale=8, growth_interval=3))
@@ -232,11 +232,11 @@ def arguments_from_config(
         custom_objects: Rules that are not part of this library, by class name.
 
     Returns:
-        What describes the inner optimizer, and a dictionary with `name` (if there is one) and
-        either `rule` or the documented arguments.
+        The configuration of the inner optimizer, and a dictionary with `name` (if there is one)
+        and either `rule` or the documented arguments.
 
     Raises:
-        ArgumentError: If the configuration is not one of a loss scale optimizer.
+        ArgumentError: If `config` does not describe a loss scale optimizer.
 
     Examples:
         >>> arguments_from_config({"optimizer": {}, "loss_scale": {
@@ -268,7 +268,7 @@ def check_config(config: Any) -> None:
     """Raises if an optimizer's configuration is not a dictionary.
 
     Raises:
-        ArgumentError: If it is none.
+        ArgumentError: If it is not.
     """
     if not isinstance(config, Mapping):
         raise ArgumentError(
@@ -299,7 +299,7 @@ def instantiate(make: Callable[..., Any], described: Mapping[str, Any], what: st
     """Creates an object from the settings in a description.
 
     Raises:
-        ArgumentError: If there is a setting too many or too few.
+        ArgumentError: If a setting is missing or unknown.
     """
     try:
         return make(**described["config"])
@@ -359,11 +359,11 @@ def rule_from_loss_scale_arguments(
 
     Args:
         initial_loss_scale: The first loss scale.
-        increment_period: Finite steps in a row that raise it.
-        multiplier: What it is multiplied by then, and divided by after an overflow.
+        increment_period: Number of finite steps in a row after which the scale grows.
+        multiplier: Multiplies the scale when it grows, and divides it after an overflow.
 
     Raises:
-        ArgumentError: If a value cannot be used; the message names it.
+        ArgumentError: If a value is invalid; the message names it.
     """
     first = checked_scale("initial_loss_scale", initial_loss_scale)
     factor = checked_scale("multiplier", multiplier)

@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions take."""
+"""Checks of arguments that several functions have."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _R = TypeVar("_R")
 _T = TypeVar("_T")
 
 LARGEST_SCALE = 2.0**126
-"""Largest loss scale: above it the reciprocal is no normal float32 number."""
+"""Largest loss scale: above it the reciprocal is not a normal float32 number."""
 
 SMALLEST_SCALE = 2.0**-126
 """Smallest loss scale: the smallest normal float32 number."""
 
 LONGEST_INTERVAL = 2**31 - 1
-"""Longest growth interval: what a 32-bit counter can count."""
+"""Longest growth interval: the largest number of a 32-bit counter."""
 
 
 def checked_count(name: str, value: Any, *, lowest: int = 1) -> int:
@@ -32,10 +32,10 @@ def checked_count(name: str, value: Any, *, lowest: int = 1) -> int:
     Args:
         name: The argument's name, for the message.
         value: The value to check.
-        lowest: The lowest integer that can be used.
+        lowest: The lowest valid integer.
 
     Raises:
-        ArgumentError: If it is not an integer, or a lower one.
+        ArgumentError: If it is not an integer, or below `lowest`.
     """
     try:
         number = operator.index(value)
@@ -54,7 +54,7 @@ def checked_number(name: str, value: Any) -> float:
     Raises:
         ArgumentError: If it is not a number.
     """
-    # float() would take "8" and True.
+    # float() would accept "8" and True.
     if not isinstance(value, (bool, str, bytes)):
         try:
             return float(value)
@@ -87,7 +87,7 @@ def checked_scale(name: str, value: Any) -> float:
         value: The value to check.
 
     Raises:
-        ArgumentError: If it is not a number, or lies outside [2**-126, 2**126].
+        ArgumentError: If it is not a number in [2**-126, 2**126].
     """
     number = checked_number(name, value)
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
@@ -119,7 +119,7 @@ def checked_interval(name: str, value: Any) -> int:
 
 
 def checked_truth(name: str, value: Any, error: type[LossScaleError] = ArgumentError) -> bool:
-    """Returns `value` as a bool; NumPy's booleans are taken too.
+    """Returns `value` as a bool; accepts NumPy's booleans too.
 
     Args:
         name: The argument's name, for the message.
@@ -153,7 +153,7 @@ SETTINGS = {
     }.items()
     for word in (setting, *words.split())
 }
-"""The setting of `DynamicScale`, or `clip_norm`, that a word of another library stands for."""
+"""A keyword of another library, and the setting of `DynamicScale` (or `clip_norm`) it means."""
 
 _FIXED = "rule=lossscale.FixedScale({value!r}) for a fixed scale; a dynamic one needs no argument"
 _ON_INNER = "{name}={value!r} on the `inner_optimizer`"
@@ -168,19 +168,19 @@ ANSWERS = {
     "skip_nonfinite": "rule=lossscale.FixedScale(scale, skip_nonfinite={value!r})",
     **dict.fromkeys(_OF_INNER, _ON_INNER),
 }
-"""What to write for words that are not settings of a `DynamicScale`, for what takes a `rule`."""
+"""A keyword of another library, and what to write instead, for functions that take a `rule`."""
 
 
 def unknown_keywords(
     owner: str, given: Mapping[str, Any], taken: Sequence[str], instead: Mapping[str, str]
 ) -> str:
-    """Returns the message about keywords that a function does not take.
+    """Returns the message about keywords that a function does not have.
 
     Args:
-        owner: Its name.
-        given: All keywords that it was given, and their values.
-        taken: The keywords that it takes.
-        instead: What to write for some words, a format of `name` and `value`.
+        owner: The name of the function.
+        given: All keywords of the call, with their values.
+        taken: The keywords of the function.
+        instead: What to write for some keywords; a format string with `name` and `value`.
 
     Examples:
         >>> unknown_keywords("f", {"period": 9, "factor": 2}, ["rule"], {})
@@ -221,10 +221,10 @@ def checks_keywords(
     instead: Mapping[str, str] = MappingProxyType({}),
     error: type[LossScaleError] = ArgumentTypeError,
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorates a function to report what to write for an unknown keyword.
+    """Decorates a function so that its error for an unknown keyword has the one to write.
 
     Args:
-        owner: What the user calls it.
+        owner: The name that the user calls.
         instead: As for `unknown_keywords`.
         error: The class of the error.
     """
@@ -253,7 +253,7 @@ def class_checks_keywords(
     """Decorates the constructor of a class as `checks_keywords` does.
 
     Args:
-        owner: What the user calls it.
+        owner: The name that the user calls.
         instead: As for `unknown_keywords`.
     """
 

@@ -1,6 +1,6 @@
-"""Members of loss scale optimizers: of every wrapper, and of the API that TensorFlow documented."""
+"""Members of every wrapper, and members of the API that TensorFlow documented."""
 
-# What is declared here has a docstring and no body.
+# Most methods declared here have a docstring and no body.
 # mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Wrapper:
 
     @property
     def dynamic(self) -> bool:
-        """Whether the loss scale moves by itself."""
+        """Whether the loss scale is adjusted during training."""
         return bool(self._rule.moves)
 
     @property
@@ -76,7 +76,7 @@ class Wrapper:
 
     @property
     def dynamic_growth_steps(self) -> int | None:
-        """The number of finite steps in a row that raise the scale; None if it is fixed."""
+        """The number of finite steps after which the scale grows; None if the scale is fixed."""
         return growth_steps(self._rule)
 
     def __repr__(self) -> str:
@@ -97,15 +97,14 @@ class Wrapper:
 
 
 class DocumentedMembers(Wrapper):
-    """The API that TensorFlow documented, which every wrapper of a Keras has.
+    """The API that TensorFlow documented; the Keras 3 and Keras 2 wrappers have it.
 
     Attributes:
         inner_optimizer: The optimizer that is wrapped.
         name: The optimizer's name.
-        dynamic_scale: On Keras 3 the variable that holds the loss scale, float32; tf_keras has
-            none.
-        step_counter: On Keras 3 the variable that counts the finite steps since the scale last
-            changed, None if the rule counts none; tf_keras has none.
+        dynamic_scale: The float32 variable that holds the loss scale (Keras 3 only).
+        step_counter: The variable that counts the finite steps since the scale last changed; None
+            if the rule does not count them (Keras 3 only).
     """
 
     dynamic_scale: Any
@@ -119,27 +118,27 @@ class DocumentedMembers(Wrapper):
         name: str | None = None,
         tape: Any = None,
     ) -> Any:
-        """Minimizes a loss: scales it, takes and unscales gradients, applies them.
+        """Minimizes a loss: scales it, computes and unscales the gradients, and applies them.
 
-        It does so by `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`, those of
-        a subclass if it has its own.
+        It calls `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`, including the
+        overrides of a subclass.
 
         Args:
             loss: A callable without arguments that returns the loss; or a tensor, with the
                 `tape` that recorded it.
             var_list: The variables to update: a list or tuple, one variable, or a callable that
-                returns these. None stands for the trainable variables that the tape watched. With
-                tf_keras an empty list updates nothing, and is no step.
+                returns these. None means the trainable variables that the tape watched. With
+                tf_keras, an empty list updates nothing and does not count as a step.
             grad_loss: Tensor of the loss's shape that multiplies its gradient, or None.
             name: Name of the operations, or None.
             tape: The `tf.GradientTape` that recorded `loss`, if `loss` is a tensor.
 
         Returns:
-            What `apply_gradients` returns.
+            The result of `apply_gradients`.
 
         Raises:
-            ValueError: If `var_list` holds something else than variables, if no variable has a
-                gradient, or if `loss` is a tensor without a tape.
+            ValueError: If `var_list` contains something that is not a variable, if no variable has
+                a gradient, or if `loss` is a tensor without a tape.
 
         Examples:
             >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(0.25))
@@ -152,8 +151,8 @@ class DocumentedMembers(Wrapper):
     def get_scaled_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale.
 
-        For gradients taken by hand, as with `tf.GradientTape`; `minimize` does it by itself.
-        Call `get_unscaled_gradients` afterwards.
+        Call it before you compute gradients, for example with `tf.GradientTape`, and
+        `get_unscaled_gradients` afterwards. `minimize` calls both.
 
         Args:
             loss: Tensor of any shape and dtype, a number, or a callable that returns one.
@@ -171,7 +170,7 @@ class DocumentedMembers(Wrapper):
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         """Divides gradients by the loss scale.
 
-        For gradients of a loss from `get_scaled_loss`.
+        Pass the gradients of a loss from `get_scaled_loss`.
 
         Args:
             grads: Tensors, `tf.IndexedSlices` or None, in any iterable.
@@ -195,26 +194,26 @@ class DocumentedMembers(Wrapper):
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
-        """Applies gradients to variables, or skips the step; then moves the loss scale.
+        """Applies gradients to variables, or skips the step; then adjusts the loss scale.
 
-        The gradients are those that `get_unscaled_gradients` returned. After `scale_loss` they
-        are those of the scaled loss, as Keras' trainer passes them.
+        Pass the gradients from `get_unscaled_gradients`. After `scale_loss`, pass the gradients of
+        the scaled loss, as Keras' trainer does.
 
         Args:
             grads_and_vars: (gradient, variable) pairs. A gradient is a tensor of the variable's
                 shape, a `tf.IndexedSlices`, or None.
             name: Name of the operations, or None.
-            *third: Must not be given. It was `experimental_aggregate_gradients` in TensorFlow 2.2
-                to 2.10, and is its opposite around today's optimizers. Around legacy optimizers,
-                and of `lossscale.experimental`, it is what it was.
+            *third: Do not pass a third positional argument. In TensorFlow 2.2 to 2.10 it was
+                `experimental_aggregate_gradients`; current optimizers use its opposite there.
+                Wrappers of legacy optimizers and of `lossscale.experimental` accept it as before.
             skip_gradients_aggregation: Whether the gradients were already summed over the
                 replicas of a strategy; then they are not summed again.
             experimental_aggregate_gradients: The opposite, under its older name.
 
         Returns:
-            `iterations`, which has grown by 1, whether the step was applied or skipped. With
-            tf_keras inside a `tf.function` its value, and in a graph of TensorFlow 1 the operation
-            that does the step.
+            `iterations`, one higher than before, whether the step was applied or skipped. With
+            tf_keras inside a `tf.function`, its value; in a graph of TensorFlow 1, the operation
+            that runs the step.
 
         Raises:
             TypeError: If `grads_and_vars` does not hold pairs.
@@ -231,7 +230,7 @@ class DocumentedMembers(Wrapper):
         """
 
     def get_gradients(self, loss: Any, params: Sequence[Any]) -> list[Any]:
-        """Returns the unscaled gradients of a loss, which was scaled to compute them.
+        """Returns the unscaled gradients of a loss; computes them from the scaled loss.
 
         Args:
             loss: A callable without arguments; or, inside a `tf.function`, a tensor.
@@ -258,7 +257,7 @@ class DocumentedMembers(Wrapper):
             params: List of variables.
 
         Returns:
-            A list with what `apply_gradients` returns: `iterations`, which has grown by 1.
+            A list with the result of `apply_gradients`: `iterations`, one higher than before.
 
         Raises:
             ValueError: If a gradient cannot be computed.
@@ -276,7 +275,7 @@ class DocumentedMembers(Wrapper):
 
     @property
     def loss_scale(self) -> Any:
-        """The number that multiplies the loss now: a float32 scalar tensor."""
+        """The current loss scale: a float32 scalar tensor."""
 
     @property
     def dynamic_counter(self) -> Any:
@@ -287,7 +286,7 @@ class DocumentedMembers(Wrapper):
 
     @property
     def steps_skipped(self) -> Any:
-        """How many steps were skipped so far: an integer scalar tensor."""
+        """The number of steps skipped so far: an integer scalar tensor."""
 
     @property
     def last_step_skipped(self) -> Any:
@@ -295,10 +294,10 @@ class DocumentedMembers(Wrapper):
 
     @property
     def iterations(self) -> Any:
-        """How many training steps were run, skipped ones included: an integer variable.
+        """The number of training steps, skipped ones included: an integer variable.
 
-        `inner_optimizer.iterations` counts the applied ones; learning rate schedules and
-        Adam's bias correction follow that. Assigning here moves both.
+        `inner_optimizer.iterations` counts the applied steps, which learning rate schedules and
+        Adam's bias correction use. Assigning to this one changes both.
         """
 
     @iterations.setter
@@ -320,17 +319,17 @@ class DocumentedMembers(Wrapper):
 
     @property
     def variables(self) -> VariableList:
-        """Own variables, then those of the inner optimizer: a list that can also be called.
+        """The wrapper's variables, then the inner optimizer's: a list that can also be called.
 
-        On JAX a monitor adds some: all that a compiled step changes is passed through this list.
+        On JAX a monitor adds variables, because a compiled step can change only those in this list.
         """
 
     @property
     def weights(self) -> VariableList:
         """The inner optimizer's counter of applied steps, then its state variables.
 
-        The loss scale is not among them, as in TensorFlow, nor is the learning rate. The order
-        is that of their creation.
+        As in TensorFlow, the loss scale and the learning rate are not among them. They are in the
+        order of creation.
         """
 
     def get_weights(self) -> list[Any]:
@@ -340,11 +339,10 @@ class DocumentedMembers(Wrapper):
         """Sets the values of `weights`, or of `variables`.
 
         Args:
-            weights: Arrays, as `get_weights` returns them; or one for each of `variables`, in
-                that order.
+            weights: Arrays from `get_weights`; or one array for each of `variables`, in that order.
 
         Raises:
-            ValueError: If their number or a shape does not match. Then nothing is changed.
+            ValueError: If their number or a shape does not match. Nothing is changed then.
 
         Examples:
             >>> inner = keras.optimizers.SGD(0.5, momentum=0.9)
@@ -363,11 +361,11 @@ class DocumentedMembers(Wrapper):
 
         Args:
             var: A variable that the optimizer was built with.
-            slot_name: `momentum`, `velocity`, ...; TensorFlow's older names are understood too
-                (`m` and `v` of Adam, `rms` of RMSprop).
+            slot_name: `momentum`, `velocity`, ..., or TensorFlow's older names (`m` and `v` of
+                Adam, `rms` of RMSprop).
 
         Returns:
-            The state variable, of the shape of `var` in most optimizers.
+            The state variable; in most optimizers it has the shape of `var`.
 
         Raises:
             KeyError: If there is no such slot, or the optimizer does not know the variable.
@@ -385,8 +383,8 @@ class DocumentedMembers(Wrapper):
         """Adds a state variable for a variable, and returns it.
 
         Args:
-            var: The variable it belongs to; it gives shape and dtype.
-            slot_name: Its name. If the slot exists already, it is returned as it is.
+            var: The variable it belongs to. The new one has its shape and dtype.
+            slot_name: The name of the slot. If it exists, it is returned unchanged.
             initializer: A Keras initializer or its name, or a callable of shape and dtype.
 
         Returns:
@@ -408,14 +406,14 @@ class DocumentedMembers(Wrapper):
         synchronization: Any = None,
         aggregation: Any = "none",
     ) -> Any:
-        """Adds a state variable that belongs to no variable, and returns it.
+        """Adds a state variable that does not belong to a model variable, and returns it.
 
         Args:
             name: Its name.
             shape: Its shape, a tuple.
-            dtype: Its dtype; None stands for Keras' float type.
+            dtype: Its dtype; None means Keras' float type.
             initializer: A Keras initializer or its name, or a callable of shape and dtype.
-            trainable: Whether the variable says that it is trainable.
+            trainable: The `trainable` flag of the variable.
             synchronization: None or `tf.VariableSynchronization.AUTO`.
             aggregation: A `tf.VariableAggregation`, or Keras' name of one.
 
@@ -423,7 +421,7 @@ class DocumentedMembers(Wrapper):
             The new variable. It is saved with the optimizer.
 
         Raises:
-            ValueError: If another `synchronization` is asked for, which Keras 3 does not have.
+            ValueError: If `synchronization` has another value, which Keras 3 does not support.
 
         Examples:
             >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD())
@@ -432,24 +430,24 @@ class DocumentedMembers(Wrapper):
         """
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the configuration: a JSON-ready dictionary without any saved state."""
+        """Returns the configuration: a JSON-ready dictionary, without the state."""
 
     @classmethod
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> Any:
-        """Creates an optimizer from its configuration, with no saved state.
+        """Creates an optimizer from its configuration, without saved state.
 
         Args:
             config: A dictionary from `get_config`; it is not changed.
-            custom_objects: Classes that the configuration names and the framework does not
-                know, by class name.
+            custom_objects: Classes in the configuration that are not part of the framework, by
+                class name.
 
         Returns:
             An optimizer instance.
 
         Raises:
-            ValueError: If it is not the configuration of a loss scale optimizer.
+            ValueError: If `config` does not describe a loss scale optimizer.
 
         Examples:
             >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=8)

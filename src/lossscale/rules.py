@@ -1,8 +1,8 @@
-"""How a loss scale moves: pure functions of a small state, for any array library.
+"""Rules that adjust a loss scale: pure functions of a small state, for any array library.
 
 A rule is a frozen object that holds numbers and no arrays. Its state is a named tuple of
-scalars. `update` takes the state and what was seen of the gradients, and returns the next state;
-it calls nothing but operators and `xp.where`, so the same body runs under NumPy, TensorFlow (eager,
+scalars. `update` takes the state and statistics of the gradients, and returns the next state. It
+uses only operators and `xp.where`, so the same code runs under NumPy, TensorFlow (eager,
 `tf.function`, XLA), JAX, PyTorch and `keras.ops`.
 """
 
@@ -81,12 +81,12 @@ class GradientStats(NamedTuple):
 
     Attributes:
         finite: Boolean; whether every element of the unscaled gradients was finite.
-        largest: float32; the largest magnitude of the unscaled gradients, 0 of an empty one and
-            infinite where `finite` is False. None unless the rule `needs` it.
-        counts: float32, one for each of `StatsRequest.counts_from`; how many elements of the scaled
-            gradients had at least that magnitude. Infinities count, NaN do not. Both parts of a
-            complex number count. Exact up to 2**24.
-        elements: float32; how many elements there were. None unless counts are needed.
+        largest: float32; the largest magnitude of the unscaled gradients, 0 if they are empty and
+            infinite if `finite` is False. None unless the rule `needs` it.
+        counts: float32, one for each of `StatsRequest.counts_from`; number of elements of the
+            scaled gradients with at least that magnitude. Infinities count, NaN do not. Both parts
+            of a complex number count. Exact up to 2**24.
+        elements: float32; number of elements. None unless counts are needed.
     """
 
     finite: Any
@@ -97,15 +97,15 @@ class GradientStats(NamedTuple):
 
 @runtime_checkable
 class ScaleRule(Protocol):
-    """The base class of rules: how a loss scale moves.
+    """The base class of rules, which adjust a loss scale during training.
 
-    A rule is immutable and hashable, and holds no arrays: all that changes is in the state.
+    A rule is immutable and hashable, and holds no arrays: everything that changes is in the state.
     The first field of a state is always `scale`.
     """
 
     @property
     def checks_gradients(self) -> bool:
-        """Whether a step with a non-finite gradient is found and skipped."""
+        """Whether gradients are checked, so that a step with a non-finite one is skipped."""
         return True
 
     @property
@@ -130,13 +130,13 @@ class ScaleRule(Protocol):
     def moves_on_host(self) -> bool:
         """Whether `update` gives the same numbers for Python numbers as for float32 tensors.
 
-        Then the host may move the state, where it knows the verdict anyway.
+        If so, the host may update the state when it knows whether the step is applied.
         """
         return False
 
     @property
     def lowest_scale(self) -> float | None:
-        """The scale it stops at if every step overflows; None if not known."""
+        """The lowest scale that the rule reaches; None if not known."""
         return None
 
     def init(self) -> ScaleState:
@@ -144,7 +144,7 @@ class ScaleRule(Protocol):
         ...
 
     def loss_scale(self, state: ScaleState) -> Any:
-        """Returns the number that multiplies the loss in this state."""
+        """Returns the loss scale in this state."""
         return state.scale
 
     def update(self, state: ScaleState, stats: GradientStats, *, xp: Any) -> ScaleState:
@@ -152,9 +152,9 @@ class ScaleRule(Protocol):
 
         Args:
             state: The state before the step, float32 and integer scalars of one library.
-            stats: What was seen of the gradients: `stats.finite`, and what the rule `needs`.
+            stats: Statistics of the gradients: `stats.finite`, and those that the rule `needs`.
             xp: The namespace of the arrays, such as `numpy`, `jax.numpy`, `torch`,
-                `tensorflow` or `keras.ops`. Only `where` is taken from it.
+                `tensorflow` or `keras.ops`. Only `where` is used.
         """
         ...
 
@@ -167,7 +167,7 @@ class ScaleRule(Protocol):
         return state
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments that make this rule again, as a JSON-ready dictionary."""
+        """Returns the arguments that create this rule, as a JSON-ready dictionary."""
         ...
 
 
@@ -193,11 +193,11 @@ class FixedScale(ScaleRule):
     Args:
         scale: The loss scale, a number from 2**-126 to 2**126.
         skip_nonfinite: Whether a step with a non-finite gradient is skipped. By default
-            gradients are not looked at, as TensorFlow documented for a fixed scale: an
+            gradients are not checked, as TensorFlow documented for a fixed scale: an
             infinite gradient is applied.
 
     Raises:
-        ArgumentError: If `scale` is no such number.
+        ArgumentError: If `scale` is not such a number.
 
     Examples:
         >>> FixedScale(128).init()
@@ -239,7 +239,7 @@ class FixedScale(ScaleRule):
         return ScaleState(scale=self.scale, good_steps=0)
 
     def loss_scale(self, state: ScaleState) -> float:
-        # Not read from the state: a restored file must not override the number in the code.
+        # Not read from the state: a restored file must not override the number in the program.
         return self.scale
 
     def update(self, state: ScaleState, stats: GradientStats, *, xp: Any) -> ScaleState:
@@ -272,26 +272,26 @@ class DynamicScale(ScaleRule):
             scale = max(scale * backoff_factor, min_scale)
     ```
 
-    A product that passes `max_scale` leaves the scale where it is, and the count starts again.
-    The test is `>=`, so a shorter interval given on resume takes effect at once. No sequence
-    of steps takes the scale out of [`min_scale`, `max_scale`], and there the scale and its
-    reciprocal are normal float32 numbers.
+    If the product would exceed `max_scale`, the scale stays, and the count starts again. The test
+    is `>=`, so a shorter interval given on resume takes effect at once. No sequence of steps takes
+    the scale out of [`min_scale`, `max_scale`], and in this range the scale and its reciprocal are
+    normal float32 numbers.
 
     Args:
-        initial_scale: The first loss scale. Start high: a scale that is too high
-            is lowered within a few steps, one that is too low takes `growth_interval` steps
-            for each doubling.
-        growth_interval: Number of finite steps in a row that raise the scale.
-        growth_factor: Factor of a growth, above 1.
-        backoff_factor: Factor after a non-finite gradient, between 0 and 1.
-        min_scale: The lowest loss scale; any number from 2**-126 up.
-        max_scale: The highest loss scale. None stands for 2**126.
-        overflows_before_backoff: Number of overflows in a row that lower the scale; each
-            further one in that row lowers it again. With 2 or 3, batches that overflow at any
-            scale do not wear it down. Every overflow is skipped all the same.
+        initial_scale: The first loss scale. Start high: a scale that is too high comes down
+            within a few steps, one that is too low needs `growth_interval` steps for each
+            doubling.
+        growth_interval: Number of finite steps in a row after which the scale grows.
+        growth_factor: Multiplies the scale when it grows; above 1.
+        backoff_factor: Multiplies the scale after an overflow; between 0 and 1.
+        min_scale: The lowest loss scale; at least 2**-126.
+        max_scale: The highest loss scale. None means 2**126.
+        overflows_before_backoff: Number of overflows in a row after which the scale is lowered;
+            each further one in the same row lowers it again. With 2 or 3, single batches that
+            overflow at any scale do not lower it. Every overflow is skipped in any case.
 
     Raises:
-        ArgumentError: If a value cannot be used; the message names it.
+        ArgumentError: If a value is invalid; the message names it.
 
     Examples:
         >>> import numpy as np
@@ -304,8 +304,8 @@ class DynamicScale(ScaleRule):
         16.0 0
         8.0 0
 
-    Source: `tf.keras.mixed_precision.LossScaleOptimizer` of TensorFlow 2.4; the method of
-    backing off is described in https://arxiv.org/abs/1805.10387 (OpenSeq2Seq), section 3.
+    Source: `tf.keras.mixed_precision.LossScaleOptimizer` of TensorFlow 2.4; the backoff is
+    described in https://arxiv.org/abs/1805.10387 (OpenSeq2Seq), section 3.
     """
 
     initial_scale: float = 2.0**15
@@ -378,7 +378,7 @@ class DynamicScale(ScaleRule):
 
     @property
     def moves_on_host(self) -> bool:
-        # Other factors would be rounded in float64 there and in float32 on tensors.
+        # Other factors would be rounded in float64 on the host and in float32 on tensors.
         return self.powers_of_two
 
     @property
@@ -396,8 +396,8 @@ class DynamicScale(ScaleRule):
         waiting = counted < self.growth_interval
         grown = scale * self.growth_factor
         lowered = scale * self.backoff_factor
-        # Comparisons with inf and NaN are false, so a scale that was set to either from outside
-        # comes back into the range on the first skipped step.
+        # Comparisons with inf and NaN are false, so a scale that other code set to inf or NaN
+        # returns to the range on the first skipped step.
         lowered = xp.where(lowered > self.min_scale, lowered, self.min_scale)
         lowered = xp.where(lowered < self.ceiling, lowered, self.ceiling)
         kept = xp.where(waiting | (grown > self.ceiling), scale, grown)
@@ -441,13 +441,13 @@ RULES: dict[str, type[Any]] = {rule.__name__: rule for rule in (FixedScale, Dyna
 
 
 def host_can_update(rule: ScaleRule) -> bool:
-    """Whether `updates_on_host` gives what the rule gives on tensors, and waits for nothing."""
-    # Other statistics would have to be waited for.
+    """Whether `updates_on_host` gives the same numbers as on tensors, and waits for nothing."""
+    # The host would have to wait for other statistics.
     return rule.moves_on_host and rule.needs == StatsRequest()
 
 
 class _Numbers:
-    """The one function of a namespace that rules need, for Python numbers."""
+    """The `xp` of a rule for Python numbers: the one function that rules use."""
 
     @staticmethod
     def where(condition: bool, one: Any, other: Any) -> Any:
@@ -455,18 +455,18 @@ class _Numbers:
 
 
 def updated_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> ScaleState:
-    """Returns the state after a step; all else as for `updates_on_host`."""
+    """Returns the state after a step; otherwise like `updates_on_host`."""
     return rule.update(before, GradientStats(applied), xp=_Numbers)
 
 
 def updates_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[str, Any]:
     """Returns the fields of a state that a step changes, with their new values.
 
-    A few Python numbers take the place of some twenty small operations. That pays where the host
-    starts each operation, and knows anyway whether the step is applied.
+    A few Python numbers replace some twenty small operations. This is faster if the host starts
+    each operation and already knows whether the step is applied.
 
     Args:
-        rule: One that `host_can_update`.
+        rule: A rule for which `host_can_update` is true.
         before: The state before the step, as Python numbers.
         applied: Whether the step was applied.
 
@@ -475,7 +475,7 @@ def updates_on_host(rule: ScaleRule, before: ScaleState, applied: bool) -> dict[
         {'scale': 16384.0, 'good_steps': 0}
     """
     after = updated_on_host(rule, before, applied)
-    # A NaN is unequal to itself, and written again.
+    # A NaN is unequal to itself, so it is written again.
     return {
         field: new
         for field, old, new in zip(before._fields, before, after, strict=True)

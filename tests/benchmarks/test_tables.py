@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from benchmarks import pages, tables
+from benchmarks import chart, pages, tables
 from benchmarks.methods import MONITORS
 from benchmarks.pages import PAGES, markers
 
@@ -148,3 +148,8 @@ def test_tables_go_between_the_markers_of_the_pages_that_they_are_for(tmp_path, 
             assert text.endswith(after)
             assert ("old" in text) == (page not in written)
     assert "has no markers" in capsys.readouterr().err
+
+
+def test_the_chart_shows_the_tables():
+    steps = chart.whole_steps(REPOSITORY / "docs" / "internals")
+    assert chart.drawn(steps) == (REPOSITORY / chart.CHART).read_text(encoding="utf-8")

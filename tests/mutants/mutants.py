@@ -278,7 +278,7 @@ tests/frameworks/jax/test_leaves.py tests/frameworks/jax/test_loops.py
     optax _judge: finite & usable -> finite
 tests/frameworks/torch/test_steps.py
     torch Engine._all_have_state: p.grad is None or id(p) in ids -> True
-        -k garbage or joins_late
+        -k joins_late
     torch attributes: vars(each).pop -> vars(each).setdefault  -k raises
     torch GradientRecord.are_scaled: any(as_they_were) and not all(as_they_were) -> False
         -k gradients_of_some

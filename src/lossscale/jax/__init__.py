@@ -1,1 +1,1 @@
-"""JAX without Keras: arrays here, and what serves the Optax transformation and the diagnosis."""
+"""JAX arrays without Keras, for the Optax transformation, the Keras backend and the diagnosis."""

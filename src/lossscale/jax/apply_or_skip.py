@@ -1,12 +1,13 @@
-"""Applies an update or skips it: each of its outputs is chosen, new or old, where it is made.
+"""Applies an update or skips it: selects the new or the old value of each output at its source.
 
-Choosing after the update costs memory: the new moments are used twice, as outputs and in the
-update, and XLA copies the old ones to compute them twice. Here everything that reads an output
-reads what was chosen. If the step is applied, that is the new value. If not, it is the old one, and
-what is computed from it is not used. So nothing is copied, nothing branches, and all devices run
-the same operations.
+A select after the update costs memory: the new moments are used twice, as outputs and in the
+update, and XLA copies the old ones to compute them twice. Here, everything that reads an output
+reads the selected value. That is the new value if the step is applied. Otherwise it is the old
+value, and anything computed from it is discarded. So nothing is copied, nothing branches, and all
+devices run the same operations.
 
-To know where an output is made, the update is traced once, and what was traced is evaluated.
+To find the equation that computes each output, the update is traced once; then the jaxpr is
+evaluated.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ def chosen(finite: Any, new: Any, old: Any) -> Any:
 
 
 def lasting_dtype(new: Any, old: Any) -> Any:
-    """The dtype of an array that a step writes: that of the old one.
+    """The dtype of an array after a step: the old dtype, so that the second step is not recompiled.
 
-    So the second step is not recompiled. But a number that begins as an integer and becomes a
-    fraction would lose it.
+    The exception is a number that starts as an integer and becomes a fraction: it would lose the
+    fraction.
     """
     if new.dtype == old.dtype:
         return old.dtype
@@ -48,17 +49,17 @@ def _kind(array: Any) -> int:
 
 
 def strong(array: Any) -> Any:
-    """An array whose dtype no other one changes."""
+    """Converts to an array with a strong dtype, which operations with other arrays keep."""
     return jax.lax.convert_element_type(array, array.dtype)
 
 
 def gated(closed: Any, inputs: Sequence[Any], olds: Mapping[int, Any], finite: Any) -> list[Any]:
-    """Evaluates what was traced, with the old value of some outputs unless `finite`.
+    """Evaluates a jaxpr, with the old value of some outputs unless `finite`.
 
     Args:
-        closed: What JAX traced, a closed jaxpr.
-        inputs: Arrays, one for each of its inputs.
-        olds: Old values by the number of the output.
+        closed: A closed jaxpr.
+        inputs: An array for each of its inputs.
+        olds: Old values by the index of the output.
         finite: A boolean scalar array.
 
     Returns:
@@ -101,7 +102,7 @@ def gated(closed: Any, inputs: Sequence[Any], olds: Mapping[int, Any], finite: A
 def _gated_equation(
     jaxpr: Any, equation: Any, arguments: list[Any], olds: Mapping[int, Any], finite: Any
 ) -> list[Any]:
-    """Evaluates an equation of a jaxpr as `gated` evaluates a whole one."""
+    """Evaluates one equation of a jaxpr as `gated` evaluates a jaxpr."""
     called = jaxprs.called(equation) if olds or equation.effects else None
     if called is not None:
         return gated(called, arguments, olds, finite)
@@ -127,7 +128,7 @@ def _gated_equation(
 def _gated_branches(
     branches: Sequence[Any], arguments: list[Any], olds: Mapping[int, Any], finite: Any
 ) -> list[Any]:
-    """Evaluates a `lax.switch` with the choice in its branches: after it, both would be alive."""
+    """Evaluates a `lax.switch` with the select in its branches: after it, both would be alive."""
     number, *operands = arguments
     places = {id(operand): place for place, operand in enumerate(operands)}
 
@@ -146,7 +147,7 @@ def _gated_branches(
 
 
 def varying(array: Any) -> frozenset[str]:
-    """The axes of the `shard_map` around along which an array differs, as far as JAX knows."""
+    """The axes of the enclosing `shard_map` along which an array varies, as far as JAX knows."""
     kind = _type_of(array)
     # JAX 0.10 stores it in one of these, earlier releases in the other.
     axes = getattr(getattr(kind, "mat", None), "varying", None) or getattr(kind, "vma", None)
@@ -154,9 +155,9 @@ def varying(array: Any) -> frozenset[str]:
 
 
 def is_laid_out(array: Any) -> bool:
-    """Whether the type of an array says how it is divided among devices.
+    """Whether the type of an array contains its sharding.
 
-    Such an array cannot be joined with others, unless they are all brought to one place.
+    Such an array can be concatenated with others only if all are moved to one sharding.
     """
     spec = getattr(getattr(_type_of(array), "sharding", None), "spec", None)
     return any(axis is not None for axis in spec or ())

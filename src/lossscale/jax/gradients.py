@@ -1,4 +1,4 @@
-"""Gradients as JAX arrays: scaled, unscaled, checked, and what a rule sees of them."""
+"""Gradients as JAX arrays: scaling, unscaling, the overflow check, and statistics for a rule."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from lossscale.rules import GradientStats, StatsRequest
 
 
 def stored(gradient: Any) -> Any:
-    """The dense array that a gradient is stored in: of a `BCOO` its data."""
+    """The dense array that stores a gradient; the data of a `BCOO`."""
     return jnp.asarray(gradient.data if isinstance(gradient, BCOO) else gradient)
 
 
 def real_parts(gradient: Any) -> list[Any]:
-    """The arrays of real numbers that a gradient is made of, as they are stored.
+    """The arrays of real numbers that a gradient consists of, as they are stored.
 
     Args:
         gradient: Array or `BCOO` of any dtype, or None.
 
     Returns:
-        One array; two for a complex dtype; none for None and for integers.
+        One array, two for a complex dtype, none for None or integers.
     """
     if gradient is None:
         return []
@@ -58,8 +58,8 @@ def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[
     Args:
         gradients: Arrays or `BCOO` of any dtype, or None. Sparse stays sparse.
         scale: float32 scalar array, or a Python float.
-        powers_of_two: Whether the scale is a power of two, so that multiplying by the reciprocal
-            is exact. Others are divided by.
+        powers_of_two: Whether the scale is a power of two. Then gradients are multiplied by the
+            reciprocal, which is exact; otherwise they are divided.
     """
 
     def divided(gradient: Any) -> Any:
@@ -75,21 +75,22 @@ def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[
 
 
 def flat_gradients(gradients: Any) -> list[Any]:
-    """The gradients in a nest, without None."""
+    """The gradients in a nested structure, without None."""
     leaves: list[Any] = jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, BCOO))
     return leaves
 
 
 def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
-    """Whether every element of every gradient is finite once it is unscaled; reads each once.
+    """Whether every element of every gradient is finite after unscaling; reads each once.
 
-    It asks the bits, as integers, and so makes no number that is not finite itself. XLA with
-    `--xla_cpu_enable_fast_math` takes `sum(x - x)` for 0, and told that there are no NaN it takes
-    `isfinite` for true; `checkify` and `jax_debug_nans` report a NaN that a check makes.
+    The check compares bits, as integers, so it creates no non-finite number. Other checks fail:
+    with `--xla_cpu_enable_fast_math` XLA simplifies `sum(x - x)` to 0, and `isfinite` to true if
+    it may assume that there is no NaN; `checkify` and `jax_debug_nans` report a NaN that a check
+    creates.
 
     Args:
-        gradients: Arrays, `BCOO` (their data are looked at) or None (skipped).
-        scale: What they will be divided by; None if they are unscaled already, or if dividing
+        gradients: Arrays, `BCOO` (their data are checked) or None (ignored).
+        scale: The divisor of the gradients; None if they are already unscaled, or if dividing
             cannot make them infinite.
         powers_of_two: As for `unscaled`.
 
@@ -132,16 +133,16 @@ _all_finite_jit = functools.partial(jax.jit, static_argnums=2)(_all_finite)
 
 
 def _extremes(array: Any) -> list[Any]:
-    """The elements of an array of which one is infinite or NaN if any is, scalars; 0 of none.
+    """Two elements of an array, of which one is infinite or NaN if any element is; 0 if empty.
 
-    As signed integers the largest bits are those of the largest positive element, as unsigned ones
-    those of the largest negative element, and NaN are beyond infinities.
+    Interpreted as signed integers, the largest bits belong to the largest positive element; as
+    unsigned integers, to the most negative one. The bits of NaN are larger than those of infinity.
     """
     if array.dtype not in _HAVE_BITS:
         array = array.astype(jnp.float32)
     width = 8 * array.dtype.itemsize
     views = [jax.lax.bitcast_convert_type(array, f"{kind}{width}") for kind in ("int", "uint")]
-    # Both in one reduction, for which XLA on a CPU reads each array once and materializes none. For
+    # With both in one reduction, XLA on a CPU reads each array once and materializes nothing. For
     # all(isfinite(x)) it would materialize the booleans first.
     zeros = tuple(np.zeros((), view.dtype) for view in views)
     found = jax.lax.reduce(tuple(views), zeros, _both_larger, tuple(range(array.ndim)))
@@ -160,22 +161,22 @@ def _is_finite(number: Any) -> Any:
     bits = jnp.dtype(f"uint{8 * number.dtype.itemsize}")
     infinite = np.asarray(np.inf, number.dtype).view(bits)
     magnitude = bits.type(np.iinfo(bits).max >> 1)
-    # Compared by size, not by an equal exponent: LLVM recognizes that as a test for infinity and
-    # NaN, and removes it under fast-math flags.
+    # Compare with <, not the exponent with ==: LLVM recognizes that as a test for infinity and NaN,
+    # and removes it under fast-math flags.
     return (jax.lax.bitcast_convert_type(number, bits) & magnitude) < infinite
 
 
 def gradient_stats(
     needs: StatsRequest, finite: Any, gradients: Sequence[Any], scale: Any, *, are_scaled: bool
 ) -> GradientStats:
-    """Returns what a rule sees of a step.
+    """Returns the statistics of a step for a rule.
 
     Args:
-        needs: What the rule needs, something; nothing else is computed.
-        finite: The verdict, a boolean scalar array, or True if nobody looked.
+        needs: The statistics that the rule needs; nothing else is computed.
+        finite: Whether the gradients are finite, a boolean scalar array; True if unchecked.
         gradients: Arrays, `BCOO` or None.
         scale: The loss scale of the step, float32 scalar array.
-        are_scaled: Whether the gradients still have to be divided by it.
+        are_scaled: Whether the gradients are still multiplied by the scale.
     """
     parts = [jnp.abs(widened(p)) for gradient in gradients for p in real_parts(gradient)]
     largest = None

@@ -1,4 +1,4 @@
-"""What JAX traced: its equations, and what they call."""
+"""Jaxprs: their equations, and the jaxprs that those call."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call"}
-"""Primitives that call what is traced in them, and do nothing else."""
+"""Primitives that only call a jaxpr."""
 
 
 def bind(jaxpr: Any, equation: Any, arguments: Sequence[Any]) -> list[Any]:
-    """Returns what an equation makes of its inputs.
+    """Returns the outputs of an equation for given inputs.
 
     Args:
-        jaxpr: Where it stands.
-        equation: The equation. The scopes it was traced in name what it becomes.
-        arguments: Arrays, one for each of its inputs.
+        jaxpr: The jaxpr that contains the equation.
+        equation: The equation. It is evaluated in the name scopes in which it was traced.
+        arguments: An array for each input.
     """
     given = [
         (atom, argument)
@@ -35,14 +35,14 @@ def bind(jaxpr: Any, equation: Any, arguments: Sequence[Any]) -> list[Any]:
 
 
 def static_size(array: Any) -> int | None:
-    """How many elements an array has; None if that is a symbol (`jax.export`)."""
+    """The number of elements of an array; None if it is symbolic (`jax.export`)."""
     return array.size if isinstance(array.size, int) else None
 
 
 def branches(equation: Any) -> Sequence[Any]:
-    """The closed jaxprs that a `lax.switch` chooses from; none of another equation.
+    """The closed jaxprs that a `lax.switch` selects from; empty for another equation.
 
-    Nor of one that chooses by the platform: its branches are not compiled for the others.
+    Empty too for a switch on the platform, whose other branches may not compile here.
     """
     if equation.primitive.name != "cond" or equation.params.get("branches_platforms"):
         return ()
@@ -51,12 +51,12 @@ def branches(equation: Any) -> Sequence[Any]:
 
 
 def called(equation: Any) -> Any:
-    """The closed jaxpr that an equation calls and that can stand in its place, or None."""
+    """The closed jaxpr that an equation calls and that can replace it, or None."""
     if equation.primitive.name not in _CALLS:
         return None
     parameters = equation.params
     laid_out = [*parameters.get("in_shardings", ()), *parameters.get("out_shardings", ())]
-    # Such a call needs more than its equations contain.
+    # A call with shardings also moves arrays, which its equations do not show.
     if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in laid_out):
         return None
     called = parameters.get("jaxpr", parameters.get("call_jaxpr"))

@@ -1,7 +1,7 @@
 """JAX: tracks overflows in a pure state, which a compiled step takes and returns.
 
-`init` makes the first state and `update` the next one, inside a compiled function or outside;
-`read` brings it to the host.
+`init` returns the first state and `update` the next one, inside a compiled function or outside;
+`read` copies it to the host.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lossscale.monitoring.recorder import SkippedStep
 
 
 class TrackedSteps(NamedTuple):
-    """What is kept of the steps so far: arrays, each a buffer of its own.
+    """The tracked overflows: arrays, each with its own buffer.
 
     Attributes:
-        last_scale: float32 scalar; the loss scale that the last step was taken with.
+        last_scale: float32 scalar; the loss scale of the last step.
         skip_step: int32 scalar; the number of the last skipped step.
-        skip_scale: float32 scalar; the loss scale that it was taken with.
-        nonfinite: uint32 of shape (variables, 2); its infinities and NaN.
+        skip_scale: float32 scalar; the loss scale of the last skipped step.
+        nonfinite: uint32 of shape (variables, 2); the infinities and NaN in its gradients.
     """
 
     last_scale: Any
@@ -61,8 +61,8 @@ def update(
 
     Args:
         state: The state before the step.
-        gradients: Returns the unscaled gradient of each row, None for a row without one; called
-            only in the branches that need them.
+        gradients: A function that returns the unscaled gradient of each row, or None; called only
+            in the branches that need it.
         finite: Whether the step is applied: a boolean scalar array, or True without a check.
         scale: The loss scale of the step, float32 scalar array.
         number: The number of the step, counted from 1; integer scalar array.
@@ -86,8 +86,8 @@ def read(
     Args:
         names: The names of the variables.
         state: The state.
-        after: The number of the step before the first one that is asked for.
-        until: The number of the last one.
+        after: The number of the step before the first one to report.
+        until: The number of the last one to report.
     """
     skip = None
     if after < (step := int(state.skip_step)) <= until:
@@ -97,10 +97,10 @@ def read(
 
 
 class OverflowTracker(overflow_tracker.OverflowTracker):
-    """Tracks overflows in variables, for a trainer that passes them with the optimizer's.
+    """Tracks overflows in variables, which the trainer passes along with the optimizer's.
 
     Args:
-        new_variable: Makes a variable of a name, a dtype and a shape, with zeros in it.
+        new_variable: Creates a variable of zeros from a name, a dtype and a shape.
     """
 
     def __init__(self, new_variable: Callable[[str, str, tuple[int, ...]], Any]) -> None:
@@ -138,7 +138,7 @@ def _replaced_if(
     fields: Sequence[str],
     values: Callable[[], Sequence[Any]],
 ) -> TrackedSteps:
-    """Replaces fields by what `values` computes if a boolean scalar array is true."""
+    """Replaces fields by the results of `values` if a boolean scalar array is true."""
     # Only these fields enter the branch, because what passes through one may be copied.
     old = [getattr(state, field) for field in fields]
 

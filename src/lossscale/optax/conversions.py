@@ -25,24 +25,24 @@ def from_jmp(
 ) -> tuple[ScaleRule, LossScaleState]:
     """Takes over a run whose loss was scaled with `jmp`.
 
-    The scales that follow are those that `adjust` would give: bit for bit where the factor is a
-    power of two, otherwise but for rounding, since jmp divides by the factor.
+    The scale continues as `adjust` would move it: bit for bit if the factor is a power of two.
+    Otherwise the last digits may differ, because jmp divides by the factor.
 
     Args:
-        loss_scale: A `jmp.DynamicLossScale`, `StaticLossScale` or `NoOpLossScale`. Of one that
-            went through `pmap` a single replica.
-        inner_state: The state of the Optax optimizer that jmp's loop used, as it is.
-        min_scale: The lowest scale. None takes that of `loss_scale`, which jmp
-            sets back to 1 whenever the object goes through a function of JAX.
+        loss_scale: A `jmp.DynamicLossScale`, `StaticLossScale` or `NoOpLossScale`. If it went
+            through `pmap`, pass one replica.
+        inner_state: The state of the Optax optimizer in jmp's loop, unchanged.
+        min_scale: The minimum scale. None takes the one in `loss_scale`, which jmp resets to 1
+            whenever the object passes through a JAX transformation.
 
     Returns:
-        The rule, for `loss_scaled(inner, rule=rule)`; and the state, in the place of
+        The rule, for `loss_scaled(inner, rule=rule)`, and the state, to use instead of
         `init(params)`.
 
     Raises:
-        ArgumentTypeError: If `loss_scale` is none of these.
-        ArgumentError: If a number in it cannot be used.
-        AlreadyWrappedError: If `inner_state` has a loss scale already.
+        ArgumentTypeError: If `loss_scale` is not one of these classes.
+        ArgumentError: If a number in it is invalid.
+        AlreadyWrappedError: If `inner_state` already has a loss scale.
 
     Examples:
         >>> import jmp
@@ -78,24 +78,24 @@ def from_jmp(
 
 
 def from_flax(dynamic_scale: Any, inner_state: Any) -> tuple[ScaleRule, LossScaleState]:
-    """Takes over a run whose loss was scaled with Flax' `DynamicScale`.
+    """Takes over a run whose loss was scaled with Flax's `DynamicScale`.
 
-    The scales that follow are those that Flax would give, bit for bit. Flax grows one step later
-    than its `growth_interval` says, so the interval of the rule is one step longer.
+    The scale continues as Flax would move it, bit for bit. Flax grows the scale one step later
+    than its `growth_interval`, so the interval of the rule is one step longer.
 
     Args:
-        dynamic_scale: A `flax.training.dynamic_scale.DynamicScale`. Of one that went through
-            `pmap` a single replica.
-        inner_state: The state of the Optax optimizer, such as `train_state.opt_state`, as it is.
+        dynamic_scale: A `flax.training.dynamic_scale.DynamicScale`. If it went through `pmap`,
+            pass one replica.
+        inner_state: The state of the Optax optimizer, such as `train_state.opt_state`, unchanged.
 
     Returns:
-        The rule, for `loss_scaled(inner, rule=rule)`; and the state, in the place of
+        The rule, for `loss_scaled(inner, rule=rule)`, and the state, to use instead of
         `init(params)`.
 
     Raises:
-        ArgumentTypeError: If `dynamic_scale` is none.
-        ArgumentError: If a number in it cannot be used.
-        AlreadyWrappedError: If `inner_state` has a loss scale already.
+        ArgumentTypeError: If `dynamic_scale` is not a `DynamicScale`.
+        ArgumentError: If a number in it is invalid.
+        AlreadyWrappedError: If `inner_state` already has a loss scale.
 
     Examples:
         >>> from flax.training.dynamic_scale import DynamicScale
@@ -123,7 +123,7 @@ def from_flax(dynamic_scale: Any, inner_state: Any) -> tuple[ScaleRule, LossScal
 
 
 def _dynamic(scale: float, *, min_scale: float, max_scale: float | None, **given: Any) -> Any:
-    # Without a floor, or with a subnormal one, use the smallest allowed scale.
+    # Without a minimum, or with a subnormal one, use the smallest allowed scale.
     lowest = max(min_scale, SMALLEST_SCALE) if min_scale >= 0 else min_scale
     highest = LARGEST_SCALE if max_scale is None else max_scale
     usable = math.isfinite(scale) and scale > 0
@@ -140,7 +140,7 @@ def _dynamic(scale: float, *, min_scale: float, max_scale: float | None, **given
 def _converted_state(
     rule: ScaleRule, fields: Mapping[str, Any], inner_state: Any
 ) -> LossScaleState:
-    """The state for fields of the rule's state, brought into its range, with a warning."""
+    """Builds the state from fields of the rule's state; warns if it moves the scale into range."""
     if states_below(inner_state):
         raise AlreadyWrappedError(
             "`inner_state` must be the state of the inner optimizer. Received: a state that has a "
@@ -176,7 +176,7 @@ def _number_in(name: str, value: Any) -> Any:
 
 
 def _largest_of(scale: Any) -> float | None:
-    """The number that a scale cannot pass because of its dtype; None if it is above the rule's."""
+    """The largest scale that the dtype allows; None if the limit of the rule is lower."""
     dtype = np.asarray(scale).dtype
     if dtype != np.float16:
         return None

@@ -1,4 +1,4 @@
-"""Runs an inner transformation so that a step which is skipped changes nothing."""
+"""Runs an inner transformation so that a skipped step changes nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 def skipped_like(update: Any) -> Any:
-    """An update that leaves a parameter as it is, bit for bit: adding +0.0 would lose -0.0."""
+    """An update that leaves a parameter unchanged, bit for bit: adding +0.0 turns -0.0 into 0.0."""
     if not is_gradient(update):
         return jnp.zeros_like(update)
     zero = complex(-0.0, -0.0) if jnp.issubdtype(update.dtype, jnp.complexfloating) else -0.0
@@ -37,14 +37,15 @@ def is_array(leaf: Any) -> bool:
 
 
 class Traced(NamedTuple):
-    """What a transformation does, as JAX traced it.
+    """A traced update of a transformation.
 
     Attributes:
-        jaxpr: From the leaves of gradients, state and parameters to those of updates and state.
-        inputs: The leaves.
-        updates: How many of the outputs are updates.
-        state: The new state, with the type of each array in its place.
-        rebuild: Makes the updates and the new state from the outputs.
+        jaxpr: Takes the array leaves of gradients, state and parameters; returns the array leaves
+            of the updates and of the new state.
+        inputs: The array leaves that it takes.
+        updates: Number of outputs that are updates.
+        state: The new state, with a type in place of each array.
+        rebuild: Builds the updates and the new state from the outputs.
     """
 
     jaxpr: Any
@@ -90,34 +91,35 @@ def _untraced(leaf: Any) -> Any:
 
 
 def run(
-    update: Update, finite: Any, gradients: Any, state: Any, params: Any, *, looks_itself: bool
+    update: Update, finite: Any, gradients: Any, state: Any, params: Any, *, check_updates: bool
 ) -> tuple[Any, Any, Any]:
-    """Runs an update if a step is finite, and otherwise leaves everything as it is.
+    """Runs an update if the gradients are finite, and otherwise changes nothing.
 
     Args:
         update: The inner transformation.
-        finite: The verdict, a boolean scalar array; None if every step is applied.
-        gradients: Unscaled, and 0 on a step that is not finite.
+        finite: Whether the gradients are finite, a boolean scalar array; None if every step is
+            applied.
+        gradients: The unscaled gradients; 0 if they are not finite.
         state: The state of the inner transformation.
         params: The parameters, or None.
-        looks_itself: Whether it takes gradients of its own, so that the updates have to be looked
-            at too.
+        check_updates: Whether to check the updates too, because the inner transformation computes
+            other gradients.
 
     Returns:
-        The verdict, of the updates too if they were looked at; the updates, -0.0 on a skip; the
-        new state.
+        Whether the step is applied; the updates, -0.0 on a skip; the new state.
 
     Raises:
-        ArgumentError: If a step could not be skipped, since the state changes its form in it.
+        ArgumentError: If the update changes the structure of the state, so that a step cannot be
+            skipped.
     """
     if finite is None:
         updates, new_state = update(gradients, state, params)
         return None, updates, _in_dtypes_of(state, new_state)
     if not is_traced([finite]):
-        return _run_at_once(update, finite, gradients, state, params, looks_itself)
+        return _run_at_once(update, finite, gradients, state, params, check_updates)
     traced = trace(update, gradients, state, params)
     olds = dict(enumerate(_old_values(state, traced.state), start=traced.updates))
-    if looks_itself:
+    if check_updates:
         outputs = list(jaxpr_as_fun(traced.jaxpr)(*traced.inputs))
         finite = finite & each_finite(outputs[: traced.updates])
         for number, value in olds.items():
@@ -130,27 +132,27 @@ def run(
 
 
 def lasting(new: Any, old: Any) -> Any:
-    """The new value of an applied step, in the dtype that it has if a step may be skipped."""
+    """The value after an applied step, in the dtype that a skipped step would keep."""
     return strong(jnp.asarray(new, lasting_dtype(new, old)))
 
 
 def _run_at_once(
-    update: Update, finite: Any, gradients: Any, state: Any, params: Any, looks_itself: bool
+    update: Update, finite: Any, gradients: Any, state: Any, params: Any, check_updates: bool
 ) -> tuple[Any, Any, Any]:
-    """Outside a compiled function, where a branch of JAX would be compiled at every call."""
+    """Runs an update outside compiled functions, where JAX would compile a branch at each call."""
     if bool(jax.device_get(finite)):
         updates, new_state = update(gradients, state, params)
-        if looks_itself:
+        if check_updates:
             finite = each_finite(jax.tree.leaves(updates))
-        if not looks_itself or bool(jax.device_get(finite)):
+        if not check_updates or bool(jax.device_get(finite)):
             return finite, updates, _in_dtypes_of(state, new_state)
     else:
         updates = gradients
     try:
         traced = trace(update, gradients, state, params)
     except jax.errors.JAXTypeError:
-        # The inner optimizer reads values in Python. Its updates most likely have the form of the
-        # gradients.
+        # The inner optimizer reads values in Python, so it cannot be traced. Its updates most
+        # likely have the structure of the gradients.
         leaves, structure = jax.tree.flatten(updates)
         arrays = iter(_no_updates(finite, [x for x in leaves if is_array(x)], leaves))
         same = [next(arrays) if is_array(leaf) else leaf for leaf in leaves]
@@ -162,7 +164,7 @@ def _run_at_once(
 
 
 def _no_updates(finite: Any, shapes: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-    """Updates of these types that change nothing, divided among devices as the leaves are."""
+    """Updates of these types that change nothing, sharded like the leaves."""
     arrays = [leaf for leaf in leaves if is_array(leaf)]
     if [jnp.shape(array) for array in arrays] != [jnp.shape(shape) for shape in shapes]:
         arrays = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
@@ -183,7 +185,7 @@ def _skipped_jit(dtypes: tuple[Any, ...], finite: Any, arrays: list[Any]) -> lis
 
 
 def _by_path(state: Any) -> dict[Any, Any]:
-    """The arrays of a state by their places."""
+    """The arrays of a state by their paths."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     return {path: leaf for path, leaf in leaves if is_array(leaf)}
 
@@ -191,8 +193,8 @@ def _by_path(state: Any) -> dict[Any, Any]:
 def _old_values(old_state: Any, new_state: Any) -> list[Any]:
     """Returns the value that each array of the new state has if the step is skipped.
 
-    That is the one at its place in the old state. What only a step puts there (optax.monitor's
-    measurements) is 0 until one is applied.
+    It is the value at the same path of the old state. A value that only an applied step adds, such
+    as a measurement of `optax.monitor`, is 0.
 
     Args:
         old_state: The state before the step.
@@ -227,7 +229,7 @@ def _form_changed(what: str) -> ArgumentError:
 
 
 def _static_parts_differ(old: Any, new: Any) -> bool:
-    """Whether nodes of the same class hold other things that are no arrays."""
+    """Whether two nodes of the same class differ in their non-array values."""
     of_old, of_new = old.node_data(), new.node_data()
     if of_old is None or of_new is None or of_old[0] is not of_new[0]:
         return False
@@ -241,7 +243,7 @@ def _static_parts_differ(old: Any, new: Any) -> bool:
 
 
 def _in_dtypes_of(old_state: Any, new_state: Any) -> Any:
-    """Returns the new state of an applied step, in the dtypes it has if steps may be skipped."""
+    """Returns the state after an applied step, in the dtypes that a skipped step would keep."""
 
     def same(old: Any, new: Any) -> Any:
         if not is_array(new):

@@ -1,4 +1,4 @@
-"""Functions for a training loop: the scale, the scaled loss, and its gradients."""
+"""Functions for a training loop: the loss scale, the scaled loss, and its gradients."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lossscale.optax.state_lookup import described, has_loss_scale, state_in
 
 
 def loss_scale(opt_state: Any) -> Any:
-    """Returns the number that multiplies the loss of the next step.
+    """Returns the loss scale of the next step.
 
     Args:
-        opt_state: The state of an optimizer that is `loss_scaled`, or what holds it as
+        opt_state: The state of a `loss_scaled` optimizer, or an object that holds it as
             `opt_state`, such as a `TrainState`.
 
     Returns:
         A float32 scalar array.
 
     Raises:
-        ArgumentTypeError: If it holds no loss scale.
-        ArgumentError: If `loss_scaled` is inside a transformation that has to be inside of it.
+        ArgumentTypeError: If there is no loss scale in `opt_state`.
+        ArgumentError: If another transformation is around `loss_scaled` that must be inside it.
 
     Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.1), initial_scale=8)
@@ -42,20 +42,20 @@ def loss_scale(opt_state: Any) -> Any:
 def scale_loss(opt_state: Any, loss: Any) -> Any:
     """Multiplies a loss by the loss scale, in float32 or wider.
 
-    The gradients of the result are what `update` takes.
+    Differentiate the result, and pass the gradients to `update`.
 
     Args:
         opt_state: As for `loss_scale`.
-        loss: Array of any floating-point dtype; a scalar, to be differentiated. Of a float16
-            loss the gradient begins as the scale in float16, which has no number above 65504:
-            cast to float32 before the last sum or mean.
+        loss: A scalar of any floating-point dtype. Cast to float32 before the last sum or mean:
+            backpropagation through a float16 loss starts with the scale in float16, which is
+            infinite above 65504.
 
     Returns:
         An array of the same shape, float32 or wider.
 
     Raises:
-        ArgumentTypeError, ArgumentError: As for `loss_scale`; or if the state is that of several
-            replicas or members.
+        ArgumentTypeError, ArgumentError: As for `loss_scale`, and if the state holds several
+            replicas or ensemble members.
 
     Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.1), initial_scale=8)
@@ -69,14 +69,14 @@ def scale_loss(opt_state: Any, loss: Any) -> Any:
 def unscale(opt_state: Any, gradients: Any) -> Any:
     """Divides gradients of a scaled loss by the loss scale, in float32 or wider.
 
-    For looking at them. `update` does this itself and takes scaled ones.
+    Use it to print or plot gradients. Pass the scaled ones to `update`, which unscales them.
 
     Args:
-        opt_state: The state that the loss was scaled with, as for `loss_scale`.
-        gradients: A tree of arrays. None, integers and float0 are left as they are.
+        opt_state: The state that scaled the loss, as for `loss_scale`.
+        gradients: A tree of arrays. None, integers and float0 stay as they are.
 
     Returns:
-        The same tree; float16 and bfloat16 arrays are float32 in it.
+        The same tree, with float16 and bfloat16 arrays converted to float32.
 
     Raises:
         ArgumentTypeError, ArgumentError: As for `loss_scale`.
@@ -100,7 +100,7 @@ def all_finite(gradients: Any) -> Any:
     """Whether every element of a tree of arrays is finite.
 
     Args:
-        gradients: A tree of arrays. None, integers and float0 are not looked at.
+        gradients: A tree of arrays. None, integers and float0 are ignored.
 
     Returns:
         A boolean scalar array.
@@ -120,17 +120,17 @@ def value_and_grad(
     grad: Callable[..., Any] = jax.value_and_grad,
     **options: Any,
 ) -> Callable[..., Any]:
-    """Makes a function that returns a loss and the gradients of the scaled loss.
+    """Like `jax.value_and_grad`, but differentiates the scaled loss.
 
-    It takes the optimizer's state and then what `fun` takes. The loss that it returns is not
-    scaled; the gradients are, as `update` takes them.
+    The new function takes the optimizer's state and then the arguments of `fun`. It returns the
+    unscaled loss and the scaled gradients, which `update` takes.
 
     Args:
-        fun: Returns the loss, a scalar; with `has_aux` a pair of it and anything else.
-        argnums: Which of the arguments of `fun` to differentiate by, as in `jax.value_and_grad`.
+        fun: Returns the loss, a scalar; with `has_aux`, a pair of the loss and anything else.
+        argnums: As in `jax.value_and_grad`; counts the arguments of `fun`.
         has_aux: As in `jax.value_and_grad`.
-        grad: What differentiates: `jax.value_and_grad`, `flax.nnx.value_and_grad`,
-            `equinox.filter_value_and_grad` or another of the same form.
+        grad: The function that differentiates: `jax.value_and_grad`, `flax.nnx.value_and_grad`,
+            `equinox.filter_value_and_grad` or another with the same interface.
         options: Further arguments of `grad`.
 
     Returns:
@@ -138,11 +138,11 @@ def value_and_grad(
         ((loss, aux), gradients).
 
     Raises:
-        ArgumentTypeError: If `fun` is no function or `argnums` a state; and when what is
-            returned is called, if its first argument has no loss scale, `fun` returns no loss or
-            `grad` no value.
-        ArgumentError: When it is called, as for `scale_loss`; or if the loss is no scalar of
-            floating-point numbers.
+        ArgumentTypeError: If `fun` is not a function or `argnums` is a state. The new function
+            raises it if its first argument has no loss scale, `fun` does not return a loss, or
+            `grad` does not return the value.
+        ArgumentError: The new function raises it as `scale_loss` does, and if the loss is not a
+            floating-point scalar.
 
     Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8)
@@ -197,7 +197,7 @@ def value_and_grad(
 
 
 class _Result(NamedTuple):
-    """What the function of the user has returned, to be known again."""
+    """Marks a value that the user's function returned, to recognize it in the result of `grad`."""
 
     returned: Any
 

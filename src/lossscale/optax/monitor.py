@@ -25,8 +25,8 @@ class _Watched(NamedTuple):
     """The arrays of a state that are read on a sampled step.
 
     Attributes:
-        tracking: Of `track_overflows`: the number of steps, and what is kept of them; or None.
-        scale, steps_skipped, last_step_skipped: Of the state of `loss_scaled`.
+        tracking: The number of steps and the tracked overflows; None without `track_overflows`.
+        scale, steps_skipped, last_step_skipped: Fields of the state of `loss_scaled`.
     """
 
     tracking: tuple[Any, TrackedSteps] | None
@@ -39,23 +39,23 @@ class Monitor(LoopMonitor):
     """Records what the loss scale does in a training loop, and warns when something is wrong.
 
     Call `step` after each training step, outside of compiled functions, and `close` at the end; or
-    use it in a `with`. On sampled steps it waits for the device and reads the loss scale and, if
-    the step was skipped, why. On other steps it reads nothing.
+    use it in a `with`. On sampled steps it waits for the device, and reads the loss scale and the
+    reason of a skip. On other steps it reads nothing.
 
     With `track_overflows` it also records which gradients had infinities or NaN, on each sampled
     step that was skipped and on the last skipped step between two samples.
 
     Args:
-        tx: What `loss_scaled` or `track_overflows` returned; or the rule of the loss scale.
-        params: The parameters, or a tree of the same form, for the names of gradients.
-        opt_state: The state before the first step that is watched, or an object that has it as
+        tx: The result of `loss_scaled` or `track_overflows`, or the rule of the loss scale.
+        params: The parameters, or a tree of the same structure, for the names of gradients.
+        opt_state: The state before the first monitored step, or an object that holds it as
             `opt_state`, such as a `TrainState`.
         path: A file for the records, JSON lines; see `lossscale.monitoring.read_records`. None
             writes no file.
-        every: Sample steps whose number is a multiple of this, and the first and the last one.
+        every: Sample each step whose number is a multiple of this, and the first and the last one.
             Skipped steps in between are counted.
         log: Called with each record as a dictionary, `lossscale.monitoring.StepRecord.to_dict`,
-            after it is written; what it raises, `step` and `close` raise.
+            after it is written. Its exceptions leave `step` and `close`.
         on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
             "ignore".
         max_consecutive_skips: Number of skips in a row that ends training. None for no limit.
@@ -116,15 +116,15 @@ class Monitor(LoopMonitor):
 
         Args:
             opt_state: The state that the step returned, or an object that has it as `opt_state`.
-            loss: The unscaled loss of the step, a scalar; None if it is not known. Without it an
-                overflow cannot be told from a loss that is not finite.
+            loss: The unscaled loss of the step, a scalar. If it is None, the record of a skip
+                cannot say whether the loss was finite.
             steps: Number of steps since the last call, for a compiled function that runs several.
-                Then the optimizer must have `track_overflows`, and the last step is read.
+                This needs `track_overflows`; the last of these steps is read.
 
         Raises:
-            TrainingHaltedError: If an alarm ends training. The records are in the file then.
-            ArgumentError, ArgumentTypeError: If an argument cannot be used, such as the state of
-                the step before, or after `close`; nothing is read then.
+            TrainingHaltedError: If an alarm ends training, after the records are written.
+            ArgumentError, ArgumentTypeError: If an argument is invalid, such as the state of the
+                step before, or if the monitor is closed. Nothing is read.
             UnsupportedError: If it is called in a compiled function.
         """
         self._check_open()
@@ -169,7 +169,7 @@ class Monitor(LoopMonitor):
         self._add_steps(steps, read, loss)
 
     def _arrays_of(self, opt_state: Any) -> _Watched:
-        """Returns the arrays to read, of which none is read yet."""
+        """Returns the arrays to read, without reading them."""
         state = state_in(opt_state)
         if isinstance(_array(state.loss_scale), jax.core.Tracer):
             raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Whether gradients are finite, and what devices with gradients of their own agree on."""
+"""Whether gradients are finite, and how devices with different gradients agree on it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lossscale.rules import GradientStats
 
 
 def is_gradient(leaf: Any) -> bool:
-    """Whether a leaf is an array of numbers that can be divided; integers and float0 cannot."""
+    """Whether a leaf is a floating-point or complex array, not integers or float0."""
     dtype = getattr(leaf, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def with_arrays(tree: Any) -> Any:
-    """Returns a tree whose Python floats are arrays: outside of `jit` a gradient may be one."""
+    """Converts Python floats in a tree to arrays: outside `jit` a gradient may be a float."""
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, (float, complex)) else x, tree)
 
 
 def has_elements(leaves: Sequence[Any]) -> bool:
-    """Whether there is anything to look at."""
+    """Whether there is an element to check."""
     return any(is_gradient(leaf) and static_size(leaf) != 0 for leaf in leaves)
 
 
@@ -39,8 +39,8 @@ def each_finite(leaves: Sequence[Any], scale: Any = None, powers_of_two: bool = 
     """Whether every element of every array is finite, a boolean scalar array.
 
     Args:
-        leaves: Arrays; those that are no gradients are not looked at.
-        scale: What they will be divided by, if that can make them infinite.
+        leaves: Arrays; those that are not gradients are ignored.
+        scale: The divisor of the gradients, if dividing can make them infinite; otherwise None.
         powers_of_two: As for `unscaled`.
     """
     return all_finite(list(filter(is_gradient, leaves)), scale, powers_of_two)
@@ -50,13 +50,13 @@ def agreed(finite: Any, axis_names: tuple[str, ...], scale: Any) -> Any:
     """Whether gradients are finite on all devices along these axes.
 
     Args:
-        finite: The verdict of this device, a boolean scalar array.
+        finite: Whether the gradients of this device are finite, a boolean scalar array.
         axis_names: Names of axes of `pmap`, `shard_map` or `vmap`.
-        scale: The loss scale, which tells along which axes each device has its own.
+        scale: The loss scale. An axis along which it varies is one where each device has its own.
 
     Raises:
         ArgumentError: If there is no such axis.
-        GradientsError: If devices with one loss scale would come to different verdicts.
+        GradientsError: If devices that share one loss scale would decide differently.
     """
     if axis_names:
         try:
@@ -83,8 +83,8 @@ def combined_stats(stats: GradientStats, axis_names: tuple[str, ...]) -> Gradien
     """Combines the statistics of the devices along these axes.
 
     Args:
-        stats: What one device has seen; its verdict is that of all.
-        axis_names: Names of axes along which each device has gradients of its own.
+        stats: The statistics of this device; `finite` is already the decision of all devices.
+        axis_names: Names of axes along which the gradients differ between devices.
     """
     if not axis_names:
         return stats

@@ -31,9 +31,9 @@ class OverflowTrackingState(NamedTuple):
 
     Attributes:
         iterations: int32 scalar; number of steps so far, skipped ones included.
-        tracked: What is kept of them, arrays: `last_scale`, the scale of the last step;
-            `skip_step` and `skip_scale`, the number and the scale of the last skipped step;
-            `nonfinite`, uint32 of shape (gradients, 2), its infinities and NaN.
+        tracked: Arrays: `last_scale`, the scale of the last step; `skip_step` and `skip_scale`,
+            the number and the scale of the last skipped step; `nonfinite`, uint32 of shape
+            (gradients, 2), the infinities and NaN of its gradients.
         loss_scaled: The state of `loss_scaled`.
     """
 
@@ -43,26 +43,26 @@ class OverflowTrackingState(NamedTuple):
 
 
 def track_overflows(tx: Any) -> Any:
-    """Lets an optimizer with loss scaling track, for a `Monitor`, which gradients overflow.
+    """Makes an optimizer with loss scaling track, for a `Monitor`, which gradients overflow.
 
-    The state then has the scale of the last step, and how many infinities and NaN each gradient had
-    on the last skipped step. It stays on the device, and nothing waits for it. Elements are counted
-    on skipped steps only. The optimizer does the same as without it.
+    The state then holds the scale of the last step, and the number of infinities and NaN in each
+    gradient on the last skipped step. It stays on the device, and nothing waits for it. Elements
+    are counted on skipped steps only. Training gives the same numbers as without it.
 
     With `pmap` each replica tracks its own gradients.
 
     Args:
-        tx: What `loss_scaled` returned.
+        tx: The result of `loss_scaled`.
 
     Returns:
-        An `optax.GradientTransformationExtraArgs`. Its state is an `OverflowTrackingState`. A state
-        of `tx` goes in as `track_overflows(tx).init(params)._replace(loss_scaled=state)`.
+        An `optax.GradientTransformationExtraArgs`. Its state is an `OverflowTrackingState`. To
+        continue with a state of `tx`, write
+        `track_overflows(tx).init(params)._replace(loss_scaled=state)`.
 
     Raises:
-        ArgumentTypeError: If `tx` is not what `loss_scaled` returned.
-        AlreadyWrappedError: If `tx` tracks overflows already.
-        UnsupportedError: In `update`, if it is in a `shard_map` whose devices have gradients of
-            their own.
+        ArgumentTypeError: If `tx` is not the result of `loss_scaled`.
+        AlreadyWrappedError: If `tx` already tracks overflows.
+        UnsupportedError: In `update`, inside a `shard_map` whose devices have different gradients.
 
     Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5))
@@ -152,29 +152,29 @@ class _OverflowTracking:
 
 
 def names_of(params: Any) -> tuple[str, ...]:
-    """Returns names of the gradients of these parameters, in the order of their leaves."""
+    """Returns the names of the gradients of these parameters, in the order of their leaves."""
     return unique_names([name for name, _ in named_leaves(params)])
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Returns the leaves that have gradients, each with its path as a name; names may recur."""
+    """Returns the leaves that have gradients, each with its path as its name; names may repeat."""
     leaves = _with_paths(tree)
     below = Counter(path[:-1] for path, _ in leaves)
     return [(_name(path, alone=below[path[:-1]] == 1), leaf) for path, leaf in leaves]
 
 
 def rows_of(params: Any, gradients: Any) -> list[Any]:
-    """Returns the gradient of each leaf of the parameters, in their order; None without one.
+    """Returns the gradient of each leaf of the parameters, in their order, or None.
 
-    A gradient belongs to the leaf with the same path. If the parameters hold the gradients' paths
-    deeper down, as the pair of `optax.lookahead` does, it belongs to the first such path.
+    A gradient belongs to the leaf with the same path. If the parameters contain that path deeper
+    in the tree, as the pair of `optax.lookahead` does, it belongs to the first such leaf.
     """
     of_rows = [path for path, _ in _with_paths(params)]
     by_row: list[Any] = [None] * len(of_rows)
     rows = {path: row for row, path in enumerate(of_rows)}
     given = _with_paths(gradients)
     if len(given) == len(of_rows) and rows.keys().isdisjoint(path for path, _ in given):
-        # Nodes of different classes, such as a flax.nnx state and a dictionary.
+        # The nodes are of different classes, such as a flax.nnx state and a dictionary.
         return [gradient for _, gradient in given]
     for path, gradient in given:
         row = rows.get(path)

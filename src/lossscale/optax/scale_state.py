@@ -1,4 +1,4 @@
-"""The state of loss scaling in an Optax state: what it holds, and how a step moves it."""
+"""The state of `loss_scaled`, and how a step updates it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _OWN_SCALE = "rule_scale"
 
 
 class LossScaleState(NamedTuple):
-    """The state of `loss_scaled`: arrays, each a buffer of its own.
+    """The state of `loss_scaled`: arrays, each with its own buffer.
 
     Attributes:
         loss_scale: float32 scalar; multiplies the loss of the next step.
-        rule_state: The other fields of the rule's state by name, scalars; of a `DynamicScale`
+        rule_state: The other fields of the rule's state by name, scalars. A `DynamicScale` has
             `good_steps`, int32.
-        steps_skipped: int32 scalar; how many steps were skipped.
-        consecutive_skips: int32 scalar; how many of them since the last applied one.
+        steps_skipped: int32 scalar; number of skipped steps.
+        consecutive_skips: int32 scalar; number of skipped steps since the last applied one.
         last_step_skipped: Boolean scalar; whether the last step was skipped. False before the first
             step.
         inner_state: The state of the inner transformation.
@@ -46,7 +46,7 @@ def first_state(rule: ScaleRule, inner_state: Any) -> LossScaleState:
 
 
 def state_of(rule: ScaleRule, scale_state: ScaleState, inner_state: Any) -> LossScaleState:
-    """Returns the state for a rule's state of Python numbers, with nothing skipped yet."""
+    """Returns a state for a rule's state of Python numbers, with no skipped step."""
     return LossScaleState(
         # Separate arrays: one buffer in two places cannot be donated.
         loss_scale=jnp.asarray(rule.loss_scale(scale_state), jnp.float32),
@@ -62,16 +62,16 @@ def state_of(rule: ScaleRule, scale_state: ScaleState, inner_state: Any) -> Loss
 
 
 def scalars_of(rule: ScaleRule, state: LossScaleState) -> LossScaleState:
-    """Returns a state without the inner one, in its dtypes whatever a user has put into it.
+    """Returns a state without the inner one, with each value cast to its dtype.
 
     Raises:
-        ArgumentTypeError: If it is not such a state.
-        ArgumentError: If it is that of another rule.
+        ArgumentTypeError: If it is not a state of `loss_scaled`.
+        ArgumentError: If it belongs to another rule.
     """
     if not isinstance(state, LossScaleState):
         raise ArgumentTypeError(_no_state(state))
     first = _without_loss_scale(rule, rule.init())
-    # A rule that lowers the scale at each overflow keeps no count; it starts at 0.
+    # A rule that lowers the scale at each overflow keeps no count, so the count starts at 0.
     kept = {"overflows": 0, **state.rule_state}
     if missing := sorted(first.keys() - kept.keys()):
         raise ArgumentError(
@@ -106,19 +106,19 @@ def _no_state(state: Any) -> str:
 
 
 def scale_state_of(rule: ScaleRule, state: LossScaleState) -> ScaleState:
-    """Returns the rule's state, of what is in the state of loss scaling."""
+    """Returns the rule's state that a state of `loss_scaled` contains."""
     fields = dict(state.rule_state)
     scale = fields.pop(_OWN_SCALE, state.loss_scale)
     return rule.init()._replace(scale=scale, **fields)
 
 
 def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossScaleState:
-    """Returns what `scalars_of` returned, after a step.
+    """Returns the state after a step, without the inner one.
 
     Args:
         rule: The rule that moves the scale.
-        state: Before the step.
-        stats: What the rule sees of it; `finite` is a boolean scalar array.
+        state: The state before the step, from `scalars_of`.
+        stats: The statistics of the step; `finite` is a boolean scalar array.
     """
     before = scale_state_of(rule, state)
     after = rule.update(before, stats, xp=jnp)
@@ -141,8 +141,8 @@ def moved(rule: ScaleRule, state: LossScaleState, stats: GradientStats) -> LossS
 def is_usable(rule: ScaleRule, scale: Any) -> Any:
     """Whether gradients can be divided by a scale: a boolean scalar array.
 
-    A user or a file may have put any number there. Such a step is skipped, and the rule brings
-    the scale back.
+    A user or a file may have set any number. With an unusable one the step is skipped, and the
+    rule brings the scale back.
     """
     lowest = max(_lowest(rule) or 0.0, SMALLEST_SCALE)
     return (scale >= jnp.float32(lowest)) & (scale <= jnp.float32(LARGEST_SCALE))
@@ -155,15 +155,15 @@ def may_be_below_one(rule: ScaleRule) -> bool:
 
 
 def _lowest(rule: ScaleRule) -> float | None:
-    """The lowest number that the loss is multiplied by, None if it is not known."""
-    # A scale from a custom rule or a file is not bound by `min_scale`.
+    """The lowest loss scale, or None if it is not known."""
+    # The scale of a custom rule or from a file may be below `min_scale`.
     return rule.lowest_scale if type(rule).loss_scale is ScaleRule.loss_scale else None
 
 
 def _without_loss_scale(rule: ScaleRule, state: ScaleState) -> dict[str, Any]:
     fields = state._asdict()
     scale = fields.pop("scale")
-    # The scale of a fixed rule comes from the code alone.
+    # The scale of a fixed rule comes from the program, never from a file.
     if type(rule).loss_scale not in (ScaleRule.loss_scale, FixedScale.loss_scale):
         # Optax has a field named `scale`, in ReduceLROnPlateauState.
         fields[_OWN_SCALE] = scale
@@ -183,10 +183,11 @@ def _counted(count: Any) -> Any:
 
 
 def of_its_own(inner_state: Any, params: Any) -> Any:
-    """Returns the first state of a transformation, fit to be donated and to go through steps.
+    """Returns the first state of a transformation, which can be donated and compiles once.
 
-    An array that occurs twice, or in the parameters too, cannot be donated; L-BFGS and COCOB of
-    Optax have such. And a weak type would be lost in the first step, which is then compiled twice.
+    An array that occurs twice, or also in the parameters, cannot be donated; the states of Optax's
+    L-BFGS and COCOB have such arrays. The first step drops a weak type, so the second would be
+    compiled again.
     """
     known = {id(leaf) for leaf in jax.tree.leaves(params)}
 

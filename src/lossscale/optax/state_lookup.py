@@ -1,4 +1,4 @@
-"""Finds the state of loss scaling in an optimizer's state, and what is around it."""
+"""Finds the state of loss scaling in an optimizer's state, and the states around it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _TRANSPARENT = {
     "InjectStatefulHyperparamsState": "inner_state",
     "OverflowTrackingState": "loss_scaled",
 }
-"""States around which nothing changes: class names, and the field with the inner one."""
+"""States of wrappers that change no gradients: class name, and field of the inner state."""
 
 
 def states_below(tree: Any) -> list[tuple[tuple[Any, ...], LossScaleState]]:
-    """Every state of loss scaling in a tree, with the nodes above it, the outermost first."""
+    """Yields every state of loss scaling in a tree, with the nodes above it, outermost first."""
     found: list[tuple[tuple[Any, ...], LossScaleState]] = []
 
     def walk(node: Any, above: tuple[Any, ...]) -> None:
@@ -37,12 +37,12 @@ def states_below(tree: Any) -> list[tuple[tuple[Any, ...], LossScaleState]]:
 
 
 def has_loss_scale(opt_state: Any) -> bool:
-    """Whether there is a state of loss scaling in something, wherever it is."""
+    """Whether a tree contains a state of loss scaling."""
     return bool(states_below(_held(opt_state)))
 
 
 def _held(opt_state: Any) -> Any:
-    """The state of an optimizer, of what may hold it."""
+    """The state of an optimizer, or the `opt_state` of an object that holds it."""
     if not isinstance(opt_state, tuple) and hasattr(opt_state, "opt_state"):
         return opt_state.opt_state
     return opt_state
@@ -52,13 +52,13 @@ def state_in(opt_state: Any) -> LossScaleState:
     """Returns the state of `loss_scaled` in the state of an optimizer.
 
     Args:
-        opt_state: What `tx.init` and `tx.update` return; or what holds it as `opt_state`, such as
-            a `TrainState` or an `nnx.Optimizer`.
+        opt_state: A state from `tx.init` or `tx.update`, or an object that holds it as
+            `opt_state`, such as a `TrainState` or an `nnx.Optimizer`.
 
     Raises:
         ArgumentTypeError: If there is none.
-        ArgumentError: If another transformation is around it that must be inside, or if there are
-            several.
+        ArgumentError: If there are several, or another transformation is around it that must be
+            inside.
     """
     opt_state = _held(opt_state)
     if isinstance(opt_state, LossScaleState):
@@ -151,7 +151,7 @@ def _function_name(name: str) -> str:
 
 
 def described(value: Any) -> str:
-    """What something is that should be a state."""
+    """Describes, for a message, what was passed instead of a state."""
     name = type(value).__name__
     if value is None:
         return "None"

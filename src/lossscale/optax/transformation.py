@@ -39,38 +39,38 @@ def loss_scaled(
 
     `update` takes the gradients of the scaled loss. It divides them by the scale, in float32 or
     wider, and checks them. If every element is finite, the inner transformation gets them.
-    If not, the updates are -0.0 and the state inside stays as it is, bit for bit; the scale backs
-    off and the skip is counted.
+    If not, the updates are -0.0, the inner state stays the same, bit for bit, the scale is lowered
+    and the skip is counted.
 
-    Put it outside of everything: `loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), ...))`.
-    What clips, decays, averages or accumulates then sees unscaled gradients of applied steps only.
+    Make it the outermost one: `loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), ...))`.
+    Clipping, weight decay, averaging and accumulation then see unscaled gradients of applied steps
+    only.
 
     Args:
         inner: The transformation to wrap, such as `optax.adamw(1e-3)`.
-        dynamic: Whether the scale moves by itself. If False, `initial_scale` is the fixed scale
-            and, unless a rule says otherwise, gradients are not checked.
-        initial_scale: The first (or the fixed) loss scale, a number from 2**-126
-            to 2**126. None stands for 2**15.
-        dynamic_growth_steps: How many finite steps in a row double the scale. None
-            stands for 2000.
-        rule: A `DynamicScale`, a `FixedScale` or a rule of your own, instead of the three
-            arguments above.
-        axis_name: One or more axes of a `pmap` or `shard_map` along which devices have gradients
-            of their own. All of them then skip if one has to. Not needed under `jit`, nor where
-            the gradients were averaged along the axis.
+        dynamic: Whether the scale is adjusted during training. If False, `initial_scale` is the
+            fixed scale, and gradients are not checked.
+        initial_scale: The first (or the fixed) loss scale, from 2**-126 to 2**126. None means
+            2**15.
+        dynamic_growth_steps: Number of finite steps in a row after which the scale doubles. None
+            means 2000.
+        rule: A `DynamicScale`, a `FixedScale` or a custom rule, instead of the three arguments
+            above.
+        axis_name: One or more axes of a `pmap` or `shard_map` along which the gradients differ
+            between devices. If one device skips a step, all of them skip it. Not needed under
+            `jit`, nor if the gradients were averaged along the axis.
 
     Returns:
-        An `optax.GradientTransformationExtraArgs`. Its state is a `LossScaleState`. Arguments of
-        `update` that it does not know go to the inner transformation. Updates are float32 or
-        wider; those of float16 or bfloat16 gradients are in their dtype where the parameters, which
-        `update` is given, are too.
+        An `optax.GradientTransformationExtraArgs`. Its state is a `LossScaleState`. Other arguments
+        of `update` go to the inner transformation. Updates are float32 or wider. They are float16
+        or bfloat16 only if the gradients and the parameters, which `update` is given, both are.
 
     Raises:
-        AlreadyWrappedError: If `inner` has loss scaling already; if that can only be seen in its
-            state, `init` raises it.
-        ArgumentTypeError: If `inner` is no Optax transformation, `dynamic` no bool, `rule` no rule
-            or `axis_name` no name.
-        ArgumentError: If a scale or a number of steps cannot be used.
+        AlreadyWrappedError: If `inner` already has loss scaling. If only its state shows that,
+            `init` raises it.
+        ArgumentTypeError: If `inner` is not an Optax transformation, `dynamic` not a bool, `rule`
+            not a rule, or `axis_name` not a name.
+        ArgumentError: If a scale or a number of steps is invalid.
 
     Examples:
         >>> tx = lossscale.optax.loss_scaled(optax.sgd(0.5), initial_scale=8)
@@ -117,7 +117,7 @@ class LossScaled:
             updates: Gradients of the scaled loss.
             state: The state before the step.
             params: The parameters, for transformations that read them.
-            extra_args: What the inner transformation takes besides.
+            extra_args: Further arguments of the inner transformation.
         """
         _check_gradients(updates, params)
         updates = overflow_check.with_arrays(updates)
@@ -149,7 +149,7 @@ class LossScaled:
             unscaled_tree,
             state.inner_state,
             jax.tree.map(_widened, params),
-            looks_itself=any(map(callable, extra_args.values())),
+            check_updates=any(map(callable, extra_args.values())),
         )
         new_updates = _narrowed(new_updates, updates, params)
         after = before
@@ -163,10 +163,10 @@ class LossScaled:
 
 
 def _check_gradients(gradients: Any, params: Any) -> None:
-    """Checks arguments whose mistakes the inner transformation would not name.
+    """Checks for mistakes that the inner transformation would not report clearly.
 
     Raises:
-        ArgumentTypeError: If it is a state, or what `value_and_grad` returned.
+        ArgumentTypeError: If `gradients` is a state, or the result of `value_and_grad`.
     """
     if isinstance(gradients, LossScaleState):
         raise ArgumentTypeError(
@@ -184,7 +184,7 @@ def _check_gradients(gradients: Any, params: Any) -> None:
 
 
 def _check_together(gradients: Sequence[Any]) -> None:
-    """Raises if gradients are on different devices: nothing can be decided about them at once."""
+    """Raises if gradients are on different devices, where one check cannot cover them all."""
     places = {frozenset(x.devices()) for x in gradients if getattr(x, "committed", False)}
     if len(places) > 1:
         raise UnsupportedError(
@@ -206,7 +206,7 @@ def _judge(
     divisor = scale if scale_state.may_be_below_one(rule) else None
     finite = overflow_check.each_finite(gradients, divisor, rule.powers_of_two)
     finite = overflow_check.agreed(finite & usable, axis_names, scale)
-    # The inner transformation never receives non-finite numbers, and none is divided: `checkify`
+    # The inner transformation never receives a non-finite number, and none is divided: `checkify`
     # and `jax_debug_nans` would report the NaN.
     gated = [jnp.where(finite, part, jnp.zeros_like(part)) for part in gradients]
     return finite, unscaled(gated, scale, rule.powers_of_two)
@@ -236,7 +236,7 @@ _TWICE = (
 
 
 def _widened(leaf: Any) -> Any:
-    """A leaf of the parameters, in float32 if it is an array of a narrower floating-point type."""
+    """Converts a leaf of the parameters to float32 if it is float16 or bfloat16."""
     if not _is_narrow(leaf):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -245,10 +245,10 @@ def _widened(leaf: Any) -> Any:
 
 
 def _narrowed(updates: Any, gradients: Any, params: Any) -> Any:
-    """Updates in the wider dtype of gradient and parameter, which they are rounded to at last.
+    """Rounds each update to the wider dtype of its gradient and its parameter, as Optax would.
 
-    So they have the dtypes that Optax has. Without parameters nothing says that float32 ones are
-    not behind float16 gradients, and in float16 what the loss scale has saved may be 0.
+    Without parameters the updates stay float32: the parameters may be float32, and in float16 an
+    update that the loss scale protected may be 0.
     """
     if params is None or not any(map(_is_narrow, jax.tree.leaves(gradients))):
         return updates
@@ -273,7 +273,7 @@ def _checked_inner(inner: Any) -> Any:
     """Returns a transformation that takes extra arguments.
 
     Raises:
-        AlreadyWrappedError: If it is one with loss scaling.
+        AlreadyWrappedError: If it has loss scaling.
         ArgumentTypeError: If it is not a transformation.
     """
     init, update = getattr(inner, "init", None), getattr(inner, "update", None)
@@ -283,7 +283,7 @@ def _checked_inner(inner: Any) -> Any:
         raise ArgumentTypeError(_not_a_transformation(inner))
     if isinstance(getattr(update, "__self__", None), LossScaled):
         raise AlreadyWrappedError(_TWICE)
-    # Optax decides by the class alone, and would drop the extra arguments of MultiSteps.
+    # Optax checks only the class, and would drop the extra arguments of MultiSteps.
     kinds = {parameter.kind for parameter in inspect.signature(update).parameters.values()}
     takes_more = isinstance(inner, optax.GradientTransformationExtraArgs)
     if takes_more or inspect.Parameter.VAR_KEYWORD in kinds:

@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lossscale
 from frameworks.torch import cases_of_parallel
-from frameworks.torch.seeing import Noting, noted
+from frameworks.torch.seeing import noted
 from frameworks.torch.support import OURS, WithScaler, Wrapper, scaler, theirs, wrapper
 from lossscale.rules import StatsRequest
 from lossscale.torch import LossScaleOptimizer, ranks
@@ -49,6 +49,7 @@ from lossscale.torch.amp_install import (
     ShardedGradScaler as OurShardedGradScaler,
 )
 from lossscale.torch.grad_scaler import GradScaler
+from noting import Noting
 
 INF = float("inf")
 
