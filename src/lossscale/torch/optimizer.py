@@ -465,7 +465,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
 
     def _step_as_given(self, decision: StepDecision, **more: Any) -> Any:
         """A step without a scaled loss; checkpointing makes such steps, with zero gradients."""
-        if not self._record.warned:
+        # After `backward` and `zero_grad` they may be a combination of gradients that were kept.
+        if not (self._record.warned or self._record.is_settled):
             given = gradients.collect(self._engine.info())
             if any(t.any() for group in given.dense_groups for t in group):
                 self._warn(_NOTHING_SCALED)
@@ -504,11 +505,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         # The `backward` of a loss that nobody sees is still to come.
         unseen = record.scaled_by is self._engine.scale
         by_hand, checked = record.by_hand, record.found is not None
+        settled = checked and record.has_own_loss
         if checked:
             self._leave_out()
         record.reset()
         record.scaled_by, record.has_own_loss = self._engine.scale if unseen else None, unseen
-        record.by_hand, record.is_settled = by_hand, checked
+        record.by_hand, record.is_settled = by_hand, settled
         zero_grad(self.inner_optimizer, set_to_none)
 
     def register_step_skipped_hook(self, hook: Callable[[Any], Any]) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from frameworks.torch.support import bits, wrapped
+from lossscale.torch import LossScaleOptimizer
 
 
 def model():
@@ -257,3 +258,20 @@ def test_a_closure_that_moves_first_is_evaluated_lower_or_skipped(scale, overflo
         return bits(list(net.parameters()))
 
     assert run(True) == run(False)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_gradients_that_are_combined_after_zero_grad_are_applied_without_a_warning(overflows):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = LossScaleOptimizer(torch.optim.SGD([weight], lr=0.5))
+    grads = []
+    for slope in (1.0, torch.inf if overflows else 2.0):
+        optimizer.zero_grad()
+        optimizer.backward((weight * slope).sum())
+        grads.append(weight.grad.clone())
+    optimizer.zero_grad()
+    weight.grad = grads[0] + grads[1]
+    optimizer.step()
+    assert weight.tolist() == ([1.0, 1.0] if overflows else [-0.5, -0.5])
+    # Each overflow lowers the scale once, when `zero_grad` clears it.
+    assert float(optimizer.loss_scale) == 2.0 ** (15 - overflows)

@@ -92,3 +92,12 @@ def test_an_own_loss_beside_that_of_another_counts(way):
     assert second.steps_skipped == 1
     first.step()
     assert first.steps_skipped == 1
+
+
+def test_a_loss_that_nobody_scaled_is_warned_of_after_gradients_of_another_were_cleared():
+    given, (generator, critic) = pair("host")
+    derive(generator, given[0].sum() + given[1].sum(), "verb")
+    critic.zero_grad()
+    given[1].sum().backward()
+    with pytest.warns(lossscale.LossScaleWarning, match="scaled no loss"):
+        critic.step()
