@@ -14,7 +14,6 @@ A block that goes on from the one before runs in the namespace of that one.
 import ast
 import contextlib
 import doctest
-import inspect
 import io
 import pathlib
 import re
@@ -25,7 +24,7 @@ import pytest
 import tensorflow as tf
 
 import lossscale
-from documents.pages import blocks, signature_of
+from documents.pages import blocks
 from lossscale import experimental
 
 _PAGES = pathlib.Path(__file__).parents[2].parent / "shared" / "seeds"
@@ -343,63 +342,6 @@ def test_no_block_is_overlooked(page):
 
 
 # --- Signatures, members and names ------------------------------------------------------------
-
-
-def _member(name):
-    optimizer = tf.keras.mixed_precision.experimental.LossScaleOptimizer(
-        keras.optimizers.SGD(), "dynamic"
-    )
-    return getattr(optimizer, name)
-
-
-def _is_same_default(ours, documented):
-    # Keras 3 names the values of TensorFlow's enumerations, and leaves one of them out.
-    named = {tf.VariableSynchronization.AUTO: (None,)}
-    if isinstance(documented, tf.compat.v1.VariableAggregation):
-        return ours == documented.name.lower()
-    return ours == documented or ours in named.get(documented, ())
-
-
-@pytest.mark.parametrize(
-    ("page", "text"),
-    [
-        pytest.param(page, text, id=f"{page}-{signature_of(text)[0]}")
-        for page in _SIGNATURES
-        for text in _signatures(page)
-    ],
-)
-def test_a_documented_signature_is_that_of_the_member(page, text):
-    name, documented, defaults = signature_of(text)
-    ours = inspect.signature(_member(name)).parameters
-    # More parameters may follow; the documented ones stand first and in order, so that they can
-    # be passed by position too.
-    assert list(ours)[: len(documented)] == documented
-    for parameter in documented:
-        assert ours[parameter].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        if parameter in defaults:
-            expected = eval(ast.unparse(defaults[parameter]), {"tf": tf})
-            assert _is_same_default(ours[parameter].default, expected)
-    further = list(ours.values())[len(documented) :]
-    assert all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in further)
-
-
-def test_every_member_that_a_page_lists_is_there():
-    listed = re.findall(r'itemprop="property" content="(\w+)"', _text("000"))
-    assert len(listed) == 21
-    for name in listed:
-        _member(name)
-
-
-def test_the_arguments_that_the_latest_page_describes_are_those_of_the_constructor():
-    # The page ends in the middle of the third; its fourth is described in its own member.
-    described = re.findall(r"^(\w+) (?:The|Bool) ", _text("003"), re.M)
-    assert described == ["inner_optimizer", "dynamic", "initial_scale"]
-    optimizer = tf.keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD())
-    parameters = inspect.signature(optimizer.__init__).parameters
-    assert list(parameters)[:4] == [*described, "dynamic_growth_steps"]
-    assert parameters["dynamic"].default is True
-    for name in (*described, "dynamic_growth_steps"):
-        assert hasattr(optimizer, name)
 
 
 @pytest.mark.parametrize("page", _RUNNABLE)

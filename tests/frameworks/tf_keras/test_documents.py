@@ -21,22 +21,6 @@ def var():
     return tf.Variable([1.0, 2.0])
 
 
-def test_weights_are_the_count_and_the_slots(optimizers, var):
-    optimizer = trained(wrapped(optimizers.SGD(0.5, momentum=0.9)), [var])
-    count, slot = optimizer.get_weights()
-    assert (count, slot.shape) == (3, (2,))
-    assert len(optimizer.weights) == len(optimizer.weights()) == 2
-    assert len(optimizer.variables()) == len(optimizer.variables) == 6
-    optimizer.set_weights([np.array(10), np.array([0.5, 0.25], np.float32)])
-    assert int(optimizer.inner_optimizer.iterations) == 10
-    assert_same([optimizer.get_slot(var, "momentum").numpy()], [np.float32([0.5, 0.25])])
-    before = optimizer.get_weights()
-    for wrong in ([], [np.array(1)], [np.array(1), np.zeros(3)]):
-        with pytest.raises(ValueError, match=r"weights|weight .* has the shape"):
-            optimizer.set_weights(wrong)
-    assert_same(optimizer.get_weights(), before)
-
-
 @pytest.mark.parametrize(
     ("name", "slots"),
     [
@@ -139,25 +123,6 @@ def test_a_counter_of_ones_own_is_used(optimizers, var):
 
 
 # The faults of TensorFlow's classes.
-
-
-def test_minimize_works_as_the_first_pages_print_it(optimizers, var):
-    optimizer = wrapped(optimizers.SGD(0.25))
-    optimizer.minimize(lambda: tf.reduce_sum(var**2))
-    np.testing.assert_array_equal(var.numpy(), [0.5, 1.0])
-
-
-@pytest.mark.parametrize("given", ["one", "list", "tuple", "callable"])
-def test_minimize_takes_variables_in_every_form(optimizers, given):
-    var = tf.Variable(1.0)
-    forms = {"one": var, "list": [var], "tuple": (var,), "callable": lambda: [var]}
-    wrapped(optimizers.SGD(0.25)).minimize(lambda: var**2, forms[given])
-    assert float(var) == 0.5
-
-
-def test_what_is_no_variable_is_a_value_error(optimizers):
-    with pytest.raises(ValueError, match="must hold variables"):
-        wrapped(optimizers.SGD(0.25)).minimize(lambda: tf.constant(1.0), [tf.constant(1.0)])
 
 
 def test_warnings_come_once(optimizers, var):
