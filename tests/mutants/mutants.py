@@ -192,11 +192,13 @@ tests/documents/test_documented_steps.py
     tensorflow unscaled: gradient / divisor -> gradient * tf.math.reciprocal(divisor)
         -k divides_exactly
     tensorflow unscaled: divided(gradient.values) -> gradient.values  -k indexed_slices
+tests/conformance/test_page_matrix.py
     keras LossScaleOptimizer._differentiated: self.get_scaled_loss
-        -> lambda loss: loss() if callable(loss) else loss  -k minimize
+        -> lambda loss: loss() if callable(loss) else loss  -k minimize_is_a_step
     keras_common KerasCommonOptimizer.get_updates: self._apply_unscaled(location, pairs, None)
-        -> self._apply_unscaled(location, pairs[:0], None)  -k get_updates
-    keras_common KerasCommonOptimizer.get_gradients: callable(loss) -> True  -k works_in_a_graph
+        -> self._apply_unscaled(location, pairs[:0], None)  -k gradients_are_returned
+    keras_common KerasCommonOptimizer.get_gradients: callable(loss) -> True
+        -k gradients_of_a_tensor
 tests/frameworks/keras/test_distribution.py
     tensorflow all_replicas_finite: ... < 0.5 -> ... < 1.5  -k overflow_on_one_replica
     keras_common KerasCommonOptimizer.apply_gradients:
