@@ -91,7 +91,11 @@ def scales_what_is_between(at):
 def is_fixed_or_moves(at):
     for fixed, expected in ((True, (8.0, -INF)), (False, (4.0, 1.0))):
         optimizer, var = at.new(fixed=fixed), at.variable()
+        before = at.loss_scale(optimizer)
         at.step(lambda o=optimizer, v=var: o.minimize(lambda: v * INF, [v]))()
+        # A tensor, which does not move with the optimizer.
+        assert (at.array(before).dtype, at.array(before).shape) == (np.float32, ())
+        assert at.number(before) == 8.0
         assert (at.number(at.loss_scale(optimizer)), at.number(var)) == expected
 
 
@@ -320,22 +324,30 @@ def slots_are_found(at):
     assert optimizer.get_slot_names() == ["momentum"]
     for var, expected in ((first, [-0.5, -1.0]), (second, -1.5)):
         assert at.array(optimizer.get_slot(var, "momentum")).tolist() == expected
+    said = r"^SGD has no slot '\w+' for the variable .* Its slots are \['momentum'\]"
     for wrong in ((first, "nothing"), (at.variable(), "momentum")):
-        with pytest.raises(KeyError, match="SGD has no slot"):
+        with pytest.raises(KeyError, match=said):
             optimizer.get_slot(*wrong)
-    # By the names of that time.
-    for name, slots in {
-        "Adam": ("m", "v"),
-        "RMSprop": ("rms",),
-        "Adagrad": ("accumulator",),
-        "Adadelta": ("accum_grad", "accum_var"),
-        "Adamax": ("m", "v"),
-        "Nadam": ("m", "v"),
-        "Ftrl": ("accumulator", "linear"),
-    }.items():
-        optimizer, first, _ = _trained(at, at.inner(name))
-        for slot in slots:
-            assert at.array(optimizer.get_slot(first, slot)).shape == (2,)
+    # By the names of that time; after one step with the gradients 2 and 4.
+    means, squares = [1.0, 2.0], [2.0, 8.0]
+    of_rmsprop = {"rho": 0.5, "momentum": 0.5, "centered": True}
+    for name, settings, slots in (
+        ("Adam", {"beta_1": 0.5, "beta_2": 0.5}, {"m": means, "v": squares}),
+        ("RMSprop", of_rmsprop, {"rms": squares, "mg": means, "momentum": None}),
+        ("Adagrad", {"initial_accumulator_value": 1.0}, {"accumulator": [5.0, 17.0]}),
+        ("Adadelta", {}, {"accum_grad": None, "accum_var": None}),
+        ("Adamax", {"beta_1": 0.5}, {"m": means, "v": [2.0, 4.0]}),
+        ("Nadam", {}, {"m": None, "v": None}),
+        ("Ftrl", {}, {"accumulator": None, "linear": None}),
+    ):
+        optimizer, first, _ = _trained(at, at.inner(name, **settings))
+        if at.keras.__name__ == "tf_keras":
+            assert set(optimizer.get_slot_names()) == set(slots)
+        for slot, values in slots.items():
+            found = at.array(optimizer.get_slot(first, slot))
+            assert found.shape == (2,)
+            if values is not None:
+                np.testing.assert_allclose(found, values, rtol=1e-6)
 
 
 # --- apply_gradients ----------------------------------------------------------------------------
@@ -533,6 +545,10 @@ def weights_go_into_another(at):
     at.assert_same(optimizer.get_weights(), other.get_weights())
     at.assert_same(at.state(optimizer, first, second)[-2:], at.state(other, first2, second2)[-2:])
     count, *momenta = optimizer.get_weights()
+    # A count that is set stays, whatever was skipped.
+    optimizer.minimize(lambda: first[0] * INF, [first])
+    optimizer.set_weights([np.array(10), *momenta])
+    assert optimizer.get_weights()[0] == 10
     for wrong in ([], [count], [count, *momenta, count], [count, np.ones(5), momenta[1]]):
         _is_refused(
             at, ValueError, lambda w=wrong: optimizer.set_weights(w), optimizer, match="weight"

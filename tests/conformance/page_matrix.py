@@ -12,7 +12,7 @@ import pathlib
 import re
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,12 +32,12 @@ class Entry:
     """What one function asks a wrapper for; page_cells.toml says what the fields are."""
 
     members: dict[str, list[str]]
-    again: list[str]
-    forms: list[str]
-    step: bool | str
-    lacks: list[str]
-    because: str
-    error: str | None
+    again: Sequence[str] = ()
+    forms: Sequence[str] = (CURRENT, EXPERIMENTAL)
+    step: bool | str = False
+    lacks: Sequence[str] = ()
+    because: str = ""
+    error: str | None = None
 
     def ways(self, column: str) -> list[tuple[str, bool]]:
         """The documented classes that it is asked of, and whether inside a `tf.function`."""
@@ -51,18 +51,14 @@ class Entry:
 def entries() -> dict[str, Entry]:
     """Returns the entries by the names of their functions."""
     text = pathlib.Path(__file__).with_name("page_cells.toml").read_text("utf-8")
-    found = {}
-    for name, given in tomllib.loads(text).items():
-        settings = {
-            "again": given.pop("again", []),
-            "forms": given.pop("forms", [CURRENT, EXPERIMENTAL]),
-            "step": given.pop("step", False),
-            "lacks": given.pop("lacks", []),
-            "because": given.pop("because", ""),
-            "error": given.pop("error", None),
-        }
-        found[name] = Entry(members=given, **settings)
-    return found
+    settings = {field.name for field in dataclasses.fields(Entry)}
+    return {
+        name: Entry(
+            {key: value for key, value in given.items() if key not in settings},
+            **{key: value for key, value in given.items() if key in settings},
+        )
+        for name, given in tomllib.loads(text).items()
+    }
 
 
 def table() -> str:

@@ -24,17 +24,6 @@ def test_what_describes_the_scale_cannot_be_set(form, name):
         setattr(form.dynamic(sgd()), name, 1)
 
 
-def test_loss_scale_is_a_float32_scalar_that_does_not_move_with_the_optimizer(form, var):
-    optimizer = form.dynamic(sgd(), 8)
-    before = form.tensor_of(optimizer)
-    for scale in (before, form.tensor_of(form.fixed(sgd(), 8))):
-        assert tf.is_tensor(scale)
-        assert (scale.dtype, scale.shape) == (tf.float32, ())
-    overflow(optimizer, var)
-    assert form.scale_of(optimizer) == 4.0
-    assert before == 8.0
-
-
 def test_a_first_scale_below_1_is_its_own_floor(form, var):
     optimizer = form.dynamic(sgd(), 0.25)
     overflow(optimizer, var)
@@ -109,16 +98,6 @@ def _trained(form, inner, steps=1):
     return optimizer, first, second
 
 
-def test_iterations_that_were_set_stay_after_skipped_steps(form):
-    optimizer, *variables = _trained(form, sgd(momentum=0.5))
-    overflow(optimizer, *variables)
-    assert optimizer.iterations == 2
-    weights = optimizer.get_weights()
-    weights[0] = np.array(10)
-    optimizer.set_weights(weights)
-    assert optimizer.get_weights()[0] == 10
-
-
 def test_set_weights_sets_all_variables_with_the_loss_scale_too(form):
     optimizer, *_ = _trained(form, sgd(momentum=0.5), steps=2)
     other, *_ = _trained(form, sgd(momentum=0.5))
@@ -133,47 +112,6 @@ def test_set_weights_before_the_first_step_says_that_it_is_too_early(form):
 
 
 # --- get_slot, add_slot, get_slot_names, add_weight ---------------------------------------------
-
-# The state after one step with the gradients (2, 4) and 6, by every name that it has, and first
-# by those that get_slot_names lists.
-_MOMENTA, _SQUARES = ([1.0, 2.0], 3.0), ([2.0, 8.0], 18.0)
-_SLOTS = {
-    "SGD": (lambda: sgd(), {}, {}),
-    "SGD_momentum": (lambda: sgd(0.5, momentum=0.5), {"momentum": ([-1.0, -2.0], -3.0)}, {}),
-    "Adam": (
-        lambda: keras.optimizers.Adam(beta_1=0.5, beta_2=0.5),
-        {"momentum": _MOMENTA, "velocity": _SQUARES},
-        {"m": _MOMENTA, "v": _SQUARES},
-    ),
-    "RMSprop": (
-        lambda: keras.optimizers.RMSprop(rho=0.5),
-        {"velocity": _SQUARES},
-        {"rms": _SQUARES},
-    ),
-    "RMSprop_momentum": (
-        # Its momentum is the step: the learning rate by the signs, of gradients over their roots.
-        lambda: keras.optimizers.RMSprop(0.5, rho=0.0, momentum=0.5),
-        {"velocity": ([4.0, 16.0], 36.0), "momentum": ([0.5, 0.5], 0.5)},
-        {"rms": ([4.0, 16.0], 36.0)},
-    ),
-    "Adagrad": (
-        lambda: keras.optimizers.Adagrad(initial_accumulator_value=1.0),
-        {"accumulator": ([5.0, 17.0], 37.0)},
-        {},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", _SLOTS)
-def test_slots_are_the_state_of_a_variable(form, name):
-    make, listed, other_names = _SLOTS[name]
-    optimizer, *variables = _trained(form, make())
-    assert sorted(optimizer.get_slot_names()) == sorted(listed)
-    for slot, expected in {**listed, **other_names}.items():
-        for var, values in zip(variables, expected, strict=True):
-            found = optimizer.get_slot(var, slot)
-            np.testing.assert_allclose(tf.convert_to_tensor(found), values, rtol=1e-6)
-            assert any(found is v for v in optimizer.inner_optimizer.variables)
 
 
 def test_get_slot_finds_the_state_of_every_optimizer_of_a_multi_optimizer(form):
@@ -191,16 +129,6 @@ def test_get_slot_finds_the_state_of_every_optimizer_of_a_multi_optimizer(form):
     assert optimizer.get_slot(layer.bias, "velocity").shape == (2,)
     with pytest.raises(KeyError):
         optimizer.get_slot(layer.bias, "momentum")
-
-
-def test_an_unknown_slot_is_a_key_error_with_a_readable_message(form):
-    optimizer, first, _ = _trained(form, sgd(momentum=0.5))
-    with pytest.raises(KeyError) as caught:
-        optimizer.get_slot(first, "velocity")
-    assert str(caught.value).startswith("SGD has no slot 'velocity' for the variable")
-    assert "Its slots are ['momentum']" in str(caught.value)
-    with pytest.raises(KeyError, match="SGD has no slot 'momentum' for the variable"):
-        optimizer.get_slot(tf.Variable(1.0), "momentum")
 
 
 @pytest.mark.parametrize(

@@ -21,32 +21,6 @@ def var():
     return tf.Variable([1.0, 2.0])
 
 
-@pytest.mark.parametrize(
-    ("name", "slots"),
-    [
-        ("SGD", {"momentum"}),
-        ("Adam", {"m", "v"}),
-        ("RMSprop", {"rms", "momentum", "mg"}),
-        ("Adagrad", {"accumulator"}),
-        ("Adadelta", {"accum_grad", "accum_var"}),
-        ("Adamax", {"m", "v"}),
-        ("Nadam", {"m", "v"}),
-        ("Ftrl", {"accumulator", "linear"}),
-    ],
-)
-def test_slots_have_their_documented_names(optimizers, var, name, slots):
-    settings = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}}
-    optimizer = wrapped(getattr(optimizers, name)(0.1, **settings.get(name, {})))
-    step(optimizer, [var], [[0.5, 0.5]])
-    assert set(optimizer.get_slot_names()) == slots
-    for slot in slots:
-        assert optimizer.get_slot(var, slot).shape == var.shape
-    with pytest.raises(KeyError, match="no slot 'nothing'"):
-        optimizer.get_slot(var, "nothing")
-    with pytest.raises(KeyError, match="no slot"):
-        optimizer.get_slot(tf.Variable(1.0), next(iter(slots)))
-
-
 def test_slots_and_weights_can_be_added(optimizers, var, tmp_path):
     optimizer = wrapped(optimizers.SGD(0.5))
     slot = optimizer.add_slot(var, "average", initializer="ones")
