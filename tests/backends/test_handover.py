@@ -82,14 +82,26 @@ def test_gradients_of_a_loss_that_another_optimizer_scaled_are_an_error(calls):
 def test_one_optimizer_may_unscale_the_gradients_of_another():
     first = made()
     second = made({"b": first.variables["b"]})
-    with warnings.catch_warnings():
-        # It has scaled no loss itself.
-        warnings.filterwarnings("ignore", "apply_gradients.*never scaled")
-        for _ in range(2):
-            first.calls("hand unscale:ab unscaled:a")
-            second.divided = first.divided
-            second.calls("unscaled:b")
+    # Without a warning that it has scaled no loss itself, which would be an error.
+    for _ in range(2):
+        first.calls("hand unscale:ab unscaled:a")
+        second.divided = first.divided
+        second.calls("unscaled:b")
     assert first.gone() == {"a": -2.0, "b": 0.5}
+    # None of them is left.
+    with pytest.warns(lossscale.LossScaleWarning, match="the loss was never scaled"):
+        second.calls("unscaled:b")
+
+
+def test_where_keras_has_no_optimizer_of_several_an_error_names_another_way(monkeypatch):
+    # Before Keras 3.15.
+    monkeypatch.delattr(keras.optimizers, "MultiOptimizer", raising=False)
+    first = made()
+    second = made({"b": first.variables["b"]})
+    first.calls("scale")
+    second.of_scaled = first.of_scaled
+    with pytest.raises(ValueError, match="unscale all gradients with get_unscaled_gradients"):
+        second.calls("apply:b")
 
 
 def test_an_optimizer_of_another_model_is_not_taken_for_one_of_the_same_loss():

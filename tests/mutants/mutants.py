@@ -130,7 +130,8 @@ tests/conformance/test_promises.py -k torch-native-device
 tests/conformance/test_promises.py -k 'optax-native-jit and makes_infinite'
     optax may_be_below_one: lowest is None or lowest < 1.0 -> False
 tests/conformance/test_fast_path.py
-    tensorflow all_finite: ask_again(...) -> tf.constant(False)  -k function and momentum
+    tensorflow all_finite: _all_true(each_finite(large)) -> tf.constant(False)
+        -k function and momentum
     tensorflow _sums: tf.reduce_all -> tf.reduce_any  -k function and momentum
     tensorflow _all_true: tf.reduce_all -> tf.reduce_any  -k function and momentum
     tensorflow _in_turn: tf.constant(False) -> tf.constant(True)  -k xla and momentum
@@ -220,9 +221,10 @@ tests/frameworks/keras/test_programs.py -k translated
     common do_not_convert: function.autograph_info__ = {} -> pass
     tensorflow translated: tf.executing_eagerly() -> True
 tests/frameworks/keras/test_persistence.py
-    keras KerasScaleVariables.restore: self.rule.restored(state) -> state  -k saved_scale
+    keras_common ScaleVariables.restored: self.rule.restored(...) -> ...  -k saved_scale
 tests/frameworks/tf_keras/test_files.py
-    tf_keras _make_valid: state.rule.restored(...) -> ...  -k outside_the_limits
+    keras_common on tf_keras ScaleVariables.restored: self.rule.restored(...) -> ...
+        -k outside_the_limits
 tests/conformance/test_what_rules_see.py
     keras on torch LossScaleOptimizer._update_scale: self._rule.checks_gradients
         -> not isinstance(stats.finite, bool)

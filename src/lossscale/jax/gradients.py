@@ -13,7 +13,7 @@ from jax.experimental.sparse import BCOO
 
 from lossscale.common.sizes import small_and_large
 from lossscale.jax.apply_or_skip import is_laid_out
-from lossscale.jax.jaxprs import static_size
+from lossscale.jax.jaxprs import is_traced, static_size
 from lossscale.rules import GradientStats, StatsRequest
 
 
@@ -76,8 +76,7 @@ def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[
 
 def flat_gradients(gradients: Any) -> list[Any]:
     """The gradients in a nest, without None."""
-    leaves: list[Any] = jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, BCOO))
-    return leaves
+    return list(jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, BCOO)))
 
 
 def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
@@ -99,9 +98,9 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
     parts = [part for gradient in gradients for part in real_parts(gradient)]
     if not parts:
         return jnp.asarray(True)
-    traced = any(isinstance(array, jax.core.Tracer) for array in [*parts, scale])
     # Outside of jit, this is one dispatch instead of many.
-    return (_all_finite if traced else _all_finite_jit)(parts, scale, powers_of_two)
+    compute = _all_finite if is_traced([*parts, scale]) else _all_finite_jit
+    return compute(parts, scale, powers_of_two)
 
 
 def _all_finite(parts: Sequence[Any], scale: Any, powers_of_two: bool) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call"}
@@ -34,6 +35,11 @@ def bind(jaxpr: Any, equation: Any, arguments: Sequence[Any]) -> list[Any]:
     return list(jaxpr_as_fun(ClosedJaxpr(alone, []))(*(argument for _, argument in given)))
 
 
+def is_traced(values: Sequence[Any]) -> bool:
+    """Whether one of these arrays is traced."""
+    return any(isinstance(value, jax.core.Tracer) for value in values)
+
+
 def static_size(array: Any) -> int | None:
     """How many elements an array has; None if that is a symbol (`jax.export`)."""
     return array.size if isinstance(array.size, int) else None
@@ -46,8 +52,7 @@ def branches(equation: Any) -> Sequence[Any]:
     """
     if equation.primitive.name != "cond" or equation.params.get("branches_platforms"):
         return ()
-    found: Sequence[Any] = equation.params["branches"]
-    return found
+    return tuple(equation.params["branches"])
 
 
 def called(equation: Any) -> Any:

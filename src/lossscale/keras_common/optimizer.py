@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -212,7 +213,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     def _apply_unscaled(self, location: Any, pairs: list[Any], name: str | None) -> Any:
         # Also if a subclass unscales without calling the method of this class.
-        self._scaling.note_all_unscaled(location)
+        self._scaling.note_unscaled(location, math.inf)
         named: dict[str, Any] = {} if name is None else {"name": name}
         return self.apply_gradients(pairs, **named)
 
@@ -347,8 +348,7 @@ class KerasCommonOptimizer(DocumentedMembers):
     @classmethod
     def _registered_name(cls, named: type[Any]) -> str:
         """Returns the name by which a configuration can name a class."""
-        name: str = cls._library.saving.get_registered_name(named)
-        return name
+        return str(cls._library.saving.get_registered_name(named))
 
     @classmethod
     def _with_class_named(cls, described: Any, custom_objects: Any) -> dict[str, Any]:

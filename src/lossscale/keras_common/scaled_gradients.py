@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -73,6 +72,12 @@ _OF_ANOTHER = (
     "optimizer."
 )
 
+UNSCALED_BY_ONE = (
+    "unscale all gradients with get_unscaled_gradients() of the optimizer that scaled it, and "
+    "give each optimizer its part"
+)
+"""How one loss is trained by several optimizers, where no single one can be made of them."""
+
 _SCALE = {"scale_loss", "get_scaled_loss"}
 
 
@@ -129,7 +134,7 @@ class ScaledGradientTracker:
     # The last call of any optimizer that scaled or unscaled: whose, its verb, and where.
     _last: ClassVar[tuple[Any, str, weakref.ref[Any] | None] | None] = None
 
-    def __init__(self, is_fixed: bool, way: str) -> None:
+    def __init__(self, is_fixed: bool, way: str = UNSCALED_BY_ONE) -> None:
         # By replica, because each scales its own loss. Not by thread:
         # TensorFlow's replicas get new threads on every run.
         self._records: defaultdict[int, _Record] = defaultdict(_Record)
@@ -173,10 +178,6 @@ class ScaledGradientTracker:
         for record in self._note(location, "get_unscaled_gradients"):
             record.unscaled = count + (0 if record.is_elsewhere(graph) else record.unscaled)
             record.graph, record.is_home = _reference(graph), False
-
-    def note_all_unscaled(self, location: Location) -> None:
-        """Records that the next applied gradients are not scaled."""
-        self.note_unscaled(location, math.inf)
 
     @contextlib.contextmanager
     def isolated_step(self, location: Location) -> Iterator[None]:
@@ -243,6 +244,8 @@ class ScaledGradientTracker:
         if not kinds and record.losses:
             self._warn_once(_AGAIN.format("applied as they are, and not divided by the loss scale"))
         elif not kinds and "get_unscaled_gradients" not in record.calls:
+            if not record.calls and self._takes_unscaled_of_another(location, len(variables)):
+                return None
             self._check_not_of_another(location, "apply_gradients")
             self._warn_once(_NOT_UNSCALED if record.calls else _NOTHING_SCALED)
         return next(iter(kinds), None)
@@ -279,6 +282,16 @@ class ScaledGradientTracker:
             return
         if is_here and not is_ready:
             raise GradientsError(_OF_ANOTHER.format(verb=verb, way=self._way))
+
+    def _takes_unscaled_of_another(self, location: Location, count: int) -> bool:
+        """Uses up gradients that another optimizer unscaled here and left, if there are as many."""
+        graph, (replica, *_) = location
+        owner = None if self._last is None else self._last[0]()
+        record = None if owner is None else owner._records.get(replica)
+        if record is None or record.unscaled < count or record.is_elsewhere(graph):
+            return False
+        record.unscaled -= count
+        return True
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
