@@ -3,12 +3,10 @@
 import warnings
 
 import keras
-import numpy as np
 import pytest
 
 import lossscale
 from backends.programs import PROGRAMS, WITH_MINIMIZE, expected, made
-from backends.support import BACKEND, number, wrapped
 
 
 def check(program, warning, times=1):
@@ -172,13 +170,3 @@ def test_a_call_that_fails_uses_nothing_up():
         run.optimizer.apply_gradients(pairs)
     run.calls("apply:a apply:b")
     assert run.gone() == {"a": -1.0, "b": 0.25}
-
-
-@pytest.mark.skipif(BACKEND == "jax", reason="there the state goes through stateless_apply")
-def test_apply_gradients_returns_the_number_of_steps():
-    # Keras' own class returns a counter of its own, which stays 0.
-    optimizer = wrapped(keras.optimizers.SGD(1.0))
-    variable = keras.Variable([1.0])
-    for steps, value in ((1, 1.0), (2, np.nan)):
-        scaled = optimizer.scale_loss(keras.ops.convert_to_tensor([value]))
-        assert number(optimizer.apply_gradients([(scaled, variable)])) == steps

@@ -35,6 +35,7 @@ class Entry:
     again: Sequence[str] = ()
     forms: Sequence[str] = (CURRENT, EXPERIMENTAL)
     step: bool | str = False
+    test: Sequence[str] = ()
     lacks: Sequence[str] = ()
     because: str = ""
     error: str | None = None

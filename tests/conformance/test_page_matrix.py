@@ -14,7 +14,8 @@ from documents.pages import blocks
 from pages import DOCS
 
 ENTRIES = entries()
-PAGES = pathlib.Path(__file__).parents[2].parent / "shared" / "seeds"
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = ROOT.parent / "shared" / "seeds"
 
 if KERAS == "none":
     pytest.skip("every column is of a Keras", allow_module_level=True)
@@ -27,6 +28,7 @@ HERE = {"keras": [f"keras-{BACKEND}"], "tf_keras": ["tf_keras-new", "tf_keras-le
     [
         pytest.param(name, column, *way, id=f"{column}-{way[0]}{'-function' * way[1]}-{name}")
         for name, entry in ENTRIES.items()
+        if not entry.test
         for column in HERE
         for way in entry.ways(column)
     ],
@@ -37,6 +39,11 @@ def test_what_the_pages_say(name, column, form, in_function):
     raises = pytest.raises(Exception, match=entry.error) if lacks else contextlib.nullcontext()
     with raises:
         ask(Program(column, form, in_function))
+
+
+def test_the_tests_that_entries_name_are_there():
+    for path, name in (each.split("::") for entry in ENTRIES.values() for each in entry.test):
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8")
 
 
 def test_the_table_on_the_page_is_that_of_the_entries():

@@ -1,7 +1,7 @@
-"""The documented members that take no step: what they do besides what the pages say.
+"""The documented members: what they do besides what the pages say.
 
 What the pages say is asked of every wrapper by `conformance/test_page_matrix.py`. Every test runs
-on both documented classes.
+on both documented classes, and where a step is taken, on the current one also in a `tf.function`.
 """
 
 import keras
@@ -11,17 +11,7 @@ import tensorflow as tf
 
 import lossscale
 from documents import forms
-from documents.forms import INF, assert_same, everything, overflow, sgd
-
-# --- inner_optimizer, dynamic, initial_scale, dynamic_growth_steps, dynamic_counter, loss_scale -
-
-
-@pytest.mark.parametrize(
-    "name", ["dynamic", "initial_scale", "dynamic_growth_steps", "dynamic_counter", "loss_scale"]
-)
-def test_what_describes_the_scale_cannot_be_set(form, name):
-    with pytest.raises(AttributeError):
-        setattr(form.dynamic(sgd()), name, 1)
+from documents.forms import INF, assert_same, everything, number, overflow, sgd
 
 
 def test_a_first_scale_below_1_is_its_own_floor(form, var):
@@ -29,9 +19,6 @@ def test_a_first_scale_below_1_is_its_own_floor(form, var):
     overflow(optimizer, var)
     assert form.scale_of(optimizer) == 0.25
     assert optimizer.steps_skipped == 1
-
-
-# --- The constructor's errors -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -57,9 +44,6 @@ def test_arguments_that_cannot_be_used_are_refused(arguments, error, message):
     lossscale.LossScaleOptimizer(inner)
 
 
-# --- iterations, learning_rate, lr --------------------------------------------------------------
-
-
 def test_a_schedule_follows_the_applied_steps(form, stepped, var):
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([1], [0.5, 0.25])
     optimizer = form.dynamic(keras.optimizers.SGD(schedule))
@@ -73,62 +57,9 @@ def test_a_schedule_follows_the_applied_steps(form, stepped, var):
     assert optimizer.iterations == 4
 
 
-def test_other_settings_of_the_inner_optimizer_are_read_and_written_too(form):
-    inner = sgd(momentum=0.5, clipnorm=1.0)
-    optimizer = form.dynamic(inner)
-    assert (optimizer.momentum, optimizer.clipnorm) == (0.5, 1.0)
-    optimizer.clipnorm = 2.0
-    optimizer.momentum = 0.25
-    assert (inner.clipnorm, inner.momentum) == (2.0, 0.25)
-    # What it has not is an error, and not silently kept.
-    with pytest.raises(AttributeError, match="SGD, has an attribute 'learning_rte'"):
-        _ = optimizer.learning_rte
-    with pytest.raises(AttributeError, match="has no setting 'beta_1'"):
-        optimizer.beta_1 = 0.5
-
-
-# --- weights, variables, get_weights, set_weights -----------------------------------------------
-
-
-def _trained(form, inner, steps=1):
-    first, second = tf.Variable([1.0, 2.0], name="first"), tf.Variable(3.0, name="second")
-    optimizer = form.dynamic(inner, 8)
-    for _ in range(steps):
-        optimizer.minimize(lambda: tf.reduce_sum(first**2) + second**2, [first, second])
-    return optimizer, first, second
-
-
-def test_set_weights_sets_all_variables_with_the_loss_scale_too(form):
-    optimizer, *_ = _trained(form, sgd(momentum=0.5), steps=2)
-    other, *_ = _trained(form, sgd(momentum=0.5))
-    other.set_weights([np.array(tf.convert_to_tensor(v)) for v in optimizer.variables])
-    assert_same(everything(optimizer), everything(other))
-    assert other.dynamic_counter == 2
-
-
 def test_set_weights_before_the_first_step_says_that_it_is_too_early(form):
     with pytest.raises(ValueError, match="It is not built yet"):
         form.dynamic(sgd(momentum=0.5)).set_weights([np.array(1), np.ones(2)])
-
-
-# --- get_slot, add_slot, get_slot_names, add_weight ---------------------------------------------
-
-
-def test_get_slot_finds_the_state_of_every_optimizer_of_a_multi_optimizer(form):
-    layer = keras.layers.Dense(2)
-    layer.build((None, 3))
-    inner = keras.optimizers.MultiOptimizer(
-        lambda variable: (
-            sgd(momentum=0.5) if variable.path.endswith("kernel") else keras.optimizers.RMSprop()
-        )
-    )
-    optimizer = form.dynamic(inner)
-    optimizer.minimize(lambda: tf.reduce_sum(layer(tf.ones([1, 3]))), layer.trainable_variables)
-    assert set(optimizer.get_slot_names()) == {"momentum", "velocity"}
-    assert optimizer.get_slot(layer.kernel, "momentum").shape == (3, 2)
-    assert optimizer.get_slot(layer.bias, "velocity").shape == (2,)
-    with pytest.raises(KeyError):
-        optimizer.get_slot(layer.bias, "momentum")
 
 
 @pytest.mark.parametrize(
@@ -175,3 +106,165 @@ def test_what_programs_read_that_is_on_no_page(form):
         loss_scale = optimizer.loss_scale
         assert float(loss_scale._current_loss_scale) == 8.0
         assert int(loss_scale._num_good_steps) == 0
+
+
+def test_minimize_takes_the_variables_that_it_is_given_or_all_trainable_ones_of_the_loss(form):
+    first, second = tf.Variable(1.0), tf.Variable(2.0)
+    frozen = tf.Variable(3.0, trainable=False)
+    optimizer = form.dynamic(sgd())
+    for variables, expected in ((None, [0.5, 1.0, 3.0]), ([first], [0.25, 1.0, 3.0])):
+        optimizer.minimize(lambda: first**2 + second**2 + frozen**2, variables)
+        assert [v.numpy() for v in (first, second, frozen)] == expected
+
+
+@pytest.mark.parametrize("make", [tf.Variable, keras.Variable])
+def test_minimize_takes_a_tensor_with_the_tape_that_recorded_it(form, stepped, make):
+    var, optimizer = make(1.0), form.dynamic(sgd())
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = var**2
+        optimizer.minimize(loss, [var], tape=tape)
+
+    stepped(step)()
+    assert number(var) == 0.5
+
+
+@pytest.mark.parametrize("grad_loss", [np.array([1, 3], "float16"), [1.0, 3.0]])
+def test_grad_loss_may_be_an_array_or_a_list(form, grad_loss):
+    var = tf.Variable([1.0, 1.0])
+    form.dynamic(sgd(), 8).minimize(lambda: tf.cast(var**2, "float16"), [var], grad_loss)
+    np.testing.assert_array_equal(var, [0.5, -0.5])
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        pytest.param(lambda v: v**2, "`loss` must be a callable", id="tensor_and_no_tape"),
+        pytest.param(
+            lambda v: lambda: tf.constant(1.0), "No gradients provided for any", id="no_gradient"
+        ),
+    ],
+)
+def test_minimize_refuses_what_it_cannot_use_and_changes_nothing(form, stepped, var, loss, message):
+    optimizer = form.dynamic(sgd())
+    optimizer.minimize(lambda: var**2, [var])
+    before = everything(optimizer, var)
+    with pytest.raises(ValueError, match=message):
+        stepped(lambda: optimizer.minimize(loss(var), [var]))()
+    assert_same(before, everything(optimizer, var))
+
+
+@pytest.mark.parametrize(
+    ("loss", "dtype"),
+    [
+        pytest.param(tf.constant(3.0, "bfloat16"), "float32", id="bfloat16"),
+        pytest.param(tf.constant(3.0, "float64"), "float64", id="float64"),
+        pytest.param(np.float64(3), "float64", id="numpy_float64"),
+        pytest.param(tf.Variable(3.0), "float32", id="variable"),
+        pytest.param(keras.Variable(3.0), "float32", id="keras_variable"),
+    ],
+)
+def test_the_scaled_loss_is_the_product_in_float32_or_wider(form, stepped, loss, dtype):
+    optimizer = form.dynamic(sgd())
+    scaled = stepped(lambda: optimizer.get_scaled_loss(loss))()
+    assert scaled.dtype == dtype
+    assert scaled.shape == np.shape(loss)
+    assert (scaled.numpy() == 3 * 2.0**15).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [
+        ("bfloat16", "float32"),
+        ("float32", "float32"),
+        ("float64", "float64"),
+    ],
+)
+def test_unscaled_gradients_are_float32_or_wider(form, stepped, dtype, wide):
+    # The second one is the smallest float16, of which float16 would make zero.
+    given = tf.constant([4.0, -(2.0**-24)], dtype)
+    optimizer = form.dynamic(sgd(), 2.0**25)
+    (gradient,) = stepped(lambda: optimizer.get_unscaled_gradients([given]))()
+    assert gradient.dtype == wide
+    np.testing.assert_array_equal(gradient, [2.0**-23, -(2.0**-49)])
+
+
+def test_a_scale_that_is_no_power_of_two_divides_exactly(form, stepped):
+    optimizer = form.fixed(sgd(), 3)
+    (gradient,) = stepped(lambda: optimizer.get_unscaled_gradients([tf.constant(10.0)]))()
+    assert gradient.numpy() == np.float32(10) / np.float32(3)
+    assert float(gradient) == 3.3333332538604736
+    # What multiplying by the rounded reciprocal gives.
+    assert np.float32(10) * (np.float32(1) / np.float32(3)) != gradient.numpy()
+
+
+def test_indexed_slices_stay_indexed_slices(form, stepped):
+    optimizer = form.dynamic(sgd(), 8)
+    for dense_shape in (tf.constant([4, 1]), None):
+        scaled = tf.IndexedSlices(
+            tf.constant([[8.0], [16.0]], "float16"), tf.constant([2, 0]), dense_shape
+        )
+        (gradient,) = stepped(lambda given: optimizer.get_unscaled_gradients([given]))(scaled)
+        assert isinstance(gradient, tf.IndexedSlices)
+        assert gradient.dtype == "float32"
+        np.testing.assert_array_equal(gradient.values, [[1.0], [2.0]])
+        np.testing.assert_array_equal(gradient.indices, [2, 0])
+        assert (gradient.dense_shape is None) == (dense_shape is None)
+
+
+def test_gradients_that_are_no_list_are_a_type_error(form):
+    with pytest.raises(TypeError, match="must be a list of gradients"):
+        form.dynamic(sgd()).get_unscaled_gradients(1.0)
+
+
+def test_indexed_slices_of_a_tape_are_applied_if_they_are_finite(form, stepped):
+    table = tf.Variable(tf.ones([4, 2]))
+    optimizer = form.dynamic(sgd(0.5))
+
+    def step(factor):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(factor * tf.gather(table, [1, 3]) ** 2)
+            scaled = optimizer.get_scaled_loss(loss)
+        gradients = optimizer.get_unscaled_gradients(tape.gradient(scaled, [table]))
+        assert isinstance(gradients[0], tf.IndexedSlices)
+        optimizer.apply_gradients(zip(gradients, [table], strict=True))
+
+    step = stepped(step)
+    for factor, scale in ((1.0, 2.0**15), (INF, 2.0**14)):
+        step(tf.constant(factor))
+        np.testing.assert_array_equal(table, [[1, 1], [0, 0], [1, 1], [0, 0]])
+        assert form.scale_of(optimizer) == scale
+
+
+@pytest.mark.parametrize("third", [True, False])
+def test_a_third_argument_of_apply_gradients_is_what_it_was_or_refused(form, var, third):
+    optimizer = form.dynamic(sgd(1.0), 8)
+    var.assign(tf.ones_like(var))
+    (gradient,) = optimizer.get_unscaled_gradients([optimizer.get_scaled_loss(tf.ones_like(var))])
+    before = everything(optimizer, var)
+    if form is forms.EXPERIMENTAL:
+        optimizer.apply_gradients([(gradient, var)], None, third)
+        np.testing.assert_array_equal(var, tf.zeros_like(var))
+        return
+    said = f"experimental_aggregate_gradients={third}"
+    with pytest.raises(TypeError, match=said):
+        optimizer.apply_gradients([(gradient, var)], None, third)
+    assert_same(before, everything(optimizer, var))
+
+
+def test_a_variable_the_optimizer_was_not_built_with_is_a_value_error(form, var, loss_fn):
+    optimizer = form.dynamic(sgd())
+    optimizer.minimize(loss_fn, [var])
+    other = tf.Variable(1.0)
+    before = everything(optimizer, var, other)
+    with pytest.raises(ValueError, match=r"(?i)unknown variable|was not recognized|not recognize"):
+        optimizer.minimize(lambda: other**2, [other])
+    assert_same(before, everything(optimizer, var, other))
+
+
+def test_a_tensor_outside_a_graph_is_a_value_error_that_says_where(form, var):
+    optimizer = form.dynamic(sgd())
+    for verb in (optimizer.get_gradients, optimizer.get_updates):
+        with pytest.raises(ValueError, match=r"inside a tf\.function"):
+            verb(var**2, [var])

@@ -342,13 +342,3 @@ def test_no_block_is_overlooked(page):
 
 
 # --- Signatures, members and names ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("page", _RUNNABLE)
-def test_every_full_name_on_a_page_leads_to_the_class(page):
-    names = set(re.findall(r"\btf(?:\.\w+)+\.LossScaleOptimizer\b", _text(page)))
-    assert names
-    for name in names:
-        package = lossscale.experimental if ".experimental." in name else lossscale
-        assert eval(name, {"tf": tf}) is package.keras.LossScaleOptimizer
-        assert issubclass(package.keras.LossScaleOptimizer, package.LossScaleOptimizer)

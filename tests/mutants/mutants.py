@@ -166,6 +166,7 @@ tests/backends/test_files.py
     keras_common KerasCommonOptimizer: {'inner_optimizer', 'get_slot_names'} -> {'get_slot_names'}
         -k plain_optimizer
     keras load_inner: optimizer._iterations.follow() -> pass  -k plain_optimizer or own_class
+    keras set_weights: targets = all_variables -> targets = weights  -k set_weights
 tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
     diagnosis _beyond: error ** 2 - best ** 2 -> error ** 2
     diagnosis _rounded_to_bfloat16: np.uint32(0x8000) -> np.uint32(0)
@@ -187,8 +188,6 @@ tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
     diagnosis Report.recommendations: _ORDER.index(item[1].verdict) -> 0
 tests/documents/test_documented_members.py
     arguments rule_from_arguments: min(1.0, settings['initial_scale']) -> 1.0  -k floor
-    keras set_weights: targets = all_variables -> targets = weights  -k set_weights
-tests/documents/test_documented_steps.py
     tensorflow widened: tf.cast(tensor, tf.float32) -> tensor  -k float32_or_wider
     tensorflow unscaled: gradient / divisor -> gradient * tf.math.reciprocal(divisor)
         -k divides_exactly
@@ -214,7 +213,7 @@ tests/frameworks/keras/test_handover.py
     keras_common _Record.is_elsewhere: self.graph is not None and graph is None -> False
         -k wherever_they_run
     keras_common ScaledGradientTracker._kind: len(kinds) > 1 -> False  -k says_what_to_write
-tests/frameworks/keras/test_settings.py -k 'iterations or counter'
+tests/conformance/test_page_matrix.py -k iterations_count
     keras StepCounter.assign: ops.minimum(self._skipped, value) -> self._skipped + 0
     keras StepCounter.assign: value - skipped -> value
 tests/frameworks/keras/test_programs.py -k translated

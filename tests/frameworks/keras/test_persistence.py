@@ -206,16 +206,6 @@ def test_a_pickle_of_a_pickle_has_the_state_of_a_trained_optimizer_once_it_is_bu
     assert_equal_state(other, optimizer)
 
 
-@pytest.mark.parametrize("name", [None, "mine"])
-def test_the_state_of_a_set_of_weights_goes_through_get_and_set(name):
-    source = trained(wrapped(keras.optimizers.Adam(0.02), name=name)).optimizer
-    target = compiled(wrapped(keras.optimizers.Adam(0.02))).optimizer
-    target.build(source._trainable_variables)
-    target.set_weights(source.get_weights())
-    assert_same(values(target.weights), values(source.weights))
-    assert status(target).applied == status(source).applied
-
-
 # --- What a file may not do -----------------------------------------------------------------------
 
 

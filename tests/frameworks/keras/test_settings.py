@@ -168,35 +168,6 @@ def counts(optimizer):
     return status(optimizer).iterations, status(optimizer).applied
 
 
-def test_assigning_iterations_moves_the_counter_inside():
-    targets = variables([0.0])
-    optimizer = wrapped(Adam())
-    step_with(optimizer, targets, 1.0, INF, INF)
-    optimizer.iterations.assign(102)
-    assert counts(optimizer) == (102, 100)
-    step_with(optimizer, targets, 1.0)
-    assert counts(optimizer) == (103, 101)
-
-
-@pytest.mark.parametrize(
-    "to_zero",
-    [
-        lambda optimizer: optimizer.iterations.assign(0),
-        lambda optimizer: setattr(optimizer, "iterations", 0),
-    ],
-    ids=["assign", "attribute"],
-)
-def test_iterations_can_go_back_to_zero_after_skips(to_zero):
-    targets = variables([0.0])
-    optimizer = wrapped(Adam(0.5, epsilon=0.0))
-    step_with(optimizer, targets, INF, INF, INF, 1.0)
-    to_zero(optimizer)
-    assert counts(optimizer) == (0, 0)
-    step_with(optimizer, targets, 1.0)
-    assert np.isfinite(targets[0].numpy()).all()
-    assert counts(optimizer) == (1, 1)
-
-
 def test_an_assignment_to_the_counter_inside_is_followed_after_the_next_step():
     targets = variables([0.0])
     optimizer = wrapped(Adam())

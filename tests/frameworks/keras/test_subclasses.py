@@ -109,6 +109,8 @@ def test_an_instance_has_them_too(make):
     assert optimizer.tag == "x"
     with pytest.raises(AttributeError, match="SGD, has an attribute 'tags'"):
         _ = optimizer.tags
+    with pytest.raises(AttributeError, match="has no setting 'beta_1'"):
+        optimizer.beta_1 = 0.5
 
 
 @pytest.mark.parametrize("name", ["momentun", "learningrate", "clip_norm", "nestrov"])
