@@ -201,12 +201,6 @@ class Program:
         """Everything that a step can change."""
         return [self.array(each) for each in (*optimizer.variables, *variables)]
 
-    @staticmethod
-    def assert_same(before: list[Any], after: list[Any]) -> None:
-        """Asserts that two lists of arrays are the same, bit for bit."""
-        for old, new in zip(before, after, strict=True):
-            np.testing.assert_array_equal(old, new)
-
 
 def main(page: str) -> None:
     from conformance.results import with_table

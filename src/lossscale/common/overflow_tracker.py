@@ -79,9 +79,9 @@ class OverflowTracker:
     # Defined by each framework. Makes the tensors; records a step.
     _create: Callable[[], None]
     _track: Callable[[CheckedStep], None]
-    # Waits for the device. Of the number of the step before the first one that is asked for, and
-    # that of the last one: the loss scale that the last step was taken with, 0 before the first
-    # step; and the last skipped step, None if it is not one of those that are asked for.
+    # Waits for the device. Takes the number of the step before the first one that is asked for, and
+    # the number of the last one. Returns the loss scale of the last step, 0 before the first; and
+    # the last skipped step, None if it is not one of the steps that are asked for.
     read: Callable[[int, int], tuple[float, SkippedStep | None]]
 
     def build(self, variables: Sequence[Any], names: Sequence[str]) -> None:

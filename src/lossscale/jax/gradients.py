@@ -13,8 +13,13 @@ from jax.experimental.sparse import BCOO
 
 from lossscale.common.sizes import small_and_large
 from lossscale.jax.apply_or_skip import is_laid_out
-from lossscale.jax.jaxprs import is_traced, static_size
+from lossscale.jax.jaxprs import static_size
 from lossscale.rules import GradientStats, StatsRequest
+
+
+def is_traced(values: Sequence[Any]) -> bool:
+    """Whether one of these arrays is traced."""
+    return any(isinstance(value, jax.core.Tracer) for value in values)
 
 
 def stored(gradient: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call"}
@@ -33,11 +32,6 @@ def bind(jaxpr: Any, equation: Any, arguments: Sequence[Any]) -> list[Any]:
         effects=equation.effects,
     )
     return list(jaxpr_as_fun(ClosedJaxpr(alone, []))(*(argument for _, argument in given)))
-
-
-def is_traced(values: Sequence[Any]) -> bool:
-    """Whether one of these arrays is traced."""
-    return any(isinstance(value, jax.core.Tracer) for value in values)
 
 
 def static_size(array: Any) -> int | None:

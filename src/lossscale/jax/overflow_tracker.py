@@ -15,8 +15,7 @@ import numpy as np
 
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
-from lossscale.jax.gradients import real_parts
-from lossscale.jax.jaxprs import is_traced
+from lossscale.jax.gradients import is_traced, real_parts
 from lossscale.monitoring.recorder import SkippedStep
 
 

@@ -137,7 +137,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     @do_not_convert
     def get_scaled_loss(self, loss: Any) -> Any:
-        self._scaling.note_get_scaled_loss(self._backend.current_location())
+        self._scaling.note(self._backend.current_location(), "get_scaled_loss")
         return self._scaled(loss)
 
     def _scaled(self, loss: Any) -> Any:
@@ -196,7 +196,7 @@ class KerasCommonOptimizer(DocumentedMembers):
                         "the variable out of `params`."
                     )
             unscaled = self._unscaled_by_verb(gradients, params)
-        self._scaling.note_get_scaled_loss(location)
+        self._scaling.note(location, "get_scaled_loss")
         self._scaling.note_unscaled(location, len(unscaled))
         return unscaled
 
@@ -389,7 +389,7 @@ def _noted(cls: type[Any], name: str) -> Callable[..., Any]:
         with self._scaling.isolated_step(location):
             result = verb(*args, **kwargs)
         if name == "get_scaled_loss":
-            self._scaling.note_get_scaled_loss(location)
+            self._scaling.note(location, "get_scaled_loss")
             return result
         gradients = list(result)
         self._scaling.note_unscaled(location, sum(each is not None for each in gradients))

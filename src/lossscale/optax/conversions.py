@@ -9,11 +9,7 @@ from typing import Any
 import numpy as np
 
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale.errors import (
-    AlreadyWrappedError,
-    ArgumentError,
-    ArgumentTypeError,
-)
+from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
 from lossscale.optax.scale_state import LossScaleState, state_of
 from lossscale.optax.state_lookup import states_below
 from lossscale.packages import warn

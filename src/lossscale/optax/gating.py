@@ -13,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from lossscale.errors import ArgumentError
 from lossscale.jax.apply_or_skip import chosen, gated, lasting_dtype, strong
-from lossscale.jax.jaxprs import is_traced
+from lossscale.jax.gradients import is_traced
 from lossscale.optax.overflow_check import each_finite, is_gradient
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]

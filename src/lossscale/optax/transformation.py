@@ -17,8 +17,7 @@ import lossscale.optax.scale_state as scale_state
 from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checks_keywords
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, UnsupportedError
-from lossscale.jax.gradients import gradient_stats, unscaled
-from lossscale.jax.jaxprs import is_traced
+from lossscale.jax.gradients import gradient_stats, is_traced, unscaled
 from lossscale.optax.scale_state import LossScaleState
 from lossscale.optax.state_lookup import states_below
 from lossscale.rules import GradientStats, ScaleRule, StatsRequest

@@ -313,7 +313,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         with self._scaling.isolated_step(location):
             scaled, variables = self._differentiated(loss, var_list, grad_loss, tape)
             gradients = self._unscaled_by_verb(scaled, variables)
-        self._scaling.note_get_scaled_loss(location)
+        self._scaling.note(location, "get_scaled_loss")
         self._scaling.note_unscaled(location, len(gradients))
         return list(zip(gradients, variables, strict=True))
 

@@ -61,25 +61,27 @@ class Backend:
     namespace: Any
     gradient_stats: Callable[..., GradientStats]
 
-    # Of what the rule sees, the step, the inner optimizer, and two callables: applies gradients
-    # that it divides by a divisor; updates the loss scale and the counters, given what the rule
-    # sees. Calls the second, and the first or not.
+    # Applies gradients or skips, then updates the loss scale. Takes
+    #   stats: what the rule sees;
+    #   step, inner: the step and the inner optimizer;
+    #   apply: divides a list of gradients by a divisor and applies it;
+    #   update_scale: updates the loss scale and the counters, given what the rule sees.
     apply_or_skip: Callable[..., None]
 
-    # Of a loss and the scale: their product, in float32 or wider.
+    # Multiplies a loss by the scale, in float32 or wider.
     scaled: Callable[[Any, Any], Any]
-    # Of gradients, the scale, and whether it is a power of two: the gradients divided by it, in
-    # float32 or wider; sparse stays sparse.
+    # Divides gradients by the scale, in float32 or wider; sparse stays sparse. The last argument
+    # says whether the scale is a power of two.
     unscaled: Callable[[Sequence[Any], Any, bool], list[Any]]
-    # Whether gradients are finite when they are unscaled, a boolean scalar tensor; of the same,
-    # where the scale may be None.
+    # Returns whether gradients are finite when they are unscaled, a boolean scalar tensor. Takes
+    # the same arguments; without a scale they are unscaled already.
     all_finite: Callable[..., Any]
-    # Of a gradient, dense or sparse, and a dtype: the gradient in it.
+    # Returns a gradient, dense or sparse, in another dtype.
     cast: Callable[[Any, str], Any]
-    # The current value of a Keras variable, a tensor that does not change with it.
+    # Returns the current value of a Keras variable, a tensor that does not change with it.
     read: Callable[[Any], Any]
 
-    # The gradients of a scaled loss and the variables they belong to, of
+    # Returns the gradients of a scaled loss, and the variables they belong to. Takes
     #   loss: a callable without arguments, or a tensor that knows how it was computed;
     #   variables: a list, one variable, or a callable that returns either; with a tape None
     #       stands for the trainable variables that it watched;
@@ -87,7 +89,7 @@ class Backend:
     #   tape: a `tf.GradientTape`, or None;
     #   grad_loss: tensor of the loss's shape that multiplies the gradients, or None.
     differentiate: Callable[..., tuple[list[Any], list[Any]]]
-    # The gradients of a tensor of the function that is being traced, of it and of variables.
+    # Returns the gradients of a tensor of the function that is being traced, by variables.
     symbolic_gradients: Callable[[Any, Sequence[Any]], list[Any]]
 
     # --- One step, in this order --------------------------------------------------------------

@@ -14,7 +14,6 @@ from lossscale.common.checks import scaled_value
 from lossscale.errors import UnsupportedError
 from lossscale.jax import gradients as jax_gradients
 from lossscale.jax.apply_or_skip import gated
-from lossscale.jax.jaxprs import is_traced
 from lossscale.keras.backends.backend import Backend, OverflowCheck, Step, check_without_tape
 from lossscale.keras_common.scaled_gradients import Location
 from lossscale.keras_common.state import ScaleVariables
@@ -56,7 +55,7 @@ class JaxBackend(Backend):
         update_scale: Callable[[GradientStats], None],
     ) -> None:
         """Selects each variable's new value in a compiled function; otherwise the host decides."""
-        if is_traced([stats.finite]):
+        if jax_gradients.is_traced([stats.finite]):
             _apply_gated(stats.finite, step, inner, apply)
         elif bool(stats.finite):
             apply(step.gradients, step.divisor)
@@ -203,7 +202,7 @@ def _no_value(*_: Any, **__: Any) -> NoReturn:
 
 
 def _any_traced(gradients: Sequence[Any]) -> bool:
-    return is_traced(jax.tree.leaves(list(gradients)))
+    return jax_gradients.is_traced(jax.tree.leaves(list(gradients)))
 
 
 def _traced_zero() -> Any:
@@ -213,8 +212,8 @@ def _traced_zero() -> Any:
 
 def _check_not_baked_in(scale: Any) -> None:
     """Raises if a variable's value would become a constant of a function being compiled."""
-    is_known = isinstance(scale, jax.Array) and not is_traced([scale])
-    if is_known and is_traced([_traced_zero()]):
+    is_known = isinstance(scale, jax.Array) and not jax_gradients.is_traced([scale])
+    if is_known and jax_gradients.is_traced([_traced_zero()]):
         raise UnsupportedError(
             "Inside a function that jax.jit compiles, the loss scale must come in as an argument; "
             "read from the optimizer's variable it would stay what it is now. Call scale_loss() "
