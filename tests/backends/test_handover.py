@@ -109,6 +109,10 @@ def test_an_optimizer_of_another_model_is_not_taken_for_one_of_the_same_loss():
     second = made()
     with pytest.warns(lossscale.LossScaleWarning, match="the loss was never scaled"):
         second.calls("plain:a")
+    # Gradients that the other one unscaled before this one was made are not its own.
+    first.calls("hand unscale:ab")
+    with pytest.warns(lossscale.LossScaleWarning, match="the loss was never scaled"):
+        made().calls("plain:a")
     by_hand = made()
     first.calls("scale")
     by_hand.take(by_hand.loss() * by_hand.optimizer.loss_scale)
