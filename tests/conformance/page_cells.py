@@ -39,10 +39,6 @@ def _trained(at, inner, steps=1):
 # --- The class ----------------------------------------------------------------------------------
 
 
-def is_an_optimizer(at):
-    assert isinstance(at.new(), at.optimizers.Optimizer)
-
-
 def does_as_the_pseudocode(at):
     optimizer, var, loss = at.case()
     scale = at.loss_scale(optimizer)
@@ -139,7 +135,9 @@ def has_its_aliases_under_install(at):
 
 def takes_an_optimizer(at):
     inner = at.inner()
-    assert at.new(inner).inner_optimizer is inner
+    optimizer = at.new(inner)
+    assert isinstance(optimizer, at.optimizers.Optimizer)
+    assert optimizer.inner_optimizer is inner
     for wrong in ("sgd", type(inner), 8, object()):
         with pytest.raises(TypeError, match="must be an optimizer to wrap"):
             at.new(wrong)
@@ -352,19 +350,14 @@ def returns_an_operation(at):
     assert type(optimizer.minimize(loss, [var])).__name__ == "Operation"
 
 
-def malformed_pairs_are_a_type_error(at):
+def wrong_pairs_are_refused(at):
     optimizer, var, loss = at.case(period=1)
     optimizer.minimize(loss, [var])
     one = at.tensor(1.0)
-    for wrong in (None, 1.0, [one], [(one,)], [(one, var, var)], [(var, one)]):
-        _is_refused(at, TypeError, lambda w=wrong: optimizer.apply_gradients(w), optimizer, var)
-
-
-def no_gradient_is_a_value_error(at):
-    optimizer, var, loss = at.case(period=1)
-    optimizer.minimize(loss, [var])
-    for wrong in ([], iter([]), [(None, var)]):
-        _is_refused(at, ValueError, lambda w=wrong: optimizer.apply_gradients(w), optimizer, var)
+    malformed = (None, 1.0, [one], [(one,)], [(one, var, var)], [(var, one)])
+    for error, pairs in ((TypeError, malformed), (ValueError, ([], iter([]), [(None, var)]))):
+        for wrong in pairs:
+            _is_refused(at, error, lambda w=wrong: optimizer.apply_gradients(w), optimizer, var)
 
 
 # --- Configurations -----------------------------------------------------------------------------
