@@ -62,7 +62,8 @@ peers-jax: $(TEST)/installed
 versions:
 	"$(PYTHON)" tests/versions.py $(SETS)
 
-# The table of docs/api/what_runs_where.md, from the outcomes of the conformance suite.
+# The tables of docs/api/what_runs_where.md, from the outcomes of the conformance suite, and of
+# docs/api/documented_api.md.
 RESULTS := $(CURDIR)/build/conformance.json
 CONFORMANCE := LOSSSCALE_RESULTS="$(RESULTS)" $(TEST)/bin/python -m pytest -p conformance.results --numprocesses $(JOBS) tests/conformance
 table: $(TEST)/installed
@@ -72,6 +73,7 @@ table: $(TEST)/installed
 	KERAS_BACKEND=torch $(CONFORMANCE)
 	KERAS_BACKEND=tensorflow LOSSSCALE_TEST_KERAS=tf_keras $(CONFORMANCE)
 	$(TEST)/bin/python tests/conformance/results.py "$(RESULTS)" docs/api/what_runs_where.md
+	$(TEST)/bin/python tests/conformance/page_matrix.py docs/api/documented_api.md
 
 # What loss scaling costs: build/bench/results.json, the tables in docs/internals and docs/images/cost.svg.
 bench: $(TEST)/installed

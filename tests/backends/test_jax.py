@@ -55,30 +55,6 @@ def test_a_scale_that_a_compiled_function_would_keep_is_still_an_error():
         step(jnp.ones(2**14))
 
 
-@pytest.mark.parametrize("optimizer", ["current", "experimental"])
-def test_the_documented_verbs_as_their_pages_print_them(optimizer):
-    opt = keras.optimizers.SGD(0.25)
-    if optimizer == "current":
-        opt = lossscale.LossScaleOptimizer(opt)
-    else:
-        opt = lossscale.experimental.LossScaleOptimizer(opt, "dynamic")
-    var = keras.Variable(1.0)
-    loss_fn = lambda: var**2  # noqa: E731
-    # `minimize` applies loss scaling to the loss and updates the loss scale.
-    opt.minimize(loss_fn, var_list=var)
-    assert var.numpy() == 0.5
-    assert opt.iterations == 1
-    (gradient,) = opt.get_gradients(loss_fn, [var])
-    assert gradient == 1.0
-    opt.get_updates(loss_fn, [var])
-    assert var.numpy() == 0.25
-    opt.minimize(loss_fn, lambda: [var], grad_loss=2.0)
-    assert var.numpy() == 0.0
-    for value in (np.inf, np.nan):
-        opt.minimize(lambda value=value: var * value, [var])
-    assert (var.numpy(), opt.steps_skipped) == (0.0, 2)
-
-
 def test_minimize_trains_as_fit_does_and_keeps_what_a_loss_assigns():
     def model():
         keras.utils.set_random_seed(0)

@@ -20,23 +20,6 @@ import torch
 # --- Gradients ------------------------------------------------------------------------------------
 
 
-def test_the_documented_verbs_work_on_pytorch():
-    optimizer = wrapped(keras.optimizers.SGD(0.25))
-    weight = keras.Variable(1.0)
-    optimizer.minimize(lambda: weight.value**2, [weight])
-    assert number(weight) == 0.5
-    scaled = optimizer.get_scaled_loss(weight.value**2)
-    gradients = torch.autograd.grad(scaled, [weight.value])
-    optimizer.apply_gradients([(optimizer.get_unscaled_gradients(gradients)[0], weight)])
-    assert number(weight) == 0.25
-    (gradient,) = optimizer.get_gradients(weight.value**2, [weight])
-    assert number(gradient) == 0.5
-    optimizer.get_updates(lambda: weight.value**2, [weight])
-    assert number(weight) == 0.125
-    with pytest.raises(ValueError, match="var_list"):
-        optimizer.minimize(lambda: weight.value**2)
-
-
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_a_step_waits_for_the_host_once_at_most(dynamic, monkeypatch):
     rule = lossscale.DynamicScale(8.0) if dynamic else lossscale.FixedScale(8.0)

@@ -44,12 +44,16 @@ def table(results):
     return "\n".join(lines)
 
 
-def main(results, *pages):
-    rows = table(json.loads(pathlib.Path(results).read_text()))
-    for page in map(pathlib.Path, pages):
-        before, rest = page.read_text().split(BEGIN)
-        _, after = rest.split(END)
-        page.write_text(f"{before}{BEGIN}\n{rows}\n{END}{after}")
+def with_table(page, rows):
+    """Returns the text of a page with other rows between its marks."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{rows}\n{END}{after}"
+
+
+def main(results, page):
+    rows, path = table(json.loads(pathlib.Path(results).read_text())), pathlib.Path(page)
+    path.write_text(with_table(path.read_text(), rows))
 
 
 if __name__ == "__main__":

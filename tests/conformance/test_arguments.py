@@ -67,6 +67,10 @@ def test_what_can_only_be_read_says_how_it_is_set(wrapper):
         "loss_scale": 4.0,
         "rule": FixedScale(2.0),
         "steps_skipped": 0,
+        "dynamic": False,
+        "initial_scale": 4.0,
+        "dynamic_growth_steps": 2,
+        "dynamic_counter": 0,
         "inner_optimizer": wrapper.make(VALUES, "sgd").inner_optimizer,
     }.items():
         with pytest.raises(AttributeError, match=f"`{name}` can only be read"):

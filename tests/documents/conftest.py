@@ -19,9 +19,7 @@ _FORMS_AND_STEPS = [*((form, "eager") for form in _FORMS), (forms.CURRENT, "grap
 
 
 def pytest_generate_tests(metafunc):
-    marks = metafunc.definition.iter_markers("parametrize")
     names = {"form", "stepped"} & set(metafunc.fixturenames)
-    names -= {name for mark in marks for name in mark.args[0]}
     if names == {"form", "stepped"}:
         ids = [f"{form.name}-{way}" for form, way in _FORMS_AND_STEPS]
         metafunc.parametrize(("form", "stepped"), _FORMS_AND_STEPS, indirect=True, ids=ids)
@@ -49,8 +47,3 @@ def stepped(request):
 @pytest.fixture
 def var():
     return tf.Variable(1.0)
-
-
-@pytest.fixture
-def loss_fn(var):
-    return lambda: var**2

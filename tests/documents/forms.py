@@ -39,13 +39,9 @@ class Form:
             return self.cls(inner, scale)
         return self.cls(inner, dynamic=False, initial_scale=scale)
 
-    def tensor_of(self, optimizer: Any) -> Any:
-        """Returns the loss scale, read the way that this form documents."""
-        return optimizer.loss_scale() if self.takes_objects else optimizer.loss_scale
-
     def scale_of(self, optimizer: Any) -> float:
-        """Returns the loss scale now, as a number."""
-        return float(self.tensor_of(optimizer))
+        """Returns the loss scale now, read the way that this form documents."""
+        return float(optimizer.loss_scale() if self.takes_objects else optimizer.loss_scale)
 
 
 INF = float("inf")

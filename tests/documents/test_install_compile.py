@@ -27,29 +27,6 @@ def _mixed_float16_and_nothing_left_behind():
     assert trainer.LossScaleOptimizer is OWN
 
 
-class OfItsTime(keras.Model):
-    """A model with the `train_step` that was copied from guide to guide."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1, dtype="float32")
-
-    def call(self, x):
-        return self.dense(x)
-
-    def train_step(self, batch):
-        x, y = batch
-        scaled = isinstance(self.optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((y - self(x, training=True)) ** 2)
-            target = self.optimizer.get_scaled_loss(loss) if scaled else loss
-        gradients = tape.gradient(target, self.trainable_variables)
-        if scaled:
-            gradients = self.optimizer.get_unscaled_gradients(gradients)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        return {"loss": loss}
-
-
 def compiled(*optimizer, **kwargs):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, dtype="float32")])
     # Wrapped or not is settled here: compiled steps are for the train_step below.
@@ -89,24 +66,6 @@ def test_compile_wraps_in_the_documented_class(given, inner):
     expected = lossscale.LossScaleOptimizer(inner())
     assert [v.name for v in optimizer.variables] == [v.name for v in expected.variables]
     assert any(variable is optimizer.iterations for variable in optimizer.variables)
-
-
-@pytest.mark.parametrize("run_eagerly", [False, True])
-def test_a_train_step_with_the_usual_guard_learns_as_without_scaling(run_eagerly):
-    ours, plain = OfItsTime(), OfItsTime()
-    with lossscale.install():
-        ours.compile(keras.optimizers.SGD(0.25), run_eagerly=run_eagerly)
-    plain.compile(keras.optimizers.SGD(0.25), run_eagerly=True, auto_scale_loss=False)
-    for model in (ours, plain):
-        model(X)
-        model.set_weights([np.ones((2, 1)), np.zeros(1)])
-        with lossscale.install():
-            model.fit(X, Y, batch_size=4, epochs=4, shuffle=False, verbose=0)
-    assert is_ours(ours.optimizer)
-    assert int(ours.optimizer.iterations) == 8
-    for got, wanted in zip(ours.get_weights(), plain.get_weights(), strict=True):
-        # A scaled gradient is not rounded to float16 as an unscaled one is.
-        np.testing.assert_allclose(got, wanted, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize(

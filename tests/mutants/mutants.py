@@ -130,7 +130,8 @@ tests/conformance/test_promises.py -k torch-native-device
 tests/conformance/test_promises.py -k 'optax-native-jit and makes_infinite'
     optax may_be_below_one: lowest is None or lowest < 1.0 -> False
 tests/conformance/test_fast_path.py
-    tensorflow all_finite: ask_again(...) -> tf.constant(False)  -k function and momentum
+    tensorflow all_finite: _all_true(each_finite(large)) -> tf.constant(False)
+        -k function and momentum
     tensorflow _sums: tf.reduce_all -> tf.reduce_any  -k function and momentum
     tensorflow _all_true: tf.reduce_all -> tf.reduce_any  -k function and momentum
     tensorflow _in_turn: tf.constant(False) -> tf.constant(True)  -k xla and momentum
@@ -160,11 +161,13 @@ tests/backends/test_handover.py
     keras_common ScaledGradientTracker._kind: min(times) < record.losses -> False
     keras_common _Record.count: times + 1 -> times
     keras_common ScaledGradientTracker._check_not_of_another: is_here and not is_ready -> False
+    keras_common ScaledGradientTracker._left_by_another: (None, self._seen) -> (None,)
 tests/backends/test_files.py
     keras load_inner: restore_scale(optimizer, own) -> pass  -k keras_own_class
     keras_common KerasCommonOptimizer: {'inner_optimizer', 'get_slot_names'} -> {'get_slot_names'}
         -k plain_optimizer
     keras load_inner: optimizer._iterations.follow() -> pass  -k plain_optimizer or own_class
+    keras set_weights: targets = all_variables -> targets = weights  -k set_weights
 tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
     diagnosis _beyond: error ** 2 - best ** 2 -> error ** 2
     diagnosis _rounded_to_bfloat16: np.uint32(0x8000) -> np.uint32(0)
@@ -186,17 +189,17 @@ tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
     diagnosis Report.recommendations: _ORDER.index(item[1].verdict) -> 0
 tests/documents/test_documented_members.py
     arguments rule_from_arguments: min(1.0, settings['initial_scale']) -> 1.0  -k floor
-    keras set_weights: targets = all_variables -> targets = weights  -k set_weights
-tests/documents/test_documented_steps.py
     tensorflow widened: tf.cast(tensor, tf.float32) -> tensor  -k float32_or_wider
     tensorflow unscaled: gradient / divisor -> gradient * tf.math.reciprocal(divisor)
         -k divides_exactly
     tensorflow unscaled: divided(gradient.values) -> gradient.values  -k indexed_slices
+tests/conformance/test_page_matrix.py
     keras LossScaleOptimizer._differentiated: self.get_scaled_loss
-        -> lambda loss: loss() if callable(loss) else loss  -k minimize
+        -> lambda loss: loss() if callable(loss) else loss  -k minimize_is_a_step
     keras_common KerasCommonOptimizer.get_updates: self._apply_unscaled(location, pairs, None)
-        -> self._apply_unscaled(location, pairs[:0], None)  -k get_updates
-    keras_common KerasCommonOptimizer.get_gradients: callable(loss) -> True  -k works_in_a_graph
+        -> self._apply_unscaled(location, pairs[:0], None)  -k gradients_are_returned
+    keras_common KerasCommonOptimizer.get_gradients: callable(loss) -> True
+        -k gradients_of_a_tensor
 tests/frameworks/keras/test_distribution.py
     tensorflow all_replicas_finite: ... < 0.5 -> ... < 1.5  -k overflow_on_one_replica
     keras_common KerasCommonOptimizer.apply_gradients:
@@ -211,16 +214,17 @@ tests/frameworks/keras/test_handover.py
     keras_common _Record.is_elsewhere: self.graph is not None and graph is None -> False
         -k wherever_they_run
     keras_common ScaledGradientTracker._kind: len(kinds) > 1 -> False  -k says_what_to_write
-tests/frameworks/keras/test_settings.py -k 'iterations or counter'
+tests/conformance/test_page_matrix.py -k iterations_count
     keras StepCounter.assign: ops.minimum(self._skipped, value) -> self._skipped + 0
     keras StepCounter.assign: value - skipped -> value
 tests/frameworks/keras/test_programs.py -k translated
     common do_not_convert: function.autograph_info__ = {} -> pass
     tensorflow translated: tf.executing_eagerly() -> True
 tests/frameworks/keras/test_persistence.py
-    keras KerasScaleVariables.restore: self.rule.restored(state) -> state  -k saved_scale
+    keras_common ScaleVariables.restored: self.rule.restored(...) -> ...  -k saved_scale
 tests/frameworks/tf_keras/test_files.py
-    tf_keras _make_valid: state.rule.restored(...) -> ...  -k outside_the_limits
+    keras_common on tf_keras ScaleVariables.restored: self.rule.restored(...) -> ...
+        -k outside_the_limits
 tests/conformance/test_what_rules_see.py
     keras on torch LossScaleOptimizer._update_scale: self._rule.checks_gradients
         -> not isinstance(stats.finite, bool)

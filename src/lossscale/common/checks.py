@@ -29,12 +29,21 @@ def living_wrapper(inner: Any) -> Any:
     return found[1]() if found is not None and found[0]() is inner else None
 
 
-def check_not_wrapped(inner: Any) -> None:
-    """Checks that no living wrapper has this inner optimizer.
+def check_not_wrapped(inner: Any, wrappers: Any = ()) -> None:
+    """Checks that an optimizer has no loss scaling and no living wrapper.
+
+    Args:
+        inner: The optimizer.
+        wrappers: The framework's own class of loss scale optimizers, if it has one.
 
     Raises:
-        AlreadyWrappedError: If one has it.
+        AlreadyWrappedError: If it has.
     """
+    if isinstance(inner, wrappers):
+        raise AlreadyWrappedError(
+            "The optimizer to wrap is a LossScaleOptimizer itself; the gradients would be "
+            f"divided twice. Wrap its inner optimizer. Received: {inner!r}."
+        )
     wrapper = living_wrapper(inner)
     if wrapper is not None:
         raise AlreadyWrappedError(

@@ -76,6 +76,14 @@ class OverflowTracker:
 
     _rows: dict[int, int] | None = None
 
+    # Defined by each framework. Makes the tensors; records a step.
+    _create: Callable[[], None]
+    _track: Callable[[CheckedStep], None]
+    # Waits for the device. Takes the number of the step before the first one that is asked for, and
+    # the number of the last one. Returns the loss scale of the last step, 0 before the first; and
+    # the last skipped step, None if it is not one of the steps that are asked for.
+    read: Callable[[int, int], tuple[float, SkippedStep | None]]
+
     def build(self, variables: Sequence[Any], names: Sequence[str]) -> None:
         """Creates the counts for the gradients of these variables; a second call does nothing."""
         if self._rows is not None:
@@ -86,32 +94,12 @@ class OverflowTracker:
         self.names = unique_names(names)
         self._create()
 
-    def _create(self) -> None:
-        """Makes the tensors."""
-        raise NotImplementedError
-
     def track(self, **step: Any) -> None:
         """Records a step, given the attributes of a `CheckedStep`."""
         self._track(CheckedStep(**step))
 
-    def _track(self, step: CheckedStep) -> None:
-        raise NotImplementedError
-
     def count_from(self, step: int) -> None:
         """Sets the number of steps so far, if the tracker counts by itself."""
-
-    def read(self, after: int, until: int) -> tuple[float, SkippedStep | None]:
-        """Waits for the device.
-
-        Args:
-            after: The number of the step before the first one that is asked for.
-            until: The number of the last one.
-
-        Returns:
-            The loss scale that the last step was taken with, 0 before the first step; and the last
-            skipped step, None if it is not one of those that are asked for.
-        """
-        raise NotImplementedError
 
     def _unscaled_by_row(self, step: CheckedStep) -> list[Any]:
         """Returns the unscaled gradient, or None, of each variable."""

@@ -142,8 +142,7 @@ def _gated_branches(
 
         return run
 
-    made: list[Any] = jax.lax.switch(number, [inside(branch) for branch in branches], *operands)
-    return made
+    return list(jax.lax.switch(number, [inside(branch) for branch in branches], *operands))
 
 
 def varying(array: Any) -> frozenset[str]:

@@ -17,6 +17,11 @@ from lossscale.jax.jaxprs import static_size
 from lossscale.rules import GradientStats, StatsRequest
 
 
+def is_traced(values: Sequence[Any]) -> bool:
+    """Whether one of these arrays is traced."""
+    return any(isinstance(value, jax.core.Tracer) for value in values)
+
+
 def stored(gradient: Any) -> Any:
     """The dense array that stores a gradient; the data of a `BCOO`."""
     return jnp.asarray(gradient.data if isinstance(gradient, BCOO) else gradient)
@@ -76,8 +81,7 @@ def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[
 
 def flat_gradients(gradients: Any) -> list[Any]:
     """The gradients in a nested structure, without None."""
-    leaves: list[Any] = jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, BCOO))
-    return leaves
+    return list(jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, BCOO)))
 
 
 def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
@@ -100,9 +104,9 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
     parts = [part for gradient in gradients for part in real_parts(gradient)]
     if not parts:
         return jnp.asarray(True)
-    traced = any(isinstance(array, jax.core.Tracer) for array in [*parts, scale])
     # Outside of jit, this is one dispatch instead of many.
-    return (_all_finite if traced else _all_finite_jit)(parts, scale, powers_of_two)
+    compute = _all_finite if is_traced([*parts, scale]) else _all_finite_jit
+    return compute(parts, scale, powers_of_two)
 
 
 def _all_finite(parts: Sequence[Any], scale: Any, powers_of_two: bool) -> Any:

@@ -46,8 +46,7 @@ def branches(equation: Any) -> Sequence[Any]:
     """
     if equation.primitive.name != "cond" or equation.params.get("branches_platforms"):
         return ()
-    found: Sequence[Any] = equation.params["branches"]
-    return found
+    return tuple(equation.params["branches"])
 
 
 def called(equation: Any) -> Any:

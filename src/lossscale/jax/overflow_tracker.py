@@ -15,7 +15,7 @@ import numpy as np
 
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
-from lossscale.jax.gradients import real_parts
+from lossscale.jax.gradients import is_traced, real_parts
 from lossscale.monitoring.recorder import SkippedStep
 
 
@@ -67,15 +67,21 @@ def update(
         scale: The loss scale of the step, float32 scalar array.
         number: The number of the step, counted from 1; integer scalar array.
     """
-    state = state._replace(last_scale=jnp.asarray(scale, jnp.float32))
-    if finite is not True:
-        state = _replaced_if(
-            jnp.logical_not(finite),
-            state,
-            ("skip_step", "skip_scale", "nonfinite"),
-            lambda: (number, scale, jnp.stack([_nonfinite(g) for g in gradients()])),
-        )
-    return state
+    last_scale, *kept = state
+    last_scale = jnp.asarray(scale, jnp.asarray(last_scale).dtype)
+
+    def of_this_step() -> list[Any]:
+        new = (number, scale, jnp.stack([_nonfinite(gradient) for gradient in gradients()]))
+        return [
+            jnp.asarray(each, jnp.asarray(old).dtype) for each, old in zip(new, kept, strict=True)
+        ]
+
+    # `last_scale` stays outside, because what passes through a branch may be copied.
+    if is_traced([finite]):
+        kept = jax.lax.cond(finite, lambda: list(map(jnp.asarray, kept)), of_this_step)
+    elif not bool(finite):
+        kept = of_this_step()
+    return TrackedSteps(last_scale, *kept)
 
 
 def read(
@@ -130,29 +136,6 @@ class OverflowTracker(overflow_tracker.OverflowTracker):
 
     def _state(self) -> TrackedSteps:
         return TrackedSteps(*(variable.value for variable in self.variables))
-
-
-def _replaced_if(
-    condition: Any,
-    state: TrackedSteps,
-    fields: Sequence[str],
-    values: Callable[[], Sequence[Any]],
-) -> TrackedSteps:
-    """Replaces fields by the results of `values` if a boolean scalar array is true."""
-    # Only these fields enter the branch, because what passes through one may be copied.
-    old = [getattr(state, field) for field in fields]
-
-    def new() -> list[Any]:
-        return [
-            jax.tree.map(lambda o, v: jnp.asarray(v, o.dtype), *pair)
-            for pair in zip(old, values(), strict=True)
-        ]
-
-    if isinstance(condition, jax.core.Tracer):
-        chosen = jax.lax.cond(condition, new, lambda: jax.tree.map(jnp.asarray, old))
-    else:
-        chosen = new() if bool(condition) else old
-    return state._replace(**dict(zip(fields, chosen, strict=True)))
 
 
 def _nonfinite(gradient: Any) -> Any:

@@ -11,6 +11,7 @@ from lossscale import registry
 from lossscale.arguments import check_described
 from lossscale.common.checks import check_not_wrapped
 from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
+from lossscale.keras_common.state import deserialized
 from lossscale.old_formats import configurations
 
 # Keras' base class sets these on every optimizer. On a wrapper they would hide the settings of
@@ -37,12 +38,7 @@ def check_inner(inner: Any) -> None:
     """
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise ArgumentTypeError(registry.not_an_optimizer(inner))
-    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
-        raise AlreadyWrappedError(
-            "The optimizer to wrap is a LossScaleOptimizer itself; the gradients would be "
-            f"divided twice. Wrap its inner optimizer. Received: {inner!r}."
-        )
-    check_not_wrapped(inner)
+    check_not_wrapped(inner, keras.optimizers.LossScaleOptimizer)
     factor = getattr(inner, "loss_scale_factor", None)
     if factor is not None:
         raise ArgumentError(
@@ -50,6 +46,21 @@ def check_inner(inner: Any) -> None:
             f"{factor!r}, and the loss would be scaled twice. Leave `loss_scale_factor` out; for "
             f"a fixed scale make LossScaleOptimizer(..., dynamic=False, initial_scale={factor!r})."
         )
+
+
+def refuse_factor(value: Any) -> None:
+    """Raises because Keras' own loss scale is set on an optimizer that scales the loss itself."""
+    if value is None:
+        # The constructor of Keras' own class does this to the optimizer that it is given.
+        raise AlreadyWrappedError(
+            "`loss_scale_factor` is always None and cannot be set. "
+            "keras.optimizers.LossScaleOptimizer sets it: it would scale the loss a second time. "
+            "Use this LossScaleOptimizer without Keras' class around it."
+        )
+    raise ArgumentError(
+        "`loss_scale_factor` would scale the loss a second time. For a fixed scale make "
+        f"LossScaleOptimizer(inner_optimizer, dynamic=False, initial_scale={value!r})."
+    )
 
 
 def inner_from_config(config: Any, custom_objects: Any) -> Any:
@@ -70,17 +81,10 @@ def inner_from_config(config: Any, custom_objects: Any) -> Any:
     inner = keras.optimizers.deserialize(config, custom_objects=custom_objects)
     if not isinstance(inner, str):
         return inner
-    # Keras' way of saying that its own list has no optimizer of this name. It lacks some that
-    # Keras has (Lamb).
+    # Keras' own list of names lacks some that Keras has (Lamb).
     if config.get("module") is None and hasattr(keras.optimizers, inner):
         config = {**config, "module": "keras.optimizers"}
-    try:
-        return keras.saving.deserialize_keras_object(config, custom_objects=custom_objects)
-    except TypeError as error:
-        raise ArgumentError(
-            f"The optimizer {inner!r} in the configuration is not known. Pass its class in "
-            f"custom_objects={{{inner!r}: ...}}."
-        ) from error
+    return deserialized(keras, inner, config, custom_objects)
 
 
 @keras.saving.register_keras_serializable(package="lossscale")  # type: ignore[untyped-decorator]

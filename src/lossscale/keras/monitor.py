@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from typing import Any, ClassVar
 
 import keras
@@ -52,17 +53,8 @@ class LossScaleMonitor(MonitorCallback, callbacks.LossScaleMonitor, keras.callba
 def new_tracker() -> Any:
     """Returns what tracks overflows on the backend."""
     backend = keras.backend.backend()
-    if backend == "jax":
-        from lossscale.jax.overflow_tracker import OverflowTracker as JaxTracker
-
-        return JaxTracker(_new_variable)
-    if backend == "torch":
-        from lossscale.torch.overflow_tracker import OverflowTracker as TorchTracker
-
-        return TorchTracker()
-    from lossscale.tensorflow.overflow_tracker import OverflowTracker as TensorFlowTracker
-
-    return TensorFlowTracker()
+    tracker = importlib.import_module(f"lossscale.{backend}.overflow_tracker").OverflowTracker
+    return tracker(_new_variable) if backend == "jax" else tracker()
 
 
 def _new_variable(name: str, dtype: str, shape: tuple[int, ...]) -> Any:

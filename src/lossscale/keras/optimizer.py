@@ -26,7 +26,6 @@ from lossscale.common.checks import (
     with_gradient,
 )
 from lossscale.errors import (
-    AlreadyWrappedError,
     ArgumentError,
     GradientsError,
     UnknownSettingError,
@@ -35,6 +34,7 @@ from lossscale.keras.arguments import (
     SETTINGS_OF_THE_BASE,
     check_inner,
     inner_from_config,
+    refuse_factor,
 )
 from lossscale.keras.backends.backend import (
     Backend,
@@ -46,7 +46,7 @@ from lossscale.keras.backends.backend import (
 from lossscale.keras.private_names import no_automatic_dependency_tracking
 from lossscale.keras.state import KerasScaleVariables, OwnVariable, StepCounter
 from lossscale.keras_common.optimizer import KerasCommonOptimizer, Slots
-from lossscale.keras_common.scaled_gradients import ScaledGradientTracker
+from lossscale.keras_common.scaled_gradients import UNSCALED_BY_ONE, ScaledGradientTracker
 from lossscale.keras_common.state import arrays_in
 from lossscale.members import VariableList
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
@@ -54,11 +54,6 @@ from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 
 _OWN_ATTRIBUTES = frozenset(
     {"inner_optimizer", "step_counter", "dynamic_scale", "loss_scale_state", "built", "name"}
-)
-# How one loss is trained by several optimizers.
-_WAY = (
-    "wrap keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(...)) in one "
-    "LossScaleOptimizer"
 )
 _OWN_VARIABLES = ("step_counter", "dynamic_scale")
 
@@ -131,7 +126,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self._backend = backend
         self.inner_optimizer = inner_optimizer
         self._rule = rule
-        self._scaling = ScaledGradientTracker(not rule.moves, _WAY)
+        self._scaling = ScaledGradientTracker(not rule.moves, _way())
         # Values that were loaded before their variables exist.
         self._pending_values: dict[str, Any] | None = None
         # Not tracked: tracking would count these variables as the wrapper's own.
@@ -477,7 +472,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         if name == "loss_scale_factor":
             # Not TensorFlow's tracking, which ignores a value that is already set.
             if "_state" in self.__dict__:
-                _refuse_factor(value)
+                refuse_factor(value)
             return
         check_settable(self, name, value)
         if name == "inner_optimizer" and inner is not None:
@@ -555,28 +550,14 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         children = super()._trackable_children(save_type, **kwargs)
-        # Keras lists none of them, and attributes are not all that a rule may have.
-        children.update({variable.name: variable for variable in self._variables})
-        # The names of a plain optimizer, whose checkpoint `_restore_plain` restores.
-        for name in ("_variables", "_iterations"):
-            children.pop(name, None)
-        return {**children, "iteration": self._iterations.value}
+        return saving.checkpoint_children(self, children)
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
         if name == "_iterations" and cached_dependencies:
             return self._iterations
         return super()._lookup_dependency(name, cached_dependencies)
 
-    def _restore_plain(self) -> None:
-        """Restores what a plain optimizer has in a checkpoint where this optimizer stands."""
-        inner, waiting = self.inner_optimizer, self._deferred_dependencies
-        for name in list(waiting):
-            child = inner._lookup_dependency(name)
-            if child is not None:
-                self._handle_deferred_dependencies(name, child)
-            else:
-                # Until the inner optimizer is built.
-                inner._deferred_dependencies.setdefault(name, []).extend(waiting.pop(name))
+    _restore_plain = saving.restore_plain
 
     def _build_alike(self, other: Any) -> None:
         if self.built:
@@ -619,16 +600,12 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         return ops.convert_to_tensor(value, dtype="float32")
 
 
-def _refuse_factor(value: Any) -> None:
-    """Raises because Keras' own loss scale is set on an optimizer that scales the loss itself."""
-    if value is None:
-        # The constructor of Keras' own class does this to the optimizer that it is given.
-        raise AlreadyWrappedError(
-            "`loss_scale_factor` is always None and cannot be set. "
-            "keras.optimizers.LossScaleOptimizer sets it: it would scale the loss a second time. "
-            "Use this LossScaleOptimizer without Keras' class around it."
+def _way() -> str:
+    """How one loss is trained by several optimizers."""
+    # Keras 3.15 and later.
+    if hasattr(keras.optimizers, "MultiOptimizer"):
+        return (
+            "wrap keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(...)) in one "
+            "LossScaleOptimizer"
         )
-    raise ArgumentError(
-        "`loss_scale_factor` would scale the loss a second time. For a fixed scale make "
-        f"LossScaleOptimizer(inner_optimizer, dynamic=False, initial_scale={value!r})."
-    )
+    return UNSCALED_BY_ONE

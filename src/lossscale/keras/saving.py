@@ -1,4 +1,4 @@
-"""The optimizer in Keras' files, and how it is loaded.
+"""The optimizer in Keras' files and in TensorFlow's checkpoints, and how it is loaded.
 
 In Keras' files the variables of an optimizer stand at one place, numbered. There the inner
 optimizer's variables are written exactly as an optimizer without loss scaling writes its own,
@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from lossscale.keras.slots import numpy_of
 from lossscale.keras_common.state import ValueStore
@@ -122,17 +121,11 @@ def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
 
 def restore_scale(optimizer: Any, values: Mapping[str, Any]) -> None:
     """Sets the state of the rule from numbers of a file by the names of its variables."""
-    state, rule = optimizer._state, optimizer._rule
+    state = optimizer._state
     if state is None:
         return
     saved = {f: values[v.name].item() for f, v in state.variables.items() if v.name in values}
-    state.restore(saved)
-    scale = state.read().scale
-    if rule.moves and "scale" in saved and float(scale) != np.float32(saved["scale"]):
-        warn(
-            f"The saved loss scale, {saved['scale']}, is outside the range of {rule}. "
-            f"Training continues with {float(scale)}."
-        )
+    state.write(state.restored(saved))
 
 
 # --- Files that lack what an optimizer sets as attributes -----------------------------------------
@@ -191,3 +184,33 @@ def _completed(
             "own LossScaleOptimizer does not write them. They stay as they are."
         )
     return {str(number): value for number, value in enumerate([*saved[:own], *filled])}
+
+
+# --- TensorFlow's checkpoints ---------------------------------------------------------------------
+
+
+def checkpoint_children(optimizer: Any, children: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a checkpoint has of an optimizer, by name.
+
+    Args:
+        optimizer: The optimizer.
+        children: What Keras' base class lists.
+    """
+    # Keras lists none of the variables, and attributes are not all that a rule may have.
+    children = {**children, **{variable.name: variable for variable in optimizer._variables}}
+    # The names of a plain optimizer, whose checkpoint `restore_plain` restores.
+    for name in ("_variables", "_iterations"):
+        children.pop(name, None)
+    return {**children, "iteration": optimizer._iterations.value}
+
+
+def restore_plain(optimizer: Any) -> None:
+    """Restores what a plain optimizer has in a checkpoint where this optimizer stands."""
+    inner, waiting = optimizer.inner_optimizer, optimizer._deferred_dependencies
+    for name in list(waiting):
+        child = inner._lookup_dependency(name)
+        if child is not None:
+            optimizer._handle_deferred_dependencies(name, child)
+        else:
+            # Until the inner optimizer is built.
+            inner._deferred_dependencies.setdefault(name, []).extend(waiting.pop(name))

@@ -51,11 +51,6 @@ class KerasScaleVariables(ScaleVariables):
         if after is not before:
             self.write(after)
 
-    def restore(self, values: dict[str, Any]) -> None:
-        """Sets the state from values of a file, moved into the range of the rule."""
-        state = self.first._replace(**{k: v for k, v in values.items() if k in self.variables})
-        self.write(self.rule.restored(state))
-
 
 class OwnVariable(keras.Variable):
     """A scalar variable that every replica moves alike, and that is a number outside of them."""

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from lossscale import registry
-from lossscale.common.overflow_tracker import OverflowTracker
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.optimizer import LossScaleOptimizer
@@ -30,25 +29,18 @@ class MonitorCallback:
     _settings: MonitorSettings
     # The watched optimizer, while `fit` runs.
     _optimizer: Any = None
-    _recorder: Recorder | None
+    _recorder: Any
     # The optimizer whose steps were recorded.
     _recorded: Any = None
     # The stats of the last sample.
     _before: Any = None
 
-    # Implemented by each framework.
-
-    def _scales_by_itself(self, optimizer: Any) -> bool:
-        """Whether an optimizer is the framework's own loss scale optimizer."""
-        raise NotImplementedError
-
-    def _instrument(self, model: Any) -> None:
-        """Makes the training step track overflows."""
-        raise NotImplementedError
-
-    def _steps(self, optimizer: Any) -> Any:
-        """Returns the variable that counts every step, skipped ones included."""
-        raise NotImplementedError
+    # Implemented by each framework: whether an optimizer is the framework's own loss scale
+    # optimizer; makes a model's training step track overflows; returns the variable of an optimizer
+    # that counts every step, skipped ones included.
+    _scales_by_itself: Callable[[Any], bool]
+    _instrument: Callable[[Any], None]
+    _steps: Callable[[Any], Any]
 
     def _trained(self, model: Any) -> Any:
         """Returns the model, which may be wrapped."""
@@ -99,7 +91,7 @@ class MonitorCallback:
             # Not at the start of training, because another callback may restore a checkpoint there.
             self._at_start = self._before = self._shown = self._stats()
             self._position = self._before.step
-            self._tracker.count_from(self._position)
+            self._optimizer._overflow_tracker.count_from(self._position)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Reads a sampled step, and adds the last known numbers to `logs`."""
@@ -135,7 +127,7 @@ class MonitorCallback:
             self._sync()
             if self._stats().step > self._before.step:
                 self._sample(None)
-        self._recorder_now.close()
+        self._recorder.close()
         self._optimizer = None
 
     # --- Before training ----------------------------------------------------------------------
@@ -153,7 +145,8 @@ class MonitorCallback:
                 )
             return
         scaled = self._scales_by_itself(optimizer)
-        if scaled or not self._computes_in_float16(model):
+        dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
+        if scaled or "float16" not in dtypes:
             kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
             why = (
                 "It has its own loss scaling, which cannot be watched."
@@ -166,10 +159,7 @@ class MonitorCallback:
                 "lossscale.LossScaleOptimizer(optimizer), or leave the monitor out."
             )
 
-    def _computes_in_float16(self, model: Any) -> bool:
-        return any(layer.compute_dtype == "float16" for layer in model._flatten_layers())
-
-    def _recorder_of(self, optimizer: Any) -> Recorder:
+    def _recorder_of(self, optimizer: Any) -> Any:
         settings, earlier = self._settings, self._recorder
         if earlier is not None and self._recorded is optimizer:
             return earlier
@@ -179,16 +169,6 @@ class MonitorCallback:
                 "a new one with another `path`, or pass append=True for a run that continues."
             )
         return Recorder(settings, optimizer.rule)
-
-    @property
-    def _recorder_now(self) -> Recorder:
-        assert self._recorder is not None
-        return self._recorder
-
-    @property
-    def _tracker(self) -> OverflowTracker:
-        tracker: OverflowTracker = self._optimizer._overflow_tracker
-        return tracker
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
@@ -238,12 +218,13 @@ class MonitorCallback:
         before, stats = self._before, self._stats()
         self._before = self._shown = stats
         self._position = stats.step
-        self._tracker.count_from(stats.step)
+        tracker = self._optimizer._overflow_tracker
+        tracker.count_from(stats.step)
         if before.step == stats.step:
             # No step was taken, for example because all variables are frozen.
             return
-        scale, skip = self._tracker.read(min(before.step, stats.step - 1), stats.step)
-        self._recorder_now.observe(stats._replace(scale=scale, last_skip=skip, loss=loss))
+        scale, skip = tracker.read(min(before.step, stats.step - 1), stats.step)
+        self._recorder.observe(stats._replace(scale=scale, last_skip=skip, loss=loss))
 
     def _show(self, logs: Any) -> None:
         if logs is not None:

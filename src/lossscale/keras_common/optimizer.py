@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -136,7 +137,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     @do_not_convert
     def get_scaled_loss(self, loss: Any) -> Any:
-        self._scaling.note_get_scaled_loss(self._backend.current_location())
+        self._scaling.note(self._backend.current_location(), "get_scaled_loss")
         return self._scaled(loss)
 
     def _scaled(self, loss: Any) -> Any:
@@ -195,7 +196,7 @@ class KerasCommonOptimizer(DocumentedMembers):
                         "the variable out of `params`."
                     )
             unscaled = self._unscaled_by_verb(gradients, params)
-        self._scaling.note_get_scaled_loss(location)
+        self._scaling.note(location, "get_scaled_loss")
         self._scaling.note_unscaled(location, len(unscaled))
         return unscaled
 
@@ -212,7 +213,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     def _apply_unscaled(self, location: Any, pairs: list[Any], name: str | None) -> Any:
         # Also if a subclass unscales without calling the method of this class.
-        self._scaling.note_all_unscaled(location)
+        self._scaling.note_unscaled(location, math.inf)
         named: dict[str, Any] = {} if name is None else {"name": name}
         return self.apply_gradients(pairs, **named)
 
@@ -347,8 +348,7 @@ class KerasCommonOptimizer(DocumentedMembers):
     @classmethod
     def _registered_name(cls, named: type[Any]) -> str:
         """Returns the name by which a configuration can name a class."""
-        name: str = cls._library.saving.get_registered_name(named)
-        return name
+        return str(cls._library.saving.get_registered_name(named))
 
     @classmethod
     def _with_class_named(cls, described: Any, custom_objects: Any) -> dict[str, Any]:
@@ -389,7 +389,7 @@ def _noted(cls: type[Any], name: str) -> Callable[..., Any]:
         with self._scaling.isolated_step(location):
             result = verb(*args, **kwargs)
         if name == "get_scaled_loss":
-            self._scaling.note_get_scaled_loss(location)
+            self._scaling.note(location, "get_scaled_loss")
             return result
         gradients = list(result)
         self._scaling.note_unscaled(location, sum(each is not None for each in gradients))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -73,6 +72,12 @@ _OF_ANOTHER = (
     "optimizer."
 )
 
+UNSCALED_BY_ONE = (
+    "unscale all gradients with get_unscaled_gradients() of the optimizer that scaled it, and "
+    "give each optimizer its part"
+)
+"""How several optimizers train one loss, if no single optimizer can be made of them."""
+
 _SCALE = {"scale_loss", "get_scaled_loss"}
 
 
@@ -129,7 +134,7 @@ class ScaledGradientTracker:
     # The last call of any optimizer that scaled or unscaled: whose, its verb, and where.
     _last: ClassVar[tuple[Any, str, weakref.ref[Any] | None] | None] = None
 
-    def __init__(self, is_fixed: bool, way: str) -> None:
+    def __init__(self, is_fixed: bool, way: str = UNSCALED_BY_ONE) -> None:
         # By replica, because each scales its own loss. Not by thread:
         # TensorFlow's replicas get new threads on every run.
         self._records: defaultdict[int, _Record] = defaultdict(_Record)
@@ -139,7 +144,7 @@ class ScaledGradientTracker:
         # What was the last call when this optimizer applied gradients.
         self._seen = self._last
 
-    def _note(self, location: Location, verb: str) -> list[_Record]:
+    def note(self, location: Location, verb: str) -> list[_Record]:
         """Records a call that scales or unscales; returns the records of its replicas."""
         graph, replicas = location
         records = [self._records[replica] for replica in replicas]
@@ -156,27 +161,19 @@ class ScaledGradientTracker:
     def note_scale_loss(self, location: Location) -> None:
         """`scale_loss` was called."""
         graph = location[0]
-        for record in self._note(location, "scale_loss"):
+        for record in self.note(location, "scale_loss"):
             continues = not record.times and not record.is_elsewhere(graph)
             record.losses = record.losses + 1 if continues else 1
             record.unscaled, record.times = 0, {}
             record.graph, record.is_home = _reference(graph), False
 
-    def note_get_scaled_loss(self, location: Location) -> None:
-        """`get_scaled_loss` was called."""
-        self._note(location, "get_scaled_loss")
-
     @do_not_convert
     def note_unscaled(self, location: Location, count: float) -> None:
         """`get_unscaled_gradients` was called, and returned so many gradients."""
         graph = location[0]
-        for record in self._note(location, "get_unscaled_gradients"):
+        for record in self.note(location, "get_unscaled_gradients"):
             record.unscaled = count + (0 if record.is_elsewhere(graph) else record.unscaled)
             record.graph, record.is_home = _reference(graph), False
-
-    def note_all_unscaled(self, location: Location) -> None:
-        """Records that the next applied gradients are not scaled."""
-        self.note_unscaled(location, math.inf)
 
     @contextlib.contextmanager
     def isolated_step(self, location: Location) -> Iterator[None]:
@@ -210,6 +207,10 @@ class ScaledGradientTracker:
         record = self._records[replica]
         kind = self._kind(record, location, variables)
         yield kind == "scaled"
+        if kind == "of another":
+            for left in self._left_by_another(location, len(variables)):
+                left.unscaled -= len(variables)
+            return
         self._seen = self._last
         if kind is None:
             return
@@ -222,7 +223,10 @@ class ScaledGradientTracker:
             record.is_home = True
 
     def _kind(self, record: _Record, location: Location, variables: Sequence[Any]) -> str | None:
-        """Whether gradients are "scaled" or "unscaled"; None if no call decided it."""
+        """Whether gradients are "scaled" or "unscaled"; None if no call decided it.
+
+        "of another" are those that another optimizer has unscaled and left.
+        """
         graph, times = location[0], record.counts(variables)
         are_left = record.is_home and record.is_elsewhere(graph)
         noted = "scaled" if min(times) < record.losses else None
@@ -243,6 +247,8 @@ class ScaledGradientTracker:
         if not kinds and record.losses:
             self._warn_once(_AGAIN.format("applied as they are, and not divided by the loss scale"))
         elif not kinds and "get_unscaled_gradients" not in record.calls:
+            if not record.calls and self._left_by_another(location, len(variables)):
+                return "of another"
             self._check_not_of_another(location, "apply_gradients")
             self._warn_once(_NOT_UNSCALED if record.calls else _NOTHING_SCALED)
         return next(iter(kinds), None)
@@ -279,6 +285,13 @@ class ScaledGradientTracker:
             return
         if is_here and not is_ready:
             raise GradientsError(_OF_ANOTHER.format(verb=verb, way=self._way))
+
+    def _left_by_another(self, location: Location, count: int) -> list[_Record]:
+        """The record of another optimizer that unscaled gradients here and left this many."""
+        graph, (replica, *_) = location
+        owner = None if self._last in (None, self._seen) else self._last[0]()
+        records = [] if owner is None else [owner._records[replica]]
+        return [r for r in records if r.unscaled >= count and not r.is_elsewhere(graph)]
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

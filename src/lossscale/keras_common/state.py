@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from lossscale.errors import ArgumentError
+from lossscale.packages import warn
 from lossscale.rules import ScaleRule, ScaleState
 
 
@@ -31,6 +33,21 @@ class ScaleVariables:
         return self.first._replace(
             **{field: self._read(variable) for field, variable in self.variables.items()}
         )
+
+    def restored(self, saved: dict[str, Any]) -> ScaleState:
+        """Returns a state of Python numbers from a file, brought into the rule's range.
+
+        Args:
+            saved: Numbers by the fields of the state; missing ones are those of the first state.
+        """
+        state = self.rule.restored(self.first._replace(**saved))
+        scale = saved.get("scale", state.scale)
+        if self.rule.moves and np.float32(scale) != np.float32(state.scale):
+            warn(
+                f"The saved loss scale, {scale}, is outside the range of {self.rule}. Training "
+                f"continues with {state.scale}."
+            )
+        return state
 
 
 def kind_of_number(value: Any) -> str:
@@ -72,6 +89,27 @@ class ValueStore:
         values = arrays_in(store)
         if values:
             self._write(values)
+
+
+def deserialized(library: Any, name: str, config: Any, custom_objects: Any) -> Any:
+    """Returns the optimizer of a configuration that is not in its library's own list of names.
+
+    Args:
+        library: `keras` or `tf_keras`.
+        name: What the library returned in place of the optimizer.
+        config: The configuration.
+        custom_objects: Classes that the library does not know, by class name.
+
+    Raises:
+        ArgumentError: If its class is not known.
+    """
+    try:
+        return library.saving.deserialize_keras_object(config, custom_objects=custom_objects)
+    except TypeError as error:
+        raise ArgumentError(
+            f"The optimizer {name!r} in the configuration is not known. Pass its class in "
+            f"custom_objects={{{name!r}: ...}}."
+        ) from error
 
 
 def arrays_in(store: Any) -> dict[str, Any]:

@@ -9,11 +9,7 @@ from typing import Any
 import numpy as np
 
 from lossscale.checks import LARGEST_SCALE, SMALLEST_SCALE
-from lossscale.errors import (
-    AlreadyWrappedError,
-    ArgumentError,
-    ArgumentTypeError,
-)
+from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
 from lossscale.optax.scale_state import LossScaleState, state_of
 from lossscale.optax.state_lookup import states_below
 from lossscale.packages import warn
@@ -59,6 +55,8 @@ def from_jmp(
     if hasattr(loss_scale, "period"):
         _check_attributes(loss_scale, expected, ("loss_scale", "counter", "factor"))
         factor = _number_in("factor", loss_scale.factor)
+        # The largest float16 is below what the rule goes up to.
+        is_narrow = np.asarray(loss_scale.loss_scale).dtype == np.float16
         lowest = loss_scale.min_loss_scale if min_scale is None else min_scale
         rule = _dynamic(
             _number_in("loss_scale", loss_scale.loss_scale),
@@ -66,15 +64,13 @@ def from_jmp(
             growth_factor=factor,
             backoff_factor=1.0 / factor if factor else 0.0,
             min_scale=_number_in("min_scale", lowest),
-            max_scale=_largest_of(loss_scale.loss_scale),
+            max_scale=float(np.finfo(np.float16).max) if is_narrow else None,
         )
         good_steps = int(_number_in("counter", loss_scale.counter))
         return rule, _converted_state(rule, {"good_steps": good_steps}, inner_state)
-    if hasattr(loss_scale, "adjust"):
-        _check_attributes(loss_scale, expected, ("loss_scale",))
-        fixed = FixedScale(_number_in("loss_scale", loss_scale.loss_scale))
-        return fixed, _converted_state(fixed, {}, inner_state)
-    raise ArgumentTypeError(_no_such("loss_scale", expected, loss_scale))
+    _check_attributes(loss_scale, expected, ("adjust", "loss_scale"))
+    fixed = FixedScale(_number_in("loss_scale", loss_scale.loss_scale))
+    return fixed, _converted_state(fixed, {}, inner_state)
 
 
 def from_flax(dynamic_scale: Any, inner_state: Any) -> tuple[ScaleRule, LossScaleState]:
@@ -148,14 +144,7 @@ def _converted_state(
         )
     first = rule.init()
     kept = {name: type(getattr(first, name))(value) for name, value in fields.items()}
-    given = first._replace(**kept)
-    restored = rule.restored(given)
-    if rule.moves and float(restored.scale) != float(given.scale):
-        warn(
-            f"The loss scale was {given.scale}, outside the range of {rule}. Training continues "
-            f"with {restored.scale}."
-        )
-    return state_of(rule, restored, inner_state)
+    return state_of(rule, rule.restored(first._replace(**kept)), inner_state)
 
 
 def _number_in(name: str, value: Any) -> Any:
@@ -175,20 +164,10 @@ def _number_in(name: str, value: Any) -> Any:
     return float(array.item()) if array.dtype.kind == "V" else array.item()
 
 
-def _largest_of(scale: Any) -> float | None:
-    """The largest scale that the dtype allows; None if the limit of the rule is lower."""
-    dtype = np.asarray(scale).dtype
-    if dtype != np.float16:
-        return None
-    return float(np.finfo(np.float16).max)
-
-
 def _check_attributes(
     given: Any, expected: str, names: Sequence[str], argument: str = "loss_scale"
 ) -> None:
     if not all(hasattr(given, name) for name in names):
-        raise ArgumentTypeError(_no_such(argument, expected, given))
-
-
-def _no_such(argument: str, expected: str, given: Any) -> str:
-    return f"`{argument}` must be {expected}. Received: a {type(given).__name__}."
+        raise ArgumentTypeError(
+            f"`{argument}` must be {expected}. Received: a {type(given).__name__}."
+        )

@@ -13,7 +13,8 @@ from jax.extend.core import jaxpr_as_fun
 
 from lossscale.errors import ArgumentError
 from lossscale.jax.apply_or_skip import chosen, gated, lasting_dtype, strong
-from lossscale.optax.overflow_check import each_finite, is_gradient, is_traced
+from lossscale.jax.gradients import is_traced
+from lossscale.optax.overflow_check import each_finite, is_gradient
 
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 """Takes gradients, state and parameters; returns updates and the new state."""
@@ -131,11 +132,6 @@ def run(
     return finite, *traced.rebuild([*updates, *outputs[traced.updates :]])
 
 
-def lasting(new: Any, old: Any) -> Any:
-    """The value after an applied step, in the dtype that a skipped step would keep."""
-    return strong(jnp.asarray(new, lasting_dtype(new, old)))
-
-
 def _run_at_once(
     update: Update, finite: Any, gradients: Any, state: Any, params: Any, check_updates: bool
 ) -> tuple[Any, Any, Any]:
@@ -168,9 +164,7 @@ def _no_updates(finite: Any, shapes: Sequence[Any], leaves: Sequence[Any]) -> li
     arrays = [leaf for leaf in leaves if is_array(leaf)]
     if [jnp.shape(array) for array in arrays] != [jnp.shape(shape) for shape in shapes]:
         arrays = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
-    dtypes = tuple(jax.dtypes.result_type(shape) for shape in shapes)
-    nothing: list[Any] = _skipped_jit(dtypes, finite, arrays)
-    return nothing
+    return list(_skipped_jit(tuple(map(jax.dtypes.result_type, shapes)), finite, arrays))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -249,7 +243,8 @@ def _in_dtypes_of(old_state: Any, new_state: Any) -> Any:
         if not is_array(new):
             return new
         # A user may have put a Python number into the state.
-        return lasting(jnp.asarray(new), jnp.asarray(old) if is_array(old) else jnp.asarray(new))
+        new, old = jnp.asarray(new), jnp.asarray(old if is_array(old) else new)
+        return strong(jnp.asarray(new, lasting_dtype(new, old)))
 
     if jax.tree.structure(old_state) == jax.tree.structure(new_state):
         return jax.tree.map(same, old_state, new_state)

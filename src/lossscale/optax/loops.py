@@ -223,14 +223,14 @@ def _loss_in(result: Any, has_aux: bool) -> Any:
     if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
         raise ArgumentTypeError(
             "With has_aux=True, the differentiated function must return (loss, aux). Received: "
-            f"{_described(result)}."
+            f"{described(result)}."
         )
     loss = result[0] if has_aux else result
     if isinstance(loss, (tuple, list, dict)) or loss is None:
         advice = "" if has_aux else " If it returns more than the loss, pass has_aux=True."
         raise ArgumentTypeError(
             "The differentiated function must return the loss, a scalar. Received: "
-            f"{_described(loss)}.{advice}"
+            f"{described(loss)}.{advice}"
         )
     if jnp.ndim(loss):
         raise ArgumentError(
@@ -243,9 +243,3 @@ def _loss_in(result: Any, has_aux: bool) -> Any:
             f"{jnp.result_type(loss).name}."
         )
     return loss
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return "None" if value is None else f"a {type(value).__name__}"

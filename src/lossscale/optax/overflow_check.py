@@ -31,10 +31,6 @@ def has_elements(leaves: Sequence[Any]) -> bool:
     return any(is_gradient(leaf) and static_size(leaf) != 0 for leaf in leaves)
 
 
-def is_traced(leaves: Sequence[Any]) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-
-
 def each_finite(leaves: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
     """Whether every element of every array is finite, a boolean scalar array.
 
@@ -88,10 +84,7 @@ def combined_stats(stats: GradientStats, axis_names: tuple[str, ...]) -> Gradien
     """
     if not axis_names:
         return stats
-    largest, elements = stats.largest, stats.elements
-    return GradientStats(
-        stats.finite,
-        None if largest is None else jax.lax.pmax(largest, axis_names),
-        tuple(jax.lax.psum(count, axis_names) for count in stats.counts),
-        None if elements is None else jax.lax.psum(elements, axis_names),
-    )
+    largest = jax.tree.map(lambda each: jax.lax.pmax(each, axis_names), stats.largest)
+    sums = (stats.counts, stats.elements)
+    counts, elements = jax.tree.map(lambda each: jax.lax.psum(each, axis_names), sums)
+    return GradientStats(stats.finite, largest, counts, elements)

@@ -145,10 +145,7 @@ class _OverflowTracking:
             scale=before.loss_scale,
             number=number,
         )
-        same = jax.tree.map(
-            lambda new, old: jnp.asarray(new, jnp.asarray(old).dtype), tracked, state.tracked
-        )
-        return new_updates, OverflowTrackingState(number, same, after)
+        return new_updates, OverflowTrackingState(number, tracked, after)
 
 
 def names_of(params: Any) -> tuple[str, ...]:

@@ -40,11 +40,6 @@ class LossScaleState(NamedTuple):
     inner_state: Any
 
 
-def first_state(rule: ScaleRule, inner_state: Any) -> LossScaleState:
-    """Returns the state before the first step."""
-    return state_of(rule, rule.init(), inner_state)
-
-
 def state_of(rule: ScaleRule, scale_state: ScaleState, inner_state: Any) -> LossScaleState:
     """Returns a state for a rule's state of Python numbers, with no skipped step."""
     return LossScaleState(

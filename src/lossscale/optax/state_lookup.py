@@ -71,9 +71,10 @@ def state_in(opt_state: Any) -> LossScaleState:
             f"returned. Received: {described(opt_state)}."
         )
     if len(found) > 1:
+        path = " > ".join(type(node).__name__ for node in found[0][0]) or "it"
         raise ArgumentError(
             f"This state has {len(found)} loss scales, and one is needed. They are in "
-            f"{_path(found[0][0])}. With several optimizers, pass the state of one. In one "
+            f"{path}. With several optimizers, pass the state of one. In one "
             "optimizer, wrap once, outermost: loss_scaled(optax.multi_transform({...}, labels))."
         )
     above, state = found[0]
@@ -127,11 +128,11 @@ def _wrong_order(node: Any, below: Any) -> str:
         right = "loss_scaled(optax.inject_hyperparams(...))"
     else:
         name = type(node).__name__.removesuffix("State")
+        right = f"loss_scaled({_FUNCTIONS.get(name, name)}(...))"
         around = (
             f"{name} (with the state {type(node).__name__}) is around it, gets scaled gradients "
             "and does not know which steps are skipped"
         )
-        right = f"loss_scaled({_function_name(name)}(...))"
     return f"loss_scaled must be the outermost transformation: {around}. Write {right}."
 
 
@@ -146,10 +147,6 @@ _FUNCTIONS = {
 }
 
 
-def _function_name(name: str) -> str:
-    return _FUNCTIONS.get(name, name)
-
-
 def described(value: Any) -> str:
     """Describes, for a message, what was passed instead of a state."""
     name = type(value).__name__
@@ -157,12 +154,10 @@ def described(value: Any) -> str:
         return "None"
     if isinstance(value, LossScaleState):
         return "a state of loss_scaled"
+    if type(value) in (tuple, list):
+        return f"a {name} of {len(value)}"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"an array of shape {value.shape}"
     if hasattr(value, "init") and hasattr(value, "update"):
         return f"a {name}, which is the optimizer and not its state"
     return f"a {name}"
-
-
-def _path(above: tuple[Any, ...]) -> str:
-    return " > ".join(type(node).__name__ for node in above) or "it"

@@ -17,7 +17,7 @@ import lossscale.optax.scale_state as scale_state
 from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checks_keywords
 from lossscale.errors import AlreadyWrappedError, ArgumentTypeError, UnsupportedError
-from lossscale.jax.gradients import gradient_stats, unscaled
+from lossscale.jax.gradients import gradient_stats, is_traced, unscaled
 from lossscale.optax.scale_state import LossScaleState
 from lossscale.optax.state_lookup import states_below
 from lossscale.rules import GradientStats, ScaleRule, StatsRequest
@@ -106,7 +106,8 @@ class LossScaled:
         inner_state = self._inner.init(jax.tree.map(_widened, params))
         if states_below(inner_state):
             raise AlreadyWrappedError(_TWICE)
-        return scale_state.first_state(self.rule, scale_state.of_its_own(inner_state, params))
+        inner_state = scale_state.of_its_own(inner_state, params)
+        return scale_state.state_of(self.rule, self.rule.init(), inner_state)
 
     def update(
         self, updates: Any, state: LossScaleState, params: Any = None, **extra_args: Any
@@ -125,7 +126,7 @@ class LossScaled:
         gradients = [leaf for leaf in leaves if overflow_check.is_gradient(leaf)]
         before = scale_state.scalars_of(self.rule, state)
         # Outside of jit, this is one dispatch instead of many.
-        traced = overflow_check.is_traced([*gradients, *jax.tree.leaves(before)])
+        traced = is_traced([*gradients, *jax.tree.leaves(before)])
         if not traced:
             _check_together(gradients)
         finite, divided = (_judge if traced else _judge_jit)(
@@ -137,14 +138,8 @@ class LossScaled:
             [next(given) if overflow_check.is_gradient(leaf) else leaf for leaf in leaves],
         )
 
-        def update(gradients: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
-            result: tuple[Any, Any] = self._inner.update(
-                gradients, inner_state, params, **extra_args
-            )
-            return result
-
         finite, new_updates, inner_state = gating.run(
-            update,
+            functools.partial(self._inner.update, **extra_args),
             finite,
             unscaled_tree,
             state.inner_state,
@@ -155,7 +150,7 @@ class LossScaled:
         after = before
         # A step without gradients is not finite.
         if overflow_check.has_elements(gradients):
-            traced = traced or overflow_check.is_traced([finite])
+            traced = traced or is_traced([finite])
             after = (_move if traced else _move_jit)(
                 self.rule, self._axis_names, before, finite, gradients
             )

@@ -44,18 +44,12 @@ def compute(
     if not needs.counts_from:
         return GradientStats(finite, largest)
     scaled = parts if are_scaled else [part * tf.cast(scale, part.dtype) for part in parts]
-    counts = tuple(
-        together(
-            tf.add_n(
-                [
-                    tf.constant(0.0),
-                    *(tf.math.count_nonzero(part >= edge, dtype=tf.float32) for part in scaled),
-                ]
-            ),
-            tf.reduce_sum,
-        )
-        for edge in needs.counts_from
-    )
+
+    def count_from(edge: float) -> Any:
+        numbers = [tf.math.count_nonzero(part >= edge, dtype=tf.float32) for part in scaled]
+        return together(tf.add_n([tf.constant(0.0), *numbers]), tf.reduce_sum)
+
+    counts = tuple(map(count_from, needs.counts_from))
     sizes = [tf.size(part, tf.int64) for part in parts]
     elements = tf.cast(tf.add_n([tf.constant(0, tf.int64), *sizes]), tf.float32)
     return GradientStats(finite, largest, counts, together(elements, tf.reduce_sum))

@@ -40,7 +40,8 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
     if not parts:
         return tf.constant(True)
     compiled = in_xla()
-    small, large = small_and_large(parts, _size, TOGETHER if compiled else SMALL)
+    most = TOGETHER if compiled else SMALL
+    small, large = small_and_large(parts, lambda part: part.shape.num_elements(), most)
     if large and not compiled:
         # To join tensors pays only where it spares the branch below, with few elements in all: a
         # step of a model of many small tensors took 1.2 times as long with sums and a branch.
@@ -63,15 +64,12 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
         if scale is not None:
             # A scale below 1 makes numbers larger.
             fits = tf.logical_and(fits, tf.logical_not(scale < 1.0))
-        ask_again = _in_turn if compiled else _at_once
-        verdicts.append(
-            tf.cond(fits, lambda: tf.constant(True), lambda: ask_again(each_finite, large))
-        )
+
+        def ask_again() -> Any:
+            return _in_turn(each_finite, large) if compiled else _all_true(each_finite(large))
+
+        verdicts.append(tf.cond(fits, lambda: tf.constant(True), ask_again))
     return _all_true(verdicts)
-
-
-def _at_once(each_finite: Callable[[list[Any]], list[Any]], parts: list[Any]) -> Any:
-    return _all_true(each_finite(parts))
 
 
 def _in_turn(each_finite: Callable[[list[Any]], list[Any]], parts: list[Any]) -> Any:
@@ -86,11 +84,6 @@ def _in_turn(each_finite: Callable[[list[Any]], list[Any]], parts: list[Any]) ->
 
 def _all_true(verdicts: list[Any]) -> Any:
     return verdicts[0] if len(verdicts) == 1 else tf.reduce_all(tf.stack(verdicts))
-
-
-def _size(part: Any) -> int | None:
-    elements: int | None = part.shape.num_elements()
-    return elements
 
 
 def _as_one(parts: list[Any]) -> Any:

@@ -29,16 +29,10 @@ strategy_supports_no_merge_call: Any = private_name(
     # Then they meet outside of it, which is always right.
     fallback=lambda: False,
 )
-tf_convert: Any = private_name(
-    "tensorflow",
-    "__internal__.autograph.tf_convert",
-    "translate what users wrote where they called this library",
-)
-control_status_ctx: Any = private_name(
-    "tensorflow",
-    "__internal__.autograph.control_status_ctx",
-    "translate what users wrote where they called this library",
-)
+_AUTOGRAPH = "__internal__.autograph"
+_TRANSLATE = "translate what users wrote where they called this library"
+tf_convert: Any = private_name("tensorflow", f"{_AUTOGRAPH}.tf_convert", _TRANSLATE)
+control_status_ctx: Any = private_name("tensorflow", f"{_AUTOGRAPH}.control_status_ctx", _TRANSLATE)
 is_in_xla: Any = private_name(
     "tensorflow.python.ops.control_flow_util",
     "GraphOrParentsInXlaContext",

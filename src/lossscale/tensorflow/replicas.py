@@ -13,15 +13,9 @@ _SUPPORTED_STRATEGIES = (
     tf.distribute.MirroredStrategy,
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.OneDeviceStrategy,
-    tf.distribute.experimental.MultiWorkerMirroredStrategy,
     tf.compat.v1.distribute.MirroredStrategy,
     tf.compat.v1.distribute.experimental.MultiWorkerMirroredStrategy,
     tf.compat.v1.distribute.OneDeviceStrategy,
-)
-_TPU_STRATEGIES = (
-    tf.distribute.TPUStrategy,
-    tf.distribute.experimental.TPUStrategy,
-    tf.compat.v1.distribute.experimental.TPUStrategy,
 )
 
 
@@ -37,7 +31,7 @@ def check_strategy() -> None:
     # Strategies over DTensor have a mesh; their gradients are whole.
     if isinstance(strategy, _SUPPORTED_STRATEGIES) or getattr(strategy, "_mesh", None) is not None:
         return
-    if isinstance(strategy, _TPU_STRATEGIES):
+    if type(strategy).__name__.startswith("TPUStrategy"):
         reason = "TPUs compute in bfloat16, which needs no loss scaling: leave it out"
     else:
         reason = (
@@ -64,8 +58,7 @@ def current_location() -> tuple[Any, tuple[int, ...]]:
 
 def replica_count() -> int:
     """How many replicas train together; 1 without a strategy."""
-    count: int = tf.distribute.get_strategy().num_replicas_in_sync
-    return count
+    return int(tf.distribute.get_strategy().num_replicas_in_sync)
 
 
 def check_replica_context() -> None:

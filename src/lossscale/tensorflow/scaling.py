@@ -99,17 +99,16 @@ class Quotient(NamedTuple):
     powers_of_two: bool
 
 
-def _quotients(tensor: Any) -> dict[str, Quotient]:
+def _quotients(tensor: Any) -> Any:
     """The unscaled gradients of a tensor's graph, by name."""
     # Kept by the graph, so that they are forgotten with it.
     collection = tensor.graph.get_collection_ref("lossscale_quotients")
     if not collection:
         collection.append({})
-    quotients: dict[str, Quotient] = collection[0]
-    return quotients
+    return collection[0]
 
 
-def quotient_of(gradient: Any) -> Quotient | None:
+def quotient_of(gradient: Any) -> Any:
     """What an unscaled gradient was made of, if that is known: under XLA."""
     if not isinstance(gradient, tf.Tensor) or not in_xla():
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -13,25 +13,10 @@ from lossscale.errors import GradientsError
 from lossscale.tensorflow.tracing import translated
 
 
-class Recording(NamedTuple):
-    """A loss that a tape has seen.
-
-    Attributes:
-        tape: The tape.
-        loss: The scaled loss, a tensor.
-        variables: What is differentiated, as it was given; None stands for the trainable
-            variables that the tape watched.
-    """
-
-    tape: Any
-    loss: Any
-    variables: Any
-
-
 @do_not_convert
 def recorded(
     loss: Any, variables: Any, scale: Callable[[Any], Any], *, tape: Any = None, watch: Any = ()
-) -> Recording:
+) -> tuple[Any, Any, Any]:
     """Runs a loss under a tape and scales it there.
 
     Args:
@@ -40,6 +25,10 @@ def recorded(
         scale: Multiplies a loss by the loss scale, and a callable's where it is called.
         tape: A `tf.GradientTape`; None makes a new one.
         watch: Variables to record although they are not trainable.
+
+    Returns:
+        The tape; the scaled loss, a tensor; what is differentiated, in the form it was given in, or
+        the trainable variables that the tape watched.
 
     Raises:
         GradientsError: If `loss` is a tensor without a tape.
@@ -57,7 +46,7 @@ def recorded(
         variables = translated(variables)()
     if variables is None:
         variables = [v for v in recording.watched_variables() if v.trainable]
-    return Recording(recording, scaled_loss, variables)
+    return recording, scaled_loss, variables
 
 
 def check_symbolic(loss: Any) -> None:

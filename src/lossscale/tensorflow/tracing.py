@@ -21,7 +21,7 @@ def in_xla() -> bool:
     return bool(is_in_xla(tf.compat.v1.get_default_graph()))
 
 
-def translated(function: Callable[..., Any], *, by_default: bool = False) -> Callable[..., Any]:
+def translated(function: Callable[..., Any], *, by_default: bool = False) -> Any:
     """Returns a callable of the user's, with Python branches on tensors in it turned into graphs.
 
     AutoGraph translates what it meets in a translated function, and ours are none
@@ -33,10 +33,7 @@ def translated(function: Callable[..., Any], *, by_default: bool = False) -> Cal
     """
     if tf.executing_eagerly():
         return function
-    converted: Callable[..., Any] = tf_convert(
-        function, control_status_ctx(), convert_by_default=by_default
-    )
-    return converted
+    return tf_convert(function, control_status_ctx(), convert_by_default=by_default)
 
 
 def grouped(*results: Any) -> Any:

@@ -11,7 +11,8 @@ import tf_keras
 from lossscale.arguments import check_described
 from lossscale.common.autograph import do_not_convert
 from lossscale.common.checks import check_not_wrapped, flat_list
-from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError
+from lossscale.errors import AlreadyWrappedError, ArgumentTypeError
+from lossscale.keras_common.state import deserialized
 from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
 
 
@@ -26,18 +27,13 @@ def check_inner(inner: Any, base: type[Any]) -> None:
         AlreadyWrappedError: If it has loss scaling already.
         ArgumentTypeError: If it is of another family. Both are `TypeError`s.
     """
-    if isinstance(inner, BaseLossScaleOptimizer):
-        raise AlreadyWrappedError(
-            "The optimizer to wrap is a LossScaleOptimizer itself; the gradients would be "
-            f"divided twice. Wrap its inner optimizer. Received: {inner!r}."
-        )
+    check_not_wrapped(inner, BaseLossScaleOptimizer)
     if not isinstance(inner, base):
         raise ArgumentTypeError(
             f"This class wraps optimizers of {base.__module__}.{base.__name__}. Received: "
             f"{inner!r} of type {type(inner).__name__}. Use lossscale.LossScaleOptimizer, which "
             "picks the class by the optimizer."
         )
-    check_not_wrapped(inner)
     if getattr(inner, "_is_wrapped_by_loss_scale_optimizer", False):
         raise AlreadyWrappedError(
             f"This {type(inner).__name__} is already wrapped by a LossScaleOptimizer of tf_keras, "
@@ -85,14 +81,7 @@ def inner_from_config(config: Any, custom_objects: Any) -> Any:
     )
     if not isinstance(inner, str):
         return inner
-    # tf_keras' way of saying that its own list has no optimizer of this name.
-    try:
-        return tf_keras.saving.deserialize_keras_object(copy.deepcopy(config), custom_objects=known)
-    except TypeError as error:
-        raise ArgumentError(
-            f"The optimizer {inner!r} in the configuration is not known. Pass its class in "
-            f"custom_objects={{{inner!r}: ...}}."
-        ) from error
+    return deserialized(tf_keras, inner, copy.deepcopy(config), known)
 
 
 def _only_new_optimizers() -> dict[str, type[Any]]:

@@ -52,7 +52,7 @@ class LossScaleOptimizer(TFKerasCommonOptimizer):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if not issubclass(cls, (AroundNew, AroundLegacy)):
             inner = args[0] if args else kwargs.get("inner_optimizer", kwargs.get("optimizer"))
-            families = [each for each in (AroundNew, AroundLegacy) if _is_of(inner, each)]
+            families = [f for f in (AroundNew, AroundLegacy) if isinstance(inner, f._inner_base)]
             if not families:
                 raise ArgumentTypeError(registry.not_an_optimizer(inner))
             written: Any = cls
@@ -62,10 +62,6 @@ class LossScaleOptimizer(TFKerasCommonOptimizer):
     @classmethod
     def _written_class(cls) -> type[Any]:
         return cls.__mro__[1] if "_is_of_family" in vars(cls) else cls
-
-
-def _is_of(inner: Any, family: type[Any]) -> bool:
-    return isinstance(inner, family._inner_base)
 
 
 @functools.cache

@@ -58,8 +58,7 @@ class AroundLegacy(TFKerasCommonOptimizer, LegacyLossScaleOptimizer):
         return list(self._optimizer.weights)
 
     def _inner_gradients(self, loss: Any, variables: list[Any], tape: Any) -> list[Any]:
-        pairs: list[Any] = self._optimizer._compute_gradients(loss, variables, tape=tape)
-        return pairs
+        return list(self._optimizer._compute_gradients(loss, variables, tape=tape))
 
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
@@ -71,8 +70,7 @@ class AroundLegacy(TFKerasCommonOptimizer, LegacyLossScaleOptimizer):
         return self._compute_gradients(loss, var_list, grad_loss=grad_loss, tape=tape)
 
     def _symbolic_gradients(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
-        gradients: list[Any] = self._optimizer.get_gradients(loss, list(variables))
-        return gradients
+        return list(self._optimizer.get_gradients(loss, list(variables)))
 
     def _aggregated(self, pairs: list[Any]) -> Any:
         pairs = self._optimizer._transform_unaggregated_gradients(pairs)
@@ -93,12 +91,10 @@ class AroundLegacy(TFKerasCommonOptimizer, LegacyLossScaleOptimizer):
     # --- Weights and slots, which the legacy optimizers have themselves -----------------------
 
     def get_weights(self) -> list[Any]:
-        weights: list[Any] = self._optimizer.get_weights()
-        return weights
+        return list(self._optimizer.get_weights())
 
     def get_slot_names(self) -> list[str]:
-        names: list[str] = self._optimizer.get_slot_names()
-        return names
+        return list(self._optimizer.get_slot_names())
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         shapes, expected = [np.shape(w) for w in weights], [tuple(w.shape) for w in self.weights]
@@ -119,10 +115,6 @@ class AroundLegacy(TFKerasCommonOptimizer, LegacyLossScaleOptimizer):
                 f"{var.name!r}. Its slots are {self.get_slot_names()}; they exist for the "
                 "variables it has updated."
             ) from None
-
-    def _find_slot(self, var: Any, slot_name: str) -> None:
-        # The inner optimizer reads its own configuration.
-        return None
 
     def add_slot(
         self, var: Any, slot_name: str, initializer: Any = "zeros", shape: Any = None

@@ -12,6 +12,9 @@ from lossscale.errors import UnsupportedError
 from lossscale.keras_common.monitor import MonitorCallback
 from lossscale.tensorflow.overflow_tracker import OverflowTracker
 
+# The name that the monitor of Keras 3 has for it.
+new_tracker = OverflowTracker
+
 
 class LossScaleMonitor(MonitorCallback, callbacks.LossScaleMonitor, tf_keras.callbacks.Callback):
     __doc__ = callbacks.LossScaleMonitor.__doc__
@@ -49,8 +52,3 @@ class LossScaleMonitor(MonitorCallback, callbacks.LossScaleMonitor, tf_keras.cal
 
     def _scales_by_itself(self, optimizer: Any) -> bool:
         return isinstance(optimizer, tf_keras.mixed_precision.LossScaleOptimizer)
-
-
-def new_tracker() -> Any:
-    """Returns what tracks overflows."""
-    return OverflowTracker()

@@ -16,7 +16,7 @@ from lossscale.keras_common.state import arrays_in
 from lossscale.old_formats.slots import documented_name, kind_of
 from lossscale.tensorflow.apply_or_skip import can_keep_old_values
 from lossscale.tensorflow.tracing import in_xla, translated
-from lossscale.tf_keras.optimizer import TFKerasCommonOptimizer
+from lossscale.tf_keras.optimizer import TFKerasCommonOptimizer, dtype_of
 from lossscale.tf_keras.private_names import LossScaleOptimizerV3
 from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, build_pending, values_of
 
@@ -50,12 +50,10 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3):
         return list(self._optimizer.variables)
 
     def _inner_gradients(self, loss: Any, variables: list[Any], tape: Any) -> list[Any]:
-        pairs: list[Any] = self._optimizer.compute_gradients(loss, variables, tape=tape)
-        return pairs
+        return list(self._optimizer.compute_gradients(loss, variables, tape=tape))
 
     def _symbolic_gradients(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
-        gradients: list[Any] = tf.gradients(loss, list(variables))
-        return gradients
+        return list(tf.gradients(loss, list(variables)))
 
     def _aggregated(self, pairs: list[Any]) -> Any:
         inner = self._optimizer
@@ -143,7 +141,7 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3):
     def _new_slot(self, var: Any, slot_name: str, initializer: Any) -> Any:
         first = initializer
         if isinstance(initializer, str) or callable(initializer):
-            first = tf_keras.initializers.get(initializer)(var.shape, _dtype_of(var))
+            first = tf_keras.initializers.get(initializer)(var.shape, dtype_of(var))
         with tf.init_scope():
             slot = self._optimizer.add_variable_from_reference(var, slot_name, initial_value=first)
         self._children_have_changed()
@@ -238,11 +236,6 @@ def _slot_names(inner: Any, attribute: str, slots: dict[Any, Any]) -> list[str]:
     documented = documented_name(kind_of(inner), [attribute])
     names = [*([] if documented is None else [documented]), *names]
     return list(dict.fromkeys(names))
-
-
-def _dtype_of(variable: Any) -> Any:
-    # Under a mixed precision policy a variable shows the dtype that it is cast to.
-    return getattr(variable, "true_dtype", variable.dtype)
 
 
 @contextlib.contextmanager

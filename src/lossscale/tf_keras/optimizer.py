@@ -40,12 +40,6 @@ from lossscale.tf_keras.state import (
     new_variable,
 )
 
-# How one loss is trained by several optimizers.
-_WAY = (
-    "unscale all gradients with get_unscaled_gradients() of the optimizer that scaled it, and "
-    "give each optimizer its part"
-)
-
 
 class Arrays:
     """The operations that loss scaling needs on TensorFlow's arrays and variables."""
@@ -100,7 +94,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         self._optimizer = inner_optimizer
         self._given_name = name
         self._rule = rule
-        self._scaling = ScaledGradientTracker(not rule.moves, _WAY)
+        self._scaling = ScaledGradientTracker(not rule.moves)
         # What was loaded before the variables exist that it belongs to: the inner optimizer's
         # weights, and by name what it does not list. A checkpoint holds no arrays.
         self._pending_values: list[Any] | None = None
@@ -319,7 +313,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         with self._scaling.isolated_step(location):
             scaled, variables = self._differentiated(loss, var_list, grad_loss, tape)
             gradients = self._unscaled_by_verb(scaled, variables)
-        self._scaling.note_get_scaled_loss(location)
+        self._scaling.note(location, "get_scaled_loss")
         self._scaling.note_unscaled(location, len(gradients))
         return list(zip(gradients, variables, strict=True))
 
@@ -334,9 +328,9 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
         given = var_list is not None and not callable(var_list)
         watch = flat_variables(var_list) if given else []
-        recording = recorded(loss, var_list, scale, tape=tape, watch=watch)
-        variables = flat_variables(recording.variables)
-        pairs = self._inner_gradients(recording.loss, variables, recording.tape)
+        tape, scaled, variables = recorded(loss, var_list, scale, tape=tape, watch=watch)
+        variables = flat_variables(variables)
+        pairs = self._inner_gradients(scaled, variables, tape)
         return [gradient for gradient, _ in pairs], variables
 
     def _symbolic(self, loss: Any, params: Sequence[Any]) -> list[Any]:
@@ -456,13 +450,9 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     _new_variable = staticmethod(new_variable)
 
-    @staticmethod
-    def _arrays() -> type[Arrays]:
-        return Arrays
+    _arrays = staticmethod(lambda: Arrays)
 
-    @staticmethod
-    def _new_state(rule: ScaleRule) -> TFKerasScaleVariables:
-        return TFKerasScaleVariables(rule)
+    _new_state = staticmethod(TFKerasScaleVariables)
 
     @staticmethod
     def _constant(value: float) -> Any:
@@ -484,10 +474,15 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         return {}
 
 
+def dtype_of(variable: Any) -> Any:
+    """The dtype that a variable is stored in."""
+    # Under a mixed precision policy it shows the dtype that it is cast to.
+    return getattr(variable, "true_dtype", variable.dtype)
+
+
 def _narrowed(gradient: Any, variable: Any) -> Any:
     """Returns a gradient of a float16 or bfloat16 variable in its dtype; others as they are."""
-    # Under a mixed precision policy a variable shows the dtype that it is cast to.
-    dtype = getattr(variable, "true_dtype", variable.dtype)
+    dtype = dtype_of(variable)
     if dtype not in (tf.float16, tf.bfloat16) or gradient.dtype != tf.float32:
         return gradient
     return tf.cast(gradient, dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,46 +37,36 @@ class LossScaleStore(ValueStore, tf_keras.losses.Loss):
 def own_values(optimizer: Any) -> dict[str, Any]:
     """Returns the loss scale, the counters, and what the inner optimizer does not list, by name."""
     named = _named_variables(optimizer)
-    return {**optimizer._pending_named, **dict(zip(named, values_of(named), strict=True))}
+    values = values_of(named.values())
+    return {**optimizer._pending_named, **dict(zip(named, values, strict=True))}
 
 
 def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
     """Sets these, moved into the range of the rule; values without a variable are kept for it."""
     # A dataset of an HDF5 file is not an array yet.
     arrays = {name: np.asarray(values[name][()]) for name in values}
+    if optimizer._state is not None:
+        arrays.update(_valid(optimizer._state, arrays))
     named = _named_variables(optimizer)
     pairs = [(variable, arrays.pop(name)) for name, variable in named.items() if name in arrays]
     # Variables that `build` makes do not exist before it.
     pending = {name: value for name, value in arrays.items() if name.startswith(UNLISTED)}
     optimizer._pending_named.update(pending)
     tf_keras.backend.batch_set_value(pairs)
-    state = optimizer._state
-    if state is not None:
-        _make_valid(state, {id(state.named[name]) for name in state.named if name in values})
 
 
 def _named_variables(optimizer: Any) -> dict[str, Any]:
     return {**optimizer._own_variables(), **optimizer._unlisted_variables()}
 
 
-def _make_valid(state: TFKerasScaleVariables, read: set[int]) -> None:
-    """The rule's state from the values of a file; missing ones are those of the initial state."""
-    if not read:
-        return
-    numbers = zip(state.variables.items(), values_of(state.variables), strict=True)
-    saved = {field: value.item() for (field, each), value in numbers if id(each) in read}
-    valid = state.rule.restored(state.first._replace(**saved))._asdict()
-    tf_keras.backend.batch_set_value(
-        [
-            (variable, np.asarray(valid[field], variable.dtype.as_numpy_dtype))
-            for field, variable in state.variables.items()
-        ]
-    )
-    if np.float32(valid["scale"]) != np.float32(saved["scale"]):
-        warn(
-            f"The saved loss scale, {saved['scale']}, is outside the range of {state.rule}. "
-            f"Training continues with {valid['scale']}."
-        )
+def _valid(state: TFKerasScaleVariables, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The rule's state from the values of a file, by names; missing ones are the first ones."""
+    names = state.names
+    saved = {field: values[name].item() for field, name in names.items() if name in values}
+    if not saved:
+        return {}
+    valid = state.restored(saved)
+    return {name: getattr(valid, field) for field, name in names.items()}
 
 
 def load_pending(optimizer: Any) -> None:
@@ -118,8 +108,6 @@ def _key_and_shape(variable: Any) -> tuple[str, tuple[int, ...]]:
 
 def set_inner_values(optimizer: Any, saved: Any) -> None:
     """Sets them, or keeps them until their variables exist."""
-    # Pickles of 0.1 have the arrays alone.
-    saved = saved if isinstance(saved, Mapping) else {"values": saved, "groups": []}
     values = saved["values"]
     if values:
         optimizer._pending_values = list(values)
@@ -166,12 +154,6 @@ def drop_pending(optimizer: Any) -> None:
     )
 
 
-def values_of(variables: Any) -> list[Any]:
-    """Returns the values of variables as NumPy arrays.
-
-    Args:
-        variables: A sequence, or a mapping whose values they are.
-    """
-    if isinstance(variables, Mapping):
-        variables = list(variables.values())
+def values_of(variables: Iterable[Any]) -> list[Any]:
+    """Returns the values of variables as NumPy arrays."""
     return [np.asarray(value) for value in tf_keras.backend.batch_get_value(list(variables))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,9 +34,14 @@ class TFKerasScaleVariables(ScaleVariables):
             self.variables[field] = new_variable(name, _DTYPES[kind_of_number(value)], value)
 
     @property
+    def names(self) -> dict[str, str]:
+        """The names in files of the fields that have a variable."""
+        return {field: _VARIABLE_NAMES.get(field, field) for field in self.variables}
+
+    @property
     def named(self) -> dict[str, Any]:
         """The variables by their names in files."""
-        return {_VARIABLE_NAMES.get(field, field): v for field, v in self.variables.items()}
+        return {name: self.variables[field] for field, name in self.names.items()}
 
     def write(self, state: ScaleState) -> Any:
         """Sets the state from tensors, arrays or Python numbers.
@@ -127,7 +133,7 @@ class OlderBaseOptimizer(Trackable):
     Args:
         optimizer: The inner optimizer.
         is_legacy: Whether its variables have the names of that time.
-        find_slot: Returns the slot of a variable by name, or None.
+        find_slot: Returns the slot of a variable by name, or None; for new optimizers.
     """
 
     def __init__(
@@ -148,10 +154,11 @@ class OlderBaseOptimizer(Trackable):
         return self._optimizer._lookup_dependency(name)
 
     def _create_or_restore_slot_variable(self, **position: Any) -> Any:
-        slot = self._find_slot(position["variable"], position["slot_name"])
-        if slot is not None:
-            return slot
-        # A legacy optimizer makes it now; a new one cannot, and says so.
+        if not self._is_legacy:
+            slot = self._find_slot(position["variable"], position["slot_name"])
+            if slot is not None:
+                return slot
+        # A legacy optimizer finds it or makes it now; a new one cannot, and says so.
         return self._optimizer._create_or_restore_slot_variable(**position)
 
 
@@ -193,13 +200,9 @@ class StepCounter(tf.Variable):
         """Returns the number of steps, an int64 scalar tensor."""
         return self.value()
 
-    def assign(
-        self,
-        value: Any,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
+    # The other arguments of a variable, such as `name`, have no effect on one that is a sum.
+
+    def assign(self, value: Any, *_: Any, **__: Any) -> Any:
         """Sets the number of steps, and the inner optimizer's counter to it minus the skips.
 
         A number below that of the skips lowers that too: no optimizer works with a negative
@@ -216,23 +219,11 @@ class StepCounter(tf.Variable):
         )
         return self if done is None else done
 
-    def assign_add(
-        self,
-        delta: Any,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
+    def assign_add(self, delta: Any, *_: Any, **__: Any) -> Any:
         """Adds to the number of steps; see `assign`."""
         return self.assign(self.value() + tf.cast(delta, tf.int64))
 
-    def assign_sub(
-        self,
-        delta: Any,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Any:
+    def assign_sub(self, delta: Any, *_: Any, **__: Any) -> Any:
         """Subtracts from the number of steps; see `assign`."""
         return self.assign(self.value() - tf.cast(delta, tf.int64))
 
@@ -251,8 +242,7 @@ class StepCounter(tf.Variable):
     @property
     def device(self) -> str:
         """The device of the inner optimizer's counter."""
-        device: str = self._applied().device
-        return device
+        return str(self._applied().device)
 
     @property
     def graph(self) -> Any:
@@ -314,6 +304,18 @@ def new_variable(name: str, dtype: Any, value: Any) -> Any:
             # Every replica computes the same value.
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
         )
+    if not hasattr(type(variable), "__int__"):
+        # The variables of a strategy are not numbers; a program may print them as it prints others.
+        cls: Any = type(variable)
+        variable.__class__ = _as_number(cls)
     # In graphs of TensorFlow 1, Keras initializes the variables it knows.
     track_variable(variable)
     return variable
+
+
+@functools.cache
+def _as_number(cls: Any) -> type[Any]:
+    """Returns the subclass of a class of variables whose objects are Python numbers too."""
+    kinds = (int, float, bool)
+    numbers = {f"__{kind.__name__}__": lambda self, kind=kind: kind(self.numpy()) for kind in kinds}
+    return type(cls.__name__, (cls,), numbers)

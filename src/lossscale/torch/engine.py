@@ -77,11 +77,14 @@ class Engine:
         left_out: Called when gradients were checked and then cleared without a step.
         join_group: The processes of a `torch.distributed.algorithms.Join`, within it.
         counts: The steps of this optimizer, where others share the loss scale.
+        shares_overflows: Whether it skips with others that a loss of one has reached. The
+            optimizers of PyTorch's scalers do not.
     """
 
     left_out: Callable[[], None] | None = None
     join_group: Any = None
     counts = Counts(0, 0, False)
+    shares_overflows = True
     _steps_without: int | None = 0
 
     def __init__(
@@ -232,7 +235,7 @@ class Engine:
         """
         record = self.record
         others = alive(each for each in engines if each.scale is not self.scale)
-        by = None if record.may_be_reached else record.scaled_by
+        by = record.scaled_by if self.shares_overflows and not record.may_be_reached else None
         holding = [each for each, _ in others if each.holds(info, by)]
         if not holding:
             return
@@ -251,8 +254,8 @@ class Engine:
         if not isinstance(record.scaled_by, Multiplier):
             return False
         mine = self.info() if record.part is None else record.part
-        is_reached = record.scaled_by is by and not record.may_be_reached
-        return is_reached or not info.ids.isdisjoint(mine.ids)
+        shares = self.shares_overflows and not record.may_be_reached
+        return (shares and record.scaled_by is by) or not info.ids.isdisjoint(mine.ids)
 
     # --- Decide -------------------------------------------------------------------------------
 

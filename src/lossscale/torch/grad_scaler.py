@@ -206,6 +206,7 @@ class GradScaler(torch.amp.GradScaler):
                 # Called when the optimizer is gone.
                 reference = weakref.ref(optimizer, lambda _: engines.pop(key, None))
             engine = engines[key] = Engine(reference, self, process_group=self._process_group)
+            engine.shares_overflows = False
             engine.watch_steps(_warn_of_scaled_gradients)
             known = self._unowned.keys() & engine.info().ids
             if known:

@@ -224,16 +224,6 @@ def test_a_copy_of_a_trained_optimizer_has_its_state_and_a_life_of_its_own():
     assert_equal_state(other, optimizer)
 
 
-@pytest.mark.parametrize("name", [None, "mine"])
-def test_the_state_of_a_set_of_weights_goes_through_get_and_set(name):
-    source = trained(wrapped(keras.optimizers.Adam(0.02), name=name)).optimizer
-    target = compiled(wrapped(keras.optimizers.Adam(0.02))).optimizer
-    target.build(source._trainable_variables)
-    target.set_weights(source.get_weights())
-    assert_same(values(target.weights), values(source.weights))
-    assert status(target).applied == status(source).applied
-
-
 # --- What a file may not do -----------------------------------------------------------------------
 
 

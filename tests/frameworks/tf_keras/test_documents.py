@@ -21,48 +21,6 @@ def var():
     return tf.Variable([1.0, 2.0])
 
 
-def test_weights_are_the_count_and_the_slots(optimizers, var):
-    optimizer = trained(wrapped(optimizers.SGD(0.5, momentum=0.9)), [var])
-    count, slot = optimizer.get_weights()
-    assert (count, slot.shape) == (3, (2,))
-    assert len(optimizer.weights) == len(optimizer.weights()) == 2
-    assert len(optimizer.variables()) == len(optimizer.variables) == 6
-    optimizer.set_weights([np.array(10), np.array([0.5, 0.25], np.float32)])
-    assert int(optimizer.inner_optimizer.iterations) == 10
-    assert_same([optimizer.get_slot(var, "momentum").numpy()], [np.float32([0.5, 0.25])])
-    before = optimizer.get_weights()
-    for wrong in ([], [np.array(1)], [np.array(1), np.zeros(3)]):
-        with pytest.raises(ValueError, match=r"weights|weight .* has the shape"):
-            optimizer.set_weights(wrong)
-    assert_same(optimizer.get_weights(), before)
-
-
-@pytest.mark.parametrize(
-    ("name", "slots"),
-    [
-        ("SGD", {"momentum"}),
-        ("Adam", {"m", "v"}),
-        ("RMSprop", {"rms", "momentum", "mg"}),
-        ("Adagrad", {"accumulator"}),
-        ("Adadelta", {"accum_grad", "accum_var"}),
-        ("Adamax", {"m", "v"}),
-        ("Nadam", {"m", "v"}),
-        ("Ftrl", {"accumulator", "linear"}),
-    ],
-)
-def test_slots_have_their_documented_names(optimizers, var, name, slots):
-    settings = {"SGD": {"momentum": 0.9}, "RMSprop": {"momentum": 0.9, "centered": True}}
-    optimizer = wrapped(getattr(optimizers, name)(0.1, **settings.get(name, {})))
-    step(optimizer, [var], [[0.5, 0.5]])
-    assert set(optimizer.get_slot_names()) == slots
-    for slot in slots:
-        assert optimizer.get_slot(var, slot).shape == var.shape
-    with pytest.raises(KeyError, match="no slot 'nothing'"):
-        optimizer.get_slot(var, "nothing")
-    with pytest.raises(KeyError, match="no slot"):
-        optimizer.get_slot(tf.Variable(1.0), next(iter(slots)))
-
-
 def test_slots_and_weights_can_be_added(optimizers, var, tmp_path):
     optimizer = wrapped(optimizers.SGD(0.5))
     slot = optimizer.add_slot(var, "average", initializer="ones")
@@ -141,31 +99,36 @@ def test_a_counter_of_ones_own_is_used(optimizers, var):
 # The faults of TensorFlow's classes.
 
 
-def test_minimize_works_as_the_first_pages_print_it(optimizers, var):
-    optimizer = wrapped(optimizers.SGD(0.25))
-    optimizer.minimize(lambda: tf.reduce_sum(var**2))
-    np.testing.assert_array_equal(var.numpy(), [0.5, 1.0])
-
-
-@pytest.mark.parametrize("given", ["one", "list", "tuple", "callable"])
-def test_minimize_takes_variables_in_every_form(optimizers, given):
-    var = tf.Variable(1.0)
-    forms = {"one": var, "list": [var], "tuple": (var,), "callable": lambda: [var]}
-    wrapped(optimizers.SGD(0.25)).minimize(lambda: var**2, forms[given])
-    assert float(var) == 0.5
-
-
-def test_what_is_no_variable_is_a_value_error(optimizers):
-    with pytest.raises(ValueError, match="must hold variables"):
-        wrapped(optimizers.SGD(0.25)).minimize(lambda: tf.constant(1.0), [tf.constant(1.0)])
-
-
 def test_warnings_come_once(optimizers, var):
     optimizer = wrapped(optimizers.SGD(1.0))
     with pytest.warns(lossscale.LossScaleWarning, match="never scaled"):
         optimizer.apply_gradients([(tf.zeros(2), var)])
     # A second warning would be an error.
     optimizer.apply_gradients([(tf.zeros(2), var)])
+
+
+@pytest.mark.parametrize("in_function", [False, True])
+def test_gradients_that_another_wrapper_has_unscaled_are_applied_without_a_warning(
+    optimizers, in_function
+):
+    first, second = tf.Variable(1.0), tf.Variable(1.0)
+    one, other = wrapped(optimizers.SGD(0.25)), wrapped(optimizers.SGD(0.5))
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = one.get_scaled_loss(first**2 + second**2)
+        gradients = one.get_unscaled_gradients(tape.gradient(loss, [first, second]))
+        one.apply_gradients([(gradients[0], first)])
+        other.apply_gradients([(gradients[1], second)])
+
+    step = tf.function(step) if in_function else step
+    # A warning would be an error.
+    for _ in range(2):
+        step()
+    assert (float(first), float(second)) == (0.25, 0.0)
+    # Nothing is left of them: these are of a loss that nobody scaled.
+    with pytest.warns(lossscale.LossScaleWarning, match="never scaled"):
+        other.apply_gradients([(tf.constant(1.0), second)])
 
 
 def test_an_optimizer_that_tf_keras_wraps_already_is_refused(optimizers):

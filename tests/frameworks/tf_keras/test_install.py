@@ -41,28 +41,6 @@ def _everything_as_before(mixed_float16):
     assert what_is_there() == before
 
 
-class OfItsTime(tf_keras.Model):
-    """A model with the `train_step` that was copied from guide to guide."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = tf_keras.layers.Dense(1, dtype="float32")
-
-    def call(self, x):
-        return self.dense(x)
-
-    def train_step(self, batch):
-        x, y = batch
-        with tf.GradientTape() as tape:
-            loss = self.compiled_loss(y, self(x, training=True))
-            assert isinstance(self.optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
-            scaled_loss = self.optimizer.get_scaled_loss(loss)
-        gradients = tape.gradient(scaled_loss, self.trainable_variables)
-        gradients = self.optimizer.get_unscaled_gradients(gradients)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        return {m.name: m.result() for m in self.metrics}
-
-
 def compiled(optimizer="sgd"):
     model = tf_keras.Sequential([tf_keras.layers.Dense(1, dtype="float32")])
     # Wrapped or not is settled here: compiled steps are for the train_step below.
@@ -84,20 +62,6 @@ def test_compile_wraps_in_the_documented_class_until_undone():
         assert not any(map(operator.is_, before, what_is_there()))
         assert is_ours(compiled("adam").optimizer)
     assert type(compiled("adam").optimizer) is own.LossScaleOptimizerV3
-
-
-@pytest.mark.parametrize(
-    ("optimizers", "run_eagerly"), [("new", True), ("legacy", False)], indirect=["optimizers"]
-)
-def test_a_train_step_with_the_usual_guard_learns(optimizers, run_eagerly):
-    with lossscale.install():
-        model = OfItsTime()
-        model.compile(optimizers.SGD(0.25), "mse", run_eagerly=run_eagerly)
-        losses = model.fit(X, Y, batch_size=4, epochs=8, verbose=0).history["loss"]
-    assert is_ours(model.optimizer)
-    assert losses[-1] < 0.1 * losses[0]
-    model.fit(X, Y, verbose=0)
-    assert int(model.optimizer.iterations) == 17
 
 
 def test_each_of_several_optimizers_is_wrapped(optimizers):

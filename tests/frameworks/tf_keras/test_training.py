@@ -365,6 +365,20 @@ def test_a_nan_on_one_replica_skips_the_step_on_all(two_replicas, optimizers, ag
         assert float(optimizer.loss_scale) == 8.0 / 2**skipped
 
 
+def test_counters_are_numbers_on_replicas(two_replicas, optimizers):
+    with two_replicas.scope():
+        variable = tf.Variable(1.0)
+        optimizer = wrapped(optimizers.SGD(1.0))
+    two_replicas.run(lambda: optimizer.minimize(lambda: variable**2, [variable]))
+    counter = optimizer.dynamic_counter
+    assert isinstance(counter, tf.Variable)
+    assert (int(counter), float(counter), bool(counter)) == (1, 1.0, True)
+    assert (int(optimizer.iterations), int(optimizer.steps_skipped)) == (1, 0)
+    assert repr(optimizer).endswith("loss scale 8, 0 of 1 steps skipped>")
+    counter.assign(0)
+    assert not counter
+
+
 def test_fit_under_a_strategy(two_replicas, optimizers):
     with two_replicas.scope():
         model = small_model()
@@ -452,7 +466,8 @@ def test_loaded_state_that_does_not_fit_the_first_step_is_said_to_be_dropped(opt
     variable = tf.Variable([1.0, 2.0])
     optimizer = wrapped(optimizers.SGD(0.5, momentum=0.5))
     # As a file has it; nothing says which variables these belong to.
-    optimizer._set_inner_values([np.int64(3), np.float32(7), np.ones(2, "f"), np.ones(2, "f")])
+    arrays = [np.int64(3), np.float32(7), np.ones(2, "f"), np.ones(2, "f")]
+    optimizer._set_inner_values({"values": arrays, "groups": []})
     with pytest.warns(lossscale.errors.LossScaleWarning, match="is not used"):
         step(optimizer, [variable], [np.float32(1)])
     step(optimizer, [variable], [np.float32(1)])

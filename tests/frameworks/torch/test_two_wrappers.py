@@ -155,3 +155,19 @@ def test_optimizers_that_share_parameters_train_as_plain_ones(program, way):
         # The wrapper of some steps has scaled no loss.
         warnings.simplefilter("ignore", lossscale.LossScaleWarning)
         assert trained(program, way) == trained(program, None)
+
+
+def test_two_scalers_decide_each_by_its_own_gradients_as_those_of_pytorch():
+    def run(kind):
+        given = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+        inners = [torch.optim.SGD([each], lr=2.0**-10) for each in given]
+        scalers = [kind("cpu", growth_interval=3) for _ in given]
+        for step in range(24):
+            number = step % 2
+            inners[number].zero_grad()
+            scalers[number].scale(loss_of(given, step % 3)).backward()
+            scalers[number].step(inners[number])
+            scalers[number].update()
+        return [p.tolist() for p in given], [each.get_scale() for each in scalers]
+
+    assert run(lossscale.torch.GradScaler) == run(torch.amp.GradScaler)

@@ -10,6 +10,7 @@ import keras
 
 from lossscale.common.autograph import do_not_convert
 from lossscale.common.checks import flat_list
+from lossscale.errors import ArgumentError
 from lossscale.keras_common.scaled_gradients import Location
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
@@ -51,11 +52,45 @@ class OverflowCheck(NamedTuple):
 
 
 class Backend:
-    """A backend of Keras; the defaults are those of a single device."""
+    """A backend of Keras; the defaults are those of a single device.
+
+    What each backend has to define is declared here first.
+    """
 
     # The array functions for `ScaleRule.update`, and the function that measures gradients.
     namespace: Any
     gradient_stats: Callable[..., GradientStats]
+
+    # Applies gradients or skips, then updates the loss scale. Takes
+    #   stats: what the rule sees;
+    #   step, inner: the step and the inner optimizer;
+    #   apply: divides a list of gradients by a divisor and applies it;
+    #   update_scale: updates the loss scale and the counters, given what the rule sees.
+    apply_or_skip: Callable[..., None]
+
+    # Multiplies a loss by the scale, in float32 or wider.
+    scaled: Callable[[Any, Any], Any]
+    # Divides gradients by the scale, in float32 or wider; sparse stays sparse. The last argument
+    # says whether the scale is a power of two.
+    unscaled: Callable[[Sequence[Any], Any, bool], list[Any]]
+    # Returns whether gradients are finite when they are unscaled, a boolean scalar tensor. Takes
+    # the same arguments; without a scale they are unscaled already.
+    all_finite: Callable[..., Any]
+    # Returns a gradient, dense or sparse, in another dtype.
+    cast: Callable[[Any, str], Any]
+    # Returns the current value of a Keras variable, a tensor that does not change with it.
+    read: Callable[[Any], Any]
+
+    # Returns the gradients of a scaled loss, and the variables they belong to. Takes
+    #   loss: a callable without arguments, or a tensor that knows how it was computed;
+    #   variables: a list, one variable, or a callable that returns either; with a tape None
+    #       stands for the trainable variables that it watched;
+    #   scale: multiplies a loss by the loss scale;
+    #   tape: a `tf.GradientTape`, or None;
+    #   grad_loss: tensor of the loss's shape that multiplies the gradients, or None.
+    differentiate: Callable[..., tuple[list[Any], list[Any]]]
+    # Returns the gradients of a tensor of the function that is being traced, by variables.
+    symbolic_gradients: Callable[[Any, Sequence[Any]], list[Any]]
 
     # --- One step, in this order --------------------------------------------------------------
 
@@ -100,25 +135,6 @@ class Backend:
     def all_replicas_finite(self, finite: Any) -> Any:
         """Whether the gradients are finite on every replica."""
         return finite
-
-    def apply_or_skip(
-        self,
-        stats: GradientStats,
-        step: Step,
-        inner: Any,
-        apply: Callable[[Sequence[Any], Any], None],
-        update_scale: Callable[[GradientStats], None],
-    ) -> None:
-        """Applies gradients or skips, then updates the loss scale.
-
-        Args:
-            stats: What the rule sees.
-            step: The step.
-            inner: The inner optimizer.
-            apply: Divides a list of gradients by a divisor and applies it.
-            update_scale: Updates the loss scale and the counters, given what the rule sees.
-        """
-        raise NotImplementedError
 
     def apply(self, inner: Any, step: Step, rule: ScaleRule, *, aggregate: bool) -> None:
         """Unscales the gradients of a step, and has the inner optimizer apply them.
@@ -205,60 +221,26 @@ class Backend:
     def prepare_own_variable(self, variable: Any) -> None:
         """Called with each new variable of a loss scale optimizer."""
 
-    def read(self, variable: Any) -> Any:
-        """The current value of a Keras variable, a tensor that does not change with it."""
-        raise NotImplementedError
-
     # --- Arrays -------------------------------------------------------------------------------
-
-    def scaled(self, loss: Any, scale: Any) -> Any:
-        """Multiplies a loss by the scale, in float32 or wider."""
-        raise NotImplementedError
-
-    def unscaled(self, gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[Any]:
-        """Divides gradients by the scale, in float32 or wider; sparse stays sparse."""
-        raise NotImplementedError
-
-    def all_finite(
-        self, gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True
-    ) -> Any:
-        """Whether gradients are finite when they are unscaled: a boolean scalar tensor."""
-        raise NotImplementedError
 
     def flat_gradients(self, gradients: Any) -> list[Any]:
         """The gradients in a nest, without None."""
         return [gradient for gradient in keras.tree.flatten(gradients) if gradient is not None]
 
-    def cast(self, gradient: Any, dtype: str) -> Any:
-        """Returns a gradient, dense or sparse, in another dtype."""
-        raise NotImplementedError
 
-    # --- Gradients of a loss ------------------------------------------------------------------
+def check_without_tape(backend: str, variables: Any, tape: Any) -> None:
+    """Checks what is differentiated on a backend that does not record operations on a tape.
 
-    def differentiate(
-        self,
-        loss: Any,
-        variables: Any,
-        scale: Callable[[Any], Any],
-        *,
-        tape: Any = None,
-        grad_loss: Any = None,
-    ) -> tuple[list[Any], list[Any]]:
-        """Returns the gradients of a scaled loss, and the variables they belong to.
-
-        Args:
-            loss: A callable without arguments, or a tensor that knows how it was computed.
-            variables: A list, one variable, or a callable that returns either; with a tape None
-                stands for the trainable variables that it watched.
-            scale: Multiplies a loss by the loss scale.
-            tape: A `tf.GradientTape`, or None.
-            grad_loss: Tensor of the loss's shape that multiplies the gradients, or None.
-        """
-        raise NotImplementedError
-
-    def symbolic_gradients(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
-        """Returns the gradients of a tensor of the function that is being traced."""
-        raise NotImplementedError
+    Raises:
+        ArgumentError: If there is a tape, or no variables are given.
+    """
+    if tape is not None:
+        raise ArgumentError("`tape` is for the TensorFlow backend. Leave it out.")
+    if variables is None:
+        raise ArgumentError(
+            f"`var_list` must be given on the {backend} backend, which does not record the "
+            "variables a loss was computed from. Pass model.trainable_variables."
+        )
 
 
 @do_not_convert

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import keras
 
 from lossscale.common.checks import scaled_value
-from lossscale.errors import ArgumentError, UnsupportedError
+from lossscale.errors import UnsupportedError
 from lossscale.jax import gradients as jax_gradients
 from lossscale.jax.apply_or_skip import gated
-from lossscale.keras.backends.backend import Backend, OverflowCheck, Step
+from lossscale.keras.backends.backend import Backend, OverflowCheck, Step, check_without_tape
 from lossscale.keras_common.scaled_gradients import Location
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import GradientStats, ScaleRule
@@ -55,7 +55,7 @@ class JaxBackend(Backend):
         update_scale: Callable[[GradientStats], None],
     ) -> None:
         """Selects each variable's new value in a compiled function; otherwise the host decides."""
-        if _is_traced(stats.finite):
+        if jax_gradients.is_traced([stats.finite]):
             _apply_gated(stats.finite, step, inner, apply)
         elif bool(stats.finite):
             apply(step.gradients, step.divisor)
@@ -109,15 +109,9 @@ class JaxBackend(Backend):
 
         What the loss assigns to other variables (averages of a batch normalization, seeds) is kept.
         """
-        if tape is not None:
-            raise ArgumentError("`tape` is for the TensorFlow backend. Leave it out.")
+        check_without_tape("JAX", variables, tape)
         if not callable(loss):
             return self.symbolic_gradients(loss, variables), []
-        if variables is None:
-            raise ArgumentError(
-                "`var_list` must be given on the JAX backend, which does not record the variables "
-                "a loss was computed from. Pass model.trainable_variables."
-            )
         given = variables
         variables = self.flat_variables(given() if callable(given) else given)
         if callable(given) and not variables:
@@ -207,16 +201,8 @@ def _no_value(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def _is_traced(value: Any) -> bool:
-    return isinstance(value, jax.core.Tracer)
-
-
 def _any_traced(gradients: Sequence[Any]) -> bool:
-    return any(map(_is_traced, jax.tree.leaves(list(gradients))))
-
-
-def _is_known(value: Any) -> bool:
-    return isinstance(value, jax.Array) and not _is_traced(value)
+    return jax_gradients.is_traced(jax.tree.leaves(list(gradients)))
 
 
 def _traced_zero() -> Any:
@@ -226,7 +212,8 @@ def _traced_zero() -> Any:
 
 def _check_not_baked_in(scale: Any) -> None:
     """Raises if a variable's value would become a constant of a function being compiled."""
-    if _is_known(scale) and _is_traced(_traced_zero()):
+    is_known = isinstance(scale, jax.Array) and not jax_gradients.is_traced([scale])
+    if is_known and jax_gradients.is_traced([_traced_zero()]):
         raise UnsupportedError(
             "Inside a function that jax.jit compiles, the loss scale must come in as an argument; "
             "read from the optimizer's variable it would stay what it is now. Call scale_loss() "

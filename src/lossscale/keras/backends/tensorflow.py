@@ -134,12 +134,12 @@ class TensorFlowBackend(Backend):
         grad_loss: Any = None,
     ) -> tuple[list[Any], list[Any]]:
         """Returns the gradients of a scaled loss, and the variables they belong to."""
-        recording = recorded(loss, variables, scale, tape=tape)
-        scaled_loss, variables = recording.loss, self.flat_variables(recording.variables)
+        tape, scaled_loss, variables = recorded(loss, variables, scale, tape=tape)
+        variables = self.flat_variables(variables)
         if grad_loss is not None:
             # Given for the loss, which may be narrower than what it became when it was scaled.
             grad_loss = tf.cast(grad_loss, scaled_loss.dtype)
-        gradients = recording.tape.gradient(
+        gradients = tape.gradient(
             scaled_loss, [_native(v) for v in variables], output_gradients=grad_loss
         )
         return list(gradients), variables
@@ -147,8 +147,7 @@ class TensorFlowBackend(Backend):
     def symbolic_gradients(self, loss: Any, variables: Sequence[Any]) -> list[Any]:
         """Returns the gradients of a tensor of the graph that is being traced."""
         check_symbolic(loss)
-        gradients: list[Any] = tf.gradients(loss, [_native(v) for v in variables])
-        return gradients
+        return list(tf.gradients(loss, [_native(v) for v in variables]))
 
 
 def _native(variable: Any) -> Any:

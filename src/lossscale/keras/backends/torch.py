@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from lossscale.common.checks import scaled_value
-from lossscale.errors import ArgumentError, GradientsError
-from lossscale.keras.backends.backend import Backend, OverflowCheck, Step
+from lossscale.errors import GradientsError
+from lossscale.keras.backends.backend import Backend, OverflowCheck, Step, check_without_tape
 from lossscale.keras.private_names import in_stateless_scope
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.rules import GradientStats, ScaleRule, ScaleState, host_can_update, updates_on_host
@@ -148,17 +148,9 @@ class TorchBackend(Backend):
         grad_loss: Any = None,
     ) -> tuple[list[Any], list[Any]]:
         """Returns the gradients of a scaled loss, and the variables they belong to."""
-        if tape is not None:
-            raise ArgumentError("`tape` is for the TensorFlow backend. Leave it out.")
+        check_without_tape("PyTorch", variables, tape)
         scaled_loss = scaled_value(loss, scale)
-        if callable(variables):
-            variables = variables()
-        if variables is None:
-            raise ArgumentError(
-                "`var_list` must be given on the PyTorch backend, which does not record the "
-                "variables a loss was computed from. Pass model.trainable_variables."
-            )
-        variables = self.flat_variables(variables)
+        variables = self.flat_variables(variables() if callable(variables) else variables)
         if not scaled_loss.requires_grad:
             raise GradientsError(
                 "The loss does not depend on any variable, so that it has no gradient."
