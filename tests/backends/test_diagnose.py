@@ -239,6 +239,33 @@ def test_an_operation_that_overflows_is_named(activation):
     assert "first (" in str(report)
 
 
+class Looping(layers.Layer):
+    """Multiplies its input in a loop or a branch, and bounds the product."""
+
+    def __init__(self, kind):
+        super().__init__(name="looping")
+        self.kind = kind
+
+    def compute_output_shape(self, shape):
+        return shape
+
+    def call(self, x):
+        loop = {
+            "cond": lambda: ops.cond(ops.sum(x) > -1e30, lambda: x * 6e4, lambda: x),
+            "fori_loop": lambda: ops.fori_loop(0, 3, lambda _, x: x * 6e4, x),
+            "map": lambda: ops.map(lambda row: row * 6e4, x),
+            "vectorized_map": lambda: ops.vectorized_map(lambda row: row * 6e4, x),
+        }[self.kind]
+        return ops.tanh(loop())
+
+
+@pytest.mark.parametrize("kind", ["cond", "fori_loop", "map", "vectorized_map"])
+def test_a_loop_that_overflows_is_named(kind):
+    model = cases.compiled(keras.Sequential([keras.Input((6,)), Looping(kind), layers.Dense(1)]))
+    x, _ = cases.some_data()
+    assert f"looping ({kind}) overflows in float16" in str(diagnose(model, x, x[:, :1]))
+
+
 def test_attention_is_looked_into():
     inputs = keras.Input((5, 4))
     hidden = layers.MultiHeadAttention(2, 3, dropout=0.1, name="attention")(inputs, inputs)

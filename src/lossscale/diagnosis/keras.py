@@ -328,6 +328,11 @@ def _traced() -> Any:
 # --- What operations return -----------------------------------------------------------------------
 
 _MODULES = ("image", "linalg", "math", "nn", "numpy")
+_LOOPS = (
+    *("associative_scan", "cond", "fori_loop", "map", "scan", "switch", "vectorized_map"),
+    "while_loop",
+)
+"""Each is one operation, since no tensor gets out of a compiled loop or branch."""
 
 
 @contextlib.contextmanager
@@ -336,6 +341,9 @@ def _watched(model: Any, watch: bool) -> Iterator[dict[str, list[Any]]]:
 
     What such a function calls is a part of it.
     """
+    if not watch:
+        yield {}
+        return
     returned: dict[str, list[Any]] = {}
     counts: Counter[str] = Counter()
     # A function may return a tensor that another returned. Keep all of them, so that no identity is
@@ -381,17 +389,17 @@ def _watched(model: Any, watch: bool) -> Iterator[dict[str, list[Any]]]:
         keep(f"{_inside(str(layer.path or layer.name), model)} (output)", results)
         return results
 
-    if not watch:
-        yield {}
-        return
+    functions = [(backend_functions, "rnn"), *((backend_functions.core, each) for each in _LOOPS)]
+    for module in (getattr(backend_functions, each) for each in _MODULES):
+        functions += [
+            (module, name)
+            for name, function in vars(module).items()
+            if inspect.isfunction(function) and function.__module__ == module.__name__
+        ]
     with contextlib.ExitStack() as stack:
         replace(stack, keras.Layer, "__call__", layer_called)
-        # A recurrent layer is one operation: on JAX, no tensor gets out of its loop.
-        replace(stack, backend_functions, "rnn", kept(backend_functions.rnn, "rnn"))
-        for module in (getattr(backend_functions, name) for name in _MODULES):
-            for name, function in list(vars(module).items()):
-                if inspect.isfunction(function) and function.__module__ == module.__name__:
-                    replace(stack, module, name, kept(function, name))
+        for module, name in functions:
+            replace(stack, module, name, kept(getattr(module, name), name))
         yield returned
 
 

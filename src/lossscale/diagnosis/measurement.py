@@ -293,7 +293,7 @@ def measure(
     number = passes = 0
     for given in itertools.islice(_iterated(batches), checked_count("max_batches", max_batches)):
         number += 1
-        batch = _Batch(run, given)
+        batch = _Batch(run, given, tolerance)
         for name, loss in batch.losses.items():
             before = measurements.get(name, Measurement(tolerance=tolerance))
             measurements[name] = before if before.is_over else loss.measured(before)
@@ -333,11 +333,13 @@ def _iterated(batches: Any) -> Iterator[Any]:
 class _Batch:
     """The passes on one batch, each computed once for all losses."""
 
-    def __init__(self, run: GradientFunction, batch: Any) -> None:
+    def __init__(self, run: GradientFunction, batch: Any, tolerance: float) -> None:
         self._run, self._batch = run, batch
         self.passes = 0
-        references = self.gradients(0, half=False)
-        self.losses = {name: _Loss(self, name, each) for name, each in references.items()}
+        self.losses = {
+            name: _Loss(self, name, reference, tolerance)
+            for name, reference in self.gradients(0, half=False).items()
+        }
 
     def gradients(self, exponent: int, *, half: bool) -> dict[str, LossGradients]:
         """Computes a pass; divides the gradients that it returns by the loss scale."""
@@ -375,19 +377,21 @@ class _Batch:
 class _Loss:
     """One loss on one batch: the errors of its gradients at the scales that were tried."""
 
-    def __init__(self, batch: _Batch, name: str, reference: LossGradients) -> None:
+    def __init__(
+        self, batch: _Batch, name: str, reference: LossGradients, tolerance: float
+    ) -> None:
         if all(gradient is None for gradient in reference.gradients.values()):
             raise ArgumentError(
                 f"The loss{'' if name == LOSS else f' {name!r}'} depends on no trainable "
                 "parameter. Compute it from the model or the parameters that `loss_fn` receives, "
                 "without detaching it."
             )
-        self._batch, self._name, self._reference = batch, name, reference
+        self._batch, self._name = batch, name
+        self._reference, self._tolerance = reference, tolerance
         self._errors: dict[int, dict[str, float]] = {}
 
     def measured(self, before: Measurement) -> Measurement:
         """Returns the measurement on earlier batches with this batch added."""
-        self._tolerance = before.tolerance
         found = self._forward(before)
         if not found.is_over:
             found = self._backward(found)
@@ -434,26 +438,27 @@ class _Loss:
 
     def _backward(self, before: Measurement) -> Measurement:
         """Measures the lowest and the highest scale; of later batches, only the worse counts."""
-        searched = not before.highest_is_estimate
-        predicted = _predicted_highest(_largest(self._reference))
-        second = predicted if predicted < 0 else min(max(predicted, MARGIN), _SECOND)
-        second = before.highest_exponent if searched else second
+        second = before.highest_exponent
+        if before.highest_is_estimate:
+            predicted = _predicted_highest(_largest(self._reference))
+            second = predicted if predicted < 0 else min(max(predicted, MARGIN), _SECOND)
         self._at(second)
         before = self._with_right_reference(before)
-        largest = _largest(self._reference)
-        if not before.is_over and not largest:
-            return dataclasses.replace(before, unknown="every gradient is 0")
         if before.is_over:
             return before
+        largest = _largest(self._reference)
+        if not largest:
+            return dataclasses.replace(before, unknown="every gradient is 0")
         predicted = _predicted_highest(largest)
-        if not searched:
+        if before.highest_is_estimate:
             self._try_higher(NOISE)
             has_room = second >= MARGIN and self._is_finite(second)
             if has_room and self._worst(0) <= self._tolerance:
                 highest = min(before.highest_exponent, max(predicted, second))
                 return dataclasses.replace(before, highest_exponent=highest)
         most = before.highest_exponent
-        highest = _highest_finite(self._is_finite, most, start=most if searched else predicted)
+        start = predicted if before.highest_is_estimate else most
+        highest = _highest_finite(self._is_finite, most, start)
         self._try_higher(self._tolerance if self._worst(0) > self._tolerance else NOISE)
         lowest = before.lowest_exponent
         if self._worst(lowest) > self._tolerance:

@@ -75,7 +75,7 @@ def diagnose(
     Raises:
         ArgumentTypeError: If the model, the batches or the loss have another type.
         ArgumentError: If there is nothing to train, no batch, or no loss to differentiate.
-        UnsupportedError: If parameters are sharded over processes.
+        UnsupportedError: If parameters are sharded over processes, or have no values.
 
     Examples:
         >>> model = torch.nn.Linear(3, 1)
@@ -229,7 +229,12 @@ class _Watcher(TorchFunctionMode):
         for name, tensors in self._returned.items():
             # Within `torch.vmap`, a tensor holds the numbers of all rows.
             plain = [torch.func.debug_unwrap(tensor).detach() for tensor in tensors]
-            chosen = [each for each in plain if not half or each.dtype == torch.float16]
+            chosen = [
+                part
+                for tensor in plain
+                if not half or tensor.dtype == torch.float16
+                for part in (tensor.unbind() if tensor.is_nested else [tensor])
+            ]
             if chosen:
                 finite = all(bool(each.isfinite().all()) for each in chosen)
                 found[name] = OutputRange(max(map(_largest, chosen)), finite)
@@ -243,12 +248,12 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _is_output(value: Any) -> bool:
-    # Tensors on the meta device have no numbers. Those in nested tensors are seen when they leave.
+    # Tensors on the meta device, as parts of nested tensors are, have no numbers.
     return (
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
         and bool(value.dim())
-        and not (value.is_meta or value.is_nested)
+        and not value.is_meta
     )
 
 
@@ -270,10 +275,10 @@ def _check_arguments(model: Any, loss_fn: Any) -> None:
             "The model has no trainable parameters: none has requires_grad=True. Received: a "
             f"{type(model).__name__}."
         )
-    if any(map(is_spread, trainable)):
+    if any(is_spread(parameter) or parameter.is_meta for parameter in trainable):
         raise UnsupportedError(
-            "diagnose() does not support sharded models. Run it before fully_shard(), on one "
-            "process."
+            "diagnose() does not support sharded models, nor models on the meta device. Run it on "
+            "one process, after the parameters have values and before fully_shard()."
         )
 
 

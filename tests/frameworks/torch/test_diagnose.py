@@ -13,7 +13,7 @@ from frameworks.torch.modules import LOSES, MODELS, batches_of, kernels_of, loss
 from frameworks.torch.support import bits
 from lossscale.diagnosis.measurement import LOSS
 from lossscale.diagnosis.torch import TorchGradientFunction
-from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.torch.scaling import stored
 
 diagnose = lossscale.torch.diagnose
@@ -350,8 +350,8 @@ WITHIN = {
         lambda m, b: torch.func.jacrev(m)(b[0]).sum() * m(b),
         "Linear (linear)",
     ),
-    "nested": (lambda: Nested(torch.strided), lambda m, b: m(b), "Nested (unbind)"),
-    "jagged": (lambda: Nested(torch.jagged), lambda m, b: m(b), "Nested (unbind)"),
+    "nested": (lambda: Nested(torch.strided), lambda m, b: m(b), "layer (linear)"),
+    "jagged": (lambda: Nested(torch.jagged), lambda m, b: m(b), "layer (linear)"),
     "scripted": (
         lambda: torch.jit.script(torch.nn.Linear(6, 1)),
         lambda m, b: m(b),
@@ -436,3 +436,5 @@ def test_other_mistakes_have_one_sentence():
         diagnose(torch.nn.ReLU(), loss_fn, one)
     with pytest.raises(ArgumentError, match="`tolerance` must be a number between 0 and 1"):
         diagnose(LINEAR, loss_fn, one, tolerance=10)
+    with pytest.raises(UnsupportedError, match="nor models on the meta device"):
+        diagnose(torch.nn.Linear(6, 1, device="meta"), loss_fn, one)
