@@ -6,8 +6,8 @@ import pytest
 import keras_cases as cases
 from keras_cases import BACKEND, LAYERS, RANDOM_LAYERS, keras, layers, ops, wide
 from lossscale.diagnosis import diagnose
+from lossscale.diagnosis.gradient_function import LOSS, TARGETS
 from lossscale.diagnosis.keras import KerasGradientFunction
-from lossscale.diagnosis.measurement import LOSS, TARGETS
 from lossscale.errors import ArgumentError, ArgumentTypeError
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

@@ -8,16 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lossscale.diagnosis.measurement import (
-    LOSS,
-    MARGIN,
-    TARGETS,
-    GradientAccuracy,
-    LossGradients,
-    Measurement,
-    OutputRange,
-    measure,
-)
+from lossscale.diagnosis.gradient_function import LOSS, TARGETS, LossGradients, OutputRange
+from lossscale.diagnosis.measurement import MARGIN, GradientAccuracy, Measurement, measure
 from lossscale.diagnosis.verdict import Verdict, recommend
 
 RNG = np.random.default_rng(0)

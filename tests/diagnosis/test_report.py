@@ -10,7 +10,7 @@ import pytest
 
 from diagnosis.test_measurement import Model, spread
 from lossscale import DynamicScale
-from lossscale.diagnosis.measurement import TARGETS, OutputRange
+from lossscale.diagnosis.gradient_function import TARGETS, OutputRange
 from lossscale.diagnosis.report import make_report
 
 ROOM = {"dense (matmul)": OutputRange(8.0, True), "out (add)": OutputRange(4.0, True)}

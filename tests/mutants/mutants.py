@@ -169,7 +169,7 @@ tests/backends/test_files.py
 tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
     diagnosis _beyond: error ** 2 - best ** 2 -> error ** 2
     diagnosis _rounded_to_bfloat16: np.uint32(0x8000) -> np.uint32(0)
-    diagnosis _predicted_highest: _LARGEST / largest -> largest
+    diagnosis _predicted_highest: LARGEST / largest -> largest
     diagnosis _highest_finite: exponent + 1 -> exponent
     diagnosis _Loss._forward: not in_float32.finite -> False
     diagnosis _Loss._backward: min(before.highest_exponent, max(predicted, second))

@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal
 
-from lossscale.diagnosis.measurement import (
+from lossscale.diagnosis.gradient_function import (
     LossGradients,
     OutputRange,
     checked_losses,
@@ -106,7 +106,7 @@ def diagnose(
 
 
 class JaxGradientFunction:
-    """The passes of a loss; see `lossscale.diagnosis.measurement.GradientFunction`.
+    """The passes of a loss; see `lossscale.diagnosis.gradient_function.GradientFunction`.
 
     Args:
         params, loss_fn, parameters: As for `diagnose`.

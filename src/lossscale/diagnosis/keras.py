@@ -21,7 +21,7 @@ import keras
 import numpy as np
 
 from lossscale.common.monkeypatch import replace
-from lossscale.diagnosis.measurement import (
+from lossscale.diagnosis.gradient_function import (
     TARGETS,
     LossGradients,
     OutputRange,
@@ -37,7 +37,7 @@ _WIDER = ("float32", "float64", "bfloat16")
 
 
 class KerasGradientFunction:
-    """The passes of a Keras 3 model; see `lossscale.diagnosis.measurement.GradientFunction`.
+    """The passes of a Keras 3 model; see `lossscale.diagnosis.gradient_function.GradientFunction`.
 
     Args:
         model: A `keras.Model` that has its variables.

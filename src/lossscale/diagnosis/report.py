@@ -11,12 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import Any
 
-from lossscale.diagnosis.measurement import (
-    MARGIN,
-    GradientFunction,
-    Measurement,
-    measure,
-)
+from lossscale.diagnosis.gradient_function import GradientFunction
+from lossscale.diagnosis.measurement import MARGIN, Measurement, measure
 from lossscale.diagnosis.verdict import Recommendation, Verdict, recommend
 from lossscale.rules import DynamicScale
 
@@ -31,7 +27,7 @@ _ORDER = (
 _TITLES = {
     Verdict.NOT_NEEDED: "loss scaling is not needed.",
     Verdict.NEEDED: "loss scaling is needed.",
-    Verdict.NO_SINGLE_SCALE: "no single scale serves.",
+    Verdict.NO_SINGLE_SCALE: "no single scale works.",
     Verdict.CANNOT_HELP: "loss scaling cannot help.",
     Verdict.UNKNOWN: "whether loss scaling is needed is unknown.",
 }
@@ -237,8 +233,8 @@ def _range(found: Measurement, advised: Recommendation) -> Iterator[tuple[str, s
     elif found.ranked:
         yield (
             "small",
-            f"no gradient loses by float16: the worst, {found.ranked[0].name}, is wrong by {wrong} "
-            f"beyond rounding (limit {percent(found.tolerance)})",
+            f"float16 loses nothing: the worst gradient, {found.ranked[0].name}, is wrong by "
+            f"{wrong} beyond rounding (limit {percent(found.tolerance)})",
         )
     if advised.rule is not None and lowest > 0:
         yield (
@@ -259,7 +255,7 @@ def _range(found: Measurement, advised: Recommendation) -> Iterator[tuple[str, s
         where = f"{bits} {'below' if highest >= 0 else 'beyond'} overflow"
         yield (
             "large",
-            f"without scaling gradients are {where}; the first is {first}. To divide the loss by "
+            f"without scaling gradients are {where}; the first is {first}. Dividing the loss by "
             f"{2 ** (MARGIN - highest):,} does the same as the rule",
         )
 

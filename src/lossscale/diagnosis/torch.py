@@ -19,7 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
-from lossscale.diagnosis.measurement import LossGradients, OutputRange, checked_losses, numbered
+from lossscale.diagnosis.gradient_function import (
+    LossGradients,
+    OutputRange,
+    checked_losses,
+    numbered,
+)
 from lossscale.diagnosis.report import Report, make_report
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.torch.ranks import is_spread
@@ -92,7 +97,7 @@ def diagnose(
 
 
 class TorchGradientFunction:
-    """The passes of a PyTorch model; see `lossscale.diagnosis.measurement.GradientFunction`.
+    """The passes of a PyTorch model; see `lossscale.diagnosis.gradient_function.GradientFunction`.
 
     Args:
         model, loss_fn, parameters: As for `diagnose`.

@@ -13,8 +13,8 @@ from flax import nnx
 
 import lossscale.optax
 from frameworks.jax.support import bits
+from lossscale.diagnosis.gradient_function import LOSS
 from lossscale.diagnosis.jax import JaxGradientFunction
-from lossscale.diagnosis.measurement import LOSS
 from lossscale.diagnosis.verdict import Verdict
 from lossscale.errors import ArgumentError, ArgumentTypeError
 

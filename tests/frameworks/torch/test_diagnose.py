@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import lossscale
 from frameworks.torch.modules import LOSES, MODELS, batches_of, kernels_of, loss_fn, model_of
 from frameworks.torch.support import bits
-from lossscale.diagnosis.measurement import LOSS
+from lossscale.diagnosis.gradient_function import LOSS
 from lossscale.diagnosis.torch import TorchGradientFunction
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.torch.scaling import stored
