@@ -139,8 +139,7 @@ tests/conformance/test_what_rules_see.py -k for_a_rule_that_asks
     keras on torch LossScaleOptimizer._step: rule.needs != StatsRequest() -> True
 tests/backends/test_diagnose.py
     diagnosis.keras on torch _as_it_was: attributes.update(values) -> pass  -k subclassed
-    diagnosis on torch _cast_to_float16: layer._dtype_policy is model._dtype_policy -> True
-        -k ask_for_a_dtype
+    diagnosis on torch _cast_to_float16: not asks(layer) -> True  -k ask_for_a_dtype
     diagnosis on torch _watched: is_inside or _traced() != outside -> True  -k attention
     diagnosis on torch KerasGradientFunction._forward: keras.ops.cast(target, output.dtype)
         -> output  -k targets_beyond

@@ -201,7 +201,8 @@ class JaxGradientFunction:
         dtype = jnp.float16 if half else jnp.float32
 
         def losses_of(trained: Mapping[int, Any]) -> dict[str, Any]:
-            filled = [{**arrays, **trained}.get(n, leaf) for n, leaf in enumerate(rest)]
+            given = {**arrays, **trained}
+            filled = [given.get(n, leaf) for n, leaf in enumerate(rest)]
             params, batch = jax.tree.unflatten(structure, filled)
             returned = self._loss_fn(params, batch, dtype)
             losses = checked_losses(returned, _is_array, self._owned)

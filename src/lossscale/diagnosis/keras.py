@@ -335,6 +335,18 @@ _LOOPS = (
 """Each is one operation, since no tensor gets out of a compiled loop or branch."""
 
 
+def _functions() -> list[tuple[Any, str]]:
+    """The functions of the backend that compute numbers: a module and a name each."""
+    found = [(backend_functions, "rnn"), *((backend_functions.core, each) for each in _LOOPS)]
+    for module in (getattr(backend_functions, each) for each in _MODULES):
+        found += [
+            (module, name)
+            for name, function in vars(module).items()
+            if inspect.isfunction(function) and function.__module__ == module.__name__
+        ]
+    return found
+
+
 @contextlib.contextmanager
 def _watched(model: Any, watch: bool) -> Iterator[dict[str, list[Any]]]:
     """Within it, what layers and the functions of the backend return is kept, by name.
@@ -389,16 +401,9 @@ def _watched(model: Any, watch: bool) -> Iterator[dict[str, list[Any]]]:
         keep(f"{_inside(str(layer.path or layer.name), model)} (output)", results)
         return results
 
-    functions = [(backend_functions, "rnn"), *((backend_functions.core, each) for each in _LOOPS)]
-    for module in (getattr(backend_functions, each) for each in _MODULES):
-        functions += [
-            (module, name)
-            for name, function in vars(module).items()
-            if inspect.isfunction(function) and function.__module__ == module.__name__
-        ]
     with contextlib.ExitStack() as stack:
         replace(stack, keras.Layer, "__call__", layer_called)
-        for module, name in functions:
+        for module, name in _functions():
             replace(stack, module, name, kept(getattr(module, name), name))
         yield returned
 
@@ -418,10 +423,17 @@ def _cast_to_float16(model: Any) -> list[Any]:
     """Returns the layers that compute in float16 only once the model trains in it.
 
     The list is empty if a layer does so already; otherwise it has the layers that did not ask for a
-    dtype. A layer without a dtype of its own has the policy object of the model.
+    dtype.
     """
     if any(layer.compute_dtype == "float16" for layer in model._flatten_layers()):
         return []
+
+    def asks(layer: Any) -> bool:
+        created = getattr(getattr(layer, "_auto_config", None), "config", None)
+        if created is None:
+            # An argument was an object. Layers created without a dtype share the policy object.
+            return layer._dtype_policy is not model._dtype_policy
+        return created.get("dtype") is not None
 
     def visit(layer: Any, everything: bool) -> Iterator[Any]:
         parts = list(layer._flatten_layers(include_self=False, recursive=False))
@@ -430,7 +442,7 @@ def _cast_to_float16(model: Any) -> list[Any]:
             yield layer
             for part in parts:
                 yield from visit(part, everything)
-        elif everything or layer._dtype_policy is model._dtype_policy:
+        elif everything or not asks(layer):
             # A layer of Keras passes its dtype to its sublayers.
             yield from layer._flatten_layers()
 

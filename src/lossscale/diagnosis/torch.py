@@ -163,7 +163,7 @@ class TorchGradientFunction:
                 for name, loss in losses.items():
                     chosen = self._parameters_of(name, model)
                     gradients = [None] * len(chosen)
-                    if loss.requires_grad:
+                    if loss.requires_grad and chosen:
                         gradients = torch.autograd.grad(
                             scaled(loss.reshape(()), scale),
                             list(chosen.values()),

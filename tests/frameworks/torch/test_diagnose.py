@@ -146,6 +146,8 @@ def test_losses_have_a_forward_pass_together_and_a_verdict_each():
     assert len(calls) == report.measurements["a"].passes
     with pytest.raises(ArgumentError, match=r"`parameters` must name losses .*Received: 'c'"):
         diagnose(model, losses, batches_of("linear", 1), parameters={"c": []})
+    with pytest.raises(ArgumentError, match="The loss 'a' depends on no trainable parameter"):
+        diagnose(model, losses, batches_of("linear", 1), parameters={"a": []})
 
 
 def test_no_more_batches_are_taken_than_asked_for():
