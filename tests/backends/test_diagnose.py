@@ -6,8 +6,8 @@ import pytest
 import keras_cases as cases
 from keras_cases import BACKEND, LAYERS, RANDOM_LAYERS, keras, layers, ops, wide
 from lossscale.diagnosis import diagnose
+from lossscale.diagnosis.gradient_function import LOSS, TARGETS
 from lossscale.diagnosis.keras import KerasGradientFunction
-from lossscale.diagnosis.measurement import LOSS, TARGETS
 from lossscale.errors import ArgumentError, ArgumentTypeError
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -119,13 +119,17 @@ def test_layers_that_ask_for_a_dtype_keep_it():
         ]
     )
     x = np.random.default_rng(0).standard_normal((8, 5, 6)).astype(np.float32)
-    found = KerasGradientFunction(cases.compiled(model))((x, x[:, 0, :1]), 1.0, True, watch=True)[
-        LOSS
-    ]
-    assert any(name.startswith("narrow") for name in found.outputs)
-    assert not any(name.startswith("head") for name in found.outputs)
+
+    def outputs(model):
+        run = KerasGradientFunction(cases.compiled(model))
+        return str(list(run((x, x[:, 0, :1]), 1.0, True, watch=True)[LOSS].outputs))
+
+    assert "narrow (" in outputs(model)
+    assert "head (" not in outputs(model)
+    # In a model that was made from its configuration, every layer has one.
+    assert "head (" in outputs(keras.models.clone_model(model))
     # The model returns float32, whose range does not end.
-    assert diagnose(model, x, x[:, 0, :1] * 1e6, batches=1).verdict != "cannot help"
+    assert diagnose(model, x, x[:, 0, :1] * 1e6, max_batches=1).verdict != "cannot help"
 
 
 # --- What is watched -----------------------------------------------------------------------------
@@ -211,7 +215,7 @@ def test_a_model_that_casts_to_float16_itself_has_a_reference_in_float32(divisor
 
     x, _ = cases.some_data()
     y = x[:, :1]
-    report = diagnose(model("float16"), x, y, batch_size=24, batches=1)
+    report = diagnose(model("float16"), x, y, batch_size=24, max_batches=1)
     lost = divisor > 1
     assert report.verdict == ("needed" if lost else "not needed")
     assert ("the model casts to float16 itself" in " ".join(str(report).split())) == lost
@@ -237,6 +241,33 @@ def test_an_operation_that_overflows_is_named(activation):
     report = diagnose(chain(activation), np.abs(x) + 5e4, x[:, :1])
     assert report.verdict == "cannot help"
     assert "first (" in str(report)
+
+
+class Looping(layers.Layer):
+    """Multiplies its input in a loop or a branch, and bounds the product."""
+
+    def __init__(self, kind):
+        super().__init__(name="looping")
+        self.kind = kind
+
+    def compute_output_shape(self, shape):
+        return shape
+
+    def call(self, x):
+        loop = {
+            "cond": lambda: ops.cond(ops.sum(x) > -1e30, lambda: x * 6e4, lambda: x),
+            "fori_loop": lambda: ops.fori_loop(0, 3, lambda _, x: x * 6e4, x),
+            "map": lambda: ops.map(lambda row: row * 6e4, x),
+            "vectorized_map": lambda: ops.vectorized_map(lambda row: row * 6e4, x),
+        }[self.kind]
+        return ops.tanh(loop())
+
+
+@pytest.mark.parametrize("kind", ["cond", "fori_loop", "map", "vectorized_map"])
+def test_a_loop_that_overflows_is_named(kind):
+    model = cases.compiled(keras.Sequential([keras.Input((6,)), Looping(kind), layers.Dense(1)]))
+    x, _ = cases.some_data()
+    assert f"looping ({kind}) overflows in float16" in str(diagnose(model, x, x[:, :1]))
 
 
 def test_attention_is_looked_into():
@@ -396,7 +427,7 @@ def test_the_model_is_left_as_it_was(policy, trained):
         each.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     before = state(model)
     numbers = np.random.get_state()[1].copy()
-    diagnose(model, x, y, batch_size=8, batches=3)
+    diagnose(model, x, y, batch_size=8, max_batches=3)
     assert_same(before, state(model))
     assert np.array_equal(numbers, np.random.get_state()[1])
     # The states that nobody thought of show in what comes next.
@@ -415,15 +446,19 @@ def test_the_model_is_left_as_it_was_by_an_exception():
     def fail(*arguments):
         raise KeyboardInterrupt
 
+    def batches():
+        yield x, y
+        raise KeyboardInterrupt
+
     def late(model, batch):
         model(batch[0], training=True)
         raise ZeroDivisionError
 
     for error, arguments in (
-        (KeyboardInterrupt, {"after_batch": fail}),
+        (KeyboardInterrupt, {"x": batches(), "y": None}),
         (KeyboardInterrupt, {"loss_fn": fail}),
         (ZeroDivisionError, {"loss_fn": late}),
-        (ArgumentError, {"x": x[:, :5]}),
+        (ValueError, {"x": x[:, :5]}),
     ):
         with pytest.raises(error):
             diagnose(model, **{"x": x, "y": y, **arguments})
@@ -449,34 +484,18 @@ def test_a_model_that_does_not_run_in_float16_is_unknown_and_says_why():
 
 def test_weights_weigh():
     x, y = cases.some_data()
-    batches = []
-
-    def loss_fn(model, batch):
-        batches.append(batch[2])
-        return ops.mean(wide(model(batch[0])) ** 2)
-
-    model = cases.compiled(keras.Sequential([keras.Input((6,)), layers.Dense(4)]))
-    by_class = {0: 2.0, 2: 0.5}
-    expected = np.array([by_class.get(each, 1.0) for each in y])
-    for targets in (y, y[:, None], np.eye(4, dtype=np.float32)[y]):
-        batches.clear()
-        settings = {"loss_fn": loss_fn, "batches": 1, "batch_size": 24}
-        diagnose(model, x, targets, class_weight=by_class, **settings)
-        if BACKEND != "jax":
-            assert np.allclose(cases.numpy_of(batches[0]), expected)
-    light = np.full(24, 2.0**-18)
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model = cases.compiled(
+        keras.Sequential([keras.Input((6,)), layers.Dense(4)]),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
     assert diagnose(model, x, y).verdict == "not needed"
-    assert diagnose(model, x, y, sample_weight=light).verdict == "needed"
-    assert diagnose(model, x, y, class_weight=dict.fromkeys(range(4), 2.0**-18)).rule is not None
+    assert diagnose(model, x, y, sample_weight=np.full(24, 2.0**-18)).verdict == "needed"
 
 
 def batches_from(kind, x, y):
     batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, len(x), 8)]
     if kind == "list":
         return batches
-    if kind == "one":
-        return batches[0]
     if kind == "generator":
         return iter(batches)
     if kind == "sequence":
@@ -497,7 +516,7 @@ def batches_from(kind, x, y):
     return torch.utils.data.DataLoader(data, batch_size=8)
 
 
-@pytest.mark.parametrize("kind", ["list", "one", "generator", "sequence", "tf.data", "DataLoader"])
+@pytest.mark.parametrize("kind", ["list", "generator", "sequence", "tf.data", "DataLoader"])
 def test_batches_can_come_from_many_places(kind):
     x, y = cases.some_data()
     if kind == "tf.data" and BACKEND == "torch":
@@ -507,7 +526,7 @@ def test_batches_can_come_from_many_places(kind):
         "sparse_categorical_crossentropy",
     )
     report = diagnose(model, batches_from(kind, x, y))
-    assert report.measurements[LOSS].batches == (1 if kind == "one" else 2)
+    assert report.measurements[LOSS].batches == 2
     assert report.verdict == "not needed"
 
 
@@ -523,14 +542,11 @@ def test_batches_can_come_from_many_places(kind):
         ({"x": iter([(1, 2, 3, 4)]), "y": None}, "4 parts"),
         ({"y": None}, "`y` is missing, and the loss of this model"),
         ({"x": iter([(np.zeros((4, 6)),)]), "y": None}, r"or in batches \(x, y\)"),
-        ({"y": np.zeros((24, 3, 5))}, r"`y` does not match .*\(24, 3, 5\), for outputs of shape"),
-        ({"x": np.zeros((24, 7))}, r"`x` must have the shape \(rows, 6\) .*\(24, 7\)"),
-        ({"x": np.zeros(24)}, r"`x` must have the shape \(rows, 6\) .*\(24,\)"),
-        ({"x": [np.zeros((24, 6))] * 2}, "`x` must have one array for each input of the model"),
-        ({"x": np.array([["a"] * 6] * 24)}, "`x` must hold numbers. Received: .* dtype <U"),
-        ({"y": np.array([None] * 24)}, "`y` must hold numbers. Received: .* dtype object"),
-        ({"sample_weight": np.array(["1"] * 24)}, "`sample_weight` must hold numbers"),
-        ({"batches": 0}, "`batches`"),
+        # Keras' own messages, as from `fit`.
+        ({"y": np.zeros((24, 3, 5))}, r"target\.shape.*24, 3, 5"),
+        ({"x": np.zeros((24, 7))}, r"expected axis -1 .* to have value 6.*\(24, 7\)"),
+        ({"x": np.zeros(24)}, r"Expected shape \(None, 6\)"),
+        ({"max_batches": 0}, "`max_batches`"),
         ({"batch_size": -1}, "`batch_size`"),
         ({"tolerance": 1.0}, "`tolerance` must be a number between 0 and 1"),
         ({"loss_fn": lambda model, batch: None}, "must return the loss.*a NoneType"),
@@ -542,7 +558,7 @@ def test_bad_arguments_change_nothing(arguments, message):
     x, y = cases.some_data()
     model = classifier()
     before = state(model)
-    with pytest.raises((ArgumentError, ArgumentTypeError), match=f"(?s){message}"):
+    with pytest.raises((ValueError, ArgumentTypeError), match=f"(?s){message}"):
         diagnose(model, **{"x": x, "y": y, **arguments})
     assert_same(before, state(model))
 
@@ -555,7 +571,7 @@ def test_a_model_that_is_not_ready():
     with pytest.raises(ArgumentError, match=r"is not compiled.*model\.compile"):
         diagnose(model, x, y)
     model.compile("sgd", "mse")
-    with pytest.raises(ArgumentError, match="no trainable variables yet"):
+    with pytest.raises(ArgumentError, match="not built yet"):
         diagnose(model, x, y)
     model(x)
     model.trainable = False
@@ -563,16 +579,9 @@ def test_a_model_that_is_not_ready():
         diagnose(model, x, y)
     model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
     model.compile("sgd")
-    with pytest.raises(ArgumentError, match="without a loss"):
-        diagnose(model, x, y)
-
-
-def test_the_scale_in_use_is_measured():
-    import lossscale
-
-    x, _ = cases.some_data()
-    inner = keras.optimizers.SGD(0.1)
-    scaled = lossscale.LossScaleOptimizer(inner, rule=lossscale.FixedScale(4.0))
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
-    model.compile(scaled, cases.divided(2.0**24))
-    assert "at the loss scale 2**2 " in str(diagnose(model, x, x[:, :1]))
+    if BACKEND == "jax":
+        # Keras takes 0 for the loss there.
+        assert "every gradient is 0" in str(diagnose(model, x, y))
+    else:
+        with pytest.raises(ValueError, match="No loss to compute"):
+            diagnose(model, x, y)

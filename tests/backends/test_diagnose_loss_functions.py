@@ -6,8 +6,8 @@ import pytest
 import keras_cases as cases
 from keras_cases import BACKEND, LOST, keras, layers, ops, wide
 from lossscale.diagnosis import diagnose
+from lossscale.diagnosis.gradient_function import LOSS
 from lossscale.diagnosis.keras import KerasGradientFunction
-from lossscale.diagnosis.measurement import LOSS
 from lossscale.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")

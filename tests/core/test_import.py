@@ -23,7 +23,7 @@ ARROWS = {
     "arguments": "errors checks rules",
     "members": "errors arguments rules",
     "optimizer": "errors members registry rules",
-    "diagnosis": "errors checks packages rules optimizer common plots keras jax torch optax "
+    "diagnosis": "errors checks packages rules common plots keras jax torch optax "
     "*keras *jax *torch **any",
     "monitoring": "errors checks packages rules",
     "callbacks": "errors registry monitoring",

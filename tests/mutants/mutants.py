@@ -141,15 +141,15 @@ tests/conformance/test_what_rules_see.py -k for_a_rule_that_asks
 tests/backends/test_diagnose.py
     diagnosis.keras on torch _as_it_was: attributes.update(values) -> pass  -k subclassed
     diagnosis on torch _cast_to_float16: not asks(layer) -> True  -k ask_for_a_dtype
-    diagnosis on torch _Watcher._keep: self._is_inside -> True  -k attention
-    diagnosis on torch _Watcher.keep_targets: keras.ops.cast(target, output.dtype) -> output
-        -k targets_beyond
+    diagnosis on torch _watched: is_inside or _traced() != outside -> True  -k attention
+    diagnosis on torch KerasGradientFunction._forward: keras.ops.cast(target, output.dtype)
+        -> output  -k targets_beyond
     diagnosis on torch _value: keras.ops.cast(value, 'float32') -> value
         -k whatever and test_the_reference
     diagnosis on tensorflow _derive_on_tensorflow: rows(each) -> tf.convert_to_tensor(each)
         -k Embedding
 tests/backends/test_diagnose_loss_functions.py
-    diagnosis on torch KerasGradientFunction.__call__: id(variable) in owned -> True
+    diagnosis on torch KerasGradientFunction._gradients_of: id(variable) in owned -> True
         -k several_losses
 tests/backends/test_finite.py
     tensorflow all_finite: unscaled(parts, scale, powers_of_two) -> parts
@@ -171,15 +171,15 @@ tests/backends/test_files.py
 tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
     diagnosis _beyond: error ** 2 - best ** 2 -> error ** 2
     diagnosis _rounded_to_bfloat16: np.uint32(0x8000) -> np.uint32(0)
-    diagnosis _predicted_highest: _LARGEST / largest -> largest
+    diagnosis _predicted_highest: LARGEST / largest -> largest
     diagnosis _highest_finite: exponent + 1 -> exponent
-    diagnosis _Loss._overflow: not in_float32.finite -> False
-    diagnosis _Loss._measure_scales: min(self._assumed_highest, max(predicted, second))
+    diagnosis _Loss._forward: not in_float32.finite -> False
+    diagnosis _Loss._backward: min(before.highest_exponent, max(predicted, second))
         -> _HIGHEST
     diagnosis _differing: error > _SAME -> False
-    diagnosis _Loss._check_reference: lower[name] > self._tolerance -> False
-    diagnosis _Loss._wrong: filter(math.isfinite, found) -> found
-    diagnosis _Loss._errors_beyond: best[variable] < NOISE -> True
+    diagnosis _Loss._with_right_reference: lower[name] > self._tolerance -> False
+    diagnosis _Loss._worst: filter(math.isfinite, beyond) -> beyond
+    diagnosis _Loss._worst: best[name] < NOISE -> True
     diagnosis _not_finite: math.isfinite(found.loss) -> True
     diagnosis recommend: found.highest_exponent - 1
         -> found.highest_exponent + 1

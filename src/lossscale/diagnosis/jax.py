@@ -1,16 +1,14 @@
 """Gradients of a loss in JAX in float32 and in float16, and the ranges of its operations.
 
-Each kind of pass is one compiled function, which rounds to float16 wherever the loss casts to it.
-JAX has no layers: an operation is an equation of the traced loss, named after its source line. A
-loop, a branch, and a function with a custom derivative count as one operation each.
+Each kind of pass is a compiled function, which rounds to float16 wherever the loss casts to it. JAX
+does not know layers: an operation is an equation of the traced loss, named by its line in the
+source. A loop, a branch, or a function with a custom derivative is one operation.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,90 +20,75 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal
 
-from lossscale.checks import checked_above_zero, checked_count
-from lossscale.diagnosis.batches import check_batches, checked_tolerance, first_batches
-from lossscale.diagnosis.measurement import (
-    LOSS,
+from lossscale.diagnosis.gradient_function import (
     LossGradients,
     OutputRange,
-    check_owners,
     checked_losses,
     numbered,
 )
 from lossscale.diagnosis.report import Report, make_report
 from lossscale.errors import ArgumentError, ArgumentTypeError
-from lossscale.jax.gradients import scaled
 from lossscale.jax.jaxprs import bind
-from lossscale.optax.loops import loss_scale
+from lossscale.optax.overflow_check import is_gradient
 from lossscale.optax.overflow_tracking import named_leaves
 
 CALL = "loss_fn(params, batch, dtype)"
-"""How the user's function is called."""
+"""The call of the user's function."""
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
-"""Primitives whose value and derivative are those of the jaxpr inside them."""
+"""Primitives with the value and the derivative of the jaxpr that they call."""
 _MOVES = {
     *("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice"),
     *("dynamic_update_slice", "expand_dims", "gather", "name", "pad", "reshape", "rev"),
     *("select_n", "sharding_constraint", "slice", "squeeze", "stop_gradient", "transpose"),
 }
-"""Primitives that compute nothing."""
-_EXACTLY = {"xla_allow_excess_precision": False}
+"""Primitives that do not compute numbers."""
 
 
 def diagnose(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[[Any, Any, Any], Any],
     params: Any,
     batches: Iterable[Any],
     *,
     parameters: Mapping[str, Iterable[str]] | None = None,
     max_batches: int = 2,
-    in_use: Any = None,
-    has_aux: bool = False,
-    grad: Callable[..., Any] | None = None,
     tolerance: float = 0.1,
-    after_batch: Callable[[int], None] = lambda number: None,
 ) -> Report:
     """Measures how accurate gradients are in float16, and which rule they need.
 
-    On each batch `loss_fn(params, batch, dtype)` is differentiated several times: in float32, and
-    in float16 at several loss scales. `dtype` is an argument because JAX has no global dtype
-    policy, and each library sets its compute dtype in its own way.
+    On each batch, `loss_fn(params, batch, dtype)` is differentiated several times: in float32, and
+    in float16 at several loss scales. JAX has no dtype policy that could be switched from outside,
+    so the function takes the dtype to compute in.
 
-    `loss_fn` is compiled by `jax.jit`, once for each kind of pass. Nothing is updated; parameters
-    and batches stay as they are.
+    It is compiled by `jax.jit`, once for each kind of pass. Nothing is updated; parameters and
+    batches stay unchanged.
 
-    Gradients change as a network learns. Run it at the start of training, and again later.
+    Gradients change as a network learns. Measure at the start of training, and again later.
 
     Args:
         loss_fn: A pure function of the parameters, a batch and a dtype, `jnp.float16` or
             `jnp.float32`, to which it casts its inputs. Returns the unscaled loss, a scalar; or a
-            dictionary of losses, each with a verdict. Take random keys from the batch, and draw in
-            float32 and cast: the same key gives other numbers in float16.
-        params: The parameters: a tree of arrays, or with `grad` an Equinox or NNX model. In the
-            float32 passes, 16-bit arrays in `params` and in the batch are converted to float32.
-        batches: An iterable of batches, trees of arrays. Use the batch size of training:
-            gradients of a mean shrink as the batch grows.
-        parameters: For a dictionary of losses: maps the name of a loss to the parameters that its
-            optimizer updates, by their names in the report or the start of their paths, such as
-            `{"critic": ["critic"]}`. A loss without an entry uses all parameters.
-        max_batches: Maximum number of batches to measure.
-        in_use: The loss scale of training, which is measured as well: an optimizer's state that
-            has one, a number, or None.
-        has_aux: Whether `loss_fn` returns a pair of the loss and anything else.
-        grad: The function that differentiates: `equinox.filter_value_and_grad`,
-            `flax.nnx.value_and_grad` or another that is called as `grad(function)(params, batch)`.
-            None uses `jax.value_and_grad`. With `grad`, operations are not measured.
-        tolerance: The largest relative error of a gradient that is accepted.
-        after_batch: Called after every batch with the number of batches so far.
+            dictionary of losses, each of which gets a verdict. Draw random numbers in float32, from
+            keys in the batch, and cast them: float16 would draw other numbers from the same key.
+        params: The parameters: a tree of arrays, or a model of Equinox or NNX. Every floating-point
+            array in it counts as trained. For the float32 passes, 16-bit arrays are widened, those
+            in a batch too.
+        batches: An iterable of batches, each a tree of arrays. Their size matters: a loss is
+            averaged over the batch, so a larger batch has smaller gradients. Use the batch size of
+            training.
+        parameters: For a dictionary of losses: name of a loss to the parameters that its optimizer
+            trains, named as in the report, or by the beginning of their path, such as
+            `{"critic": ["critic"]}`. A loss without an entry is judged by all parameters.
+        max_batches: The largest number of batches to measure on.
+        tolerance: The largest accepted error of a gradient, relative to its norm.
 
     Returns:
         The report. Print it, or read `verdict` and `rule`.
 
     Raises:
-        ArgumentTypeError: If `loss_fn`, its result or `batches` has the wrong type.
-        ArgumentError: If there are no parameters or batches, the loss cannot be differentiated, or
-            `loss_fn` computes nothing in float16.
+        ArgumentTypeError: If `loss_fn`, what it returns or `batches` have another type.
+        ArgumentError: If there is nothing to train, no batch, no loss to differentiate, or
+            `loss_fn` does not compute in `dtype`.
 
     Examples:
         >>> def loss_fn(params, batch, dtype):
@@ -115,47 +98,40 @@ def diagnose(
         >>> report.verdict.value, report.rule.initial_scale > 1
         ('needed', True)
     """
-    checked_count("max_batches", max_batches)
-    checked_tolerance(tolerance)
-    scale = _scale_of(in_use)
-    run = JaxGradientFunction(params, loss_fn, parameters, has_aux=has_aux, grad=grad)
-    check_batches(batches, (jax.Array, np.ndarray))
+    run = JaxGradientFunction(params, loss_fn, parameters)
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    return make_report(
-        run,
-        first_batches(batches, max_batches),
-        model="this loss" if name == "<lambda>" else name,
-        setting=run.setting,
-        tolerance=tolerance,
-        in_use=scale,
-        after_batch=after_batch,
-    )
+    name = "this loss" if name == "<lambda>" else name
+    options = {"max_batches": max_batches, "tolerance": tolerance}
+    return make_report(run, batches, model=name, setting=run.setting, **options)
 
 
 class JaxGradientFunction:
-    """Computes passes of a loss; see `lossscale.diagnosis.measurement.GradientFunction`.
+    """The passes of a loss; see `lossscale.diagnosis.gradient_function.GradientFunction`.
 
     Args:
-        params, loss_fn, parameters, has_aux, grad: As for `diagnose`.
+        params, loss_fn, parameters: As for `diagnose`.
 
     Attributes:
-        setting: Framework, device and precision, for the report.
+        setting: What the loss computes with, in words.
 
     Raises:
-        ArgumentTypeError: If `loss_fn` does not accept these arguments, or `parameters` has a
-            string instead of a list.
+        ArgumentTypeError: If `loss_fn` does not take three arguments, or `parameters` has a string
+            for a list.
     """
 
     def __init__(
         self,
         params: Any,
-        loss_fn: Callable[..., Any],
+        loss_fn: Callable[[Any, Any, Any], Any],
         parameters: Mapping[str, Iterable[str]] | None = None,
-        *,
-        has_aux: bool = False,
-        grad: Callable[..., Any] | None = None,
     ) -> None:
-        _check_function(loss_fn)
+        try:
+            inspect.signature(loss_fn).bind(None, None, None)
+        except TypeError:
+            raise ArgumentTypeError(
+                f"`loss_fn` must accept the call {CALL} and compute in that dtype, float16 or "
+                f"float32. Received: {loss_fn!r}."
+            ) from None
         self._owned = {}
         for name, paths in (parameters or {}).items():
             if isinstance(paths, str):
@@ -165,88 +141,94 @@ class JaxGradientFunction:
                 )
             self._owned[name] = tuple(paths)
         self._params, self._loss_fn = params, loss_fn
-        self._has_aux, self._grad = has_aux, grad
         self.setting = f"JAX, {jax.default_backend()}, compiled, by the loss with dtype=float16"
         self._compiled: dict[Any, tuple[Any, list[str]]] = {}
 
     def __call__(
         self, batch: Any, scale: float, half: bool, *, watch: bool = False
     ) -> dict[str, LossGradients]:
-        """Returns a pass for each loss."""
-        arrays, filled, form = _split((self._params, batch))
-        given = arrays if half else [_widened(array) for array in arrays], jnp.float32(scale)
-        # A custom `grad` function cannot be traced.
-        key = half, watch and self._grad is None, form
-        if key not in self._compiled:
-            names: list[str] = []
-            compute = functools.partial(self._compute, filled, *key[:2], names)
-            function = jax.jit(compute, compiler_options=_EXACTLY)
-            _check_dtypes(str(function.trace(*given).jaxpr), half)
-            self._compiled[key] = function, names
-        function, names = self._compiled[key]
-        found, ranges = function(*given)
-        check_owners(self._owned, found)
-        outputs = {
-            name: OutputRange(float(largest), bool(finite))
-            for name, (largest, finite) in zip(names, ranges, strict=True)
+        """Returns the gradients of each loss."""
+        leaves, structure = jax.tree.flatten((self._params, batch))
+        # Other leaves, such as the functions in a model of Equinox, are a part of what is compiled.
+        arrays = {
+            n: leaf if half else _widened(leaf) for n, leaf in enumerate(leaves) if _is_array(leaf)
         }
-        passes = {}
-        for name, (loss, gradients) in found.items():
-            chosen = {
-                path: np.asarray(leaf).astype(np.float32)
-                for path, leaf in named_leaves(gradients)
-                if self._owns(name, path)
-            }
-            if not chosen:
-                raise ArgumentError(
-                    "There is nothing to train in `params`: no array of floating-point numbers"
-                    + (f" in {self._owned[name]}." if name in self._owned else ".")
-                )
-            passes[name] = LossGradients(chosen, float(loss), outputs)
-        return passes
+        rest = [None if n in arrays else leaf for n, leaf in enumerate(leaves)]
+        key = half, watch, structure, str(rest)
+        if key not in self._compiled:
+            operations: list[str] = []
+            compute = functools.partial(self._compute, half, watch, operations, structure, rest)
+            exactly = {"xla_allow_excess_precision": False}
+            function = jax.jit(compute, compiler_options=exactly)
+            _check_dtypes(str(function.trace(arrays, scale).jaxpr), half)
+            self._compiled[key] = function, operations
+        function, operations = self._compiled[key]
+        found, ranges = function(arrays, scale)
+        paths = [path for path, leaf in named_leaves(self._params) if _is_array(leaf)]
+        outputs = OutputRange.by_name(operations, ranges)
+        return {
+            name: LossGradients(
+                {
+                    path: np.asarray(gradient).astype(np.float32)
+                    for path, gradient in zip(paths, gradients.values(), strict=True)
+                    if self._owns(name, path)
+                },
+                float(loss),
+                outputs,
+            )
+            for name, (loss, gradients) in found.items()
+        }
 
     def _owns(self, loss: str, path: str) -> bool:
         owned = self._owned.get(loss)
         return owned is None or any(path == each or path.startswith(f"{each}/") for each in owned)
 
     def _compute(
-        self, filled: Any, half: bool, watch: bool, names: list[str], arrays: Any, scale: Any
+        self,
+        half: bool,
+        watch: bool,
+        operations: list[str],
+        structure: Any,
+        rest: Sequence[Any],
+        arrays: Mapping[int, Any],
+        scale: Any,
     ) -> Any:
-        """Returns each loss with its gradients, and the range of each operation.
+        """Returns each loss with its gradients, and the range of the output of each operation.
 
-        It writes the names of the operations into a list, because a compiled function returns only
+        It writes the names of the operations into a list, since a compiled function returns only
         arrays.
         """
-        params, batch = filled(arrays)
         dtype = jnp.float16 if half else jnp.float32
 
-        def losses_of(params: Any, batch: Any = batch) -> dict[str, Any]:
+        def losses_of(trained: Mapping[int, Any]) -> dict[str, Any]:
+            given = {**arrays, **trained}
+            filled = [given.get(n, leaf) for n, leaf in enumerate(rest)]
+            params, batch = jax.tree.unflatten(structure, filled)
             returned = self._loss_fn(params, batch, dtype)
-            return _checked_losses(returned, self._has_aux, self._grad is not None)
+            losses = checked_losses(returned, _is_array, self._owned)
+            return {
+                name: loss.reshape(()).astype(jnp.promote_types(loss.dtype, jnp.float32))
+                for name, loss in losses.items()
+            }
 
-        if self._grad is not None:
-            by_grad = self._grad(lambda *given: scaled(losses_of(*given)[LOSS], scale))
-            loss, gradients = by_grad(params, batch)
-            return {LOSS: (loss / scale, gradients)}, []
-        losses, pull = jax.vjp(losses_of, params)
+        of_params = structure.children()[0].num_leaves
+        trained = {n: each for n, each in arrays.items() if n < of_params and is_gradient(each)}
+        losses, pull = jax.vjp(losses_of, trained)
         found = {}
         for name, loss in losses.items():
             by = {
-                each: (scale if each == name else jnp.float32(0)).astype(other.dtype)
+                each: jnp.asarray(scale if each == name else 0, other.dtype)
                 for each, other in losses.items()
             }
             found[name] = loss, pull(by)[0]
-        returned = _returned(losses_of, params) if watch else {}
+        returned = _returned(losses_of, trained) if watch else {}
         shown = {name: each for name, each in returned.items() if not half or each.dtype == dtype}
-        names[:] = shown
+        operations[:] = shown
         return found, [_range(array) for array in shown.values()]
 
 
-# --- What operations return -----------------------------------------------------------------------
-
-
 def _returned(function: Callable[[Any], Any], params: Any) -> dict[str, Any]:
-    """Returns the names of the operations of a function, and the arrays that they return."""
+    """Returns the name of each operation of a function with the array that it returns."""
     closed = jax.make_jaxpr(function)(params)
     found: dict[str, Any] = {}
     counts: Counter[str] = Counter()
@@ -259,7 +241,7 @@ def _returned(function: Callable[[Any], Any], params: Any) -> dict[str, Any]:
 
         for equation in jaxpr.eqns:
             given = [read(atom) for atom in equation.invars]
-            # JAX traces a function on its first call.
+            # JAX traces a function on its first call, so its own lines may be of another call.
             here = place or _place(equation)
             called = _called(equation)
             made = evaluate(*called, given, here) if called else bind(jaxpr, equation, given)
@@ -274,14 +256,18 @@ def _returned(function: Callable[[Any], Any], params: Any) -> dict[str, Any]:
     return {name: array for name, array in found.items() if array.ndim}
 
 
-def _range(array: Any) -> tuple[Any, Any]:
-    """The largest finite magnitude in an array, and whether every element is finite."""
-    finite = jnp.isfinite(array)
-    return jnp.max(jnp.where(finite, jnp.abs(array.astype(jnp.float32)), 0.0)), jnp.all(finite)
+def _called(equation: Any) -> tuple[Any, Sequence[Any]] | None:
+    """The jaxpr that an equation calls and that can stand in its place, and its constants."""
+    if equation.primitive.name not in _CALLS:
+        return None
+    called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    if isinstance(called, ClosedJaxpr):
+        return called.jaxpr, called.consts
+    return None if called is None or called.constvars else (called, ())
 
 
 def _place(equation: Any) -> str:
-    """The source line of an operation, or its module; "" if it is not in the user's code."""
+    """The module or the line of an operation; "" if it is not in the user's code."""
     scopes = str(equation.source_info.name_stack)
     if scopes:
         return scopes
@@ -292,36 +278,14 @@ def _place(equation: Any) -> str:
     return f"{parts[2].rpartition('<locals>.')[2]}, line {parts[1]}" if parts else found
 
 
-def _called(equation: Any) -> tuple[Any, Sequence[Any]] | None:
-    """The jaxpr that an equation calls and that can replace it, and its constants."""
-    if equation.primitive.name not in _CALLS:
-        return None
-    called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    if isinstance(called, ClosedJaxpr):
-        return called.jaxpr, called.consts
-    return None if called is None or called.constvars else (called, ())
+def _range(array: Any) -> tuple[Any, Any]:
+    """The largest finite magnitude in an array, and whether every element is finite."""
+    finite = jnp.isfinite(array)
+    return jnp.max(jnp.where(finite, jnp.abs(array.astype(jnp.float32)), 0.0)), jnp.all(finite)
 
 
-# --- Arguments ------------------------------------------------------------------------------------
-
-
-def _split(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any], Any]:
-    """Splits a tree into its arrays and the rest, such as the functions in an Equinox model.
-
-    Returns:
-        The arrays; a function that rebuilds the tree with other arrays; and a key, which is equal
-        for trees that can share one compiled function.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    is_array = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
-    rest = [None if there else leaf for leaf, there in zip(leaves, is_array, strict=True)]
-
-    def filled(arrays: Sequence[Any]) -> Any:
-        waiting = iter(arrays)
-        together = zip(rest, is_array, strict=True)
-        return jax.tree.unflatten(structure, [next(waiting) if a else leaf for leaf, a in together])
-
-    return list(itertools.compress(leaves, is_array)), filled, (structure, str(rest))
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
 def _widened(leaf: Any) -> Any:
@@ -341,50 +305,3 @@ def _check_dtypes(jaxpr: str, half: bool) -> None:
         "parameters and the batch to dtype in it, or create the model with it, such as "
         "Net(dtype=dtype)."
     )
-
-
-def _check_function(loss_fn: Any) -> None:
-    # Some functions have no readable signature.
-    with contextlib.suppress(ValueError):
-        try:
-            inspect.signature(loss_fn).bind(None, None, None)
-        except TypeError:
-            raise ArgumentTypeError(
-                f"`loss_fn` must accept the call {CALL} and compute in that dtype, float16 or "
-                f"float32. Received: {loss_fn!r}."
-            ) from None
-
-
-def _checked_losses(returned: Any, has_aux: bool, is_one: bool) -> dict[str, Any]:
-    """Returns the losses by name, in float32 or wider."""
-    if has_aux:
-        if not isinstance(returned, tuple) or len(returned) != 2:
-            raise ArgumentTypeError(
-                f"With has_aux=True `loss_fn` must return a pair of the loss and anything else. "
-                f"Received: a {type(returned).__name__}."
-            )
-        returned = returned[0]
-    elif isinstance(returned, tuple):
-        raise ArgumentTypeError(
-            "`loss_fn` must return the loss. Received: a tuple. For a pair (loss, anything), pass "
-            "has_aux=True."
-        )
-    if isinstance(returned, dict) and is_one:
-        raise ArgumentTypeError(
-            "With `grad`, `loss_fn` must return one loss. Received: a dictionary of losses. Leave "
-            "out `grad`, or return one of them."
-        )
-    returned = jax.tree.map(lambda x: jnp.asarray(x) if np.isscalar(x) else x, returned)
-    losses = checked_losses(returned, lambda loss: isinstance(loss, (jax.Array, np.ndarray)))
-    return {
-        name: loss.reshape(()).astype(jnp.promote_types(loss.dtype, jnp.float32))
-        for name, loss in losses.items()
-    }
-
-
-def _scale_of(in_use: Any) -> float | None:
-    if in_use is None:
-        return None
-    if isinstance(in_use, (int, float)):
-        return checked_above_zero("in_use", in_use)
-    return float(np.asarray(loss_scale(in_use)))

@@ -1,9 +1,9 @@
 """Gradients of a Keras 3 model in float32 and in float16, and the ranges of its operations.
 
-A pass runs in a `keras.StatelessScope`, which intercepts every assignment to a variable:
-statistics of normalizations, states of random seeds, metrics. In the reference all layers compute
-in float32, whatever their dtype policy. In float16, layers that were created without a dtype
-compute as under `mixed_float16`. Every attribute of every layer is restored after each pass.
+A pass runs in a `keras.StatelessScope`, which takes every assignment to a variable: statistics of
+normalizations, states of random seeds, metrics. In the reference, all layers compute in float32,
+whatever their dtype policy; in float16, layers that did not ask for a dtype compute as under
+`mixed_float16`. Every attribute of every layer is restored after each pass.
 """
 
 from __future__ import annotations
@@ -13,50 +13,46 @@ import functools
 import inspect
 import itertools
 import math
-import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 from lossscale.common.monkeypatch import replace
-from lossscale.diagnosis.batches import NO_NUMBERS, leaves
-from lossscale.diagnosis.measurement import (
+from lossscale.diagnosis.gradient_function import (
     TARGETS,
     LossGradients,
     OutputRange,
-    check_owners,
     checked_losses,
     numbered,
 )
-from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.keras import backends
 from lossscale.keras.private_names import backend_functions, current_path, random_functions
-from lossscale.optimizer import LossScaleOptimizer
 
 _NARROW = ("float16", "bfloat16")
 _WIDER = ("float32", "float64", "bfloat16")
 
 
 class KerasGradientFunction:
-    """Computes passes of a Keras 3 model; see `lossscale.diagnosis.measurement.GradientFunction`.
+    """The passes of a Keras 3 model; see `lossscale.diagnosis.gradient_function.GradientFunction`.
 
     Args:
-        model: A built `keras.Model`.
+        model: A `keras.Model` that has its variables.
         loss_fn, parameters: As for `lossscale.diagnosis.diagnose`.
 
     Attributes:
-        setting: Backend and precision, for the report.
+        setting: What the model computes with, in words.
 
     Raises:
-        ArgumentError: If the loss of the model is not known, or the model has no variables.
+        ArgumentError: If its loss is not known, or it has no variables.
         ArgumentTypeError: If `loss_fn` is not a function.
     """
 
     def __init__(self, model: Any, loss_fn: Any = None, parameters: Any = None) -> None:
-        _check_model(model, loss_fn)
+        _check_arguments(model, loss_fn)
         # Refuses unsupported backends.
         backends.load()
         self._model, self._loss_fn = model, loss_fn
@@ -69,101 +65,77 @@ class KerasGradientFunction:
         self._casts = _cast_to_float16(model)
         how = "mixed_float16" if self._casts else "its own float16"
         self.setting = f"Keras on {keras.backend.backend()}, {how}"
-        self._computations: dict[tuple[bool, bool], tuple[Any, list[str], list[str]]] = {}
-
-    def scale_in_use(self) -> float | None:
-        """Returns the loss scale of the model's optimizer; None if it has none."""
-        optimizer = getattr(self._model, "optimizer", None)
-        found = getattr(optimizer, "loss_scale_factor", None)
-        if isinstance(optimizer, LossScaleOptimizer):
-            found = optimizer._current_scale()
-        elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            dynamic = getattr(optimizer, "dynamic_scale", None)
-            found = optimizer.initial_scale if dynamic is None else dynamic
-        return None if found is None else float(keras.ops.convert_to_numpy(found))
+        self._computations: dict[tuple[bool, bool], tuple[Any, list[str]]] = {}
 
     def __call__(
         self, batch: Any, scale: float, half: bool, *, watch: bool = False
     ) -> dict[str, LossGradients]:
-        """Returns a pass for each loss."""
-        batch = (*batch, None, None)[:3]
-        _check_batch(batch, self._model, self._loss_fn)
+        """Returns the gradients of each loss."""
         on_jax = keras.backend.backend() == "jax"
         # Compiling a second function would cost more than always recording ranges.
         key = half, watch or (half and on_jax)
         if key not in self._computations:
-            losses: list[str] = []
             operations: list[str] = []
-            compute = functools.partial(self._compute, *key, losses, operations)
-            function = _compiled_by_jax(compute) if on_jax else compute
-            self._computations[key] = function, losses, operations
-        compute, losses, operations = self._computations[key]
-        with _as_it_was(self._model), _drawn_in_float32(), _host_random_numbers():
+            compute = functools.partial(self._compute, *key, operations)
+            self._computations[key] = _compiled_by_jax(compute) if on_jax else compute, operations
+        compute, operations = self._computations[key]
+        with _as_it_was(self._model), _drawn_in_float32():
             self._set_precision(half)
             values = [_value(variable, half) for variable in self._variables]
-            found, ranges = compute(values, batch, np.float32(scale))
-        check_owners(self._owned, losses)
-        outputs = {
-            name: OutputRange(float(largest), bool(finite))
-            for name, (largest, finite) in zip(operations, ranges, strict=True)
+            found, ranges = compute(values, (*batch, None, None)[:3], np.float32(scale))
+        outputs = OutputRange.by_name(operations, ranges)
+        return {
+            name: LossGradients(self._gradients_of(name, each), float(_on_host(loss)), outputs)
+            for name, (loss, each) in found.items()
         }
-        passes = {}
-        for name, (loss, gradients) in zip(losses, found, strict=True):
-            owned = self._owned.get(name)
-            chosen = {
-                key: None if gradient is None else _on_host(gradient)
-                for key, variable, gradient in zip(
-                    self._names, self._trained, gradients, strict=True
-                )
-                if owned is None or id(variable) in owned
-            }
-            if all(gradient is None for gradient in chosen.values()):
-                raise ArgumentError(
-                    "The loss depends on none of the model's trainable variables. Compute it with "
-                    "the model that `loss_fn` receives."
-                )
-            passes[name] = LossGradients(chosen, float(_on_host(loss)), outputs)
-        return passes
+
+    def _gradients_of(self, loss: str, gradients: Sequence[Any]) -> dict[str, Any]:
+        """The gradients that a loss is judged by, by the names of their variables."""
+        owned = self._owned.get(loss)
+        return {
+            name: None if gradient is None else _on_host(gradient)
+            for name, variable, gradient in zip(self._names, self._trained, gradients, strict=True)
+            if owned is None or id(variable) in owned
+        }
 
     def _compute(
         self,
         half: bool,
         watch: bool,
-        names: list[str],
         operations: list[str],
         values: Sequence[Any],
         batch: Any,
         scale: Any,
     ) -> Any:
-        """Returns each loss with its gradients, and the range of each operation.
+        """Returns each loss with its gradients, and the range of the output of each operation.
 
-        It writes the names of both into two lists, because a compiled function returns only
+        It writes the names of the operations into a list, since a compiled function returns only
         tensors.
         """
         count = len(self._trained)
 
         def forward(trained: Sequence[Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-            watcher = _Watcher(self._model) if watch else None
-            returned = self._forward([*trained, *values[count:]], batch, watcher)
-            losses = checked_losses(returned, keras.ops.is_tensor)
+            with _watched(self._model, watch) as returned:
+                losses = self._forward([*trained, *values[count:]], batch, returned)
+            losses = checked_losses(losses, keras.ops.is_tensor, self._owned)
             wide = {
                 name: keras.ops.reshape(keras.ops.cast(loss, "float32"), ())
                 for name, loss in losses.items()
             }
-            return wide, watcher.returned if watcher is not None else {}
+            return wide, returned if watch else {}
 
-        losses, gradients, returned = _derive()(forward, values[:count], scale)
+        derive = _DERIVE[keras.backend.backend()]
+        losses, gradients, returned = derive(forward, values[:count], scale)
         shown = {
             name: [each for each in tensors if not half or _dtype(each) == "float16"]
             for name, tensors in returned.items()
         }
-        names[:] = losses
         operations[:] = [name for name, tensors in shown.items() if tensors]
-        found = [(loss, gradients[name]) for name, loss in losses.items()]
+        found = {name: (loss, gradients[name]) for name, loss in losses.items()}
         return found, [_range(shown[name]) for name in operations]
 
-    def _forward(self, values: Sequence[Any], batch: Any, watcher: _Watcher | None) -> Any:
-        """Returns the result of the loss function."""
+    def _forward(self, values: Sequence[Any], batch: Any, returned: dict[str, list[Any]]) -> Any:
+        """Returns what the loss function returns, and adds the targets to what is watched."""
         scope = keras.StatelessScope(collect_losses=True, initialize_variables=False)
         for variable, value in zip(self._variables, values, strict=True):
             # Assigned after construction, which would round the value to the variable's dtype.
@@ -171,24 +143,33 @@ class KerasGradientFunction:
         x, y, sample_weight = keras.tree.map_structure(
             lambda array: None if array is None else keras.ops.convert_to_tensor(array), batch
         )
-        with scope, _same_random_numbers(), watcher or contextlib.nullcontext():
+        same_random_numbers = _SAME_RANDOM_NUMBERS.get(
+            keras.backend.backend(), contextlib.nullcontext
+        )
+        with scope, same_random_numbers():
             if self._loss_fn is not None:
                 return self._loss_fn(self._model, (x, y, sample_weight))
-            model = self._model
-            training = {"training": True} if model._call_has_training_arg else {}
-            y_pred = model(x, **training)
-            if watcher is not None:
-                watcher.keep_targets(y, y_pred)
-            if model._compile_loss is None and not _has_own_loss(model) and not model.losses:
-                raise ArgumentError(
-                    f"The model {model.name!r} was compiled without a loss. Call "
-                    "model.compile(optimizer, loss), or pass loss_fn=."
-                )
-            with _naming_targets(y, y_pred):
-                return model._compute_loss(x, y, y_pred, sample_weight, training=True)
+            self._check_targets(y)
+            training = {"training": True} if self._model._call_has_training_arg else {}
+            y_pred = self._model(x, **training)
+            for target, output in zip(*map(keras.tree.flatten, (y, y_pred)), strict=False):
+                # Others, such as class numbers, are not values that an output should reach.
+                if target is not None and math.prod(target.shape) == math.prod(output.shape):
+                    cast = keras.ops.cast(target, output.dtype)
+                    returned.setdefault(TARGETS, []).append(cast)
+            return self._model._compute_loss(x, y, y_pred, sample_weight, training=True)
+
+    def _check_targets(self, y: Any) -> None:
+        is_own = type(self._model).compute_loss is not keras.Model.compute_loss
+        losses = getattr(self._model._compile_loss, "_user_loss", None)
+        if y is None and not is_own and any(keras.tree.flatten(losses)):
+            raise ArgumentError(
+                "`y` is missing, and the loss of this model needs targets. Pass them as `y`, or in "
+                "batches (x, y)."
+            )
 
     def _set_precision(self, half: bool) -> None:
-        """Makes the model compute in float32 or in float16, without Keras' attribute tracking."""
+        """Lets the model compute in float32 or in float16, past the tracking of Keras."""
         policy = keras.DTypePolicy("mixed_float16" if half else "float32")
         layers = self._casts
         if not half:
@@ -201,23 +182,13 @@ class KerasGradientFunction:
             vars(layer)["_dtype_policy"] = policy
         loss = getattr(self._model, "_compile_loss", None)
         if loss is not None:
-            # A new copy, which is built on its first call.
+            # A fresh copy, which is built on its first call.
             vars(self._model)["_compile_loss"] = type(loss)(
                 loss._user_loss, loss._user_loss_weights, output_names=loss.output_names
             )
 
 
 # --- What differs between backends ----------------------------------------------------------------
-
-
-def _derive() -> Callable[..., Any]:
-    """Returns a function that computes losses, their gradients, and the results of operations."""
-    derive = {
-        "jax": _derive_on_jax,
-        "tensorflow": _derive_on_tensorflow,
-        "torch": _derive_on_torch,
-    }
-    return derive[keras.backend.backend()]
 
 
 def _derive_on_jax(forward: Any, values: Sequence[Any], scale: Any) -> Any:
@@ -228,6 +199,7 @@ def _derive_on_jax(forward: Any, values: Sequence[Any], scale: Any) -> Any:
 
     def compute(values: Any) -> Any:
         losses, returned = forward(values)
+        # A dictionary would come back sorted.
         names[:] = returned
         return losses, list(returned.values())
 
@@ -243,7 +215,7 @@ def _derive_on_tensorflow(forward: Any, values: Sequence[Any], scale: Any) -> An
     import tensorflow as tf
 
     def rows(gradient: Any) -> Any:
-        """Returns slices with the values of equal rows summed, as a training step sums them."""
+        """Returns slices summed for each row that is in them, as a step computes them."""
         if not isinstance(gradient, tf.IndexedSlices):
             return gradient
         indices, place = tf.unique(gradient.indices)
@@ -268,20 +240,27 @@ def _derive_on_torch(forward: Any, values: Sequence[Any], scale: Any) -> Any:
         # `grad`.
         values = [value.detach().requires_grad_() for value in values]
         losses, returned = forward(values)
-        gradients: dict[str, Any] = {}
+        gradients: dict[str, Any] = {name: [None] * len(values) for name in losses}
         for name, loss in losses.items():
-            gradients[name] = [None] * len(values)
             if loss.requires_grad:
                 by = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device)
                 gradients[name] = torch.autograd.grad(
                     loss, values, by, retain_graph=True, allow_unused=True
                 )
-    returned = {name: [t.detach() for t in tensors] for name, tensors in returned.items()}
+    returned = {
+        # Within `torch.vmap`, a tensor holds the numbers of all rows.
+        name: [torch.func.debug_unwrap(tensor).detach() for tensor in tensors]
+        for name, tensors in returned.items()
+    }
     return {name: loss.detach() for name, loss in losses.items()}, gradients, returned
 
 
+_DERIVE = {"jax": _derive_on_jax, "tensorflow": _derive_on_tensorflow, "torch": _derive_on_torch}
+"""Compute the losses, their gradients, and what the operations returned."""
+
+
 def _compiled_by_jax(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a compiled function that rounds to float16 wherever the program does."""
+    """Returns a compiled function, which rounds to float16 wherever the model casts to it."""
     import jax
 
     compiled: Callable[..., Any] = jax.jit(
@@ -290,23 +269,18 @@ def _compiled_by_jax(compute: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def _same_random_numbers() -> contextlib.AbstractContextManager[Any]:
-    """Makes the framework draw the same random numbers each time; restores its random state."""
-    if keras.backend.backend() == "torch":
-        import torch
+def _torch_random_numbers() -> contextlib.AbstractContextManager[Any]:
+    import torch
 
-        fork: contextlib.AbstractContextManager[Any] = torch.random.fork_rng()
-        return fork
-    if keras.backend.backend() == "tensorflow":
-        return _repeatable_tensorflow()
-    return contextlib.nullcontext()
+    fork: contextlib.AbstractContextManager[Any] = torch.random.fork_rng()
+    return fork
 
 
 @contextlib.contextmanager
-def _repeatable_tensorflow() -> Iterator[None]:
-    """Makes `tf.random.normal` and similar functions draw what Keras draws from fixed seeds.
+def _tensorflow_random_numbers() -> Iterator[None]:
+    """Within it, `tf.random.normal` and its like draw numbers by Keras, from fixed seeds.
 
-    Otherwise each pass would draw different numbers, and float16 different ones than float32.
+    TensorFlow's own numbers are different in each call, and different in float16.
     """
     import tensorflow as tf
 
@@ -325,18 +299,18 @@ def _repeatable_tensorflow() -> Iterator[None]:
 
         return drawn
 
-    def dropout(x: Any, rate: Any, noise_shape: Any = None, **_: Any) -> Any:
-        return keras.random.dropout(x, rate, noise_shape, next(seeds))
-
     with contextlib.ExitStack() as stack:
         for name in ("normal", "truncated_normal", "uniform"):
             replace(stack, tf.random, name, drawn_by_keras(name))
-        replace(stack, tf.nn, "dropout", dropout)
         yield
 
 
+_SAME_RANDOM_NUMBERS = {"tensorflow": _tensorflow_random_numbers, "torch": _torch_random_numbers}
+"""Within these, a framework draws the same numbers each time, and its state stays unchanged."""
+
+
 def _traced() -> Any:
-    """A value that identifies the function being traced, which no tensor may leave."""
+    """Identifies the function that is being traced, out of which no tensor gets."""
     if keras.backend.backend() == "jax":
         import jax
         import jax.extend
@@ -351,217 +325,178 @@ def _traced() -> Any:
     return None
 
 
-def _plain(tensor: Any) -> Any:
-    """A tensor that outlives the traced function; for `torch.vmap`, all of its rows."""
-    if keras.backend.backend() == "torch":
-        import torch
+# --- What operations return -----------------------------------------------------------------------
 
-        return torch.func.debug_unwrap(tensor)
-    return tensor
-
-
-# --- Results of operations ------------------------------------------------------------------------
-
-_MODULES = ("numpy", "nn", "math", "linalg", "image")
-_LOOPS = ("rnn", "lstm", "gru", "bidirectional_lstm", "bidirectional_gru")
-_LOOPS_OF_CORE = (
-    *("associative_scan", "cond", "fori_loop", "map", "scan", "switch"),
-    *("vectorized_map", "while_loop"),
+_MODULES = ("image", "linalg", "math", "nn", "numpy")
+_LOOPS = (
+    *("associative_scan", "cond", "fori_loop", "map", "scan", "switch", "vectorized_map"),
+    "while_loop",
 )
-"""Loops and branches, which are one operation each, because no tensor may leave their body."""
+"""Each is one operation, since no tensor gets out of a compiled loop or branch."""
 
 
-class _Watcher(contextlib.ExitStack):
-    """Records the results of the backend's functions and of layers.
+def _functions() -> list[tuple[Any, str]]:
+    """The functions of the backend that compute numbers: a module and a name each."""
+    found = [(backend_functions, "rnn"), *((backend_functions.core, each) for each in _LOOPS)]
+    for module in (getattr(backend_functions, each) for each in _MODULES):
+        found += [
+            (module, name)
+            for name, function in vars(module).items()
+            if inspect.isfunction(function) and function.__module__ == module.__name__
+        ]
+    return found
 
-    Attributes:
-        returned: Maps the name of each operation to the tensors that it returned.
+
+@contextlib.contextmanager
+def _watched(model: Any, watch: bool) -> Iterator[dict[str, list[Any]]]:
+    """Within it, what layers and the functions of the backend return is kept, by name.
+
+    What such a function calls is a part of it.
     """
+    if not watch:
+        yield {}
+        return
+    returned: dict[str, list[Any]] = {}
+    counts: Counter[str] = Counter()
+    # A function may return a tensor that another returned. Keep all of them, so that no identity is
+    # reused.
+    seen: dict[int, Any] = {}
+    outside, is_inside = _traced(), False
 
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.returned: dict[str, list[Any]] = {}
-        self._model, self._outside = model, _traced()
-        # An operation may return a tensor that another returned. Keep all of them, so that no
-        # identity is reused.
-        self._seen: dict[int, Any] = {}
-        self._counts: Counter[str] = Counter()
-        self._is_inside = False
-
-    def __enter__(self) -> Any:
-        call = keras.Layer.__call__
-
-        def called(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            returned = call(layer, *args, **kwargs)
-            self._keep(f"{self._inside(str(layer.path or layer.name))} (output)", returned)
-            return returned
-
-        replace(self, keras.Layer, "__call__", called)
-        backend = backend_functions
-        for module in (getattr(backend, name) for name in _MODULES):
-            for name, function in list(vars(module).items()):
-                if inspect.isfunction(function) and function.__module__ == module.__name__:
-                    replace(self, module, name, self._watched(function, name))
-        for module, names in ((backend, _LOOPS), (backend.core, _LOOPS_OF_CORE)):
-            for name in names:
-                if hasattr(module, name):
-                    replace(self, module, name, self._watched(getattr(module, name), name))
-        return super().__enter__()
-
-    def keep_targets(self, y: Any, y_pred: Any) -> None:
-        """Records targets in the dtype of the outputs that they are compared with."""
-        for target, output in zip(*map(keras.tree.flatten, (y, y_pred)), strict=False):
-            # Others, such as class numbers, are not values that an output should reach.
-            if target is not None and math.prod(target.shape) == math.prod(output.shape):
-                self._keep(TARGETS, keras.ops.cast(target, output.dtype))
-
-    def _inside(self, path: str) -> str:
-        return _inside(path, self._model)
-
-    def _watched(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Returns a function whose results are recorded; functions that it calls are part of it."""
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._is_inside:
-                return function(*args, **kwargs)
-            self._is_inside = True
-            try:
-                returned = function(*args, **kwargs)
-            finally:
-                self._is_inside = False
-            self._keep(f"{self._inside(current_path())} ({name})", returned)
-            return returned
-
-        return watched
-
-    def _keep(self, name: str, returned: Any) -> None:
-        if self._is_inside or _traced() != self._outside:
+    def keep(name: str, results: Any) -> None:
+        if is_inside or _traced() != outside:
             return
         tensors = {
             id(each): each
-            for each in keras.tree.flatten(returned)
+            for each in keras.tree.flatten(results)
             if keras.ops.is_tensor(each)
             and "float" in str(each.dtype)
             and len(each.shape)
             and 0 not in each.shape
-            and id(each) not in self._seen
+            and id(each) not in seen
         }
         if tensors:
-            self._seen |= tensors
-            name = numbered(name, self._counts)
-            self.returned[name] = [_plain(each) for each in tensors.values()]
+            seen.update(tensors)
+            returned[numbered(name, counts)] = list(tensors.values())
+
+    def kept(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
+            if is_inside:
+                return function(*args, **kwargs)
+            is_inside = True
+            try:
+                results = function(*args, **kwargs)
+            finally:
+                is_inside = False
+            keep(f"{_inside(current_path(), model)} ({name})", results)
+            return results
+
+        return called
+
+    call = keras.Layer.__call__
+
+    def layer_called(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        results = call(layer, *args, **kwargs)
+        keep(f"{_inside(str(layer.path or layer.name), model)} (output)", results)
+        return results
+
+    with contextlib.ExitStack() as stack:
+        replace(stack, keras.Layer, "__call__", layer_called)
+        for module, name in _functions():
+            replace(stack, module, name, kept(getattr(module, name), name))
+        yield returned
 
 
 def _range(tensors: Sequence[Any]) -> tuple[Any, Any]:
     """The largest finite magnitude in tensors, and whether every element is finite."""
     ops = keras.ops
-    wide = [ops.cast(each, "float32") for each in tensors]
-    finite = [ops.isfinite(each) for each in wide]
-    largest = [
-        ops.max(ops.where(is_finite, ops.abs(each), 0.0))
-        for each, is_finite in zip(wide, finite, strict=True)
-    ]
-    return ops.max(ops.stack(largest)), ops.all(ops.stack([ops.all(each) for each in finite]))
+    flat = ops.concatenate([ops.reshape(ops.cast(each, "float32"), (-1,)) for each in tensors])
+    finite = ops.isfinite(flat)
+    return ops.max(ops.where(finite, ops.abs(flat), 0.0)), ops.all(finite)
 
 
 # --- Precision ------------------------------------------------------------------------------------
 
 
 def _cast_to_float16(model: Any) -> list[Any]:
-    """Returns the layers that would compute in float16 under `mixed_float16`.
+    """Returns the layers that compute in float16 only once the model trains in it.
 
-    None if a layer already computes in float16; otherwise the layers created without a dtype.
+    The list is empty if a layer does so already; otherwise it has the layers that did not ask for a
+    dtype.
     """
-    layers = list(model._flatten_layers())
-    if any(layer.compute_dtype == "float16" for layer in layers):
+    if any(layer.compute_dtype == "float16" for layer in model._flatten_layers()):
         return []
-    whole: list[Any] = []
-    parts: list[Any] = []
-
-    def visit(layer: Any) -> None:
-        own = list(layer._flatten_layers(include_self=False, recursive=False))
-        is_of_keras = type(layer).__module__.partition(".")[0] == "keras"
-        if layer is model or (own and (hasattr(layer, "train_step") or not is_of_keras)):
-            whole.append(layer)
-            for each in own:
-                visit(each)
-        else:
-            parts.append(layer)
-
-    visit(model)
-    policy = keras.config.dtype_policy()
-    # Layers created without a dtype share the policy object, unless another was set in between.
-    is_shared = any(layer._dtype_policy is policy for layer in layers)
 
     def asks(layer: Any) -> bool:
-        """Whether a layer was created with a dtype."""
-        config = getattr(getattr(layer, "_auto_config", None), "config", None)
-        if config is None:
-            return is_shared and layer._dtype_policy is not policy
-        return config.get("dtype") is not None
+        created = getattr(getattr(layer, "_auto_config", None), "config", None)
+        if created is None:
+            # An argument was an object. Layers created without a dtype share the policy object.
+            return layer._dtype_policy is not model._dtype_policy
+        return created.get("dtype") is not None
 
-    chosen = [layer for layer in parts if not asks(layer)]
+    def visit(layer: Any, everything: bool) -> Iterator[Any]:
+        parts = list(layer._flatten_layers(include_self=False, recursive=False))
+        is_of_keras = type(layer).__module__.partition(".")[0] == "keras"
+        if layer is model or (parts and (hasattr(layer, "train_step") or not is_of_keras)):
+            yield layer
+            for part in parts:
+                yield from visit(part, everything)
+        elif everything or not asks(layer):
+            # A layer of Keras passes its dtype to its sublayers.
+            yield from layer._flatten_layers()
+
+    found = list(visit(model, False))
+    innermost = [each for each in found if not list(each._flatten_layers(include_self=False))]
     # In a loaded model, each layer stores its dtype.
-    if not any(layer.weights for layer in chosen):
-        chosen = parts
-    # A built-in layer passes its dtype to its sublayers.
-    inside = [each for layer in chosen for each in layer._flatten_layers()]
-    found = {id(layer): layer for layer in (*whole, *inside)}.values()
+    if not any(layer.weights for layer in innermost):
+        found = list(visit(model, True))
     return [
         each for each in found if each.compute_dtype in _WIDER and each.quantization_mode is None
     ]
 
 
 def _value(variable: Any, half: bool) -> Any:
-    """The value of a variable, in float32 or wider except in a float16 pass."""
+    """The value of a variable; in float32 at least, except for a pass in float16."""
     value = keras.ops.convert_to_tensor(variable.value)
     return value if half or _dtype(value) not in _NARROW else keras.ops.cast(value, "float32")
 
 
 @contextlib.contextmanager
 def _drawn_in_float32() -> Iterator[None]:
-    """Makes Keras draw all random numbers in float32 and cast them.
+    """Within it, all random numbers of Keras are drawn in float32, and cast.
 
-    From the same seed, frameworks draw different numbers in float16: dropout would drop other
-    elements than in the reference, and the two passes could not be compared.
+    Frameworks draw other numbers in float16 than in float32 from the same seed: dropout would drop
+    other elements than in the reference, and the two could not be compared.
     """
 
-    def sampler(draw: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(draw)
+    def wide(dtype: str) -> str:
+        return "float32" if dtype in _NARROW else dtype
 
-        def drawn(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            dtype = given.arguments.get("dtype")
-            if dtype is None or keras.backend.standardize_dtype(dtype) not in _NARROW:
-                return draw(*args, **kwargs)
-            given.arguments["dtype"] = "float32"
-            return keras.ops.cast(draw(*given.args, **given.kwargs), dtype)
+    def in_float32(draw: Callable[..., Any]) -> Callable[..., Any]:
+        def drawn(*args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+            dtype = keras.backend.standardize_dtype(dtype)
+            return keras.ops.cast(draw(*args, dtype=wide(dtype), **kwargs), dtype)
 
         return drawn
 
     drop = random_functions.dropout
 
-    def dropout(inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
-        if _dtype(inputs) not in _NARROW:
-            return drop(inputs, rate, noise_shape, seed)
-        kept = drop(keras.ops.ones_like(inputs, dtype="float32"), rate, noise_shape, seed)
-        # Dropout turns an infinity into 0, not NaN.
-        zeros = keras.ops.zeros_like(inputs)
-        return keras.ops.where(kept != 0, inputs * keras.ops.cast(kept, inputs.dtype), zeros)
+    def dropout(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype = _dtype(inputs)
+        dropped = drop(keras.ops.cast(inputs, wide(dtype)), *args, **kwargs)
+        return keras.ops.cast(dropped, dtype)
 
     with contextlib.ExitStack() as stack:
         for name in ("normal", "uniform", "truncated_normal", "gamma", "beta", "binomial"):
-            replace(stack, random_functions, name, sampler(getattr(random_functions, name)))
+            replace(stack, random_functions, name, in_float32(getattr(random_functions, name)))
         replace(stack, random_functions, "dropout", dropout)
         yield
 
 
-# --- Restore the state ----------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _as_it_was(model: Any) -> Iterator[None]:
-    """Restores the attributes of each layer at the end, without Keras' attribute tracking."""
+    """After it, each layer has the attributes that it had before, past the tracking of Keras."""
     before = [(vars(layer), dict(vars(layer))) for layer in model._flatten_layers()]
     try:
         yield
@@ -572,45 +507,33 @@ def _as_it_was(model: Any) -> Iterator[None]:
             attributes.update(values)
 
 
-@contextlib.contextmanager
-def _host_random_numbers() -> Iterator[None]:
-    """Restores the random states of Python and NumPy at the end."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-
-
 # --- Checks ---------------------------------------------------------------------------------------
 
 
-def _check_model(model: Any, loss_fn: Any) -> None:
-    """Checks that passes of a model can be computed."""
+def _check_arguments(model: Any, loss_fn: Any) -> None:
+    """Checks that the loss is known, and that there are variables to train."""
     if loss_fn is not None and not callable(loss_fn):
         raise ArgumentTypeError(
             "`loss_fn` must be a function of the model and a batch (x, y, sample_weight) that "
             f"returns the loss. Received: {loss_fn!r} of type {type(loss_fn).__name__}."
         )
-    own_step = type(model).train_step is not keras.Model.train_step
-    if loss_fn is None and (own_step or "train_step" in vars(model)):
+    train_step = getattr(model.train_step, "__func__", None)
+    if loss_fn is None and train_step is not keras.Model.train_step:
         raise ArgumentError(_lines_to_write(model))
     if loss_fn is None and not model.compiled:
         raise ArgumentError(
             f"The model {model.name!r} is not compiled, so its loss is unknown. Call "
             "model.compile(optimizer, loss) first, or pass loss_fn=."
         )
-    is_built = model.built or (loss_fn is not None and bool(model.variables))
-    if not is_built or not model.trainable_variables:
-        yet = " yet. Call it on a batch, or give it an Input, first."
+    if not model.trainable_variables:
         raise ArgumentError(
-            f"The model {model.name!r} has no trainable variables{'.' if is_built else yet}"
+            f"The model {model.name!r} has no trainable variables. If it is not built yet, call it "
+            "on a batch, or give it an Input, first."
         )
 
 
 def _lines_to_write(model: Any) -> str:
-    """The message with the function to write for a model with a custom `train_step`."""
+    """The message with the function that a model with its own `train_step` needs."""
     owner = type(model).__name__
     known = bool(getattr(model, "loss", None))
     loss = "model.compute_loss(x, y, y_pred, sample_weight)" if known else "..."
@@ -628,82 +551,8 @@ def _lines_to_write(model: Any) -> str:
     )
 
 
-def _check_batch(batch: Any, model: Any, loss_fn: Any) -> None:
-    """Checks that a batch fits a model; the message names the argument."""
-    x, y, _ = batch
-    # The user's function checks its own data.
-    inputs = list(getattr(model, "inputs", None) or []) if loss_fn is None else []
-    texts = any("string" in str(each.dtype) for each in inputs)
-    for name, value in zip(("x", "y", "sample_weight"), batch, strict=True):
-        for array in leaves(value):
-            kind = getattr(getattr(array, "dtype", None), "kind", "f")
-            if kind in NO_NUMBERS and not (name == "x" and texts):
-                raise ArgumentError(
-                    f"`{name}` must hold numbers. Received: an array of dtype {array.dtype}."
-                )
-    loss = None if loss_fn is not None or _has_own_loss(model) else model._compile_loss
-    if y is None and loss is not None and any(keras.tree.flatten(loss._user_loss)):
-        raise ArgumentError(
-            "`y` is missing, and the loss of this model needs targets. Pass them as `y`, or in "
-            "batches (x, y)."
-        )
-    if isinstance(x, Mapping):
-        # The model checks other keys.
-        arrays: list[Any] = [x.get(each.name) for each in inputs]
-    else:
-        arrays = list(leaves(x))
-        if inputs and len(arrays) != len(inputs):
-            names = ", ".join(repr(each.name) for each in inputs)
-            raise ArgumentError(
-                f"`x` must have one array for each input of the model: {names}. "
-                f"Received: {len(arrays)}."
-            )
-    for each, array in zip(inputs, arrays, strict=False):
-        if hasattr(array, "shape") and not _fits(array.shape, each.shape):
-            shape = ", ".join(str(size) for size in ("rows", *each.shape[1:]))
-            raise ArgumentError(
-                f"`x` must have the shape ({shape}) for the input {each.name!r}. "
-                f"Received: {tuple(array.shape)}."
-            )
-
-
-def _fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
-    """Whether Keras accepts an array of this shape as an input; both shapes start with the rows."""
-    found, wanted = tuple(shape)[1:], tuple(expected)[1:]
-    # Keras adds or removes a last dimension of 1.
-    shapes = [wanted, (*wanted, 1), *([wanted[:-1]] if wanted[-1:] == (1,) else [])]
-    return any(
-        len(found) == len(each)
-        and all(want in (None, got) for want, got in zip(each, found, strict=True))
-        for each in shapes
-    )
-
-
-@contextlib.contextmanager
-def _naming_targets(y: Any, y_pred: Any) -> Iterator[None]:
-    """Reports targets that do not fit as the cause of an error."""
-    try:
-        yield
-    except LossScaleError:
-        raise
-    # Each backend and loss raises its own exceptions for shapes that do not fit.
-    except Exception as error:
-        y, y_pred = (
-            ", ".join(str(tuple(leaf.shape)) for leaf in leaves(each)) or "nothing"
-            for each in (y, y_pred)
-        )
-        raise ArgumentError(
-            f"`y` does not match the outputs of the model or its loss. Received: shape {y}, for "
-            f"outputs of shape {y_pred}."
-        ) from error
-
-
-def _has_own_loss(model: Any) -> bool:
-    return type(model).compute_loss is not keras.Model.compute_loss
-
-
 def _inside(path: str, model: Any) -> str:
-    """The path of a layer in the model, or "loss"."""
+    """The path of a layer within the model; "loss" outside of it."""
     return path.removeprefix(f"{model.name}/") or "loss"
 
 

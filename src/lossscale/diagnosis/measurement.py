@@ -1,167 +1,62 @@
 """Measures the accuracy of float16 gradients by comparing a few passes.
 
-A framework computes the passes; the rest of a diagnosis is here, in NumPy. All scales are powers of
-two, given by their exponents. The error of a float16 gradient is the norm of its difference from
-the float32 gradient, divided by the norm of that one.
+A framework computes the passes; the rest of a diagnosis is framework-independent and uses NumPy.
+Loss scales are powers of two here, and are written as their exponents. The error of a gradient is
+the norm of its difference from the float32 gradient, over the norm of the float32 gradient.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from lossscale.checks import checked_count, checked_number
+from lossscale.diagnosis.gradient_function import (
+    LARGEST,
+    LOSS,
+    GradientFunction,
+    LossGradients,
+    OutputRange,
+)
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError, first_line
 
-LOSS = "loss"
-"""The name of a single loss."""
-TARGETS = "the targets"
-"""The name in `outputs` of targets in the dtype of the output that they are compared with."""
 TOLERANCE = 0.1
-"""The largest accepted relative error. An error doubles with each bit that gradients shrink in
-training, so this leaves two bits before it is half of the gradient."""
+"""The largest accepted error of a gradient. An error doubles with each bit that gradients shrink in
+training: this leaves two bits before it is half of the gradient."""
 NOISE = 0.5
-"""A gradient with at least this error at every scale is noise: for example, the gradient of a bias
-before a normalization, which is 0 up to rounding."""
+"""A gradient whose error is at least this at every scale is noise, such as that of a bias before a
+normalization, which is 0 except for rounding."""
 MARGIN = 4
-"""How many bits gradients should stay below overflow: they grew by up to 5 in training."""
+"""Bits that gradients should stay below overflow: they grew by up to 5 in training."""
 
-_LARGEST = 65504.0
 _HIGHEST = 126
-"""The exponent of the largest scale; the smallest one is its reciprocal."""
+"""The exponent of the largest scale; the smallest scale is its reciprocal."""
 _SECOND = 8
-"""The exponent of the second scale, where an error that scaling removes is 256 times smaller."""
+"""The exponent of the second scale: an error that scaling fixes is 256 times smaller there."""
 _FAR = 36
 """The highest exponent to try if no gradient shows how large gradients are."""
 _SAME = 0.01
-"""If float32 gradients at two loss scales differ by more than this, they depend on the scale."""
-_RANDOM = "the loss draws random numbers that are others in each pass"
-
-
-# --- Passes ---------------------------------------------------------------------------------------
-
-
-class OutputRange(NamedTuple):
-    """The range of the result of an operation in the forward pass.
-
-    Attributes:
-        largest: The largest finite magnitude, 0 if there is none.
-        finite: Whether every element is finite. A mask of infinities is not finite in float32
-            either.
-    """
-
-    largest: float
-    finite: bool
-
-
-class LossGradients(NamedTuple):
-    """A loss and its gradients, from one forward and backward pass.
-
-    Attributes:
-        gradients: Maps the name of each variable to the gradient of the scaled loss, a float32
-            NumPy array (for a sparse gradient, its rows); None if the loss does not depend on the
-            variable.
-        loss: The unscaled loss.
-        outputs: Maps the name of each operation to the range of its result, in the order of the
-            forward pass; empty without `watch`. In float16, only operations that return float16.
-    """
-
-    gradients: Mapping[str, Any]
-    loss: float
-    outputs: Mapping[str, OutputRange] = {}
-
-
-class GradientFunction(Protocol):
-    """Computes the gradients of the losses of a model on a batch.
-
-    It leaves the model, its optimizer and all random states as they were, bit for bit, even if the
-    model fails. Each call draws the same random numbers, in float16 too.
-    """
-
-    def __call__(
-        self, batch: Any, scale: float, half: bool, *, watch: bool = False
-    ) -> dict[str, LossGradients]:
-        """Returns the losses and gradients by the name of the loss; a single loss is `LOSS`.
-
-        Args:
-            batch: One of the batches.
-            scale: Multiplies each loss before it is differentiated.
-            half: Whether to compute as training in float16 does; otherwise in float32.
-            watch: Whether to record the ranges of the results of operations.
-        """
-
-
-def numbered(name: str, counts: Counter[str]) -> str:
-    """Returns a name, with a number from its second occurrence on."""
-    counts[name] += 1
-    return name if counts[name] == 1 else f"{name}, {counts[name]}"
-
-
-def checked_losses(
-    returned: Any, is_tensor: Callable[[Any], bool], hint: Callable[[Any], str] = lambda loss: ""
-) -> dict[str, Any]:
-    """Returns the losses that a loss function returned, by name.
-
-    Args:
-        returned: The returned value.
-        is_tensor: Whether a value is a tensor of the framework.
-        hint: Returns advice for an invalid loss, with a leading space, or "".
-
-    Raises:
-        ArgumentTypeError: If a loss is not a tensor.
-        ArgumentError: If a loss is not a floating-point scalar.
-    """
-    wanted = (
-        "`loss_fn` must return the loss, a floating-point tensor with one element, or a dictionary "
-        "of such losses."
-    )
-    losses = dict(returned) if isinstance(returned, dict) and returned else {LOSS: returned}
-    for loss in losses.values():
-        if not is_tensor(loss):
-            more = " Return their sum, or a dictionary of them."
-            more = more if isinstance(loss, (list, tuple)) else hint(loss)
-            raise ArgumentTypeError(f"{wanted} Received: a {type(loss).__name__}.{more}")
-        if math.prod(loss.shape) != 1 or "float" not in str(loss.dtype):
-            raise ArgumentError(
-                f"{wanted} Received: a tensor of shape {tuple(loss.shape)} and dtype "
-                f"{loss.dtype}. Take the mean or the sum."
-            )
-    return {str(name): loss for name, loss in losses.items()}
-
-
-def check_owners(parameters: Iterable[str], losses: Iterable[str]) -> None:
-    """Checks that `loss_fn` returned each loss that `parameters` names.
-
-    Raises:
-        ArgumentError: If it did not.
-    """
-    returned = list(losses)
-    if unknown := sorted(set(parameters) - set(returned)):
-        raise ArgumentError(
-            "`parameters` must name losses that `loss_fn` returns: "
-            f"{', '.join(map(repr, returned))}. Received: {unknown[0]!r}."
-        )
-
-
-# --- Measurements ---------------------------------------------------------------------------------
+"""Float32 gradients whose difference between two loss scales is larger depend on the scale."""
+_RANDOM = "the loss draws different random numbers in each pass"
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientAccuracy:
-    """How accurate the gradient of one variable is in float16, by loss scale.
+    """The accuracy of the gradient of one variable in float16, by loss scale.
 
     Attributes:
         name: The name of the variable.
-        elements: Number of elements.
-        largest: The largest magnitude in float32, for the unscaled loss.
-        errors: Maps the exponent of each tried loss scale to the relative error, the worst of all
-            batches; infinite if it overflows. Empty if the gradient is 0 in float32.
-        bfloat16: The relative error after rounding to bfloat16.
+        elements: The number of its elements.
+        largest: The largest magnitude in the unscaled float32 gradient.
+        errors: Exponent of each tried loss scale to the relative error there, the worst of all
+            batches; infinite if the gradient overflows. Empty if it is 0 in float32.
+        bfloat16: The relative error if the gradient is rounded to bfloat16.
     """
 
     name: str
@@ -177,7 +72,7 @@ class GradientAccuracy:
 
     @property
     def is_noise(self) -> bool:
-        """Whether float16 is inaccurate at every scale, so that it cannot help to choose one."""
+        """Whether float16 is inaccurate at every scale, so that no scale can be judged by it."""
         return self.best_error >= NOISE
 
     @property
@@ -186,23 +81,8 @@ class GradientAccuracy:
         return self.largest == 0 and self.elements > 0
 
     def excess_error(self, exponent: int) -> float:
-        """Returns the part of the error at a tried scale that the best scale removes."""
+        """Returns the error at a scale that was tried beyond that at its best scale."""
         return _beyond(self.errors[exponent], self.best_error)
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """How close an operation of the forward pass is to overflow in float16.
-
-    Attributes:
-        name: The name of the operation.
-        room: Bits between the largest number that it returned and 65,504.
-        finite: Whether everything that is finite in float32 is finite in float16.
-    """
-
-    name: str
-    room: float
-    finite: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,30 +91,29 @@ class Measurement:
 
     Attributes:
         gradients: The accuracy of each gradient, in the order of the variables.
-        operations: The operations with float16 results, in order; empty if none was recorded.
-        lowest_exponent: The exponent of the lowest scale at which every gradient is accurate, at
-            least 0.
-        highest_exponent: The exponent of the highest scale at which every gradient is finite.
-        highest_is_bound: Whether no higher scale was tried.
-        overflows_at: The operation, or "the loss", that overflows in float16; "" if none.
-        reference: The exponent of the loss scale of the float32 gradients: 0, or higher for a model
-            that casts to float16 itself.
-        tolerance: The largest accepted relative error.
-        in_use: The loss scale of training, and the name and error of the worst gradient there.
-        batches: Number of batches.
-        passes: Number of forward and backward passes.
-        unknown: Why there is no verdict; "" if there is one.
+        operations: Name of each operation that returned float16 to the worst range of its output,
+            in the order of the forward pass. It counts as finite if float32 is not finite either,
+            as in a mask of infinities.
+        lowest_exponent: That of the lowest scale at which every gradient is right; 0 for 0 or less.
+        highest_exponent: That of the highest scale at which every gradient is finite.
+        highest_is_estimate: Whether it follows from the sizes in float32: no overflow was tried.
+        overflows_at: Name of the operation, or "the loss", that overflows in float16; "" if none.
+        reference: The exponent of the loss scale at which the float32 gradients were computed: 0,
+            or higher for a model that casts to float16 itself.
+        tolerance: The largest accepted error.
+        batches: The number of batches.
+        passes: The number of forward and backward passes.
+        unknown: The reason why there is no verdict; "" if there is one.
     """
 
     gradients: tuple[GradientAccuracy, ...] = ()
-    operations: tuple[Operation, ...] = ()
+    operations: Mapping[str, OutputRange] = dataclasses.field(default_factory=dict)
     lowest_exponent: int = 0
-    highest_exponent: int = 0
-    highest_is_bound: bool = False
+    highest_exponent: int = _HIGHEST
+    highest_is_estimate: bool = True
     overflows_at: str = ""
     reference: int = 0
     tolerance: float = TOLERANCE
-    in_use: tuple[float, str, float] | None = None
     batches: int = 0
     passes: int = 0
     unknown: str = ""
@@ -246,9 +125,9 @@ class Measurement:
 
     @property
     def ranked(self) -> list[GradientAccuracy]:
-        """The gradients that help to choose a scale, the worst at scale 1 first.
+        """The gradients by which a scale can be judged, the worst at scale 1 first.
 
-        Gradients that overflow at scale 1 are not among them.
+        A gradient that overflows at scale 1 has no error there to rank.
         """
         found = [
             each
@@ -272,93 +151,98 @@ def measure(
     run: GradientFunction,
     batches: Iterable[Any],
     *,
+    max_batches: int = 2,
     tolerance: float = TOLERANCE,
-    in_use: float | None = None,
-    after_batch: Callable[[int], None] = lambda number: None,
 ) -> dict[str, Measurement]:
     """Measures each loss of a model.
 
-    Each batch takes a pass in float32, one in float16 at scale 1, one at a second scale, and more
-    only if these do not decide.
+    Each batch takes a pass in float32, one in float16 at scale 1, and one at a second scale; and
+    more passes if these leave a question open.
 
     Args:
         run: Computes a pass.
-        batches: The batches.
-        tolerance: The largest accepted relative error of a gradient.
-        in_use: The loss scale of training, or None.
-        after_batch: Called after each batch with the number of batches so far.
+        batches: The batches to measure on.
+        max_batches: The largest number of batches.
+        tolerance: The largest accepted error of a gradient.
 
     Returns:
         A measurement for each loss, by its name.
+
+    Raises:
+        ArgumentTypeError: If `batches` is a batch, or not an iterable.
+        ArgumentError: If it is empty, or another argument is out of range.
     """
-    losses: dict[str, _Loss] = {}
-    passes = _Passes(run)
-    number = 0
-    for number, batch in enumerate(batches, 1):
-        passes.begin(batch)
-        for name in list(passes.references):
-            loss = losses.setdefault(name, _Loss(name, tolerance))
-            if not loss.is_over:
-                loss.add(passes, in_use)
-        after_batch(number)
-        if all(loss.is_over for loss in losses.values()):
+    if not 0 < checked_number("tolerance", tolerance) < 1:
+        raise ArgumentError(
+            "`tolerance` must be a number between 0 and 1, such as 0.1 for 10%. "
+            f"Received: tolerance={tolerance!r}."
+        )
+    measurements: dict[str, Measurement] = {}
+    number = passes = 0
+    for given in itertools.islice(_iterated(batches), checked_count("max_batches", max_batches)):
+        number += 1
+        batch = _Batch(run, given, tolerance)
+        for name, loss in batch.losses.items():
+            before = measurements.get(name, Measurement(tolerance=tolerance))
+            measurements[name] = before if before.is_over else loss.measured(before)
+        passes += batch.passes
+        if all(found.is_over for found in measurements.values()):
             break
-    return {
-        name: dataclasses.replace(loss.result(), batches=number, passes=passes.count)
-        for name, loss in losses.items()
-    }
+    if not number:
+        raise ArgumentError(
+            "`batches` must contain at least one batch. Received: an empty "
+            f"{type(batches).__name__}."
+        )
+    for name, found in measurements.items():
+        unknown = found.unknown
+        if not found.is_over and all(each.is_noise for each in found.gradients):
+            either = "either float16 computes none, or"
+            unknown = f"every gradient is wrong at every scale: {either} {_RANDOM}"
+        measurements[name] = dataclasses.replace(
+            found, unknown=unknown, batches=number, passes=passes
+        )
+    return measurements
 
 
-class _Passes:
-    """The passes of one batch, each computed once for all losses."""
+def _iterated(batches: Any) -> Iterator[Any]:
+    """Returns an iterator over `batches`, if it is an iterable of batches."""
+    parts = batches if isinstance(batches, tuple) else [batches]
+    is_batch = isinstance(batches, Mapping) or any(hasattr(part, "shape") for part in parts)
+    if is_batch or not hasattr(batches, "__iter__"):
+        shape = f" of shape {tuple(batches.shape)}" if hasattr(batches, "shape") else ""
+        raise ArgumentTypeError(
+            "`batches` must be an iterable of batches, such as a list or a DataLoader; one batch "
+            f"is [batch]. Received: a {type(batches).__name__}{shape}."
+        )
+    batch_by_batch: Iterator[Any] = iter(batches)
+    return batch_by_batch
 
-    def __init__(self, run: GradientFunction) -> None:
-        self._run = run
-        self.count = 0
 
-    def begin(self, batch: Any) -> None:
-        """Computes the float32 reference on a batch."""
-        self._batch = batch
-        self.errors: dict[tuple[str, float], dict[str, float]] = {}
-        self._raised: dict[tuple[int, int], dict[str, LossGradients]] = {}
-        self.references = self._counted(0, False, watch=True)
+class _Batch:
+    """The passes on one batch, each computed once for all losses."""
 
-    def at(self, name: str, exponent: float) -> dict[str, float]:
-        """Returns the error of each gradient of a loss at a scale."""
-        if (name, exponent) not in self.errors:
-            found = self._counted(exponent, True, watch=exponent == 0)
-            for each, reference in self.references.items():
-                self.errors[each, exponent] = _errors(reference, found[each])
-            if exponent == 0:
-                # Gradients at other scales are not kept.
-                self.unscaled = found
-        return self.errors[name, exponent]
+    def __init__(self, run: GradientFunction, batch: Any, tolerance: float) -> None:
+        self._run, self._batch = run, batch
+        self.passes = 0
+        self.losses = {
+            name: _Loss(self, name, reference, tolerance)
+            for name, reference in self.gradients(0, half=False).items()
+        }
 
-    def reference_at(self, exponent: int, number: int = 1) -> dict[str, LossGradients]:
-        """Returns the float32 passes at a loss scale."""
-        if (exponent, number) not in self._raised:
-            # Record ranges as at scale 1: without recording, a compiler may round differently.
-            self._raised[exponent, number] = self._counted(exponent, False, watch=True)
-        return self._raised[exponent, number]
-
-    def compare_with(self, name: str, reference: LossGradients) -> None:
-        """Sets another reference for a loss, and computes its errors again."""
-        self.references[name] = reference._replace(outputs=self.references[name].outputs)
-        tried = [exponent for each, exponent in self.errors if each == name]
-        for exponent in tried:
-            del self.errors[name, exponent]
-        for exponent in tried:
-            self.at(name, exponent)
-
-    def _counted(
-        self, exponent: float, half: bool, *, watch: bool = False
-    ) -> dict[str, LossGradients]:
-        """Computes a pass, and returns unscaled gradients."""
-        self.count += 1
+    def gradients(self, exponent: int, *, half: bool) -> dict[str, LossGradients]:
+        """Computes a pass; divides the gradients that it returns by the loss scale."""
+        self.passes += 1
         scale = 2.0**exponent
-        # Overflow is measured here, so silence warnings of it.
-        with np.errstate(all="ignore"):
-            found = self._run(self._batch, scale, half, watch=watch)
+        # A compiler may round differently if it also returns ranges, so all reference passes do.
+        watch = exponent == 0 or not half
+        of_python, of_numpy = random.getstate(), np.random.get_state()
+        try:
+            # Overflow is measured here, so silence warnings of it.
+            with np.errstate(all="ignore"):
+                found = self._run(self._batch, scale, half, watch=watch)
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
         if scale == 1:
             return found
         return {
@@ -371,261 +255,215 @@ class _Passes:
             for name, each in found.items()
         }
 
+    def add_errors(self, exponent: int) -> None:
+        """Computes the errors of all losses at a scale; only these are kept of the gradients."""
+        found = self.gradients(exponent, half=True)
+        for name, loss in self.losses.items():
+            loss.add_errors(exponent, found[name])
+
 
 class _Loss:
-    """Measures one loss, batch after batch."""
+    """One loss on one batch: the errors of its gradients at the scales that were tried."""
 
-    def __init__(self, name: str, tolerance: float) -> None:
-        self._name, self._tolerance = name, tolerance
-        self._found = Measurement(tolerance=tolerance)
-        self._rows: dict[str, GradientAccuracy] = {}
-        self._operations: dict[str, Operation] = {}
-        self._in_float32: set[str] = set()
-        self._lowest = 0
-        self._highest: int | None = None
-        self._bound = self._assumed_highest = _HIGHEST
-        self._needed = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no other batch can change the verdict."""
-        return self._found.is_over
-
-    def result(self) -> Measurement:
-        """Returns the measurement."""
-        found = dataclasses.replace(
-            self._found,
-            gradients=tuple(self._rows.values()),
-            operations=tuple(self._operations.values()),
-            lowest_exponent=self._lowest,
-            highest_exponent=self._bound
-            if self._highest is None
-            else min(self._highest, self._assumed_highest),
-            highest_is_bound=self._highest is None,
-        )
-        if not self.is_over and all(each.is_noise for each in found.gradients):
-            found = dataclasses.replace(
-                found,
-                unknown="every gradient is wrong at every scale: either float16 computes none, or "
-                f"{_RANDOM}",
+    def __init__(
+        self, batch: _Batch, name: str, reference: LossGradients, tolerance: float
+    ) -> None:
+        if all(gradient is None for gradient in reference.gradients.values()):
+            raise ArgumentError(
+                f"The loss{'' if name == LOSS else f' {name!r}'} depends on no trainable "
+                "parameter. Compute it from the model or the parameters that `loss_fn` receives, "
+                "without detaching it."
             )
-        return found
+        self._batch, self._name = batch, name
+        self._reference, self._tolerance = reference, tolerance
+        self._errors: dict[int, dict[str, float]] = {}
 
-    def add(self, passes: _Passes, in_use: float | None) -> None:
-        """Measures on a batch."""
-        self._measure(passes)
-        self._add_gradients(passes.references[self._name])
-        if self.is_over:
-            return
-        if in_use is not None:
-            self._add_in_use(passes, in_use)
-        for (name, exponent), errors in passes.errors.items():
-            # The scale in use may not be a power of two.
-            if name == self._name and isinstance(exponent, int):
-                self._add_errors(exponent, errors)
+    def measured(self, before: Measurement) -> Measurement:
+        """Returns the measurement on earlier batches with this batch added."""
+        found = self._forward(before)
+        if not found.is_over:
+            found = self._backward(found)
+        return dataclasses.replace(found, gradients=self._rows(found))
 
-    def _measure(self, passes: _Passes) -> None:
-        reference = passes.references[self._name]
-        which = _not_finite(reference)
-        if which:
-            return self._stop(unknown=f"{which} is not finite in float32 already")
+    def add_errors(self, exponent: int, narrow: LossGradients) -> None:
+        """Adds the errors of a pass in float16."""
+        self._errors[exponent] = _errors(self._reference, narrow)
+        if exponent == 0:
+            self._narrow = narrow._replace(gradients={})
+
+    def _at(self, exponent: int) -> dict[str, float]:
+        """The error of each gradient at a scale, which is tried if it was not."""
+        if exponent not in self._errors:
+            self._batch.add_errors(exponent)
+        return self._errors[exponent]
+
+    def _forward(self, before: Measurement) -> Measurement:
+        """Measures the forward pass."""
+        if which := _not_finite(self._reference):
+            unknown = f"{which} is not finite in float32 already"
+            return dataclasses.replace(before, unknown=unknown)
         try:
-            passes.at(self._name, 0)
+            self._at(0)
         except LossScaleError:
             raise
         # The model has run in float32, so the cause is float16; frameworks and models raise many
         # kinds of exceptions for that.
         except Exception as error:
-            said = first_line(error, 200)
-            return self._stop(unknown=f"the model does not run in float16 here: {said}")
-        if overflowing := self._overflow(passes.unscaled[self._name], reference):
-            return self._stop(overflows_at=overflowing)
-        return self._measure_scales(passes)
-
-    def _stop(self, **fields: Any) -> None:
-        self._found = dataclasses.replace(self._found, **fields)
-
-    # --- Forward --------------------------------------------------------------------------------
-
-    def _overflow(self, narrow: LossGradients, wide: LossGradients) -> str:
-        """Returns the operation that overflows in the forward pass only in float16, or ""."""
-        for name, output in narrow.outputs.items():
-            in_float32 = wide.outputs.get(name)
-            # A mask of infinities is infinite in float32 too.
+            unknown = f"the model does not run in float16 here: {first_line(error, 200)}"
+            return dataclasses.replace(before, unknown=unknown)
+        operations, overflows_at = dict(before.operations), ""
+        for name, output in self._narrow.outputs.items():
+            in_float32 = self._reference.outputs.get(name)
             finite = output.finite or (in_float32 is not None and not in_float32.finite)
-            room = _bits(output.largest)
-            before = self._operations.get(name, Operation(name, room, finite))
-            self._operations[name] = Operation(
-                name, min(room, before.room), finite and before.finite
-            )
+            largest = max(output.largest, operations.get(name, output).largest)
+            operations[name] = OutputRange(largest, finite)
             if not finite:
-                return name
-        return "" if math.isfinite(narrow.loss) else "the loss"
+                overflows_at = name
+                break
+        if not overflows_at and not math.isfinite(self._narrow.loss):
+            overflows_at = "the loss"
+        return dataclasses.replace(before, operations=operations, overflows_at=overflows_at)
 
-    # --- Backward -------------------------------------------------------------------------------
-
-    def _measure_scales(self, passes: _Passes) -> None:
-        at = functools.partial(passes.at, self._name)
-        second = _second(_predicted_highest(_largest(passes.references[self._name])))
-        at(second if self._highest is None else self._highest)
-        self._check_reference(passes)
-        largest = _largest(passes.references[self._name])
-        if not self.is_over and not largest:
-            self._stop(unknown="every gradient is 0")
-        if self.is_over:
-            return
+    def _backward(self, before: Measurement) -> Measurement:
+        """Measures the lowest and the highest scale; of later batches, only the worse counts."""
+        second = before.highest_exponent
+        if before.highest_is_estimate:
+            predicted = _predicted_highest(_largest(self._reference))
+            second = predicted if predicted < 0 else min(max(predicted, MARGIN), _SECOND)
+        self._at(second)
+        before = self._with_right_reference(before)
+        if before.is_over:
+            return before
+        largest = _largest(self._reference)
+        if not largest:
+            return dataclasses.replace(before, unknown="every gradient is 0")
         predicted = _predicted_highest(largest)
-        if not self._needed:
-            self._look_for_best(passes, NOISE)
-            has_room = second >= MARGIN and _all_finite(at(second))
-            if has_room and self._wrong(passes, 0) <= self._tolerance:
-                self._bound = min(self._bound, second)
-                self._assumed_highest = min(self._assumed_highest, max(predicted, second))
-                return
-            self._needed = True
-
-        def finite(exponent: int) -> bool:
-            return _all_finite(at(exponent))
-
-        # From later batches, keep only what is worse.
-        most = _HIGHEST if self._highest is None else self._highest
-        self._highest = _highest_finite(
-            finite, most, start=predicted if self._highest is None else most
+        if before.highest_is_estimate:
+            self._try_higher(NOISE)
+            has_room = second >= MARGIN and self._is_finite(second)
+            if has_room and self._worst(0) <= self._tolerance:
+                highest = min(before.highest_exponent, max(predicted, second))
+                return dataclasses.replace(before, highest_exponent=highest)
+        most = before.highest_exponent
+        start = predicted if before.highest_is_estimate else most
+        highest = _highest_finite(self._is_finite, most, start)
+        self._try_higher(self._tolerance if self._worst(0) > self._tolerance else NOISE)
+        lowest = before.lowest_exponent
+        if self._worst(lowest) > self._tolerance:
+            lowest = self._find_lowest()
+        return dataclasses.replace(
+            before, lowest_exponent=lowest, highest_exponent=highest, highest_is_estimate=False
         )
-        wrong = self._wrong(passes, 0)
-        self._look_for_best(passes, self._tolerance if wrong > self._tolerance else NOISE)
-        if self._lowest > 0:
-            at(self._lowest)
-        if self._wrong(passes, max(self._lowest, 0)) > self._tolerance:
-            self._lowest = self._find_lowest(passes)
 
-    def _check_reference(self, passes: _Passes) -> None:
-        """Computes the reference at a higher loss scale if it depends on the scale.
+    def _with_right_reference(self, before: Measurement) -> Measurement:
+        """Takes the reference at a higher loss scale if it depends on the scale.
 
-        Float32 gradients do not. But a model that casts to float16 itself does so in the reference
-        too, where small gradients become 0 or inaccurate.
+        A model that casts to float16 itself casts in the reference too. Small gradients become 0
+        there, or wrong by much.
         """
-        reference = passes.references[self._name]
-        doubtful = self._doubtful(passes)
-        if not doubtful - self._in_float32:
-            return None
-        exponent = max(_predicted_highest(_largest(reference)) - MARGIN, _SECOND)
-        raised = passes.reference_at(exponent)[self._name]
-        # The loss itself is not scaled.
-        if abs(raised.loss - reference.loss) > _SAME * abs(reference.loss):
-            return self._stop(unknown=_RANDOM)
+        gradients = self._reference.gradients
+        doubtful = {n for n, g in gradients.items() if g is not None and g.size and not np.any(g)}
+        for errors in self._errors.values():
+            doubtful |= {name for name, e in errors.items() if self._tolerance < e < math.inf}
+        if not doubtful:
+            return before
+        exponent = max(_predicted_highest(_largest(self._reference)) - MARGIN, _SECOND)
+        raised = self._reference_at(exponent)
+        if abs(raised.loss - self._reference.loss) > _SAME * abs(self._reference.loss):
+            return dataclasses.replace(before, unknown=_RANDOM)
         wrong = doubtful
         if not _not_finite(raised):
-            changed = _differing(raised, reference)
+            changed = _differing(raised, self._reference)
             if changed:
                 # Rounding that differs between equal passes, as in sums on a GPU, is not a cast.
-                changed -= _differing(raised, passes.reference_at(exponent, 2)[self._name])
+                changed -= _differing(raised, self._reference_at(exponent))
             if not changed:
-                self._in_float32 |= {name for name in doubtful if np.any(raised.gradients[name])}
-                return None
+                return before
             # If a scale is accurate, the scale two bits lower is nearly so.
-            lower = _errors(raised, passes.reference_at(exponent - 2)[self._name])
+            lower = _errors(raised, self._reference_at(exponent - 2))
             wrong = {name for name in changed if lower[name] > self._tolerance}
         if wrong:
-            return self._stop(
-                unknown="the model casts to float16 itself, and its float32 gradients change with "
-                f"the loss scale up to 2**{exponent}: first {min(wrong)}"
+            unknown = (
+                "the model casts to float16 itself, and its float32 gradients change with the loss "
+                f"scale up to 2**{exponent}: first {min(wrong)}"
             )
-        self._stop(reference=exponent)
-        return passes.compare_with(self._name, raised)
+            return dataclasses.replace(before, unknown=unknown)
+        self._reference = raised
+        tried = list(self._errors)
+        self._errors.clear()
+        for each in tried:
+            self._at(each)
+        return dataclasses.replace(before, reference=exponent)
 
-    def _doubtful(self, passes: _Passes) -> set[str]:
-        """Names of gradients that are 0 in the reference, or differ from it in float16."""
-        gradients = passes.references[self._name].gradients
-        zero = {n for n, g in gradients.items() if g is not None and g.size and not np.any(g)}
-        found = [errors for (name, _), errors in passes.errors.items() if name == self._name]
-        return zero | {
-            name for errors in found for name, e in errors.items() if self._tolerance < e < math.inf
-        }
+    def _reference_at(self, exponent: int) -> LossGradients:
+        return self._batch.gradients(exponent, half=False)[self._name]
 
-    def _look_for_best(self, passes: _Passes, error_from: float) -> None:
-        """Tries higher scales while a gradient with such an error may have its best one there."""
+    def _try_higher(self, error_from: float) -> None:
+        """Tries higher scales while a gradient with such an error may have its best scale there."""
         for _ in range(2):
-            tried = [e for name, e in passes.errors if name == self._name]
-            reference = passes.references[self._name].gradients
+            gradients = self._reference.gradients
             waiting = [
-                _predicted_highest(float(np.abs(reference[name]).max())) - 1
-                for name, error in self._best(passes).items()
+                _predicted_highest(float(np.abs(gradients[name]).max())) - 1
+                for name, error in self._best().items()
                 if error >= error_from
             ]
-            higher = [min(exponent, _HIGHEST) for exponent in waiting if exponent > max(tried)]
+            higher = [each for each in waiting if each > max(self._errors)]
             if not higher:
                 return
-            passes.at(self._name, min(higher))
+            self._at(min(higher))
 
-    def _find_lowest(self, passes: _Passes) -> int:
+    def _find_lowest(self) -> int:
         """The lowest exponent at which no gradient is wrong by more than the tolerance."""
         while True:
-            tried = [e for name, e in passes.errors if name == self._name and e >= 0]
-            low = int(max(e for e in tried if self._wrong(passes, e) > self._tolerance))
-            high = int(min((e for e in tried if e > low), default=_HIGHEST))
+            tried = [each for each in self._errors if each >= 0]
+            low = max(each for each in tried if self._worst(each) > self._tolerance)
+            high = min((each for each in tried if each > low), default=_HIGHEST)
             if high - low <= 1:
                 return high
-            passes.at(self._name, (low + high) // 2)
+            self._at((low + high) // 2)
 
-    def _best(self, passes: _Passes) -> dict[str, float]:
+    def _is_finite(self, exponent: int) -> bool:
+        return all(map(math.isfinite, self._at(exponent).values()))
+
+    def _best(self) -> dict[str, float]:
+        """The smallest error of each gradient at any scale that was tried."""
         found: dict[str, float] = {}
-        for (name, _), errors in passes.errors.items():
-            if name == self._name:
-                for variable, error in errors.items():
-                    found[variable] = min(found.get(variable, math.inf), error)
+        for errors in self._errors.values():
+            found |= {name: min(e, found.get(name, math.inf)) for name, e in errors.items()}
         return found
 
-    def _wrong(self, passes: _Passes, exponent: float) -> float:
-        """The worst error at a scale.
+    def _worst(self, exponent: int) -> float:
+        """The worst error at a scale beyond the best of each gradient; without noise.
 
-        Gradients that overflow are left out; they limit `highest_exponent`.
+        A gradient that overflows does not count: it limits the highest scale.
         """
-        found = self._errors_beyond(passes, exponent).values()
-        return max(filter(math.isfinite, found), default=0.0)
+        errors, best = self._at(exponent), self._best()
+        beyond = [_beyond(e, best[name]) for name, e in errors.items() if best[name] < NOISE]
+        return max(filter(math.isfinite, beyond), default=0.0)
 
-    def _errors_beyond(self, passes: _Passes, exponent: float) -> dict[str, float]:
-        """The errors at a scale that a better scale would remove, without noise."""
-        errors, best = passes.at(self._name, exponent), self._best(passes)
-        return {
-            variable: _beyond(error, best[variable])
-            for variable, error in errors.items()
-            if best[variable] < NOISE
-        }
-
-    # --- Rows -----------------------------------------------------------------------------------
-
-    def _add_in_use(self, passes: _Passes, scale: float) -> None:
-        wrong = self._errors_beyond(passes, math.log2(scale))
-        worst = max(wrong, key=lambda name: wrong[name], default="")
-        before = self._found.in_use
-        if worst and (before is None or wrong[worst] > before[2]):
-            self._stop(in_use=(scale, worst, wrong[worst]))
-
-    def _add_gradients(self, reference: LossGradients) -> None:
-        for name, gradient in reference.gradients.items():
+    def _rows(self, found: Measurement) -> tuple[GradientAccuracy, ...]:
+        """The gradients of a measurement with those of this batch added."""
+        rows = {each.name: each for each in found.gradients}
+        for name, gradient in self._reference.gradients.items():
             if gradient is None:
                 continue
-            largest = float(np.abs(gradient).max(initial=0))
-            found = GradientAccuracy(
-                name, gradient.size, largest, {}, _rounded_to_bfloat16(gradient)
-            )
-            before = self._rows.get(name, found)
-            self._rows[name] = dataclasses.replace(
+            before = rows.get(name, GradientAccuracy(name, gradient.size, 0.0, {}, 0.0))
+            errors = dict(before.errors)
+            if not found.is_over:
+                for exponent, each in self._errors.items():
+                    if name in each:
+                        errors[exponent] = max(each[name], errors.get(exponent, 0.0))
+            rows[name] = dataclasses.replace(
                 before,
-                largest=max(found.largest, before.largest),
-                bfloat16=max(found.bfloat16, before.bfloat16),
+                largest=max(float(np.abs(gradient).max(initial=0)), before.largest),
+                errors=dict(sorted(errors.items())),
+                bfloat16=max(_rounded_to_bfloat16(gradient), before.bfloat16),
             )
-
-    def _add_errors(self, exponent: int, errors: Mapping[str, float]) -> None:
-        for name, error in errors.items():
-            before = self._rows[name]
-            worst = {**before.errors, exponent: max(error, before.errors.get(exponent, 0.0))}
-            self._rows[name] = dataclasses.replace(before, errors=dict(sorted(worst.items())))
+        return tuple(rows.values())
 
 
 def _highest_finite(finite: Callable[[int], bool], most: int, start: int) -> int:
-    """Returns the highest exponent up to `most` for which gradients are finite."""
+    """Returns the highest exponent up to `most` at which gradients are finite."""
     exponent = max(min(start, most), -_HIGHEST)
     if finite(exponent):
         while exponent < most and finite(exponent + 1):
@@ -673,47 +511,34 @@ def _beyond(error: float, best: float) -> float:
     return math.sqrt(max(error**2 - best**2, 0.0))
 
 
-def _all_finite(errors: Mapping[str, float]) -> bool:
-    return all(map(math.isfinite, errors.values()))
+def _arrays(found: LossGradients) -> Sequence[Any]:
+    return [gradient for gradient in found.gradients.values() if gradient is not None]
 
 
 def _not_finite(found: LossGradients) -> str:
-    """Returns the part of a pass that is not finite, "" if all of it is finite."""
+    """Returns the part of a pass that is not finite, "" if there is none."""
     if not math.isfinite(found.loss):
         return "the loss"
-    numbers = [g for g in found.gradients.values() if g is not None]
-    return "" if all(np.isfinite(g).all() for g in numbers) else "a gradient"
+    return "" if all(np.isfinite(each).all() for each in _arrays(found)) else "a gradient"
 
 
 def _largest(found: LossGradients) -> float:
     """The largest magnitude in all gradients, 0 if there is none."""
-    sizes = [float(np.abs(g).max(initial=0)) for g in found.gradients.values() if g is not None]
-    return max(sizes, default=0.0)
+    return max((float(np.abs(each).max(initial=0)) for each in _arrays(found)), default=0.0)
 
 
 def _predicted_highest(largest: float) -> int:
-    """The exponent at which a float32 gradient overflows; nearly always that of float16 as well."""
+    """The highest scale at which a gradient of that size fits into float16, by its exponent."""
     if not largest:
         return _FAR
-    return max(min(math.floor(math.log2(_LARGEST / largest)), _HIGHEST), -_HIGHEST)
-
-
-def _second(predicted: int) -> int:
-    """The second scale to try: high enough for small gradients, and some bits below overflow."""
-    return min(max(predicted, MARGIN), _SECOND) if predicted >= 0 else predicted
-
-
-def _bits(magnitude: float) -> float:
-    """The bits between a magnitude and the largest number of float16."""
-    return math.log2(_LARGEST) - math.log2(magnitude) if magnitude > 0 else math.inf
+    return max(min(math.floor(math.log2(LARGEST / largest)), _HIGHEST), -_HIGHEST)
 
 
 def _rounded_to_bfloat16(gradient: Any) -> float:
     """The error of a gradient in bfloat16: 8 bits, and the range of float32."""
     narrow = np.asarray(gradient, np.float32)
     # Add half of the last kept bit; the carry gives the next number.
-    rounded = ((narrow.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(
-        np.float32
-    )
+    bits = (narrow.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)
     norm = _norm(narrow)
-    return _norm(rounded - narrow) / norm if norm and math.isfinite(norm) else 0.0
+    difference = _norm(bits.view(np.float32) - narrow)
+    return difference / norm if norm and math.isfinite(norm) else 0.0

@@ -1,4 +1,4 @@
-"""The plot of a report: the error of each gradient at each loss scale."""
+"""The picture of a report: the error of each gradient over the loss scale."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from lossscale.diagnosis.measurement import Measurement
-from lossscale.diagnosis.report import headline, line_to_copy, percent
+from lossscale.diagnosis.report import exponent_of, headline, line_to_copy, percent
 from lossscale.errors import ArgumentError
 from lossscale.plots.curves import axes_or_new
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _BAD, _GOOD, _DIM = "#b3261e", "#1a7f37", "#8b95a3"
 _LOWEST, _HIGHEST = 1e-5, 5.0
-_LONGEST_NAME, _BARS = 40, 10
+_WHITE = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1}
 
 
 def plot_report(report: Report, ax: Any | None, loss: str | None) -> Any:
@@ -26,9 +26,9 @@ def plot_report(report: Report, ax: Any | None, loss: str | None) -> Any:
         raise ArgumentError(f"`loss` must be one of {known}. Received: loss={loss!r}.")
     found, advised = report.measurements[name], report.recommendations[name]
     drawn = [each for each in found.gradients if each.errors and not each.is_noise]
-    if not drawn and not found.operations:
+    if not drawn:
         raise ArgumentError(
-            "There is nothing to draw: this report has no float16 measurement. Received: a report "
+            "There is nothing to draw: no gradient was measured in float16. Received: a report "
             f"on {report.model!r} with the verdict {advised.verdict.value!r}."
         )
     ax = axes_or_new(ax)
@@ -36,124 +36,81 @@ def plot_report(report: Report, ax: Any | None, loss: str | None) -> Any:
     title = headline(advised).partition(" rule = ")[0]
     subject = report.model if len(report.measurements) == 1 else f"{report.model}, {name}"
     ax.set_title(f"{subject}: {title}{line}", loc="left", fontsize=11)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    if not drawn:
-        return _outputs(ax, found)
     tried = {exponent for each in drawn for exponent in each.errors}
     low, high = min(*tried, 0) - 1, max(*tried, found.highest_exponent + 2, 10)
-    _areas(ax, found, low, high)
+    _draw_areas(ax, found, low, high)
     for each in drawn:
-        points = [(e, max(error, _LOWEST)) for e, error in each.errors.items() if error < math.inf]
-        ax.plot(*zip(*points, strict=True), color=_DIM, linewidth=1, alpha=0.6, zorder=2)
-        over = min((e for e, error in each.errors.items() if math.isinf(error)), default=None)
-        if over is not None and points and over > 0:
-            ax.plot(over, points[-1][1], "x", color=_DIM, markersize=6, zorder=3)
+        ax.plot(*_curve(each), color=_DIM, linewidth=1, alpha=0.6, zorder=2)
+        over = min((e for e, error in each.errors.items() if math.isinf(error)), default=0)
+        if over > 0:
+            ax.plot(over, _curve(each)[1][-1], "x", color=_DIM, markersize=6, zorder=3)
     if found.ranked:
-        _worst(ax, found)
+        _draw_worst(ax, found)
+    if advised.rule is not None:
+        marks = {"min_scale": 0.80, "initial_scale": 0.72}
+        for setting, height in marks.items():
+            exponent = exponent_of(getattr(advised.rule, setting))
+            if exponent >= low:
+                ax.axvline(exponent, color=_GOOD, linewidth=2)
+                text, at = f"{setting} $2^{{{exponent}}}$", (exponent, height)
+                _write(ax, text, at, (5, 0), color=_GOOD, xycoords=("data", "axes fraction"))
+    _finish(ax, found, low, high)
+    return ax
+
+
+def _curve(gradient: Any) -> tuple[list[int], list[float]]:
+    """The scales at which a gradient is finite, and its errors."""
+    finite = {e: max(error, _LOWEST) for e, error in gradient.errors.items() if error < math.inf}
+    return list(finite), list(finite.values())
+
+
+def _draw_areas(ax: Any, found: Measurement, low: int, high: int) -> None:
+    start, end = found.lowest_exponent or low, found.highest_exponent
+    if start < end and (found.lowest_exponent or found.worst_error <= found.tolerance):
+        ax.axvspan(start, end, color=_GOOD, alpha=0.13, linewidth=0)
+    if not found.highest_is_estimate:
+        ax.axvspan(end, high, color=_BAD, alpha=0.13, linewidth=0)
+        text = f"overflow above $2^{{{end}}}$,\nfirst {_shortened(found.first_to_overflow, 24)}"
+        is_right = end > (low + high) / 2
+        side = {"horizontalalignment": "right" if is_right else "left"}
+        at, move = (end, 0.02), (-6 if is_right else 6, 0)
+        _write(ax, text, at, move, color=_BAD, xycoords=("data", "axes fraction"), **side)
+
+
+def _draw_worst(ax: Any, found: Measurement) -> None:
+    worst = found.ranked[0]
+    color = _BAD if found.worst_error > found.tolerance else "black"
+    ax.plot(*_curve(worst), color=color, linewidth=2.4, marker="o", zorder=4)
+    name, wrong = _shortened(worst.name, 40), percent(found.worst_error)
+    at = 0, max(worst.errors[0], _LOWEST)
+    _write(ax, f"without scaling {name} is wrong by {wrong}", at, (12, 10), color=color, zorder=5)
+
+
+def _finish(ax: Any, found: Measurement, low: int, high: int) -> None:
+    """Draws the limit and no scaling, and the axes."""
     ax.axvline(0, color="black", linewidth=1.2)
     ax.axhline(found.tolerance, color="black", linewidth=1, linestyle="--")
-    ax.annotate(
-        f"limit {percent(found.tolerance)}",
-        (high, found.tolerance),
-        xytext=(-4, 4),
-        textcoords="offset points",
-        horizontalalignment="right",
-        fontsize=9,
-    )
-    if advised.rule is not None:
-        _rule(ax, advised.rule, low)
+    limit = f"limit {percent(found.tolerance)}"
+    _write(ax, limit, (high, found.tolerance), (-4, 4), horizontalalignment="right")
     ax.set_xlim(low, high)
     ax.set_yscale("log")
     ax.set_ylim(_LOWEST * 0.7, _HIGHEST)
     step = next(step for step in (1, 2, 4, 8, 16, 32, 64) if (high - low) / step <= 10)
     ticks = range(math.ceil(low / step) * step, high + 1, step)
     ax.set_xticks(ticks, [f"$2^{{{tick}}}$" if tick else "1" for tick in ticks])
-    errors = (1.0, 0.1, 0.01, 0.001, 0.0001)
-    ax.set_yticks(errors, ["100%", "10%", "1%", "0.1%", "0.01%"])
+    ax.set_yticks((1.0, 0.1, 0.01, 0.001, 0.0001), ["100%", "10%", "1%", "0.1%", "0.01%"])
     ax.minorticks_off()
     ax.set_xlabel("loss scale (1: no scaling)")
     ax.set_ylabel("error of a gradient in float16")
-    return ax
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
 
 
-def _outputs(ax: Any, found: Measurement) -> Any:
-    """Draws the largest results of the operations that are nearest to overflow."""
-    nearest = sorted(found.operations, key=lambda each: (each.finite, each.room))[:_BARS]
-    end = math.log2(65504)
-    for row, each in enumerate(nearest):
-        size = end - each.room if each.finite else end + 2
-        ax.barh(row, size + 24, left=-24, color=_DIM if each.finite else _BAD, height=0.6)
-    ax.axvspan(end, end + 2, color=_BAD, alpha=0.13, linewidth=0)
-    ax.set_yticks(range(len(nearest)), [_shortened(each.name, _LONGEST_NAME) for each in nearest])
-    ax.invert_yaxis()
-    ticks = range(-24, 17, 8)
-    ax.set_xlim(-24, end + 2)
-    ax.set_xticks(ticks, [f"$2^{{{tick}}}$" if tick else "1" for tick in ticks])
-    ax.set_xlabel("largest number that an operation returns; float16 ends at $2^{16}$")
-    return ax
-
-
-def _areas(ax: Any, found: Measurement, low: int, high: int) -> None:
-    start = found.lowest_exponent if found.lowest_exponent > 0 else low
-    if start < found.highest_exponent and (
-        found.lowest_exponent > 0 or found.worst_error <= found.tolerance
-    ):
-        ax.axvspan(start, found.highest_exponent, color=_GOOD, alpha=0.13, linewidth=0)
-    if not found.highest_is_bound:
-        ax.axvspan(found.highest_exponent, high, color=_BAD, alpha=0.13, linewidth=0)
-        first = _shortened(found.first_to_overflow, 24)
-        right = found.highest_exponent > (low + high) / 2
-        ax.annotate(
-            f"overflow above $2^{{{found.highest_exponent}}}$,\nfirst {first}",
-            (found.highest_exponent, 0.02),
-            xycoords=("data", "axes fraction"),
-            xytext=(-6 if right else 6, 0),
-            textcoords="offset points",
-            horizontalalignment="right" if right else "left",
-            color=_BAD,
-            fontsize=9,
-        )
-
-
-def _worst(ax: Any, found: Measurement) -> None:
-    worst = found.ranked[0]
-    points = [(e, max(error, _LOWEST)) for e, error in worst.errors.items() if error < math.inf]
-    bad = found.worst_error > found.tolerance
-    color = _BAD if bad else "black"
-    ax.plot(*zip(*points, strict=True), color=color, linewidth=2.4, marker="o", zorder=4)
-    name = _shortened(worst.name, _LONGEST_NAME)
-    ax.annotate(
-        f"without scaling {name} is wrong by {percent(found.worst_error)}",
-        (0, max(worst.errors[0], _LOWEST)),
-        xytext=(12, 10),
-        textcoords="offset points",
-        color=color,
-        fontsize=10,
-        bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1},
-        zorder=5,
-    )
-
-
-def _rule(ax: Any, rule: Any, low: int) -> None:
-    marks = (("min_scale", rule.min_scale, 0.80), ("initial_scale", rule.initial_scale, 0.72))
-    for name, scale, height in marks:
-        exponent = math.frexp(scale)[1] - 1
-        if exponent < low:
-            continue
-        ax.axvline(exponent, color=_GOOD, linewidth=2)
-        ax.annotate(
-            f"{name} $2^{{{exponent}}}$",
-            (exponent, height),
-            xycoords=("data", "axes fraction"),
-            xytext=(5, 0),
-            textcoords="offset points",
-            color=_GOOD,
-            fontsize=9,
-            bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1},
-        )
+def _write(ax: Any, text: str, at: Any, move: Any, **style: Any) -> None:
+    """Writes a text beside a point."""
+    ax.annotate(text, at, xytext=move, textcoords="offset points", fontsize=9, bbox=_WHITE, **style)
 
 
 def _shortened(name: str, length: int) -> str:
-    """The end of a long name, the most specific part of a variable's path."""
+    """The end of a long name: in the path of a variable, it says most."""
     return name if len(name) <= length else f"…{name[1 - length :]}"

@@ -1,4 +1,4 @@
-"""The report of a diagnosis: the verdict, the line to copy, and the measurement."""
+"""The report of a diagnosis: the verdict, the rule to copy, and the measurement."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ import json
 import math
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from typing import Any
 
-from lossscale.diagnosis.measurement import (
-    MARGIN,
-    TOLERANCE,
-    GradientFunction,
-    Measurement,
-    measure,
-)
+from lossscale.diagnosis.gradient_function import GradientFunction
+from lossscale.diagnosis.measurement import MARGIN, Measurement, measure
 from lossscale.diagnosis.verdict import Recommendation, Verdict, recommend
 from lossscale.rules import DynamicScale
 
-_NAMED = 3
 _WIDTH = 88
 _ORDER = (
     Verdict.CANNOT_HELP,
@@ -33,7 +27,7 @@ _ORDER = (
 _TITLES = {
     Verdict.NOT_NEEDED: "loss scaling is not needed.",
     Verdict.NEEDED: "loss scaling is needed.",
-    Verdict.NO_SINGLE_SCALE: "no single scale serves.",
+    Verdict.NO_SINGLE_SCALE: "no single scale works.",
     Verdict.CANNOT_HELP: "loss scaling cannot help.",
     Verdict.UNKNOWN: "whether loss scaling is needed is unknown.",
 }
@@ -44,10 +38,10 @@ class Report:
     """The result of a diagnosis. Print it, or read `verdict` and `rule`.
 
     Attributes:
-        model: The name of the model.
-        setting: The framework, device and precision.
-        measurements: Maps the name of each loss to its measurement.
-        seconds: The duration.
+        model: The name of what was diagnosed.
+        setting: What it was computed with.
+        measurements: Name of each loss to its measurement.
+        seconds: The duration of the measurement.
     """
 
     model: str
@@ -69,59 +63,50 @@ class Report:
 
     @property
     def rule(self) -> DynamicScale | None:
-        """The rule for the worst verdict; None if none is needed or none helps."""
+        """The rule of the worst verdict; None if no rule is needed or none helps."""
         return next(iter(self.recommendations.values())).rule
 
     def __str__(self) -> str:
         lines = []
-        for line, (name, advised) in zip(
-            self._headlines(), self.recommendations.items(), strict=True
-        ):
-            lines += [_wrapped(line, 4), *_details(self.measurements[name], advised)]
-        found = next(iter(self.measurements.values()))
-        batches = _several(found.batches, "batch", "batches")
-        counted = f"{batches}, {_several(found.passes, 'pass', 'passes')}"
-        lines.append(
-            _line(
-                "measured",
-                f"{counted}, {self.seconds:.1f} s; {self.setting}. It holds for this size of batch "
-                "and these weights",
-            )
+        for name, advised in self.recommendations.items():
+            found = self.measurements[name]
+            lines.append(_wrapped(self._headline(name), 4))
+            lines += [_line(title, text) for title, text in _details(found, advised)]
+        batches = _counted(found.batches, "batch", "batches")
+        text = (
+            f"{batches}, {_counted(found.passes, 'pass', 'passes')}, {self.seconds:.1f} s; "
+            f"{self.setting}. It holds for this batch size and these weights"
         )
-        return "\n".join(lines)
+        return "\n".join([*lines, _line("measured", text)])
 
-    def _headlines(self) -> list[str]:
-        alone = len(self.measurements) == 1
-        return [
-            f"{self.model}{'' if alone else f', {name}'}: {headline(advised)}"
-            for name, advised in self.recommendations.items()
-        ]
+    def _headline(self, loss: str) -> str:
+        subject = self.model if len(self.measurements) == 1 else f"{self.model}, {loss}"
+        return f"{subject}: {headline(self.recommendations[loss])}"
 
     def __repr__(self) -> str:
-        return f"<Report: {self._headlines()[0]}>"
+        return f"<Report: {self._headline(next(iter(self.recommendations)))}>"
 
     def _repr_html_(self) -> str:
         """Returns the report for a notebook."""
         return f"<pre>{escape(str(self))}</pre>"
 
     def plot(self, ax: Any | None = None, *, loss: str | None = None) -> Any:
-        """Draws how wrong each gradient is in float16, over the loss scale.
+        """Draws the error of each gradient in float16 over the loss scale.
 
         Args:
             ax: The matplotlib Axes to draw on. By default a new pyplot figure.
-            loss: Name of the loss to draw, in a report on several; None for the one with the worst
-                verdict.
+            loss: Name of the loss to draw, in a report on several losses; by default the loss with
+                the worst verdict.
 
         Returns:
-            The Axes; `ax.figure.savefig("report.svg")` writes a file. A line is the relative error
-            of one gradient at the scales that were tried. Errors below 0.001% are drawn at 0.001%,
-            and a cross marks the scale at which a gradient overflows. In the green area every
-            gradient is accurate, in the red area one overflows; lines mark the initial and the
-            minimum scale of the rule. If the forward pass overflows, bars show the largest result
-            of each operation.
+            The Axes; `ax.figure.savefig("report.svg")` writes a file. A line is the gradient of
+            one variable, at the scales that were tried: the norm of its difference from float32,
+            over the norm. Errors below 0.001% are drawn there, and a cross marks where a gradient
+            overflows. In the green area every gradient is right, in the red area one overflows;
+            vertical lines mark both scales of the rule.
 
         Raises:
-            ArgumentError: If there is no such loss, or nothing was measured in float16.
+            ArgumentError: If there is no such loss, or no gradient was measured in float16.
         """
         # Imported here, because it imports matplotlib.
         from lossscale.diagnosis.plot import plot_report
@@ -139,33 +124,24 @@ class Report:
 
 
 def make_report(
-    run: GradientFunction,
-    batches: Iterable[Any],
-    *,
-    model: str,
-    setting: str,
-    tolerance: float = TOLERANCE,
-    in_use: float | None = None,
-    after_batch: Callable[[int], None] = lambda number: None,
+    run: GradientFunction, batches: Iterable[Any], *, model: str, setting: str, **options: Any
 ) -> Report:
     """Measures a model, and returns the report.
 
     Args:
         run: Computes a pass.
-        batches: The batches.
+        batches: The batches to measure on.
         model: The name of the model.
-        setting: Such as "PyTorch, cpu, autocast to float16".
-        tolerance, in_use, after_batch: As for `measure`.
+        setting: What it is computed with, such as "PyTorch, cpu, autocast to float16".
+        **options: `max_batches` and `tolerance`, as for `measure`.
     """
     started = time.perf_counter()
-    measurements = measure(
-        run, batches, tolerance=tolerance, in_use=in_use, after_batch=after_batch
-    )
+    measurements = measure(run, batches, **options)
     return Report(model, setting, measurements, time.perf_counter() - started)
 
 
 def headline(advised: Recommendation) -> str:
-    """Returns the verdict as a sentence, and the line to copy."""
+    """Returns the verdict as a sentence, with the rule to copy or the reason."""
     said = _TITLES[advised.verdict]
     if advised.rule is not None:
         return f"{said} rule = {line_to_copy(advised.rule)}"
@@ -173,14 +149,19 @@ def headline(advised: Recommendation) -> str:
 
 
 def line_to_copy(rule: DynamicScale) -> str:
-    """Returns the call that creates a rule.
+    """Returns the call that makes a rule.
 
     Examples:
         >>> line_to_copy(DynamicScale(initial_scale=2.0**15, min_scale=2.0**4))
         'DynamicScale(initial_scale=2.0**15, min_scale=2.0**4)'
     """
-    first, lowest = (_exponent(scale) for scale in (rule.initial_scale, rule.min_scale))
+    first, lowest = (exponent_of(scale) for scale in (rule.initial_scale, rule.min_scale))
     return f"DynamicScale(initial_scale=2.0**{first}, min_scale=2.0**{lowest})"
+
+
+def exponent_of(scale: float) -> int:
+    """Returns the exponent of a power of two."""
+    return math.frexp(scale)[1] - 1
 
 
 def percent(share: float) -> str:
@@ -197,119 +178,86 @@ def percent(share: float) -> str:
     return f"{share:.1%}" if share < 0.1 else f"{share:.0%}"
 
 
-def _details(found: Measurement, advised: Recommendation) -> list[str]:
-    lines = []
-    if advised.verdict is Verdict.UNKNOWN:
-        lines.append(_predicted(found))
-    elif advised.verdict is not Verdict.CANNOT_HELP:
-        lines += [_small(found), _range(found, advised), _large(found)]
-    if advised.advice:
-        lines.append(_line("do", advised.advice))
-    if found.operations and not found.overflows_at:
-        nearest = min(found.operations, key=lambda each: each.room)
-        room = f"{nearest.room:.0f} bits of room; the largest output is that of {nearest.name}"
-        lines.append(_line("forward", room))
-    if found.ranked:
-        lines.append(_bfloat16(found))
-    if not found.is_over:
-        lines += [_zero(found), _left_out(found)]
-    if found.reference:
-        lines.append(
-            _line(
-                "reference",
-                "the model casts to float16 itself, so the float32 gradients were computed at a "
-                f"loss scale of 2**{found.reference}",
-            )
+def _details(found: Measurement, advised: Recommendation) -> Iterator[tuple[str, str]]:
+    """Yields the lines below a headline: a title and a text each."""
+    sizes = [each.largest for each in found.gradients if 0 < each.largest < math.inf]
+    if found.unknown and sizes:
+        low, high = (math.floor(math.log2(size)) for size in (min(sizes), max(sizes)))
+        yield (
+            "float32",
+            f"the largest number in each gradient is between 2**{low} and 2**{high}; float16 would "
+            f"overflow above a loss scale of 2**{15 - high} and lose small ones below "
+            f"2**{-14 - low}",
         )
-    if found.in_use is not None:
-        scale, name, wrong = found.in_use
-        said = f"at the loss scale {_scale(scale)} {name} is wrong by {percent(wrong)}"
-        lines.append(_line("in use", said))
-    return list(filter(None, lines))
+    if not found.is_over:
+        yield from _range(found, advised)
+    if advised.advice:
+        yield "do", advised.advice
+    if found.operations and not found.overflows_at:
+        name, nearest = min(found.operations.items(), key=lambda item: item[1].room)
+        yield "forward", f"{nearest.room:.0f} bits of room; the largest output is that of {name}"
+    if found.ranked:
+        worst = max(found.ranked, key=lambda each: each.bfloat16)
+        yield (
+            "bfloat16",
+            f"needs no loss scaling; rounding makes {worst.name} wrong by "
+            f"{percent(worst.bfloat16)}, where float16 at its best has {percent(worst.best_error)}",
+        )
+    if not found.is_over:
+        zero = [each.name for each in found.gradients if each.is_zero]
+        if zero:
+            said = _listed(zero, "0 in float32 too, and not judged")
+            yield "zero", f"{said} (a unit that is never active has one)"
+        noise = [each.name for each in found.gradients if each.is_noise and each.errors]
+        if noise:
+            said = _listed(noise, "wrong at every scale")
+            yield (
+                "left out",
+                f"{said} (that of a bias before a normalization is 0 but for rounding)",
+            )
+    if found.reference:
+        yield (
+            "reference",
+            "the model casts to float16 itself, so the float32 gradients were computed at a loss "
+            f"scale of 2**{found.reference}",
+        )
 
 
-def _small(found: Measurement) -> str:
-    if not found.ranked:
-        return ""
-    worst = found.ranked[0]
-    if found.worst_error > found.tolerance:
-        how = percent(found.worst_error)
-        return _line("small", f"without scaling the gradient of {worst.name} is wrong by {how}")
-    return _line(
-        "small",
-        f"no gradient loses by float16: the worst, {worst.name}, is wrong by "
-        f"{percent(found.worst_error)} beyond rounding (limit {percent(found.tolerance)})",
-    )
-
-
-def _range(found: Measurement, advised: Recommendation) -> str:
-    if advised.rule is None or found.lowest_exponent <= 0:
-        return ""
-    highest, lowest = found.highest_exponent, found.lowest_exponent
-    return _line(
-        "range",
-        f"every gradient is right from a loss scale of 2**{lowest} and finite up to 2**{highest}; "
-        f"the rule starts {highest - _exponent(advised.rule.initial_scale)} bits below and never "
-        f"goes under 2**{_exponent(advised.rule.min_scale)}",
-    )
-
-
-def _large(found: Measurement) -> str:
-    highest, first = found.highest_exponent, found.first_to_overflow
+def _range(found: Measurement, advised: Recommendation) -> Iterator[tuple[str, str]]:
+    """Yields the lines on the smallest and the largest gradients, and the scales between."""
+    highest, lowest, first = found.highest_exponent, found.lowest_exponent, found.first_to_overflow
+    wrong = percent(found.worst_error)
+    if found.ranked and found.worst_error > found.tolerance:
+        name = found.ranked[0].name
+        yield "small", f"without scaling the gradient of {name} is wrong by {wrong}"
+    elif found.ranked:
+        yield (
+            "small",
+            f"float16 loses nothing: the worst gradient, {found.ranked[0].name}, is wrong by "
+            f"{wrong} beyond rounding (limit {percent(found.tolerance)})",
+        )
+    if advised.rule is not None and lowest > 0:
+        yield (
+            "range",
+            f"every gradient is right from a loss scale of 2**{lowest} and finite up to "
+            f"2**{highest}; the rule starts {highest - exponent_of(advised.rule.initial_scale)} "
+            f"bits below and never goes under 2**{exponent_of(advised.rule.min_scale)}",
+        )
     if highest >= MARGIN:
-        more = " or more" if found.highest_is_bound else ""
-        return _line(
+        about = "about " if found.highest_is_estimate else ""
+        yield (
             "large",
-            f"gradients stay finite up to a loss scale of 2**{highest}{more}; the first to "
+            f"gradients stay finite up to a loss scale of {about}2**{highest}; the first to "
             f"overflow is {first}",
         )
-    bits = _several(abs(highest), "bit", "bits")
-    where = f"{bits} {'below' if highest >= 0 else 'beyond'} overflow"
-    factor = 2 ** (MARGIN - highest)
-    return _line(
-        "large",
-        f"without scaling gradients are {where}; the first is {first}. To divide "
-        f"the loss by {factor:,} does the same as the rule",
-    )
-
-
-def _bfloat16(found: Measurement) -> str:
-    worst = max(found.ranked, key=lambda each: each.bfloat16)
-    return _line(
-        "bfloat16",
-        f"needs no loss scaling; rounding makes {worst.name} wrong by {percent(worst.bfloat16)}, "
-        f"where float16 at its best has {percent(worst.best_error)}",
-    )
-
-
-def _zero(found: Measurement) -> str:
-    names = [each.name for each in found.gradients if each.is_zero]
-    if not names:
-        return ""
-    said = f"{_counted(names)} 0 in float32 too, and not judged: {_named(names)}"
-    return _line("zero", f"{said} (a unit that is never active has one)")
-
-
-def _left_out(found: Measurement) -> str:
-    names = [each.name for each in found.gradients if each.is_noise and each.errors]
-    if not names:
-        return ""
-    said = f"{_counted(names)} wrong at every scale: {_named(names)}"
-    return _line(
-        "left out", f"{said} (that of a bias before a normalization is 0 but for rounding)"
-    )
-
-
-def _predicted(found: Measurement) -> str:
-    sizes = [each.largest for each in found.gradients if 0 < each.largest < math.inf]
-    if not sizes:
-        return ""
-    low, high = (math.floor(math.log2(size)) for size in (min(sizes), max(sizes)))
-    return _line(
-        "float32",
-        f"the largest number in each gradient is between 2**{low} and 2**{high}; float16 would "
-        f"overflow above a loss scale of 2**{15 - high} and lose small ones below 2**{-14 - low}",
-    )
+    else:
+        bits = _counted(abs(highest), "bit", "bits")
+        where = f"{bits} {'below' if highest >= 0 else 'beyond'} overflow"
+        yield (
+            "large",
+            f"without scaling gradients are {where}; the first is {first}. Dividing the loss by "
+            f"{2 ** (MARGIN - highest):,} does the same as the rule",
+        )
 
 
 def _line(title: str, text: str) -> str:
@@ -322,29 +270,17 @@ def _wrapped(text: str, indent: int) -> str:
     )
 
 
-def _counted(names: list[str]) -> str:
-    return "1 gradient is" if len(names) == 1 else f"{len(names)} gradients are"
+def _listed(names: list[str], how: str) -> str:
+    are = "1 gradient is" if len(names) == 1 else f"{len(names)} gradients are"
+    return f"{are} {how}: {', '.join(names[:3] + ['...'] * (len(names) > 3))}"
 
 
-def _named(names: list[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-
-
-def _several(number: int, one: str, many: str) -> str:
+def _counted(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"
 
 
-def _scale(scale: float) -> str:
-    exponent = math.log2(scale)
-    return f"2**{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"
-
-
-def _exponent(scale: float) -> int:
-    return math.frexp(scale)[1] - 1
-
-
 def _plain(value: Any) -> Any:
-    """The same value as strict JSON: infinities and NaN become strings."""
+    """The same value as JSON can hold it: a number that is not finite becomes a text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
 """Gradients of a PyTorch model in float32 and in float16, and the ranges of its operations.
 
-Everything that a pass may change is restored after it. Autocast is set to float16, and switched off
-for the reference, even if the model enters it; if the model switches it off, it stays off.
+Everything that a pass may change is restored after it. Automatic casting is to float16, or off for
+the reference, also if the model enables it itself; what the model disables stays disabled.
 """
 
 from __future__ import annotations
@@ -9,40 +9,32 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import random
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
-from lossscale.checks import checked_above_zero, checked_count
-from lossscale.diagnosis.batches import check_batches, checked_tolerance, first_batches
-from lossscale.diagnosis.measurement import (
+from lossscale.diagnosis.gradient_function import (
     LossGradients,
     OutputRange,
-    check_owners,
     checked_losses,
     numbered,
 )
 from lossscale.diagnosis.report import Report, make_report
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
-from lossscale.optimizer import LossScaleOptimizer
-from lossscale.torch.ranks import local
+from lossscale.torch.ranks import is_spread
 from lossscale.torch.scaling import real_parts, scaled, widened
 
 LossFn = Callable[[Any, Any], Any]
 
 _NARROW = (torch.float16, torch.bfloat16)
 _WHOLE_LAYERS = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "rnn")
-"""Operations that draw random numbers and also compute, so they must run in float16."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Random operations that compute more than random numbers, so they must run in float16."""
 
 
 def diagnose(
@@ -52,48 +44,43 @@ def diagnose(
     *,
     parameters: Mapping[str, Iterable[torch.nn.Parameter]] | None = None,
     max_batches: int = 2,
-    in_use: Any = None,
     tolerance: float = 0.1,
-    after_batch: Callable[[int], None] = lambda number: None,
 ) -> Report:
     """Measures how accurate a PyTorch model's gradients are in float16, and which rule they need.
 
-    On each batch `loss_fn(model, batch)` is called and differentiated several times: in float32,
+    On each batch, `loss_fn(model, batch)` is called and differentiated several times: in float32,
     and under `torch.autocast` to float16 at several loss scales. No step is taken. The model stays
-    as it was, bit for bit: parameters, buffers such as the statistics of a normalization, `.grad`,
-    training flags and random states. Every pass draws the same random numbers and gets a copy of
-    the batch.
+    unchanged, bit for bit: parameters, buffers such as the statistics of a normalization, `.grad`,
+    training flags, and the states of random numbers, which are the same in every pass. `loss_fn`
+    receives a copy of each batch.
 
-    A model in evaluation mode is measured in training mode; a model in training mode keeps the
-    modes of its modules. A model with float16 parameters is compared with a float32 copy of itself.
-    Compiled models run uncompiled.
+    A model in evaluation mode is put into training mode during the measurement; a model in training
+    mode keeps the modes of its modules. A model with float16 parameters is measured as it is, and
+    compared with a float32 copy. Compiled models run uncompiled.
 
-    Gradients change as a network learns. Run it at the start of training, and again later.
+    Gradients change as a network learns. Measure at the start of training, and again later.
 
     Args:
         model: The model, with its parameters on their device. With `DistributedDataParallel`, pass
             `model.module`.
-        loss_fn: A function of the model and a batch that returns the unscaled loss, a tensor with
-            one element; or a dictionary of losses, each with a verdict. It needs no `autocast`; if
-            it has one, `diagnose` sets its dtype.
-        batches: An iterable of batches, such as a `DataLoader`, in any form that `loss_fn` accepts.
-            Use the batch size of training: gradients of a mean shrink as the batch grows.
-        parameters: For a dictionary of losses: maps the name of a loss to the parameters that its
-            optimizer updates. A loss without an entry uses all parameters.
-        max_batches: Maximum number of batches to measure.
-        in_use: The loss scale of training, which is measured as well: a `LossScaleOptimizer`, a
-            `GradScaler`, a number, or None.
-        tolerance: The largest relative error of a gradient that is accepted.
-        after_batch: Called after every batch with the number of batches so far.
+        loss_fn: Called with the model and a batch. Returns the unscaled loss, a tensor with one
+            element; or a dictionary of losses, each of which gets a verdict. It needs no
+            `autocast`; `diagnose` switches one inside to the dtype that is measured.
+        batches: An iterable of batches of any kind that `loss_fn` takes, such as a `DataLoader`.
+            Their size matters: a loss is averaged over the batch, so a larger batch has smaller
+            gradients. Use the batch size of training.
+        parameters: For a dictionary of losses: name of a loss to the parameters that its optimizer
+            trains. A loss without an entry is judged by all parameters.
+        max_batches: The largest number of batches to measure on.
+        tolerance: The largest accepted error of a gradient, relative to its norm.
 
     Returns:
         The report. Print it, or read `verdict` and `rule`.
 
     Raises:
-        ArgumentTypeError: If the model, the batches or the loss have the wrong type.
-        ArgumentError: If there are no parameters to train, no batches, or the loss cannot be
-            differentiated.
-        UnsupportedError: If parameters are sharded over processes.
+        ArgumentTypeError: If the model, the batches or the loss have another type.
+        ArgumentError: If there is nothing to train, no batch, or no loss to differentiate.
+        UnsupportedError: If parameters are sharded over processes, or have no values.
 
     Examples:
         >>> model = torch.nn.Linear(3, 1)
@@ -103,31 +90,20 @@ def diagnose(
         >>> report.verdict.value, report.rule.initial_scale > 1
         ('needed', True)
     """
-    checked_count("max_batches", max_batches)
-    checked_tolerance(tolerance)
-    scale = _scale_of(in_use)
     run = TorchGradientFunction(model, loss_fn, parameters)
-    check_batches(batches, (torch.Tensor,))
-    subject = getattr(model, "_orig_mod", model)
-    return make_report(
-        run,
-        first_batches(batches, max_batches),
-        model=type(subject).__name__,
-        setting=run.setting,
-        tolerance=tolerance,
-        in_use=scale,
-        after_batch=after_batch,
-    )
+    name = _plain_class(model)
+    options = {"max_batches": max_batches, "tolerance": tolerance}
+    return make_report(run, batches, model=name, setting=run.setting, **options)
 
 
 class TorchGradientFunction:
-    """Computes passes of a PyTorch model; see `lossscale.diagnosis.measurement.GradientFunction`.
+    """The passes of a PyTorch model; see `lossscale.diagnosis.gradient_function.GradientFunction`.
 
     Args:
         model, loss_fn, parameters: As for `diagnose`.
 
     Attributes:
-        setting: Device and precision, for the report.
+        setting: What the model computes with, in words.
 
     Raises:
         ArgumentError, ArgumentTypeError, UnsupportedError: As `diagnose`.
@@ -139,54 +115,30 @@ class TorchGradientFunction:
         loss_fn: LossFn,
         parameters: Mapping[str, Iterable[torch.nn.Parameter]] | None = None,
     ) -> None:
-        _check_model(model)
-        if not callable(loss_fn):
-            raise ArgumentTypeError(
-                "`loss_fn` must be a function of the model and a batch that returns the loss. "
-                f"Received: {loss_fn!r} of type {type(loss_fn).__name__}."
-            )
+        _check_arguments(model, loss_fn)
         self._model, self._loss_fn = model, loss_fn
         self._owned = {name: set(map(id, owned)) for name, owned in (parameters or {}).items()}
         self._device = next(model.parameters()).device.type
         self._casts = all(each.dtype != torch.float16 for each in model.parameters())
         casting = "autocast to float16" if self._casts else "its own float16"
         self.setting = f"PyTorch, {self._device}, {casting}"
-        self._is_narrow = any(_is_narrow(t) for t in (*model.parameters(), *model.buffers()))
-        self._without_onednn = False
 
     def __call__(
         self, batch: Any, scale: float, half: bool, *, watch: bool = False
     ) -> dict[str, LossGradients]:
-        """Returns a pass for each loss."""
+        """Returns the gradients of each loss."""
         if half:
-            return self._narrow_pass(batch, scale, watch)
-        if self._is_narrow:
+            return self._pass(self._model, batch, scale, torch.float16, watch)
+        if any(map(_is_narrow, (*self._model.parameters(), *self._model.buffers()))):
             try:
-                return self._pass(_widened(self._model), batch, scale, None, watch, widens=True)
+                wide = tree_map(_widened, batch)
+                return self._pass(_wide_copy(self._model), wide, scale, None, watch)
             except (ArgumentError, ArgumentTypeError):
                 raise
             except RuntimeError:
                 # The loss function casts its input to the dtype of the model.
                 pass
-        try:
-            return self._pass(self._model, batch, scale, None, watch)
-        except RuntimeError as error:
-            _name_device(batch, self._model, error)
-            raise
-
-    def _narrow_pass(self, batch: Any, scale: float, watch: bool) -> dict[str, LossGradients]:
-        narrow = functools.partial(self._pass, self._model, batch, scale, torch.float16, watch)
-        if not self._without_onednn:
-            try:
-                return narrow()
-            except RuntimeError as error:
-                # oneDNN computes a float16 LSTM only on CPUs with float16 instructions; PyTorch's
-                # own code does so on all CPUs.
-                if "could not create a primitive" not in str(error):
-                    raise
-                self._without_onednn = True
-        with _onednn_off():
-            return narrow()
+        return self._pass(self._model, batch, scale, None, watch)
 
     def _pass(
         self,
@@ -195,121 +147,103 @@ class TorchGradientFunction:
         scale: float,
         dtype: torch.dtype | None,
         watch: bool,
-        widens: bool = False,
     ) -> dict[str, LossGradients]:
         with _as_it_was(model), _casting_to(dtype), _DrawnInFloat32():
-            watcher = _Watcher(model) if watch else None
-            # Cached casts belong to a graph that is gone.
+            # Cached casts belong to an earlier graph.
             torch.clear_autocast_cache()
+            watcher, mine = _Watcher(model), copy.deepcopy(batch)
             casting = torch.autocast(self._device, dtype, enabled=dtype is not None and self._casts)
-            mine = _copied(batch, widens)
-            with casting, watcher or contextlib.nullcontext():
-                losses = _checked_losses(self._loss_fn(model, mine))
-            check_owners(self._owned, losses)
-            outputs = {} if watcher is None else watcher.outputs(dtype is not None)
-            # autocast documents the backward pass outside of its context.
+            with casting, watcher if watch else contextlib.nullcontext():
+                returned = self._loss_fn(model, mine)
+            losses = checked_losses(returned, torch.is_tensor, self._owned)
+            outputs = watcher.ranges(half=dtype is not None)
+            # PyTorch recommends the backward pass outside of autocast.
             with torch.autocast(self._device, enabled=False):
-                return self._derived(model, losses, scale, outputs)
+                found = {}
+                for name, loss in losses.items():
+                    chosen = self._parameters_of(name, model)
+                    gradients = [None] * len(chosen)
+                    if loss.requires_grad and chosen:
+                        gradients = torch.autograd.grad(
+                            scaled(loss.reshape(()), scale),
+                            list(chosen.values()),
+                            retain_graph=len(losses) > 1,
+                            allow_unused=True,
+                        )
+                    on_host = dict(zip(chosen, map(_on_host, gradients), strict=True))
+                    found[name] = LossGradients(on_host, float(loss.detach()), outputs)
+                return found
 
-    def _derived(
-        self,
-        model: torch.nn.Module,
-        losses: Mapping[str, Any],
-        scale: float,
-        outputs: Mapping[str, OutputRange],
-    ) -> dict[str, LossGradients]:
-        named = [
-            (_plain(name), mine, given)
-            for (name, mine), given in zip(
-                model.named_parameters(), self._model.parameters(), strict=True
-            )
-            if given.requires_grad
-        ]
-        passes = {}
-        for number, (name, loss) in enumerate(losses.items(), 1):
-            owned = self._owned.get(name)
-            chosen = {n: p for n, p, given in named if owned is None or id(given) in owned}
-            gradients = torch.autograd.grad(
-                scaled(loss.reshape(()), scale),
-                list(chosen.values()),
-                retain_graph=number < len(losses),
-                allow_unused=True,
-            )
-            if all(gradient is None for gradient in gradients):
-                raise ArgumentError(
-                    "The loss depends on none of the model's trainable parameters. Compute it "
-                    "with the model that `loss_fn` receives as its first argument."
-                )
-            on_host = dict(zip(chosen, map(_on_host, gradients), strict=True))
-            passes[name] = LossGradients(on_host, float(loss.detach()), outputs)
-        return passes
+    def _parameters_of(self, loss: str, model: torch.nn.Module) -> dict[str, Any]:
+        """The parameters of the model, or of its copy, that a loss is judged by."""
+        owned, given = self._owned.get(loss), self._model.parameters()
+        return {
+            _plain(path): parameter
+            for (path, parameter), own in zip(model.named_parameters(), given, strict=True)
+            if own.requires_grad and (owned is None or id(own) in owned)
+        }
 
 
 class _Watcher(TorchFunctionMode):
-    """Records the results of PyTorch's functions, under the module that calls them.
+    """Within it, the results of PyTorch's functions are kept, named by the module that calls them.
 
-    Operations are in the same order in float32 and in float16.
+    The same functions run in the same order in float32 and in float16.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self._model = model
-        self._path = [_plain_class(model)]
-        self._returned: dict[str, list[Any]] = {}
+        self._calling = [_plain_class(model)]
+        self._returned: dict[str, list[torch.Tensor]] = {}
         self._counts: Counter[str] = Counter()
-        self._hooks = contextlib.ExitStack()
+        self._hooks: list[Any] = []
 
     def __enter__(self) -> Any:
         for path, module in self._model.named_modules():
             # Scripted modules take no hooks.
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            name = _plain(path) or self._path[0]
-            before = module.register_forward_pre_hook(
-                lambda module, given, name=name: self._path.append(name)
-            )
-            after = module.register_forward_hook(lambda *given: self._leave(), always_call=True)
-            self._hooks.callback(before.remove)
-            self._hooks.callback(after.remove)
+            if not isinstance(module, torch.jit.ScriptModule):
+                call = functools.partial(self._call, _plain(path) or self._calling[0])
+                self._hooks += [
+                    module.register_forward_pre_hook(call),
+                    module.register_forward_hook(self._leave, always_call=True),
+                ]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> Any:
-        self._hooks.close()
+        for hook in self._hooks:
+            hook.remove()
         return super().__exit__(*error)
 
-    def _leave(self) -> None:
-        self._path.pop()
+    def _call(self, name: str, *_: Any) -> None:
+        self._calling.append(name)
+
+    def _leave(self, *_: Any) -> None:
+        self._calling.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         tensors = [each for each in tree_leaves(returned) if _is_output(each)]
         if name != "__get__" and tensors:
-            self._returned[numbered(f"{self._path[-1]} ({name})", self._counts)] = tensors
+            self._returned[numbered(f"{self._calling[-1]} ({name})", self._counts)] = tensors
         return returned
 
-    def outputs(self, half: bool) -> dict[str, OutputRange]:
-        """Returns the range of the results of each operation."""
+    def ranges(self, *, half: bool) -> dict[str, OutputRange]:
+        """Returns the range of the result of each function."""
         found = {}
         for name, tensors in self._returned.items():
+            # Within `torch.vmap`, a tensor holds the numbers of all rows.
+            plain = [torch.func.debug_unwrap(tensor).detach() for tensor in tensors]
             chosen = [
                 part
-                for tensor in tensors
-                for part in _plain_tensors(tensor)
-                if not half or part.dtype == torch.float16
+                for tensor in plain
+                if not half or tensor.dtype == torch.float16
+                for part in (tensor.unbind() if tensor.is_nested else [tensor])
             ]
             if chosen:
-                finite = all(bool(part.isfinite().all()) for part in chosen)
+                finite = all(bool(each.isfinite().all()) for each in chosen)
                 found[name] = OutputRange(max(map(_largest, chosen)), finite)
         return found
-
-
-def _plain_tensors(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The plain tensors that store a tensor's values; for `torch.vmap`, those of all rows."""
-    tensor = torch.func.debug_unwrap(tensor).detach()
-    if tensor.is_nested:
-        return [tensor.values()] if tensor.layout == torch.jagged else tensor.unbind()
-    return [tensor]
 
 
 def _largest(tensor: torch.Tensor) -> float:
@@ -319,7 +253,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _is_output(value: Any) -> bool:
-    # A tensor on the meta device, such as a part of a nested tensor, has only a shape.
+    # Tensors on the meta device, as parts of nested tensors are, have no numbers.
     return (
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
@@ -328,114 +262,60 @@ def _is_output(value: Any) -> bool:
     )
 
 
-# --- Checks -------------------------------------------------------------------------------------
-
-
-def _check_model(model: Any) -> None:
+def _check_arguments(model: Any, loss_fn: Any) -> None:
+    """Checks that there is a model to train, and a function."""
     if not isinstance(model, torch.nn.Module):
         raise ArgumentTypeError(
             f"The model must be a torch.nn.Module. Received: {model!r} of type "
             f"{type(model).__name__}."
         )
-    for name, parameter in model.named_parameters():
-        if torch.nn.parameter.is_lazy(parameter):
-            raise ArgumentError(
-                f"The parameter {name} is uninitialized. Call the model on a batch first."
-            )
-        if parameter.is_meta:
-            raise ArgumentError(
-                f"The parameter {name} is on the meta device and has no values. Initialize the "
-                "model first, such as by model.to_empty(device='cpu') and load_state_dict()."
-            )
+    if not callable(loss_fn):
+        raise ArgumentTypeError(
+            "`loss_fn` must be a function of the model and a batch that returns the loss. "
+            f"Received: {loss_fn!r} of type {type(loss_fn).__name__}."
+        )
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ArgumentError(
             "The model has no trainable parameters: none has requires_grad=True. Received: a "
             f"{type(model).__name__}."
         )
-    if any(local(parameter) is not parameter for parameter in trainable):
+    if any(is_spread(parameter) or parameter.is_meta for parameter in trainable):
         raise UnsupportedError(
-            "diagnose() does not support sharded models. Run it before fully_shard(), on one "
-            "process."
+            "diagnose() does not support sharded models, nor models on the meta device. Run it on "
+            "one process, after the parameters have values and before fully_shard()."
         )
 
 
-def _checked_losses(returned: Any) -> dict[str, Any]:
-    def hint(loss: Any) -> str:
-        if hasattr(loss, "loss"):
-            return " Return the loss in it, such as `output.loss`."
-        return " Leave out .item()." if isinstance(loss, (int, float)) else ""
-
-    losses = checked_losses(returned, lambda loss: isinstance(loss, torch.Tensor), hint)
-    if not all(loss.requires_grad for loss in losses.values()):
-        raise ArgumentError(
-            "The loss depends on no trainable parameter. Remove detach() and torch.no_grad(), and "
-            "compute it with the model that `loss_fn` receives."
-        )
-    return losses
-
-
-def _scale_of(in_use: Any) -> float | None:
-    if in_use is None:
-        return None
-    if isinstance(in_use, LossScaleOptimizer):
-        return float(in_use.loss_scale)
-    if isinstance(in_use, torch.amp.GradScaler):
-        return float(in_use.get_scale())
-    return checked_above_zero("in_use", in_use)
-
-
-def _name_device(batch: Any, model: torch.nn.Module, error: Exception) -> None:
-    """Reports a batch on another device as the cause of an error."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    elsewhere = {t.device for t in tree_leaves(batch) if isinstance(t, torch.Tensor)} - devices
-    if elsewhere and "device" in str(error):
-        there, here = (", ".join(sorted(map(str, each))) for each in (elsewhere, devices))
-        raise ArgumentError(
-            f"The batch is on {there}, and the model is on {here}. Move the batch in `loss_fn`, or "
-            "before."
-        ) from error
-
-
-# --- Restore the model --------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _uncompiled(model: torch.nn.Module) -> Iterator[None]:
-    """Undoes `torch.compile` on PyTorch 2.4 and 2.5; `_as_it_was` restores it."""
-    for module in model.modules():
-        attributes = vars(module)
-        if attributes.get("_compiled_call_impl") is not None:
-            attributes["_compiled_call_impl"] = None
-        if "_orig_mod" in attributes["_modules"]:
-            attributes["forward"] = attributes["_modules"]["_orig_mod"]
-    yield
+# --- A model as it was --------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
-    """Runs a model uncompiled, in training mode and with fixed random numbers; then restores it.
+    """Within it, a model trains uncompiled, with the same random numbers each time.
 
-    Parameters are restored as well: `torch.nn.Embedding(max_norm=...)` writes to its parameter in
-    the forward pass.
+    After it, the model is unchanged. Parameters are restored as well:
+    `torch.nn.Embedding(max_norm=...)` writes to its own in the forward pass.
     """
     tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
-    modules = [
-        (vars(module), dict(vars(module)), [(d, dict(d)) for d in _dictionaries(module)])
-        for module in model.modules()
-        if not isinstance(module, torch.jit.ScriptModule)
-    ]
-    # In scripted modules, a pass changes only these.
+    # A pass changes only the mode of scripted modules, whose other attributes are in C++.
     modes = [(module, module.training) for module in model.modules()]
-    stance = getattr(torch.compiler, "set_stance", None)
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    dictionaries = [
+        each for m in modules for each in (vars(m), m._parameters, m._buffers, m._modules)
+    ]
+    before = [dict(each) for each in dictionaries]
+    devices = {tensor.device for tensor, _ in tensors if tensor.device.type != "cpu"}
     try:
         with (
             # Tensors copied in inference mode cannot be differentiated.
             torch.inference_mode(False),
             torch.enable_grad(),
-            _same_random_numbers({t.device for t, _ in tensors}),
-            # Compiled models call no hooks.
-            _uncompiled(model) if stance is None else stance("force_eager"),
+            torch.random.fork_rng(
+                sorted({device.index or 0 for device in devices}),
+                device_type=next((device.type for device in devices), "cuda"),
+            ),
+            _uncompiled(modules),
             _nothing_recomputed(),
         ):
             if not model.training:
@@ -444,51 +324,42 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-        for now, before, dictionaries in modules:
+        for now, entries in zip(dictionaries, before, strict=True):
             now.clear()
-            now.update(before)
-            for dictionary, entries in dictionaries:
-                dictionary.clear()
-                dictionary.update(entries)
+            now.update(entries)
         with torch.no_grad():
             for tensor, value in tensors:
-                # Write only changed values: a write invalidates graphs that hold the parameter.
-                # Version numbers do not help, because a batch normalization updates its statistics
-                # without changing them.
-                if not _same_bits(tensor, value):
+                # Write only what changed: a write spoils graphs that hold the parameter. Version
+                # numbers do not help, because a batch normalization updates its statistics without
+                # them.
+                if not torch.equal(_bits(tensor), _bits(value)):
                     tensor.copy_(value)
 
 
-def _dictionaries(module: torch.nn.Module) -> list[dict[str, Any]]:
-    return [vars(module)[name] for name in ("_parameters", "_buffers", "_modules")]
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def _same_bits(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    integer = _INTEGERS.get(tensor.dtype.itemsize)
-    if integer is None or tensor.layout != torch.strided:
-        return False
-    return bool(torch.equal(tensor.detach().view(integer), value.view(integer)))
-
-
-@contextlib.contextmanager
-def _same_random_numbers(devices: set[torch.device]) -> Iterator[None]:
-    others = {device for device in devices if device.type != "cpu"}
-    kind = next(iter(others)).type if others else "cuda"
-    indices = sorted({device.index or 0 for device in others})
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(indices, device_type=kind):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+def _uncompiled(modules: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Runs modules uncompiled, since compiled ones call no hooks; `_as_it_was` restores them."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    if stance is not None:
+        eager: contextlib.AbstractContextManager[Any] = stance("force_eager")
+        return eager
+    # PyTorch 2.4 and 2.5.
+    for module in modules:
+        vars(module)["_compiled_call_impl"] = None
+        if "_orig_mod" in module._modules:
+            vars(module)["forward"] = module._modules["_orig_mod"]
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _nothing_recomputed() -> Iterator[None]:
-    """Makes `checkpoint(use_reentrant=True)` keep its activations instead of recomputing them.
+    """Within it, `checkpoint(use_reentrant=True)` keeps its activations.
 
-    Its nested `backward()` would bypass `torch.autograd.grad`. The gradients are the same.
+    It would call `backward()` within the backward pass, which `torch.autograd.grad` refuses. The
+    gradients are the same.
     """
     cls: Any = CheckpointFunction
     cls.apply = staticmethod(lambda function, preserve, *args: function(*args))
@@ -504,7 +375,7 @@ def _nothing_recomputed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _casting_to(dtype: torch.dtype | None) -> Iterator[None]:
-    """Makes every `torch.autocast` cast to this dtype; None switches them off."""
+    """Within it, every enabled `torch.autocast` casts to a dtype; with None it does not cast."""
     cls: Any = torch.autocast
     enter = cls.__enter__
 
@@ -528,57 +399,35 @@ def _casting_to(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 class _DrawnInFloat32(TorchDispatchMode):
-    """Draws 16-bit random numbers in float32 and rounds them.
+    """Within it, 16-bit random numbers are drawn in float32 and rounded.
 
-    The same seed gives other numbers in float16: dropout on a GPU would drop other elements than
-    in the reference, and the two passes could not be compared.
+    The same seed gives other numbers in float16: dropout on a GPU would drop other elements than in
+    the reference, and the two could not be compared.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or any(
-            part in func.__name__ for part in _WHOLE_LAYERS
-        ):
-            return func(*args, **kwargs)
-        narrow: list[torch.dtype] = []
+        given = args, kwargs or {}
+        dtypes = [getattr(each, "dtype", each) for each in tree_leaves(given)]
+        narrow = [each for each in dtypes if each in _NARROW]
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if not (is_random and narrow) or any(part in func.__name__ for part in _WHOLE_LAYERS):
+            return func(*given[0], **given[1])
 
         def wide(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.dtype in _NARROW:
-                narrow.append(value.dtype)
-                return value.float()
-            if isinstance(value, torch.dtype) and value in _NARROW:
-                narrow.append(value)
-                return torch.float32
-            return value
-
-        widened = tree_map(wide, (args, kwargs))
-        if not narrow:
-            return func(*args, **kwargs)
-        drawn = func(*widened[0], **widened[1])
-        if func._schema.is_mutable:
-            return args[0].copy_(drawn)
+            is_dtype = isinstance(value, torch.dtype) and value in _NARROW
+            return torch.float32 if is_dtype else _widened(value)
 
         def rounded(value: Any) -> Any:
             is_wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
             return value.to(narrow[-1]) if is_wide else value
 
-        return tree_map(rounded, drawn)
+        wider = tree_map(wide, given)
+        drawn = func(*wider[0], **wider[1])
+        return args[0].copy_(drawn) if func._schema.is_mutable else tree_map(rounded, drawn)
 
 
-@contextlib.contextmanager
-def _onednn_off() -> Iterator[None]:
-    flags = torch.backends.mkldnn.flags(enabled=False)
-    # Setting all its flags at once warns about one that only another device has.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        flags.__enter__()
-    try:
-        yield
-    finally:
-        flags.__exit__(None, None, None)
-
-
-def _widened(model: torch.nn.Module) -> torch.nn.Module:
+def _wide_copy(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a model in float32 at least."""
     try:
         wide = copy.deepcopy(model)
     # A module may define its own copy, in the user's code.
@@ -588,42 +437,25 @@ def _widened(model: torch.nn.Module) -> torch.nn.Module:
             "float32 reference needs a copy. Pass a model that copy.deepcopy() can copy."
         ) from error
     for tensor in (*wide.parameters(), *wide.buffers()):
-        if _is_narrow(tensor):
-            tensor.data = tensor.data.float()
+        tensor.data = _widened(tensor.data)
     return wide
 
 
-def _copied(batch: Any, widens: bool) -> Any:
-    """A copy of a batch, whose tensors may be changed; any kind of dictionary, list or tuple."""
-    if isinstance(batch, torch.Tensor):
-        made = batch.detach().clone()
-        made = made.float() if widens and _is_narrow(made) else made
-        return made.requires_grad_(batch.requires_grad)
-    if isinstance(batch, Mapping):
-        found = {key: _copied(value, widens) for key, value in batch.items()}
-        try:
-            return found if type(batch) is dict else type(batch)(found)  # type: ignore[call-arg]
-        except TypeError:
-            # A derived attribute; it stays as it is.
-            return batch
-    if isinstance(batch, (list, tuple)):
-        parts = [_copied(value, widens) for value in batch]
-        if hasattr(batch, "_fields"):
-            return type(batch)(*parts)
-        return tuple(parts) if isinstance(batch, tuple) else parts
-    return batch
+def _is_narrow(value: Any) -> bool:
+    is_tensor = isinstance(value, torch.Tensor)
+    return is_tensor and value.is_floating_point() and value.dtype.itemsize < 4
 
 
-def _is_narrow(tensor: torch.Tensor) -> bool:
-    return bool(tensor.is_floating_point() and tensor.dtype.itemsize < 4)
+def _widened(value: Any) -> Any:
+    return value.float() if _is_narrow(value) else value
 
 
 def _on_host(gradient: Any) -> Any:
-    """A gradient as a float32 NumPy array; for a sparse one, its rows."""
-    if gradient is None:
-        return None
-    (values,) = real_parts(gradient)
-    return widened(values).cpu().numpy()
+    """A gradient as a NumPy array of float32; of a sparse gradient, the rows that it has."""
+    return None if gradient is None else widened(*real_parts(gradient)).cpu().numpy()
+
+
+# --- Names --------------------------------------------------------------------------------------
 
 
 def _plain(path: str) -> str:

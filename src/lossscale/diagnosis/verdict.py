@@ -1,10 +1,11 @@
-"""The verdict on a measurement: the first of these that applies.
+"""The verdict on a measurement: four questions, in this order.
 
-1. Something overflows in the forward pass: no loss scale can help.
-2. One gradient needs a scale at which another one overflows: no single scale is enough.
-3. Every gradient is accurate without scaling, and far enough from overflow: none is needed.
-4. Otherwise a loss scale is needed. The rule starts below overflow, and its minimum is the lowest
-   scale at which all gradients are accurate.
+1. Does something overflow in the forward pass? If so, no loss scale can help.
+2. Does one gradient need a scale at which another overflows? If so, no single scale works.
+3. Is every gradient right without scaling, and far enough from overflow? If so, no loss scale is
+   needed.
+4. Otherwise a loss scale is needed. Its rule starts below overflow and stays in the range in which
+   gradients are right.
 """
 
 from __future__ import annotations
@@ -13,23 +14,24 @@ import dataclasses
 import enum
 import math
 
-from lossscale.diagnosis.measurement import MARGIN, TARGETS, GradientAccuracy, Measurement
+from lossscale.diagnosis.gradient_function import TARGETS
+from lossscale.diagnosis.measurement import MARGIN, GradientAccuracy, Measurement
 from lossscale.rules import DynamicScale
 
 _LARGEST_EXPONENT = 126
 _BELOW = 20
-"""How many bits a rule may go down if no gradient is known to be too small."""
+"""Bits that a rule may go down if no gradient is too small."""
 
 
 class Verdict(enum.StrEnum):
     """Whether a loss needs loss scaling.
 
     Attributes:
-        NOT_NEEDED: float16 loses nothing that a loss scale would keep.
-        NEEDED: Without loss scaling, float16 loses a part of a gradient, or is close to overflow.
-        NO_SINGLE_SCALE: One gradient needs a scale at which another one overflows.
+        NOT_NEEDED: Every gradient is right without loss scaling, and far from overflow.
+        NEEDED: Without loss scaling, float16 loses a part of a gradient, or is near overflow.
+        NO_SINGLE_SCALE: At the scale that one gradient needs, another gradient overflows.
         CANNOT_HELP: The forward pass, which is not scaled, overflows in float16.
-        UNKNOWN: It could not be measured.
+        UNKNOWN: The loss could not be measured.
     """
 
     NOT_NEEDED = "not needed"
@@ -45,9 +47,9 @@ class Recommendation:
 
     Attributes:
         verdict: The verdict.
-        rule: The rule to use; None if none is needed or none helps.
+        rule: The rule to use; None if no rule is needed or none helps.
         reason: The reason, as the end of a sentence.
-        advice: What to do if there is no rule; "" otherwise.
+        advice: What to do instead of using a rule; "" with a rule.
     """
 
     verdict: Verdict
@@ -57,7 +59,7 @@ class Recommendation:
 
 
 def recommend(found: Measurement) -> Recommendation:
-    """Returns the verdict on a loss, with the rule to use.
+    """Returns the verdict on a loss, and the rule that it needs.
 
     Args:
         found: The measurement of the loss.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lossscale
-from frameworks.torch.modules import MODELS, batches_of, loss_fn, model_of
+from frameworks.torch.modules import MODELS, batches_of, kernels_of, loss_fn, model_of
 from frameworks.torch.support import bits
 
 diagnose = lossscale.torch.diagnose
@@ -62,7 +62,8 @@ def test_nothing_is_left_behind(kind, ends):
         return loss_fn(model, batch.mul_(2))
 
     try:
-        diagnose(model, loss, batches)
+        with kernels_of(kind):
+            diagnose(model, loss, batches)
     except KeyboardInterrupt:
         assert ends != "well"
     assert everything(model) == before
