@@ -45,8 +45,8 @@ _IGNORED = [
 ]
 
 # Processes of pytest: what selects the backend, and what they run. In an order in which all cores
-# come to an end together, whether two parts run at a time or three; the longest first, one of two
-# cores would wait half a minute for the last part.
+# come to an end together, whether two parts run at a time or three; with the longest first, one of
+# two cores would wait half a minute for the last part.
 ALL = {
     "tensorflow": ({**TENSORFLOW, **EMITTERS}, EACH_BACKEND),
     "tensorflow, Keras 3": (TENSORFLOW, KERAS_3),

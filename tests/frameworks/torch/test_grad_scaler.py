@@ -177,6 +177,8 @@ def test_nests_of_losses():
     one = torch.ones(())
     assert scaler.scale([one, (one, [one])]) == [4, (4, [4])]
     assert scaler.scale(Pair(one, one)) == Pair(4, 4)
+    with pytest.raises(TypeError):
+        torch.amp.GradScaler("cpu").scale(Pair(one, one))
     assert scaler.scale({"x": one, "y": [one]}) == {"x": 4, "y": [4]}
     assert scaler.scale([]) == []
     for iterable in (iter([one, one]), {"a": one}.values()):
@@ -331,6 +333,7 @@ def test_disabled():
     assert scaler.state_dict() == {}
     assert not scaler.is_enabled()
     assert scaler.get_growth_interval() == 7
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor()) == (2.0, 0.5)
     assert not scaler.last_step_skipped
     assert copy.deepcopy(scaler).state_dict() == {}
 

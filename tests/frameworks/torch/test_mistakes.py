@@ -278,13 +278,6 @@ def test_what_cannot_be_set_later(name, value):
         setattr(optimizer, name, "device")
 
 
-def test_what_pytorchs_optimizers_do_not_have():
-    _, optimizer = made()
-    assert not hasattr(optimizer, "get_weights")
-    with pytest.raises(AttributeError, match=r"no `get_weights` around torch.*\.SGD\. "):
-        optimizer.get_weights()
-
-
 @pytest.mark.parametrize("rule", [lossscale.DynamicScale, lossscale.FixedScale])
 def test_the_class_of_a_rule(rule):
     for make in (made, lambda rule: GradScaler("cpu", rule=rule)):
