@@ -1,7 +1,5 @@
 """Records of steps: what is written and read again, what `log` is given, and the alarms."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
