@@ -1,7 +1,5 @@
 """Models of Keras 3 on every backend, and gradients by the framework itself."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.usefixtures("optimized")
     "row",
     [
         ("mlp", "mixed_float16", "adam, accumulated"),
-        ("cnn", "float32", "adam"),
         ("mlp", "mixed_float16", "adamw, clipped"),
     ],
     ids=" ".join,

@@ -52,6 +52,9 @@ def test_help_and_version(arguments, capsys):
         main(arguments)
     assert exit_.value.code == 0
     assert "lossscale" in capsys.readouterr().out
+    command = [sys.executable, "-m", "lossscale", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "lossscale" in done.stdout
 
 
 @pytest.mark.parametrize("where", ["missing model", "output"])
@@ -131,9 +134,3 @@ def test_info_imports_no_framework():
     printed, _, imported = done.stdout.rstrip().rpartition("\n")
     assert json.loads(printed)["lossscale"] == lossscale.__version__
     assert imported == "set()"
-
-
-def test_python_m_lossscale_is_the_command():
-    command = [sys.executable, "-m", "lossscale", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == f"lossscale {lossscale.__version__}\n"

@@ -1,7 +1,5 @@
 """`lossscale migrate`: what it prints, what it writes, and what it refuses."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -123,12 +123,24 @@ def trained(model):
     )
 
 
+FAMILIES = (
+    {"new": keras.optimizers}
+    if IS_KERAS_3
+    else {
+        "new": keras.optimizers,
+        "legacy": keras.optimizers.legacy,
+    }
+)
+each_family = pytest.mark.parametrize("optimizers", FAMILIES.values(), ids=FAMILIES)
+
+
 @pytest.mark.usefixtures("optimized")
-def test_sampling_reads_every_nth_step_and_the_last_skip_before_it(tmp_path):
+@each_family
+def test_sampling_reads_every_nth_step_and_the_last_skip_before_it(tmp_path, optimizers):
     path, results = tmp_path / "run.jsonl", []
     monitor = LossScaleMonitor(path, every=4)
     for callbacks in ([], [monitor]):
-        model = net(jit_compile=JIT[-1])
+        model = net(optimizers.SGD(0.01, momentum=0.9), jit_compile=JIT[-1])
         fit(model, rows(10, spoiled=[1, 2, 7], infs=2, nans=1), callbacks)
         results.append(trained(model))
     for without, monitored in zip(*results, strict=True):
@@ -264,9 +276,10 @@ def test_going_back_to_a_checkpoint_is_recorded_as_a_resumed_run(tmp_path):
 
 
 @pytest.mark.skipif(BACKEND == "torch", reason="PyTorch executes one step at a time")
-def test_several_steps_per_execution(tmp_path):
+@each_family
+def test_several_steps_per_execution(tmp_path, optimizers):
     path = tmp_path / "run.jsonl"
-    model = net(steps_per_execution=3)
+    model = net(optimizers.SGD(0.01), steps_per_execution=3)
     fit(model, rows(6, spoiled=[1]), [LossScaleMonitor(path)], epochs=2)
     assert column(path, "step") == [2, 3, 6, 8, 9, 12]
     assert [counts(record) for record in read_records(path) if record.skipped] == 2 * [

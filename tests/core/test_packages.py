@@ -1,7 +1,5 @@
 """What is not installed is named, with a command that installs it: every command, every package."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -166,14 +166,11 @@ def wrappers():
     return [type(lossscale.LossScaleOptimizer(each.SGD())) for each in optimizers]
 
 
-def test_the_version_is_the_installed_one():
-    assert lossscale.__version__ == metadata.version("lossscale")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "lossscale.__version__"
-
-
 def test_one_version_is_named_everywhere():
     said = lossscale.__version__
+    assert said == metadata.version("lossscale")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "lossscale.__version__"
     assert f"\nversion: {said}\n" in (ROOT / "CITATION.cff").read_text()
     released = re.findall(r"^## \[([\d.]+)\] - ", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert released[0] == said

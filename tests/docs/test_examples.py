@@ -132,12 +132,6 @@ def test_an_example_runs(path, outcomes):
     assert last == (LAST_LINES[path.name] or last)
 
 
-def test_the_documents_name_files_that_exist():
-    for page in PAGES:
-        for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} names {target}"
-
-
 def test_the_table_of_what_runs_where_has_every_wrapper_and_no_failure():
     page = "docs/api/what_runs_where.md"
     rows = re.findall(

@@ -206,24 +206,19 @@ def from_inner(name, **settings):
     )
 
 
-def test_piecewise_schedules_without_a_module():
+def test_rates_of_other_forms():
     settings = {"boundaries": [2, 5], "values": [1.0, 0.5, 0.25], "name": None}
     rate = {"class_name": "PiecewiseConstantDecay", "config": settings}
     assert float(from_inner("SGD", learning_rate=rate).learning_rate) == 1.0
-
-
-def test_decay_becomes_a_schedule():
+    # A decay becomes a schedule.
     optimizer = from_inner("Adam", learning_rate=0.5, decay=0.25, epsilon=None)
     for step in (0, 1, 6):
         optimizer.inner_optimizer.iterations.assign(step)
         assert float(optimizer.learning_rate) == pytest.approx(0.5 / (1 + 0.25 * step))
     assert optimizer.inner_optimizer.epsilon == 1e-7
-
-
-def test_the_slow_rise_of_nadam_is_a_warning():
+    # That of Nadam is no decay of the learning rate, but a slow rise of its momentum.
     with pytest.warns(lossscale.LossScaleWarning, match=r"schedule_decay=0\.004"):
         optimizer = from_inner("Nadam", learning_rate=0.5, decay=0.004)
-    # That is no decay of the learning rate.
     assert float(optimizer.learning_rate) == 0.5
 
 
@@ -274,12 +269,9 @@ def test_a_class_of_ones_own_gets_its_configuration_as_it_is(by):
         with keras.saving.custom_object_scope(own):
             optimizer = LossScaleOptimizer.from_config(written)
     assert type(optimizer.inner_optimizer) is SGD
-
-
-def test_an_instance_stays_itself():
-    inner = keras.optimizers.Adam()
-    written = {"inner_optimizer": inner, "dynamic": True, "initial_scale": 8.0}
-    assert LossScaleOptimizer.from_config(written).inner_optimizer is inner
+    # An instance stays itself.
+    written["inner_optimizer"] = made = keras.optimizers.Adam()
+    assert LossScaleOptimizer.from_config(written).inner_optimizer is made
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RMSprop", "Lion", "Adafactor"])

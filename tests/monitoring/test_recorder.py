@@ -1,7 +1,5 @@
 """Records of steps: what is written and read again, what `log` is given, and the alarms."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -181,19 +179,6 @@ def test_a_full_disk_is_one_warning_and_training_continues():
 
 
 # --- What is observed -----------------------------------------------------------------------------
-
-
-def test_the_last_skip_between_two_samples_is_recorded_too():
-    logged = []
-    recorder = opened(log=logged.append)
-    recorder.observe(skipped(1, last_skip=SkippedStep(1, 8.0, (TENSOR,))))
-    recorder.observe(applied(4, last_skip=SkippedStep(3, 4.0, (TENSOR,)), loss=0.5))
-    at = [(each["step"], each["scale"], each["reason"], each["loss"]) for each in logged]
-    assert at == [(1, 8.0, "overflow", 0.5), (3, 4.0, "unknown", None), (4, 8.0, None, 0.5)]
-    assert [len(each["nonfinite"]) for each in logged] == [1, 1, 0]
-    # What is not known of a step in between.
-    assert [each["next_scale"] for each in logged] == [4.0, None, 8.0]
-    assert recorder.last_record.to_dict() == logged[-1]
 
 
 def test_what_log_raises_is_raised_when_the_record_is_in_the_file(tmp_path):

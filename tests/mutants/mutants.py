@@ -242,7 +242,7 @@ tests/frameworks/jax/test_loops.py
 tests/frameworks/jax/test_orders.py
     optax _is_transparent: not has_schedule -> True  -k refused
 tests/frameworks/jax/test_finite.py
-    jax _extremes: ('int', 'uint') -> ('int', 'int')  -k whatever_xla
+    jax _extremes: ('int', 'uint') -> ('int', 'int')  -k where_xla
     jax _all_finite: jnp.where(finite, numbers, jnp.zeros_like(numbers)) -> numbers  -k checkify
     jax gated: variable.aval.shape -> True  -k checkify
     optax _judge: [jnp.where(...) for part in gradients] -> gradients  -k checkify

@@ -1,7 +1,5 @@
 """The picture of a run, by the data on its axes and by what is written beside them."""
 
-from __future__ import annotations
-
 import matplotlib
 
 matplotlib.use("Agg")

@@ -4,8 +4,6 @@ Each takes batches and what makes an optimizer, and returns the weights that it 
 with `isinstance` whether to scale, as those programs do, so it runs without loss scaling as well.
 """
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 from lossscale import LossScaleOptimizer

@@ -3,8 +3,6 @@
 Each takes batches and a `Scaling`, and returns the weights that it ends with.
 """
 
-from __future__ import annotations
-
 import torch
 
 

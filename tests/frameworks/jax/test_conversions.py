@@ -169,27 +169,20 @@ def test_the_state_inside_goes_on():
 # What cannot go over.
 
 
-def test_a_replicated_scale_is_refused():
-    scale = jmp.DynamicLossScale(jnp.float32([64, 64]), jnp.int32([0, 0]))
+def test_what_is_no_scale_of_theirs_is_refused():
+    replicated = jmp.DynamicLossScale(jnp.float32([64, 64]), jnp.int32([0, 0]))
     with pytest.raises(ArgumentError, match=r"`loss_scale`.*shape \(2,\).*pass one replica"):
-        from_jmp(scale, STATE)
+        from_jmp(replicated, STATE)
     with pytest.raises(ArgumentError, match=r"`scale`.*pass one replica"):
         from_flax(FlaxScale(scale=jnp.float32([64, 64])), STATE)
-
-
-def test_another_object_is_refused():
     with pytest.raises(ArgumentTypeError, match=r"jmp\.DynamicLossScale.*Received: a float"):
         from_jmp(64.0, STATE)
     with pytest.raises(ArgumentTypeError, match=r"Received: a DynamicLossScale"):
         from_flax(jmp.DynamicLossScale(jnp.float32(64)), STATE)
     with pytest.raises(ArgumentTypeError, match=r"jmp\.DynamicLossScale.*a DynamicScale"):
         from_jmp(FlaxScale(), STATE)
-
-
-def test_a_state_that_has_a_loss_scale_already_is_refused():
-    wrapped = loss_scaled(INNER).init(PARAMS)
     with pytest.raises(AlreadyWrappedError, match="Pass its `inner_state`"):
-        from_flax(FlaxScale(), wrapped)
+        from_flax(FlaxScale(), loss_scaled(INNER).init(PARAMS))
 
 
 @pytest.mark.parametrize("number", [0.0, np.inf, np.nan, 2.0**127])

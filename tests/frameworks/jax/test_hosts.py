@@ -54,7 +54,7 @@ class Normalized(nnx.Module):
 # Each host, where its optimizer's state can be handed over as a whole.
 
 
-def test_a_train_state_can_be_given_in_the_place_of_its_opt_state():
+def test_what_a_host_keeps_can_be_given_in_the_place_of_its_opt_state():
     net, x = nn.Dense(1), jnp.ones((2, 4))
     params = net.init(jax.random.key(0), x)["params"]
     state = TrainState.create(apply_fn=net.apply, params=params, tx=wrapped())
@@ -64,11 +64,7 @@ def test_a_train_state_can_be_given_in_the_place_of_its_opt_state():
     assert float(loss) == float(same_loss)
     jax.tree.map(np.testing.assert_array_equal, grads, same)
     assert float(loss_scale(state)) == 8
-
-
-def test_an_nnx_optimizer_can_be_given_in_the_place_of_its_opt_state():
-    optimizer = nnx.Optimizer(Normalized(), wrapped(), wrt=nnx.Param)
-    assert float(loss_scale(optimizer)) == 8
+    assert float(loss_scale(nnx.Optimizer(Normalized(), wrapped(), wrt=nnx.Param))) == 8
 
 
 # The mistakes.

@@ -70,6 +70,11 @@ def test_value_and_grad_takes_what_jax_takes():
     assert (float(value), float(aux["offset"])) == (12.0, 1.0)
     assert by_a.tolist() == [24.0, 32.0]
     assert by_b.tolist() == [8.0, 16.0]
+    # A list with the loss and what comes with it, too.
+    (loss, aux), gradient = value_and_grad(lambda p: [p**2, "aux"], has_aux=True)(opt_state, a[0])
+    assert (float(loss), aux, float(gradient)) == (1.0, "aux", 16.0)
+    with pytest.raises(TypeError, match=r"jax\.lax\.pmean\(grads, 'batch'\)"):
+        value_and_grad(lambda p: p.sum(), axis_name="batch")
 
 
 def test_nothing_is_compiled_twice_and_nothing_drifts():
@@ -262,15 +267,3 @@ def test_nothing_is_kept_of_a_step():
         _, state = tx.update(gradients, state, inner.params())
     gc.collect()
     assert len(jax.live_arrays()) <= before
-
-
-def test_a_function_with_aux_may_return_a_list():
-    state = lossscale.optax.loss_scaled(optax.sgd(0.1), initial_scale=8).init(jnp.float32(1))
-    function = lossscale.optax.value_and_grad(lambda p: [p**2, "aux"], has_aux=True)
-    (loss, aux), gradient = function(state, jnp.float32(1))
-    assert (float(loss), aux, float(gradient)) == (1.0, "aux", 16.0)
-
-
-def test_an_axis_name_is_refused_with_what_to_write():
-    with pytest.raises(TypeError, match=r"jax\.lax\.pmean\(grads, 'batch'\)"):
-        lossscale.optax.value_and_grad(lambda p: p.sum(), axis_name="batch")

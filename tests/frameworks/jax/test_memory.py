@@ -73,7 +73,6 @@ def test_copies_would_be_seen():
     [
         ("mlp", "mixed_float16", "adam"),
         ("cnn", "float32", "adam, accumulated"),
-        ("transformer", "float32", "adamw, clipped"),
     ],
     ids=" ".join,
 )

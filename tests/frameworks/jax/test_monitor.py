@@ -129,6 +129,9 @@ def test_what_the_optimizer_does_is_the_same():
     assert (int(opt_state.tracked.skip_step), float(opt_state.tracked.skip_scale)) == (4, 4)
     # One NaN in the first row of the leaves in order: the bias, then the kernel.
     np.testing.assert_array_equal(opt_state.tracked.nonfinite, [[0, 0], [0, 1]])
+    # A state that tracked nothing so far goes in.
+    without = TRACKED.init(PARAMS)._replace(loss_scaled=BARE.init(PARAMS))
+    step(TRACKED, jax.tree.map(jnp.copy, PARAMS), without, 1.0)
 
 
 def test_eager_steps_track_the_same():
@@ -172,11 +175,6 @@ def test_the_state_keeps_its_form_and_finds_its_names():
     assert int(optax.tree.get(state, "steps_skipped")) == 0
     # A name that a transformation of Optax has.
     assert optax.tree.get(state, "scale") is None
-
-
-def test_a_state_without_tracking_goes_in():
-    opt_state = TRACKED.init(PARAMS)._replace(loss_scaled=BARE.init(PARAMS))
-    step(TRACKED, jax.tree.map(jnp.copy, PARAMS), opt_state, 1.0)
 
 
 # Mistakes.

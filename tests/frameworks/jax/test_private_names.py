@@ -1,7 +1,5 @@
 """What this release of JAX has of what it does not document."""
 
-from __future__ import annotations
-
 import weakref
 
 import jax

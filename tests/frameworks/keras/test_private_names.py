@@ -1,7 +1,5 @@
 """What this release of Keras 3 has of what it does not document."""
 
-from __future__ import annotations
-
 import tempfile
 
 import keras

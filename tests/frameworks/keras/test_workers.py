@@ -43,20 +43,6 @@ spoiled = json.loads(sys.argv[1])
 print(json.dumps([list(trained(aggregate, spoiled)) for aggregate in (True, False)]))
 """
 
-BARE_FIT = """
-import tensorflow as tf, keras, numpy as np
-
-strategy = tf.distribute.MultiWorkerMirroredStrategy()
-with strategy.scope():
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(), loss="mse", jit_compile=False)
-data = tf.data.Dataset.from_tensor_slices((np.ones((8, 2)), np.ones((8, 1)))).batch(4)
-try:
-    model.fit(data, verbose=0)
-except ValueError as error:
-    print("PerReplica" in str(error))
-"""
-
 
 def test_an_overflow_on_one_worker_skips_the_step_on_both():
     nobody = -1
@@ -67,8 +53,3 @@ def test_an_overflow_on_one_worker_skips_the_step_on_both():
         weights = [state[0] for state in seen]
         assert weights[0] == weights[1] == weights[2] != weights[3]
         assert [state[-2:] for state in seen] == [[0, 8.0], [1, 4.0], [2, 2.0], [2, 2.0]]
-
-
-def test_peer_fit_on_two_workers_fails_with_any_optimizer():
-    # Here `fit` of Keras 3 fails before it reaches the optimizer; see docs/api/what_runs_where.md.
-    assert on_two_workers(BARE_FIT) == ["True", "True"]

@@ -64,23 +64,14 @@ def test_compile_wraps_in_the_documented_class_until_undone():
     assert type(compiled("adam").optimizer) is own.LossScaleOptimizerV3
 
 
-def test_each_of_several_optimizers_is_wrapped(optimizers):
+def test_each_of_several_optimizers_is_wrapped_unless_it_has_loss_scaling(optimizers):
+    optimizer, first = optimizers.SGD(), lossscale.LossScaleOptimizer(optimizers.SGD())
+    theirs = own.BaseLossScaleOptimizer(optimizers.SGD())
     with lossscale.install():
-        made = compiled([optimizers.SGD(), optimizers.Adam()]).optimizer
-    assert all(map(is_ours, made))
-
-
-def test_an_optimizer_with_loss_scaling_is_left_alone(optimizers):
-    first, second = lossscale.LossScaleOptimizer(optimizers.SGD()), optimizers.SGD()
-    theirs = own.BaseLossScaleOptimizer(second)
-    with lossscale.install():
+        assert all(map(is_ours, compiled([optimizers.SGD(), optimizers.Adam()]).optimizer))
         assert compiled(first).optimizer is first
         assert compiled(theirs).optimizer is theirs
-
-
-def test_a_model_that_is_compiled_again_keeps_its_loss_scale(optimizers):
-    optimizer = optimizers.SGD()
-    with lossscale.install():
+        # A model that is compiled again keeps its loss scale.
         model = compiled(optimizer)
         first = model.optimizer
         model.compile(optimizer, "mae")

@@ -1,6 +1,6 @@
-"""The monitor in `fit` of tf_keras with legacy optimizers, and what it leaves out of files.
+"""The monitor in `fit` of tf_keras: replicas, float16, and what it leaves out of files.
 
-With the new ones it is in tests/conformance/test_fit_monitor.py.
+What both families share is in tests/conformance/test_fit_monitor.py.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from frameworks.tf_keras.support import assert_same, data, dense, small_model, v
 from lossscale import DynamicScale, LossScaleOptimizer
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.monitoring import read_records
-from records import column, nonfinite
+from records import nonfinite
 
 only_new = pytest.mark.parametrize("optimizers", ["new"], indirect=True)
 only_legacy = pytest.mark.parametrize("optimizers", ["legacy"], indirect=True)
@@ -56,18 +56,6 @@ def fit(model, x, y, *callbacks, **arguments):
 
 
 @only_legacy
-def test_an_overflow_names_the_variable_and_counts_its_elements(optimizers, tmp_path):
-    path = tmp_path / "run.jsonl"
-    # The first batch builds it.
-    model = net(optimizers.SGD(0.01), shape=None, run_eagerly=True)
-    fit(model, *rows(3, [(9, 2)]), LossScaleMonitor(path))
-    assert column(path, "step") == [1, 2, 3]
-    assert column(path, "scale") == [256.0, 256.0, 128.0]
-    assert nonfinite(path) == [[], [("root/kernel", 2, 0)], []]
-    assert read_records(path)[1].reason == "overflow"
-
-
-@only_legacy
 def test_an_overflow_on_one_replica_is_counted_once(optimizers, two_replicas, tmp_path):
     with two_replicas.scope():
         model = net(optimizers.SGD(0.01))
@@ -76,18 +64,6 @@ def test_an_overflow_on_one_replica_is_counted_once(optimizers, two_replicas, tm
     fit(model, *rows(4, [(9, 2), (21, 2)]), LossScaleMonitor(path))
     overflow = [("root/kernel", 2, 0)]
     assert nonfinite(path) == [[], overflow, overflow, []]
-
-
-@only_legacy
-def test_sampling_and_several_steps_per_execution(optimizers, tmp_path):
-    path = tmp_path / "run.jsonl"
-    model = net(optimizers.SGD(0.01), steps_per_execution=3)
-    monitor = LossScaleMonitor(path, every=6)
-    fit(model, *rows(9, [(25, 1), (33, 1)]), monitor)
-    # The first and the last execution, the step that is sampled, and the last skip before it.
-    assert column(path, "step") == [3, 5, 6, 9]
-    assert [record.steps_skipped for record in read_records(path)] == [0, 2, 2, 2]
-    assert nonfinite(path) == [[], [("root/kernel", 1, 0)], [], []]
 
 
 @only_legacy

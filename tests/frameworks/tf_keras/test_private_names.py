@@ -1,7 +1,5 @@
 """What this release of tf_keras and TensorFlow has of what they do not document."""
 
-from __future__ import annotations
-
 import pytest
 import tensorflow as tf
 import tf_keras

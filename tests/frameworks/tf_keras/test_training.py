@@ -35,23 +35,6 @@ def test_compile_under_mixed_float16_keeps_our_object(optimizers):
     assert isinstance(optimizer, lossscale.LossScaleOptimizer)
 
 
-@pytest.mark.usefixtures("mixed_float16")
-@pytest.mark.parametrize(
-    ("optimizers", "run"),
-    # Eagerly both are below.
-    [("new", {}), ("legacy", {"steps_per_execution": 2})],
-    indirect=["optimizers"],
-    ids=str,
-)
-def test_fit_learns_and_moves_the_scale(optimizers, run):
-    model, optimizer = small_model(), wrapped(optimizers.Adam(0.01))
-    model.compile(optimizer, loss="mse", **run)
-    losses = model.fit(*data(), batch_size=8, epochs=3, verbose=0).history["loss"]
-    assert losses[-1] < losses[0]
-    assert int(optimizer.iterations) == 24
-    assert float(optimizer.loss_scale) == 8 * 2.0**12
-
-
 @pytest.mark.parametrize(
     ("optimizers", "run_eagerly"), [("new", False), ("legacy", True)], indirect=["optimizers"]
 )
@@ -287,16 +270,6 @@ def test_a_loss_scale_moves_alone_in_a_graph(settings, finite, scales, mirrored)
             assert session.run(loss_scale()) == np.float32(expected)
 
 
-def test_a_dynamic_loss_scale_made_for_a_graph_serves_an_optimizer_there():
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        loss_scale, variable = experimental.DynamicLossScale(8.0), tf.Variable(1.0)
-        optimizer = experimental.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1.0), loss_scale)
-        train = optimizer.minimize(lambda: variable * np.inf, [variable])
-        session.run(tf.compat.v1.global_variables_initializer())
-        session.run(train)
-        assert session.run([loss_scale(), optimizer.steps_skipped, variable]) == [4.0, 1, 1.0]
-
-
 def test_a_loss_scale_of_ones_own_moves_in_a_graph_by_its_operation():
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         optimizer = experimental.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1.0), Halving())
@@ -377,19 +350,6 @@ def test_counters_are_numbers_on_replicas(two_replicas, optimizers):
     assert repr(optimizer).endswith("loss scale 8, 0 of 1 steps skipped>")
     counter.assign(0)
     assert not counter
-
-
-def test_fit_under_a_strategy(two_replicas, optimizers):
-    with two_replicas.scope():
-        model = small_model()
-        model.compile(wrapped(optimizers.SGD(0.05, momentum=0.9)), loss="mse")
-    alone = small_model()
-    alone.compile(optimizers.SGD(0.05, momentum=0.9), loss="mse", run_eagerly=True)
-    for each in (model, alone):
-        each.fit(*data(), batch_size=16, epochs=2, shuffle=False, verbose=0)
-    for a, b in zip(values(model.weights), values(alone.weights), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-    assert int(model.optimizer.iterations) == 8
 
 
 def test_gradients_are_not_applied_outside_of_the_replicas(two_replicas, optimizers):

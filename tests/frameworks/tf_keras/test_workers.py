@@ -2,22 +2,19 @@
 
 import json
 
-import pytest
-
 from two_workers import on_two_workers
 
 FIT = """
 import json, os, sys
 import tensorflow as tf, tf_keras as keras, lossscale, numpy as np
 
-folder, dies_in_epoch, family = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+folder, dies_in_epoch = sys.argv[1], int(sys.argv[2])
 strategy = tf.distribute.MultiWorkerMirroredStrategy()
-optimizers = keras.optimizers if family == "new" else keras.optimizers.legacy
 with strategy.scope():
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.layers.Dense(8, input_shape=(4,)), keras.layers.Dense(1)])
     optimizer = lossscale.LossScaleOptimizer(
-        optimizers.SGD(0.01, momentum=0.9), initial_scale=1024.0, dynamic_growth_steps=3
+        keras.optimizers.SGD(0.01, momentum=0.9), initial_scale=1024.0, dynamic_growth_steps=3
     )
     model.compile(optimizer, loss="mse")
 x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
@@ -48,14 +45,13 @@ print(json.dumps([
 NEVER = 99
 
 
-@pytest.mark.parametrize("family", ["new", "legacy"])
-def test_killed_workers_that_start_again_go_on_from_where_the_scale_was(family, tmp_path):
+def test_killed_workers_that_start_again_go_on_from_where_the_scale_was(tmp_path):
     environment = {"TF_USE_LEGACY_KERAS": "1", "module": "tf_keras"}
-    whole = on_two_workers(FIT, str(tmp_path / "whole"), str(NEVER), family, **environment)
+    whole = on_two_workers(FIT, str(tmp_path / "whole"), str(NEVER), **environment)
     assert whole[0] == whole[1] is not None
     _, *state = json.loads(whole[0])
     assert state == [512.0, 2, 4, 16]
-    killed = on_two_workers(FIT, str(tmp_path / "killed"), "2", family, **environment)
+    killed = on_two_workers(FIT, str(tmp_path / "killed"), "2", **environment)
     assert killed == [None, None]
-    again = on_two_workers(FIT, str(tmp_path / "killed"), str(NEVER), family, **environment)
+    again = on_two_workers(FIT, str(tmp_path / "killed"), str(NEVER), **environment)
     assert again == whole

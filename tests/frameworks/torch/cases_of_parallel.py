@@ -3,8 +3,6 @@
 `cases_of_processes.main` runs them; `test_parallel.py` compares what they return.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -4,8 +4,6 @@
 `test_processes.py` compares them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import functools

@@ -52,7 +52,7 @@ def trained_plainly(name):
 def give_gradients(parameters, number, factor):
     """Puts the gradients of a step in place, times the scale; an overflow is one infinity."""
     for parameter, gradient in zip(parameters, arrays(number + 1), strict=True):
-        parameter.grad = gradient.to(DEVICE) * factor
+        parameter.grad = gradient.to(parameter.device) * factor
     if number in OVERFLOWS:
         parameters[1].grad[0, 7] = torch.inf
 
@@ -161,13 +161,9 @@ def test_state_of_one_device_goes_on_on_the_other():
         return parameters, lossscale.torch.LossScaleOptimizer(inner, rule=RULE)
 
     def steps(parameters, optimizer, numbers):
-        device = parameters[0].device
         for number in numbers:
-            factor = optimizer.scale_loss(torch.ones((), device=device))
-            for parameter, gradient in zip(parameters, arrays(number + 1), strict=True):
-                parameter.grad = gradient.to(device) * factor
-            if number in OVERFLOWS:
-                parameters[1].grad[0, 7] = torch.inf
+            factor = optimizer.scale_loss(torch.ones((), device=parameters[0].device))
+            give_gradients(parameters, number, factor)
             optimizer.step()
 
     parameters, optimizer = made(DEVICE)

@@ -116,12 +116,3 @@ def test_the_average_changes_nothing_in_float32(demo):
         demo.train(data, False, None, epochs=1).accuracy
         == demo.train(data, False, None, epochs=1, outputs=1).accuracy
     )
-
-
-def test_every_skipped_step_halves_the_scale(demo):
-    run = demo.train(demo.digits(), *demo.RUNS[DYNAMIC], epochs=1)
-    assert len(run.records) == STEPS_OF_AN_EPOCH
-    assert run.records[0].scale == 2.0**40
-    assert run.records[0].skipped
-    for record in run.records:
-        assert record.next_scale == (record.scale / 2 if record.skipped else record.scale)

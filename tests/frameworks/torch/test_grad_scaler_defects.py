@@ -1,6 +1,5 @@
 """Each defect of PyTorch's scaler: what it does where that is cheap to show, and what ours does."""
 
-import collections
 import gc
 import pathlib
 
@@ -44,14 +43,6 @@ def test_d1_no_number_of_overflows_destroys_the_parameters(make, mended, name):
     if mended:
         assert scaler.get_scale() == 2.0**-126
         assert numbers(weights) != [[1.0] * 3]
-
-
-@both
-def test_d1_the_scale_stops_where_its_reciprocal_is_a_normal_number(make, mended):
-    weights, optimizer, scaler = made("sgd", make, init_scale=2.0**125, growth_interval=1)
-    for _ in range(3):
-        one_step(scaler, optimizer, weights, 0.0)
-    assert scaler.get_scale() == (2.0**126 if mended else 2.0**127)
 
 
 @both
@@ -177,10 +168,6 @@ def test_d7_update_takes_every_number(new):
     assert scaler.scale(torch.ones(())) == 4
     scaler.update(2)
     assert scaler._scale == 2
-    theirs = torch.amp.GradScaler("cpu")
-    theirs.scale(torch.ones(()))
-    with pytest.raises(AttributeError):
-        theirs.update(4)
 
 
 @pytest.mark.parametrize("new", [0, -1.0, float("nan"), float("inf"), 2.0**127, "4", [4.0]])
@@ -191,30 +178,6 @@ def test_d7_update_with_a_useless_number_changes_nothing(new):
     with pytest.raises(AssertionError):
         scaler.update(torch.ones(2))
     assert scale_and_tracker(scaler) == (65536.0, 0)
-
-
-@both
-def test_d7_named_tuples_and_dictionaries(make, mended):
-    pair = collections.namedtuple("Pair", "a b")(torch.ones(()), torch.ones(()))
-    scaler = make("cpu", init_scale=2.0)
-    if mended:
-        assert scaler.scale(pair).b == 2
-        assert scaler.scale({"loss": torch.ones(())}) == {"loss": 2}
-    else:
-        with pytest.raises(TypeError):
-            scaler.scale(pair)
-        assert isinstance(scaler.scale({"loss": torch.ones(())}), map)
-
-
-@both
-def test_d7_getters_of_a_disabled_scaler(make, mended):
-    scaler = make("cpu", enabled=False)
-    for name in ("growth_factor", "backoff_factor", "growth_interval"):
-        if mended:
-            assert getattr(scaler, f"get_{name}")() == getattr(scaler.rule, name)
-        else:
-            with pytest.raises(AttributeError):
-                getattr(scaler, f"get_{name}")()
 
 
 @both
@@ -273,16 +236,11 @@ def test_d20_a_scale_below_one_lets_no_infinity_through(make, mended, name):
         assert scaler.get_scale() == 2.0**-21
 
 
-@both
-def test_d21_a_grad_scale_of_none(make, mended):
-    weights, optimizer, scaler = made("adamw-fused", make)
+def test_a_grad_scale_of_none():
+    weights, optimizer, scaler = made("adamw-fused")
     optimizer.grad_scale = None
-    if mended:
-        one_step(scaler, optimizer, weights)
-        assert numbers(weights)[0][0] == pytest.approx(0.9, abs=0.01)
-    else:
-        with pytest.raises(TypeError):
-            one_step(scaler, optimizer, weights)
+    one_step(scaler, optimizer, weights)
+    assert numbers(weights)[0][0] == pytest.approx(0.9, abs=0.01)
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

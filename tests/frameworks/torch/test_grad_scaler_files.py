@@ -4,7 +4,6 @@ import io
 import json
 import math
 import warnings
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from frameworks.torch.scaling import (
     scale_and_tracker,
 )
 from frameworks.torch.support import parameter, sgd, wrapped
-from lossscale import DynamicScale, FixedScale, LossScaleWarning, ScaleState
+from lossscale import FixedScale, LossScaleWarning
 from lossscale.errors import ArgumentError, StateDictError
 from lossscale.torch.grad_scaler import GradScaler
 
@@ -280,47 +279,3 @@ def test_the_number_of_a_fixed_scale_stands():
     scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
     assert scaler.get_scale() == 128
     assert scaler.rule == FixedScale(128.0)
-
-
-class PatientState(NamedTuple):
-    scale: Any
-    good_steps: Any
-    bad_steps: Any
-
-
-class Patient(DynamicScale):
-    """Backs off at the second overflow in a row; what it remembers has one field more."""
-
-    @property
-    def powers_of_two(self):
-        return False
-
-    def init(self):
-        return PatientState(*super().init(), bad_steps=0)
-
-    def update(self, state, seen, *, xp):
-        after = super().update(ScaleState(*state[:2]), seen, xp=xp)
-        waits = ~seen.finite & (state.bad_steps < 1)
-        return PatientState(
-            xp.where(waits, state.scale, after.scale),
-            after.good_steps,
-            xp.where(seen.finite, 0, state.bad_steps + 1),
-        )
-
-    def restored(self, state):
-        return PatientState(*super().restored(ScaleState(*state[:2])), int(state.bad_steps))
-
-
-def test_a_rule_of_ones_own_keeps_all_that_it_remembers():
-    weights, optimizer, scaler = made(rule=Patient(initial_scale=8.0))
-    one_step(scaler, optimizer, weights, torch.inf)
-    assert scaler.get_scale() == 8
-    state = through_a_file(scaler.state_dict())
-    other = GradScaler("cpu", rule=Patient(initial_scale=8.0))
-    other.load_state_dict(state)
-    theirs = torch.amp.GradScaler("cpu")
-    theirs.load_state_dict(state)
-    assert theirs.get_scale() == 8
-    for each in (scaler, other):
-        one_step(each, optimizer, weights, torch.inf)
-        assert scale_and_tracker(each) == (4.0, 0)

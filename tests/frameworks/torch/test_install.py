@@ -41,7 +41,7 @@ def test_pytorchs_own_classes_are_not_made_of_what_stands_in_their_places():
     assert ran.stdout.strip() == str([_SHARDED, "torch.amp.grad_scaler"])
 
 
-def test_as_plain_calls_in_any_order():
+def test_as_plain_calls_in_any_order_and_out_again_after_an_error():
     before = now()
     first, second = lossscale.torch.install(), lossscale.torch.install()
     first.undo()
@@ -49,10 +49,6 @@ def test_as_plain_calls_in_any_order():
     assert torch.amp.GradScaler is lossscale.torch.GradScaler
     second.undo()
     assert now() == before
-
-
-def test_out_again_after_an_error():
-    before = now()
     with pytest.raises(OSError), lossscale.torch.install():
         raise OSError
     assert now() == before

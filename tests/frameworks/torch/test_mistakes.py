@@ -57,7 +57,7 @@ def loss_of(given):
 # What would be divided too often, or not at all.
 
 
-def test_a_loss_that_is_scaled_already():
+def test_a_loss_that_is_scaled_already_is_known_to_copies_too_and_not_kept_alive():
     given, optimizer = made()
     for scale in (optimizer.scale_loss, optimizer.get_scaled_loss):
         scaled = scale(loss_of(given).detach())
@@ -66,17 +66,12 @@ def test_a_loss_that_is_scaled_already():
                 again(scaled)
         # Another tensor with the same numbers is another loss.
         assert float(optimizer.scale_loss(scaled.clone())) == float(scaled) * 2**15
-
-
-def test_a_scaled_loss_is_scaled_once_by_all_optimizers_and_not_kept_alive():
-    given, optimizer = made()
-    scaled = optimizer.scale_loss(loss_of(given))
-    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        with pytest.raises(GradientsError, match="already scaled"):
-            copied.scale_loss(scaled)
-    kept = weakref.ref(scaled)
-    del scaled
-    assert kept() is None
+        for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+            with pytest.raises(GradientsError, match="already scaled"):
+                copied.scale_loss(scaled)
+        kept = weakref.ref(scaled)
+        del scaled
+        assert kept() is None
 
 
 SCALING = {
@@ -276,13 +271,6 @@ def test_what_cannot_be_set_later(name, value):
     assert getattr(optimizer, name) == value
     with pytest.raises(AttributeError, match=f"`{name}` can only be read. Make .*{name}='device'"):
         setattr(optimizer, name, "device")
-
-
-def test_what_pytorchs_optimizers_do_not_have():
-    _, optimizer = made()
-    assert not hasattr(optimizer, "get_weights")
-    with pytest.raises(AttributeError, match=r"no `get_weights` around torch.*\.SGD\. "):
-        optimizer.get_weights()
 
 
 @pytest.mark.parametrize("rule", [lossscale.DynamicScale, lossscale.FixedScale])

@@ -127,13 +127,6 @@ def test_lbfgs_is_watched():
     assert (monitor.last_record.step, monitor.last_record.scale) == (1, 2.0**15)
 
 
-def test_parameters_without_names_are_numbered():
-    loop = Loop()
-    with Monitor(loop.watched) as monitor:
-        monitor.step(loop.step(torch.inf))
-    assert str(monitor.last_record.nonfinite[0]) == "param_groups[0]['params'][1] (1 inf)"
-
-
 def test_steps_without_gradients_are_none(tmp_path):
     loop = Loop()
     with Monitor(loop.watched, loop.named, tmp_path / "run.jsonl") as monitor:
@@ -173,6 +166,8 @@ def test_mistakes_have_one_sentence():
         Monitor(lossscale.torch.GradScaler("cpu", enabled=False), loop.named)
     with pytest.raises(ArgumentTypeError, match="Expected a module, or"):
         Monitor(loop.watched, "model")
+    with pytest.raises(ArgumentTypeError, match=r"file of the records is path='run\.jsonl'"):
+        Monitor(loop.watched, "run.jsonl")
     with pytest.raises(ArgumentError, match="`every`"):
         Monitor(loop.watched, loop.named, every=0)
     monitor = Monitor(loop.watched, loop.named)
@@ -183,19 +178,10 @@ def test_mistakes_have_one_sentence():
         monitor.step(0.5)
 
 
-def test_it_is_shown_in_one_line():
-    parameter = torch.nn.Parameter(torch.ones(1))
-    optimizer = lossscale.LossScaleOptimizer(torch.optim.SGD([parameter], lr=0.1), initial_scale=8)
-    with Monitor(optimizer) as monitor:
+def test_it_is_shown_in_one_line_and_numbers_parameters_without_a_name():
+    loop = Loop()
+    with Monitor(loop.watched) as monitor:
         assert repr(monitor) == "<Monitor: no step was sampled yet>"
-        optimizer.scale_loss(parameter.sum() * torch.inf).backward()
-        optimizer.step()
-        monitor.step(1.0)
+        monitor.step(loop.step(torch.inf))
     assert repr(monitor) == "<Monitor: at step 1 loss scale 4, 1 steps skipped>"
-
-
-def test_a_path_in_the_place_of_the_model_is_named():
-    parameter = torch.nn.Parameter(torch.ones(1))
-    optimizer = lossscale.LossScaleOptimizer(torch.optim.SGD([parameter], lr=0.1))
-    with pytest.raises(ArgumentTypeError, match=r"file of the records is path='run\.jsonl'"):
-        Monitor(optimizer, "run.jsonl")
+    assert str(monitor.last_record.nonfinite[0]) == "param_groups[0]['params'][1] (1 inf)"

@@ -1,7 +1,5 @@
 """What this release of PyTorch has of what it does not document."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer

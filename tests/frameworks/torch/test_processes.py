@@ -164,9 +164,7 @@ def test_processes_that_run_out_of_data_keep_one_scale(found):
     (shown, weights), (_, plain) = first
     assert [skipped for _, skipped in shown] == [1, 2]
     assert weights == plain
-
-
-def test_the_lines_for_power_sgd_clear_its_error(found):
+    # The lines of the page for PowerSGD skip one step.
     assert [process["compressed"] for process in found[2]] == [1, 1]
 
 

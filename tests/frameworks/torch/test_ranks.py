@@ -46,40 +46,27 @@ def test_one_group_for_each_dimension_that_a_tensor_is_spread_over(mesh, layouts
     assert sorted(groups, key=id) == sorted(map(mesh.get_group, dimensions), key=id)
 
 
-def test_the_order_follows_the_parameters(mesh):
-    a, b = mesh.get_group("a"), mesh.get_group("b")
-    assert groups_of([spread(mesh, "RS"), spread(mesh, "SR")]) == (b, a)
-    assert groups_of([spread(mesh, "SR"), spread(mesh, "RS")]) == (a, b)
-
-
-def test_a_mesh_with_one_process_along_a_dimension_sends_nothing_along_it(mesh):
+def test_the_groups_in_order_and_with_those_that_are_given(mesh):
+    a, b, world = mesh.get_group("a"), mesh.get_group("b"), distributed.group.WORLD
+    first, second = spread(mesh, "RS"), spread(mesh, "SR")
+    assert groups_of([first, second]) == (b, a)
+    assert groups_of([second, first]) == (a, b)
+    # A given group comes first, and what is derived is left out if it is inside of it.
+    assert groups_of([first], a) == (a, b)
+    assert groups_of([first], [world, a]) == (world, a)
+    assert groups_of([], a) == (a,)
+    assert groups_of([first], []) == ()
+    # A process that is not in the group has nothing to send, nor one that is alone along it.
+    assert groups_of([], distributed.GroupMember.NON_GROUP_MEMBER) == ()
     thin = init_device_mesh("cpu", (4, 1))
     assert groups_of([spread(thin, "SS")]) == (thin.get_group(0),)
     assert groups_of([spread(thin, "RS")]) == ()
 
 
-def test_a_given_group_comes_first_and_derived_ones_after_it(mesh):
-    a, world = mesh.get_group("a"), distributed.group.WORLD
-    parameters = [spread(mesh, "RS")]
-    b = mesh.get_group("b")
-    assert groups_of(parameters, a) == (a, b)
-    # What is derived is inside of this one.
-    assert groups_of(parameters, [world, a]) == (world, a)
-    assert groups_of([], a) == (a,)
-    assert groups_of(parameters, []) == ()
-
-
-def test_a_process_that_is_not_in_the_group_has_nothing_to_send(mesh):
-    assert groups_of([], distributed.GroupMember.NON_GROUP_MEMBER) == ()
-
-
-@pytest.mark.parametrize("wrong", ["world", 1, True, [None]])
-def test_something_else_than_a_group_is_refused(wrong):
-    with pytest.raises(ArgumentTypeError, match=r"ProcessGroup.*None derives.*Received"):
-        groups_of([], wrong)
-
-
-def test_a_mesh_is_refused_with_what_to_pass_instead(mesh):
+def test_something_else_than_a_group_is_refused(mesh):
+    for wrong in ("world", 1, True, [None]):
+        with pytest.raises(ArgumentTypeError, match=r"ProcessGroup.*None derives.*Received"):
+            groups_of([], wrong)
     with pytest.raises(ArgumentTypeError, match=r"mesh\.get_group"):
         groups_of([], mesh)
 

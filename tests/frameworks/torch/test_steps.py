@@ -182,7 +182,7 @@ def test_settings_are_read_and_written_through():
         optimizer.betas = (0.5, 0.5)
     with pytest.raises(AttributeError, match="SGD, has an attribute 'momentun'"):
         optimizer.momentun  # noqa: B018
-    for name in ("variables", "weights"):
+    for name in ("variables", "weights", "get_weights"):
         assert not hasattr(optimizer, name)
         with pytest.raises(
             AttributeError, match=f"LossScaleOptimizer has no `{name}` around torch"

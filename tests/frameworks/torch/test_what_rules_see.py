@@ -40,6 +40,9 @@ def test_a_scaler_sees_what_the_wrapper_sees(name, unscale):
     other = GradScaler("cpu", rule=Noting())
     other.load_state_dict(run.saved())
     assert other.state_dict() == run.saved() == copy.deepcopy(run.scaler).state_dict()
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(run.saved())
+    assert theirs.get_scale() == 4
     fill(run, weights, [None, None])
     run.step()
     assert run.saved() == other.state_dict()
