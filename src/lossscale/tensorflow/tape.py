@@ -1,4 +1,4 @@
-"""Losses that a gradient tape has seen."""
+"""Losses recorded by a gradient tape."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lossscale.tensorflow.tracing import translated
 
 
 class Recording(NamedTuple):
-    """A loss that a tape has seen.
+    """A loss recorded by a tape.
 
     Attributes:
         tape: The tape.
         loss: The scaled loss, a tensor.
-        variables: What is differentiated, as it was given; None stands for the trainable
-            variables that the tape watched.
+        variables: The variables to differentiate, as the caller passed them; None means the
+            trainable variables that the tape watched.
     """
 
     tape: Any
@@ -32,13 +32,13 @@ class Recording(NamedTuple):
 def recorded(
     loss: Any, variables: Any, scale: Callable[[Any], Any], *, tape: Any = None, watch: Any = ()
 ) -> Recording:
-    """Runs a loss under a tape and scales it there.
+    """Computes a loss under a tape, and scales it there.
 
     Args:
         loss: A callable without arguments, or with `tape` a tensor that the tape recorded.
         variables: A list, one variable, a callable that returns either, or None.
-        scale: Multiplies a loss by the loss scale, and a callable's where it is called.
-        tape: A `tf.GradientTape`; None makes a new one.
+        scale: Multiplies a loss by the loss scale; for a callable, its result.
+        tape: A `tf.GradientTape`; None creates a new one.
         watch: Variables to record although they are not trainable.
 
     Raises:
@@ -61,10 +61,10 @@ def recorded(
 
 
 def check_symbolic(loss: Any) -> None:
-    """Checks that a tensor knows how it was computed.
+    """Checks that a tensor has a graph to differentiate.
 
     Raises:
-        GradientsError: In eager mode, where it does not.
+        GradientsError: In eager mode, where it has none.
     """
     if tf.executing_eagerly():
         raise GradientsError(

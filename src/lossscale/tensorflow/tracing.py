@@ -1,7 +1,7 @@
-"""What a function that is being traced needs: what compiles it, and order.
+"""Helpers for functions that are being traced: is XLA compiling, AutoGraph, and control order.
 
-In a graph an operation runs only if something that is fetched depends on it. In eager mode all of
-this is nothing.
+In a graph, an operation runs only if a fetched result depends on it. In eager mode these helpers do
+nothing.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def in_xla() -> bool:
 
 
 def translated(function: Callable[..., Any], *, by_default: bool = False) -> Callable[..., Any]:
-    """Returns a callable of the user's, with Python branches on tensors in it turned into graphs.
+    """Returns a user's callable, converted by AutoGraph, so that it may branch on tensors.
 
-    AutoGraph translates what it meets in a translated function, and ours are none
+    AutoGraph converts the functions that a converted function calls, but ours are not converted
     (`common/autograph.py`).
 
     Args:
         function: The callable.
-        by_default: Whether to translate it where no translated function has called us.
+        by_default: Whether to convert it if the caller of this library was not converted.
     """
     if tf.executing_eagerly():
         return function
@@ -43,7 +43,7 @@ def grouped(*results: Any) -> Any:
     """Returns one operation that waits for all of these; None in eager mode.
 
     Args:
-        results: Operations, tensors and nests of these; anything else in them is left out.
+        results: Operations, tensors and nested structures of them; other values are ignored.
     """
     if tf.executing_eagerly():
         return None
