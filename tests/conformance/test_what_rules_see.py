@@ -14,8 +14,7 @@ import pytest
 from conformance.recordings import GRADIENTS, VALUES, spoiled
 from conformance.wrappers import BACKEND
 from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
-
-EDGES = (2.0**2, 2.0**4)
+from noting import EDGES, Noting
 
 
 def gradients(factor, spoil=None):
@@ -27,33 +26,6 @@ def gradients(factor, spoil=None):
 
 def magnitudes(given):
     return np.abs(np.concatenate([gradient.ravel() for gradient in given]))
-
-
-class Noted(NamedTuple):
-    scale: float
-    good_steps: int
-    largest: float
-    low: float
-    high: float
-    elements: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Noting(ScaleRule):
-    """Keeps what it saw in its state, and lowers the scale after a non-finite step."""
-
-    powers_of_two = True
-    needs = StatsRequest(largest=True, counts_from=EDGES)
-
-    def init(self):
-        return Noted(8.0, 0, 0.0, 0.0, 0.0, 0.0)
-
-    def update(self, state, stats, *, xp):
-        scale = xp.where(stats.finite, state.scale, state.scale * 0.5)
-        return Noted(scale, state.good_steps, stats.largest, *stats.counts, stats.elements)
-
-    def get_config(self):
-        return {}
 
 
 def test_a_rule_sees_what_numpy_sees(wrapper):

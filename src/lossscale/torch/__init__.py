@@ -20,7 +20,7 @@ __all__ = [
     "diagnose",
     "guard",
     "install",
-    "tell_accelerate",
+    "report_skips_to_accelerate",
 ]
 
 _WHERE = {
@@ -30,7 +30,7 @@ _WHERE = {
     "diagnose": ".diagnosis.torch",
     "guard": "scheduler",
     "install": "amp_install",
-    "tell_accelerate": "scheduler",
+    "report_skips_to_accelerate": "scheduler",
 }
 """The modules of the names."""
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lossscale.torch.monitor import Monitor as Monitor
     from lossscale.torch.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from lossscale.torch.scheduler import guard as guard
-    from lossscale.torch.scheduler import tell_accelerate as tell_accelerate
+    from lossscale.torch.scheduler import report_skips_to_accelerate as report_skips_to_accelerate
 else:
     # To import this module is not to import PyTorch; to take a name out of it is.
     def __getattr__(name: str) -> Any:

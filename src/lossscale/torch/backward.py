@@ -46,8 +46,11 @@ class GradientRecord:
     Attributes:
         scaled_by: The scale that multiplies them; None if they are unscaled. The `LossScale` itself
             if a loss was scaled whose `backward` cannot be seen, in compiled code or by hand.
-        found: Whether an overflow was found in unscaled gradients: float32 scalar tensor, 1 or 0.
-            None if they were not checked.
+        found: Whether an overflow was found in unscaled gradients, here or in another optimizer
+            that the same loss reaches: float32 scalar tensor, 1 or 0. None if they were not
+            checked.
+        has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
+            reach its parameters too.
         is_graph: Whether they are parts of a graph (`create_graph=True`).
         task: The last backward pass that has begun.
         decision: The decision of all processes, if `unscale_` made one.
@@ -68,6 +71,7 @@ class GradientRecord:
         self.scaled_by: Multiplier | LossScale | None = None
         self.found: Any = None
         self.is_graph = self.clips = self.is_settled = self.by_hand = False
+        self.has_own_loss = False
         self.divided: list[tuple[Any, int]] | None = None
         self.decision: Any = None
         self.witness: tuple[Any, int] | None = None
@@ -75,6 +79,12 @@ class GradientRecord:
     def is_nothing(self) -> bool:
         """Whether no loss was scaled since the last step."""
         return self.scaled_by is None and self.found is None and self.divided is None
+
+    def add(self, found: Any) -> None:
+        """Adds what was found of gradients; an overflow stays until the next step."""
+        if self.found is not None and found is not None:
+            found = torch.maximum(self.found, found.to(self.found.device))
+        self.found = self.found if found is None else found
 
     def remember(self, first: Any) -> None:
         """Remembers the first unscaled gradient, or None, and its version."""
@@ -124,6 +134,15 @@ def versions_of(grads: Iterable[Any]) -> list[tuple[Any, int]]:
 # --- What a loss reaches ----------------------------------------------------------------------
 
 
+def alive(some: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """The engines whose optimizer is alive, each with its optimizer.
+
+    A traceback or a cycle may keep only the engine. Keep the list while you use an engine: garbage
+    is collected at any moment.
+    """
+    return [(each, inner) for each in some if (inner := each.inner) is not None]
+
+
 def is_seen(loss: Any) -> bool:
     """Whether a hook can run when the `backward` of a loss starts."""
     return bool(
@@ -133,7 +152,7 @@ def is_seen(loss: Any) -> bool:
     )
 
 
-def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, met: Any = None) -> None:
+def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, on_unowned: Any = None) -> None:
     """Multiplies existing gradients by the scale of a loss when its `backward` starts.
 
     Args:
@@ -141,7 +160,7 @@ def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, met: Any = N
         loss: The loss.
         multiplier: The scale of the loss.
         own: The engine that scaled it; None for a scaler, whose loss is for all optimizers.
-        met: Called with the tensors that the loss reaches and no engine has.
+        on_unowned: Called with the tensors that the loss reaches and no engine has.
     """
 
     def starts(_: Any) -> None:
@@ -152,13 +171,13 @@ def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, met: Any = N
                 "unscaled losses to optimizer.backward(loss)."
             )
         others = [each for each in engines if own is None or each.record is not own.record]
-        found, rest = reached(loss, others) if others or met is not None else ([], [])
+        found, rest = reached(loss, others) if others or on_unowned is not None else ([], [])
         if own is not None:
-            own.begin(multiplier, task=task, graph=graph)
+            own.begin(multiplier, task=task, graph=graph, own_loss=True)
         for each, info in found:
             each.begin(multiplier, info, task=task, graph=graph)
-        if met is not None:
-            met(rest, multiplier)
+        if on_unowned is not None:
+            on_unowned(rest, multiplier)
 
     scaled.register_hook(starts)
 
@@ -186,11 +205,8 @@ def reached(
     # `fully_shard` computes with its own parameters, and moves their gradients.
     is_sharded = any(isinstance(t, torch.nn.Parameter) for t in rest.values())
     found = []
-    for each in others:
-        # A traceback or a cycle may keep only the engine. Garbage is collected at any moment.
-        inner = each.inner
-        if inner is None:
-            continue
+    living = alive(others)
+    for each, _ in living:
         info = each.info()
         if ids.isdisjoint(info.ids) and not hidden and not (is_sharded and info.is_sharded):
             continue

@@ -123,6 +123,7 @@ class DocumentedVerbs:
             except BaseException:
                 record.reset()
                 record.scaled_by, record.by_hand, record.divided = before
+                record.has_own_loss = by is not None
                 raise
         return self.iterations
 

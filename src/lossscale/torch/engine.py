@@ -14,12 +14,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lossscale.errors import GradientsError
+from lossscale.errors import GradientsError, UnsupportedError
 from lossscale.packages import warn
 from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 from lossscale.torch import clipping, fused, gradient_stats, gradients, overflow_check, ranks
 from lossscale.torch.backward import ONE_FOR_SEVERAL as _ONE_FOR_SEVERAL
-from lossscale.torch.backward import GradientRecord, divide, engines, is_below_one, multiply
+from lossscale.torch.backward import (
+    GradientRecord,
+    alive,
+    divide,
+    engines,
+    is_below_one,
+    multiply,
+)
 from lossscale.torch.gradients import Gradients
 from lossscale.torch.ranks import ParameterInfo
 from lossscale.torch.scale import Counts
@@ -57,7 +64,7 @@ class StepDecision(NamedTuple):
 
 
 class Engine:
-    """What loss scaling does with the gradients of one optimizer.
+    """Loss scaling of the gradients of one optimizer.
 
     Args:
         inner: The optimizer, or a function that returns it.
@@ -66,8 +73,8 @@ class Engine:
         process_group: As `ranks.groups_of` takes it.
 
     Attributes:
-        record: What its gradients are.
-        left_out: Called when gradients that overflowed were cleared, and no step was made.
+        record: The state of its gradients.
+        left_out: Called when gradients were checked and then cleared without a step.
         join_group: The processes of a `torch.distributed.algorithms.Join`, within it.
         counts: The steps of this optimizer, where others share the loss scale.
     """
@@ -85,8 +92,8 @@ class Engine:
         self._inner = (lambda: inner) if is_given else inner
         self.scale = scale
         self.clip_norm, self.process_group = clip_norm, process_group
-        # The states of optimizers, how many entries each has, and the ids of parameters with all of
-        # their state.
+        # The states of the optimizers, the number of entries in each, and the ids of parameters
+        # whose state is complete.
         self._stepped: tuple[list[Any], list[int], set[int]] = ([], [], set())
         self._info = ParameterInfo(ranks.parameters_of(self.inner), process_group)
         known = (each.record for each in engines if each.inner is self.inner)
@@ -100,12 +107,12 @@ class Engine:
 
     @property
     def rule(self) -> ScaleRule:
-        """How the scale moves."""
+        """The rule that moves the loss scale."""
         rule: ScaleRule = self.scale.rule
         return rule
 
     def info(self) -> ParameterInfo:
-        """What is known of the parameters that the optimizer has now."""
+        """Facts about the parameters that the optimizer has now."""
         parameters = ranks.parameters_of(self.inner)
         if not self._info.is_of(parameters):
             self._info = ParameterInfo(parameters, self.process_group)
@@ -139,7 +146,13 @@ class Engine:
     # --- What the gradients are ---------------------------------------------------------------
 
     def begin(
-        self, by: Any, info: ParameterInfo | None = None, *, task: int = -1, graph: bool = False
+        self,
+        by: Any,
+        info: ParameterInfo | None = None,
+        *,
+        task: int = -1,
+        graph: bool = False,
+        own_loss: bool = False,
     ) -> None:
         """Gradients are about to be added that are multiplied by a scale.
 
@@ -148,6 +161,7 @@ class Engine:
             info: Of the parameters, if they are not all of the optimizer.
             task: The backward pass.
             graph: Whether they will be parts of a graph.
+            own_loss: Whether this optimizer scaled the loss.
 
         Raises:
             GradientsError: If others are added in the same pass.
@@ -164,6 +178,7 @@ class Engine:
                 if self.left_out is not None:
                     self.left_out()
                 record.reset()
+            self.end_shared()
             before = record.scaled_by
             first = info.first_gradient()
             if before is None and self.scale.is_unseen and not record.is_as_it_was(first):
@@ -173,17 +188,16 @@ class Engine:
                 # Some may have been replaced.
                 record.remember(info.first_gradient())
             record.scaled_by = by
-        record.task = task
+        record.task, record.has_own_loss = task, record.has_own_loss or own_loss
         record.is_graph = record.is_graph or graph
         record.decision, record.is_settled = None, False
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def end(self, info: ParameterInfo | None = None, *, also: Any = None) -> Any:
-        """Divides the gradients, and returns what was found of them until now.
+    def end(self, info: ParameterInfo | None = None) -> Any:
+        """Divides and checks the gradients; returns what was found, None if they are unscaled.
 
         Args:
             info: Of the parameters, if they are not all of the optimizer.
-            also: What was found of others that the same loss has reached.
         """
         record, rule = self.record, self.rule
         info = self.info() if info is None else info
@@ -194,14 +208,25 @@ class Engine:
                 divide(info, by, graph=record.is_graph, checks=rule.checks_gradients),
                 info.devices[0] if info.devices else CPU,
             )
-        for other in (record.found, also):
-            if found is None or other is None:
-                found = other if found is None else found
-            else:
-                found = torch.maximum(found, other.to(found.device))
-        record.found, record.is_graph = found, False
+        record.add(found)
+        record.is_graph = False
         record.remember(info.first_gradient())
         return found
+
+    def end_shared(self) -> None:
+        """Ends what a loss has added, if it has reached optimizers with other loss scales too.
+
+        Its scale is too large if any of their gradients overflows: all skip, and the scale falls.
+        """
+        by = self.record.scaled_by
+        if by is None:
+            return
+        reached = alive(each for each in engines if each.record.scaled_by is by)
+        if len({id(each.scale) for each, _ in reached}) > 1:
+            found = [each.end() for each, _ in reached]
+            for each, _ in reached:
+                for other in found:
+                    each.record.add(other)
 
     # --- Decide -------------------------------------------------------------------------------
 
@@ -209,17 +234,18 @@ class Engine:
     def decide(self, *, in_place: bool = False) -> StepDecision:
         """Unscales the gradients if they are scaled, and decides.
 
-        If no loss was scaled here, other processes may know better, such as the last stage of a
-        pipeline; if none does, the rule does not see it.
+        If no loss was scaled on this process, another may have scaled it, such as the last stage
+        of a pipeline. If none has, the rule does not see the step.
 
         Args:
-            in_place: Whether somebody reads them before they are applied: then nothing is left
-                to the optimizer, and they are not clipped.
+            in_place: Whether user code reads them before the step: then they are divided here, and
+                not clipped.
         """
         info, rule, record = self.info(), self.rule, self.record
+        self.end_shared()
         if record.scaled_by is not None and (record.is_graph or record.found is not None):
             self.end()
-        # What was found of gradients that are true already: they are not checked again.
+        # Unscaled gradients were checked when they were unscaled.
         found = record.found if record.scaled_by is None else None
         grads = (
             ()
@@ -230,24 +256,18 @@ class Engine:
         by = self.scale.multiplier if record.scaled_by is None else record.scaled_by
         clips = self.clip_norm is not None and not in_place
         groups, measures = self._groups(info), rule.needs != StatsRequest()
-        # Processes that were named by a group may do different things: always the same messages.
+        # Processes of a given group may run different code, but send the same messages.
         asks = bool(groups) and (
             rule.checks_gradients or info.is_given or self.join_group is not None
         )
         if found is not None and not (clips or measures or asks or self.scale.on_device):
-            # Nobody has to touch the gradients any more.
+            # The gradients need no other pass.
             if info.first_gradient() is None:
                 return StepDecision(True, empty=True)
             return self._on_host(found, None, None)
-        # What has to be read and written for the check is unscaled on the way.
-        hands_over = (clips or not rule.checks_gradients) and not self.scale.on_device
-        # Small gradients would flush to zero in float16: these are divided in the kernel alone.
-        is_half = info.has_half
-        if hands_over or is_half:
-            kernel_divides = bool(are_scaled) and not in_place and fused.can_unscale(self.inner)
-            hands_over, is_half = hands_over and kernel_divides, is_half and kernel_divides
-        if hands_over and info.is_plain and not (clips or measures or asks):
-            # Nobody else has to touch the gradients: SGD fused, small would take 1.2 times as long.
+        in_kernel, is_half = self._left_to_kernel(info, clips, bool(are_scaled) and not in_place)
+        if in_kernel and info.is_plain and not (clips or measures or asks):
+            # No other pass is needed: with one, the row SGD fused, small takes 1.2 times as long.
             empty = info.first_gradient() is None
             divisor = None if empty else by.on(info.devices[0]).scale
             return StepDecision(True, GradientStats(True), divisor=divisor, empty=empty)
@@ -256,28 +276,21 @@ class Engine:
             return StepDecision(True, empty=True)
         # A kernel divides by a float32 number, which has too few digits for float64.
         is_one = len(given.dense_groups) == 1
-        hands_over = hands_over and is_one and given.dense_groups[0][0].dtype != torch.float64
+        in_kernel = in_kernel and is_one and given.dense_groups[0][0].dtype != torch.float64
         measured = None
         if measures:
             measured = self.measured(given, info, by, are_scaled=are_scaled is not False)
         by_norm = not (measures or self.scale.on_device or info.is_given or is_half)
         by_norm = by_norm and self.join_group is None
         if clips and by_norm and (found is None or not groups):
-            decision = self._decide_by_norm(given, info, by, bool(are_scaled), hands_over, found)
+            decision = self._decide_by_norm(given, info, by, bool(are_scaled), in_kernel, found)
             if decision is not None:
-                # Of a loss that nobody scaled the rule sees nothing.
+                # The rule does not see a step without a scaled loss.
                 return decision._replace(stats=None) if are_scaled is None else decision
-        divisor = None
-        if is_half or (hands_over and not clips):
-            divisor = by.on(given.device).scale
-        if rule.checks_gradients and found is not None:
-            overflow = found
-        elif rule.checks_gradients:
-            overflow = self._unscale_and_check(given, by, are_scaled, is_half)
-        else:
-            overflow = scalar(0.0, given.device)
-            if are_scaled and divisor is None:
-                _unscale(given, by)
+        divisor = by.on(given.device).scale if is_half or (in_kernel and not clips) else None
+        overflow = found
+        if not rule.checks_gradients or overflow is None:
+            overflow = self._unscale_and_check(given, by, are_scaled, leave=divisor is not None)
         somebody_scaled: Any = are_scaled is not None
         if asks:
             here = bool(given.grads), somebody_scaled
@@ -291,21 +304,39 @@ class Engine:
             _unscale(given, by)
         elif are_scaled is None:
             decision = decision._replace(stats=None)
-        if not clips or decision.apply is False or decision.empty:
-            return decision
-        if is_half:
-            norm = clipping.grad_norm(given, info, wide=True) / divisor
-            divisor = divisor / clipping.coefficient(norm, self.clip_norm or 0.0)
-            return decision._replace(divisor=divisor.to(torch.float32))
-        self._clip(given, info)
+        if clips and decision.apply is not False and not decision.empty:
+            divisor = self._clip(given, info, divisor)
+            decision = decision._replace(divisor=divisor)
         return decision
 
+    def _left_to_kernel(self, info: ParameterInfo, clips: bool, allowed: bool) -> tuple[bool, bool]:
+        """Whether the fused kernel of the optimizer divides; and if so, whether some are float16.
+
+        In float16 small gradients would flush to zero if they were divided before. Others are
+        divided by the check, which reads and writes them anyway; unless the norm is the check.
+        """
+        is_wanted = (clips or not self.rule.checks_gradients) and not self.scale.on_device
+        if not allowed or not (is_wanted or info.has_half) or not fused.can_unscale(self.inner):
+            return False, False
+        return is_wanted, info.has_half
+
     def _unscale_and_check(
-        self, given: Gradients, by: Any, are_scaled: bool | None, is_half: bool
+        self, given: Gradients, by: Any, are_scaled: bool | None, leave: bool
     ) -> Any:
-        """What was found: float32 scalar tensor, 1 for an overflow."""
+        """Returns whether any gradient overflowed: float32 scalar tensor, 1 or 0.
+
+        Args:
+            given: The gradients.
+            by: Their scale.
+            are_scaled: Whether they are scaled; None if no loss was scaled here.
+            leave: Whether the kernel of the optimizer divides them.
+        """
+        if not self.rule.checks_gradients:
+            if are_scaled and not leave:
+                _unscale(given, by)
+            return scalar(0.0, given.device)
         below_one = is_below_one(by)
-        if are_scaled and not is_half:
+        if are_scaled and not leave:
             return overflow_check.any_overflow(
                 overflow_check.unscale_and_check_(
                     given,
@@ -348,13 +379,13 @@ class Engine:
     ) -> StepDecision:
         overflow = overflow.to(info.devices[0])
         if self.rule.checks_gradients and self._groups(info):
-            # With a gradient of its own a process knows that there is one.
+            # A process with a gradient knows that the step is not empty.
             if not given.grads and overflow.item() < 0:
                 return StepDecision(True, empty=True)
             overflow = overflow.clamp(min=0.0)
         stats = gradient_stats.as_stats(self.rule.needs, measured, overflow == 0)
-        # A fused SGD allocates its momentum before it looks, and would take what it finds there for
-        # momentum: the host decides on the first step of a parameter.
+        # A fused SGD allocates its momentum before it reads `found_inf`, and would use it
+        # uninitialized: the host decides on the first step of a parameter.
         applied = None if self._all_have_state(info) else not overflow.item()
         return StepDecision(applied, stats, overflow, divisor)
 
@@ -381,7 +412,7 @@ class Engine:
         info: ParameterInfo,
         by: Any,
         are_scaled: bool,
-        hands_over: bool,
+        in_kernel: bool,
         found: Any,
     ) -> StepDecision | None:
         """Clips by a norm that checks for overflow as well; None if it cannot tell."""
@@ -395,10 +426,10 @@ class Engine:
         # far below 1 the squares of elements are 0.
         if not math.isfinite(total / scale) or total / scale > _LARGEST or total < _SMALLEST_NORM:
             return None
-        # On the host from here on: a device is not waited for a second time.
+        # Computed on the host, so that the device is waited for once.
         coefficient = clipping.coefficient(scalar(total, CPU, norm.dtype) / scale, clip_norm)
         divisor = None
-        if hands_over and scale * max(total / scale / clip_norm, 1.0) < _LARGEST / 2:
+        if in_kernel and scale * max(total / scale / clip_norm, 1.0) < _LARGEST / 2:
             divisor = (scale / coefficient).to(given.device, torch.float32)
         elif self.rule.powers_of_two:
             overflow_check.unscale_(given, (coefficient / scale).to)
@@ -411,23 +442,29 @@ class Engine:
     def clip_(self) -> None:
         """Clips gradients that are unscaled already."""
         info = self.info()
-        self._clip(gradients.collect(info), info)
+        self._clip(gradients.collect(info), info, None)
 
-    def _clip(self, given: Gradients, info: ParameterInfo) -> None:
-        clipping.clip_(given, info, self.clip_norm or 0.0, wait=not self.scale.on_device)
+    def _clip(self, given: Gradients, info: ParameterInfo, divisor: Any) -> Any:
+        """Clips gradients, or changes what they are still to be divided by; returns that."""
+        largest = self.clip_norm or 0.0
+        if divisor is None:
+            clipping.clip_(given, info, largest, wait=not self.scale.on_device)
+            return None
+        norm = clipping.grad_norm(given, info, wide=True) / divisor
+        return (divisor / clipping.coefficient(norm, largest)).to(torch.float32)
 
     # --- Act ----------------------------------------------------------------------------------
 
     def apply(self, decision: StepDecision, *args: Any, **more: Any) -> Any:
         """Steps the optimizer, unless it is to be skipped; returns what it returns."""
-        self.count_steps_without(decision.empty)
+        self._watch_first_steps(decision.empty)
         if decision.apply is False:
             return None
         inner, divisor = self.inner, decision.divisor
-        # Where the host has decided there is nothing left to say.
+        # After a decision of the host, the kernel needs no flag.
         overflow = decision.overflow if decision.apply is None else None
         if overflow is not None and not fused.can_skip(inner):
-            # Settings that were loaded have taken the fused kernel away: the host waits, and skips.
+            # Loaded settings have turned off the fused kernel: the host waits, and skips.
             if bool(overflow > 0):
                 return None
             overflow = None
@@ -440,11 +477,18 @@ class Engine:
         with fused.attributes(list(filter(fused.can_skip, parts_of(inner))), divisor, overflow):
             return inner.step(*args, **more)
 
-    def count_steps_without(self, empty: bool) -> None:
-        """Warns of an optimizer that never has any gradient."""
+    def _watch_first_steps(self, empty: bool) -> None:
+        """Warns of an optimizer that never has any gradient, and refuses one inside of ZeRO."""
         if self._steps_without is None:
             return
         if not empty:
+            if self.process_group is None and ranks.is_in_zero(self):
+                raise UnsupportedError(
+                    "A LossScaleOptimizer inside of a ZeroRedundancyOptimizer has a part of the "
+                    "parameters, and does not see the overflows of other processes. Wrap the "
+                    "ZeroRedundancyOptimizer, or make the LossScaleOptimizer with "
+                    "process_group=torch.distributed.group.WORLD."
+                )
             self._steps_without = None
             return
         self._steps_without += 1
@@ -470,7 +514,7 @@ class Engine:
             self.update(StepDecision(not found, stats, skipped))
 
     def skipped(self, found: Any) -> StepDecision:
-        """The decision on gradients that are gone, with what the rule sees if it is a skip."""
+        """The decision on gradients that were cleared, with the statistics of a skipped step."""
         measured, needs = None, self.rule.needs
         if needs != StatsRequest():
             measured = scalar(0.0, CPU).repeat(2 + len(needs.counts_from))

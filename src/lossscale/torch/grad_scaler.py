@@ -1,9 +1,9 @@
 """`GradScaler`: a drop-in for PyTorch's, without its defects.
 
-The host knows the scale, and two tensors on a device show it. Compiled code, CUDA graphs and other
-libraries hold on to the tensors, so they are changed in place and never replaced. Others also
-write to them; PyTorch counts what is written to a tensor, so the device is asked again then, and
-only then.
+The scale is a Python number, and two tensors on a device have the same value. Compiled code, CUDA
+graphs and other libraries keep references to the tensors, so they are changed in place and never
+replaced. Other code may write to them. PyTorch counts writes to a tensor, so the host reads it back
+only after such a write.
 """
 
 from __future__ import annotations
@@ -63,30 +63,28 @@ class GradScaler(torch.amp.GradScaler):
 
     ```
     scaler.scale(loss).backward()
-    scaler.step(optimizer)      # unscales, looks, applies or skips
+    scaler.step(optimizer)      # unscales, checks, applies or skips
     scaler.update()             # moves the scale
     ```
 
-    The scale and its reciprocal always are normal float32 numbers, so no sequence of overflows
-    destroys the parameters. Whether a step is applied is known before the optimizer is called, for
-    fused optimizers too; a skipped step does not call it.
+    The scale and its reciprocal are always normal float32 numbers, so no sequence of overflows
+    destroys the parameters. A skipped step does not call the optimizer, not even a fused one.
 
     Args:
         device: The type of device, such as "cuda" or "cpu".
         init_scale: The first loss scale.
-        growth_factor: What the scale is multiplied by after `growth_interval` finite steps in a
-            row, above 1.
-        backoff_factor: What it is multiplied by after a non-finite gradient,
-            between 0 and 1.
-        growth_interval: In steps, from 1 up.
-        enabled: With False, `scale` and `step` pass through and nothing else does anything. With
-            "cuda" where there is no CUDA it is False by itself, with a warning.
+        growth_factor: Factor of the scale after `growth_interval` finite steps in a row, above 1.
+        backoff_factor: Factor of the scale after a step with a gradient that is not finite, between
+            0 and 1.
+        growth_interval: Number of finite steps in a row that raise the scale, at least 1.
+        enabled: If False, `scale` and `step` pass through, and the other methods do nothing. With
+            "cuda" on a machine without CUDA it becomes False, with a warning.
         rule: A rule of this library instead of these numbers, such as `FixedScale(128)`.
         min_scale: The lowest loss scale; None stands for 2**-126.
         max_scale: The highest; None stands for 2**126.
-        process_group: A process group, or a list of them, whose processes have to agree on each
-            step, beside those of every mesh dimension that a parameter, a DTensor, is sharded over.
-            `[]` stands for none at all.
+        process_group: A `torch.distributed.ProcessGroup`, or a list of them, whose processes skip
+            a step together, besides the groups of parameters that are DTensors. `[]` turns off
+            the groups of DTensors too.
 
     Raises:
         ScalerArgumentError: If a value cannot be used.
@@ -108,24 +106,24 @@ class GradScaler(torch.amp.GradScaler):
     Source: https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
     """
 
-    # Where it is found: its file may move, and pickles load.
+    # Where users find it, and so what pickles name.
     __module__ = "lossscale.torch"
 
-    # What compiled code and other libraries read, and may write.
+    # Compiled code and other libraries read these, and may write to them.
     _scale: Any
     _growth_tracker: Any
     _init_scale: float
     _init_growth_tracker: int
 
     _watcher: Any = None
-    """The monitor that is told of each decision."""
+    """The monitor that is notified of each decision."""
 
     _warned_at_floor = False
 
     on_device = False
     """False: a `GradScaler` decides on the host whether a step is skipped."""
     is_unseen = False
-    """Whether a loss was scaled since `update` whose `backward` nobody sees."""
+    """Whether a loss was scaled since `update` whose backward pass cannot be observed."""
     _multiplier: Multiplier | None = None
 
     @checks_keywords("GradScaler", _INSTEAD)
@@ -166,7 +164,7 @@ class GradScaler(torch.amp.GradScaler):
                 'the processor pass device="cpu".'
             )
             enabled = False
-        # Enabled, it would check the numbers by rules of its own.
+        # If enabled, PyTorch's constructor would check the numbers by its own rules.
         super().__init__(device, enabled=False)
         self._enabled = enabled
         self._process_group = process_group
@@ -175,7 +173,7 @@ class GradScaler(torch.amp.GradScaler):
         self._init_scale = self._number = float(made.loss_scale(self._state))
         self._init_growth_tracker = 0
         self._scale = self._growth_tracker = None
-        self._left: tuple[Any, ...] | None = None
+        self._written: tuple[Any, ...] | None = None
         self._per_optimizer_states: Any = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update = False
         self._steps_skipped, self._last_step_skipped = 0, False
@@ -191,9 +189,9 @@ class GradScaler(torch.amp.GradScaler):
         """Forgets optimizers, parameters and hooks, which a copy does not share."""
         self._names: dict[Any, str] | None = None
         self._multiplier = None
-        # Tensors with gradients that are of no optimizer that was met, and their scale.
-        self._unmet: dict[int, Any] = {}
-        self._unmet_by: Multiplier | None = None
+        # Tensors with gradients that belong to no optimizer that was used here yet; their scale.
+        self._unowned: dict[int, Any] = {}
+        self._unowned_by: Multiplier | None = None
         self._is_graph = False
         self._engines: dict[int, Engine] = {}
         self._skipped_hooks: dict[int, Any] = OrderedDict()
@@ -209,25 +207,25 @@ class GradScaler(torch.amp.GradScaler):
                 reference = weakref.ref(optimizer, lambda _: engines.pop(key, None))
             engine = engines[key] = Engine(reference, self, process_group=self._process_group)
             engine.watch_steps(_warn_of_scaled_gradients)
-            known = self._unmet.keys() & engine.info().ids
+            known = self._unowned.keys() & engine.info().ids
             if known:
-                self._unmet = {k: ref for k, ref in self._unmet.items() if k not in known}
-                engine.record.scaled_by, engine.record.is_graph = self._unmet_by, self._is_graph
+                self._unowned = {k: ref for k, ref in self._unowned.items() if k not in known}
+                engine.record.scaled_by, engine.record.is_graph = self._unowned_by, self._is_graph
         return engine
 
-    def _meet(self, rest: Sequence[Any], by: Multiplier) -> None:
-        """Gradients are about to be added to tensors that are of no optimizer that was met."""
-        known = {key: t for key, ref in self._unmet.items() if (t := ref()) is not None}
+    def _track_unowned(self, rest: Sequence[Any], by: Multiplier) -> None:
+        """Called before gradients are added to tensors of no optimizer that was used here yet."""
+        known = {key: t for key, ref in self._unowned.items() if (t := ref()) is not None}
         new = [t for t in rest if id(t) not in known]
-        if self._unmet_by is not by:
-            multiply(ParameterInfo(list(known.values()), []), by, self._unmet_by)
+        if self._unowned_by is not by:
+            multiply(ParameterInfo(list(known.values()), []), by, self._unowned_by)
         multiply(ParameterInfo(new, []), by)
-        self._unmet = {id(t): weakref.ref(t) for t in (*known.values(), *new)}
-        self._unmet_by, self._is_graph = by, self._is_graph or torch.is_grad_enabled()
+        self._unowned = {id(t): weakref.ref(t) for t in (*known.values(), *new)}
+        self._unowned_by, self._is_graph = by, self._is_graph or torch.is_grad_enabled()
 
     @property
     def multiplier(self) -> Multiplier:
-        """The loss scale as it is now; the same object until it moves."""
+        """The current loss scale; the same object until it changes."""
         number = self.get_scale()
         if self._multiplier is None or self._multiplier.number != number:
             scale = scalar(number, self._scale.device)
@@ -255,13 +253,13 @@ class GradScaler(torch.amp.GradScaler):
         def scaled_one(loss: Any) -> Any:
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(loss.device)
-            # Compiled code and CUDA graphs read the tensor that moves.
+            # Compiled code and CUDA graphs read the tensor that is changed in place.
             if torch.compiler.is_compiling() or not is_seen(loss):
                 self.is_unseen = True
                 return scaled(loss, self._scale)
             by = self.multiplier
             multiplied = scaled(loss, by.on(loss.device).scale)
-            watch(multiplied, loss, by, None, self._meet)
+            watch(multiplied, loss, by, None, self._track_unowned)
             return multiplied
 
         result = _mapped(scaled_one, outputs)
@@ -272,15 +270,15 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divides the gradients of an optimizer by the scale, in place, for example to clip them.
 
-        They are divided by the scale that multiplied them, if it has moved since.
+        They are divided by the scale that multiplied the loss, even if it has changed since.
 
         Args:
-            optimizer: Its next `step` then takes the gradients as they are.
+            optimizer: The optimizer, whose next `step` takes the gradients as they are.
 
         Raises:
             CallOrderError: If they are unscaled already, or nothing was scaled.
             GradientsError: If a gradient is float16.
-            TypeError: If it is not an optimizer, or one that scales by itself.
+            TypeError: If it is not an optimizer, or a LossScaleOptimizer.
         """
         if not self._enabled:
             return
@@ -300,7 +298,7 @@ class GradScaler(torch.amp.GradScaler):
         self._unscale(optimizer, entry)
 
     def _unscale(self, optimizer: Any, entry: dict[str, Any], leaves_half: bool = False) -> None:
-        """Divides gradients by what multiplied them, and keeps what was found of them.
+        """Divides gradients by the scale that multiplied them, and stores whether they overflowed.
 
         Args:
             optimizer: The optimizer.
@@ -312,9 +310,11 @@ class GradScaler(torch.amp.GradScaler):
         record, info = engine.record, engine.info()
         by: Any = record.scaled_by or self.multiplier
         first = info.first_gradient()
-        # Gradients that stay after a step are true, as long as nothing was added to them.
-        are_true = self._scaled_since_update and not self.is_unseen and record.is_as_it_was(first)
-        number = 1.0 if are_true and record.scaled_by is None else by.number
+        # Gradients that stay after a step are unscaled, as long as nothing was added to them.
+        are_unscaled = (
+            self._scaled_since_update and not self.is_unseen and record.is_as_it_was(first)
+        )
+        number = 1.0 if are_unscaled and record.scaled_by is None else by.number
         if entry["stage"] is _READY:
             self._measure(engine, entry)
         if leaves_half and info.has_half and fused.can_skip(optimizer):
@@ -330,19 +330,19 @@ class GradScaler(torch.amp.GradScaler):
             unscaled = self._unscale_grads_(optimizer, inverse, found, False)
         for overflow in unscaled.values() if record.found is not None else ():
             torch.maximum(overflow, record.found.to(overflow.device), out=overflow)
-        # Also where there was no gradient here: other processes may have some.
+        # Also without a gradient on this process: others may have some.
         entry["groups"], entry["found_inf_per_device"] = info.groups, unscaled
         first = info.first_gradient()
         record.scaled_by, record.is_graph = None, False
         record.found = overflow_check.any_overflow(dict(unscaled), device)
         record.remember(first)
-        # Of gradients that come later the scale is still to be taken off.
+        # Without gradients, those of a later backward pass still have to be unscaled.
         if unscaled or first is not None:
             entry["stage"] = _UNSCALED
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _measure(self, engine: Engine, entry: dict[str, Any]) -> None:
-        """Keeps what the rule has to see besides overflow, of gradients that are scaled."""
+        """Stores the statistics that the rule needs besides overflow, of scaled gradients."""
         if self._rule.needs != StatsRequest():
             info, by = engine.info(), engine.record.scaled_by or self.multiplier
             given = gradients.collect(info, allow_float16=True)
@@ -366,30 +366,30 @@ class GradScaler(torch.amp.GradScaler):
             return by_device
         overflow = overflow_check.any_overflow(by_device, found_inf.device)
         overflow, _ = ranks.agreed(overflow, bool(by_device), True, info.groups)
-        # Where no process has anything to check, it is no step that counts.
+        # A step in which no process has a gradient does not count.
         return {overflow.device: overflow} if by_device or overflow.item() >= 0 else {}
 
     @uncompiled
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Unscales if that is still to be done, and calls `optimizer.step` if all is finite.
+        """Unscales the gradients if `unscale_` did not, and applies them if all are finite.
 
-        A step without any gradient is applied and moves no scale. Several optimizers may share the
-        scaler. Those that `unscale_` was called for before the first of them is stepped, are all
-        stepped or none: somebody may have looked at their gradients together, such as a clip.
+        A step without any gradient is applied, and the scale stays. Several optimizers may share
+        the scaler. Those that are unscaled by `unscale_` before the first of them steps are all
+        applied or all skipped: their gradients may have been clipped together.
 
         Args:
-            optimizer: An optimizer, or a list of them, which are all stepped or none.
-            *args: Handed to `optimizer.step`.
-            **kwargs: Handed to `optimizer.step`. No closure.
+            optimizer: An optimizer, or a list of them, which are all applied or all skipped.
+            *args: Passed to `optimizer.step`.
+            **kwargs: Passed to `optimizer.step`; a closure is an error.
 
         Returns:
             What `optimizer.step` returns, or None if the step was skipped (`last_step_skipped`).
 
         Raises:
-            CallOrderError: If it was called before since `update`, or nothing was scaled, or there
-                is a closure.
+            CallOrderError: If it is called twice without `update`, if nothing was scaled, or with
+                a closure.
             GradientsError: If a gradient is float16.
-            TypeError: If it is not an optimizer, or one that scales by itself.
+            TypeError: If it is not an optimizer, or a LossScaleOptimizer.
         """
         if isinstance(optimizer, (list, tuple)):
             if self._enabled:
@@ -404,7 +404,7 @@ class GradScaler(torch.amp.GradScaler):
             and fused.is_dummy_step(optimizer)
             and (self._process_group is None or _has_only_zeros(optimizer))
         ):
-            # It only makes the optimizer's state, before a checkpoint is loaded into it.
+            # It only creates the optimizer's state, before a checkpoint is loaded into it.
             self._per_optimizer_states[id(optimizer)]["stage"] = _STEPPED
             return optimizer.step(*args, **kwargs)
         self._check_something_scaled("step()", optimizer)
@@ -419,7 +419,7 @@ class GradScaler(torch.amp.GradScaler):
             result = self._step_of_its_own(optimizer, engine, entry, args, kwargs)
         else:
             if entry["stage"] is _READY or engine.record.scaled_by is not None:
-                # If a backward() has come after unscale_(), too.
+                # Also if a backward() came after unscale_().
                 self._unscale(optimizer, entry, leaves_half=True)
                 self._decide([entry])
             result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
@@ -429,7 +429,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _unscale_several(self, optimizers: Sequence[Any]) -> None:
-        """Unscales the gradients of optimizers that are all stepped or none."""
+        """Unscales the gradients of optimizers that are all applied or all skipped."""
         for each in optimizers:
             _check_optimizer(each, is_one_of_several=True)
             self._check_something_scaled("step()", each)
@@ -439,7 +439,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._unscale(each, entry, leaves_half=True)
 
     def _check_something_scaled(self, call: str, optimizer: Any) -> None:
-        """Checks that there is a scale; where a group is given, the loss may be elsewhere."""
+        """Checks that a loss was scaled; with a process group, maybe on another process."""
         if self._scale is None and self._process_group is not None:
             for parameter in parameters_of(optimizer)[:1]:
                 self._lazy_init_scale_growth_tracker(parameter.device)
@@ -466,7 +466,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Any:
         engine, entries = self._engine_of(optimizer), self._per_optimizer_states.values()
         if "skipped" not in optimizer_state:
-            # Somebody may have seen the gradients of all that are unscaled by now together.
+            # The gradients of all that are unscaled by now may have been clipped together.
             unscaled = [e for e in entries if "groups" in e and e["stage"] is not _STEPPED]
             self._decide(unscaled or [optimizer_state])
         self._note(optimizer, engine, optimizer_state)
@@ -478,26 +478,25 @@ class GradScaler(torch.amp.GradScaler):
         return engine.apply(decision, *args, **kwargs)
 
     def _decide(self, entries: Sequence[dict[str, Any]]) -> None:
-        """Decides that some optimizers are all stepped or none."""
+        """Decides whether some optimizers are all applied or all skipped."""
         found = [number for entry in entries for number in entry["found_inf_per_device"].values()]
         skipped = any(map(read, found))
         groups = [entry["groups"] for entry in entries if "groups" in entry]
         union = tuple(dict.fromkeys(itertools.chain(*groups)))
         if any(len(own) < len(union) for own in groups):
-            # One may be spread over more processes than another.
+            # One optimizer may be sharded over more processes than another.
             here = scalar(float(skipped), CPU)
             skipped = ranks.agreed(here, True, True, union)[0].item() > 0
         for entry in entries:
-            # It may be skipped with others since before it had gradients here.
+            # It may have been skipped with others before it had gradients.
             entry["skipped"] = skipped or entry.get("skipped", False)
 
     @uncompiled
     def update(self, new_scale: Any = None) -> None:
-        """Moves the scale, once after the steps of all optimizers: down if any was not finite.
+        """Updates the scale, once after the steps of all optimizers: down if any overflowed.
 
         Args:
-            new_scale: Sets the scale to this instead: a number, or a tensor with
-                one element.
+            new_scale: The scale to set instead, a number or a tensor with one element.
 
         Raises:
             CallOrderError: If neither `step` nor `unscale_` was called since the last one.
@@ -520,11 +519,11 @@ class GradScaler(torch.amp.GradScaler):
             engine.record.found = None
 
     def _move_by(self, entries: Sequence[dict[str, Any]]) -> None:
-        # A step without gradients is neither a good nor a bad one.
+        # A step without gradients does not count.
         if self._rule.checks_gradients and not any(e["found_inf_per_device"] for e in entries):
             return
         for entry in entries:
-            # What a step has read is not waited for again.
+            # A decision that `step` has read is not waited for again.
             if "skipped" not in entry:
                 self._decide([entry])
         skipped = any(entry["skipped"] for entry in entries)
@@ -555,7 +554,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._steps_skipped
 
     def register_step_skipped_hook(self, hook: Callable[[Any], Any]) -> Any:
-        """Registers what is called with each optimizer that is not stepped, in its `step`.
+        """Registers a function that is called with each optimizer whose step is skipped.
 
         Returns:
             A handle with a method `remove`.
@@ -565,9 +564,9 @@ class GradScaler(torch.amp.GradScaler):
         return handle
 
     def name_overflows(self, parameters: Any) -> None:
-        """From now on notes which parameters make a step be skipped, for `last_nonfinite`.
+        """Records which gradients overflow in skipped steps from now on, for `last_nonfinite`.
 
-        It takes time on skipped steps only.
+        It takes time in skipped steps only.
 
         Args:
             parameters: A module, or (name, parameter) pairs; of a sharded model after sharding.
@@ -575,21 +574,21 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             ArgumentTypeError: If it is neither.
         """
-        # What counts it is imported by who asks for it.
+        # Imported only by programs that use it.
         from lossscale.torch.overflow_tracker import parameter_names
 
         self._names = parameter_names(parameters)
 
     @property
     def last_nonfinite(self) -> tuple[NonfiniteTensor, ...]:
-        """The gradients that made the last skipped step be skipped, if `name_overflows` was called.
+        """The gradients that overflowed in the last skipped step, if `name_overflows` was called.
 
-        Of a sharded model each process has those of its own parts.
+        With a sharded model each process has those of its own shards.
         """
         return self._last_nonfinite
 
     def _note(self, optimizer: Any, engine: Engine, entry: dict[str, Any]) -> None:
-        """Counts a step that was decided on, and tells who wants to know."""
+        """Counts a step, and notifies the monitor and the hooks."""
         skipped = self._last_step_skipped = entry["skipped"]
         if self._watcher is not None:
             self._watcher.decided(
@@ -616,7 +615,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def rule(self) -> ScaleRule:
-        """How the scale moves."""
+        """The rule that moves the loss scale."""
         return self._rule
 
     def get_growth_factor(self) -> float:
@@ -636,7 +635,7 @@ class GradScaler(torch.amp.GradScaler):
         self._set(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
-        """How many finite steps in a row raise the scale, in steps."""
+        """The number of finite steps in a row that raise the scale."""
         return int(state_dicts.setting(self._rule, "growth_interval"))
 
     def set_growth_interval(self, new_interval: int) -> None:
@@ -678,17 +677,17 @@ class GradScaler(torch.amp.GradScaler):
 
     def _read(self) -> ScaleState:
         """The state of the rule, as Python numbers."""
-        scale, tracker, left = self._scale, self._growth_tracker, self._left
+        scale, tracker, left = self._scale, self._growth_tracker, self._written
         if scale is None or tracker is None:
             self._take(self._init_scale, self._init_growth_tracker)
-        elif scale.device.type == "cpu" or left != _as_it_is(scale) + _as_it_is(tracker):
-            # What is written through `.data` or NumPy no version tells of; a CPU is just asked.
+        elif scale.device.type == "cpu" or left != _version_of(scale) + _version_of(tracker):
+            # Writes through `.data` or NumPy do not change the version; reading a CPU is cheap.
             self._take(scale.item(), tracker.item())
-            self._leave()
+            self._remember_written()
         return self._state
 
-    def _leave(self) -> None:
-        self._left = _as_it_is(self._scale) + _as_it_is(self._growth_tracker)
+    def _remember_written(self) -> None:
+        self._written = _version_of(self._scale) + _version_of(self._growth_tracker)
 
     def _take(self, scale: float, good_steps: int) -> None:
         if scale != self._number:
@@ -697,16 +696,16 @@ class GradScaler(torch.amp.GradScaler):
             self._state = self._state._replace(good_steps=good_steps)
 
     def _put(self, state: ScaleState) -> None:
-        """Writes a state where it differs from what is shown."""
+        """Writes a state to the tensors where it differs from them."""
         before, number = self._read(), float(self._rule.loss_scale(state))
         good_steps = getattr(state, "good_steps", 0)
         if self._scale is not None:
-            # A NaN is unequal to itself, and written again.
+            # A NaN differs from itself, and is written again.
             if number != self._number:
                 self._scale.fill_(number)
             if good_steps != getattr(before, "good_steps", 0):
                 self._growth_tracker.fill_(good_steps)
-            self._leave()
+            self._remember_written()
         self._state, self._number = state, number
         self._init_scale, self._init_growth_tracker = number, good_steps
 
@@ -720,9 +719,9 @@ class GradScaler(torch.amp.GradScaler):
         """Loads a state of this class, of PyTorch's or of Apex; does nothing if disabled.
 
         Args:
-            state_dict: What `state_dict()` returned; what it does not say stays. Of Apex that of a
-                loss scaler, or `amp.state_dict()`. A scale outside of the rule's range is brought
-                into it, with a warning.
+            state_dict: What `state_dict()` returned; values that it does not have stay. From Apex
+                that of a loss scaler, or `amp.state_dict()`. A scale outside the range of the rule
+                is moved into it, with a warning.
 
         Raises:
             StateDictError: If it is empty or not of these kinds; nothing changes then.
@@ -744,12 +743,19 @@ class GradScaler(torch.amp.GradScaler):
                 "after update()."
             )
         self._read()
-        state = {**self.__dict__, "_scale": None, "_growth_tracker": None, "_left": None}
+        state = {**self.__dict__, "_scale": None, "_growth_tracker": None, "_written": None}
         state["_init_scale"], state["_init_growth_tracker"] = (
             self._number,
             self._get_growth_tracker(),
         )
-        for name in ("_names", "_engines", "_skipped_hooks", "_multiplier", "_unmet", "_unmet_by"):
+        for name in (
+            "_names",
+            "_engines",
+            "_skipped_hooks",
+            "_multiplier",
+            "_unowned",
+            "_unowned_by",
+        ):
             del state[name]
         state.pop("_watcher", None)
         return state
@@ -766,14 +772,14 @@ class GradScaler(torch.amp.GradScaler):
         return made
 
 
-def _as_it_is(tensor: Any) -> tuple[int, int, int]:
+def _version_of(tensor: Any) -> tuple[int, int, int]:
     # Within `torch.func` a tensor has no address.
     place = 0 if tensor.device.type == "cpu" else tensor.data_ptr()
     return id(tensor), place, tensor._version
 
 
 def _mapped(function: Callable[[Any], Any], outputs: Any) -> Any:
-    """Applies a function to each tensor of a nest; an iterable is handed back as an iterator."""
+    """Applies a function to each tensor of a nest; an iterable is returned as an iterator."""
     if isinstance(outputs, torch.Tensor):
         return function(outputs)
     if isinstance(outputs, Mapping):
@@ -790,11 +796,11 @@ def _mapped(function: Callable[[Any], Any], outputs: Any) -> Any:
 
 
 def _check_optimizer(optimizer: Any, is_one_of_several: bool = False) -> None:
-    """Refuses what a scaler cannot step.
+    """Refuses optimizers that a scaler cannot step.
 
     Raises:
         ArgumentTypeError: If it is not an optimizer.
-        AlreadyWrappedError: If it scales by itself.
+        AlreadyWrappedError: If it is a LossScaleOptimizer.
     """
     if isinstance(optimizer, LossScaleOptimizer):
         raise AlreadyWrappedError(
@@ -815,8 +821,8 @@ def _check_optimizer(optimizer: Any, is_one_of_several: bool = False) -> None:
 
 
 def _warn_of_scaled_gradients(engine: Engine, optimizer: Any) -> None:
-    """Warns, once, of an optimizer that is stepped by itself on scaled gradients."""
-    # PyTorch's scaler lets it pass, and a program may have divided them by hand: no error.
+    """Warns, once, of a direct step of an optimizer on scaled gradients."""
+    # No error: PyTorch's scaler allows it, and a program may have divided them by hand.
     if not engine.record.warned:
         engine.record.warned = True
         warn(
@@ -831,7 +837,7 @@ def _has_only_zeros(optimizer: Any) -> bool:
 
 
 def _refuse_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses a closure, given by name or by place.
+    """Refuses a closure, by position or by keyword.
 
     Raises:
         CallOrderError: If there is one.

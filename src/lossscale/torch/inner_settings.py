@@ -131,7 +131,7 @@ class InnerSettings:
 
         @functools.wraps(method)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            self._check_true(name)
+            self._check_unscaled(name)
             return method(*args, **kwargs)
 
         return guarded
@@ -146,7 +146,7 @@ class InnerSettings:
             object.__setattr__(self, name, value)
         elif self._is_setting(name):
             self._set_setting(name, value)
-            self._hear()
+            self._adopt_written()
         elif hasattr(inner, name):
             setattr(inner, name, value)
         elif hasattr(self._rule, name):
@@ -158,6 +158,6 @@ class InnerSettings:
             check_own_name(inner, name, torch.optim)
             object.__setattr__(self, name, value)
 
-    _check_true: Any
-    _hear: Any
+    _check_unscaled: Any
+    _adopt_written: Any
     _rule: Any

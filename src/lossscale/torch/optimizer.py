@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from lossscale.members import Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.rules import StatsRequest
-from lossscale.torch import fused, gradients, ranks
+from lossscale.torch import closures, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.backward import (
     ONE_FOR_SEVERAL,
@@ -46,7 +45,7 @@ from lossscale.torch.documented_verbs import DocumentedVerbs
 from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.inner_settings import InnerSettings
 from lossscale.torch.scale import DeviceLossScale, LossScale
-from lossscale.torch.scaling import CPU, WIDE, real_parts, scalar, widened
+from lossscale.torch.scaling import CPU, WIDE, scalar, widened
 from lossscale.torch.several import Several, parts_of, with_parts, zero_grad
 
 _NOTHING_SCALED = (
@@ -117,7 +116,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
     _framework: ClassVar[str] = "torch"
 
     _watcher: Any = None
-    """The monitor that is told of each decision."""
+    """The monitor that is notified of each decision."""
     _warned_at_floor = False
     _sets_scale = (
         "Set it in the state: state = optimizer.state_dict(); "
@@ -180,10 +179,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         return iter(self.inner_optimizer)
 
     def __bool__(self) -> bool:
-        # Whatever it has a length of.
+        # An optimizer is true, also one with `__len__`.
         return True
 
-    # --- Derive the loss ----------------------------------------------------------------------
+    # --- Backward -----------------------------------------------------------------------------
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def backward(
@@ -210,9 +209,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
 
         Returns:
             Whether all gradients of the optimizer on this process are finite, including those from
-            earlier calls: a 0-d boolean tensor. True if no parameter was reached, as with
-            `inputs` that are not parameters. Reading it (`if`) waits for the device. `unscale_()`
-            returns the decision of all processes.
+            earlier calls and those of other wrappers that the loss reached: a 0-d boolean tensor.
+            True if no parameter was reached, as with `inputs` that are not parameters. Reading it
+            (`if`) waits for the device. `unscale_()` returns the decision of all processes.
 
         Raises:
             GradientsError: If a parameter has the dtype float16, or the loss is already scaled.
@@ -241,30 +240,36 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                 "torch.autocast. Or wrap an optimizer of torch.optim with fused=True, and call "
                 "optimizer.scale_loss(loss).backward()."
             )
-        self._hear()
+        self._adopt_written()
         by = engine.scale.multiplier
         beside = [each for each in engines if each.record is not record]
         others, rest = reached(loss, beside, inputs, info)
         free = ranks.ParameterInfo(rest, []) if rest else None
         for each, theirs in others:
+            each.end_shared()
             if each.record.scaled_by is not None:
                 each.end()
             each.begin(by, theirs)
         if free is not None:
             multiply(free, by)
-        engine.begin(by)
+        engine.begin(by, own_loss=True)
         record.in_backward = True
         try:
-            _derive(loss, by, gradient, retain_graph, create_graph, inputs)
+            _backpropagate(loss, by, gradient, retain_graph, create_graph, inputs)
         finally:
             record.in_backward, record.is_graph = False, create_graph
-            found = engine.end()
+            found = [engine.end()]
             for each, theirs in others:
                 each.record.is_graph = create_graph
-                each.end(theirs, also=found)
+                found.append(each.end(theirs))
+            if others:
+                # The scale is too large if any of them overflows: all skip, and it falls.
+                for each, _ in ((engine, info), *others):
+                    for one in found:
+                        each.record.add(one)
             if free is not None:
                 divide(free, by, graph=create_graph, checks=False, allow_float16=True)
-        return found == 0
+        return record.found == 0
 
     def scale_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale, before `.backward()` of the result.
@@ -308,7 +313,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                 ) from None
         if torch.compiler.is_compiling():
             # In compiled code too this is a tensor, never a number that it would be compiled for.
-            record.scaled_by, record.is_settled = scale, False
+            record.scaled_by, record.is_settled, record.has_own_loss = scale, False, True
             return widened(loss) * scale.on(loss.device).scale
         if was_scaled(loss):
             raise GradientsError(
@@ -316,7 +321,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                 "scale. Call scale_loss() once. If two optimizers train on this loss: "
                 f"{ONE_FOR_SEVERAL}"
             )
-        self._hear()
+        self._adopt_written()
         if seen and is_seen(loss):
             by = scale.multiplier
             scaled = widened(loss) * by.on(loss.device).scale
@@ -325,16 +330,16 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             scaled = widened(loss) * scale.on(loss.device).scale
             if record.scaled_by is None:
                 record.scaled_by = scale
-            record.is_settled = False
+            record.is_settled, record.has_own_loss = False, True
         remember_scaled(scaled)
         return scaled
 
-    def _hear(self) -> None:
-        """Takes over numbers of the loss scale that others have written into the groups."""
-        state_dicts.hear(self._engine.scale, self._engine.inner)
+    def _adopt_written(self) -> None:
+        """Adopts values of the loss scale that other code has written into the groups."""
+        state_dicts.adopt_written(self._engine.scale, self._engine.inner)
 
     def _settle(self) -> None:
-        """Makes up for a `backward` that nobody saw, of a loss that was scaled."""
+        """Accounts for the backward pass of a scaled loss that could not be observed."""
         record, engine = self._record, self._engine
         if record.scaled_by is not engine.scale or record.found is None:
             return
@@ -342,7 +347,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         if record.are_gone(info):
             self._leave_out()
             record.reset()
-            record.scaled_by = engine.scale
+            record.scaled_by, record.has_own_loss = engine.scale, True
         elif record.is_as_it_was(info.first_gradient()):
             record.scaled_by = None
         else:
@@ -352,8 +357,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                 "after the last backward()."
             )
 
-    def _check_true(self, name: str) -> None:
-        """Checks that a method of the inner optimizer finds true, finite gradients."""
+    def _check_unscaled(self, name: str) -> None:
+        """Checks that a method of the inner optimizer finds unscaled, finite gradients."""
         record, info = self._record, self._engine.info()
         if record.scaled_by is not None and info.first_gradient() is not None:
             raise CallOrderError(_would_find_scaled(name, self.inner_optimizer))
@@ -392,29 +397,34 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             >>> weight.detach()
             tensor([0.5000, 0.5000])
         """
-        # Compiled, it would be recompiled for each number that it reads. The decorator alone
-        # would do, and would take its time in every step that is not compiled.
+        # Compiled code would be recompiled for each number that is read here. The decorator alone
+        # prevents that too, but takes time in every uncompiled step.
         if torch.compiler.is_compiling():
             return self._step_uncompiled(closure, **more)
-        return self._take_step(**more) if closure is None else self._step_with(closure, **more)
+        return self._step_now(closure, **more)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _step_uncompiled(self, closure: Callable[[], Any] | None, **more: Any) -> Any:
-        return self._take_step(**more) if closure is None else self._step_with(closure, **more)
+        return self._step_now(closure, **more)
 
-    # PyTorch's own wrapper around a `step` would call global hooks for the inner optimizer and for
-    # this one.
+    def _step_now(self, closure: Callable[[], Any] | None, **more: Any) -> Any:
+        if closure is None:
+            return self._take_step(**more)
+        return closures.step(self, closure, _NOTHING_SCALED, **more)
+
+    # PyTorch's wrapper around a `step` would call global hooks twice, for the inner optimizer and
+    # for this one.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _take_step(self, **more: Any) -> Any:
         """Decides on the gradients as they are now, applies or skips them, moves the scale."""
         record, engine = self._record, self._engine
-        self._hear()
+        self._adopt_written()
         self._settle()
         if record.decision is None:
             nothing = record.is_nothing()
             if record.is_settled and nothing and engine.info().first_gradient() is None:
-                # `zero_grad` came in the place of this step.
+                # `zero_grad` has replaced this step.
                 return record.reset()
             decision = engine.decide()
             if nothing and decision.stats is None:
@@ -433,7 +443,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         return returned
 
     def _decided(self, decision: StepDecision) -> None:
-        """Keeps what all processes have decided on the gradients."""
+        """Remembers what all processes have decided."""
         record = self._record
         record.scaled_by, record.divided, record.clips = None, None, False
         record.decision = decision
@@ -445,7 +455,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         if not decision.empty:
             engine.update(decision)
         if not keep:
-            # A kernel that divides them has divided what is in `.grad`.
+            # If a kernel has divided the gradients, it has divided those in `.grad`.
             self._record.reset()
         if decision.apply is False:
             for hook in list(self._skipped_hooks.values()):
@@ -454,8 +464,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                 self._warned_at_floor = warned_at_floor(self.rule, number)
 
     def _step_as_given(self, decision: StepDecision, **more: Any) -> Any:
-        """A step whose loss nobody scaled: checkpointing makes such steps, with zero gradients."""
-        if not self._record.warned:
+        """A step without a scaled loss; checkpointing makes such steps, with zero gradients."""
+        # After `backward` and `zero_grad` they may be a combination of gradients that were kept.
+        if not (self._record.warned or self._record.is_settled):
             given = gradients.collect(self._engine.info())
             if any(t.any() for group in given.dense_groups for t in group):
                 self._warn(_NOTHING_SCALED)
@@ -469,11 +480,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         return returned
 
     def _leave_out(self) -> None:
-        """A step that was looked at is not made: it counts if it was to be skipped."""
+        """Accounts for a step that is left out: it counts if it would have been skipped."""
         record, info = self._record, self._engine.info()
         decision = record.decision
-        if decision is None and info.is_given:
-            # Other processes may have nothing to leave out.
+        if decision is None and (info.is_given or not record.has_own_loss):
+            # Other processes may leave nothing out. And in a GAN the generator's loss reaches the
+            # discriminator, which clears those gradients.
             return
         if decision is None:
             found = record.found
@@ -493,11 +505,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         # The `backward` of a loss that nobody sees is still to come.
         unseen = record.scaled_by is self._engine.scale
         by_hand, checked = record.by_hand, record.found is not None
+        settled = checked and record.has_own_loss
         if checked:
             self._leave_out()
         record.reset()
-        record.scaled_by = self._engine.scale if unseen else None
-        record.by_hand, record.is_settled = by_hand, checked
+        record.scaled_by, record.has_own_loss = self._engine.scale if unseen else None, unseen
+        record.by_hand, record.is_settled = by_hand, settled
         zero_grad(self.inner_optimizer, set_to_none)
 
     def register_step_skipped_hook(self, hook: Callable[[Any], Any]) -> Any:
@@ -555,10 +568,10 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _unscale_(self, warning: str) -> StepDecision:
-        """Unscales the gradients before the step, for somebody who reads or changes them.
+        """Unscales the gradients before the step, for code that reads or changes them.
 
         Args:
-            warning: What is said if no loss was scaled.
+            warning: The warning if no loss was scaled.
         """
         record, engine = self._record, self._engine
         self._settle()
@@ -571,7 +584,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                 if not engine.info().is_given:
                     return decision
             if decision.empty:
-                # What comes by a later `backward` is still to be divided.
+                # Gradients of a later `backward` still have to be divided.
                 return decision
             self._decided(decision)
             found, info = decision.overflow, engine.info()
@@ -599,121 +612,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             self._record.warned = True
             warn(message)
 
-    # --- Step with a closure ------------------------------------------------------------------
-
-    def _step_with(self, closure: Callable[[], Any], **more: Any) -> Any:
-        """A step with a closure, which evaluates the model and calls `backward`.
-
-        Most optimizers evaluate it once, at the beginning. Then it is evaluated here, so that the
-        step can still be skipped. Others evaluate it many times, such as LBFGS in its line search.
-        They need the gradients themselves each time, and no step can be skipped in their middle: an
-        evaluation that overflows is made again at a lower scale.
-        """
-        if not callable(closure):
-            raise ArgumentTypeError(
-                "`closure` must be a callable that evaluates the model, calls backward() and "
-                f"returns the loss. Received: {type(closure).__name__}. step() takes no loss: call "
-                "optimizer.backward(loss) before it."
-            )
-        inner = self.inner_optimizer
-        if self.decide == "device" or fused.evaluates_first(inner):
-            with torch.enable_grad():
-                loss = closure()
-            self._take_step(**more)
-            return loss
-        record, first = self._record, True
-        self._settle()
-        # It may be stepped along gradients that are there before it evaluates anything.
-        if not record.is_nothing() and not self._unscale_(_NOTHING_SCALED).apply:
-            self._take_step()
-            return None
-        before = None if fused.starts_with_closure(inner) else self._measured_parameters()
-        decision = record.decision
-
-        def evaluate() -> Any:
-            nonlocal decision, first
-            loss, now = self._evaluate(closure, decision is None)
-            decision = now or decision
-            if now is not None and not now.apply:
-                # No lower scale helps: it would put what is not finite into the parameters.
-                if first and (before is None or before == self._measured_parameters()):
-                    raise _Skipped(loss)
-                if before is not None:
-                    raise GradientsError(
-                        f"{type(inner).__name__} moved the parameters and evaluated the closure "
-                        "again, whose gradients are not finite at any loss scale. This step can "
-                        "be neither applied nor skipped: load a checkpoint."
-                    )
-            if first and decision is not None:
-                self._notify_watcher(decision)
-            first = False
-            return loss
-
-        try:
-            if before is None:
-                # Its state stays as it is, too.
-                losses = [evaluate()]
-                loss = inner.step(lambda: losses.pop() if losses else evaluate(), **more)
-            else:
-                loss = inner.step(evaluate, **more)
-        except _Skipped as skipped:
-            loss = skipped.args[0]
-            self._notify_watcher(decision)
-        if decision is not None:
-            self._finish(decision)
-        return loss
-
-    def _measured_parameters(self) -> list[float]:
-        with torch.no_grad():
-            parts = [p for t in ranks.parameters_of(self.inner_optimizer) for p in real_parts(t)]
-            norms: list[float] = torch.stack([p.float().norm() for p in parts]).tolist()
-            return norms
-
-    def _evaluate(
-        self, closure: Callable[[], Any], derives: bool
-    ) -> tuple[Any, StepDecision | None]:
-        """Evaluates a closure, at lower scales as long as that may help; unscales the gradients.
-
-        Returns:
-            What the closure returned, and the decision on the gradients; None if it has derived
-            nothing.
-        """
-        scale, record = self._engine.scale, self._record
-        while True:
-            record.reset()
-            with torch.enable_grad():
-                loss = closure()
-            self._check_returned(loss)
-            if record.is_nothing() and not derives:
-                return loss, None
-            decision = self._unscale_(_NOTHING_SCALED)
-            value = loss.detach() if isinstance(loss, torch.Tensor) else loss
-            # Nothing was seen of gradients that are not scaled, and no lower scale helps them.
-            if decision.apply or decision.stats is None or not math.isfinite(float(value)):
-                break
-            before: Any = scale.number
-            scale.update(decision.stats)
-            if not scale.number < before:
-                break
-        if record.clips and decision.apply:
-            self._engine.clip_()
-            record.clips = False
-        return loss, decision
-
-    def _check_returned(self, loss: Any) -> None:
-        if loss is None:
-            raise ArgumentTypeError(
-                f"The closure must return the loss: {type(self.inner_optimizer).__name__} reads "
-                "it. Received: None."
-            )
-        if was_scaled(loss):
-            raise GradientsError(
-                "The closure returned the scaled loss. Return the loss itself: "
-                f"{type(self.inner_optimizer).__name__} compares it with unscaled gradients, and "
-                "with losses at other scales."
-            )
-
-    # --- What can be read ---------------------------------------------------------------------
+    # --- Properties ---------------------------------------------------------------------------
 
     @property
     def loss_scale(self) -> Any:
@@ -726,22 +625,24 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
 
         An int; with `decide="device"` a 0-d tensor, like the counts below.
         """
-        return _own(getattr(self._engine.scale.state, "good_steps", None)) if self.dynamic else None
+        return (
+            _copied(getattr(self._engine.scale.state, "good_steps", None)) if self.dynamic else None
+        )
 
     @property
     def steps_skipped(self) -> Any:
         """The number of steps that were skipped so far."""
-        return _own(self._engine.scale.counts.steps_skipped)
+        return _copied(self._engine.scale.counts.steps_skipped)
 
     @property
     def last_step_skipped(self) -> Any:
         """Whether the last step was skipped."""
-        return _own(self._engine.scale.counts.last_step_skipped)
+        return _copied(self._engine.scale.counts.last_step_skipped)
 
     @property
     def iterations(self) -> Any:
         """The number of steps, skipped ones included. It can be set."""
-        return _own(self._engine.scale.counts.iterations)
+        return _copied(self._engine.scale.counts.iterations)
 
     @iterations.setter
     def iterations(self, value: Any) -> None:
@@ -811,7 +712,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         self.__dict__["_joined"] = config
         self._engine.join_group = self.join_process_group if config.enable else None
 
-    # --- Saving and making it again -----------------------------------------------------------
+    # --- Saving and restoring -----------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the inner optimizer and of the loss scale.
@@ -862,13 +763,13 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         return state_dicts.LossScaleState(self._engine.scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What a release of later needs to make it again; and attributes of the user's own, but not
-        # the methods that schedulers and trainers replace by theirs, which refer to this optimizer.
+        # What a later release needs to recreate it, and attributes that users have set; but not the
+        # methods that schedulers and trainers have replaced, which refer to this optimizer.
         engine = self._engine
         own = {
             name: value
             for name, value in self.__dict__.items()
-            if not (name in _OF_OTHERS or name in _MADE_AGAIN or hasattr(type(self), name))
+            if not (name in _SET_BY_LIGHTNING or name in _RECREATED or hasattr(type(self), name))
         }
         return {
             **own,
@@ -915,23 +816,19 @@ if torch.distributed.is_available():
 
 _PICKLED = "inner_optimizer", "rule", "clip_norm", "process_group", "decide", "name", "numbers"
 
-_MADE_AGAIN = frozenset({"_engine", "_step_state", "_rule", "_skipped_hooks"})
+_RECREATED = frozenset({"_engine", "_step_state", "_rule", "_skipped_hooks"})
 
-_OF_OTHERS = frozenset({"_joined", "_strategy", "_on_before_step", "_on_after_step"})
+_SET_BY_LIGHTNING = frozenset({"_joined", "_strategy", "_on_before_step", "_on_after_step"})
 """What Lightning puts on an optimizer."""
 
 
 def _blank(cls: type[Any]) -> Any:
-    """Returns an optimizer of a class that still has to be given its state."""
+    """Returns an optimizer without state, for `__setstate__`."""
     return object.__new__(cls)
 
 
-class _Skipped(BaseException):
-    """Leaves the step of an optimizer that has changed nothing yet."""
-
-
-def _own(value: Any) -> Any:
-    """A number, or a tensor that is nobody else's."""
+def _copied(value: Any) -> Any:
+    """A number, or a copy of a tensor."""
     return value.clone() if torch.is_tensor(value) else value
 
 
@@ -940,13 +837,13 @@ def _new_scale(rule: Any, inner: Any, decide: str) -> LossScale:
     return (DeviceLossScale if decide == "device" else LossScale)(rule, devices)
 
 
-def _derive(
+def _backpropagate(
     loss: Any, by: Any, gradient: Any, retain_graph: Any, create_graph: bool, inputs: Any
 ) -> None:
-    """Derives a loss times a scale."""
+    """Backpropagates a loss times a scale."""
     plain = type(loss) is torch.Tensor and loss.dtype in WIDE and loss.requires_grad
     if plain and (gradient is not None or loss.numel() == 1):
-        # What multiplies the loss multiplies its gradient: no node is added to the graph.
+        # The scale multiplies the first gradient in place of the loss: the graph gets no node.
         scale = by.on(loss.device).scale.to(loss.dtype)
         seed = torch.ones_like(loss) * scale if gradient is None else gradient * scale
         loss.backward(seed, retain_graph, create_graph, inputs)
@@ -957,7 +854,7 @@ def _derive(
 
 
 def _refuse_scaled_gradients(_: Engine, inner: Any) -> None:
-    """Refuses a step of the inner optimizer, by its own name, on scaled gradients."""
+    """Refuses a direct step of the inner optimizer on scaled gradients."""
     raise CallOrderError(_would_find_scaled("step", inner))
 
 
@@ -998,7 +895,7 @@ def _check_inner(inner: Any, is_one_of_several: bool = False) -> None:
 
 
 def _check_processes(inner: Any, process_group: Any) -> None:
-    """Refuses optimizers that send messages in their steps, and may skip one alone."""
+    """Refuses optimizers that communicate in `step`: if one process skips, the others hang."""
     for part in parts_of(inner):
         if type(part).__name__ == "PostLocalSGDOptimizer" and process_group is None:
             raise UnsupportedError(

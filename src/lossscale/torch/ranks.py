@@ -12,6 +12,7 @@ divides its part by the number of processes that hold a copy.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import operator
@@ -187,6 +188,17 @@ def groups_of(tensors: Iterable[Any], process_group: Any = None) -> tuple[Any, .
         return ()
     # A process without parameters can derive no group, and must use the given ones.
     return (*given, *(group for group in _derived(tensors) if not _is_in_any(group, given)))
+
+
+def is_in_zero(engine: Any) -> bool:
+    """Whether a `ZeroRedundancyOptimizer` made the wrapper of an engine, for one process's part."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return False
+    # It passes nothing of itself on: only a search finds it, once in a program.
+    kind = module.ZeroRedundancyOptimizer
+    found = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    return any(getattr(each.optim, "_engine", None) is engine for each in found)
 
 
 def _is_in_any(group: Any, others: Sequence[Any]) -> bool:

@@ -39,11 +39,11 @@ class GuardedScheduler:
         scheduler: The scheduler.
     """
 
-    _OWN = frozenset({"scheduler", "_watched", "_seen", "_held", "_unmet_steps"})
+    _OWN = frozenset({"scheduler", "_watched", "_seen", "_held", "_unused_steps"})
 
     def __init__(self, scheduler: Any, optimizer: Any) -> None:
         self.scheduler, self._watched = scheduler, optimizer
-        self._seen, self._held, self._unmet_steps = self._steps(), False, 0
+        self._seen, self._held, self._unused_steps = self._steps(), False, 0
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps the scheduler, unless every step since its last one was skipped."""
@@ -72,15 +72,15 @@ class GuardedScheduler:
             # Compared by parameters, because Accelerate and others wrap the optimizer.
             ids = set(map(id, ranks.parameters_of(optimizer)))
             engines = [each for each in engines if not ids.isdisjoint(each.info().ids)]
-            self._check_is_met(engines)
+            self._check_is_used(engines)
         made = sum(each.counts.iterations for each in engines)
         return _Steps(made, made - sum(each.counts.steps_skipped for each in engines), None)
 
-    def _check_is_met(self, engines: list[Any]) -> None:
-        if "_unmet_steps" not in self.__dict__:
+    def _check_is_used(self, engines: list[Any]) -> None:
+        if "_unused_steps" not in self.__dict__:
             return
-        self._unmet_steps = 0 if engines else self._unmet_steps + 1
-        if self._unmet_steps == _NEVER_STEPPED:
+        self._unused_steps = 0 if engines else self._unused_steps + 1
+        if self._unused_steps == _NEVER_STEPPED:
             raise CallOrderError(
                 f"{type(self.scheduler).__name__} was made for a "
                 f"{type(self.scheduler.optimizer).__name__} that the scaler has never stepped; it "
@@ -169,7 +169,7 @@ def guard(scheduler: Scheduler, optimizer: Any) -> Scheduler:
     return cast(Scheduler, GuardedScheduler(scheduler, optimizer))
 
 
-def tell_accelerate(accelerated: Any) -> None:
+def report_skips_to_accelerate(accelerated: Any) -> None:
     """Reports skipped steps to Accelerate, whose `optimizer_step_was_skipped` then counts them.
 
     Accelerate itself only sees the skips of a GradScaler. Its schedulers read
@@ -186,7 +186,7 @@ def tell_accelerate(accelerated: Any) -> None:
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = lossscale.torch.LossScaleOptimizer(torch.optim.SGD([weight], lr=0.5))
         >>> prepared = types.SimpleNamespace(optimizer=optimizer)  # accelerator.prepare(optimizer)
-        >>> lossscale.torch.tell_accelerate(prepared)
+        >>> lossscale.torch.report_skips_to_accelerate(prepared)
         >>> overflowed = optimizer.backward((weight * torch.inf).sum())
         >>> optimizer.step()
         >>> prepared._is_overflow

@@ -96,7 +96,7 @@ def reserve_names(scale: LossScale, inner: Any) -> None:
         group.update(scale.shown)
 
 
-def hear(scale: LossScale, inner: Any) -> None:
+def adopt_written(scale: LossScale, inner: Any) -> None:
     """Adopts values that other code has written into the first parameter group.
 
     Raises:

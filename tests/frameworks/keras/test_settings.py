@@ -16,10 +16,8 @@ import lossscale
 from frameworks.keras.support import (
     INF,
     NAN,
-    Status,
     assert_same,
     gradients_for,
-    loss_scale_warnings,
     plain_step,
     small_model,
     status,
@@ -29,7 +27,7 @@ from frameworks.keras.support import (
     variables,
     wrapped,
 )
-from lossscale import DynamicScale, FixedScale, ScaleRule, ScaleState
+from lossscale import DynamicScale, FixedScale, ScaleRule
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 
@@ -168,44 +166,31 @@ def counts(optimizer):
     return status(optimizer).iterations, status(optimizer).applied
 
 
-def test_assigning_iterations_moves_the_counter_inside():
-    targets = variables([0.0])
-    optimizer = wrapped(Adam())
-    step_with(optimizer, targets, 1.0, INF, INF)
-    optimizer.iterations.assign(102)
-    assert counts(optimizer) == (102, 100)
-    step_with(optimizer, targets, 1.0)
-    assert counts(optimizer) == (103, 101)
+ASSIGN = {
+    "assign": lambda optimizer, value: optimizer.iterations.assign(value),
+    "attribute": lambda optimizer, value: setattr(optimizer, "iterations", value),
+}
 
 
-@pytest.mark.parametrize(
-    "to_zero",
-    [
-        lambda optimizer: optimizer.iterations.assign(0),
-        lambda optimizer: setattr(optimizer, "iterations", 0),
-    ],
-    ids=["assign", "attribute"],
-)
-def test_iterations_can_go_back_to_zero_after_skips(to_zero):
+@pytest.mark.parametrize("assign", ASSIGN.values(), ids=ASSIGN)
+def test_assigning_iterations_moves_the_counter_inside(assign):
     targets = variables([0.0])
     optimizer = wrapped(Adam(0.5, epsilon=0.0))
-    step_with(optimizer, targets, INF, INF, INF, 1.0)
-    to_zero(optimizer)
+    step_with(optimizer, targets, 1.0, INF, INF)
+    assign(optimizer, 102)
+    assert counts(optimizer) == (102, 100)
+    # To zero as well, though more than that was skipped.
+    assign(optimizer, 0)
     assert counts(optimizer) == (0, 0)
     step_with(optimizer, targets, 1.0)
     assert np.isfinite(targets[0].numpy()).all()
     assert counts(optimizer) == (1, 1)
-
-
-def test_an_assignment_to_the_counter_inside_is_followed_after_the_next_step():
-    targets = variables([0.0])
-    optimizer = wrapped(Adam())
-    step_with(optimizer, targets, 1.0, INF)
+    # What was assigned to the counter inside is followed after the next step.
     optimizer.inner_optimizer.iterations.assign(50)
     step_with(optimizer, targets, 1.0)
-    assert counts(optimizer) == (52, 51)
+    assert counts(optimizer) == (51, 51)
     step_with(optimizer, targets, INF)
-    assert counts(optimizer) == (53, 51)
+    assert counts(optimizer) == (52, 51)
 
 
 def test_a_used_optimizer_can_be_wrapped_and_goes_on():
@@ -319,6 +304,23 @@ def test_the_inner_optimizer_can_be_wrapped_again_once_its_wrapper_is_gone():
     assert wrapped(inner, initial_scale=8.0).inner_optimizer is inner
 
 
+def test_keras_own_class_around_ours_is_refused():
+    optimizer = wrapped()
+    with pytest.raises(TypeError, match="Use this LossScaleOptimizer without Keras' class"):
+        keras.optimizers.LossScaleOptimizer(optimizer)
+    targets = variables([1.0])
+    optimizer.build(targets)
+    step_by_scale_loss(optimizer, targets, [np.array([0.5])])
+    assert targets[0].numpy()[0] == 0.5
+
+
+def test_loss_scale_factor_of_the_inner_optimizer_is_an_error_that_keeps_it():
+    inner = keras.optimizers.SGD(loss_scale_factor=64.0)
+    with pytest.raises(ValueError, match=r"initial_scale=64\.0"):
+        wrapped(inner)
+    assert inner.loss_scale_factor == 64.0
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
@@ -360,16 +362,6 @@ def test_a_scale_that_was_set_from_outside_to_nonsense_comes_back():
             step_by_documented_calls(optimizer, targets, [np.array([gradient], "f")])
         assert np.isfinite(targets[0].numpy()).all()
         assert 1 <= float(optimizer.loss_scale) <= 2.0**126
-
-
-def test_making_and_reading_an_optimizer_warns_of_nothing():
-    with loss_scale_warnings() as messages:
-        optimizer = wrapped()
-        assert status(optimizer) == Status(
-            scale=2.0**15, counter=0, skipped=0, last=False, iterations=0, applied=0
-        )
-    assert messages == []
-    assert isinstance(optimizer.rule.init(), ScaleState)
 
 
 @pytest.mark.parametrize("name", ["dynamic_scale", "step_counter"])

@@ -97,20 +97,6 @@ def test_xla_function_gives_the_weights_of_the_plain_optimizer_in_xla(inner):
     assert_same(train(wrapped(inner()), step_by_apply), train(inner(), plain_step))
 
 
-def test_an_optimizer_that_is_first_built_inside_a_function_trains():
-    targets = variables([1.0])
-    optimizer = wrapped(Adam(0.5, epsilon=0.0))
-
-    @tf.function
-    def step(gradient):
-        step_by_scale_loss(optimizer, targets, [gradient])
-
-    for gradient in (INF, 0.25):
-        step(tf.constant([gradient]))
-    np.testing.assert_allclose(targets[0].numpy(), [0.5], rtol=1e-5)
-    assert status(optimizer).iterations == 2
-
-
 def test_what_a_function_reads_moves_with_the_steps():
     targets = variables([1.0])
     optimizer = wrapped(dynamic_growth_steps=1)
@@ -186,6 +172,59 @@ def test_pure_float16_variables_train():
 # --- Gradients of several kinds -------------------------------------------------------------------
 
 
+class SparseSpy(keras.optimizers.SGD):
+    """Notes in which form each gradient arrived."""
+
+    def __init__(self):
+        super().__init__(0.5)
+        self.__dict__["seen"] = []
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.seen.append(type(gradient))
+        super().update_step(gradient, variable, learning_rate)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "function"])
+def test_sparse_gradients_reach_the_inner_optimizer_sparse(traced):
+    (table,) = variables(np.ones([6, 2]))
+    optimizer = wrapped(SparseSpy())
+    optimizer.build([table])
+
+    def step(multiplier):
+        with tf.GradientTape() as tape:
+            rows = tf.gather(table.value, [1, 4, 1])
+            loss = optimizer.scale_loss(tf.reduce_sum(rows * multiplier))
+        optimizer.apply_gradients([(tape.gradient(loss, table.value), table)])
+
+    step = tf.function(step) if traced else step
+    for multiplier in (0.25, INF, 0.25):
+        step(tf.constant(multiplier))
+    assert set(optimizer.inner_optimizer.seen) == {tf.IndexedSlices}
+    expected = np.ones([6, 2], "float32")
+    expected[[1, 4]] -= [[2 * 0.5 * 0.5], [2 * 0.5 * 0.25]]
+    np.testing.assert_array_equal(table.numpy(), expected)
+    assert int(optimizer.steps_skipped) == 1
+
+
+def complex_step(optimizer, gradient):
+    variable = tf.Variable(tf.constant([1 + 1j], tf.complex64))
+    optimizer.build([variable])
+    gradient = tf.constant([gradient], tf.complex64)
+    optimizer.apply([gradient * tf.cast(optimizer.scale_loss(1.0), tf.complex64)], [variable])
+    return variable.numpy()
+
+
+@pytest.mark.parametrize(
+    ("gradient", "skipped"),
+    [(0.5 + 0.25j, 0), (complex(0.5, INF), 1), (complex(INF, 0.5), 1), (complex(0.5, NAN), 1)],
+)
+def test_both_parts_of_a_complex_gradient_are_unscaled_and_checked(gradient, skipped):
+    optimizer = wrapped()
+    weight = complex_step(optimizer, gradient)
+    assert weight.tolist() == [1 + 1j if skipped else 0.5 + 0.75j]
+    assert int(optimizer.steps_skipped) == skipped
+
+
 def test_a_variable_that_is_overwritten_with_its_gradient_is_not_unscaled():
     plain, statistic = variables([1.0], [2.0])
     statistic.overwrite_with_gradient = True
@@ -216,6 +255,33 @@ def test_minimize_leaves_statistics_that_are_overwritten_alone():
 
 
 # --- Warnings -------------------------------------------------------------------------------------
+
+
+class Forgetful(keras.Sequential):
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.usefixtures("mixed_float16")
+def test_a_train_step_that_forgets_to_scale_trains_as_without_scaling_with_one_warning():
+    found = []
+    with loss_scale_warnings() as messages:
+        for optimizer, arguments in (
+            (SGD(0.1), {"auto_scale_loss": False}),
+            (wrapped(SGD(0.1)), {}),
+        ):
+            model = Forgetful(small_model().layers)
+            model.compile(optimizer, "mse", jit_compile=False, **arguments)
+            model.fit(*data(24), batch_size=8, shuffle=False, verbose=0)
+            found.append(values(model.trainable_variables))
+    assert_same(*found)
+    assert len(messages) == 1
+    assert "never scaled" in messages[0]
 
 
 MISTAKES = {

@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lossscale
 from frameworks.torch import cases_of_parallel
-from frameworks.torch.seeing import Noting, noted
+from frameworks.torch.seeing import noted
 from frameworks.torch.support import OURS, WithScaler, Wrapper, scaler, theirs, wrapper
 from lossscale.rules import StatsRequest
 from lossscale.torch import LossScaleOptimizer, ranks
@@ -49,6 +49,7 @@ from lossscale.torch.amp_install import (
     ShardedGradScaler as OurShardedGradScaler,
 )
 from lossscale.torch.grad_scaler import GradScaler
+from noting import Noting
 
 INF = float("inf")
 
@@ -645,6 +646,30 @@ def compressed(folder):
     return int(optimizer.steps_skipped)
 
 
+def in_zero(folder):
+    """A wrapper that `ZeroRedundancyOptimizer` makes for the part of one process."""
+    # PyTorch's own import of it uses what PyTorch has deprecated.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    found = []
+    for group in (None, distributed.group.WORLD):
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        outer = ZeroRedundancyOptimizer(
+            model.parameters(),
+            lambda part, group=group: LossScaleOptimizer(
+                torch.optim.SGD(part, lr=0.5), process_group=group
+            ),
+        )
+        outer.optim.scale_loss(model(torch.ones(1, 2)).sum()).backward()
+        try:
+            outer.step()
+        except lossscale.errors.UnsupportedError as error:
+            found.append(str(error))
+        else:
+            found.append("stepped")
+    return found
+
+
 CASES = {
     4: (
         ddp,
@@ -663,7 +688,7 @@ CASES = {
         sharded_scaler,
         killed,
     ),
-    2: (ddp, fsdp, fsdp_clipped, uneven, compressed, monitored, resumed),
+    2: (ddp, fsdp, fsdp_clipped, uneven, compressed, in_zero, monitored, resumed),
     1: (on_one, seen, clipped, fsdp_clipped, minimized),
 }
 CASES = {size: (*cases_of_parallel.CASES[size], *cases) for size, cases in CASES.items()}

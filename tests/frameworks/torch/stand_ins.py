@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -65,7 +66,8 @@ class OptimizersContainer(Optimizer, Stateful):
 class TorchTrainer:
     """Ray's: it runs a function on each worker; here the process is one of them."""
 
-    reported: dict[str, float]
+    # Metrics without a checkpoint are not kept.
+    kept: dict[str, float] | None = None
 
     def __init__(self, train_func, *, scaling_config):
         assert scaling_config.num_workers == distributed.get_world_size()
@@ -73,7 +75,13 @@ class TorchTrainer:
 
     def fit(self):
         self._run()
-        return SimpleNamespace(metrics=TorchTrainer.reported)
+        return SimpleNamespace(metrics=TorchTrainer.kept)
+
+    @classmethod
+    def report(cls, metrics, checkpoint=None):
+        if checkpoint is not None:
+            assert os.listdir(checkpoint)
+            cls.kept = metrics
 
 
 def _module(name, **names):
@@ -95,7 +103,8 @@ def installed():
         "ray.train",
         torch=ray_torch,
         ScalingConfig=SimpleNamespace,
-        report=functools.partial(setattr, TorchTrainer, "reported"),
+        report=TorchTrainer.report,
+        Checkpoint=SimpleNamespace(from_directory=str),
     )
     optimizer = _module(
         "optimizer", OptimizersContainer=OptimizersContainer, ParamGroupConfig=SimpleNamespace

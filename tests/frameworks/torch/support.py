@@ -22,6 +22,15 @@ def parameters(*shapes, dtype=torch.float32):
     return [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
 
 
+def parameter(size=2):
+    """A parameter of ones."""
+    return torch.nn.Parameter(torch.ones(size))
+
+
+def sgd(*given, **settings):
+    return torch.optim.SGD(list(given), **{"lr": 1.0, **settings})
+
+
 def wrapped(inner, **settings):
     return lossscale.torch.LossScaleOptimizer(inner, **settings)
 
@@ -93,7 +102,7 @@ def bits(value):
 
 def snapshot(given, optimizer):
     """The bits of parameters and of the state of the optimizer inside."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = getattr(optimizer, "inner_optimizer", getattr(optimizer, "optimizer", optimizer))
     return bits([list(given), copy.deepcopy(inner.state_dict()["state"])])
 
 

@@ -5,7 +5,6 @@ import contextlib
 import pytest
 import torch
 
-from frameworks.torch.seeing import Noting
 from frameworks.torch.support import (
     assert_same_without_scaling,
     bits,
@@ -16,15 +15,19 @@ from frameworks.torch.support import (
 )
 from lossscale import DynamicScale, LossScaleWarning
 from lossscale.errors import ArgumentTypeError, GradientsError
+from noting import Noting
 
 
-def closure_of(optimizer, loss_fn, clip=None):
+def closure_of(optimizer, loss_fn, clip=None, verb=False):
     """A closure; that of an optimizer which is not wrapped scales nothing."""
 
     def closure():
         optimizer.zero_grad()
         loss = loss_fn()
-        scaled(optimizer, loss).backward()
+        if verb and hasattr(optimizer, "backward"):
+            optimizer.backward(loss)
+        else:
+            scaled(optimizer, loss).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], clip)
         return loss
@@ -48,12 +51,15 @@ def without_a_finite_gradient(point):
 
 @pytest.mark.parametrize("line_search", ["strong_wolfe", None])
 @pytest.mark.parametrize("scale", [2.0**15, 2.0**124])
-def test_lbfgs_ends_bit_identical_to_no_loss_scaling(scale, line_search):
+@pytest.mark.parametrize("verb", [False, True])
+def test_lbfgs_ends_bit_identical_to_no_loss_scaling(scale, line_search, verb):
     def run(wrap):
         point, evaluations = starting_point(), []
         inner = torch.optim.LBFGS([point], lr=0.5, line_search_fn=line_search, max_iter=5)
         optimizer = wrap(inner, rule=DynamicScale(scale))
-        closure = closure_of(optimizer, lambda: evaluations.append(1) or rosenbrock(point))
+        closure = closure_of(
+            optimizer, lambda: evaluations.append(1) or rosenbrock(point), verb=verb
+        )
         losses = [optimizer.step(closure).detach() for _ in range(8)]
         return snapshot([point], optimizer), bits(losses), len(evaluations), optimizer
 

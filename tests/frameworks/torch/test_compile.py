@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from frameworks.torch.support import bits, wrapped
+from frameworks.torch.support import bits, parameter, sgd, wrapped
 from lossscale import DynamicScale, FixedScale
 
 RULE = DynamicScale(2.0**3, growth_interval=1, max_scale=2.0**8)
@@ -99,6 +99,25 @@ def test_a_whole_step_breaks_where_pytorch_does_and_is_not_compiled_anew(counter
     run(step, optimizer)
     assert counter.frame_count == 1
     assert bits(list(model.parameters())) == bits(eager())
+
+
+def test_unscaling_in_a_compiled_loop_is_not_compiled_for_a_scale():
+    w = parameter()
+    o = wrapped(sgd(w), dynamic_growth_steps=1)
+
+    def loop():
+        o.zero_grad()
+        o.scale_loss(w.sum()).backward()
+        o.unscale_()
+        o.step()
+
+    compiled = torch.compile(loop, backend="eager")
+    for _ in range(2):
+        compiled()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            compiled()
+    assert float(o.loss_scale) == 2.0**20
 
 
 def without_momentum(parameters, lr, momentum):

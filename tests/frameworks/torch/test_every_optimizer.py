@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from frameworks.torch.support import bits, parameters, scaled, snapshot, wrapped
+from frameworks.torch.support import bits, parameters, scaled, scaler, snapshot, wrapped
 from lossscale.errors import UnsupportedError
 
 STEPS = (torch.inf, 1.0, 0.5, torch.inf, -3.0, torch.nan, 0.75, -torch.inf, 1.25)
@@ -36,16 +36,21 @@ CASES = list(cases())
 FUSED = [case for case in CASES if case.values[1].get("fused")]
 SHAPES = ((4, 3), (2, 5))
 """Matrices, because Muon takes no others."""
+SCALES = {wrapped: "initial_scale", scaler: "init_scale"}
+
+
+def alone(inner, **arguments):
+    return inner
 
 
 class Run:
     """An optimizer whose loss has given gradients, plus a little of the parameters themselves."""
 
-    def __init__(self, cls, settings, wrap=True, **arguments):
+    def __init__(self, cls, settings, wrap=wrapped, **arguments):
         self.given = parameters(*SHAPES)
-        self.cls = cls
+        self.cls, self.evaluations = cls, 0
         inner = cls(self.given, lr=0.125, **settings)
-        self.optimizer = wrapped(inner, initial_scale=2.0**10, **arguments) if wrap else inner
+        self.optimizer = wrap(inner, **{SCALES.get(wrap, "unused"): 2.0**10, **arguments})
         torch.manual_seed(1)
         self.targets = [torch.randn(shape) for shape in SHAPES]
 
@@ -53,7 +58,12 @@ class Run:
         self.optimizer.zero_grad()
         pairs = zip(self.given, self.targets, strict=True)
         loss = sum(((p - t) ** 2).sum() * factor for p, t in pairs)
-        scaled(self.optimizer, loss).backward()
+        self.evaluations += 1
+        # By both ways in turn.
+        if self.evaluations % 2 and hasattr(self.optimizer, "backward"):
+            self.optimizer.backward(loss)
+        else:
+            scaled(self.optimizer, loss).backward()
         if self.cls is torch.optim.SparseAdam:
             for p in self.given:
                 p.grad = p.grad.to_sparse(1)
@@ -79,7 +89,7 @@ class Run:
     ],
 )
 def test_it_trains_as_without_loss_scaling_and_a_skip_changes_no_byte(cls, settings, decide):
-    ours, plain = Run(cls, settings, decide=decide), Run(cls, settings, wrap=False)
+    ours, plain = Run(cls, settings, decide=decide), Run(cls, settings, alone)
     for factor in STEPS:
         before, is_finite = ours.snapshot(), bool(torch.tensor(factor).isfinite())
         ours.step(factor)
@@ -91,6 +101,26 @@ def test_it_trains_as_without_loss_scaling_and_a_skip_changes_no_byte(cls, setti
     assert int(ours.optimizer.steps_skipped) == 4
     # A closure whose loss is not finite is not evaluated again at another scale.
     assert float(ours.optimizer.loss_scale) == 2.0**6
+
+
+# LBFGS needs a closure, which a scaler cannot give it.
+OF_SCALERS = [case for case in CASES if case.values[0] is not torch.optim.LBFGS]
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize(("cls", "settings"), OF_SCALERS)
+def test_with_a_scaler_it_trains_as_without_one(cls, settings, unscales):
+    ours, plain = Run(cls, settings, scaler), Run(cls, settings, alone)
+    for factor in STEPS:
+        before, is_finite = ours.snapshot(), bool(torch.tensor(factor).isfinite())
+        ours.closure(factor)
+        if unscales:
+            ours.optimizer.unscale()
+        ours.optimizer.step()
+        if is_finite:
+            plain.step(factor)
+        assert ours.snapshot() == (plain.snapshot() if is_finite else before)
+    assert ours.optimizer.shown()[0] == 2.0**6
 
 
 @pytest.mark.parametrize(
@@ -119,7 +149,7 @@ def test_the_device_decides_without_the_host(cls, settings):
             run.optimizer.step()
         return Reads.count
 
-    runs = [Run(cls, settings, decide="device"), Run(cls, settings, wrap=False)]
+    runs = [Run(cls, settings, decide="device"), Run(cls, settings, alone)]
     for run in runs:
         run.step(1.0)
     ours, plain = map(reads, runs)
@@ -135,7 +165,7 @@ def test_its_state_is_saved_and_loaded_exactly(cls, settings, tmp_path):
         {"model": saved.given, "optimizer": saved.optimizer.state_dict()}, tmp_path / "file.pt"
     )
     loaded = Run(cls, settings, dynamic_growth_steps=3)
-    plain = Run(cls, settings, wrap=False)
+    plain = Run(cls, settings, alone)
     for run in (loaded, plain):
         # Once for each: PyTorch's optimizers keep the tensors that they are given.
         file = torch.load(tmp_path / "file.pt", weights_only=True)

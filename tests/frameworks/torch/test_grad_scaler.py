@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from core.oracle import trace
 from frameworks.torch.scaling import (
-    MAKERS,
     OPTIMIZERS,
     made,
     numbers,
@@ -20,6 +19,7 @@ from frameworks.torch.scaling import (
     parameters,
     scale_and_tracker,
 )
+from frameworks.torch.support import parameter, sgd
 from lossscale import DynamicScale, FixedScale
 from lossscale.torch.grad_scaler import GradScaler
 
@@ -107,20 +107,6 @@ def test_the_scale_takes_the_way_of_the_rule(finite, init, growth, backoff, inte
     assert shown == trace(DynamicScale(initial_scale=first, **arguments), finite)
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_several_optimizers_share_a_scale_and_skip_for_themselves(make):
-    good, bad = parameters(1), parameters(1)
-    optimizers = [OPTIMIZERS["sgd"](good), OPTIMIZERS["adamw-fused"](bad)]
-    scaler = make("cpu", init_scale=8.0)
-    scaler.scale(good[0].sum() + (bad[0] * torch.inf).sum()).backward()
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
-    assert numbers(good) == [[0.5] * 3]
-    assert numbers(bad) == [[1.0] * 3]
-    assert scale_and_tracker(scaler) == (4.0, 0)
-
-
 def test_which_step_was_skipped_and_of_which_optimizer():
     good, bad = parameters(1), parameters(1)
     first, second = OPTIMIZERS["sgd"](good), OPTIMIZERS["adamw-fused"](bad)
@@ -155,6 +141,20 @@ def test_names_of_the_parameters_that_overflowed(name):
         "0.weight (1 inf, 1 NaN)",
         "1.bias (1 inf)",
     ]
+
+
+def test_the_parameters_that_overflow_are_named_of_all_that_are_skipped_together():
+    a, b = parameter(), parameter()
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.name_overflows([("a", a), ("b", b)])
+    parts = [sgd(a), torch.optim.AdamW([b])]
+    for bad, expected in ((a, ["a"]), (b, ["b"])):
+        for part in parts:
+            part.zero_grad()
+        scaler.scale(a.sum() + b.sum() + (bad * torch.inf).sum()).backward()
+        scaler.step(parts)
+        scaler.update()
+        assert [each.name for each in scaler.last_nonfinite] == expected
 
 
 def test_parameters_without_a_name_are_numbered():
@@ -209,17 +209,6 @@ def test_gradient_penalty():
     scaler.step(optimizer)
     # d/dw of w^2 + (2w)^2
     assert weight.tolist() == [2.0 - 20.0, 3.0 - 30.0]
-
-
-def test_accumulation_keeps_the_scale_and_one_infinity_skips_all_of_it():
-    for slopes, expected in (((1.0, 2.0), 1.0 - 1.5), ((torch.inf, 2.0), 1.0)):
-        weights, optimizer, scaler = made(init_scale=8.0)
-        for slope in slopes:
-            scaler.scale((weights[0] * slope).sum()).backward()
-        assert scaler.get_scale() == 8
-        scaler.step(optimizer)
-        scaler.update()
-        assert numbers(weights) == [[expected] * 3]
 
 
 def test_step_returns_what_the_optimizer_returns():

@@ -18,6 +18,7 @@ from frameworks.torch.scaling import (
     parameters,
     scale_and_tracker,
 )
+from frameworks.torch.support import parameter, sgd, wrapped
 from lossscale import DynamicScale, FixedScale, LossScaleWarning, ScaleState
 from lossscale.errors import ArgumentError, StateDictError
 from lossscale.torch.grad_scaler import GradScaler
@@ -160,8 +161,8 @@ def test_states_go_between_rules_that_wait_and_that_do_not(saves, loads):
         inner = OPTIMIZERS["sgd"](parameters(1))
         made = lossscale.torch.LossScaleOptimizer(inner, rule=rule(waits))
         made.scale_loss(torch.ones(()))
-        for parameter in made.param_groups[0]["params"]:
-            parameter.grad = torch.full_like(parameter, math.inf)
+        [weight] = made.param_groups[0]["params"]
+        weight.grad = torch.full_like(weight, math.inf)
         made.step()
         return made
 
@@ -193,6 +194,25 @@ def test_an_apex_state_of_several_scalers_says_which_to_load():
         scaler.load_state_dict(scalers)
     scaler.load_state_dict(scalers["loss_scaler1"])
     assert scale_and_tracker(scaler) == (2.0, 1)
+
+
+class Saved:
+    """DeepSpeed saves its scaler as an object."""
+
+    def __init__(self):
+        self.cur_scale, self.cur_iter, self.last_overflow_iter = 512.0, 8, 0
+        self.scale_factor, self.scale_window, self.delayed_shift = 2.0, 1000, 1
+
+
+def test_a_scaler_that_was_saved_itself():
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict({"loss_scaler": Saved(), "dynamic_loss_scale": True})
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (512.0, 7)
+    with pytest.raises(StateDictError, match="not the state of a gradient scaler"):
+        scaler.load_state_dict({"loss_scaler": 5})
+    o = wrapped(sgd(parameter()))
+    with pytest.raises(ArgumentError, match="must be a number"):
+        o.loss_scale_state.load_state_dict({"loss_scale": 10**400})
 
 
 @pytest.mark.parametrize("key", sorted(KEYS))

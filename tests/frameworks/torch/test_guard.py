@@ -9,7 +9,16 @@ import torch
 
 import lossscale
 from frameworks.torch import scaling
-from frameworks.torch.support import ONES, SHAPES, made, parameters, step, wrapped
+from frameworks.torch.support import (
+    ONES,
+    SHAPES,
+    made,
+    parameter,
+    parameters,
+    sgd,
+    step,
+    wrapped,
+)
 
 lr_scheduler = torch.optim.lr_scheduler
 SCHEDULERS = {
@@ -119,6 +128,29 @@ def test_a_copy_follows_the_copied_optimizer(how):
         step(optimizer, given, gradients)
         scheduler.step()
         assert scheduler.get_last_lr() == [rate]
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+@pytest.mark.filterwarnings("ignore:Seems like .optimizer.step..:UserWarning")
+def test_a_copied_guard_with_a_scaler_is_held_back_at_once(how):
+    w = parameter()
+    inner = sgd(w)
+    scaler = lossscale.torch.GradScaler("cpu", init_scale=8.0)
+    scheduler = lossscale.torch.guard(lr_scheduler.ExponentialLR(inner, 0.5), scaler)
+
+    def step(w, inner, scaler, scheduler, factor=1.0):
+        inner.zero_grad()
+        scaler.scale((w * factor).sum()).backward()
+        scaler.step(inner)
+        scaler.update()
+        scheduler.step()
+        return scheduler.get_last_lr()
+
+    everything = (w, inner, scaler, scheduler)
+    for _ in range(3):
+        step(*everything)
+    copied = how(everything)
+    assert step(*everything, torch.inf) == step(*copied, torch.inf) == [0.125]
 
 
 def test_with_a_scaler_the_steps_of_the_own_optimizer_count():

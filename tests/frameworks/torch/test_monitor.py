@@ -13,7 +13,6 @@ from lossscale.errors import (
     ArgumentError,
     ArgumentTypeError,
     LossScaleWarning,
-    TrainingHaltedError,
 )
 from lossscale.monitoring import read_records
 from records import column
@@ -92,36 +91,6 @@ def test_the_records_tell_what_happened_on_every_step(how, tmp_path):
     assert records[-1].steps_skipped == 2
 
 
-@pytest.mark.parametrize("how", ["wrapper", "scaler"])
-def test_what_is_skipped_between_two_samples_is_recorded(how, tmp_path):
-    loop = Loop(how)
-    with Monitor(loop.watched, loop.named, tmp_path / "run.jsonl", every=4) as monitor:
-        for slope in (1.0, torch.inf, 1.0, 1.0, 1.0, 1.0):
-            monitor.step(loop.step(slope))
-    records = read_records(tmp_path / "run.jsonl")
-    assert [record.step for record in records] == [1, 2, 4, 6]
-    assert records[1].skipped
-    assert records[1].scale == 8.0
-    assert [str(tensor) for tensor in records[1].nonfinite] == ["layer.b (1 inf)"]
-    assert records[-1].loss is not None
-
-
-@pytest.mark.parametrize("how", ["wrapper", "scaler"])
-def test_a_run_that_is_resumed_goes_on_in_its_file(how, tmp_path):
-    path, first = tmp_path / "run.jsonl", Loop(how)
-    with Monitor(first.watched, first.named, path) as monitor:
-        for slope in (1.0, torch.inf):
-            monitor.step(first.step(slope))
-    again = Loop(how)
-    again.watched.load_state_dict(first.watched.state_dict())
-    before = {"steps_before": 2} if how == "scaler" else {}
-    with Monitor(again.watched, again.named, path, append=True, **before) as monitor:
-        monitor.step(again.step(torch.inf))
-    assert column(path, "step") == [1, 2, 3]
-    assert column(path, "scale") == [8.0, 8.0, 4.0]
-    assert read_records(path)[-1].steps_skipped == 2
-
-
 def test_optimizers_that_share_a_scaler_are_one_step():
     scaler = lossscale.torch.GradScaler("cpu", init_scale=8.0)
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
@@ -163,18 +132,6 @@ def test_parameters_without_names_are_numbered():
     with Monitor(loop.watched) as monitor:
         monitor.step(loop.step(torch.inf))
     assert str(monitor.last_record.nonfinite[0]) == "param_groups[0]['params'][1] (1 inf)"
-
-
-def test_alarms_warn_and_end_training(tmp_path):
-    loop = Loop(initial=1.0)
-    path = tmp_path / "run.jsonl"
-    monitor = Monitor(loop.watched, loop.named, path, max_consecutive_skips=2)
-    with pytest.warns(LossScaleWarning, match=r"layer\.b"):
-        monitor.step(loop.step(torch.inf))
-    with pytest.raises(TrainingHaltedError, match="2 steps in a row"):
-        monitor.step(loop.step(torch.inf))
-    monitor.close()
-    assert column(path, "step") == [1, 2]
 
 
 def test_steps_without_gradients_are_none(tmp_path):

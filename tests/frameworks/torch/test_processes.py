@@ -170,6 +170,13 @@ def test_the_lines_for_power_sgd_clear_its_error(found):
     assert [process["compressed"] for process in found[2]] == [1, 1]
 
 
+def test_a_wrapper_inside_of_zero_needs_a_group(found):
+    for process in found[2]:
+        refused, stepped = process["in_zero"]
+        assert "Wrap the ZeroRedundancyOptimizer, or make the LossScaleOptimizer with" in refused
+        assert stepped == "stepped"
+
+
 def test_each_process_logs_its_own_records_and_names_the_overflows_of_its_shards(found):
     first, last = (process["monitored"]["each"] for process in found[2])
     for logged in (first, last):

@@ -9,13 +9,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-import lossscale
 from frameworks.torch.scaling import (
     MAKERS,
     OPTIMIZERS,
-    made,
-    numbers,
-    one_step,
     scale_and_tracker,
 )
 from frameworks.torch.trainers import hugging_face_trainer, lightning_trainer
@@ -43,59 +39,6 @@ class Net(torch.nn.Module):
 
     def forward(self, x):
         return (self.weight * x).sum()
-
-
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@pytest.mark.parametrize("name", ["sgd", "adamw-fused"])
-def test_a_plain_loop_with_clipping_and_accumulation(make, name):
-    weights, optimizer, scaler = made(name, make, init_scale=8.0)
-    trace = []
-    for batch in data():
-        for part in batch:
-            scaler.scale((weights[0] * part).sum() / len(batch)).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        trace.append(scale_and_tracker(scaler))
-    assert trace == TRACE
-    # Three steps with a gradient of norm 1.
-    expected = {"sgd": 1 - 3 * 0.5 / 3**0.5, "adamw-fused": 0.7}[name]
-    assert numbers(weights)[0] == pytest.approx([expected] * 3, abs=0.01)
-
-
-def test_an_engine_that_leaves_a_step_out():
-    """As verl's does it: zero_grad() in the place of step() if the norm is not finite."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    inner = torch.optim.SGD([weight], lr=0.1)
-    optimizer = lossscale.torch.LossScaleOptimizer(inner, initial_scale=8.0)
-    trace = []
-    for batch in data():
-        optimizer.zero_grad()
-        optimizer.scale_loss((weight * batch).sum()).backward()
-        optimizer.unscale_()
-        if torch.isfinite(torch.nn.utils.clip_grad_norm_([weight], max_norm=1.0)):
-            optimizer.step()
-        else:
-            optimizer.zero_grad()
-        trace.append((float(optimizer.loss_scale), optimizer.steps_skipped))
-    assert trace == [(8.0, 0), (4.0, 1), (4.0, 1), (4.0, 1)]
-    assert optimizer.iterations == 4
-    assert bool((weight < 1).all())
-
-
-def test_a_plain_loop_with_a_schedule():
-    """A schedule that steps after applied steps only, and does not warn."""
-    weights, optimizer, scaler = made("adam-fused")
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    rates = []
-    for factor in (torch.inf, 1.0, torch.inf, 1.0):
-        one_step(scaler, optimizer, weights, factor)
-        if not scaler.last_step_skipped:
-            scheduler.step()
-        rates.append(scheduler.get_last_lr()[0])
-    assert rates == [0.1, 0.05, 0.05, 0.025]
 
 
 # Lightning

@@ -14,6 +14,7 @@ from frameworks.torch.test_recipes import (
     trainer,
     use,
 )
+from frameworks.torch.trainers import hugging_face_trainer, lightning_trainer
 from lossscale.errors import TrainingHaltedError
 from lossscale.monitoring import read_records
 from lossscale.torch.grad_scaler import GradScaler
@@ -105,10 +106,7 @@ def test_the_optimizers_of_lightnings_module_are_watched(tmp_path):
             inner = OPTIMIZERS["sgd"](self.parameters())
             return lossscale.torch.LossScaleOptimizer(inner, initial_scale=8.0)
 
-    quiet = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
-    lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet).fit(Module(), loader())
+    lightning_trainer(lightning, tmp_path, max_epochs=1).fit(Module(), loader())
     check(path, reason="loss")
 
 
@@ -117,8 +115,6 @@ def test_the_optimizers_of_lightnings_module_are_watched(tmp_path):
 
 def test_what_accelerate_prepares_is_watched(tmp_path):
     accelerate = pytest.importorskip("accelerate")
-    from accelerate.state import AcceleratorState
-
     path, model = tmp_path / "run.jsonl", Net()
     wrapper = lossscale.torch.LossScaleOptimizer(
         OPTIMIZERS["sgd"](model.parameters()), initial_scale=8.0
@@ -131,52 +127,30 @@ def test_what_accelerate_prepares_is_watched(tmp_path):
             wrapper.scale_loss(loss).backward()
             optimizer.step()
             monitor.step(loss)
-    AcceleratorState._reset_state(reset_partial_state=True)
     assert column(path, "scale") == [8.0, 8.0, 4.0, 4.0]
     assert [str(tensor) for tensor in read_records(path)[BAD].nonfinite] == ["weight (2 inf)"]
 
 
 def test_hf_trainer_records_every_step(tmp_path):
     transformers = pytest.importorskip("transformers")
-    from accelerate.state import AcceleratorState
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = Net()
-
-        def forward(self, x, labels=None):
-            return {"loss": self.net(x)}
 
     class Record(transformers.TrainerCallback):
         def on_step_end(self, *args, **kwargs):
             monitor.step()
 
-    path, model, scaler = tmp_path / "run.jsonl", Model(), GradScaler("cpu", init_scale=8.0)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=1,
-        num_train_epochs=1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-        logging_strategy="no",
-        dataloader_pin_memory=False,
-        train_sampling_strategy="sequential",
-    )
-    runner = transformers.Trainer(
-        model,
-        arguments,
-        train_dataset=[{"x": batch} for batch in data()],
-        optimizers=(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)),
+    path, net, scaler = tmp_path / "run.jsonl", Net(), GradScaler("cpu", init_scale=8.0)
+    optimizer = OPTIMIZERS["sgd"](net.parameters())
+    runner = hugging_face_trainer(
+        net,
+        (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)),
+        data(),
+        tmp_path,
         callbacks=[Record()],
+        num_train_epochs=1,
+        save_strategy="no",
     )
     use(runner.accelerator, scaler)
-    assert runner.is_world_process_zero()
-    with lossscale.torch.Monitor(scaler, model, path) as monitor:
+    with lossscale.torch.Monitor(scaler, runner.model, path) as monitor:
         runner.train()
-    AcceleratorState._reset_state(reset_partial_state=True)
     check(path, reason="unknown")
     assert monitor.last_record.step == 4

@@ -10,10 +10,11 @@ import torch
 
 import lossscale
 from frameworks.torch.scaling import OPTIMIZERS, parameters
-from frameworks.torch.seeing import EDGES, Noting, expected, noted
+from frameworks.torch.seeing import expected, noted
 from frameworks.torch.support import WithScaler, fill, scaler, step, wrapped
 from lossscale import StatsRequest
 from lossscale.torch.grad_scaler import GradScaler
+from noting import EDGES, Noting
 
 GRADIENTS = [torch.tensor([0.5, -1.0, 2.0]), torch.tensor([-4.0, -0.125, 0.0])]
 SPOILED = [GRADIENTS[0], torch.tensor([-4.0, torch.inf, 0.0])]

@@ -193,9 +193,9 @@ def test_accelerate_is_told_of_a_step_that_is_skipped(accelerate):
     net = torch.nn.Linear(2, 1)
     wrapper = lossscale.torch.LossScaleOptimizer(torch.optim.SGD(net.parameters(), lr=0.5))
     net, optimizer = accelerator.prepare(net, wrapper)
-    lossscale.torch.tell_accelerate(optimizer)
+    lossscale.torch.report_skips_to_accelerate(optimizer)
     with pytest.raises(TypeError, match=r"accelerator\.prepare\(\) returned"):
-        lossscale.torch.tell_accelerate(wrapper)
+        lossscale.torch.report_skips_to_accelerate(wrapper)
     plain = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.5))
     for factor, skipped in ((1.0, False), (torch.inf, True), (1.0, False)):
         optimizer.zero_grad()

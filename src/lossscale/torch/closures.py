@@ -1,0 +1,148 @@
+"""A step with a closure, which evaluates the model and calls `backward`.
+
+Most optimizers evaluate the closure once, at the beginning. Then it is evaluated here, so that the
+step can still be skipped. Others, such as LBFGS in its line search, evaluate it many times and need
+unscaled gradients each time. No step can be skipped half-way: an evaluation that overflows is
+repeated at a lower scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lossscale.errors import ArgumentTypeError, GradientsError
+from lossscale.torch import fused, ranks
+from lossscale.torch.backward import was_scaled
+from lossscale.torch.engine import StepDecision
+from lossscale.torch.scaling import real_parts
+
+
+class _Skipped(BaseException):
+    """Leaves the step of an optimizer that has changed nothing yet."""
+
+
+def step(optimizer: Any, closure: Callable[[], Any], nothing_scaled: str, **more: Any) -> Any:
+    """Makes a step of a `LossScaleOptimizer` with a closure.
+
+    Args:
+        optimizer: The wrapper.
+        closure: Evaluates the model, calls `backward` and returns the loss.
+        nothing_scaled: The warning if it scales no loss.
+        **more: Passed on to `step` of the inner optimizer.
+
+    Returns:
+        The loss, or what the inner optimizer returns.
+    """
+    if not callable(closure):
+        raise ArgumentTypeError(
+            "`closure` must be a callable that evaluates the model, calls backward() and "
+            f"returns the loss. Received: {type(closure).__name__}. step() takes no loss: call "
+            "optimizer.backward(loss) before it."
+        )
+    inner, record = optimizer.inner_optimizer, optimizer._record
+    if optimizer.decide == "device" or fused.evaluates_first(inner):
+        with torch.enable_grad():
+            loss = closure()
+        optimizer._take_step(**more)
+        return loss
+    optimizer._settle()
+    # It may be stepped along gradients that are there before it evaluates anything.
+    if not record.is_nothing() and not optimizer._unscale_(nothing_scaled).apply:
+        optimizer._take_step()
+        return None
+    before = None if fused.starts_with_closure(inner) else _norms(inner)
+    decision, is_first = record.decision, True
+
+    def evaluate() -> Any:
+        nonlocal decision, is_first
+        loss, now = _evaluate(optimizer, closure, nothing_scaled, derives=decision is None)
+        decision = now or decision
+        if now is not None and not now.apply:
+            # No lower scale helps: it would put what is not finite into the parameters.
+            if is_first and (before is None or before == _norms(inner)):
+                raise _Skipped(loss)
+            if before is not None:
+                raise GradientsError(
+                    f"{type(inner).__name__} moved the parameters and evaluated the closure "
+                    "again, whose gradients are not finite at any loss scale. This step can "
+                    "be neither applied nor skipped: load a checkpoint."
+                )
+        if is_first and decision is not None:
+            optimizer._notify_watcher(decision)
+        is_first = False
+        return loss
+
+    try:
+        if before is None:
+            # Evaluated before the step, so that a skipped one leaves the inner state as it is, too.
+            losses = [evaluate()]
+            loss = inner.step(lambda: losses.pop() if losses else evaluate(), **more)
+        else:
+            loss = inner.step(evaluate, **more)
+    except _Skipped as skipped:
+        loss = skipped.args[0]
+        optimizer._notify_watcher(decision)
+    if decision is not None:
+        optimizer._finish(decision)
+    return loss
+
+
+def _norms(inner: Any) -> list[float]:
+    """The norms of the parameters, which show whether one was changed."""
+    with torch.no_grad():
+        parts = [p for t in ranks.parameters_of(inner) for p in real_parts(t)]
+        norms: list[float] = torch.stack([p.float().norm() for p in parts]).tolist()
+        return norms
+
+
+def _evaluate(
+    optimizer: Any, closure: Callable[[], Any], nothing_scaled: str, *, derives: bool
+) -> tuple[Any, StepDecision | None]:
+    """Evaluates a closure, at lower scales as long as that may help; unscales the gradients.
+
+    Args:
+        optimizer: The wrapper.
+        closure: The closure.
+        nothing_scaled: The warning if it scales no loss.
+        derives: Whether it must compute gradients: none were computed in this step.
+
+    Returns:
+        The loss, and the decision on the gradients; None if it has computed none.
+    """
+    engine, record = optimizer._engine, optimizer._record
+    while True:
+        record.reset()
+        with torch.enable_grad():
+            loss = closure()
+        _check_loss(loss, optimizer.inner_optimizer)
+        if record.is_nothing() and not derives:
+            return loss, None
+        decision = optimizer._unscale_(nothing_scaled)
+        value = loss.detach() if isinstance(loss, torch.Tensor) else loss
+        # Nothing was seen of gradients that are not scaled, and no lower scale helps them.
+        if decision.apply or decision.stats is None or not math.isfinite(float(value)):
+            break
+        before: Any = engine.scale.number
+        engine.scale.update(decision.stats)
+        if not engine.scale.number < before:
+            break
+    if record.clips and decision.apply:
+        engine.clip_()
+        record.clips = False
+    return loss, decision
+
+
+def _check_loss(loss: Any, inner: Any) -> None:
+    if loss is None:
+        raise ArgumentTypeError(
+            f"The closure must return the loss: {type(inner).__name__} reads it. Received: None."
+        )
+    if was_scaled(loss):
+        raise GradientsError(
+            f"The closure returned the scaled loss. Return the loss itself: {type(inner).__name__} "
+            "compares it with unscaled gradients, and with losses at other scales."
+        )

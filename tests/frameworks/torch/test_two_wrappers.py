@@ -1,0 +1,103 @@
+"""Two wrappers, and a loss of one that reaches the parameters of both."""
+
+import itertools
+
+import pytest
+import torch
+
+import lossscale
+
+WAYS = ["verb", "scale_loss"]
+DECIDES = ["host", "device"]
+
+
+def pair(decide):
+    """Two parameters and a wrapper of each."""
+    given = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    made = [
+        lossscale.torch.LossScaleOptimizer(
+            torch.optim.SGD([each], lr=2.0**-10, fused=True), decide=decide
+        )
+        for each in given
+    ]
+    return given, made
+
+
+def derive(optimizer, loss, way):
+    if way == "verb":
+        optimizer.backward(loss)
+    else:
+        optimizer.scale_loss(loss).backward()
+
+
+def loss_of(given, through_float16):
+    """The sum of both; the gradient of one is infinite at scales above 2**9."""
+    parts = [
+        (each.half() * 64).sum().float() if number == through_float16 else each.sum()
+        for number, each in enumerate(given)
+    ]
+    return parts[0] + parts[1]
+
+
+@pytest.mark.parametrize("decide", DECIDES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("scales", "overflows", "first"), list(itertools.product((0, 1), repeat=3))
+)
+def test_the_scale_falls_until_the_gradients_of_both_are_finite(
+    way, decide, scales, overflows, first
+):
+    given, made = pair(decide)
+    for _ in range(12):
+        for each in made:
+            each.zero_grad()
+        derive(made[scales], loss_of(given, overflows), way)
+        for each in (made[first], made[1 - first]):
+            each.step()
+    # From 2**15 to 2**9 are 6 skips, of both: an overflow of one is a scale that is too large.
+    assert [int(each.steps_skipped) for each in made] == [6, 6]
+    assert [float(each.loss_scale) for each in made] == [2.0**9, 2.0**9]
+    slope = [64.0 if number == overflows else 1.0 for number in (0, 1)]
+    assert [p.tolist() for p in given] == [[1.0 - 6 * g / 2**10] * 2 for g in slope]
+
+
+@pytest.mark.parametrize("decide", DECIDES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("clear", ["optimizer", "by hand"])
+def test_gradients_of_another_wrapper_that_are_cleared_are_no_step(way, decide, clear):
+    given, (generator, critic) = pair(decide)
+    for _ in range(8):
+        if clear == "optimizer":
+            critic.zero_grad()
+        else:
+            given[1].grad = None
+        derive(critic, given[1].sum(), way)
+        critic.step()
+        generator.zero_grad()
+        derive(generator, loss_of(given, 1), way)
+        generator.step()
+    assert (int(critic.steps_skipped), int(critic.iterations)) == (0, 8)
+    assert float(critic.loss_scale) == 2.0**15
+    assert int(generator.steps_skipped) == 6
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_own_loss_beside_that_of_another_counts(way):
+    given, (first, second) = pair("host")
+    derive(first, loss_of(given, 1), way)
+    derive(second, given[1].sum(), way)
+    if way == "scale_loss":
+        second.unscale_()
+    second.zero_grad()
+    assert second.steps_skipped == 1
+    first.step()
+    assert first.steps_skipped == 1
+
+
+def test_a_loss_that_nobody_scaled_is_warned_of_after_gradients_of_another_were_cleared():
+    given, (generator, critic) = pair("host")
+    derive(generator, given[0].sum() + given[1].sum(), "verb")
+    critic.zero_grad()
+    given[1].sum().backward()
+    with pytest.warns(lossscale.LossScaleWarning, match="scaled no loss"):
+        critic.step()
