@@ -30,10 +30,10 @@ def living_wrapper(inner: Any) -> Any:
 
 
 def check_not_wrapped(inner: Any) -> None:
-    """Checks that no living wrapper wraps this optimizer.
+    """Checks that no living wrapper has this inner optimizer.
 
     Raises:
-        AlreadyWrappedError: If one does.
+        AlreadyWrappedError: If one has it.
     """
     wrapper = living_wrapper(inner)
     if wrapper is not None:

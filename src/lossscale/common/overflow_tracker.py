@@ -87,7 +87,7 @@ class OverflowTracker:
         self._create()
 
     def _create(self) -> None:
-        """Creates the tensors."""
+        """Makes the tensors."""
         raise NotImplementedError
 
     def track(self, **step: Any) -> None:
@@ -104,12 +104,12 @@ class OverflowTracker:
         """Waits for the device.
 
         Args:
-            after: The number of the step before the first one to report.
-            until: The number of the last one to report.
+            after: The number of the step before the first one that is asked for.
+            until: The number of the last one.
 
         Returns:
-            The loss scale of the last step, 0 before the first step; and the last skipped step,
-            None if it is not between these.
+            The loss scale that the last step was taken with, 0 before the first step; and the last
+            skipped step, None if it is not one of those that are asked for.
         """
         raise NotImplementedError
 

@@ -75,7 +75,7 @@ def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[
 
 
 def flat_gradients(gradients: Any) -> list[Any]:
-    """The gradients in a nested structure, without None."""
+    """The gradients in a nest, without None."""
     leaves: list[Any] = jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, BCOO))
     return leaves
 

@@ -138,7 +138,7 @@ def _replaced_if(
     fields: Sequence[str],
     values: Callable[[], Sequence[Any]],
 ) -> TrackedSteps:
-    """Replaces fields by the results of `values` if a boolean scalar array is true."""
+    """Replaces fields by what `values` computes if a boolean scalar array is true."""
     # Only these fields enter the branch, because what passes through one may be copied.
     old = [getattr(state, field) for field in fields]
 

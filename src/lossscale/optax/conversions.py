@@ -140,7 +140,7 @@ def _dynamic(scale: float, *, min_scale: float, max_scale: float | None, **given
 def _converted_state(
     rule: ScaleRule, fields: Mapping[str, Any], inner_state: Any
 ) -> LossScaleState:
-    """Builds the state from fields of the rule's state; warns if it moves the scale into range."""
+    """The state for fields of the rule's state, brought into its range, with a warning."""
     if states_below(inner_state):
         raise AlreadyWrappedError(
             "`inner_state` must be the state of the inner optimizer. Received: a state that has a "
@@ -176,7 +176,7 @@ def _number_in(name: str, value: Any) -> Any:
 
 
 def _largest_of(scale: Any) -> float | None:
-    """The largest scale that the dtype allows; None if the limit of the rule is lower."""
+    """The number that a scale cannot pass because of its dtype; None if it is above the rule's."""
     dtype = np.asarray(scale).dtype
     if dtype != np.float16:
         return None

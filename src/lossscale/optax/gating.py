@@ -132,7 +132,7 @@ def run(
 
 
 def lasting(new: Any, old: Any) -> Any:
-    """The value after an applied step, in the dtype that a skipped step would keep."""
+    """The new value of an applied step, in the dtype that it has if a step may be skipped."""
     return strong(jnp.asarray(new, lasting_dtype(new, old)))
 
 

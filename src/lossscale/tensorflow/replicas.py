@@ -63,7 +63,7 @@ def current_location() -> tuple[Any, tuple[int, ...]]:
 
 
 def replica_count() -> int:
-    """The number of replicas that train together; 1 without a strategy."""
+    """How many replicas train together; 1 without a strategy."""
     count: int = tf.distribute.get_strategy().num_replicas_in_sync
     return count
 

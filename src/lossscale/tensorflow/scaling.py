@@ -110,7 +110,7 @@ def _quotients(tensor: Any) -> dict[str, Quotient]:
 
 
 def quotient_of(gradient: Any) -> Quotient | None:
-    """The scaled gradient and the divisor of an unscaled gradient, if known: under XLA."""
+    """What an unscaled gradient was made of, if that is known: under XLA."""
     if not isinstance(gradient, tf.Tensor) or not in_xla():
         return None
     # The sum over a single replica passes its gradients on through an identity.

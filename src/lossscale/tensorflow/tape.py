@@ -14,13 +14,13 @@ from lossscale.tensorflow.tracing import translated
 
 
 class Recording(NamedTuple):
-    """A loss recorded by a tape.
+    """A loss that a tape has seen.
 
     Attributes:
         tape: The tape.
         loss: The scaled loss, a tensor.
-        variables: The variables to differentiate, as the caller passed them; None means the
-            trainable variables that the tape watched.
+        variables: What is differentiated, as it was given; None stands for the trainable
+            variables that the tape watched.
     """
 
     tape: Any
@@ -32,7 +32,7 @@ class Recording(NamedTuple):
 def recorded(
     loss: Any, variables: Any, scale: Callable[[Any], Any], *, tape: Any = None, watch: Any = ()
 ) -> Recording:
-    """Computes a loss under a tape, and scales it there.
+    """Runs a loss under a tape and scales it there.
 
     Args:
         loss: A callable without arguments, or with `tape` a tensor that the tape recorded.

@@ -22,14 +22,14 @@ def in_xla() -> bool:
 
 
 def translated(function: Callable[..., Any], *, by_default: bool = False) -> Callable[..., Any]:
-    """Returns a user's callable, converted by AutoGraph, so that it may branch on tensors.
+    """Returns a callable of the user's, with Python branches on tensors in it turned into graphs.
 
-    AutoGraph converts the functions that a converted function calls, but ours are not converted
+    AutoGraph translates what it meets in a translated function, and ours are none
     (`common/autograph.py`).
 
     Args:
         function: The callable.
-        by_default: Whether to convert it if the caller of this library was not converted.
+        by_default: Whether to translate it where no translated function has called us.
     """
     if tf.executing_eagerly():
         return function
