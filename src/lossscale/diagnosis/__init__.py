@@ -33,40 +33,42 @@ def diagnose(
     """Measures how accurate a Keras model's gradients are in float16, and which rule they need.
 
     On each batch the gradients are computed several times: in float32, and in float16 at several
-    loss scales. A model that is not in float16 is run as under `mixed_float16`; layers that were
-    created with a dtype keep it. No step is taken. The model, its optimizer, its metrics, its
-    statistics and its random seeds stay as they were, even after an exception.
+    loss scales. A model that is not in float16 is computed as under `mixed_float16`; layers that
+    were made with a dtype of their own keep it. No step is taken. The model, its optimizer, its
+    metrics, its statistics and its random seeds are left as they were, also by an exception.
 
-    Gradients change as a network learns. Run it at the start of training, and again later.
+    Gradients change as a network learns. Ask at the start of training, and again later.
 
     Args:
-        model: A built Keras 3 model, compiled unless `loss_fn` is given.
+        model: A model of Keras 3 that has its variables, and is compiled unless `loss_fn` is
+            given.
         x: Arrays of shape (rows, ...), in a list or dictionary if the model has several inputs; or
             an iterable of batches (x,), (x, y) or (x, y, sample_weight), such as a dataset or a
             list of tuples; or one such batch, a tuple.
-        y: Targets in arrays with the same number of rows; None with batches.
+        y: Targets in arrays of as many rows; None with batches.
         sample_weight: Weights of the rows in the loss, arrays of shape (rows,), or None.
-        class_weight: Maps a class number to the weight of its rows, as for `fit`, or None.
-        loss_fn: A function of the model and a batch (x, y, sample_weight), tensors or None, that
-            returns the unscaled loss, a scalar tensor; or a dictionary of losses, each with a
-            verdict. None uses the loss that the model was compiled with. A model with a custom
-            `train_step` needs one.
-        parameters: For a dictionary of losses: maps the name of a loss to the variables that its
-            optimizer updates. A loss without an entry uses all variables.
-        batches: Maximum number of batches to measure. From arrays, rows are drawn at random with a
-            fixed seed.
-        batch_size: Rows in each batch, unless `x` is an iterable of batches. Use the batch size of
-            training: gradients of a mean shrink as the batch grows.
-        tolerance: The largest relative error of a gradient that is accepted.
+        class_weight: Number of a class to the weight of its rows, as for `fit`, or None.
+        loss_fn: Called with the model and a batch (x, y, sample_weight), tensors or None, returns
+            the loss, a scalar tensor that is not scaled; or a dictionary of losses, each of which
+            is judged by itself. None for the loss that the model was compiled with. A model with a
+            `train_step` of its own needs one.
+        parameters: For a dictionary of losses: name of a loss to the variables that its optimizer
+            owns. A loss without an entry is judged by all.
+        batches: How many batches to measure on, at most. From arrays, rows are picked at random,
+            always the same.
+        batch_size: Rows in each batch; an iterable has its own. It matters: the loss is averaged
+            over a batch, so gradients are the smaller, the larger it is. Use that of training.
+        tolerance: How wrong a gradient may be, as a share of it.
         after_batch: Called after every batch with the number of batches so far.
 
     Returns:
-        The report. Print it, or read `verdict` and `rule`.
+        The report. Print it, or ask for `verdict` and `rule`.
 
     Raises:
-        ArgumentTypeError: If `model` is not a Keras 3 model, or `loss_fn` does not return a loss.
-        ArgumentError: If the loss of the model is not known, the model has no variables, or the
-            data or another argument is invalid.
+        ArgumentTypeError: If `model` is not a model of Keras 3, or `loss_fn` returns something
+            else than a loss.
+        ArgumentError: If its loss is not known, it has no variables, or the data or another
+            argument cannot be used.
 
     Examples:
         >>> diagnose("model", [1.0])
@@ -76,7 +78,7 @@ def diagnose(
         Received: 'model' of type str.
     """
     require("numpy")
-    # Not at the top: they need NumPy, which the optimizers do not need.
+    # Not at the top: they need NumPy, which optimizers do without.
     from lossscale.diagnosis.batches import batches_of, checked_tolerance
     from lossscale.diagnosis.report import make_report
 
@@ -101,7 +103,7 @@ def diagnose(
 
 
 def _check_is_keras(model: Any) -> None:
-    """Checks that a model is a Keras 3 model; otherwise the error has the line to write."""
+    """Checks that a model is of Keras 3; for others the error has the line to write."""
     keras, torch = sys.modules.get("keras"), sys.modules.get("torch")
     if keras is not None and keras.__version__ >= "3" and isinstance(model, keras.Model):
         return

@@ -14,7 +14,7 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 NO_NUMBERS = "OSUTMm"
 """The kinds of NumPy's dtypes for objects, texts and times."""
 _SEED = 0
-"""The seed for the choice of samples: the same data give the same batches."""
+"""Of the choice of samples: the same data give the same batches."""
 
 
 class Batch(NamedTuple):
@@ -26,14 +26,14 @@ class Batch(NamedTuple):
 
 
 def check_batches(batches: Any, arrays: tuple[type[Any], ...]) -> None:
-    """Checks that an argument is an iterable of batches, and not one batch.
+    """Checks that an iterable has batches, and is not a batch itself.
 
     Args:
-        batches: The argument.
-        arrays: The classes of the framework for a batch, or for a part of it.
+        batches: What should be an iterable of batches.
+        arrays: What a framework keeps a batch, or a part of one, in.
 
     Raises:
-        ArgumentTypeError: If it is one batch, or not iterable.
+        ArgumentTypeError: If it is one batch, or nothing to iterate over.
     """
     one = isinstance(batches, (*arrays, Mapping)) or (
         isinstance(batches, tuple) and any(isinstance(part, arrays) for part in batches)
@@ -51,7 +51,7 @@ def first_batches(batches: Iterable[Any], most: int) -> Iterator[Any]:
 
     Args:
         batches: The batches.
-        most: The maximum number.
+        most: How many at most.
 
     Raises:
         ArgumentError: If there is none.
@@ -76,21 +76,21 @@ def batches_of(
     batches: int,
     batch_size: int,
 ) -> Iterator[Batch]:
-    """Yields a few batches of data in the forms that Keras' `fit` accepts.
+    """Yields a few batches of what `fit` of Keras takes.
 
     Args:
         x: Arrays, in a list or dictionary if the model has several inputs; or an iterable of
             batches (x,), (x, y) or (x, y, sample_weight), such as a `tf.data.Dataset` or a list of
             tuples; or, without `y`, one such batch, a tuple.
-        y: Arrays with the same number of rows, or None.
+        y: Arrays of as many rows, or None.
         sample_weight: The same.
-        class_weight: Maps a class number to the weight of its samples, 1 for others; or None.
-        batches: Maximum number of batches.
-        batch_size: Rows in each batch, unless `x` is an iterable of batches.
+        class_weight: Number of a class to the weight of its samples, 1 for others; or None.
+        batches: How many batches at most.
+        batch_size: Rows of each batch; of an iterable, its own number.
 
     Yields:
-        For arrays, batches of distinct rows that are drawn at random with a fixed seed. For an
-        iterable, its first batches.
+        Of arrays, batches of rows that are picked at random without repetition, always the same.
+        Of an iterable its first batches.
 
     Raises:
         ArgumentError: If there are no rows or their numbers differ, or an iterable comes with `y`.
@@ -114,7 +114,7 @@ def batches_of(
 
 
 def leaves(structure: Any) -> Iterator[Any]:
-    """Yields the arrays in lists and dictionaries, in order, without None."""
+    """Yields the arrays in lists and dictionaries, in their order; None is left out."""
     if isinstance(structure, Mapping):
         structure = list(structure.values())
     if isinstance(structure, (list, tuple)):
@@ -161,7 +161,7 @@ def _given(batches: Iterable[Any]) -> Iterator[Batch]:
 
 
 def _weighted(batch: Batch, class_weight: Mapping[int, float]) -> Batch:
-    """A batch with the sample weights that `fit` computes from class weights."""
+    """A batch with the sample weights that `fit` makes of the weights of classes."""
     if not hasattr(batch.y, "shape"):
         raise ArgumentError(
             "`class_weight` needs a model with one output and class targets. Received: targets of "

@@ -1,8 +1,8 @@
 """Gradients of a loss in JAX in float32 and in float16, and the ranges of its operations.
 
-Each kind of pass is one compiled function, which rounds to float16 wherever the loss casts to it.
-JAX has no layers: an operation is an equation of the traced loss, named after its source line. A
-loop, a branch, and a function with a custom derivative count as one operation each.
+Each kind of pass is one compiled function, which rounds to float16 wherever the loss says so. JAX
+knows no layers: an operation is an equation of the traced loss, named by the line it is written
+in. A loop and a branch are one operation each, and a function with a derivative of its own.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from lossscale.optax.loops import loss_scale
 from lossscale.optax.overflow_tracking import named_leaves
 
 CALL = "loss_fn(params, batch, dtype)"
-"""How the user's function is called."""
+"""How the function of the user is called."""
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
-"""Primitives whose value and derivative are those of the jaxpr inside them."""
+"""Primitives whose value and derivative are those of what is traced in them."""
 _MOVES = {
     *("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice"),
     *("dynamic_update_slice", "expand_dims", "gather", "name", "pad", "reshape", "rev"),
@@ -68,43 +68,45 @@ def diagnose(
 ) -> Report:
     """Measures how accurate gradients are in float16, and which rule they need.
 
-    On each batch `loss_fn(params, batch, dtype)` is differentiated several times: in float32, and
-    in float16 at several loss scales. `dtype` is an argument because JAX has no global dtype
-    policy, and each library sets its compute dtype in its own way.
+    On each batch `loss_fn(params, batch, dtype)` is derived several times: in float32, and in
+    float16 at several loss scales. So the function that trains in float16 has to be one that can
+    compute in float32 too. JAX has no policy of dtypes that could be switched from outside, and
+    each library says in its own way what it computes in; an argument serves all.
 
-    `loss_fn` is compiled by `jax.jit`, once for each kind of pass. Nothing is updated; parameters
-    and batches stay as they are.
+    It is compiled by `jax.jit`, once for each kind of pass. Nothing is updated. Parameters and
+    batches are left as they are.
 
-    Gradients change as a network learns. Run it at the start of training, and again later.
+    Gradients change as a network learns. Ask at the start of training, and again later.
 
     Args:
         loss_fn: A pure function of the parameters, a batch and a dtype, `jnp.float16` or
-            `jnp.float32`, to which it casts its inputs. Returns the unscaled loss, a scalar; or a
-            dictionary of losses, each with a verdict. Take random keys from the batch, and draw in
-            float32 and cast: the same key gives other numbers in float16.
-        params: The parameters: a tree of arrays, or with `grad` an Equinox or NNX model. In the
-            float32 passes, 16-bit arrays in `params` and in the batch are converted to float32.
-        batches: An iterable of batches, trees of arrays. Use the batch size of training:
-            gradients of a mean shrink as the batch grows.
-        parameters: For a dictionary of losses: maps the name of a loss to the parameters that its
-            optimizer updates, by their names in the report or the start of their paths, such as
-            `{"critic": ["critic"]}`. A loss without an entry uses all parameters.
-        max_batches: Maximum number of batches to measure.
-        in_use: The loss scale of training, which is measured as well: an optimizer's state that
+            `jnp.float32`, to which it casts what it computes with. Returns the loss, not scaled, a
+            scalar; or a dictionary of losses, each of which is judged by itself. Random numbers
+            come from keys in the batch, and are drawn in float32 and cast: in float16 other numbers
+            would be drawn from the same key.
+        params: The parameters: a tree of arrays, or a model of Equinox or NNX with `grad`. In
+            float32 arrays in 16 bits are widened, in a batch too.
+        batches: An iterable of batches, trees of arrays. Their size matters: the loss is averaged
+            over a batch, so gradients are the smaller, the larger it is. Use that of training.
+        parameters: For a dictionary of losses: name of a loss to the parameters that its optimizer
+            owns, named as in the report, or by the beginning of their path, such as
+            `{"critic": ["critic"]}`. A loss without an entry is judged by all.
+        max_batches: How many batches to measure on, at most.
+        in_use: The loss scale that trains, which is measured as well: an optimizer's state that
             has one, a number, or None.
         has_aux: Whether `loss_fn` returns a pair of the loss and anything else.
-        grad: The function that differentiates: `equinox.filter_value_and_grad`,
-            `flax.nnx.value_and_grad` or another that is called as `grad(function)(params, batch)`.
-            None uses `jax.value_and_grad`. With `grad`, operations are not measured.
-        tolerance: The largest relative error of a gradient that is accepted.
+        grad: What differentiates: `equinox.filter_value_and_grad`, `flax.nnx.value_and_grad` or
+            another that is called as `grad(function)(params, batch)`; None for
+            `jax.value_and_grad`. Then operations are not looked at.
+        tolerance: How wrong a gradient may be, as a share of it.
         after_batch: Called after every batch with the number of batches so far.
 
     Returns:
-        The report. Print it, or read `verdict` and `rule`.
+        The report. Print it, or ask for `verdict` and `rule`.
 
     Raises:
-        ArgumentTypeError: If `loss_fn`, its result or `batches` has the wrong type.
-        ArgumentError: If there are no parameters or batches, the loss cannot be differentiated, or
+        ArgumentTypeError: If `loss_fn`, what it returns or `batches` are something else.
+        ArgumentError: If there is nothing to train, no batch, no loss that can be derived, or
             `loss_fn` computes nothing in float16.
 
     Examples:
@@ -139,11 +141,11 @@ class JaxGradientFunction:
         params, loss_fn, parameters, has_aux, grad: As for `diagnose`.
 
     Attributes:
-        setting: Framework, device and precision, for the report.
+        setting: What it computes with, in words.
 
     Raises:
-        ArgumentTypeError: If `loss_fn` does not accept these arguments, or `parameters` has a
-            string instead of a list.
+        ArgumentTypeError: If `loss_fn` cannot be called as it will be, or `parameters` has a string
+            for a list.
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class JaxGradientFunction:
         """Returns a pass for each loss."""
         arrays, filled, form = _split((self._params, batch))
         given = arrays if half else [_widened(array) for array in arrays], jnp.float32(scale)
-        # A custom `grad` function cannot be traced.
+        # A function that differentiates by itself cannot be traced.
         key = half, watch and self._grad is None, form
         if key not in self._compiled:
             names: list[str] = []
@@ -214,7 +216,7 @@ class JaxGradientFunction:
     ) -> Any:
         """Returns each loss with its gradients, and the range of each operation.
 
-        It writes the names of the operations into a list, because a compiled function returns only
+        It writes the names of the operations into a list, since a compiled function returns only
         arrays.
         """
         params, batch = filled(arrays)
@@ -281,7 +283,7 @@ def _range(array: Any) -> tuple[Any, Any]:
 
 
 def _place(equation: Any) -> str:
-    """The source line of an operation, or its module; "" if it is not in the user's code."""
+    """Where an operation is written, or the module it is in; "" if it is not in the user's code."""
     scopes = str(equation.source_info.name_stack)
     if scopes:
         return scopes
@@ -293,7 +295,7 @@ def _place(equation: Any) -> str:
 
 
 def _called(equation: Any) -> tuple[Any, Sequence[Any]] | None:
-    """The jaxpr that an equation calls and that can replace it, and its constants."""
+    """The jaxpr that an equation calls and that can stand in its place, and its constants."""
     if equation.primitive.name not in _CALLS:
         return None
     called = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
@@ -302,15 +304,15 @@ def _called(equation: Any) -> tuple[Any, Sequence[Any]] | None:
     return None if called is None or called.constvars else (called, ())
 
 
-# --- Arguments ------------------------------------------------------------------------------------
+# --- What is given --------------------------------------------------------------------------------
 
 
 def _split(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any], Any]:
-    """Splits a tree into its arrays and the rest, such as the functions in an Equinox model.
+    """Splits a tree into its arrays and the rest, such as the functions in a model of Equinox.
 
     Returns:
-        The arrays; a function that rebuilds the tree with other arrays; and a key, which is equal
-        for trees that can share one compiled function.
+        The arrays; a function that returns the tree with others in their place; and a key that is
+        equal for trees that one compiled function serves.
     """
     leaves, structure = jax.tree.flatten(tree)
     is_array = [isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves]
@@ -356,7 +358,7 @@ def _check_function(loss_fn: Any) -> None:
 
 
 def _checked_losses(returned: Any, has_aux: bool, is_one: bool) -> dict[str, Any]:
-    """Returns the losses by name, in float32 or wider."""
+    """Returns losses in float32 at least, by their names."""
     if has_aux:
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise ArgumentTypeError(

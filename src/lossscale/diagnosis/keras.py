@@ -1,9 +1,9 @@
 """Gradients of a Keras 3 model in float32 and in float16, and the ranges of its operations.
 
-A pass runs in a `keras.StatelessScope`, which intercepts every assignment to a variable:
+A pass runs in a `keras.StatelessScope`, which takes what would be assigned to any variable:
 statistics of normalizations, states of random seeds, metrics. In the reference all layers compute
-in float32, whatever their dtype policy. In float16, layers that were created without a dtype
-compute as under `mixed_float16`. Every attribute of every layer is restored after each pass.
+in float32, whatever their dtype policy; in float16 those that did not ask for a dtype compute as
+`mixed_float16` makes them. Every attribute of every layer is put back after each pass.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class KerasGradientFunction:
     """Computes passes of a Keras 3 model; see `lossscale.diagnosis.measurement.GradientFunction`.
 
     Args:
-        model: A built `keras.Model`.
+        model: A `keras.Model` that has its variables.
         loss_fn, parameters: As for `lossscale.diagnosis.diagnose`.
 
     Attributes:
-        setting: Backend and precision, for the report.
+        setting: What it computes with, in words.
 
     Raises:
-        ArgumentError: If the loss of the model is not known, or the model has no variables.
+        ArgumentError: If its loss is not known, or it has no variables.
         ArgumentTypeError: If `loss_fn` is not a function.
     """
 
@@ -137,8 +137,7 @@ class KerasGradientFunction:
     ) -> Any:
         """Returns each loss with its gradients, and the range of each operation.
 
-        It writes the names of both into two lists, because a compiled function returns only
-        tensors.
+        It writes the names of both into two lists, since a compiled function returns only tensors.
         """
         count = len(self._trained)
 
@@ -163,7 +162,7 @@ class KerasGradientFunction:
         return found, [_range(shown[name]) for name in operations]
 
     def _forward(self, values: Sequence[Any], batch: Any, watcher: _Watcher | None) -> Any:
-        """Returns the result of the loss function."""
+        """Returns what the loss function returns."""
         scope = keras.StatelessScope(collect_losses=True, initialize_variables=False)
         for variable, value in zip(self._variables, values, strict=True):
             # Assigned after construction, which would round the value to the variable's dtype.
@@ -188,7 +187,7 @@ class KerasGradientFunction:
                 return model._compute_loss(x, y, y_pred, sample_weight, training=True)
 
     def _set_precision(self, half: bool) -> None:
-        """Makes the model compute in float32 or in float16, without Keras' attribute tracking."""
+        """Lets the model compute in float32 or in float16, past the tracking of Keras."""
         policy = keras.DTypePolicy("mixed_float16" if half else "float32")
         layers = self._casts
         if not half:
@@ -201,7 +200,7 @@ class KerasGradientFunction:
             vars(layer)["_dtype_policy"] = policy
         loss = getattr(self._model, "_compile_loss", None)
         if loss is not None:
-            # A new copy, which is built on its first call.
+            # A fresh copy, which is built on its first call.
             vars(self._model)["_compile_loss"] = type(loss)(
                 loss._user_loss, loss._user_loss_weights, output_names=loss.output_names
             )
@@ -211,7 +210,7 @@ class KerasGradientFunction:
 
 
 def _derive() -> Callable[..., Any]:
-    """Returns a function that computes losses, their gradients, and the results of operations."""
+    """Returns what computes losses, their gradients, and what the operations returned."""
     derive = {
         "jax": _derive_on_jax,
         "tensorflow": _derive_on_tensorflow,
@@ -243,7 +242,7 @@ def _derive_on_tensorflow(forward: Any, values: Sequence[Any], scale: Any) -> An
     import tensorflow as tf
 
     def rows(gradient: Any) -> Any:
-        """Returns slices with the values of equal rows summed, as a training step sums them."""
+        """Returns slices summed for each row that is in them, as a step computes them."""
         if not isinstance(gradient, tf.IndexedSlices):
             return gradient
         indices, place = tf.unique(gradient.indices)
@@ -281,7 +280,7 @@ def _derive_on_torch(forward: Any, values: Sequence[Any], scale: Any) -> Any:
 
 
 def _compiled_by_jax(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a compiled function that rounds to float16 wherever the program does."""
+    """Returns a compiled function, which rounds to float16 wherever it says so."""
     import jax
 
     compiled: Callable[..., Any] = jax.jit(
@@ -291,7 +290,7 @@ def _compiled_by_jax(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _same_random_numbers() -> contextlib.AbstractContextManager[Any]:
-    """Makes the framework draw the same random numbers each time; restores its random state."""
+    """Within it the framework draws what it draws each time, and its state stays as it was."""
     if keras.backend.backend() == "torch":
         import torch
 
@@ -304,9 +303,9 @@ def _same_random_numbers() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _repeatable_tensorflow() -> Iterator[None]:
-    """Makes `tf.random.normal` and similar functions draw what Keras draws from fixed seeds.
+    """Within it `tf.random.normal` and its like draw the numbers that Keras draws from fixed seeds.
 
-    Otherwise each pass would draw different numbers, and float16 different ones than float32.
+    By themselves they draw others each time, and others in float16 than in float32.
     """
     import tensorflow as tf
 
@@ -336,7 +335,7 @@ def _repeatable_tensorflow() -> Iterator[None]:
 
 
 def _traced() -> Any:
-    """A value that identifies the function being traced, which no tensor may leave."""
+    """What stands for the function that is being traced, out of which no tensor gets."""
     if keras.backend.backend() == "jax":
         import jax
         import jax.extend
@@ -352,7 +351,7 @@ def _traced() -> Any:
 
 
 def _plain(tensor: Any) -> Any:
-    """A tensor that outlives the traced function; for `torch.vmap`, all of its rows."""
+    """A tensor that outlives the function that is traced; of `torch.vmap` all of its rows."""
     if keras.backend.backend() == "torch":
         import torch
 
@@ -360,7 +359,7 @@ def _plain(tensor: Any) -> Any:
     return tensor
 
 
-# --- Results of operations ------------------------------------------------------------------------
+# --- What operations return -----------------------------------------------------------------------
 
 _MODULES = ("numpy", "nn", "math", "linalg", "image")
 _LOOPS = ("rnn", "lstm", "gru", "bidirectional_lstm", "bidirectional_gru")
@@ -368,14 +367,14 @@ _LOOPS_OF_CORE = (
     *("associative_scan", "cond", "fori_loop", "map", "scan", "switch"),
     *("vectorized_map", "while_loop"),
 )
-"""Loops and branches, which are one operation each, because no tensor may leave their body."""
+"""Out of the body of a loop or a branch no tensor gets: it is one operation."""
 
 
 class _Watcher(contextlib.ExitStack):
-    """Records the results of the backend's functions and of layers.
+    """Within it the results of the functions of the backend and of layers are kept.
 
     Attributes:
-        returned: Maps the name of each operation to the tensors that it returned.
+        returned: Name of each operation to the tensors that it returned.
     """
 
     def __init__(self, model: Any) -> None:
@@ -409,7 +408,7 @@ class _Watcher(contextlib.ExitStack):
         return super().__enter__()
 
     def keep_targets(self, y: Any, y_pred: Any) -> None:
-        """Records targets in the dtype of the outputs that they are compared with."""
+        """Keeps targets in the dtype of the outputs that they are compared with."""
         for target, output in zip(*map(keras.tree.flatten, (y, y_pred)), strict=False):
             # Others, such as class numbers, are not values that an output should reach.
             if target is not None and math.prod(target.shape) == math.prod(output.shape):
@@ -419,7 +418,7 @@ class _Watcher(contextlib.ExitStack):
         return _inside(path, self._model)
 
     def _watched(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Returns a function whose results are recorded; functions that it calls are part of it."""
+        """Returns a function whose results are kept; what it calls is a part of it."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside:
@@ -468,9 +467,9 @@ def _range(tensors: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def _cast_to_float16(model: Any) -> list[Any]:
-    """Returns the layers that would compute in float16 under `mixed_float16`.
+    """Returns the layers that compute in float16 only once the model trains in it.
 
-    None if a layer already computes in float16; otherwise the layers created without a dtype.
+    None if one of them does so already; otherwise those that did not ask for a dtype.
     """
     layers = list(model._flatten_layers())
     if any(layer.compute_dtype == "float16" for layer in layers):
@@ -494,7 +493,7 @@ def _cast_to_float16(model: Any) -> list[Any]:
     is_shared = any(layer._dtype_policy is policy for layer in layers)
 
     def asks(layer: Any) -> bool:
-        """Whether a layer was created with a dtype."""
+        """Whether a layer was made with a dtype of its own."""
         config = getattr(getattr(layer, "_auto_config", None), "config", None)
         if config is None:
             return is_shared and layer._dtype_policy is not policy
@@ -513,17 +512,17 @@ def _cast_to_float16(model: Any) -> list[Any]:
 
 
 def _value(variable: Any, half: bool) -> Any:
-    """The value of a variable, in float32 or wider except in a float16 pass."""
+    """The value of a variable; in float32 at least, but for a pass in float16."""
     value = keras.ops.convert_to_tensor(variable.value)
     return value if half or _dtype(value) not in _NARROW else keras.ops.cast(value, "float32")
 
 
 @contextlib.contextmanager
 def _drawn_in_float32() -> Iterator[None]:
-    """Makes Keras draw all random numbers in float32 and cast them.
+    """Within it all random numbers of Keras are drawn in float32, and cast.
 
-    From the same seed, frameworks draw different numbers in float16: dropout would drop other
-    elements than in the reference, and the two passes could not be compared.
+    Frameworks draw float16 numbers otherwise than float32 ones, from the same seed: dropout would
+    hide other elements in float16 than in its reference, and the two could not be compared.
     """
 
     def sampler(draw: Callable[..., Any]) -> Callable[..., Any]:
@@ -556,12 +555,12 @@ def _drawn_in_float32() -> Iterator[None]:
         yield
 
 
-# --- Restore the state ----------------------------------------------------------------------------
+# --- As it was ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _as_it_was(model: Any) -> Iterator[None]:
-    """Restores the attributes of each layer at the end, without Keras' attribute tracking."""
+    """After it each layer has the attributes that it had before, past the tracking of Keras."""
     before = [(vars(layer), dict(vars(layer))) for layer in model._flatten_layers()]
     try:
         yield
@@ -574,7 +573,7 @@ def _as_it_was(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _host_random_numbers() -> Iterator[None]:
-    """Restores the random states of Python and NumPy at the end."""
+    """After it Python and NumPy draw the numbers that they would have drawn before."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         yield
@@ -610,7 +609,7 @@ def _check_model(model: Any, loss_fn: Any) -> None:
 
 
 def _lines_to_write(model: Any) -> str:
-    """The message with the function to write for a model with a custom `train_step`."""
+    """The message with the function that a model with a `train_step` of its own needs."""
     owner = type(model).__name__
     known = bool(getattr(model, "loss", None))
     loss = "model.compute_loss(x, y, y_pred, sample_weight)" if known else "..."
@@ -629,7 +628,7 @@ def _lines_to_write(model: Any) -> str:
 
 
 def _check_batch(batch: Any, model: Any, loss_fn: Any) -> None:
-    """Checks that a batch fits a model; the message names the argument."""
+    """Checks that a model can be given a batch; the message names the argument."""
     x, y, _ = batch
     # The user's function checks its own data.
     inputs = list(getattr(model, "inputs", None) or []) if loss_fn is None else []
@@ -668,7 +667,7 @@ def _check_batch(batch: Any, model: Any, loss_fn: Any) -> None:
 
 
 def _fits(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
-    """Whether Keras accepts an array of this shape as an input; both shapes start with the rows."""
+    """Whether Keras takes an array for an input; the first number of both is that of the rows."""
     found, wanted = tuple(shape)[1:], tuple(expected)[1:]
     # Keras adds or removes a last dimension of 1.
     shapes = [wanted, (*wanted, 1), *([wanted[:-1]] if wanted[-1:] == (1,) else [])]
@@ -703,7 +702,7 @@ def _has_own_loss(model: Any) -> bool:
 
 
 def _inside(path: str, model: Any) -> str:
-    """The path of a layer in the model, or "loss"."""
+    """The path of a layer within the model; of the loss outside of it."""
     return path.removeprefix(f"{model.name}/") or "loss"
 
 

@@ -1,8 +1,8 @@
 """Measures the accuracy of float16 gradients by comparing a few passes.
 
-A framework computes the passes; the rest of a diagnosis is here, in NumPy. All scales are powers of
-two, given by their exponents. The error of a float16 gradient is the norm of its difference from
-the float32 gradient, divided by the norm of that one.
+A framework computes the passes; everything else of a diagnosis is here and in NumPy. Scales are
+powers of two here, and named by their exponents. A gradient is compared with that of float32: its
+error is the norm of the difference over the norm.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import numpy as np
 from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleError, first_line
 
 LOSS = "loss"
-"""The name of a single loss."""
+"""The name of a loss that is the only one."""
 TARGETS = "the targets"
 """The name in `outputs` of targets in the dtype of the output that they are compared with."""
 TOLERANCE = 0.1
-"""The largest accepted relative error. An error doubles with each bit that gradients shrink in
-training, so this leaves two bits before it is half of the gradient."""
+"""How wrong a gradient may be. An error doubles with each bit that gradients shrink in training:
+this leaves two bits before it is half of the gradient."""
 NOISE = 0.5
-"""A gradient with at least this error at every scale is noise: for example, the gradient of a bias
-before a normalization, which is 0 up to rounding."""
+"""A gradient that is wrong by this at every scale is noise, such as that of a bias before a
+normalization, which is 0 but for rounding."""
 MARGIN = 4
 """How many bits gradients should stay below overflow: they grew by up to 5 in training."""
 
@@ -35,24 +35,24 @@ _LARGEST = 65504.0
 _HIGHEST = 126
 """The exponent of the largest scale; the smallest one is its reciprocal."""
 _SECOND = 8
-"""The exponent of the second scale, where an error that scaling removes is 256 times smaller."""
+"""Of the second scale: an error that scaling mends is a 256th there."""
 _FAR = 36
-"""The highest exponent to try if no gradient shows how large gradients are."""
+"""How far above 1 scales are tried where no gradient says how large gradients are."""
 _SAME = 0.01
-"""If float32 gradients at two loss scales differ by more than this, they depend on the scale."""
+"""Float32 gradients that differ by more between two loss scales depend on it."""
 _RANDOM = "the loss draws random numbers that are others in each pass"
 
 
-# --- Passes ---------------------------------------------------------------------------------------
+# --- What a framework computes --------------------------------------------------------------------
 
 
 class OutputRange(NamedTuple):
-    """The range of the result of an operation in the forward pass.
+    """The range of what an operation of the forward pass returned.
 
     Attributes:
         largest: The largest finite magnitude, 0 if there is none.
-        finite: Whether every element is finite. A mask of infinities is not finite in float32
-            either.
+        finite: Whether every element is finite. Float16 may lose to infinity what float32 keeps;
+            a mask of infinities is not finite in both.
     """
 
     largest: float
@@ -63,12 +63,12 @@ class LossGradients(NamedTuple):
     """A loss and its gradients, from one forward and backward pass.
 
     Attributes:
-        gradients: Maps the name of each variable to the gradient of the scaled loss, a float32
-            NumPy array (for a sparse gradient, its rows); None if the loss does not depend on the
-            variable.
-        loss: The unscaled loss.
-        outputs: Maps the name of each operation to the range of its result, in the order of the
-            forward pass; empty without `watch`. In float16, only operations that return float16.
+        gradients: Name of each variable to the gradient of the scaled loss, a NumPy array of
+            float32 (of a sparse one the rows that are in it); None if the loss does not depend on
+            the variable.
+        loss: The loss, not scaled.
+        outputs: Name of each operation to the range of what it returned, in the order of the
+            forward pass; empty if nobody asked. In float16 only those that returned float16.
     """
 
     gradients: Mapping[str, Any]
@@ -79,25 +79,25 @@ class LossGradients(NamedTuple):
 class GradientFunction(Protocol):
     """Computes the gradients of the losses of a model on a batch.
 
-    It leaves the model, its optimizer and all random states as they were, bit for bit, even if the
-    model fails. Each call draws the same random numbers, in float16 too.
+    It leaves the model, its optimizer and all random states as they were, bit for bit, also if the
+    model fails. Each call draws the same random numbers, in float16 those of float32.
     """
 
     def __call__(
         self, batch: Any, scale: float, half: bool, *, watch: bool = False
     ) -> dict[str, LossGradients]:
-        """Returns the losses and gradients by the name of the loss; a single loss is `LOSS`.
+        """Returns a pass for each loss, under its name; a loss without a name is `LOSS`.
 
         Args:
             batch: One of the batches.
-            scale: Multiplies each loss before it is differentiated.
+            scale: Multiplies each loss before it is derived.
             half: Whether to compute as training in float16 does; otherwise in float32.
-            watch: Whether to record the ranges of the results of operations.
+            watch: Whether to return the ranges of what operations return.
         """
 
 
 def numbered(name: str, counts: Counter[str]) -> str:
-    """Returns a name, with a number from its second occurrence on."""
+    """Returns a name with a number, if it is not the first of its kind that is counted."""
     counts[name] += 1
     return name if counts[name] == 1 else f"{name}, {counts[name]}"
 
@@ -105,16 +105,16 @@ def numbered(name: str, counts: Counter[str]) -> str:
 def checked_losses(
     returned: Any, is_tensor: Callable[[Any], bool], hint: Callable[[Any], str] = lambda loss: ""
 ) -> dict[str, Any]:
-    """Returns the losses that a loss function returned, by name.
+    """Returns the losses that a loss function returned, by their names.
 
     Args:
         returned: The returned value.
-        is_tensor: Whether a value is a tensor of the framework.
-        hint: Returns advice for an invalid loss, with a leading space, or "".
+        is_tensor: Whether something is a tensor of the framework.
+        hint: Returns what to do about a loss that is not one, " " before it; "" if it is unknown.
 
     Raises:
-        ArgumentTypeError: If a loss is not a tensor.
-        ArgumentError: If a loss is not a floating-point scalar.
+        ArgumentTypeError: If one is not a tensor.
+        ArgumentError: If one is not a floating-point scalar.
     """
     wanted = (
         "`loss_fn` must return the loss, a floating-point tensor with one element, or a dictionary "
@@ -135,10 +135,10 @@ def checked_losses(
 
 
 def check_owners(parameters: Iterable[str], losses: Iterable[str]) -> None:
-    """Checks that `loss_fn` returned each loss that `parameters` names.
+    """Checks that each loss which `parameters` names is one that `loss_fn` returned.
 
     Raises:
-        ArgumentError: If it did not.
+        ArgumentError: If one is not.
     """
     returned = list(losses)
     if unknown := sorted(set(parameters) - set(returned)):
@@ -148,7 +148,7 @@ def check_owners(parameters: Iterable[str], losses: Iterable[str]) -> None:
         )
 
 
-# --- Measurements ---------------------------------------------------------------------------------
+# --- What is measured -----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,11 +157,11 @@ class GradientAccuracy:
 
     Attributes:
         name: The name of the variable.
-        elements: Number of elements.
-        largest: The largest magnitude in float32, for the unscaled loss.
-        errors: Maps the exponent of each tried loss scale to the relative error, the worst of all
-            batches; infinite if it overflows. Empty if the gradient is 0 in float32.
-        bfloat16: The relative error after rounding to bfloat16.
+        elements: How many numbers it has.
+        largest: The largest magnitude in it in float32, the loss not scaled.
+        errors: Exponent of each loss scale that was tried to the relative error there, the worst
+            of all batches; infinite if it overflows. Empty if the gradient is 0 in float32.
+        bfloat16: The relative error if it is rounded to bfloat16.
     """
 
     name: str
@@ -177,7 +177,7 @@ class GradientAccuracy:
 
     @property
     def is_noise(self) -> bool:
-        """Whether float16 is inaccurate at every scale, so that it cannot help to choose one."""
+        """Whether float16 is inaccurate at every scale, so that no scale can be judged by it."""
         return self.best_error >= NOISE
 
     @property
@@ -186,18 +186,18 @@ class GradientAccuracy:
         return self.largest == 0 and self.elements > 0
 
     def excess_error(self, exponent: int) -> float:
-        """Returns the part of the error at a tried scale that the best scale removes."""
+        """Returns the error at a scale that was tried beyond that at its best scale."""
         return _beyond(self.errors[exponent], self.best_error)
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """How close an operation of the forward pass is to overflow in float16.
+    """How much of the range of float16 an operation of the forward pass leaves.
 
     Attributes:
         name: The name of the operation.
         room: Bits between the largest number that it returned and 65,504.
-        finite: Whether everything that is finite in float32 is finite in float16.
+        finite: Whether float16 loses nothing to infinity that float32 keeps.
     """
 
     name: str
@@ -207,22 +207,21 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """The measurement of one loss.
+    """What was measured of one loss.
 
     Attributes:
-        gradients: The accuracy of each gradient, in the order of the variables.
-        operations: The operations with float16 results, in order; empty if none was recorded.
-        lowest_exponent: The exponent of the lowest scale at which every gradient is accurate, at
-            least 0.
-        highest_exponent: The exponent of the highest scale at which every gradient is finite.
-        highest_is_bound: Whether no higher scale was tried.
-        overflows_at: The operation, or "the loss", that overflows in float16; "" if none.
-        reference: The exponent of the loss scale of the float32 gradients: 0, or higher for a model
-            that casts to float16 itself.
-        tolerance: The largest accepted relative error.
-        in_use: The loss scale of training, and the name and error of the worst gradient there.
-        batches: Number of batches.
-        passes: Number of forward and backward passes.
+        gradients: Those of the variables, in their order.
+        operations: Those whose results are float16, in their order; empty if none was watched.
+        lowest_exponent: That of the lowest scale where every gradient is right; 0 for 0 or less.
+        highest_exponent: That of the highest scale where every gradient is finite.
+        highest_is_bound: Whether nothing higher than that was tried.
+        overflows_at: Name of the operation, or "the loss", that overflows in float16; "" if none.
+        reference: The exponent of the loss scale that the float32 gradients were computed at: 0,
+            or higher for a model that casts to float16 itself.
+        tolerance: How wrong a gradient may be.
+        in_use: The loss scale that trains, and the name and error of the worst gradient there.
+        batches: How many batches were measured on.
+        passes: How many forward and backward passes that took.
         unknown: Why there is no verdict; "" if there is one.
     """
 
@@ -246,9 +245,9 @@ class Measurement:
 
     @property
     def ranked(self) -> list[GradientAccuracy]:
-        """The gradients that help to choose a scale, the worst at scale 1 first.
+        """The gradients that a scale can be judged by, the worst at scale 1 first.
 
-        Gradients that overflow at scale 1 are not among them.
+        One that overflows there says only that it does.
         """
         found = [
             each
@@ -278,14 +277,14 @@ def measure(
 ) -> dict[str, Measurement]:
     """Measures each loss of a model.
 
-    Each batch takes a pass in float32, one in float16 at scale 1, one at a second scale, and more
-    only if these do not decide.
+    On each batch: a pass in float32, one in float16 at scale 1, and one at a second scale. If that
+    leaves a question, as many more as it takes.
 
     Args:
         run: Computes a pass.
-        batches: The batches.
-        tolerance: The largest accepted relative error of a gradient.
-        in_use: The loss scale of training, or None.
+        batches: What to measure on.
+        tolerance: How wrong a gradient may be, as a share of it.
+        in_use: The loss scale that trains, or None.
         after_batch: Called after each batch with the number of batches so far.
 
     Returns:
@@ -317,7 +316,7 @@ class _Passes:
         self.count = 0
 
     def begin(self, batch: Any) -> None:
-        """Computes the float32 reference on a batch."""
+        """Computes the reference on a batch, whose passes follow."""
         self._batch = batch
         self.errors: dict[tuple[str, float], dict[str, float]] = {}
         self._raised: dict[tuple[int, int], dict[str, LossGradients]] = {}
@@ -335,14 +334,14 @@ class _Passes:
         return self.errors[name, exponent]
 
     def reference_at(self, exponent: int, number: int = 1) -> dict[str, LossGradients]:
-        """Returns the float32 passes at a loss scale."""
+        """Returns the passes in float32 at a loss scale, the first or another one."""
         if (exponent, number) not in self._raised:
-            # Record ranges as at scale 1: without recording, a compiler may round differently.
+            # Record ranges here as at scale 1, because a compiler may round differently without it.
             self._raised[exponent, number] = self._counted(exponent, False, watch=True)
         return self._raised[exponent, number]
 
     def compare_with(self, name: str, reference: LossGradients) -> None:
-        """Sets another reference for a loss, and computes its errors again."""
+        """Takes another reference for a loss, and computes its errors again."""
         self.references[name] = reference._replace(outputs=self.references[name].outputs)
         tried = [exponent for each, exponent in self.errors if each == name]
         for exponent in tried:
@@ -353,7 +352,7 @@ class _Passes:
     def _counted(
         self, exponent: float, half: bool, *, watch: bool = False
     ) -> dict[str, LossGradients]:
-        """Computes a pass, and returns unscaled gradients."""
+        """Computes a pass; the gradients that it returns are those of the loss, not scaled."""
         self.count += 1
         scale = 2.0**exponent
         # Overflow is measured here, so silence warnings of it.
@@ -448,7 +447,7 @@ class _Loss:
     # --- Forward --------------------------------------------------------------------------------
 
     def _overflow(self, narrow: LossGradients, wide: LossGradients) -> str:
-        """Returns the operation that overflows in the forward pass only in float16, or ""."""
+        """Returns what overflows in the forward pass in float16 alone, "" if nothing does."""
         for name, output in narrow.outputs.items():
             in_float32 = wide.outputs.get(name)
             # A mask of infinities is infinite in float32 too.
@@ -500,10 +499,10 @@ class _Loss:
             self._lowest = self._find_lowest(passes)
 
     def _check_reference(self, passes: _Passes) -> None:
-        """Computes the reference at a higher loss scale if it depends on the scale.
+        """Takes the reference at a higher loss scale if it depends on that, which float32 does not.
 
-        Float32 gradients do not. But a model that casts to float16 itself does so in the reference
-        too, where small gradients become 0 or inaccurate.
+        A model that casts to float16 itself casts in the reference too. Small gradients become 0
+        there, and 0 or wrong by much beside those of float16.
         """
         reference = passes.references[self._name]
         doubtful = self._doubtful(passes)
@@ -579,13 +578,13 @@ class _Loss:
     def _wrong(self, passes: _Passes, exponent: float) -> float:
         """The worst error at a scale.
 
-        Gradients that overflow are left out; they limit `highest_exponent`.
+        A gradient that overflows says nothing here: it limits `highest_exponent`.
         """
         found = self._errors_beyond(passes, exponent).values()
         return max(filter(math.isfinite, found), default=0.0)
 
     def _errors_beyond(self, passes: _Passes, exponent: float) -> dict[str, float]:
-        """The errors at a scale that a better scale would remove, without noise."""
+        """Errors at a scale beyond what float16 makes of each gradient anyway; without noise."""
         errors, best = passes.at(self._name, exponent), self._best(passes)
         return {
             variable: _beyond(error, best[variable])
@@ -678,7 +677,7 @@ def _all_finite(errors: Mapping[str, float]) -> bool:
 
 
 def _not_finite(found: LossGradients) -> str:
-    """Returns the part of a pass that is not finite, "" if all of it is finite."""
+    """Returns what of a pass is not finite, "" if all of it is."""
     if not math.isfinite(found.loss):
         return "the loss"
     numbers = [g for g in found.gradients.values() if g is not None]
@@ -692,14 +691,14 @@ def _largest(found: LossGradients) -> float:
 
 
 def _predicted_highest(largest: float) -> int:
-    """The exponent at which a float32 gradient overflows; nearly always that of float16 as well."""
+    """Where a gradient of float32 overflows, which that of float16 nearly always does as well."""
     if not largest:
         return _FAR
     return max(min(math.floor(math.log2(_LARGEST / largest)), _HIGHEST), -_HIGHEST)
 
 
 def _second(predicted: int) -> int:
-    """The second scale to try: high enough for small gradients, and some bits below overflow."""
+    """The second scale to try: high enough to mend what is too small, with room to overflow."""
     return min(max(predicted, MARGIN), _SECOND) if predicted >= 0 else predicted
 
 

@@ -1,4 +1,4 @@
-"""The plot of a report: the error of each gradient at each loss scale."""
+"""The one picture of a report: how wrong each gradient is at each loss scale."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def plot_report(report: Report, ax: Any | None, loss: str | None) -> Any:
 
 
 def _outputs(ax: Any, found: Measurement) -> Any:
-    """Draws the largest results of the operations that are nearest to overflow."""
+    """Draws what the operations have returned, those with the least room."""
     nearest = sorted(found.operations, key=lambda each: (each.finite, each.room))[:_BARS]
     end = math.log2(65504)
     for row, each in enumerate(nearest):
@@ -155,5 +155,5 @@ def _rule(ax: Any, rule: Any, low: int) -> None:
 
 
 def _shortened(name: str, length: int) -> str:
-    """The end of a long name, the most specific part of a variable's path."""
+    """The end of a long name: in the path of a variable, it says most."""
     return name if len(name) <= length else f"…{name[1 - length :]}"

@@ -44,10 +44,10 @@ class Report:
     """The result of a diagnosis. Print it, or read `verdict` and `rule`.
 
     Attributes:
-        model: The name of the model.
-        setting: The framework, device and precision.
-        measurements: Maps the name of each loss to its measurement.
-        seconds: The duration.
+        model: What was diagnosed, by name.
+        setting: What it was computed with.
+        measurements: Name of each loss to what was measured of it.
+        seconds: How long it took.
     """
 
     model: str
@@ -69,7 +69,7 @@ class Report:
 
     @property
     def rule(self) -> DynamicScale | None:
-        """The rule for the worst verdict; None if none is needed or none helps."""
+        """The rule to use, of the worst verdict; None if none is needed or none helps."""
         return next(iter(self.recommendations.values())).rule
 
     def __str__(self) -> str:
@@ -113,12 +113,12 @@ class Report:
                 verdict.
 
         Returns:
-            The Axes; `ax.figure.savefig("report.svg")` writes a file. A line is the relative error
-            of one gradient at the scales that were tried. Errors below 0.001% are drawn at 0.001%,
-            and a cross marks the scale at which a gradient overflows. In the green area every
-            gradient is accurate, in the red area one overflows; lines mark the initial and the
-            minimum scale of the rule. If the forward pass overflows, bars show the largest result
-            of each operation.
+            The Axes; `ax.figure.savefig("report.svg")` writes a file. A line is the gradient of
+            one variable, at the scales that were tried: the norm of its difference from float32,
+            over the norm. Errors below 0.001% are drawn there, and a cross marks where a gradient
+            overflows. The green area is where every gradient is right, the red one where one
+            overflows; lines mark both scales of the rule. If the forward pass overflows, bars show
+            the largest number that each operation returned.
 
         Raises:
             ArgumentError: If there is no such loss, or nothing was measured in float16.
@@ -152,9 +152,9 @@ def make_report(
 
     Args:
         run: Computes a pass.
-        batches: The batches.
-        model: The name of the model.
-        setting: Such as "PyTorch, cpu, autocast to float16".
+        batches: What to measure on.
+        model: What the model is called.
+        setting: What it is computed with, such as "PyTorch, cpu, autocast to float16".
         tolerance, in_use, after_batch: As for `measure`.
     """
     started = time.perf_counter()
@@ -173,7 +173,7 @@ def headline(advised: Recommendation) -> str:
 
 
 def line_to_copy(rule: DynamicScale) -> str:
-    """Returns the call that creates a rule.
+    """Returns the call that makes a rule.
 
     Examples:
         >>> line_to_copy(DynamicScale(initial_scale=2.0**15, min_scale=2.0**4))
@@ -344,7 +344,7 @@ def _exponent(scale: float) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """The same value as strict JSON: infinities and NaN become strings."""
+    """The same with nothing in it that is no JSON: what is not finite is a text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

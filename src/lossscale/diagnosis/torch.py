@@ -1,7 +1,7 @@
 """Gradients of a PyTorch model in float32 and in float16, and the ranges of its operations.
 
-Everything that a pass may change is restored after it. Autocast is set to float16, and switched off
-for the reference, even if the model enters it; if the model switches it off, it stays off.
+All that a pass may change is put back after it. Automatic casting is that of float16, or switched
+off for the reference, also where a model enters it by itself; what it switches off stays off.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LossFn = Callable[[Any, Any], Any]
 
 _NARROW = (torch.float16, torch.bfloat16)
 _WHOLE_LAYERS = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "rnn")
-"""Operations that draw random numbers and also compute, so they must run in float16."""
+"""Random operations that do more than to draw: in float32 they would not be what they are."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -58,42 +58,42 @@ def diagnose(
 ) -> Report:
     """Measures how accurate a PyTorch model's gradients are in float16, and which rule they need.
 
-    On each batch `loss_fn(model, batch)` is called and differentiated several times: in float32,
-    and under `torch.autocast` to float16 at several loss scales. No step is taken. The model stays
-    as it was, bit for bit: parameters, buffers such as the statistics of a normalization, `.grad`,
-    training flags and random states. Every pass draws the same random numbers and gets a copy of
-    the batch.
+    On each batch `loss_fn(model, batch)` is called and derived several times: in float32, and under
+    `torch.autocast` to float16 at several loss scales. No step is taken. The model is left as it
+    was, bit for bit: parameters, buffers such as the statistics of a normalization, `.grad`,
+    training flags, and the states of random numbers, which are the same in every pass. A batch is
+    handed over as a copy.
 
-    A model in evaluation mode is measured in training mode; a model in training mode keeps the
-    modes of its modules. A model with float16 parameters is compared with a float32 copy of itself.
-    Compiled models run uncompiled.
+    A model in evaluation mode is put into training mode meanwhile; one in training mode keeps the
+    modes of its modules. A model whose parameters are float16 is measured as it is, beside a copy
+    of it in float32. Compiled models run as they were written.
 
-    Gradients change as a network learns. Run it at the start of training, and again later.
+    Gradients change as a network learns. Ask at the start of training, and again later.
 
     Args:
-        model: The model, with its parameters on their device. With `DistributedDataParallel`, pass
+        model: The model, with its parameters on their device. Of `DistributedDataParallel` take
             `model.module`.
-        loss_fn: A function of the model and a batch that returns the unscaled loss, a tensor with
-            one element; or a dictionary of losses, each with a verdict. It needs no `autocast`; if
-            it has one, `diagnose` sets its dtype.
-        batches: An iterable of batches, such as a `DataLoader`, in any form that `loss_fn` accepts.
-            Use the batch size of training: gradients of a mean shrink as the batch grows.
-        parameters: For a dictionary of losses: maps the name of a loss to the parameters that its
-            optimizer updates. A loss without an entry uses all parameters.
-        max_batches: Maximum number of batches to measure.
-        in_use: The loss scale of training, which is measured as well: a `LossScaleOptimizer`, a
-            `GradScaler`, a number, or None.
-        tolerance: The largest relative error of a gradient that is accepted.
+        loss_fn: Called with the model and one of the batches, returns the loss, not scaled: a
+            tensor with one element; or a dictionary of losses, each of which is judged by itself.
+            Needs no `autocast`; one inside is set to what is measured.
+        batches: An iterable of batches, such as a `DataLoader`. What a batch is only `loss_fn`
+            has to know. Its size matters: the loss is averaged over it, so gradients are the
+            smaller, the larger it is. Use that of training.
+        parameters: For a dictionary of losses: name of a loss to the parameters that its optimizer
+            owns. A loss without an entry is judged by all.
+        max_batches: How many batches to measure on, at most.
+        in_use: The loss scale that the model trains with, which is measured as well: a
+            `LossScaleOptimizer`, a `GradScaler`, a number, or None.
+        tolerance: How wrong a gradient may be, as a share of it.
         after_batch: Called after every batch with the number of batches so far.
 
     Returns:
-        The report. Print it, or read `verdict` and `rule`.
+        The report. Print it, or ask for `verdict` and `rule`.
 
     Raises:
-        ArgumentTypeError: If the model, the batches or the loss have the wrong type.
-        ArgumentError: If there are no parameters to train, no batches, or the loss cannot be
-            differentiated.
-        UnsupportedError: If parameters are sharded over processes.
+        ArgumentTypeError: If the model, the batches or the loss are something else.
+        ArgumentError: If there is nothing to train, no batch, or no loss that can be derived.
+        UnsupportedError: If parameters are spread over processes.
 
     Examples:
         >>> model = torch.nn.Linear(3, 1)
@@ -127,7 +127,7 @@ class TorchGradientFunction:
         model, loss_fn, parameters: As for `diagnose`.
 
     Attributes:
-        setting: Device and precision, for the report.
+        setting: What it computes with, in words.
 
     Raises:
         ArgumentError, ArgumentTypeError, UnsupportedError: As `diagnose`.
@@ -180,8 +180,8 @@ class TorchGradientFunction:
             try:
                 return narrow()
             except RuntimeError as error:
-                # oneDNN computes a float16 LSTM only on CPUs with float16 instructions; PyTorch's
-                # own code does so on all CPUs.
+                # oneDNN computes an LSTM in float16 only on CPUs that have float16 themselves;
+                # PyTorch's own code does so on all.
                 if "could not create a primitive" not in str(error):
                     raise
                 self._without_onednn = True
@@ -246,9 +246,9 @@ class TorchGradientFunction:
 
 
 class _Watcher(TorchFunctionMode):
-    """Records the results of PyTorch's functions, under the module that calls them.
+    """Within it the results of functions of PyTorch are kept, under the module that calls them.
 
-    Operations are in the same order in float32 and in float16.
+    The same ones come in the same order in float32 and in float16.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -289,7 +289,7 @@ class _Watcher(TorchFunctionMode):
         return returned
 
     def outputs(self, half: bool) -> dict[str, OutputRange]:
-        """Returns the range of the results of each operation."""
+        """Returns the range of what each operation has returned."""
         found = {}
         for name, tensors in self._returned.items():
             chosen = [
@@ -305,7 +305,7 @@ class _Watcher(TorchFunctionMode):
 
 
 def _plain_tensors(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The plain tensors that store a tensor's values; for `torch.vmap`, those of all rows."""
+    """The tensors that hold the numbers of one; of `torch.vmap` those of all rows."""
     tensor = torch.func.debug_unwrap(tensor).detach()
     if tensor.is_nested:
         return [tensor.values()] if tensor.layout == torch.jagged else tensor.unbind()
@@ -319,7 +319,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _is_output(value: Any) -> bool:
-    # A tensor on the meta device, such as a part of a nested tensor, has only a shape.
+    # A tensor on the meta device has only a shape, as parts of nested tensors do.
     return (
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
@@ -397,12 +397,12 @@ def _name_device(batch: Any, model: torch.nn.Module, error: Exception) -> None:
         ) from error
 
 
-# --- Restore the model --------------------------------------------------------------------------
+# --- A model as it was --------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _uncompiled(model: torch.nn.Module) -> Iterator[None]:
-    """Undoes `torch.compile` on PyTorch 2.4 and 2.5; `_as_it_was` restores it."""
+    """Leaves modules as they were written, on PyTorch 2.4 and 2.5. `_as_it_was` puts them back."""
     for module in model.modules():
         attributes = vars(module)
         if attributes.get("_compiled_call_impl") is not None:
@@ -414,10 +414,10 @@ def _uncompiled(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
-    """Runs a model uncompiled, in training mode and with fixed random numbers; then restores it.
+    """Within it a model trains as it was written, from random numbers that are always the same.
 
-    Parameters are restored as well: `torch.nn.Embedding(max_norm=...)` writes to its parameter in
-    the forward pass.
+    Parameters are put back as well: `torch.nn.Embedding(max_norm=...)` writes to its own in the
+    forward pass.
     """
     tensors = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
     modules = [
@@ -452,9 +452,9 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
                 dictionary.update(entries)
         with torch.no_grad():
             for tensor, value in tensors:
-                # Write only changed values: a write invalidates graphs that hold the parameter.
-                # Version numbers do not help, because a batch normalization updates its statistics
-                # without changing them.
+                # Write only what changed: a write spoils graphs that hold the parameter. Version
+                # numbers do not help, because a batch normalization updates its statistics without
+                # them.
                 if not _same_bits(tensor, value):
                     tensor.copy_(value)
 
@@ -486,9 +486,10 @@ def _same_random_numbers(devices: set[torch.device]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _nothing_recomputed() -> Iterator[None]:
-    """Makes `checkpoint(use_reentrant=True)` keep its activations instead of recomputing them.
+    """Within it `checkpoint(use_reentrant=True)` keeps what it would compute again.
 
-    Its nested `backward()` would bypass `torch.autograd.grad`. The gradients are the same.
+    It derives by `backward()` what is in it, behind the back of `torch.autograd.grad`. The
+    gradients are the same.
     """
     cls: Any = CheckpointFunction
     cls.apply = staticmethod(lambda function, preserve, *args: function(*args))
@@ -504,7 +505,7 @@ def _nothing_recomputed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _casting_to(dtype: torch.dtype | None) -> Iterator[None]:
-    """Makes every `torch.autocast` cast to this dtype; None switches them off."""
+    """Within it `torch.autocast` casts to a dtype whatever it was made for; None for not at all."""
     cls: Any = torch.autocast
     enter = cls.__enter__
 
@@ -528,10 +529,10 @@ def _casting_to(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 class _DrawnInFloat32(TorchDispatchMode):
-    """Draws 16-bit random numbers in float32 and rounds them.
+    """Within it 16-bit random numbers are drawn in float32 and rounded.
 
-    The same seed gives other numbers in float16: dropout on a GPU would drop other elements than
-    in the reference, and the two passes could not be compared.
+    From the same seed other ones would be drawn in float16: dropout on a GPU would hide other
+    elements than in the reference, and the two could not be compared.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -594,7 +595,7 @@ def _widened(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _copied(batch: Any, widens: bool) -> Any:
-    """A copy of a batch, whose tensors may be changed; any kind of dictionary, list or tuple."""
+    """A batch whose tensors may be written to, in dictionaries, lists and tuples of any kind."""
     if isinstance(batch, torch.Tensor):
         made = batch.detach().clone()
         made = made.float() if widens and _is_narrow(made) else made
@@ -619,7 +620,7 @@ def _is_narrow(tensor: torch.Tensor) -> bool:
 
 
 def _on_host(gradient: Any) -> Any:
-    """A gradient as a float32 NumPy array; for a sparse one, its rows."""
+    """A gradient as a NumPy array of float32; of a sparse one the rows that are in it."""
     if gradient is None:
         return None
     (values,) = real_parts(gradient)
@@ -627,7 +628,7 @@ def _on_host(gradient: Any) -> Any:
 
 
 def _plain(path: str) -> str:
-    """The name of a parameter or a module in the uncompiled model."""
+    """The name of a parameter or a module as it is without compiling the model."""
     return path.replace("_orig_mod.", "").removesuffix("._orig_mod").removesuffix("_orig_mod")
 
 

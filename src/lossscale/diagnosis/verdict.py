@@ -1,10 +1,9 @@
-"""The verdict on a measurement: the first of these that applies.
+"""The verdict on a measurement: four questions, in this order.
 
-1. Something overflows in the forward pass: no loss scale can help.
-2. One gradient needs a scale at which another one overflows: no single scale is enough.
-3. Every gradient is accurate without scaling, and far enough from overflow: none is needed.
-4. Otherwise a loss scale is needed. The rule starts below overflow, and its minimum is the lowest
-   scale at which all gradients are accurate.
+1. Does something overflow in the forward pass? Then no loss scale can help.
+2. Does one gradient need a scale at which another overflows? Then no single one serves.
+3. Is every gradient right without scaling, and far enough from overflow? Then none is needed.
+4. Otherwise one is needed, and its rule starts below overflow and stays where gradients are right.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from lossscale.rules import DynamicScale
 
 _LARGEST_EXPONENT = 126
 _BELOW = 20
-"""How many bits a rule may go down if no gradient is known to be too small."""
+"""How many bits a rule may go down where no gradient is known to be too small."""
 
 
 class Verdict(enum.StrEnum):
-    """Whether a loss needs loss scaling.
+    """Answers to the question whether a loss needs loss scaling.
 
     Attributes:
-        NOT_NEEDED: float16 loses nothing that a loss scale would keep.
-        NEEDED: Without loss scaling, float16 loses a part of a gradient, or is close to overflow.
-        NO_SINGLE_SCALE: One gradient needs a scale at which another one overflows.
+        NOT_NEEDED: Float16 loses nothing that a loss scale would keep.
+        NEEDED: Without loss scaling float16 loses a part of a gradient, or is near to overflow.
+        NO_SINGLE_SCALE: The scale that one gradient needs makes another overflow.
         CANNOT_HELP: The forward pass, which is not scaled, overflows in float16.
         UNKNOWN: It could not be measured.
     """
@@ -46,8 +45,8 @@ class Recommendation:
     Attributes:
         verdict: The verdict.
         rule: The rule to use; None if none is needed or none helps.
-        reason: The reason, as the end of a sentence.
-        advice: What to do if there is no rule; "" otherwise.
+        reason: Why, as the end of a sentence.
+        advice: What to do in place of a rule; "" with one.
     """
 
     verdict: Verdict
@@ -57,7 +56,7 @@ class Recommendation:
 
 
 def recommend(found: Measurement) -> Recommendation:
-    """Returns the verdict on a loss, with the rule to use.
+    """Returns the verdict on a loss, and the rule that it needs.
 
     Args:
         found: The measurement of the loss.
