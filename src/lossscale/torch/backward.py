@@ -51,7 +51,11 @@ class GradientRecord:
             checked.
         has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
             reach its parameters too.
+        may_be_reached: Whether the loss may not reach them at all: what `fully_shard` computes
+            with cannot be assigned to one of several optimizers.
         is_graph: Whether they are parts of a graph (`create_graph=True`).
+        part: The parameters that the loss of another optimizer has reached, a `ParameterInfo`;
+            None if they are all of the optimizer, or the loss is its own.
         task: The last backward pass that has begun.
         decision: The decision of all processes, if `unscale_` made one.
         clips: Whether they are still to be clipped.
@@ -71,7 +75,8 @@ class GradientRecord:
         self.scaled_by: Multiplier | LossScale | None = None
         self.found: Any = None
         self.is_graph = self.clips = self.is_settled = self.by_hand = False
-        self.has_own_loss = False
+        self.has_own_loss = self.may_be_reached = False
+        self.part: ranks.ParameterInfo | None = None
         self.divided: list[tuple[Any, int]] | None = None
         self.decision: Any = None
         self.witness: tuple[Any, int] | None = None
@@ -86,15 +91,17 @@ class GradientRecord:
             found = torch.maximum(self.found, found.to(self.found.device))
         self.found = self.found if found is None else found
 
-    def remember(self, first: Any) -> None:
-        """Remembers the first unscaled gradient, or None, and its version."""
-        self.witness = None if first is None else (weakref.ref(first), first._version)
+    def remember(self, info: ranks.ParameterInfo) -> None:
+        """Remembers the last unscaled gradient, or that there is none, and its version."""
+        last = info.last_gradient()
+        self.witness = None if last is None else (weakref.ref(last), last._version)
 
-    def is_as_it_was(self, first: Any) -> bool:
-        """Whether the first gradient is the remembered one, unchanged."""
-        if self.witness is None or first is None:
+    def is_as_it_was(self, info: ranks.ParameterInfo) -> bool:
+        """Whether the last gradient is the remembered one, unchanged."""
+        last = info.last_gradient()
+        if self.witness is None or last is None:
             return False
-        return self.witness[0]() is first and self.witness[1] == first._version
+        return self.witness[0]() is last and self.witness[1] == last._version
 
     def are_gone(self, info: ranks.ParameterInfo) -> bool:
         """Whether the gradients that were checked have been cleared."""
@@ -152,7 +159,7 @@ def is_seen(loss: Any) -> bool:
     )
 
 
-def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, on_unowned: Any = None) -> None:
+def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, scaler: Any = None) -> None:
     """Multiplies existing gradients by the scale of a loss when its `backward` starts.
 
     Args:
@@ -160,7 +167,7 @@ def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, on_unowned: 
         loss: The loss.
         multiplier: The scale of the loss.
         own: The engine that scaled it; None for a scaler, whose loss is for all optimizers.
-        on_unowned: Called with the tensors that the loss reaches and no engine has.
+        scaler: The scaler of a loss that is for all of its optimizers.
     """
 
     def starts(_: Any) -> None:
@@ -171,27 +178,35 @@ def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, on_unowned: 
                 "unscaled losses to optimizer.backward(loss)."
             )
         others = [each for each in engines if own is None or each.record is not own.record]
-        found, rest = reached(loss, others) if others or on_unowned is not None else ([], [])
+        # Several may have the same parameters: those of the scaler come first.
+        others.sort(key=lambda each: each.scale is not scaler)
+        mine = None if own is None else own.info()
+        needed = others or scaler is not None
+        found, rest = reached(loss, others, own=mine, scaler=scaler) if needed else ([], [])
         if own is not None:
             own.begin(multiplier, task=task, graph=graph, own_loss=True)
-        for each, info in found:
-            each.begin(multiplier, info, task=task, graph=graph)
-        if on_unowned is not None:
-            on_unowned(rest, multiplier)
+        for each, info, sure in found:
+            each.begin(multiplier, info, task=task, graph=graph, own_loss=each.scale is scaler)
+            each.record.may_be_reached = not sure
+        if scaler is not None:
+            scaler.track_unowned(rest, multiplier)
 
     scaled.register_hook(starts)
 
 
 def reached(
-    loss: Any, others: Iterable[Any], inputs: Any = None, own: Any = None
-) -> tuple[list[tuple[Any, ranks.ParameterInfo]], list[Any]]:
-    """The engines whose parameters a loss reaches, each with its parameters, and other tensors.
+    loss: Any, others: Iterable[Any], inputs: Any = None, own: Any = None, scaler: Any = None
+) -> tuple[list[tuple[Any, ranks.ParameterInfo, bool]], list[Any]]:
+    """The engines whose parameters a loss reaches, and other tensors.
+
+    Each engine comes with the parameters, and whether the loss reaches them for sure.
 
     Args:
         loss: The loss.
         others: The engines that it may reach.
         inputs: The only tensors that are reached, as in `torch.Tensor.backward`; None for all.
         own: Parameters that are left out of the result.
+        scaler: The scaler whose engines are in the result even if others have their parameters.
     """
     hidden = False
     if inputs is None:
@@ -208,14 +223,17 @@ def reached(
     living = alive(others)
     for each, _ in living:
         info = each.info()
-        if ids.isdisjoint(info.ids) and not hidden and not (is_sharded and info.is_sharded):
+        sure = not ids.isdisjoint(info.ids)
+        if not (sure or hidden or (is_sharded and info.is_sharded)):
             continue
         mine = [p for p in info.parameters if id(p) not in taken]
+        if not mine and each.scale is not scaler:
+            continue
         whole = len(mine) == len(info.parameters)
-        found.append((each, info if whole else ranks.ParameterInfo(mine, [])))
+        found.append((each, info if whole else ranks.ParameterInfo(mine, []), sure))
         taken = taken | info.ids
         rest = {key: t for key, t in rest.items() if key not in info.ids}
-    if any(info.is_sharded for info in (own, *(info for _, info in found)) if info is not None):
+    if any(info.is_sharded for info in (own, *(info for _, info, _ in found)) if info is not None):
         rest = {key: t for key, t in rest.items() if not isinstance(t, torch.nn.Parameter)}
     return found, list(rest.values())
 

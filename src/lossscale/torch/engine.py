@@ -29,7 +29,7 @@ from lossscale.torch.backward import (
 )
 from lossscale.torch.gradients import Gradients
 from lossscale.torch.ranks import ParameterInfo
-from lossscale.torch.scale import Counts
+from lossscale.torch.scale import Counts, Multiplier
 from lossscale.torch.scaling import CPU, read, scalar
 from lossscale.torch.several import parts_of, with_parts
 
@@ -161,7 +161,7 @@ class Engine:
             info: Of the parameters, if they are not all of the optimizer.
             task: The backward pass.
             graph: Whether they will be parts of a graph.
-            own_loss: Whether this optimizer scaled the loss.
+            own_loss: Whether this optimizer, or its scaler, scaled the loss.
 
         Raises:
             GradientsError: If others are added in the same pass.
@@ -173,21 +173,28 @@ class Engine:
                     "One backward pass sums losses with different loss scales, and reaches the "
                     f"same parameters by both. {_ONE_FOR_SEVERAL}"
                 )
-            info = self.info() if info is None else info
-            if record.found is not None and record.are_gone(info):
+            whole = self.info()
+            info = whole if info is None else info
+            part = None if own_loss or info is whole else info
+            if record.found is not None and record.are_gone(whole):
                 if self.left_out is not None:
                     self.left_out()
                 record.reset()
-            self.end_shared()
+            self.end_others(info)
+            for each, _ in alive(engines):
+                if each.record.decision is not None and not each.info().ids.isdisjoint(info.ids):
+                    # Decided on gradients that it shares, and that are about to change.
+                    each.record.decision = None
+            if record.scaled_by is not None and (record.part is not None or part is not None):
+                self.end(record.part)
             before = record.scaled_by
-            first = info.first_gradient()
-            if before is None and self.scale.is_unseen and not record.is_as_it_was(first):
+            if before is None and self.scale.is_unseen and not record.is_as_it_was(whole):
                 before = self.scale.multiplier
             multiply(info, by, before)
             if record.found is not None:
                 # Some may have been replaced.
-                record.remember(info.first_gradient())
-            record.scaled_by = by
+                record.remember(whole)
+            record.scaled_by, record.part, record.may_be_reached = by, part, False
         record.task, record.has_own_loss = task, record.has_own_loss or own_loss
         record.is_graph = record.is_graph or graph
         record.decision, record.is_settled = None, False
@@ -199,8 +206,8 @@ class Engine:
         Args:
             info: Of the parameters, if they are not all of the optimizer.
         """
-        record, rule = self.record, self.rule
-        info = self.info() if info is None else info
+        record, rule, whole = self.record, self.rule, self.info()
+        info = whole if info is None else info
         by, record.scaled_by = record.scaled_by, None
         found: Any = None
         if by is not None:
@@ -210,23 +217,42 @@ class Engine:
             )
         record.add(found)
         record.is_graph = False
-        record.remember(info.first_gradient())
+        record.remember(whole)
         return found
 
-    def end_shared(self) -> None:
-        """Ends what a loss has added, if it has reached optimizers with other loss scales too.
+    def end_others(self, info: ParameterInfo) -> None:
+        """Unscales and checks gradients that other optimizers with other loss scales hold.
 
-        Its scale is too large if any of their gradients overflows: all skip, and the scale falls.
+        Those of some of these parameters, because optimizers may share parameters; and all of a
+        loss that has reached this optimizer too. Its scale is too large if any overflows: then all
+        of them skip, and all scales fall.
+
+        Args:
+            info: The parameters whose gradients are needed.
         """
-        by = self.record.scaled_by
-        if by is None:
+        record = self.record
+        others = alive(each for each in engines if each.scale is not self.scale)
+        by = None if record.may_be_reached else record.scaled_by
+        holding = [each for each, _ in others if each.holds(info, by)]
+        if not holding:
             return
-        reached = alive(each for each in engines if each.record.scaled_by is by)
-        if len({id(each.scale) for each, _ in reached}) > 1:
-            found = [each.end() for each, _ in reached]
-            for each, _ in reached:
-                for other in found:
-                    each.record.add(other)
+        if any(each.record.scaled_by is by for each in holding):
+            holding.append(self)
+        found = [each.end(each.record.part) for each in holding]
+        for each in {*holding, self}:
+            # Without a result the gradients of this optimizer are still to be checked.
+            for other in found if each.record.found is not None else ():
+                each.record.add(other)
+
+    def holds(self, info: ParameterInfo, by: Any) -> bool:
+        """Whether gradients are scaled by a multiplier, or are those of some parameters."""
+        record = self.record
+        # A `LossScale` multiplies gradients that may be none in `.grad`.
+        if not isinstance(record.scaled_by, Multiplier):
+            return False
+        mine = self.info() if record.part is None else record.part
+        is_reached = record.scaled_by is by and not record.may_be_reached
+        return is_reached or not info.ids.isdisjoint(mine.ids)
 
     # --- Decide -------------------------------------------------------------------------------
 
@@ -242,9 +268,11 @@ class Engine:
                 not clipped.
         """
         info, rule, record = self.info(), self.rule, self.record
-        self.end_shared()
-        if record.scaled_by is not None and (record.is_graph or record.found is not None):
-            self.end()
+        self.end_others(info)
+        if record.scaled_by is not None and (
+            record.part is not None or record.is_graph or record.found is not None
+        ):
+            self.end(record.part)
         # Unscaled gradients were checked when they were unscaled.
         found = record.found if record.scaled_by is None else None
         grads = (

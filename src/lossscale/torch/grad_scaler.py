@@ -213,7 +213,7 @@ class GradScaler(torch.amp.GradScaler):
                 engine.record.scaled_by, engine.record.is_graph = self._unowned_by, self._is_graph
         return engine
 
-    def _track_unowned(self, rest: Sequence[Any], by: Multiplier) -> None:
+    def track_unowned(self, rest: Sequence[Any], by: Multiplier) -> None:
         """Called before gradients are added to tensors of no optimizer that was used here yet."""
         known = {key: t for key, ref in self._unowned.items() if (t := ref()) is not None}
         new = [t for t in rest if id(t) not in known]
@@ -259,7 +259,7 @@ class GradScaler(torch.amp.GradScaler):
                 return scaled(loss, self._scale)
             by = self.multiplier
             multiplied = scaled(loss, by.on(loss.device).scale)
-            watch(multiplied, loss, by, None, self._track_unowned)
+            watch(multiplied, loss, by, None, self)
             return multiplied
 
         result = _mapped(scaled_one, outputs)
@@ -308,11 +308,14 @@ class GradScaler(torch.amp.GradScaler):
         """
         engine, device = self._engine_of(optimizer), self._scale.device
         record, info = engine.record, engine.info()
+        engine.end_others(info)
+        if record.part is not None:
+            # A wrapper's loss has reached some of the parameters.
+            engine.end(record.part)
         by: Any = record.scaled_by or self.multiplier
-        first = info.first_gradient()
         # Gradients that stay after a step are unscaled, as long as nothing was added to them.
         are_unscaled = (
-            self._scaled_since_update and not self.is_unseen and record.is_as_it_was(first)
+            self._scaled_since_update and not self.is_unseen and record.is_as_it_was(info)
         )
         number = 1.0 if are_unscaled and record.scaled_by is None else by.number
         if entry["stage"] is _READY:
@@ -332,12 +335,11 @@ class GradScaler(torch.amp.GradScaler):
             torch.maximum(overflow, record.found.to(overflow.device), out=overflow)
         # Also without a gradient on this process: others may have some.
         entry["groups"], entry["found_inf_per_device"] = info.groups, unscaled
-        first = info.first_gradient()
         record.scaled_by, record.is_graph = None, False
         record.found = overflow_check.any_overflow(dict(unscaled), device)
-        record.remember(first)
+        record.remember(info)
         # Without gradients, those of a later backward pass still have to be unscaled.
-        if unscaled or first is not None:
+        if unscaled or info.first_gradient() is not None:
             entry["stage"] = _UNSCALED
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -425,7 +427,7 @@ class GradScaler(torch.amp.GradScaler):
             result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
         entry["stage"] = _STEPPED
         engine.record.reset()
-        engine.record.remember(engine.info().first_gradient())
+        engine.record.remember(engine.info())
         return result
 
     def _unscale_several(self, optimizers: Sequence[Any]) -> None:

@@ -245,10 +245,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         beside = [each for each in engines if each.record is not record]
         others, rest = reached(loss, beside, inputs, info)
         free = ranks.ParameterInfo(rest, []) if rest else None
-        for each, theirs in others:
-            each.end_shared()
-            if each.record.scaled_by is not None:
-                each.end()
+        for each, theirs, _ in others:
             each.begin(by, theirs)
         if free is not None:
             multiply(free, by)
@@ -259,12 +256,16 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         finally:
             record.in_backward, record.is_graph = False, create_graph
             found = [engine.end()]
-            for each, theirs in others:
+            all_reached = [engine]
+            for each, theirs, sure in others:
                 each.record.is_graph = create_graph
-                found.append(each.end(theirs))
-            if others:
+                one = each.end(theirs)
+                if sure:
+                    found.append(one)
+                    all_reached.append(each)
+            if len(found) > 1:
                 # The scale is too large if any of them overflows: all skip, and it falls.
-                for each, _ in ((engine, info), *others):
+                for each in all_reached:
                     for one in found:
                         each.record.add(one)
             if free is not None:
@@ -348,7 +349,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             self._leave_out()
             record.reset()
             record.scaled_by, record.has_own_loss = engine.scale, True
-        elif record.is_as_it_was(info.first_gradient()):
+        elif record.is_as_it_was(info):
             record.scaled_by = None
         else:
             raise CallOrderError(
@@ -591,7 +592,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             if decision.apply is not None:
                 found = scalar(float(not decision.apply), info.devices[0])
             record.found = found
-            record.remember(info.first_gradient())
+            record.remember(info)
             record.clips = self.clip_norm is not None
         decided: StepDecision = record.decision
         return decided
@@ -804,7 +805,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             its.scaled_by = mine.scaled_by
         if mine.scaled_by is self._engine.scale:
             its.scaled_by = copied._engine.scale
-        its.remember(copied._engine.info().first_gradient())
+        its.remember(copied._engine.info())
         return copied
 
     def __reduce__(self) -> Any:

@@ -133,6 +133,10 @@ class ParameterInfo:
         """The first gradient that is not None; None if there is none."""
         return next((g for p in self.parameters if (g := p.grad) is not None), None)
 
+    def last_gradient(self) -> Any:
+        """The last gradient that is not None: what optimizers share tends to come first."""
+        return next((g for p in reversed(self.parameters) if (g := p.grad) is not None), None)
+
     def copies(self, gradient: Any) -> int:
         """How many times a sum over `groups` would count each number of a gradient."""
         # Reading a mesh is slow, and most gradients of a model share one layout.
