@@ -1,8 +1,8 @@
-"""Measures what loss scaling costs, beside the inner optimizer alone and beside other classes.
+"""Measures the cost of loss scaling, relative to the inner optimizer alone, and of other classes.
 
-Each backend runs in a process of its own, and within it all methods of a row take turns, round by
-round. Results go to a JSON file, tables to the standard output.
-docs/internals/benchmarks.md explains the cases, the modes and the methods.
+Each backend runs in its own process, where all methods of a row are interleaved, round by round.
+Results go to a JSON file, tables to the standard output. docs/internals/benchmarks.md explains the
+cases, the modes and the methods.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 
 def _run(process: Process) -> tuple[dict[str, Any], str]:
-    """Returns what a process measured, and what went wrong."""
+    """Returns the results and the failures of a process."""
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder, "part.json")
         fields = json.dumps(dataclasses.asdict(process))
         command = [sys.executable, "-m", "benchmarks.worker", fields, str(output)]
-        # What it leaves behind goes with the folder.
+        # Files that it leaves behind are removed with the folder.
         environment = {**os.environ, "TMPDIR": folder, **worker.environment(process)}
         status = subprocess.run(command, env=environment, check=False).returncode
         part = json.loads(output.read_text()) if output.exists() else {}
@@ -73,7 +73,7 @@ def _run(process: Process) -> tuple[dict[str, Any], str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells what is wrong in one line."""
+    """Reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")

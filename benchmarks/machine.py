@@ -1,4 +1,4 @@
-"""What the measurements ran on, and how much memory there is and was taken."""
+"""The machine of the measurements, its memory, and the memory that a program used."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def versions() -> dict[str, str]:
 
 
 def peak_above_rest(run: Callable[[], None]) -> int | None:
-    """Runs something and returns how far resident memory rose meanwhile, in bytes.
+    """Runs a function and returns the growth of resident memory meanwhile, in bytes.
 
-    Whole pages are counted, and memory that the allocator had kept is not; so it is given back to
+    Whole pages are counted. Memory that the allocator had kept is not counted, so it is returned to
     the system first.
 
     Returns:
-        None where the system does not tell, that is elsewhere than on Linux with the GNU C library.
+        The growth; None on systems other than Linux with the GNU C library.
     """
     try:
         trim = ctypes.CDLL("libc.so.6").malloc_trim
@@ -74,9 +74,9 @@ def peak_above_rest(run: Callable[[], None]) -> int | None:
 
 
 def available() -> float:
-    """Returns how much memory can be had, in bytes; infinite where the system does not tell.
+    """Returns the available memory in bytes; infinite if the system does not report it.
 
-    What this process holds counts too: allocators keep what they will give out again.
+    It includes the memory of this process, which its allocators can use again.
     """
     try:
         return (_kibibytes(_MEMINFO, "MemAvailable") + _kibibytes(_STATUS, "VmRSS")) * 1024

@@ -1,4 +1,4 @@
-"""Measures a row: makes its programs, checks that they agree, and times them."""
+"""Measures a row: builds its programs, checks that their results agree, and times them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ BURST_SECONDS = 0.02
 MOST_STEPS_IN_A_BURST = 100
 # A scale of 2**15 that halves at each overflow stays a normal number for so many steps.
 MOST_OVERFLOWS = 135
-# What is built first in a row can run a tenth faster (JAX) or slower (TensorFlow) than the same
-# built again. So the first program is one that nothing is compared with.
+# The first program of a row can run 10% faster (JAX) or slower (TensorFlow) than the same program
+# built again. So the first program is not compared.
 COMPILED = ("function", "xla", "jit")
-# Variables, two slots, gradients, their copies and what a branch copies, in float32.
+# Variables, two slots, gradients, their copies and the copies of a branch, in float32.
 BYTES_PER_PARAMETER = 4 * 8
 
 
 class WrongResultError(Exception):
-    """A method did not do what the others did, so that their times mean nothing."""
+    """The result of a method differs from the others, so that their times mean nothing."""
 
 
 class TooBigError(Exception):
@@ -37,16 +37,16 @@ class TooBigError(Exception):
 def measure(
     row: Row, framework: Framework, *, rounds: int | None = None, quick: bool = False
 ) -> dict[str, Any]:
-    """Measures a row; returns what was found, JSON-ready.
+    """Measures a row; returns the results, JSON-ready.
 
     Args:
         row: The row.
-        framework: What makes its programs.
-        rounds: How many rounds are timed; None for what the row says.
+        framework: The module that builds its programs.
+        rounds: Number of timed rounds; None for the row's default.
         quick: Whether models are tiny, and a burst is a single step.
 
     Raises:
-        WrongResultError: If a method came to other weights than it must, or traced again.
+        WrongResultError: If the weights of a method are wrong, or it traced again.
         TooBigError: If there is not enough memory.
     """
     if row.workload is not None:
@@ -63,7 +63,7 @@ def measure(
             made = {name: framework.program(row, name, quick) for name in row.methods}
             return {**found, "methods": {name: one.structure() for name, one in made.items()}}
     finally:
-        # A row's arrays hang in cycles with its compiled functions; the next one needs the room.
+        # A row's arrays are in cycles with its compiled functions; the next row needs the memory.
         framework.forget()
         gc.collect()
 
@@ -82,7 +82,7 @@ def _timed(row: Row, framework: Framework, rounds: int | None, quick: bool) -> d
             before[name] = program.parameters() if row.model else None
             found[name] = {"first_step_seconds": _timed_step(program)}
         except Exception as error:
-            # A peer may not run, and its package need not be there.
+            # A peer may fail, or its package may be missing.
             if not name.startswith("peer") and not isinstance(error, ModuleNotFoundError):
                 raise
             found[name] = {"does_not_run": f"{type(error).__name__}: {str(error)[:200]}"}
@@ -104,7 +104,7 @@ def _timed(row: Row, framework: Framework, rounds: int | None, quick: bool) -> d
         steps=steps,
         seconds=timing.seconds if rounds is None else math.inf,
         fewest=timing.fewest,
-        # What the processor does meanwhile is not what a GPU takes.
+        # CPU time is not the time of a GPU.
         clock=getattr(time, timing.clock) if row.device == "cpu" else time.perf_counter,
     )
     for name, program in programs.items():
@@ -131,7 +131,7 @@ def _timed_step(program: Program) -> float:
 
 
 def _check(row: Row, programs: dict[str, Program], before: dict[str, Any]) -> None:
-    """Checks that all methods did the same work; `before` has the first weights of training."""
+    """Checks that all methods did the same work; `before` has the initial weights of training."""
     bare = programs[row.methods[0]].parameters()
     if bare is None:
         return
@@ -157,7 +157,7 @@ def _check(row: Row, programs: dict[str, Program], before: dict[str, Any]) -> No
 
 
 def _check_training(row: Row, programs: dict[str, Program], before: dict[str, Any]) -> None:
-    # Without loss scaling small gradients flush to zero, so that `bare` goes elsewhere.
+    # Without loss scaling, small gradients flush to zero, so `bare` has other weights.
     weights = {name: _flat(program.parameters()) for name, program in programs.items()}
     for name, found in weights.items():
         if not np.all(np.isfinite(found)):
@@ -168,7 +168,7 @@ def _check_training(row: Row, programs: dict[str, Program], before: dict[str, An
     moved = np.mean(np.abs(expected - _flat(before["peer_dynamic"])))
     for name in ("ours_dynamic", "ours_monitored", "ours_fixed", "peer_fixed", "unscale"):
         apart = np.mean(np.abs(weights.get(name, expected) - expected))
-        # Half precision rounds where another compilation fuses, and Adam magnifies it.
+        # Half precision rounds where another compilation fuses, and Adam magnifies the difference.
         if not apart < 0.1 * moved:
             raise WrongResultError(
                 f"{row.name} {name}: after {row.timing.warm} steps it is {apart:.3g} from the "

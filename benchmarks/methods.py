@@ -1,4 +1,4 @@
-"""The columns: the ways to make a step that are compared. A new way is a new entry."""
+"""The columns: the compared methods of a step. To add a method, add an entry."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import lossscale
 
 SCALE = 2.0**15
-# No scale grows while it is timed: growth is one step in thousands, and not what is measured.
+# No scale grows while it is timed: growth happens once in thousands of steps.
 NEVER = 2**31 - 1
 SKIPPED = "/skipped"
-"""At the end of a method's name: every one of its steps overflows."""
+"""The suffix of a method's name if each of its steps overflows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Method:
 
     Args:
         title: The heading of its column.
-        wrapped: Returns the optimizer, given a function that makes the inner one and the package,
-            `keras` or `tf_keras`. None stands for the inner optimizer alone.
-        scaled: Whether it receives gradients of the scaled loss.
-        exact: Whether its weights must be those of the bare optimizer, bit for bit.
-        reads: Whether a sum of every gradient is taken beside the inner optimizer.
-        unscales: Whether every gradient is multiplied by the reciprocal of the scale first.
+        wrapped: Returns the optimizer, given a function that creates the inner one and the package,
+            `keras` or `tf_keras`. None means the inner optimizer alone.
+        scaled: Whether it gets gradients of the scaled loss.
+        exact: Whether its weights must equal those of the bare optimizer, bit for bit.
+        reads: Whether it also sums every gradient.
+        unscales: Whether it multiplies every gradient by the reciprocal of the scale first.
     """
 
     title: str
@@ -94,5 +94,5 @@ MONITORS: dict[str, dict[str, Any]] = {
 
 
 def method(name: str) -> Method:
-    """Returns the method of a name, also of one whose steps overflow."""
+    """Returns the method with a name, which may have the suffix for overflowing steps."""
     return METHODS[name.removesuffix(SKIPPED)]

@@ -1,4 +1,4 @@
-"""What is trained with Keras 3 and with tf_keras, whose package each row names."""
+"""The models for Keras 3 and tf_keras; each row names its package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def package(row: Row) -> Any:
 
 
 def new_optimizer(row: Row, name: str) -> Any:
-    """Returns the optimizer of a method around the inner one of a row, without its floors."""
+    """Returns the optimizer of a method around a row's inner optimizer, except for floors."""
     optimizers, (kind, settings) = package(row).optimizers, OPTIMIZERS[row.optimizer]
     if row.wrapper == "tf_keras-legacy":
         optimizers = optimizers.legacy
@@ -50,7 +50,7 @@ def _unscale(gradients: list[Any], scale: Any) -> list[Any]:
 
 
 def with_floors(row: Row, name: str, read: Any = _read, unscale: Any = _unscale) -> Any:
-    """Returns the optimizer of Keras 3 of a method; that of a floor reads or unscales first."""
+    """Returns the Keras 3 optimizer of a method; for a floor, it reads or unscales first."""
     optimizer, floor, ops = new_optimizer(row, name), method(name), package(row).ops
     if not (floor.reads or floor.unscales):
         return optimizer
@@ -67,7 +67,7 @@ def with_floors(row: Row, name: str, read: Any = _read, unscale: Any = _unscale)
                 grads = unscale(grads, ops.convert_to_tensor(self._scale))
             super().apply(grads, trainable_variables)
 
-    # Variables, so that no compiler knows the scale, and that the sum is not left out.
+    # Variables, so that the scale is not a constant, and the sum is not optimized away.
     optimizer._scale = optimizer.add_variable((), initializer="ones", name="floor_scale")
     optimizer._scale.assign(SCALE)
     optimizer._total = optimizer.add_variable((), name="floor_total")
@@ -76,7 +76,7 @@ def with_floors(row: Row, name: str, read: Any = _read, unscale: Any = _unscale)
 
 
 def alone(row: Row, name: str, *floors: Any) -> tuple[Any, list[Any]]:
-    """Returns an optimizer of Keras 3 that is built for variables, and these."""
+    """Returns a built Keras 3 optimizer, and its variables."""
     variables = [package(row).Variable(value) for value in row.workload.values()]
     optimizer = with_floors(row, name, *floors)
     optimizer.build(variables)
@@ -86,7 +86,7 @@ def alone(row: Row, name: str, *floors: Any) -> tuple[Any, list[Any]]:
 
 
 def gradients(row: Row, name: str) -> list[Any]:
-    """Returns the gradients that a method is given: scaled, and overflowing if it skips."""
+    """Returns the gradients for a method: scaled, and overflowing if it skips."""
     scale = SCALE if method(name).scaled else 1.0
     return row.workload.gradients(scale, overflow=name.endswith(SKIPPED))
 
@@ -98,7 +98,7 @@ def mlp(layers: Any, small: bool) -> list[Any]:
 
 
 def cnn(layers: Any, small: bool) -> list[Any]:
-    """Returns those of a small convolutional network: float16 is slow on a CPU."""
+    """Returns the layers of a small convolutional network: float16 is slow on a CPU."""
     width = 2 if small else 16
     return [
         layers.Input((16, 16, 3)),
@@ -110,24 +110,24 @@ def cnn(layers: Any, small: bool) -> list[Any]:
 
 
 MODELS = {"mlp": (mlp, (784,), 128), "cnn": (cnn, (16, 16, 3), 32)}
-"""For each name the layers, the shape of an example, and how many are in a batch."""
+"""Maps a name to the layers, the shape of an example, and the batch size."""
 
 
 def training(row: Row, name: str, small: bool) -> tuple[Any, Any, tuple[Any, Any]]:
-    """Returns an optimizer, a model with exactly this one and the same first weights, a batch."""
+    """Returns an optimizer, a model compiled with it, always with the same weights, and a batch."""
     keras, (build, shape, size) = package(row), MODELS[row.model]
     keras.mixed_precision.set_global_policy("mixed_float16")
     keras.utils.set_random_seed(0)
     model = keras.Sequential(build(keras.layers, small))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     if keras.__name__ == "tf_keras":
-        # There compile() wraps every optimizer that does not scale the loss, so another one.
+        # compile() would wrap a bare optimizer, so the optimizer is set afterwards.
         model.compile(optimizer="sgd", loss=loss)
         model.optimizer = optimizer = new_optimizer(row, name)
     else:
         optimizer = with_floors(row, name)
         model.compile(optimizer=optimizer, loss=loss, auto_scale_loss=False)
-    # Legacy optimizers of tf_keras build themselves in the first step.
+    # Legacy optimizers of tf_keras are built in the first step.
     if hasattr(optimizer, "build"):
         optimizer.build(model.trainable_variables)
     random, size = np.random.default_rng(0), 4 if small else size
@@ -138,7 +138,7 @@ def training(row: Row, name: str, small: bool) -> tuple[Any, Any, tuple[Any, Any
 class Epoch(Program):
     """An epoch of `fit` with a monitor that writes its records.
 
-    Its many short steps are the worst case: what a monitor does on a step does not grow with the
+    Its many short steps are the worst case: the cost of a monitor per step does not grow with the
     model.
     """
 

@@ -14,16 +14,16 @@ PAGES = {
     "docs/internals/speed.md": ("monitoring", tables.alone),
     "docs/internals/pytorch_speed.md": ("torch_native", tables.alone),
 }
-"""For each page the name in its markers, and what writes its tables."""
+"""Maps a page to the name in its markers and the function that writes its tables."""
 
 
 def markers(name: str) -> tuple[str, str]:
-    """Returns what stands before and after tables."""
+    """Returns the markers before and after tables."""
     return f"<!-- {name}: make bench -->", f"<!-- end of {name} -->"
 
 
 def insert(page: pathlib.Path, text: str, begins: str, ends: str) -> None:
-    """Replaces what stands between two markers of a page."""
+    """Replaces the text between two markers of a page."""
     before, begin, rest = page.read_text(encoding="utf-8").partition(begins)
     _, end, after = rest.partition(ends)
     if not begin or not end:
@@ -33,7 +33,7 @@ def insert(page: pathlib.Path, text: str, begins: str, ends: str) -> None:
 
 
 def main(results: str, root: str = ".") -> None:
-    """Writes the tables of all that was measured into the pages of a checkout."""
+    """Writes the tables of all results into the pages of a checkout."""
     found = json.loads(pathlib.Path(results).read_text(encoding="utf-8"))
     for page, (name, text) in PAGES.items():
         if tables.sections(found, name):

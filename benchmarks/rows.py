@@ -1,4 +1,4 @@
-"""The table of rows: everything that is measured, and the processes that measure it."""
+"""The table of rows to measure, and the processes that measure them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MODES = {
     "optax": ("jit", "eager"),
     "torch_native": ("fused", "foreach", "single"),
 }
-"""For each backend how it runs a step."""
+"""The modes of a step on each backend."""
 BACKENDS = tuple(MODES)
 ALL_MODES = tuple(dict.fromkeys(mode for modes in MODES.values() for mode in modes))
 CASES = (
     *("big", "small", "sparse", "optimizers", "mlp", "cnn", "skip", "variables", "parameters"),
     *("replicas", "collectives", "host_syncs", "monitor", "alone", "backward", "whole"),
 )
-"""What can be asked for; docs/internals/benchmarks.md says what each of them is."""
+"""The cases; docs/internals/benchmarks.md describes each of them."""
 
 STEP = ("bare", "ours_dynamic", "ours_fixed", "ours_monitored", "peer_dynamic", "peer_fixed")
 FLOORS = (*STEP, "read", "unscale")
@@ -33,11 +33,11 @@ ALONE = (*FLOORS, "bare_again")
 GROWTH = ("bare", "ours_dynamic", "peer_dynamic")
 SKIPS = ("bare", *(name + end for name in GROWTH[1:] for end in ("", SKIPPED)))
 
-# A peer compiles its branches in a time that grows with the square of the number of variables.
+# A peer's compile time for its branches grows with the square of the number of variables.
 MOST_XLA_VARIABLES = 100
-# XLA rounds the first update otherwise as soon as a number that it does not know multiplies the
-# gradient, also if that number is a power of two; the floor `unscale` shows the same bits. The
-# second stands in a branch that is one operation, where Grappler does not fold its constants.
+# XLA rounds the first update differently if the gradient is multiplied by a number that is not a
+# constant, even a power of two; the floor `unscale` shows the same bits. The second is inside a
+# branch that is one operation, where Grappler does not fold constants.
 _ROUND_OTHERWISE = (
     ("tf_keras-new", "xla", "SGD momentum"),
     ("tf_keras-new", "function", "AdamW clipnorm"),
@@ -50,11 +50,11 @@ class Timing:
     """How a row is timed.
 
     Args:
-        seconds: When this much time is gone, no new round begins.
-        rounds: How many rounds there are at most.
-        fewest: How many there are whatever they take.
-        steps: How many steps a burst has; None for about 20 milliseconds.
-        warm: How many steps come before.
+        seconds: After this time no new round begins.
+        rounds: Maximum number of rounds.
+        fewest: Minimum number of rounds, whatever time they take.
+        steps: Number of steps in a burst; None for about 20 milliseconds.
+        warm: Number of warm-up steps.
         clock: The name of a function of `time`.
     """
 
@@ -68,7 +68,7 @@ class Timing:
 
 LONG, SHORT = Timing(6.0), Timing(3.0)
 OF_FIT = Timing(rounds=15, steps=1, warm=1)
-# The processor's time, so that what else the machine does counts less.
+# CPU time, so that other load on the machine counts less.
 OF_OPTAX = Timing(10.0, rounds=400, fewest=3, steps=3, clock="process_time")
 OF_TORCH = Timing(steps=4, warm=5, clock="thread_time")
 
@@ -82,14 +82,14 @@ class Row:
         wrapper: The wrapper of the optimizers, such as "keras-jax".
         mode: How the step is run, such as "jit".
         methods: Names of the methods; most are compared with the first.
-        point: What distinguishes it from the other rows of the case.
-        workload: What an optimizer is applied to; None for a whole training step.
-        timing: How it is timed; None if its structure is all that is measured.
+        point: The difference from the other rows of the case.
+        workload: The variables and gradients of an optimizer; None for a whole training step.
+        timing: How to time it; None to measure only its structure.
         optimizer: Name of the inner optimizer.
         model: Name of the model of a whole training step.
-        devices: How many virtual devices its process has.
-        structure: Whether memory and graph size are measured too.
-        exact: Whether loss scaling must leave the bits of the weights as they are without it.
+        devices: Number of virtual devices of its process.
+        structure: Whether to measure memory and graph size too.
+        exact: Whether loss scaling must not change a bit of the weights.
         device: The kind of device it runs on.
     """
 
@@ -109,7 +109,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         parts = (self.wrapper, self.mode, self.device, self.case, self.point, self.optimizer)
         return " ".join(part for part in parts if part)
 
@@ -142,9 +142,9 @@ def _of_keras(backend: str) -> Iterator[Row]:
 
 
 def _of_wrapper(backend: str, wrapper: str, mode: str) -> Iterator[Row]:
-    # tf_keras takes as long as all the others, and so has fewer rows.
+    # tf_keras would take as long as all the others together, so it has fewer rows.
     tf_keras, legacy = backend == "tf_keras", wrapper == "tf_keras-legacy"
-    # Operation by operation, TensorFlow takes ten times as long.
+    # In eager mode, TensorFlow takes ten times as long.
     slow = mode == "eager" and backend != "torch"
     row = functools.partial(Row, wrapper=wrapper, mode=mode)
     alone = functools.partial(row, methods=GROWTH if slow else ALONE, structure=True)
@@ -171,7 +171,7 @@ def _of_wrapper(backend: str, wrapper: str, mode: str) -> Iterator[Row]:
     for variables in (1, 10, 100, 1000):
         if mode == "xla" and variables > MOST_XLA_VARIABLES:
             continue
-        # To trace a variable takes TensorFlow long, and a peer is measured with fewer.
+        # TensorFlow traces a variable slowly, so a peer is measured with fewer.
         methods = GROWTH[:2] if mode == "function" and variables > 100 else GROWTH
         work, point = equal(variables, variables * 1000), f"{variables:,}"
         yield row("variables", methods=methods, point=point, workload=work)
@@ -182,7 +182,7 @@ def _of_wrapper(backend: str, wrapper: str, mode: str) -> Iterator[Row]:
 
 def _of_optax() -> Iterator[Row]:
     whole = tuple(name for name in OPTAX if name != "read")
-    # A check of each array by itself, added up one by one, compiles for minutes with more of them.
+    # With more arrays, a separate check of each array compiles for minutes.
     few = tuple(name for name in OPTAX if name not in ("jmp", "flax"))
     row = functools.partial(Row, wrapper="optax", timing=OF_OPTAX, exact=False)
     for mode, point, optimizer, methods, work in (
@@ -205,7 +205,7 @@ def _of_torch() -> Iterator[Row]:
     shapes = {"10M in 100": ((320, 312),) * 100, "200 x 1000": ((1000,),) * 200}
     for mode in MODES["torch_native"]:
         methods = tuple(name for name in TORCH if name != "device" or mode == "fused")
-        # What the verb adds stands in a backward pass.
+        # The work of the verb is in a backward pass.
         alone = tuple(name for name in methods if not name.startswith("verb"))
         for name, each in shapes.items():
             work, point = Workload(each), f"{mode}, {name}"
@@ -244,18 +244,18 @@ def _few(row: Row, is_first_mode: bool) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A process that measures what was asked for of one backend.
+    """A process that measures the requested rows of one backend.
 
-    How many virtual devices it has is fixed when it starts.
+    Its number of virtual devices is fixed when it starts.
 
     Args:
         backend: One of `BACKENDS`.
         cases: Some of `CASES`.
         modes: Some of `ALL_MODES`.
         quick: Whether everything is tiny.
-        rounds: How many rounds are timed; None for what each row says.
-        device: The kind of device it measures on, "cpu" or "gpu"; empty for all there are.
-        devices: How many virtual devices it has.
+        rounds: Number of timed rounds; None for each row's default.
+        device: The kind of device to measure on, "cpu" or "gpu"; empty for all available ones.
+        devices: Number of virtual devices.
     """
 
     backend: str
@@ -267,18 +267,18 @@ class Process:
     devices: int = 1
 
     def rows(self, kinds: Iterable[str] = ("cpu",)) -> list[Row]:
-        """Returns what it times on each kind of device, and then what it counts on the CPU."""
+        """Returns the rows to time on each kind of device, then the rows to count on the CPU."""
         own = [row for row in self._asked() if row.devices == self.devices]
         timed = [row for row in own if row.timing is not None]
         kinds = [kind for kind in kinds if self.device in ("", kind)]
         timed = [dataclasses.replace(row, device=kind) for kind in kinds for row in timed]
         if self.device == "gpu":
             return timed
-        # What `torch.compile` leaves behind makes first steps slow that come after it.
+        # After `torch.compile`, the first steps of other rows are slower.
         return [*timed, *(row for row in own if row.timing is None)]
 
     def split(self) -> list[Process]:
-        """Returns the processes that are needed, one for each number of devices."""
+        """Returns the required processes, one for each number of devices."""
         needed = sorted({row.devices for row in self._asked()})
         return [dataclasses.replace(self, devices=devices) for devices in needed]
 

@@ -1,10 +1,10 @@
-"""What bad batches do to a loss scale: rules of scaling on gradients of five trainings.
+"""The effect of bad batches on a loss scale: rules on the gradients of five training runs.
 
-`python -m benchmarks.rules` trains five small PyTorch models in float32 and keeps how large their
-gradients are, step by step. Then each rule runs over them, while a step is bad with a probability
-p: its gradients are infinite at any scale. It prints which share of the gradients float16 flushes
-to 0 in the steps that are applied. `--page docs/internals/bad_data.md` writes the tables
-between the markers of that page. It takes about two minutes.
+`python -m benchmarks.rules` trains five small PyTorch models in float32 and records the sizes of
+their gradients in each step. Then it simulates each rule on them. A step is bad with a probability
+p: its gradients are infinite at any scale. It prints the share of the gradients that float16
+flushes to 0 in applied steps. `--page docs/internals/bad_data.md` writes the tables between the
+markers of that page. It takes about two minutes.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from lossscale.rules import DynamicScale, GradientStats
 STEPS, SEEDS = 2500, 2
 PROBABILITIES = (0.0, 0.001, 0.005, 0.01, 0.02, 0.05)
 SHIFTS = (0, 10, 20)
-"""The loss is divided by 2 to the power of each, as by an average over many outputs."""
+"""The loss is divided by 2 to the power of each, as in an average over many outputs."""
 LOWEST, HIGHEST = -90, 40
-"""The exponents of gradients that are told apart."""
+"""The range of exponents of gradients that are counted."""
 FLUSHED = -25
-"""Float16 rounds what is below 2**-25 to 0."""
+"""float16 rounds numbers below 2**-25 to 0."""
 LIMIT = float(np.log2(65504.0))
 MARKS = "<!-- rules: python -m benchmarks.rules -->", "<!-- end of rules -->"
 MARKS_OF_LAW = "<!-- law: python -m benchmarks.rules -->", "<!-- end of law -->"
 
 
-# --- Gradients of trainings -----------------------------------------------------------------------
+# --- Gradients of training runs -------------------------------------------------------------------
 
 
 class Trace(NamedTuple):
-    """The gradients of a training, by parameters and by the outputs of layers.
+    """The gradients of a training run, with respect to parameters and to the outputs of layers.
 
     Attributes:
         largest: float64 array of shape (steps,): log2 of the largest magnitude.
-        below: float64 array of shape (steps, exponents): which share of the magnitudes of a tensor
-            is below 2 to the power of each exponent from `LOWEST` on, the mean over tensors.
-        rules: For each of `SHIFTS` the rule that `diagnose` advises at the start.
+        below: float64 array of shape (steps, exponents): the share of the magnitudes of a tensor
+            below 2 to the power of each exponent from `LOWEST` on, averaged over tensors.
+        rules: For each of `SHIFTS` the rule that `diagnose` recommends at the start.
     """
 
     largest: Any
@@ -59,10 +59,10 @@ class Trace(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A training.
+    """A training run.
 
     Attributes:
-        model: Makes the model.
+        model: Creates the model.
         batch: Draws a batch.
         loss: Computes the loss of a model on a batch.
         rate: The learning rate of Adam.
@@ -75,11 +75,11 @@ class Task:
 
 
 def trace_of(task: Task, steps: int) -> Trace:
-    """Trains, and returns how large gradients were.
+    """Trains, and returns the sizes of the gradients.
 
     Args:
-        task: What to train.
-        steps: How many steps.
+        task: The training run.
+        steps: Number of steps.
     """
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
@@ -111,7 +111,7 @@ def sizes(gradients: Sequence[Any]) -> tuple[float, Any]:
     """Returns log2 of the largest magnitude, and the share below each exponent.
 
     Args:
-        gradients: float32 arrays. One of zeros says nothing.
+        gradients: float32 arrays. Arrays of zeros are ignored.
 
     Example:
         >>> largest, below = sizes([np.float32([1, 0.25, 0])])
@@ -164,7 +164,7 @@ class _Recurrent(nn.Module):
 
 
 class _Adversarial(nn.Module):
-    """A generator of points on a circle, and what tells them from real ones."""
+    """A generator of points on a circle, and a critic that distinguishes them from real ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,14 +189,14 @@ def _circle(generator: torch.Generator) -> Any:
 
 def _adversarial_loss(model: Any, batch: Any) -> torch.Tensor:
     real, noise = batch
-    # The maker gets the gradient of the critic's loss with the other sign: one step trains both.
+    # The generator gets the critic's gradient with the opposite sign: one step trains both.
     made = _Reversed.apply(model.maker(noise))
     softplus = nn.functional.softplus
     return (softplus(-model.critic(real)) + softplus(model.critic(made))).float().mean()
 
 
 def _policy_loss(model: nn.Module, state: Any) -> torch.Tensor:
-    """REINFORCE, where the largest of the first five numbers says what to do."""
+    """REINFORCE; the best action is the index of the largest of the first five numbers."""
     log = torch.log_softmax(model(state).float(), -1)
     action = torch.multinomial(log.detach().exp(), 1)
     reward = (action[:, 0] == state[:, :5].argmax(-1)).float() + 0.1 * torch.randn(len(state))
@@ -244,10 +244,10 @@ TASKS = {
 
 
 def expected_drift(rule: DynamicScale, probability: float) -> float:
-    """Returns how fast a scale moves when steps overflow at random, whatever it is.
+    """Returns the drift of a scale if steps overflow at random, whatever the scale is.
 
     Args:
-        rule: The rule. Its lowest and its highest scale are assumed to be far away.
+        rule: The rule. Its minimum and maximum scale are assumed to be far away.
         probability: The probability p that a step overflows, above 0 and below 1.
 
     Returns:
@@ -259,16 +259,16 @@ def expected_drift(rule: DynamicScale, probability: float) -> float:
         >>> round(1000 * expected_drift(DynamicScale(), 1e-3), 3)
         -0.844
     """
-    # log1p and expm1, because 1 - q**N loses all digits where p * N is small.
+    # log1p and expm1, because 1 - q**N loses all digits if p * N is small.
     log_finite = rule.growth_interval * math.log1p(-probability)
     growths = probability * math.exp(log_finite) / -math.expm1(log_finite)
-    # A step lowers the scale if it ends a row of M overflows.
+    # A step lowers the scale if it is the last of M overflows in a row.
     backoffs = probability**rule.overflows_before_backoff
     return math.log2(rule.growth_factor) * growths + math.log2(rule.backoff_factor) * backoffs
 
 
 def critical_probability(rule: DynamicScale) -> float:
-    """Returns the probability of an overflow above which the scale falls: where the drift is 0.
+    """Returns the probability of an overflow above which the scale falls: there the drift is 0.
 
     Args:
         rule: The rule.
@@ -297,15 +297,15 @@ def law() -> str:
     return "\n".join(lines)
 
 
-# --- Rules over them ------------------------------------------------------------------------------
+# --- Simulated rules ------------------------------------------------------------------------------
 
 
 class Scaler:
-    """Loss scales of several runs at once, moved by a rule."""
+    """The loss scales of several runs at once, which a rule adjusts."""
 
     def __init__(self, rule: DynamicScale, runs: int) -> None:
         self.rule, first = rule, rule.init()
-        # The dtypes that the wrappers keep: a float32 scale, and integers that count.
+        # The dtypes of the wrappers: a float32 scale and integer counters.
         dtypes = (np.float32, *[np.int64] * (len(first) - 1))
         self.state = type(first)(
             *(np.full(runs, value, dtype) for value, dtype in zip(first, dtypes, strict=True))
@@ -316,11 +316,11 @@ class Scaler:
         return np.log2(self.state.scale.astype(np.float64))
 
     def step(self, finite: Any, bad: Any) -> None:
-        """Moves the scales.
+        """Updates the scales.
 
         Args:
             finite: Whether the gradients of each run were finite.
-            bad: Whether they would not have been at any scale.
+            bad: Whether they would be infinite at any scale.
         """
         before, after = self.state, self.rule.update(self.state, GradientStats(finite), xp=np)
         pairs = zip(after, before, strict=True)
@@ -328,7 +328,7 @@ class Scaler:
 
 
 class LossAware(Scaler):
-    """Backs off only where the loss itself was finite."""
+    """Backs off only if the loss itself was finite."""
 
     def step(self, finite: Any, bad: Any) -> None:
         before = self.state
@@ -338,7 +338,7 @@ class LossAware(Scaler):
 
 
 class Hysteresis(Scaler):
-    """As Megatron's scaler: overflows are counted until the scale grows, and not in a row."""
+    """Megatron's scaler, which counts overflows until the scale grows, not in a row."""
 
     allowed = 2
 
@@ -357,7 +357,7 @@ class Hysteresis(Scaler):
 
 
 def scalers(trace: Trace, shift: int, runs: int) -> Iterator[tuple[str, Scaler]]:
-    """Yields each rule by what the table calls it."""
+    """Yields each rule with its name in the table."""
     yield "`DynamicScale()`", Scaler(DynamicScale(), runs)
     yield "`growth_interval=100`", Scaler(DynamicScale(growth_interval=100), runs)
     yield "Megatron's `hysteresis` 2", Hysteresis(DynamicScale(growth_interval=1000), runs)
@@ -371,17 +371,17 @@ def scalers(trace: Trace, shift: int, runs: int) -> Iterator[tuple[str, Scaler]]
 
 
 def flushed(trace: Trace, scaler: Scaler, shift: int, bad: Any) -> tuple[Any, Any]:
-    """Returns what becomes of a training, for each run.
+    """Returns the outcome of a training run, for each simulated run.
 
     Args:
-        trace: Its gradients.
-        scaler: What moves the scales.
+        trace: The gradients.
+        scaler: The scales, which it updates.
         shift: The loss is divided by 2 to the power of this.
         bad: Booleans of shape (steps, runs): whether a step is bad.
 
     Returns:
-        The share of gradients that is flushed in applied steps, and that of steps that are skipped
-        though they are not bad: two arrays of shape (runs,).
+        The share of gradients that are flushed in applied steps, and the share of steps that are
+        skipped although they are not bad: two arrays of shape (runs,).
     """
     lost, applied, skipped = (np.zeros(bad.shape[1]) for _ in range(3))
     for largest, below, each in zip(trace.largest, trace.below, bad, strict=True):
@@ -397,7 +397,7 @@ def flushed(trace: Trace, scaler: Scaler, shift: int, bad: Any) -> tuple[Any, An
 
 
 def tables(traces: Sequence[Trace]) -> str:
-    """Returns a Markdown table for each shift: the mean over trainings and seeds."""
+    """Returns a Markdown table for each shift: the mean over training runs and seeds."""
     runs = len(PROBABILITIES) * SEEDS
     parts = []
     for shift in SHIFTS:

@@ -12,7 +12,7 @@ _DYNAMIC = ("ours_dynamic", "peer_dynamic")
 
 
 def page(results: dict[str, Any], name: str | None = None) -> str:
-    """Returns the tables of a page, or all, under headings; then what they were measured with."""
+    """Returns the tables of a page, or all, under headings; then machine and versions."""
     parts = {**sections(results, name), "Measured with": _circumstances(results)}
     return "\n\n".join(f"### {title}\n\n{text}" for title, text in parts.items())
 
@@ -41,7 +41,7 @@ def _ratios(rows: Sequence[Row]) -> str:
 
 
 def _skips(rows: Sequence[Row]) -> str:
-    """What a skipped step costs, beside the bare optimizer and beside an applied step."""
+    """The cost of a skipped step, relative to the bare optimizer and to an applied step."""
     what = ("applied", "skipped", "skipped to applied")
     lines = []
     for row in rows:
@@ -76,7 +76,7 @@ def _structure(rows: Sequence[Row]) -> str:
 
 
 def _monitors(rows: Sequence[Row]) -> str:
-    """What a monitor costs in `fit`, beside none."""
+    """The cost of a monitor in `fit`, relative to none."""
     base, *names = MONITORS
     lines = []
     for row in sorted(rows, key=lambda row: row["wrapper"].startswith("tf_keras")):
@@ -122,7 +122,7 @@ def _syncs(rows: Sequence[Row]) -> str:
 
 
 def _collectives(rows: Sequence[Row]) -> str:
-    """How many sums over devices a step does, and how many bytes each device gives."""
+    """The number of sums over devices in a step, and the bytes that each device sends."""
     lines = []
     for row in rows:
         backend = row["wrapper"].removeprefix("keras-")
@@ -161,7 +161,7 @@ def _titles(names: Iterable[str]) -> list[str]:
 def _cells(
     row: Row, names: Iterable[str], text: Callable[[Row], str], missing: str = ""
 ) -> list[str]:
-    """What a row has of each method, as `text` puts it."""
+    """The cells of a row, one for each method, formatted by `text`."""
     found = []
     for name in names:
         method = row["methods"].get(name)
@@ -222,4 +222,4 @@ SECTIONS = (
     ("optax", "Optax", ("optax",), _optax),
     ("torch_native", "PyTorch alone", ("torch",), _torch),
 )
-"""For each table its page, its title, the cases or wrappers that it has, and what writes it."""
+"""For each table its page, its title, its cases or wrappers, and the function that writes it."""

@@ -12,12 +12,12 @@ from typing import Any
 
 
 class Program:
-    """Something that runs step after step: one method on one row.
+    """A program that runs steps: one method on one row.
 
     Attributes:
-        fresh_each_step: Whether `prepare` must be called before each step, not each burst.
-        traces: How often a compiler has asked for the step.
-        inner_steps: How many steps of training a step is.
+        fresh_each_step: Whether to call `prepare` before each step instead of each burst.
+        traces: How often a compiler has traced the step.
+        inner_steps: Number of training steps in a step.
     """
 
     fresh_each_step = False
@@ -25,7 +25,7 @@ class Program:
     inner_steps = 1
 
     def prepare(self) -> None:
-        """Brings the inputs into place; not timed."""
+        """Sets the inputs; not timed."""
 
     def step(self) -> None:
         """Starts a step."""
@@ -35,7 +35,7 @@ class Program:
         """Waits for all steps that were started."""
 
     def timed(self, steps: int, clock: Callable[[], float]) -> float:
-        """Runs some steps to their end; returns the seconds that they took together."""
+        """Runs some steps to their end; returns their total time in seconds."""
         begin = clock()
         for _ in range(steps):
             self.step()
@@ -43,16 +43,16 @@ class Program:
         return clock() - begin
 
     def parameters(self) -> list[Any] | None:
-        """Returns the values of what is trained, NumPy arrays; None if nobody may compare them."""
+        """Returns the trained values as NumPy arrays; None if they must not be compared."""
         return None
 
     def structure(self) -> dict[str, Any]:
-        """Returns what is measured beside time: numbers by name."""
+        """Returns other measurements than time: numbers by name."""
         return {}
 
 
 def burst(program: Program, steps: int, clock: Callable[[], float]) -> float:
-    """Runs some steps and returns the seconds for each, without their preparation."""
+    """Runs some steps and returns the seconds per step, without preparation."""
     chunks, size = (steps, 1) if program.fresh_each_step else (1, steps)
     spent = 0.0
     for _ in range(chunks):
@@ -73,18 +73,18 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Times programs round by round, in a new order each round.
 
-    What the machine does besides meets all programs alike: they are compared within a round.
+    Programs are compared within a round, so that other load on the machine affects all alike.
 
     Args:
-        programs: The programs by name, warm.
-        rounds: How many rounds at most.
-        steps: How many steps of each program a round runs.
-        seconds: When this much time is gone, no new round begins.
-        fewest: But so many rounds are run whatever they take.
+        programs: The programs by name, warmed up.
+        rounds: Maximum number of rounds.
+        steps: Number of steps of each program in a round.
+        seconds: After this time no new round begins.
+        fewest: Minimum number of rounds, whatever time they take.
         clock: Returns seconds.
 
     Returns:
-        For each program the seconds for a step, one number for each round.
+        For each program the seconds per step, one number for each round.
     """
     order, shuffled = list(programs), random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in programs}
@@ -106,12 +106,12 @@ def interleave(
 
 
 def steps_for(seconds: float, step_seconds: float, most: int) -> int:
-    """Returns how many steps make a burst of about so many seconds, from 1 to `most`."""
+    """Returns the number of steps in a burst of about this length, from 1 to `most`."""
     return max(1, min(most, math.ceil(seconds / max(step_seconds, 1e-9))))
 
 
 def quartiles(numbers: Sequence[float]) -> dict[str, float]:
-    """Returns the median and the quartiles around it; of one number that number."""
+    """Returns the median and the quartiles; for one number, this number."""
     if len(numbers) == 1:
         return dict.fromkeys(("median", "q1", "q3"), numbers[0])
     q1, median, q3 = statistics.quantiles(numbers, n=4, method="inclusive")

@@ -1,12 +1,12 @@
-"""What whole training steps on JAX take in temporary memory, and how long they take to compile.
+"""The temporary memory of whole training steps on JAX, and the time to compile them.
 
     python -m benchmarks.whole_steps [keras|optax]
 
-prints a table. The numbers are bytes that XLA plans for temporary buffers, in units of the bytes of
-the parameters, of a step that is compiled as one program with its state donated, as `fit` does.
+prints a table. The numbers are the bytes that XLA plans for temporary buffers, as a multiple of the
+size of the parameters, for a step that is compiled as one program with donated state, as in `fit`.
 
-"floor" is a bare step that has to know that all gradients are finite before its update begins, and
-does nothing else with what it knows.
+"floor" is a bare step that waits for a check of all gradients before its update, and does nothing
+else with the result.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ METHODS = ("bare", "floor", "lossscale")
 
 
 class Taken(NamedTuple):
-    """What a compiled step takes.
+    """The cost of a compiled step.
 
     Attributes:
-        memory: Temporary memory, in units of the parameters' bytes.
-        seconds: Processor time to trace and compile it.
+        memory: Temporary memory, as a multiple of the size of the parameters.
+        seconds: CPU time to trace and compile it.
     """
 
     memory: float
@@ -47,8 +47,8 @@ def taken(step: Callable[..., Any], arguments: tuple[Any, ...], donated: int, si
     Args:
         step: The function.
         arguments: Arrays, or their shapes and dtypes.
-        donated: How many of them are donated.
-        size: How many parameters there are, float32.
+        donated: Number of donated arguments.
+        size: Number of parameters, float32.
     """
     begin = time.process_time()
     program = jax.jit(step, donate_argnums=tuple(range(donated))).lower(*arguments).compile()
@@ -57,7 +57,7 @@ def taken(step: Callable[..., Any], arguments: tuple[Any, ...], donated: int, si
 
 
 def with_verdict(gradients: Any) -> Any:
-    """Gradients that nothing reads before all were looked at; 0 if one is not finite."""
+    """Gradients that nothing reads before all are checked; 0 if one is not finite."""
     finite = jnp.all(
         jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(gradients)])
     )
@@ -190,7 +190,7 @@ def _keras_net(name: str) -> tuple[Any, Any, Any]:
         return first, layers.Dense(CHANNELS, dtype="float32")(hidden), batch
 
     class Attention(layers.Layer):  # type: ignore[misc, name-defined]
-        """That of Keras asks for a precision that JAX does not have on a CPU."""
+        """Attention without Keras' layer, which needs a precision that JAX lacks on a CPU."""
 
         def call(self, *given: Any) -> Any:
             def by_head(x: Any) -> Any:
@@ -258,7 +258,7 @@ def main(names: list[str]) -> None:
     for name, measured in (("keras", of_keras), ("optax", of_optax)):
         if names and name not in names:
             continue
-        # What is compiled first takes longer.
+        # The first compilation takes longer.
         measured("mlp", "float32", "adam", "bare")
         print(f"| {name} | {' | '.join(METHODS)} | time to compile |\n|{'---|' * 5}")
         for net in NETS:

@@ -17,8 +17,8 @@ from benchmarks.frameworks import Framework
 from benchmarks.measure import TooBigError, WrongResultError, measure
 from benchmarks.rows import Process, Row
 
-# PyTorch allocates for each operation. Where the C library returns large blocks to the system at
-# once, most of a step goes into asking for them again, and no two steps take the same time.
+# PyTorch allocates for each operation. If the C library returns large blocks to the system at once,
+# most of a step is spent on allocating them again, and no two steps take the same time.
 _KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
     "MALLOC_TRIM_THRESHOLD_": str(2**35),
@@ -28,7 +28,7 @@ _KEEP_FREED_MEMORY = {
 
 def environment(process: Process) -> dict[str, str]:
     """Returns the environment variables that a process needs before it starts."""
-    # What is measured without Keras must not import it, nor could with that name of a backend.
+    # Programs without Keras must not import it, which this name of a backend ensures.
     found = {"KERAS_BACKEND": process.backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
     if process.backend == "tf_keras":
         found.update(KERAS_BACKEND="tensorflow", TF_USE_LEGACY_KERAS="1")
@@ -43,7 +43,7 @@ def environment(process: Process) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures and writes a JSON file, anew after each row; returns the exit status.
+    """Measures, and writes a JSON file after each row; returns the exit status.
 
     Args:
         arguments: The fields of a `Process`, in JSON, and the file; its `environment` must be set.
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _measure(row: Row, framework: Framework, process: Process, results: dict[str, Any]) -> None:
-    """Adds what is found of a row to the results."""
+    """Adds the results of a row."""
     begin = time.perf_counter()
     try:
         found = measure(row, framework, rounds=process.rounds, quick=process.quick)
@@ -85,13 +85,13 @@ def _measure(row: Row, framework: Framework, process: Process, results: dict[str
 
 
 def _warm_up(process: Process, framework: Framework) -> None:
-    """Makes the framework load what it loads only once, so that no row pays for it."""
+    """Makes the framework do its one-time loading, so that no row pays for it."""
     rows = dataclasses.replace(process, quick=True, device="").rows()
     for row in rows:
         if row.case == rows[0].case and row.timing is not None:
             first = dataclasses.replace(row, methods=row.methods[:1])
             measure(first, framework, rounds=1, quick=True)
-    # What is loaded stays; to look through it for garbage after each row takes seconds.
+    # Loaded objects stay; searching them for garbage after each row would take seconds.
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""What the optimizers work on: variables and gradients, as NumPy arrays."""
+"""The workloads of optimizers: variables and gradients, as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Variables and the gradients that every step applies.
+    """Variables, and the gradients that every step applies.
 
     Args:
         shapes: The shape of each variable; all are float32.
@@ -34,7 +34,7 @@ class Workload:
         return sum(int(np.prod(shape)) for shape in self.shapes)
 
     def values(self) -> list[Any]:
-        """Returns the first values of the variables."""
+        """Returns the initial values of the variables."""
         random = np.random.default_rng(0)
         return [0.1 * random.standard_normal(shape, np.float32) for shape in self.shapes]
 
@@ -56,7 +56,7 @@ class Workload:
 
 
 def equal(variables: int, parameters: int, **settings: Any) -> Workload:
-    """Returns a workload of so many variables that share the parameters evenly."""
+    """Returns a workload with this number of variables of equal size."""
     if parameters % variables:
         raise ValueError(f"{parameters} parameters do not divide into {variables} variables")
     return Workload(((parameters // variables,),) * variables, **settings)

@@ -1,4 +1,4 @@
-"""Asks whether a network that labels the pixels of an image needs loss scaling in float16.
+"""Measures whether a network that labels the pixels of an image needs loss scaling in float16.
 
 `python examples/diagnose_gradients.py docs/images/diagnose.png` draws the second report too.
 """

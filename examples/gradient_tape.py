@@ -1,4 +1,4 @@
-"""The documented calls of a training loop of one's own, on the TensorFlow backend."""
+"""The documented calls of a custom training loop, on the TensorFlow backend."""
 
 import keras
 import tensorflow as tf

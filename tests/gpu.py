@@ -88,9 +88,7 @@ OF_TORCH = {
     "float16 autocast, bit for bit beside PyTorch's scaler": (
         "float16_training_is_that_of_pytorchs_scaler_bit_for_bit"
     ),
-    "a state saved on the GPU continues on the processor": (
-        "state_of_one_device_goes_on_on_the_other"
-    ),
+    "a state saved on the GPU continues on the CPU": ("state_of_one_device_goes_on_on_the_other"),
     "`torch.compile` with inductor": "a_compiled_forward_pass",
     '`decide="device"` without a wait': "the_device_decides_without_a_wait",
     "a step in a CUDA graph": "a_step_in_a_cuda_graph",
@@ -307,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=pathlib.Path, default=ROOT / "build" / "gpu.json")
     parser.add_argument("--page", type=pathlib.Path, default=ROOT / "docs" / "internals" / "gpu.md")
     options = parser.parse_args(arguments)
-    seen = gpus() if options.device == "cuda" else dict.fromkeys(SEEN, "the processor")
+    seen = gpus() if options.device == "cuda" else dict.fromkeys(SEEN, "the CPU")
     if not seen:
         there = [name for name in SEEN if importlib.util.find_spec(name) is not None]
         print(

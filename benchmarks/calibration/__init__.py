@@ -1,1 +1,1 @@
-"""Is the verdict of a diagnosis right? Trainings with and without loss scaling, beside it."""
+"""Compares the verdicts of a diagnosis with training runs with and without loss scaling."""

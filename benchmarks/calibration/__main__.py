@@ -27,7 +27,7 @@ has the reasons."""
 
 
 def main(command_line: list[str] | None = None) -> int:
-    """Runs the trainings; returns the exit status."""
+    """Runs the training runs; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.calibration", description=__doc__.splitlines()[0]
     )

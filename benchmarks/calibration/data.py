@@ -1,4 +1,4 @@
-"""The data of the trainings: what comes with scikit-learn, and what is generated."""
+"""The data of the training runs: from scikit-learn, or generated."""
 
 from __future__ import annotations
 

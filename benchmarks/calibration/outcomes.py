@@ -1,4 +1,4 @@
-"""What the trainings of a model say beside its verdict: the same for every framework."""
+"""Compares the training runs of a model with its verdict, for every framework."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def regret(row: dict[str, Any], way: str) -> float:
 
 
 def contradiction(row: dict[str, Any]) -> str:
-    """What the trainings say against the verdict; "alarm" for a scale that was not needed."""
+    """The contradiction of the training runs to the verdict; "alarm" for an unneeded scale."""
     fails = {way: regret(row, way) > FAILS for way in WAYS if way in row}
     if row["verdict"] == "not needed":
         return "WRONG" if fails["unscaled"] else ""

@@ -16,7 +16,7 @@ tx = lossscale.optax.loss_scaled(optax.adam(0.01), rule=rule)
 def loss_fn(params, x, y):
     half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
     prediction = x.astype(jnp.float16) @ half["kernel"] + half["bias"]
-    # float32 from here on: a mean over float16 numbers overflows on its own.
+    # float32 from here on: a mean over float16 numbers can overflow.
     return jnp.mean((prediction.astype(jnp.float32) - y) ** 2)
 
 

@@ -1,4 +1,4 @@
-"""A model with a `train_step` of its own, given to `compile` with the name of an optimizer."""
+"""A model with a custom `train_step`, compiled with the name of an optimizer."""
 
 import numpy as np
 import tensorflow as tf

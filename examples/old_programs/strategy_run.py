@@ -1,4 +1,4 @@
-"""A custom training loop under a distribution strategy, as the guide for TensorFlow 2.11 has it."""
+"""A custom training loop under a distribution strategy, as in the guide for TensorFlow 2.11."""
 
 import numpy as np
 import tensorflow as tf

@@ -1,4 +1,4 @@
-"""An optimizer of one's own (gradient centralization), as many repositories of 2020 had one."""
+"""A custom optimizer (gradient centralization), as in many repositories of 2020."""
 
 import numpy as np
 import tensorflow as tf

@@ -4,7 +4,7 @@
 
 The loss is averaged over 2**20 outputs, as a network averages over the pixels of a 1024 x 1024
 image. Digits alone do not need that: it makes the gradients smaller than any float16 number. The
-learning rate is multiplied by the same power of two, so that float32 trains as if nothing happened.
+learning rate is multiplied by the same power of two, so that float32 training does not change.
 """
 
 import argparse

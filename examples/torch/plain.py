@@ -22,7 +22,7 @@ for batch in (x, x * 2**13, x, x):
     optimizer.zero_grad()
     with torch.autocast(device, torch.float16):
         prediction = model(batch)
-    # float32 from here on: a mean over float16 numbers overflows on its own.
+    # float32 from here on: a mean over float16 numbers can overflow.
     loss = torch.nn.functional.mse_loss(prediction.float(), y)
     optimizer.scale_loss(loss).backward()
     optimizer.step()

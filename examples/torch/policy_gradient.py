@@ -1,7 +1,7 @@
-"""Trains a policy by its gradient in float16, beside a float16 copy of it that acts.
+"""Trains a policy by policy gradients in float16, while a float16 copy of it acts.
 
-The copy computes in float16, as the policy does in training, so both give an action nearly the same
-probability; policy gradients assume that. The copy follows applied steps.
+The copy and the policy both compute in float16, so they give an action nearly the same probability,
+which policy gradients assume. The copy is updated after applied steps.
 """
 
 import copy

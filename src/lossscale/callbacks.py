@@ -18,27 +18,27 @@ __all__ = ["LossScaleMonitor"]
 class LossScaleMonitor:
     """Records what the loss scale does while a model trains, and warns when something is wrong.
 
-    Put it in front of the other callbacks of `fit`. On each sampled step it reads the loss scale
-    and, if the step was skipped, why, and which variables had gradients with infinities or NaN. On
-    other steps it reads nothing. `logs` get `loss_scale` and `steps_skipped`, so that the progress
-    bar, `History` and a `CSVLogger` after it show them.
+    Put it before the other callbacks of `fit`. On each sampled step it reads the loss scale, the
+    reason of a skip, and the variables whose gradients had infinities or NaN. On other steps it
+    reads nothing. It adds `loss_scale` and `steps_skipped` to `logs`, so that the progress bar,
+    `History` and a `CSVLogger` after it show them.
 
-    The object is a `keras.callbacks.Callback`, or one of tf_keras. To write a subclass, take
-    `lossscale.keras.LossScaleMonitor` or `lossscale.tf_keras.LossScaleMonitor` as its base. The
+    The object is a `keras.callbacks.Callback`, or a callback of tf_keras. To write a subclass,
+    inherit from `lossscale.keras.LossScaleMonitor` or `lossscale.tf_keras.LossScaleMonitor`. The
     model's optimizer must be a `lossscale.LossScaleOptimizer`. If a float16 model is trained
     without loss scaling, the monitor warns and does nothing else.
 
     The first `fit` with a monitor compiles the training step again, so that it tracks overflows.
-    This is not saved with the optimizer, and the optimizer does the same as without it.
+    This is not saved with the optimizer, and training gives the same numbers as without it.
 
     Args:
         path: A file for the records, JSON lines; see `lossscale.monitoring.read_records`. None
             writes no file.
-        every: Sample steps whose number is a multiple of this, and the first and the last one.
-            Skipped steps in between are counted, and the last one is recorded too. With
-            `steps_per_execution` the last step of an execution stands for all of them.
+        every: Sample each step whose number is a multiple of this, and the first and the last one.
+            Skipped steps in between are counted, and the last of them is recorded too. With
+            `steps_per_execution`, the last step of an execution represents all of them.
         log: Called with each record as a dictionary, `lossscale.monitoring.StepRecord.to_dict`,
-            after it is written; what it raises, `fit` raises.
+            after it is written. Its exceptions leave `fit`.
         on_floor: Action when a step is skipped at `min_scale`: "warn", "raise" to end training, or
             "ignore".
         max_consecutive_skips: Number of skips in a row that ends training. None for no limit.
@@ -47,11 +47,11 @@ class LossScaleMonitor:
             only tf_keras is imported, otherwise Keras 3.
 
     Raises:
-        ArgumentError: If an argument cannot be used; the message names it.
-        ArgumentTypeError: If one is of the wrong type.
+        ArgumentError: If an argument is invalid; the message names it.
+        ArgumentTypeError: If an argument has the wrong type.
 
-    `fit` raises `lossscale.errors.TrainingHaltedError` when an alarm ends training. The records are
-    in the file by then.
+    `fit` raises `lossscale.errors.TrainingHaltedError` when an alarm ends training, after the
+    records are written.
 
     Examples:
         >>> LossScaleMonitor(every=0)
@@ -86,7 +86,7 @@ class LossScaleMonitor:
         super().__init__()
         self._settings = MonitorSettings(path, every, log, on_floor, max_consecutive_skips, append)
 
-    # `help()` shows what `__new__` takes.
+    # `help()` shows the signature of `__new__`.
     __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -158,7 +158,7 @@ def _migrate(arguments: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def _without_native_messages() -> Iterator[None]:
-    """Drops standard error: TensorFlow writes notes to it that no setting of its own prevents."""
+    """Drops standard error: TensorFlow has no setting for some of its notes there."""
     sys.stderr.flush()
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

@@ -30,7 +30,7 @@ _LOSS_SCALES = (
 
 
 def put_into_tensorflow(stack: contextlib.ExitStack) -> None:
-    """Sets every documented name under `tf`; closing the stack puts back what was there."""
+    """Sets every documented name under `tf`; closing the stack restores the old values."""
     from lossscale.tensorflow import private_names
 
     # TensorFlow imports the Keras that is `tf.keras`.
@@ -58,10 +58,10 @@ def _put_into_mixed_precision(
     """Sets the names in a `mixed_precision` module.
 
     Args:
-        stack: Puts back what was there before when it is closed.
+        stack: Restores the old values when it is closed.
         module: The module.
-        framework: The Keras whose classes it gets, for programs that inherit from them.
-        policies: The `mixed_precision` module of the same Keras that has its policies.
+        framework: Keras 3 or tf_keras, whose classes the names get, for programs that inherit.
+        policies: The `mixed_precision` module of the same framework, with its policies.
     """
     replace(stack, module, "LossScaleOptimizer", framework.wrapper())
     older = experimental.class_for(framework)
@@ -76,7 +76,7 @@ def _put_loss_scales(stack: contextlib.ExitStack, module: Any) -> None:
 
 
 def _submodule(stack: contextlib.ExitStack, parent: Any, name: str) -> Any:
-    """Returns the module of this name in `parent`; makes an empty one if there is none."""
+    """Returns the module of this name in `parent`; creates an empty one if there is none."""
     found = getattr(parent, name, None)
     if found is not None:
         return found
@@ -91,7 +91,7 @@ def _submodule(stack: contextlib.ExitStack, parent: Any, name: str) -> Any:
 
 
 def _reading_ours(own: Any) -> Callable[[Any], Any]:
-    """Returns TensorFlow's function that reads a loss scale, which then understands these too."""
+    """Returns a replacement for TensorFlow's function that reads a loss scale, for ours as well."""
     get = own.get
 
     def get_either(identifier: Any) -> Any:
@@ -110,15 +110,15 @@ def _reading_ours(own: Any) -> Callable[[Any], Any]:
     return get_either
 
 
-# --- What `compile` wraps optimizers in -----------------------------------------------------------
+# --- The class in which `compile` wraps optimizers ------------------------------------------------
 
 
 class _CompileHook:
-    """Stands in a trainer for the class that it wraps optimizers in, and that it looks for.
+    """Replaces, in a trainer, the class in which it wraps optimizers.
 
     Args:
-        own: The trainer's own class. Its instances are the ones that are not wrapped.
-        global_policy: Returns the policy of the trainer's Keras.
+        own: The trainer's own class, whose instances are not wrapped again.
+        global_policy: Returns the global policy of the trainer's framework.
     """
 
     def __init__(self, own: type[Any], global_policy: Callable[[], Any]) -> None:
@@ -141,19 +141,19 @@ class _CompileHook:
 
 
 def put_into_keras(stack: contextlib.ExitStack) -> None:
-    """Lets `compile` of Keras 3 wrap optimizers in the documented class."""
+    """Makes `compile` of Keras 3 wrap optimizers in the documented class."""
     import keras
 
     from lossscale.keras import private_names
 
-    # Keras looks the class up by name there. The public name stays Keras' own class.
+    # Keras looks up the class by its name in this module. The public name stays Keras' own class.
     trainer = private_names.trainer()
     ours = _CompileHook(trainer.LossScaleOptimizer, keras.config.dtype_policy)
     replace(stack, trainer, "LossScaleOptimizer", ours)
 
 
 def put_into_tf_keras(stack: contextlib.ExitStack) -> None:
-    """Sets the documented names in tf_keras, and lets it make and read the documented class."""
+    """Sets the documented names in tf_keras, and makes it create and read the documented class."""
     import tf_keras
 
     from lossscale.tf_keras import private_names
@@ -191,7 +191,7 @@ def put_into_tf_keras(stack: contextlib.ExitStack) -> None:
 
 
 def _making_ours(deserialize: Callable[..., Any], own: type[Any]) -> Callable[..., Any]:
-    """Returns tf_keras' function that makes optimizers of configurations, with ours for its own."""
+    """Returns a replacement for tf_keras' function that creates optimizers, with our class."""
 
     @functools.wraps(deserialize)
     def made(*args: Any, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ def _making_ours(deserialize: Callable[..., Any], own: type[Any]) -> Callable[..
 
 
 def _converting_ours(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns tf_keras' function that makes legacy optimizers, which then knows this class too."""
+    """Returns a replacement for tf_keras' function that converts optimizers to legacy ones."""
     from lossscale.tf_keras.new import AroundNew
 
     @functools.wraps(convert)
@@ -212,7 +212,7 @@ def _converting_ours(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if not isinstance(optimizer, AroundNew):
             return convert(optimizer)
         inner = convert(optimizer.inner_optimizer)
-        # A copy, because the two must not move one loss scale.
+        # A copy, because two optimizers must not share one loss scale.
         arguments = copy.deepcopy(optimizer._constructor_arguments())
         return optimizer._written_class()(inner, **arguments)
 
@@ -224,4 +224,4 @@ PUT_INTO: dict[str, Callable[[contextlib.ExitStack], None]] = {
     "keras": put_into_keras,
     "tf_keras": put_into_tf_keras,
 }
-"""What is done for each module that is imported, by its name."""
+"""Maps the name of each imported module to its replacement function."""

@@ -1,4 +1,4 @@
-"""Every error and warning that lossscale raises by itself.
+"""The errors and warnings of lossscale.
 
 ```
 Exception
@@ -111,7 +111,7 @@ class TrainingHaltedError(LossScaleError, RuntimeError):
 
 
 class MissingPackageError(LossScaleError, ImportError):
-    """A required package is not installed; the message has the command that installs it."""
+    """A required package is not installed; the message has the command to install it."""
 
 
 class UnsupportedError(LossScaleError, NotImplementedError):
@@ -119,14 +119,14 @@ class UnsupportedError(LossScaleError, NotImplementedError):
 
 
 class LossScaleWarning(UserWarning):
-    """The loss and its gradients are probably not scaled by the same number."""
+    """Something in a training step is probably a mistake, such as a loss that was never scaled."""
 
 
 _LONGEST_MESSAGE = 2000
 
 
 def shortened(text: str) -> str:
-    """Returns a message, without its middle if it is very long.
+    """Returns a message; drops the middle of a very long one.
 
     Args:
         text: The message.
@@ -142,7 +142,7 @@ def shortened(text: str) -> str:
     return f"{text[:half]} [... {left_out} characters ...] {text[-half:]}"
 
 
-# C0 and C1 controls, marks that turn the direction of text, line separators, halves of characters.
+# C0 and C1 controls, marks that change the text direction, line separators, surrogates.
 _UNSEEN = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -152,7 +152,7 @@ def visible(text: Any) -> str:
     """Returns a text from a file with control characters escaped, safe for a terminal.
 
     Args:
-        text: The text, or what has one.
+        text: The text, or an object that `str` converts.
 
     Examples:
         >>> visible("a\\x1b[31mred")
@@ -164,11 +164,11 @@ def visible(text: Any) -> str:
 def first_line(error: BaseException, most: int = 300) -> str:
     """Returns the line of an error that names the cause, or the name of its class.
 
-    A full stop at its end is left out.
+    The line has no final full stop.
 
     Args:
         error: The error.
-        most: How many characters of it at most.
+        most: The largest number of characters.
 
     Examples:
         >>> first_line(ValueError("no such file\\n  in line 3"))

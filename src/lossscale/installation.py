@@ -1,9 +1,9 @@
 """Registration with Keras, so that files load; and `install`, which restores TensorFlow's names.
 
-Files name the optimizers by `lossscale>LossScaleOptimizer`. Keras 3 imports the module of a class
-that is not registered from its own packages alone, and tf_keras only for `.keras` files. A program
-may import Keras after lossscale, as isort orders them, and load a file before it makes an
-optimizer. So a finder waits for both Kerases, and registers when one has been imported.
+Files name the optimizers `lossscale>LossScaleOptimizer`. Keras 3 imports the module of an
+unregistered class only from its own packages, and tf_keras only for `.keras` files. A program may
+import Keras after lossscale, as isort orders them, and load a file before it creates an optimizer.
+So a finder registers the classes as soon as Keras 3 or tf_keras has been imported.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lossscale.packages import not_installed
 
 
 def register() -> None:
-    """Registers the optimizers with the Kerases that are imported, so that files load.
+    """Registers the optimizers with Keras 3 and tf_keras, if imported, so that files load.
 
-    `import lossscale` does it, whether Keras is imported before or after.
+    `import lossscale` calls it, whether Keras is imported before or after.
 
     Examples:
         >>> register()
@@ -34,7 +34,7 @@ def register() -> None:
         saving = getattr(framework.loaded(), "saving", None)
         if saving is None:
             continue
-        # Keep classes that are registered already: the real ones, and those of other code.
+        # Keep registered classes: the real ones, and those of other code.
         known = saving.get_custom_objects()
         for package in ("lossscale", "lossscale.experimental"):
             reader = _reader(f"{package}.{framework.root}")
@@ -46,7 +46,7 @@ def register() -> None:
 
 @functools.cache
 def _reader(package: str) -> type[Any]:
-    """Returns a class that reads configurations into a package's class, imported only then."""
+    """Returns a class whose `from_config` imports a package and uses its class."""
 
     def from_config(config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Any:
         cls = registry.package(package).LossScaleOptimizer
@@ -56,17 +56,17 @@ def _reader(package: str) -> type[Any]:
 
 
 class RegistersAfterImport:
-    """A finder of `sys.meta_path` that lets a Keras register the optimizers once it is imported."""
+    """A finder in `sys.meta_path` that registers the optimizers after Keras is imported."""
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Returns the spec that the other finders return for a Keras; None for other modules."""
+        """Returns the other finders' spec for Keras 3 or tf_keras; None for other modules."""
         if name not in [framework.root for framework in registry.KERASES]:
             return None
         found = (each.find_spec(name, path, target) for each in sys.meta_path if each is not cls)
         spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
-            # On the loader's instance, which loads only this module.
+            # Set on the loader's instance, which loads only this module.
             execute = spec.loader.exec_module
 
             def exec_module(module: Any) -> None:
@@ -78,28 +78,28 @@ class RegistersAfterImport:
 
 
 class Installation(monkeypatch.Installation):
-    """The documented names in TensorFlow; a context manager that takes them out again."""
+    """The documented names in TensorFlow; a context manager that removes them at its end."""
 
 
-# The modules that hold the names at present.
+# The modules that currently have the names.
 _reached: set[str] = set()
 
 
 def install() -> Installation:
-    """Puts the documented names back where the pages of TensorFlow have them.
+    """Restores the names that TensorFlow documented, for code that must run unedited.
 
-    For code that must run unedited: `tf.keras.mixed_precision.LossScaleOptimizer`,
+    These are `tf.keras.mixed_precision.LossScaleOptimizer`,
     `tf.keras.mixed_precision.experimental`, `tf.mixed_precision.experimental` and
     `tf.train.experimental` with the `LossScale` classes, and the same under `tf.compat.v1` and
     `tf.compat.v2`. Under `mixed_float16`, `compile` then wraps optimizers in this class too.
 
-    The classes are those of the Keras that is `tf.keras`, such as
-    `lossscale.keras.LossScaleOptimizer`, so that a program can inherit from them. Imports
-    TensorFlow and `tf.keras`. If tf_keras is imported later alongside Keras 3, a second call puts
+    The classes belong to the Keras that is `tf.keras`, such as
+    `lossscale.keras.LossScaleOptimizer`, so that a program can inherit from them. `install` imports
+    TensorFlow and `tf.keras`. If tf_keras is imported later alongside Keras 3, a second call adds
     the names there.
 
     Returns:
-        An object whose `undo()` takes the names out again; also a context manager that does.
+        An object whose `undo()` removes the names; also a context manager that does so.
 
     Raises:
         ImportError: If TensorFlow is not installed.

@@ -1,4 +1,4 @@
-"""The public class: it picks the wrapper of the optimizer's framework."""
+"""The public class, which creates the wrapper for the optimizer's framework."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def refuse_subclass(cls: type[Any], package: str, frameworks: Sequence[registry.Framework]) -> None:
-    """Raises the error about a class that inherits from one that picks a wrapper.
+    """Raises the error about a class that inherits from one that only picks a wrapper.
 
     Args:
         cls: The class.
-        package: The package of the class that it inherits from.
-        frameworks: The frameworks that have a class to inherit from in that package.
+        package: The package of its base class.
+        frameworks: The frameworks with a class to inherit from in that package.
     """
     named = ", ".join(
         f"{package}.{each.root}.LossScaleOptimizer ({each.title})" for each in frameworks
@@ -37,42 +37,41 @@ class LossScaleOptimizer(DocumentedMembers, abc.ABC):
     """An optimizer that applies loss scaling to prevent numeric underflow in float16.
 
     Small gradients flush to zero in float16. Loss scaling multiplies the loss by a number, the
-    loss scale, so that every gradient on the way back is multiplied by it too, and divides the
-    final gradients by it before they are applied. A dynamic scale moves by itself: it backs off
-    when a gradient is not finite (that step is skipped) and grows after a long run of finite
+    loss scale, which multiplies every gradient of the backward pass too, and divides the final
+    gradients by it before they are applied. A dynamic scale is adjusted during training: it is
+    lowered if a gradient is not finite (that step is skipped) and grows after a long run of finite
     steps.
 
-    Give it to `model.compile` in place of the optimizer it wraps. In a training loop of your own,
+    Pass it to `model.compile` instead of the optimizer that it wraps. In a custom training loop,
     `minimize` does everything; with a gradient tape, scale the loss with `get_scaled_loss` and
     unscale the gradients with `get_unscaled_gradients` before `apply_gradients`.
 
     The call returns an optimizer of the framework of `inner_optimizer`: a
     `lossscale.keras.LossScaleOptimizer`, `lossscale.tf_keras.LossScaleOptimizer` or
     `lossscale.torch.LossScaleOptimizer`. Each is an instance of this class for `isinstance`.
-    Inherit from one of them, not from this class. Settings such as `momentum` or `clipnorm` read
-    and write those of `inner_optimizer`.
+    Inherit from one of them, not from this class. Settings such as `momentum` or `clipnorm` are
+    read from and written to `inner_optimizer`.
 
-    The members below are those of Keras; `lossscale.torch.LossScaleOptimizer` has members of its
-    own.
+    The members below are those for Keras; `lossscale.torch.LossScaleOptimizer` has others.
 
     Args:
         inner_optimizer: The optimizer to wrap, an instance.
-        dynamic: Whether the scale moves by itself. If False, `initial_scale` is the fixed scale
-            and, unless a rule says otherwise, gradients are not checked.
-        initial_scale: The first (or the fixed) loss scale, from 2**-126 to 2**126. None stands
-            for 2**15.
-        dynamic_growth_steps: The number of finite steps in a row that double the scale. None stands
-            for 2000.
-        rule: A `DynamicScale`, a `FixedScale` or a rule of your own, instead of the three
-            arguments above.
+        dynamic: Whether the scale is adjusted during training. If False, `initial_scale` is the
+            fixed scale, and gradients are not checked.
+        initial_scale: The first (or the fixed) loss scale, from 2**-126 to 2**126. None means
+            2**15.
+        dynamic_growth_steps: The number of finite steps in a row after which the scale doubles.
+            None means 2000.
+        rule: A `DynamicScale`, a `FixedScale` or a custom rule, instead of the three arguments
+            above.
         name: The optimizer's name.
-        of_framework: Arguments that one framework adds; PyTorch has `clip_norm`, `process_group`
-            and `decide`.
+        of_framework: Arguments that only one framework has; PyTorch has `clip_norm`,
+            `process_group` and `decide`.
 
     Raises:
         TypeError: If `inner_optimizer` is not an optimizer or already has loss scaling, `dynamic`
             is not a bool, or `rule` is not a `ScaleRule`. Also if a class inherits from this one.
-        ValueError: If a scale or a number of steps cannot be used.
+        ValueError: If a scale or a number of steps is invalid.
 
     Examples:
         >>> import keras, lossscale, tensorflow as tf
@@ -138,7 +137,7 @@ class LossScaleOptimizer(DocumentedMembers, abc.ABC):
         name: str | None = None,
         **of_framework: Any,
     ) -> Any:
-        # As keywords without omitted ones, because an error repeats the arguments.
+        # Only the passed arguments, as keywords, because an error repeats them.
         given = {
             "initial_scale": initial_scale,
             "dynamic_growth_steps": dynamic_growth_steps,
@@ -158,12 +157,12 @@ class LossScaleOptimizer(DocumentedMembers, abc.ABC):
     def from_config(
         cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
     ) -> Any:
-        """Creates an optimizer from its configuration, with no saved state.
+        """Creates an optimizer from its configuration, without saved state.
 
         Args:
-            config: A dictionary from `get_config` of an optimizer around one of Keras or tf_keras.
-            custom_objects: Classes that the configuration names and the framework does not know,
-                by class name.
+            config: A dictionary from `get_config` of a Keras or tf_keras wrapper.
+            custom_objects: Classes in the configuration that are not part of the framework, by
+                class name.
 
         Returns:
             An optimizer of the framework that the configuration belongs to.

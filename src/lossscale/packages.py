@@ -1,6 +1,6 @@
 """Optional packages: the extra that installs each, and the error if one is missing.
 
-Nothing is imported here, so that a command can tell at once what it lacks.
+Nothing is imported here, so that a command can report a missing package at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Package(NamedTuple):
     """An optional package.
 
     Attributes:
-        distribution: What pip calls it.
+        distribution: Its name for pip.
         extra: The smallest extra of lossscale that installs it.
     """
 
@@ -38,17 +38,17 @@ PACKAGES = {
     "tf_keras": Package("tf_keras", "tf-keras"),
     "torch": Package("torch", "torch"),
 }
-"""For each module that is imported, the package it comes in."""
+"""Maps each imported module to its package."""
 
 INCLUDED = {
     "optax": {"jax"},
     "tensorflow": {"keras"},
     "tf-keras": {"tensorflow", "keras"},
 }
-"""For an extra, others that install nothing that it does not install."""
+"""Maps an extra to other extras that it includes."""
 
 BACKENDS = ("tensorflow", "jax", "torch")
-"""What Keras 3 can compute with; each is a row of the registry."""
+"""The backends of Keras 3; each is a row of the registry."""
 
 
 def is_installed(module: str) -> bool:
@@ -56,7 +56,7 @@ def is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ValueError:
-        # Imported, or put into sys.modules by hand.
+        # It is imported, or other code has set it in sys.modules.
         return True
 
 
@@ -69,7 +69,8 @@ def require(*modules: str, purpose: str = "", hint: str = "") -> None:
         hint: A sentence at the end of the message.
 
     Raises:
-        MissingPackageError: If some cannot. The message has the command that installs them.
+        MissingPackageError: If some cannot. The message has the command to install them.
+
     Examples:
         >>> require("numpy")
     """
@@ -85,13 +86,13 @@ def not_installed(
     hint: str = "",
     extras: Iterable[str] | None = None,
 ) -> MissingPackageError:
-    """Returns the error that says how to install what is missing.
+    """Returns the error for missing packages, with the command to install them.
 
     Args:
         modules: Keys of `PACKAGES`.
         purpose: What needs them, as the start of a sentence.
         hint: A sentence at the end of the message.
-        extras: What installs them here; by default the smallest extras that do.
+        extras: The extras that install them; by default the smallest ones.
 
     Examples:
         >>> str(not_installed(["h5py", "matplotlib"]))
@@ -126,19 +127,19 @@ def install_command(extras: Iterable[str]) -> str:
 
 
 def lacking_for_keras() -> list[str]:
-    """Returns what to install where there is no Keras 3: it, and a backend unless one is there.
+    """Returns the modules to install for Keras 3: Keras, and a backend if there is none.
 
-    The backend is TensorFlow, as it is in Keras.
+    The default backend is TensorFlow, as in Keras.
     """
     return ["keras"] if any(map(is_installed, BACKENDS)) else ["keras", "tensorflow"]
 
 
 _BETWEEN = {*PACKAGES, "lossscale", "contextlib", "accelerate", "lightning", "transformers"}
-"""What may stand between a user's line and the warning about it."""
+"""Modules that may be on the call stack between the user's line and the warning."""
 
 
 def warn(message: str, category: type[Warning] = LossScaleWarning) -> None:
-    """Warns, at the line of the user's code that led to it."""
+    """Warns, with the line of the user's code as the location."""
     frame, level = inspect.currentframe(), 0
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1

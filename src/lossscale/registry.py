@@ -1,8 +1,8 @@
-"""Which framework an optimizer is of, and the wrapper for it.
+"""Finds the framework of an optimizer, and the wrapper for it.
 
-A framework is looked for in `sys.modules` only: an optimizer of a framework that was never imported
-cannot exist, and `import lossscale` must import none. The package of a framework is imported when
-its first optimizer arrives.
+Only `sys.modules` is searched: a framework that was never imported has no optimizers, and
+`import lossscale` must not import any. The package for a framework is imported when its first
+optimizer is wrapped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Framework(NamedTuple):
     Attributes:
         root: Its root module.
         title: Its name in messages.
-        version: The start of the versions that are supported; "" for any.
+        version: The prefix of the supported versions; "" for any.
         optimizers: The base classes of its optimizers, below the root module.
         package: The package whose `LossScaleOptimizer` wraps them.
     """
@@ -61,7 +61,7 @@ TF_KERAS = Framework(
     "lossscale.tf_keras",
 )
 KERASES = KERAS, TF_KERAS
-"""The frameworks whose files name optimizers."""
+"""The frameworks whose files contain the names of optimizers."""
 
 FRAMEWORKS = (
     *KERASES,
@@ -83,16 +83,16 @@ def framework_of(optimizer: Any) -> Framework:
 
 
 def default_keras(config: Any = None) -> Framework:
-    """Returns the Keras of something that does not name one.
+    """Returns Keras 3 or tf_keras, if the caller did not specify which.
 
     Args:
         config: The configuration of a loss scale optimizer, if there is one.
 
     Returns:
-        tf_keras if `tf.keras` is tf_keras, if it is the only one imported, or if the configuration
-        is of one of its optimizers; otherwise Keras 3.
+        tf_keras if `tf.keras` is tf_keras, if only tf_keras is imported, or if the configuration
+        belongs to one of its optimizers; otherwise Keras 3.
     """
-    # TensorFlow imports Keras 3 by itself, unless this variable is set.
+    # TensorFlow imports Keras 3, unless this variable is set.
     legacy = os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true")
     older = TF_KERAS.loaded() is not None and (
         legacy or KERAS.loaded() is None or _is_of_tf_keras(config)
@@ -111,7 +111,7 @@ def _is_of_tf_keras(config: Any) -> bool:
 
 
 def is_graph_of_tensorflow_1() -> bool:
-    """Whether calls build a graph of TensorFlow 1, whose variables a session initializes."""
+    """Whether calls build a TensorFlow 1 graph, whose variables a session initializes."""
     tf: Any = sys.modules.get("tensorflow")
     # While TensorFlow is imported it has no such name yet.
     if not hasattr(tf, "executing_eagerly") or tf.executing_eagerly():
@@ -119,7 +119,7 @@ def is_graph_of_tensorflow_1() -> bool:
     return not tf.compat.v1.get_default_graph().building_function
 
 
-# Cached also because AutoGraph, in a function that is being traced, cannot translate an import.
+# Cached also because AutoGraph cannot convert an import in a function that is being traced.
 @functools.cache
 def package(name: str) -> Any:
     """Imports a module of this library; the error names the package to install."""
@@ -137,7 +137,7 @@ def package(name: str) -> Any:
 
 
 def not_an_optimizer(optimizer: Any) -> str:
-    """Returns the message about something that cannot be wrapped."""
+    """Returns the message for an object that cannot be wrapped."""
     message = (
         "The first argument must be an optimizer to wrap, an instance such as "
         "keras.optimizers.Adam() or torch.optim.Adam(model.parameters()). "
@@ -165,13 +165,13 @@ def not_an_optimizer(optimizer: Any) -> str:
 
 
 def monitor_for(name: str | None) -> type[Any]:
-    """Returns the callback that watches runs of a Keras.
+    """Returns the class of the monitor for Keras 3 or tf_keras.
 
     Args:
-        name: Its name; None for that of `default_keras`.
+        name: "keras" or "tf_keras"; None for `default_keras`.
 
     Raises:
-        ArgumentError: If there is no such Keras.
+        ArgumentError: If it is neither.
     """
     known = {framework.root: framework for framework in KERASES}
     framework = default_keras() if name is None else known.get(name)

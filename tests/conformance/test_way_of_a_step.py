@@ -25,7 +25,7 @@ COLUMNS = {
 
 def documented(column):
     """The files of a column of the table, from top to bottom."""
-    section = PAGE.read_text(encoding="utf-8").split("## The way of a step")[1].split("\n## ")[0]
+    section = PAGE.read_text(encoding="utf-8").split("## The path of a step")[1].split("\n## ")[0]
     rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")]
     number = [cell.strip() for cell in rows[0]].index(column)
     return [name for row in rows[1:] for name in re.findall(r"`([\w/]+\.py)`", row[number])]

@@ -57,7 +57,7 @@ def test_the_program_prints_what_the_page_says(sources):
 
 def test_the_diagnosis_says_what_the_page_says(sources):
     done = run(sources, "diagnose.py")
-    [printed] = re.findall(r"It says\n\n```\n(.*?)```", PAGE, re.DOTALL)
+    [printed] = re.findall(r"The program prints\n\n```\n(.*?)```", PAGE, re.DOTALL)
     assert (done.stdout, done.returncode) == (printed, 0), done.stderr
 
 

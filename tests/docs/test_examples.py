@@ -122,7 +122,7 @@ LAST_LINES = {
     "fit_mixed_float16.py": None,
     "gradient_tape.py": "after minimize: weight 1.0469",
     "monitor_training.py": "overflowed: net/hidden/bias net/hidden/kernel",
-    "rule_of_your_own.py": "gradient inf: skipped 3, scale 16384",
+    "custom_rule.py": "gradient inf: skipped 3, scale 16384",
 }
 
 

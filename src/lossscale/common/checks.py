@@ -1,4 +1,4 @@
-"""Checks of arguments that every wrapper makes before anything changes."""
+"""Checks that every wrapper runs before anything changes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def checked_pairs(
     """Returns the gradients and the variables of (gradient, variable) pairs.
 
     Raises:
-        MalformedGradientsError: If they are no such pairs.
+        MalformedGradientsError: If they are not such pairs.
         GradientsError: If no variable has a gradient.
     """
     try:
@@ -134,11 +134,10 @@ def check_own_name(inner: Any, name: str, optimizers: Any) -> None:
     Args:
         inner: The inner optimizer, which has no attribute of this name.
         name: The name.
-        optimizers: The module that has all optimizers of this framework.
+        optimizers: The module with all optimizers of this framework.
 
     Raises:
-        UnknownSettingError: If it is the misspelt name of a setting, or a setting that only other
-            optimizers have.
+        UnknownSettingError: If it is a misspelled setting, or a setting of other optimizers.
     """
     settings = {*_settings(inner.__class__), *getattr(inner, "_hyper", ())}
     meant = next((each for each in sorted(settings) if _is_misspelt(name, each)), None)
@@ -152,15 +151,15 @@ def check_own_name(inner: Any, name: str, optimizers: Any) -> None:
 
 
 def _is_misspelt(name: str, setting: str) -> bool:
-    """Whether two names differ by one slip: a character, two that are swapped, underscores."""
-    # A list of the values of a setting is not the setting.
+    """Whether two names differ by one typo: a character, two swapped ones, or underscores."""
+    # A plural, for a list of the values of a setting, is not a typo.
     if name == f"{setting}s":
         return False
     name, setting = (each.replace("_", "").lower() for each in (name, setting))
     if min(len(name), len(setting)) < 5:
         return False
     for _ in range(2):
-        # What they end with alike, then, turned round, what they begin with.
+        # Strip the common suffix, then, on the reversed names, the common prefix.
         while name and setting and name[-1] == setting[-1]:
             name, setting = name[:-1], setting[:-1]
         name, setting = name[::-1], setting[::-1]
@@ -169,7 +168,7 @@ def _is_misspelt(name: str, setting: str) -> bool:
 
 @functools.cache
 def _settings(cls: Any) -> frozenset[str]:
-    """The names of an optimizer's settings: constructors' arguments, and what can be set."""
+    """The names of an optimizer's settings: its constructor's arguments and settable properties."""
     constructors = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
     signatures = [inspect.signature(constructor) for constructor in constructors]
     arguments = {
@@ -200,7 +199,7 @@ def check_settable(optimizer: Any, name: str, value: Any) -> None:
     """Checks that an attribute can be set.
 
     Raises:
-        UnknownSettingError: If it can only be read; the message says how the value is set.
+        UnknownSettingError: If it is read-only; the message says how to set the value.
     """
     found = None if name[0] == "_" else getattr(type(optimizer), name, None)
     if isinstance(found, property) and found.fset is None:
@@ -208,10 +207,10 @@ def check_settable(optimizer: Any, name: str, value: Any) -> None:
 
 
 def can_only_be_read(optimizer: Any, name: str, value: Any) -> UnknownSettingError:
-    """Returns the error about an assignment to a name that can only be read."""
+    """Returns the error about an assignment to a read-only attribute."""
     how = {**_HOW_TO_SET, "loss_scale": type(optimizer)._sets_scale}.get(name)
     said = "" if how is None else f" {how.format(name=name, value=value)}."
-    return UnknownSettingError(f"`{name}` can only be read.{said} Received: {name} = {value!r}.")
+    return UnknownSettingError(f"`{name}` is read-only.{said} Received: {name} = {value!r}.")
 
 
 def warned_at_floor(
@@ -221,11 +220,11 @@ def warned_at_floor(
 
     Args:
         rule: The rule.
-        scale: The loss scale that the step was taken with.
-        write: What sets a lower floor.
+        scale: The loss scale of the step.
+        write: The code that sets a lower minimum.
 
     Returns:
-        Whether that was so.
+        Whether it warned.
     """
     if not isinstance(rule, DynamicScale) or scale > rule.min_scale:
         return False
@@ -240,10 +239,10 @@ def warned_at_floor(
 
 
 def check_named(third: Sequence[Any]) -> None:
-    """Checks that `apply_gradients` was given no third positional argument.
+    """Checks that `apply_gradients` was called without a third positional argument.
 
     Raises:
-        ArgumentTypeError: If it was.
+        ArgumentTypeError: If there is one.
     """
     if third:
         raise ArgumentTypeError(

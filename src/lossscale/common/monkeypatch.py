@@ -1,7 +1,7 @@
 """Temporary replacements of names in other modules.
 
-`lossscale.install()` puts the documented names into TensorFlow and tf_keras so, and
-`lossscale.torch.install()` its scaler into PyTorch.
+`lossscale.install()` uses it for the documented names in TensorFlow and tf_keras, and
+`lossscale.torch.install()` for the scaler in PyTorch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def replace(stack: contextlib.ExitStack, target: Any, name: str, value: Any) -> 
 class Installation:
     """Replaced names; a context manager that restores the old ones.
 
-    A subclass is for certain places. Its names stand as long as one of its installations asks for
-    them, in whatever order they are undone.
+    Each subclass replaces certain names. They stay replaced until all of its installations are
+    undone, in any order.
     """
 
     _standing: ClassVar[list[Installation]]

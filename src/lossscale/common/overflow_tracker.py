@@ -1,8 +1,8 @@
-"""The data that a training step keeps for a monitor, and how the host reads it.
+"""The data that a training step tracks for a monitor, and how the host reads it.
 
-A step keeps its loss scale, and how many infinities and NaN each gradient had on the last skipped
-step; and it does so only once a monitor watches its optimizer. All of it stays on the device, and
-nothing waits for it until the monitor reads.
+A step tracks its loss scale, and the number of infinities and NaN in each gradient on the last
+skipped step. It does so only after a monitor was attached to the optimizer. The data stay on the
+device, and nothing waits for them until the monitor reads.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class CheckedStep(NamedTuple):
     Attributes:
         gradients: The gradients; None for a variable without one.
         variables: Their variables.
-        unscale: Returns a list of such gradients divided by the loss scale.
+        unscale: Divides a list of gradients by the loss scale.
         finite: Whether the step is applied: a boolean scalar tensor, or True without a check.
         scale: The loss scale of the step, float32 scalar tensor.
         number: The number of the step, counted from 1; integer scalar tensor. None if the tracker
-            counts by itself.
+            counts the steps.
         is_shared: Whether all replicas have the same gradients; otherwise each has its own.
     """
 
@@ -39,7 +39,7 @@ class CheckedStep(NamedTuple):
 
 
 def unique_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns names, with a number behind those that occur again.
+    """Returns names, with a number appended to repeated ones.
 
     Examples:
         >>> unique_names(["kernel", "bias", "kernel"])
@@ -72,7 +72,7 @@ class OverflowTracker:
 
     names: tuple[str, ...]
     variables: Sequence[Any] = ()
-    """Variables that a compiled step must take and return; empty if it need not."""
+    """Variables that a compiled step must take and return; empty if there are none."""
 
     _rows: dict[int, int] | None = None
 
@@ -88,7 +88,7 @@ class OverflowTracker:
         """Creates the counts for the gradients of these variables; a second call does nothing."""
         if self._rows is not None:
             return
-        # The keys of `_rows` must not be given to other objects.
+        # Keeps the variables alive, so that their ids, the keys of `_rows`, are not reused.
         self._kept = list(variables)
         self._rows = {id(variable): row for row, variable in enumerate(variables)}
         self.names = unique_names(names)
@@ -99,7 +99,7 @@ class OverflowTracker:
         self._track(CheckedStep(**step))
 
     def count_from(self, step: int) -> None:
-        """Sets the number of steps so far, if the tracker counts by itself."""
+        """Sets the number of steps so far, if the tracker counts them."""
 
     def _unscaled_by_row(self, step: CheckedStep) -> list[Any]:
         """Returns the unscaled gradient, or None, of each variable."""

@@ -30,13 +30,13 @@ def private_name(module: str, name: str, purpose: str, fallback: Any = _MISSING)
     """Returns a private object of a framework.
 
     Args:
-        module: Where it is.
-        name: What it is called there, with dots for what it is inside of.
+        module: The name of its module.
+        name: Its name there, with dots if it is nested.
         purpose: What lossscale uses it for, after "to".
-        fallback: What serves in its place where a release has it no more, if anything does.
+        fallback: The object to use in releases without it, if there is one.
 
     Raises:
-        UnsupportedError: If there is none, and nothing in its place.
+        UnsupportedError: If there is none, and no fallback.
     """
     try:
         return attrgetter(name)(importlib.import_module(module))
@@ -50,7 +50,7 @@ def private_name(module: str, name: str, purpose: str, fallback: Any = _MISSING)
 
 
 def check_attribute(root: str, holder: Any, name: str, purpose: str) -> None:
-    """Raises an error unless an object has a private attribute that is about to be replaced.
+    """Raises an error unless an object has the private attribute to replace.
 
     Args:
         root: The framework's root module.

@@ -1,4 +1,4 @@
-"""The names of TensorFlow 2.0 to 2.3, over the same core.
+"""The names of TensorFlow 2.0 to 2.3, with the same core.
 
 `LossScaleOptimizer(optimizer, loss_scale)` takes a number, `"dynamic"` or a `LossScale`, and its
 `loss_scale` is that object: call it for the current value.

@@ -13,4 +13,4 @@ from lossscale.experimental import optimizer
 class LossScaleOptimizer(  # type: ignore[misc]
     optimizer.LossScaleAsObject, lossscale.keras.LossScaleOptimizer
 ):
-    """What `lossscale.experimental.LossScaleOptimizer` makes; the class to inherit from."""
+    """The class that `lossscale.experimental.LossScaleOptimizer` creates; inherit from it."""

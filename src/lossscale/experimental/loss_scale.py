@@ -1,4 +1,4 @@
-"""Loss scales as objects: they hold their value, and `update` moves it by a step's gradients."""
+"""Loss scales as objects, which hold their value and update it from the gradients of a step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lossscale.rules import DynamicScale, FixedScale, GradientStats, ScaleRule
 
 
 class LossScale(abc.ABC):
-    """Base class of loss scales. Inherit from it to write one of your own.
+    """Base class of loss scales. Inherit from it to write a custom one.
 
-    A subclass defines `__call__`, `update` and `get_config`, and keeps what changes in variables
-    that `_add_weight` makes; they are saved with the optimizer.
+    A subclass defines `__call__`, `update` and `get_config`, and keeps its state in variables from
+    `_add_weight`, which are saved with the optimizer.
 
     Source: `tf.mixed_precision.experimental.LossScale`, TensorFlow 2.1.
     """
@@ -30,11 +30,11 @@ class LossScale(abc.ABC):
         """Updates the loss scale from the gradients of a step.
 
         Args:
-            grads: Unscaled gradients, in any nest; None entries are ignored.
+            grads: Unscaled gradients, in any nested structure; None entries are ignored.
 
         Returns:
-            A pair: in a graph of TensorFlow 1 the operation that moves it, elsewhere None; and
-            whether the gradients should be applied, a bool or a boolean scalar tensor.
+            A pair: in a TensorFlow 1 graph the operation that updates it, otherwise None; and
+            whether to apply the gradients, a bool or a boolean scalar tensor.
         """
 
     @abc.abstractmethod
@@ -43,16 +43,16 @@ class LossScale(abc.ABC):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> LossScale:
-        """Creates a loss scale from its configuration, with no saved state."""
+        """Creates a loss scale from its configuration, without saved state."""
         return cls(**config)
 
     def _add_weight(self, name: str, initial_value: Any, dtype: Any = None) -> Any:
         """Adds a scalar variable to this loss scale and returns it.
 
         Args:
-            name: Its name, not used before in this loss scale.
-            initial_value: Its first value, a Python number or a scalar array.
-            dtype: Its dtype; None stands for that of `initial_value`.
+            name: Its name, unique in this loss scale.
+            initial_value: Its initial value, a Python number or a scalar array.
+            dtype: Its dtype; None takes the dtype of `initial_value`.
         """
         weights = self._own_weights()
         if name in weights:
@@ -112,8 +112,8 @@ class FixedLossScale(_RuleLossScale):
 
     @property
     def _loss_scale_value(self) -> float:
-        # tf_keras' own class reads it from the class it finds under tf.compat.v1, which is this one
-        # while lossscale is installed.
+        # tf_keras' own class reads it from the class under tf.compat.v1, which is this one under
+        # `lossscale.install()`.
         return self._rule.scale
 
     def __call__(self) -> Any:
@@ -133,16 +133,15 @@ class FixedLossScale(_RuleLossScale):
 
 
 class DynamicLossScale(_RuleLossScale):
-    """A loss scale that moves by itself.
+    """A loss scale that is adjusted during training.
 
     Args:
-        initial_loss_scale: The first loss scale. Start high: it is lowered far
-            more quickly than raised.
-        increment_period: Number of finite steps in a row that raise it.
-        multiplier: What it is multiplied by then, and divided by after a non-finite gradient.
+        initial_loss_scale: The first loss scale. Start high: it falls much faster than it grows.
+        increment_period: Number of finite steps in a row after which it grows.
+        multiplier: Multiplies the scale when it grows, and divides it after a non-finite gradient.
 
     Raises:
-        ValueError: If a value cannot be used; the message names it.
+        ValueError: If a value is invalid; the message names it.
 
     Examples:
         >>> DynamicLossScale(increment_period=500).get_config()
@@ -172,7 +171,7 @@ class DynamicLossScale(_RuleLossScale):
 
     @property
     def increment_period(self) -> int:
-        """Number of finite steps in a row that raise the scale."""
+        """Number of finite steps in a row after which the scale grows."""
         return self._rule.growth_interval
 
     @property
@@ -198,11 +197,11 @@ class DynamicLossScale(_RuleLossScale):
         """Updates the loss scale.
 
         Args:
-            grads: Gradients in any nest; None entries are ignored. Without any gradient the
-                scale stays as it is.
+            grads: Gradients in any nested structure; None entries are ignored. Without gradients
+                the scale does not change.
 
         Returns:
-            A tensor that moves it in a graph of TensorFlow 1, elsewhere None; and whether all
+            In a TensorFlow 1 graph a tensor that updates the scale, otherwise None; and whether all
             gradients are finite, a boolean scalar tensor.
         """
         wrapper = registry.default_keras().wrapper()
@@ -240,15 +239,15 @@ def _rebuild(cls: type[LossScale], config: dict[str, Any], values: dict[str, Any
 
 
 def get(loss_scale: Any) -> LossScale:
-    """Returns the loss scale that an argument of the optimizer stands for.
+    """Returns the loss scale for an argument of the optimizer.
 
     Args:
         loss_scale: A number for a fixed scale, `"dynamic"`, a `LossScale`, or the dictionary
-            with `class_name` and `config` that an optimizer's configuration holds.
+            with `class_name` and `config` from an optimizer's configuration.
 
     Raises:
-        TypeError: If it is of another type.
-        ValueError: If it is a string or a number that cannot be used.
+        TypeError: If it has another type.
+        ValueError: If it is an invalid string or number.
     """
     if isinstance(loss_scale, LossScale):
         return loss_scale
@@ -309,7 +308,7 @@ def deserialize(config: Any, custom_objects: dict[str, Any] | None = None) -> Lo
         custom_objects: Custom classes, by class name.
 
     Raises:
-        ValueError: If the class is not known, or cannot be made of its configuration.
+        ValueError: If the class is not known, or cannot be created from its configuration.
     """
     if not isinstance(config, dict):
         return get(config)

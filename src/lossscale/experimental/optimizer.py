@@ -28,12 +28,12 @@ from lossscale.optimizer import refuse_subclass
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
 if TYPE_CHECKING:
-    # The wrapper class of a Keras, the next base.
+    # The wrapper class of Keras 3 or tf_keras, the next base.
     _Wrapper: Any
 else:
     _Wrapper = object
 
-# The later class's name for it.
+# Its name in the later class.
 _INSTEAD = {
     "inner_optimizer": "optimizer={value!r}",
     "dynamic": "loss_scale='dynamic', or a number for a fixed scale",
@@ -53,13 +53,13 @@ class LossScaleOptimizer(abc.ABC):  # noqa: B024 - for `register`
     Args:
         optimizer: The optimizer to wrap, an instance.
         loss_scale: A number for a fixed loss scale, `"dynamic"` for `DynamicLossScale()`, or a
-            `LossScale`, which is used as it is.
+            `LossScale`.
         name: The optimizer's name.
 
     Raises:
         TypeError: If `optimizer` is not an optimizer or already has loss scaling. Also if a class
             inherits from this one.
-        ValueError: If `loss_scale` cannot be used.
+        ValueError: If `loss_scale` is invalid.
 
     Examples:
         >>> import keras, tensorflow as tf
@@ -89,7 +89,7 @@ class LossScaleOptimizer(abc.ABC):  # noqa: B024 - for `register`
 
 
 def class_for(framework: registry.Framework) -> Any:
-    """Returns the class for the optimizers of a Keras."""
+    """Returns the class for the optimizers of Keras 3 or tf_keras."""
     if framework not in registry.KERASES:
         raise ArgumentTypeError(
             "lossscale.experimental.LossScaleOptimizer wraps Keras optimizers only. Received: an "
@@ -99,15 +99,15 @@ def class_for(framework: registry.Framework) -> Any:
 
 
 class LossScaleAsObject(_Wrapper):
-    """The older API of a wrapper: the loss scale is an object.
+    """The older API of a wrapper, in which the loss scale is an object.
 
-    A mixin in front of the wrapper of a Keras.
+    A mixin before the wrapper of Keras 3 or tf_keras.
     """
 
     @checks_keywords("experimental.LossScaleOptimizer", _INSTEAD)
     def __init__(self, optimizer: Any, loss_scale: Any, name: str | None = None) -> None:
         loss_scale = get(loss_scale)
-        # The wrapper's constructor needs it, and Keras refuses attributes before its own
+        # The wrapper's constructor needs it, and Keras rejects attributes before its own
         # constructor has run.
         self.__dict__["_loss_scale"] = loss_scale
         rule = loss_scale._rule if _moves_by_its_rule(loss_scale) else _WrittenByUser(loss_scale)
@@ -165,7 +165,7 @@ class LossScaleAsObject(_Wrapper):
         return self._after(moved, should_apply)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the configuration: a JSON-ready dictionary without any saved state."""
+        """Returns the configuration: a JSON-ready dictionary, without the state."""
         config = super().get_config()
         described = serialize(self._loss_scale)
         if type(self._loss_scale) not in (FixedLossScale, DynamicLossScale):
@@ -184,7 +184,7 @@ class LossScaleAsObject(_Wrapper):
             classes = cls._with_class_named(described, custom_objects)
             loss_scale = deserialize(described, classes)
         else:
-            # A later release wrote it, whose optimizer took these arguments.
+            # A later release wrote it, whose optimizer had these arguments.
             rules = cls._with_class_named(config.get("rule"), custom_objects)
             inner, arguments = arguments_from_config(config, rules)
             name = arguments.pop("name", None)
@@ -204,7 +204,7 @@ class LossScaleAsObject(_Wrapper):
 
 
 def _moves_by_its_rule(loss_scale: LossScale) -> bool:
-    """Whether `update` is not overridden, so that the optimizer can update it."""
+    """Whether a subclass does not override `update`, so that the optimizer can update it."""
     cls = type(loss_scale)
     return any(
         issubclass(cls, known) and cls.update is known.update and cls.__call__ is known.__call__

@@ -10,7 +10,7 @@ from lossscale.experimental.loss_scale import LossScale, get
 
 
 class _ClassOfPlainPolicies(type):
-    """Lets `isinstance` know the policies that the class makes."""
+    """Makes `isinstance` recognize the policies that the class creates."""
 
     _plain: type[Any]
 
@@ -20,25 +20,25 @@ class _ClassOfPlainPolicies(type):
 
 @functools.cache
 def policy_class(plain: type[Any]) -> type[Any]:
-    """Returns the older `Policy` of a Keras.
+    """Returns the older `Policy` class for Keras 3 or tf_keras.
 
     Args:
-        plain: The class of that Keras' own policies, which have no loss scale.
+        plain: The framework's own class of policies, which have no loss scale.
     """
 
     class Policy(metaclass=_ClassOfPlainPolicies):
-        """A dtype policy with the loss scale that `compile` wraps optimizers with.
+        """A dtype policy with a loss scale, which `compile` uses to wrap optimizers.
 
-        Calling it makes a policy of Keras' own with two attributes more, `loss_scale` and
-        `should_cast_variables`, so that files name what every Keras knows.
+        The call returns a policy of Keras' own class with two more attributes, `loss_scale` and
+        `should_cast_variables`, so that files contain only the names of Keras' policies.
 
         Args:
             name: `"mixed_float16"`, or another name of a policy.
             loss_scale: A `LossScale`, a number, `"dynamic"`, or None for no loss scaling.
-                `"auto"` stands for `"dynamic"` with `"mixed_float16"`, and for None otherwise.
+                `"auto"` means `"dynamic"` with `"mixed_float16"`, and None otherwise.
 
         Raises:
-            ValueError: If the name is no policy's, or the loss scale cannot be used.
+            ValueError: If there is no policy with this name, or the loss scale is invalid.
 
         Source: `tf.keras.mixed_precision.experimental.Policy`, TensorFlow 2.1 to 2.3.
         """
@@ -70,10 +70,10 @@ def _loss_scale_of(policy: Any, loss_scale: Any) -> LossScale | None:
 
 
 def older_policies(mixed_precision: Any) -> dict[str, Any]:
-    """Returns the documented names besides the optimizer.
+    """Returns the documented names other than the optimizer.
 
     Args:
-        mixed_precision: The `mixed_precision` module of a Keras.
+        mixed_precision: The `mixed_precision` module of Keras 3 or tf_keras.
     """
     policy = policy_class(mixed_precision.Policy)
 

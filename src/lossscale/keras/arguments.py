@@ -89,7 +89,7 @@ def inner_from_config(config: Any, custom_objects: Any) -> Any:
 
 @keras.saving.register_keras_serializable(package="lossscale")  # type: ignore[untyped-decorator]
 def hard_sigmoid(x: Any) -> Any:
-    """Returns TensorFlow's hard sigmoid: 0.2 x + 0.5, between 0 and 1. Keras 3's is x / 6 + 0.5.
+    """TensorFlow's hard sigmoid: 0.2 x + 0.5, between 0 and 1. Keras 3's is x / 6 + 0.5.
 
     Args:
         x: A tensor of any shape.

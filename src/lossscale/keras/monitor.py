@@ -1,4 +1,4 @@
-"""The monitor as a callback of Keras 3."""
+"""The monitor as a Keras 3 callback."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ def _new_variable(name: str, dtype: str, shape: tuple[int, ...]) -> Any:
 
 
 def _scope_of(model: Any) -> Any:
-    """Returns the scope in which the model's variables are made, for a strategy of TensorFlow."""
+    """Returns the scope in which to create the model's variables, for TensorFlow's strategies."""
     strategy = getattr(model, "distribute_strategy", None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()

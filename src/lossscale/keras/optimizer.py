@@ -1,7 +1,7 @@
 """The loss scale optimizer for Keras 3.
 
 A step goes through `scale_loss` or `get_scaled_loss`, then `apply_gradients` or `apply`, to `_step`
-here; how its parts are done stands in `backends`, a file for each backend.
+here. Its parts are in `backends`, in a file for each backend.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _OWN_VARIABLES = ("step_counter", "dynamic_scale")
 @FrontDoor.register
 @keras.saving.register_keras_serializable(package="lossscale")
 class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimizer):
-    """The loss scale optimizer around an optimizer of Keras 3.
+    """The loss scale optimizer around a Keras 3 optimizer.
 
     The class to inherit from; `lossscale.LossScaleOptimizer` makes objects of it. It is a
     `keras.optimizers.LossScaleOptimizer`, and has two groups of verbs: those that TensorFlow
@@ -71,14 +71,14 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         inner_optimizer: The `keras.optimizers.Optimizer` to wrap, an instance.
         dynamic: As for `lossscale.LossScaleOptimizer`, like the arguments below.
         initial_scale: The first, or the fixed, loss scale.
-        dynamic_growth_steps: The number of finite steps in a row that double the scale.
+        dynamic_growth_steps: The number of finite steps in a row after which the scale doubles.
         rule: A `ScaleRule`, instead of the three arguments above.
         name: The optimizer's name.
 
     Raises:
-        TypeError: If `inner_optimizer` is not an optimizer of Keras 3 or already has loss scaling,
-            or an argument has the wrong type.
-        ValueError: If a scale or a number of steps cannot be used.
+        TypeError: If `inner_optimizer` is not a Keras 3 optimizer or already has loss scaling, or
+            an argument has the wrong type.
+        ValueError: If a scale or a number of steps is invalid.
 
     Examples:
         >>> class Clipping(lossscale.keras.LossScaleOptimizer):
@@ -191,9 +191,9 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     def scale_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale; its gradients count as scaled.
 
-        This is how Keras' trainer begins a step: `apply_gradients` takes its gradients for scaled
-        ones and divides them, once for each variable, so that they can be applied in groups. With
-        `get_unscaled_gradients`, use `get_scaled_loss`.
+        Keras' trainer begins a step with it. `apply_gradients` then expects scaled gradients and
+        divides them, once for each variable, so that they can be applied in groups. With
+        `get_unscaled_gradients`, use `get_scaled_loss` instead.
 
         Args:
             loss: Tensor of any shape and dtype, a number, or a callable that returns one.
@@ -217,15 +217,15 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Applies gradients of the scaled loss, or skips the step; updates the loss scale.
 
-        The gradients themselves stay as they are: on PyTorch a `.grad` can be added to, filled
-        again or handed in once more.
+        The gradients themselves are not changed: on PyTorch, `.grad` can be added to, overwritten
+        or passed again.
 
         Args:
-            grads: Gradients of the loss that `scale_loss` returned; None where there is none.
+            grads: Gradients of the loss that `scale_loss` returned, or None for a variable without.
             trainable_variables: Their variables; None for those the optimizer was built with.
 
         Raises:
-            ValueError: If no variable has a gradient, or without variables their number differs.
+            ValueError: If no variable has a gradient, or the number of gradients is wrong.
 
         Examples:
             >>> optimizer = lossscale.LossScaleOptimizer(keras.optimizers.SGD(1.0))
@@ -262,11 +262,11 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
         Args:
             optimizer_variables: Arrays, the values of `variables`.
-            grads: Gradients of the loss that `scale_loss` returned; None where there is none.
+            grads: Gradients of the loss that `scale_loss` returned, or None for a variable without.
             trainable_variables: Arrays, the values of the variables it was built with.
 
         Returns:
-            The new values of the trainable variables, and those of `variables`.
+            The new values of the trainable variables, and of `variables`.
 
         Raises:
             ValueError: If the optimizer is not built, the numbers of values do not match, or the

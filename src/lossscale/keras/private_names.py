@@ -1,7 +1,4 @@
-"""Undocumented names of Keras 3 that are used here.
-
-Objects are taken here and nowhere else.
-"""
+"""Undocumented names of Keras 3 that lossscale uses; they are looked up only here."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ in_stateless_scope: Any = private_name(
 
 
 def trainer() -> Any:
-    """Returns the module whose `LossScaleOptimizer` is what `compile` makes."""
+    """Returns the module from which `compile` takes its `LossScaleOptimizer`."""
     return private_module(
         "keras.src.trainers.trainer",
         "let `compile` make the documented class under lossscale.install()",

@@ -135,7 +135,7 @@ def _places_of_attributes(inner: Any, trained: Sequence[Any]) -> list[int]:
     """Returns which of an optimizer's variables its `build` sets as attributes, by their places.
 
     Args:
-        inner: A Keras optimizer that is built.
+        inner: A built Keras optimizer.
         trained: The variables it was built with.
     """
     # Only `build` shows which attribute lists a variable, so a second optimizer is built.

@@ -1,4 +1,4 @@
-"""Weights and slots of an optimizer of Keras 3, as TensorFlow documented them."""
+"""Weights and slots of a Keras 3 optimizer, as TensorFlow documented them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lossscale.old_formats.slots import kind_of, names_for
 
 
 def weights_of(inner: Any) -> list[Any]:
-    """Returns the counter of applied steps, then the state of an optimizer, without its rate."""
+    """Returns the counter of applied steps, then the optimizer's state, without its rate."""
     parts = [inner, *getattr(inner, "optimizers", ())]
     excluded = {id(inner._iterations), *(id(part._learning_rate) for part in parts)}
     rest = [variable for variable in inner.variables if id(variable) not in excluded]
@@ -21,14 +21,14 @@ def weights_of(inner: Any) -> list[Any]:
 
 
 def names_of(inner: Any, variable: Any, slot_name: str) -> set[str]:
-    """Returns all names of a kind of slot, in the optimizer or the one of several that has it."""
+    """Returns all names of a kind of slot, in the optimizer or the one of several with it."""
     key, parts = inner._var_key(variable), getattr(inner, "optimizers", None) or [inner]
     own = [part for part in parts if key in getattr(part, "_trainable_variables_indices", ())]
     return set(names_for(kind_of(own[0] if own else inner), [slot_name]))
 
 
 def slots_of(inner: Any, key_of: Callable[[Any], Any]) -> Slots:
-    """Yields the slots that an optimizer, or each one of several, made.
+    """Yields the slots of an optimizer, or of each of several.
 
     Args:
         inner: The optimizer.
@@ -55,7 +55,7 @@ def slots_of(inner: Any, key_of: Callable[[Any], Any]) -> Slots:
 
 
 def _slot_name(reference: Any, slot: Any) -> str:
-    # The prefix that Keras' add_variable_from_reference puts before the slot's name.
+    # The prefix that Keras' add_variable_from_reference adds to the slot's name.
     path = getattr(reference, "path", None) or str(reference.name).replace(":", "_")
     return str(slot.name).removeprefix(path.replace("/", "_")).lstrip("_")
 
@@ -105,7 +105,7 @@ def add_weight(
 ) -> Any:
     if getattr(synchronization, "name", "AUTO") != "AUTO":
         raise ArgumentError(
-            "Keras 3 synchronizes the variables of an optimizer by itself. Leave "
+            "Keras 3 synchronizes the variables of an optimizer automatically. Leave "
             f"`synchronization` out. Received: synchronization={synchronization!r}."
         )
     variable = optimizer.inner_optimizer.add_variable(
@@ -121,7 +121,7 @@ def add_weight(
 
 
 def _aggregation_name(aggregation: Any) -> str:
-    """Returns Keras' name of an aggregation over replicas, from it or from an enumeration."""
+    """Returns Keras' name of an aggregation over replicas, given the name or an enumeration."""
     name = getattr(aggregation, "name", aggregation)
     if isinstance(name, str) or name is None:
         return (name or "none").lower()

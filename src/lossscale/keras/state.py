@@ -53,7 +53,7 @@ class KerasScaleVariables(ScaleVariables):
 
 
 class OwnVariable(keras.Variable):
-    """A scalar variable that every replica moves alike, and that is a number outside of them."""
+    """A scalar variable that every replica updates alike, and that is a number outside of them."""
 
     def __init__(self, name: str, dtype: str, value: Any) -> None:
         super().__init__(
@@ -83,16 +83,16 @@ class OwnVariable(keras.Variable):
 class StepCounter(OwnVariable):
     """Counts applied and skipped steps; an assignment also sets the inner optimizer's counter.
 
-    The documents count every call of `apply_gradients`, also one whose step was skipped. The inner
-    optimizer must not: Adam's bias correction and learning rate schedules follow its counter, and
-    would run ahead of the updates (Adam's first step after ten skipped ones would be 0.48 of its
-    size). So there are two counters, `inner.iterations` (applied steps) and this one (all steps),
-    and their difference is the number of skipped steps.
+    TensorFlow's documents count every call of `apply_gradients`, including skipped steps. The inner
+    optimizer must not count these: Adam's bias correction and learning rate schedules use its
+    counter, and would run ahead of the updates (Adam's first step after ten skipped ones would be
+    0.48 of its size). So there are two counters, `inner.iterations` (applied steps) and this one
+    (all steps), and their difference is the number of skipped steps.
 
     Args:
         inner_optimizer: The optimizer whose counter is followed.
-        steps_skipped: Integer scalar variable, in steps.
-        when_plain: Is called when the counter of an optimizer without loss scaling is restored.
+        steps_skipped: The number of skipped steps, an integer scalar variable.
+        when_plain: Called when the counter of an optimizer without loss scaling is restored.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class StepCounter(OwnVariable):
     def assign(self, value: Any) -> Any:
         """Sets the number of steps, and the inner optimizer's counter to it minus the skips.
 
-        A number below that of the skips lowers that too: no optimizer works with a negative
+        A number below the number of skips lowers that too: no optimizer works with a negative
         counter (Adam's bias correction becomes NaN).
         """
         value = super().assign(value)

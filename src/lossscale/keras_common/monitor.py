@@ -174,7 +174,7 @@ class MonitorCallback:
         if threading.get_ident() != self._thread:
             raise ArgumentTypeError(
                 "Keras runs a callback in another thread unless it is given in a list. "
-                "Pass `callbacks=[monitor]` to fit, and not the monitor by itself."
+                "Pass `callbacks=[monitor]` to fit, not the monitor alone."
             )
 
     # --- The loss -----------------------------------------------------------------------------

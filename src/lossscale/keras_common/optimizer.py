@@ -39,10 +39,10 @@ _INSTEAD = {
 
 
 class KerasCommonOptimizer(DocumentedMembers):
-    """The members that all generations of Keras share: verbs, settings, slots, copies.
+    """The members shared by Keras 3 and tf_keras: the documented methods, settings, slots, copies.
 
-    A class for one generation adds its attributes, its step and its files; what it has to define
-    is declared here first.
+    A subclass for one of them adds its attributes, its step and its files. The members that it must
+    define are declared first.
     """
 
     # The module `keras` or `tf_keras`.
@@ -176,7 +176,7 @@ class KerasCommonOptimizer(DocumentedMembers):
             return self._step(gradients, variables, scaled=scaled, aggregate=aggregate, name=name)
 
     def _check_context(self) -> None:
-        """Raises an error if no step can be taken here."""
+        """Raises an error if a step is not possible in this context."""
 
     # --- Calls that do several of these -------------------------------------------------------
 
@@ -217,7 +217,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         named: dict[str, Any] = {} if name is None else {"name": name}
         return self.apply_gradients(pairs, **named)
 
-    # --- What can be read ---------------------------------------------------------------------
+    # --- Members to read ----------------------------------------------------------------------
 
     @property
     def steps_skipped(self) -> Any:
@@ -229,7 +229,7 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     # Of `experimental` it is the loss scale itself, which is called the same way.
     def _loss_scale(self) -> Any:
-        # Programs for TensorFlow 2.4 call this besides `loss_scale`.
+        # Programs for TensorFlow 2.4 call this as well as `loss_scale`.
         return self._current_scale()
 
     def _may_warn_at_floor(self) -> bool:
@@ -261,7 +261,7 @@ class KerasCommonOptimizer(DocumentedMembers):
     lr = learning_rate
 
     def _remember_name(self, name: str) -> None:
-        """Remembers the name of a user's attribute, which copies keep."""
+        """Records the name of a user's attribute, so that copies keep it."""
         self.__dict__.setdefault("_names_of_the_user", set()).add(name)
 
     # --- Slots --------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         )
 
     def _constructor_arguments(self) -> dict[str, Any]:
-        """Returns the constructor's other arguments, to make this optimizer again."""
+        """Returns the other arguments of the constructor, to recreate this optimizer."""
         return {"rule": self._rule, "name": self.__dict__.get("_given_name", self.name)}
 
     # --- Configurations, and the library's registry of classes --------------------------------
@@ -352,9 +352,9 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     @classmethod
     def _with_class_named(cls, described: Any, custom_objects: Any) -> dict[str, Any]:
-        """Returns `custom_objects` and the class that `described` names, if the library knows it.
+        """Returns `custom_objects` with the class that `described` names, if it is registered.
 
-        Keras passes its own registry and the `custom_objects` of `load_model` to nobody.
+        Keras does not pass its registry and the `custom_objects` of `load_model` on.
         """
         name = described.get("class_name") if isinstance(described, dict) else None
         registered = cls._library.saving.get_registered_object(name, custom_objects)
@@ -377,7 +377,7 @@ _VERBS_OF_A_LOSS = ("get_scaled_loss", "get_unscaled_gradients")
 
 
 def _noted(cls: type[Any], name: str) -> Callable[..., Any]:
-    """Wraps a subclass' verb that scales a loss, so that the call is recorded as ours is."""
+    """Wraps a subclass' method that scales a loss, so that its calls are recorded too."""
     rewritten = getattr(cls, name)
     is_inherited = name not in vars(cls)
 
@@ -422,7 +422,7 @@ _rebuild.__module__ = "lossscale.keras_common"
 
 
 def check_shapes(variables: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> None:
-    """Checks that arrays fit to variables, before any is set.
+    """Checks that arrays fit variables, before any is set.
 
     Raises:
         ArgumentError: If one does not.

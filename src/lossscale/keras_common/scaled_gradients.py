@@ -1,13 +1,13 @@
 """Whether the gradients that `apply_gradients` receives are still scaled.
 
-Keras' trainer calls `scale_loss` and gives `apply_gradients` scaled gradients. TensorFlow's loop
-calls `get_scaled_loss` and `get_unscaled_gradients`, and gives it unscaled ones. So the calls since
-the last `scale_loss` decide: as many gradients as `get_unscaled_gradients` returned are unscaled;
-after these, each variable is given one scaled gradient for each loss.
+Keras' trainer calls `scale_loss` and passes scaled gradients to `apply_gradients`. TensorFlow's
+loop calls `get_scaled_loss` and `get_unscaled_gradients`, and passes unscaled ones. So the calls
+since the last `scale_loss` decide: as many gradients as `get_unscaled_gradients` returned are
+unscaled; after these, each variable gets one scaled gradient for each loss.
 
-A call inside a `tf.function` runs when the function is traced, and not on later steps. The
-tracker remembers whether a function returned scaled or unscaled gradients, and takes the next ones
-for the same until it is called again.
+A call inside a `tf.function` runs when the function is traced, and not on later steps. The tracker
+records whether a function returned scaled or unscaled gradients, and assumes the same for the next
+ones until it is called again.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class _Record:
     """The calls of one replica since its last `scale_loss`, or in a step like `minimize`.
 
     Attributes:
-        is_isolated: Whether it is of a step like `minimize`, which scales the loss itself.
-        losses: How many losses were scaled before the first of their gradients was applied.
-        unscaled: How many unscaled gradients were not applied yet.
+        is_isolated: Whether they belong to a step like `minimize`, which scales the loss itself.
+        losses: Number of losses scaled before the first of their gradients was applied.
+        unscaled: Number of unscaled gradients that are not yet applied.
         graph: Where that was called last.
         is_home: Whether gradients were applied in the graph where they were made.
         times: The variables that were applied since, and how often, by id.
@@ -186,7 +186,7 @@ class ScaledGradientTracker:
             self._records.update(before)
 
     def is_isolated(self, location: Location) -> bool:
-        """Whether an `isolated_step` is under way."""
+        """Whether an `isolated_step` is in progress."""
         return self._records[location[1][0]].is_isolated
 
     @contextlib.contextmanager
@@ -254,21 +254,21 @@ class ScaledGradientTracker:
         return next(iter(kinds), None)
 
     def check_apply(self, location: Location) -> None:
-        """Keras' `apply` is called, whose gradients are scaled by definition."""
+        """Records a call of Keras' `apply`, whose gradients are scaled by definition."""
         self._check_not_of_another(location, "apply")
         record = self._records[location[1][0]]
         if record.calls != {"get_scaled_loss"}:
             self._check_scaled(record, "apply", "scale_loss")
 
     def note_apply(self, location: Location, variables: Sequence[Any]) -> None:
-        """`apply` has made its step."""
+        """Records the end of the step of `apply`."""
         record = self._records[location[1][0]]
         record.unscaled = 0
         record.count(variables)
         self._seen = self._last
 
     def _check_scaled(self, record: _Record, verb: str, *scale: str) -> None:
-        """Warns if no loss was scaled whose gradients a verb divides."""
+        """Warns if a method divides gradients although no loss was scaled."""
         if not record.calls & set(scale) and not self.is_scale_read:
             is_twice = verb == "apply" and "get_unscaled_gradients" in record.calls
             self._warn_once(_UNSCALED_TWICE if is_twice else _NOT_SCALED.format(verb, scale[0]))

@@ -58,13 +58,14 @@ def kind_of_number(value: Any) -> str:
 
 
 class ValueStore:
-    """Values in a model file, by name. The libraries save only what is one of their own classes.
+    """Values in a model file, by name.
 
-    So each has a subclass that is a Loss, too: of what they save, a loss is the least.
+    Keras 3 and tf_keras save only objects of their own classes, so each has a subclass of this that
+    is also a Loss, the simplest of these classes.
 
     Args:
         read: Returns the values to write, by name.
-        write: Takes the values that were read, by name.
+        write: Sets the values that were read, by name.
     """
 
     def __init__(
@@ -80,12 +81,12 @@ class ValueStore:
         raise NotImplementedError
 
     def save_own_variables(self, store: Any) -> None:
-        """Writes the values into a place of a file."""
+        """Writes the values to a place in a file."""
         for name, value in self._read().items():
             store[name] = value
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads them; a file of an optimizer without loss scaling has none."""
+        """Reads the values; a file of an optimizer without loss scaling has none."""
         values = arrays_in(store)
         if values:
             self._write(values)

@@ -1,4 +1,4 @@
-"""Files and configurations of every release of TensorFlow, brought to this library."""
+"""Loads files and configurations of every release of TensorFlow into this library."""
 
 from lossscale.packages import not_installed
 

@@ -1,4 +1,4 @@
-"""Making the model of Keras 3 that a configuration of Keras 2 describes."""
+"""Builds the Keras 3 model that a Keras 2 configuration describes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _INNER_LAYERS = ("layer", "backward_layer", "cell", "cells")
 
 
 class ModelBuilder:
-    """Makes layers and models of Keras 3 out of configurations of Keras 2.
+    """Builds Keras 3 layers and models from Keras 2 configurations.
 
     Args:
-        path: The file that is read, for messages.
-        custom_objects: The caller's own classes and functions, by name.
+        path: The file, for messages.
+        custom_objects: The caller's classes and functions, by name.
     """
 
     def __init__(self, path: str, custom_objects: Mapping[str, Any]) -> None:
@@ -44,7 +44,7 @@ class ModelBuilder:
         """Returns the model that the outermost configuration of a file describes.
 
         Raises:
-            OldFileError: If Keras 3 cannot make it. The message names the layer.
+            OldFileError: If Keras 3 cannot build it. The message names the layer.
         """
         kind = described["class_name"].rpartition(">")[2]
         if is_container(described) and self._container_class(described, kind) is not None:
@@ -139,7 +139,7 @@ class ModelBuilder:
         import keras
 
         config = described["config"]
-        # The first releases wrote the list alone, without a dictionary around it.
+        # The first releases wrote only the list, without a dictionary around it.
         layers = config if isinstance(config, list) else config["layers"]
         named = {} if isinstance(config, list) else {"name": layer_name(config["name"])}
         model, parts = cls(**named), []

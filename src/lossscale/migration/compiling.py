@@ -1,4 +1,4 @@
-"""The losses and metrics that a model of Keras 2 was compiled with, as Keras 3 has them."""
+"""Translates the losses and metrics of a compiled Keras 2 model to Keras 3."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def compile_arguments(
     """Returns the losses and metrics to compile a model with.
 
     Args:
-        file: What the model was compiled with.
+        file: The training configuration in the file.
         model: The model.
-        given: What the caller wants in their place, by name; UNSET for what is in the file.
-        own: The caller's own classes and functions, by name.
+        given: The caller's replacements, by name; UNSET to use the file.
+        own: The caller's classes and functions, by name.
 
     Raises:
-        OldFileError: If Keras 3 does not know one.
+        OldFileError: If Keras 3 does not have one.
     """
     training = file.training or {}
     arguments: dict[str, Any] = {}
@@ -53,7 +53,7 @@ def compile_arguments(
             ) from error
         nested = arguments[name]
         if isinstance(nested, list) and len(nested) == 1 and isinstance(nested[0], list):
-            # TensorFlow wrote a list for each output.
+            # TensorFlow wrote one list per output.
             arguments[name] = nested[0] if len(model.outputs) == 1 else nested
     if training.get("loss_weights") is not None:
         arguments["loss_weights"] = training["loss_weights"]
@@ -61,7 +61,7 @@ def compile_arguments(
 
 
 def _without_outputs(config: Any, outputs: list[str]) -> Any:
-    """Returns metrics without the names of outputs, which Keras puts before theirs."""
+    """Returns metrics without the prefix that Keras adds, the name of the output."""
     if len(outputs) < 2:
         return config
     if isinstance(config, dict) and set(config) <= set(outputs):
@@ -133,7 +133,7 @@ def _metric(config: Any) -> Any:
 
 
 def _metric_function(name: str) -> Any:
-    """Returns the function of a name; Keras 2 took every loss for a metric as well."""
+    """Returns the function with a name; in Keras 2 every loss was a metric as well."""
     import keras
 
     try:

@@ -1,4 +1,4 @@
-"""Converting old files."""
+"""Converts old files."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _OWNER = "owner"
 
 
 def migrate_file(old: str | Path, new: str | Path, *, overwrite: bool = False) -> Path:
-    """Writes an old file as one that Keras 3 reads on every backend.
+    """Converts an old file to one that Keras 3 reads on every backend.
 
     A model becomes a `.keras` file with a `lossscale.LossScaleOptimizer` and its state, for
-    `keras.saving.load_model`. A checkpoint has no model in it, only arrays and their names; it
-    becomes an HDF5 file for `restore_checkpoint`, which needs no TensorFlow any more.
+    `keras.saving.load_model`. A checkpoint contains no model, only arrays and their names; it
+    becomes an HDF5 file, which `restore_checkpoint` reads without TensorFlow.
 
     Args:
-        old: What `describe_file` reads.
+        old: A file that `describe_file` reads.
         new: The file to write: `.keras` for a model, `.h5` for a checkpoint.
         overwrite: Whether `new` may exist.
 
@@ -39,8 +39,8 @@ def migrate_file(old: str | Path, new: str | Path, *, overwrite: bool = False) -
         The path of the new file.
 
     Raises:
-        OldFileError: If `old` cannot be read, or `new` cannot be written. Then nothing is
-            written, and a file that was there is as it was.
+        OldFileError: If `old` cannot be read, or `new` cannot be written. Nothing is written then,
+            and an existing file stays as it was.
     """
     new = Path(new)
     checkpoint = is_checkpoint(old)
@@ -67,14 +67,14 @@ def migrate_file(old: str | Path, new: str | Path, *, overwrite: bool = False) -
 
 @contextlib.contextmanager
 def _folder_beside(new: Path) -> Iterator[str]:
-    """Makes a folder for a file until it is complete, and removes those that were left behind."""
+    """Creates a folder for an incomplete file, and removes folders left by killed processes."""
     for left in new.parent.glob(f"{_PREFIX}*"):
         _remove_abandoned(left, new)
     with (
         tempfile.TemporaryDirectory(dir=new.parent, prefix=_PREFIX) as folder,
         open(Path(folder, _OWNER), "wb") as owner,
     ):
-        # The owner is written after the lock is taken: a folder without a lock is left alone.
+        # The owner is written after the lock is taken, so a folder without a lock is not removed.
         if _locked(owner):
             owner.write(_mark(new))
             owner.flush()
@@ -82,10 +82,10 @@ def _folder_beside(new: Path) -> Iterator[str]:
 
 
 def _remove_abandoned(folder: Path, new: Path) -> None:
-    """Removes a folder that this function's caller made for the same file, in a process now gone.
+    """Removes a folder that `_folder_beside` created for the same file in a process that ended.
 
-    Nothing else has a file with this content and nothing besides but the new file, and the lock on
-    it goes with the process that held it, however that ended.
+    Only such a folder has an owner file with this content, and otherwise at most the new file. The
+    lock on the owner file ends with the process.
     """
     try:
         names = {each.name for each in folder.iterdir()}
@@ -94,7 +94,7 @@ def _remove_abandoned(folder: Path, new: Path) -> None:
         with open(folder / _OWNER, "r+b") as owner:
             if owner.read(2**16) == _mark(new) and _locked(owner):
                 shutil.rmtree(folder)
-    # A folder that cannot be read is not known to be ours.
+    # A folder that cannot be read may belong to something else.
     except OSError:
         return
 
@@ -120,8 +120,8 @@ def check_new(old: str | Path, new: Path, *, checkpoint: bool, overwrite: bool) 
     """Raises unless a file of this name can be written.
 
     Raises:
-        OldFileError: If the name is of another kind, its folder does not exist, or the file does
-            and is not to be overwritten.
+        OldFileError: If the name has the wrong ending, its folder does not exist, or the file
+            exists and must not be overwritten.
     """
     suffix = STATE_SUFFIX if checkpoint else MODEL_SUFFIX
     what = "checkpoint" if checkpoint else "model"

@@ -1,4 +1,4 @@
-"""Damaged files: one error for every exception that they cause, and a check in another process."""
+"""Damaged files: one error for every exception that they cause, and a check in a new process."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def is_hdf5(path: str | Path) -> bool:
 
 @contextlib.contextmanager
 def as_old_file_error(path: str | Path, reason: str = "damaged or incomplete") -> Iterator[None]:
-    """Converts every exception that a file's content causes to one that names the file.
+    """Converts every exception that the content of a file causes to an error that names the file.
 
-    There is no list of them: of a damaged file, the libraries that read it raise anything.
+    The libraries that read a damaged file can raise any exception.
 
     Args:
-        path: The file that is read.
-        reason: What the message says of it.
+        path: The file.
+        reason: The reason in the message.
 
     Raises:
-        OldFileError: In place of any exception but those of this library, warnings that are
-            errors, and packages that are missing.
+        OldFileError: Instead of any exception except those of this library, warnings turned into
+            errors, and missing packages.
     """
     try:
         yield
@@ -57,17 +57,17 @@ def as_old_file_error(path: str | Path, reason: str = "damaged or incomplete") -
 
 
 def check_file(path: str | Path) -> None:
-    """Reads an HDF5 or `.keras` file in a process of its own, to see whether it can be read.
+    """Reads an HDF5 or `.keras` file in a new process, to check that it can be read.
 
-    A damaged HDF5 file can crash the library that reads it, or keep it busy for ever. This program
-    would end with it; a process that only reads the file does no harm. Other files are left alone.
+    A damaged HDF5 file can crash the library that reads it, or keep it busy forever, and this
+    program with it. A process that only reads the file does no harm. Other files are not read.
 
     Args:
-        path: The file. One that does not exist is left alone too.
+        path: The file. A missing file is not an error here.
 
     Raises:
         OldFileError: If it cannot be read.
-        MissingPackageError: If there is no h5py.
+        MissingPackageError: If h5py is not installed.
         UnsupportedError: If there is no Python interpreter to start, as in a frozen program.
 
     Examples:
@@ -87,7 +87,7 @@ def check_file(path: str | Path) -> None:
     seconds = _SECONDS + os.path.getsize(path) / _BYTES_PER_SECOND
     try:
         done = subprocess.run(
-            # Without the folder of the program in the path, whose modules would hide others.
+            # Without the program's folder in the path, because its modules could shadow others.
             [sys.executable, "-P", hdf5_reader.__file__, os.fspath(path), str(int(seconds))],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.DEVNULL,

@@ -40,16 +40,16 @@ class OptimizerDescription:
 
     Args:
         path: Its location in the file.
-        era: Which releases write such a file.
-        optimizer: Name of the inner optimizer; None if the file does not say.
-        scaling: "dynamic", "fixed", "none", or what is known of it.
-        scale: The loss scale: the current one, or the first one if the file has
-            no other. None if the file has none.
-        good_steps: Finite steps since the scale last changed, None if the file does not say.
-        iterations: Training steps, None if the file does not say.
-        learning_rate: None if the file does not say, or it is a schedule.
+        era: The releases that write such a file.
+        optimizer: Name of the inner optimizer; None if it is not in the file.
+        scaling: "dynamic", "fixed", "none", or a description if the file is not clear.
+        scale: The loss scale: the current one, or the initial one if the file has only that. None
+            if the file has none.
+        good_steps: Finite steps since the scale last changed; None if not in the file.
+        iterations: Training steps; None if not in the file.
+        learning_rate: None if it is not in the file, or a schedule.
         settings: The other hyperparameters in the file, by name.
-        slots: How many arrays there are, by the name of the slot.
+        slots: Number of arrays by the name of the slot.
     """
 
     path: str
@@ -79,12 +79,12 @@ class FileDescription:
     optimizers: tuple[OptimizerDescription, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the same as a JSON-ready dictionary."""
+        """Returns the description as a JSON-ready dictionary."""
         return dataclasses.asdict(self)
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Whether a path means a checkpoint rather than a model file, by what is there."""
+    """Whether a path is that of a checkpoint, and not of a model file, judged by its files."""
     if Path(path).is_file() and not str(path).endswith(".index") and ".data-" not in str(path):
         return is_hdf5(path) and holds_graph(path)
     return not Path(path).is_file() or Path(path).suffix not in (".keras", ".h5", ".hdf5")
@@ -151,7 +151,7 @@ def _of_model(file: ModelFile) -> OptimizerDescription:
     settings = dict(file.inner.get("config") or {})
     rate = settings.pop("learning_rate", settings.pop("lr", None))
     if isinstance(rate, dict):
-        # A schedule is several numbers.
+        # A schedule has several numbers.
         settings["learning_rate"] = rate.get("class_name")
     newer = file.era in (KERAS_3, OURS)
     saved = None if newer else saved_optimizer(file)
@@ -187,7 +187,7 @@ def _count(own: Any, saved: SavedOptimizer | None) -> int | None:
 
 
 def _rule_of(file: ModelFile) -> tuple[str, float | None]:
-    """Returns how the scale moves, and the first scale."""
+    """Returns the kind of scaling and the initial scale."""
     if not file.wrapped:
         return "none", None
     described = file.settings.get("loss_scale") or {}

@@ -1,4 +1,4 @@
-"""Calling the layers of a functional model of Keras 2 in an order in which Keras 3 can."""
+"""Calls the layers of a functional Keras 2 model in an order that works in Keras 3."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _CONSTANT = "_CONSTANT_VALUE"
 
 
 class FunctionalCalls:
-    """The calls of a functional model, which are made in an order in which they can be.
+    """The layer calls of a functional model, made as soon as their inputs exist.
 
     Args:
         config: The configuration of the model.
-        path: The file that is read, for messages.
-        make_layer: Returns the layer that a configuration describes.
-        make_input: Returns the tensor that the settings of an input describe.
+        path: The file, for messages.
+        make_layer: Builds the layer that a configuration describes.
+        make_input: Creates the tensor that the settings of an input describe.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class FunctionalCalls:
         }
 
     def run(self) -> None:
-        """Makes the layers and calls them.
+        """Builds the layers and calls them.
 
         Raises:
             OldFileError: If calls need each other's results.
@@ -76,7 +76,7 @@ class FunctionalCalls:
             waiting = [name for name in waiting if self.calls[name]]
 
     def _advance(self, name: str) -> bool:
-        """Makes the calls of a layer that can be made; returns whether there were any."""
+        """Makes the calls of a layer whose inputs exist; returns whether there were any."""
         import keras
 
         calls = self.calls[name]
@@ -101,7 +101,7 @@ class FunctionalCalls:
         return len(calls) < before
 
     def tensors(self, references: Any) -> Any:
-        """Returns what references to tensors stand for, in the same structure."""
+        """Returns the tensors that references point to, in the same structure."""
         return self._filled(references, None)
 
     def _filled(self, value: Any, kwargs: dict[str, Any] | None) -> Any:
@@ -135,7 +135,7 @@ class FunctionalCalls:
 
 
 class _NotYetError(Exception):
-    """A call needs the result of one that was not made yet."""
+    """A call needs the result of a call that was not made yet."""
 
 
 def _called(
@@ -147,7 +147,7 @@ def _called(
         if name in kwargs and kwargs[name] is None:
             del kwargs[name]
     if described["config"].get("causal"):
-        # In Keras 3 these are arguments of the call.
+        # In Keras 3 these are call arguments.
         kwargs["use_causal_mask"] = True
     recurrent = isinstance(layer, (keras.layers.RNN, keras.layers.Bidirectional))
     inputs = unpacked(inputs)
@@ -163,7 +163,7 @@ def _called(
 
 
 def _highest_calls(config: dict[str, Any]) -> dict[str, int]:
-    """Returns the highest number of a call of each layer that something refers to."""
+    """Returns, for each layer, the highest number of a call that is referenced."""
     highest: dict[str, int] = {}
 
     def look(value: Any) -> None:

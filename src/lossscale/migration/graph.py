@@ -1,7 +1,7 @@
 """The content of a checkpoint: objects that refer to each other, and their arrays.
 
-The same from a `tf.train.Checkpoint` and from the HDF5 file that `migrate_file` writes of one;
-that file can be read without TensorFlow.
+It is read from a `tf.train.Checkpoint`, or from the HDF5 file that `migrate_file` makes from one
+and that can be read without TensorFlow.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Node:
     """One object of a checkpoint.
 
     Args:
-        children: The objects it names: attribute to number of the node.
-        name: The name of the variable that it is, "" if it is none.
-        value: Its array, None if it is not a variable.
-        slots: For an optimizer: (name, number of the variable's node, number of the slot's).
-        extras: Numbers that the object wrote about itself, by name.
+        children: Maps each attribute that holds an object to the number of its node.
+        name: The name of the variable; "" if the object is not a variable.
+        value: The array of the variable, or None.
+        slots: For an optimizer: (name, number of the variable's node, number of the slot's node).
+        extras: Further numbers that the object saved, by name.
     """
 
     children: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -46,7 +46,7 @@ class Graph:
     """All objects of a checkpoint; the first one is the root.
 
     Args:
-        path: The file it was read from, for messages.
+        path: The file, for messages.
         nodes: The objects.
     """
 
@@ -54,7 +54,7 @@ class Graph:
     nodes: list[Node]
 
     def child(self, node: Node, name: str) -> Node | None:
-        """Returns the object that `node` calls `name`, or None."""
+        """Returns the child `name` of `node`, or None."""
         number = node.children.get(name)
         return None if number is None else self.nodes[number]
 
@@ -82,10 +82,10 @@ def read_graph(path: str | Path) -> Graph:
 
     Args:
         path: The prefix of a checkpoint, its `.index` file, a folder with checkpoints (then the
-            latest), a SavedModel, or a file that `migrate_file` wrote of a checkpoint.
+            latest), a SavedModel, or a file that `migrate_file` made from a checkpoint.
 
     Raises:
-        OldFileError: If there is none, or it is damaged.
+        OldFileError: If it does not exist or is damaged.
     """
     if is_hdf5(path):
         return _read_hdf5(str(path))
@@ -93,7 +93,7 @@ def read_graph(path: str | Path) -> Graph:
 
 
 def find_prefix(path: str | Path) -> str:
-    """Returns the prefix of the checkpoint that a path means.
+    """Returns the prefix of the checkpoint at a path.
 
     Raises:
         OldFileError: If there is no checkpoint.
@@ -155,7 +155,7 @@ def _node(saved: Any, values: dict[str, Any]) -> Node:
 
 
 def _checked(graph: Graph) -> Graph:
-    """Returns the graph, if every object that it names is one of its own."""
+    """Returns the graph after checking that it contains every object that it refers to."""
     numbers = range(len(graph.nodes))
     if not graph.nodes:
         raise OldFileError(f"{graph.path}: damaged: contains no objects.")
@@ -172,7 +172,7 @@ def write_hdf5(graph: Graph, path: str | Path) -> None:
     """Writes a graph as an HDF5 file.
 
     Args:
-        graph: What to write.
+        graph: The graph.
         path: The new file.
     """
     import h5py
@@ -196,7 +196,7 @@ def write_hdf5(graph: Graph, path: str | Path) -> None:
 
 
 def holds_graph(path: str | Path) -> bool:
-    """Whether an HDF5 file is one that `write_hdf5` wrote."""
+    """Whether `write_hdf5` wrote an HDF5 file."""
     import h5py
 
     with as_old_file_error(path), h5py.File(path, "r") as file:

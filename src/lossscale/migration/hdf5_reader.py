@@ -1,7 +1,7 @@
 """Reads everything in a model file; the exit status reports the result.
 
-Run as a program, by its path: a damaged file can end the process that reads it, inside of the HDF5
-library. Imports nothing of this package, so that the interpreter starts quickly.
+It runs as a program, by its path, because a damaged file can crash the process inside the HDF5
+library. It imports nothing from this package, so that the interpreter starts quickly.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ READ = 0
 DAMAGED = 3
 NOT_INSTALLED = 4
 
-# Deflate expands a byte to about a thousand at most.
+# Deflate expands a byte to at most about a thousand.
 _LARGEST_RATIO = 1100
 _ANY_FILE = 2**20
 
 
-# How much the members of a zip file may expand: Keras and NumPy store arrays uncompressed, and
+# The allowed expansion of the members of a zip file: Keras and NumPy store arrays uncompressed, and
 # trained weights do not compress a hundredfold.
 _LARGEST_ZIP_RATIO = 100
 _ANY_ZIP = 2**28
@@ -29,13 +29,13 @@ _LARGEST_TEXT = 2**25
 
 
 def check_size(path: str | os.PathLike[str]) -> None:
-    """Raises if what is in a zip file would take far more memory than the file is large.
+    """Raises if the content of a zip file would need far more memory than the size of the file.
 
     Args:
-        path: The file; one that is no zip file is left alone.
+        path: The file; other files than zip files pass.
 
     Raises:
-        ValueError: If it would, or a text in it is larger than that of any model.
+        ValueError: If it would, or a text in it is larger than in any model.
     """
     if not zipfile.is_zipfile(path):
         return
@@ -59,7 +59,7 @@ def check_size(path: str | os.PathLike[str]) -> None:
 
 
 def read_everything(path: str) -> None:
-    """Reads every attribute and every array of an HDF5 file, or of the one in a `.keras` file.
+    """Reads every attribute and array of an HDF5 file, or of the HDF5 file inside a `.keras` file.
 
     Args:
         path: The file.
@@ -109,7 +109,7 @@ def _limit(seconds: int) -> None:
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    # A handler in Python would wait for the library to return.
+    # A Python signal handler would wait for the library to return.
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
 
 

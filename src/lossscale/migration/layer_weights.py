@@ -1,4 +1,4 @@
-"""Which array of a model file belongs to which variable of a model of Keras 3."""
+"""Matches the arrays of a model file to the variables of a Keras 3 model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Weights:
     """The variables of a model in the order of Keras 2.
 
     Args:
-        builder: What made the model.
+        builder: The builder of the model.
         model: The model.
     """
 
@@ -33,7 +33,7 @@ class Weights:
         self._values: list[tuple[Any, Any]] = []
 
     def trainable(self) -> list[Any]:
-        """Returns the variables that are trained, as Keras 2 gave them to its optimizers."""
+        """Returns the trained variables in the order in which Keras 2 passed them to optimizers."""
         return self._split(self.model).trainable
 
     def read_hdf5(self, group: Any) -> None:
@@ -62,7 +62,7 @@ class Weights:
         """Finds a variable for every array of a `.keras` file.
 
         Args:
-            stored: What `model.weights.h5` holds.
+            stored: The content of `model.weights.h5`.
 
         Raises:
             OldFileError: If a layer has other weights in the file.
@@ -77,7 +77,7 @@ class Weights:
         for variable, value in self._values:
             variable.assign(value)
         for layer in self.model._flatten_layers():
-            # Normalization computes from values that it derives from its variables.
+            # Normalization computes with values derived from its variables.
             if callable(getattr(layer, "finalize_state", None)):
                 layer.finalize_state()
 
@@ -125,7 +125,7 @@ class Weights:
     def _places(
         self, layer: Any, group: Any, seen: set[int]
     ) -> Iterator[tuple[ConvertedLayer, Any, Any]]:
-        """Yields the layers below one, and the group in which a `.keras` file has each."""
+        """Yields the layers inside a layer, each with its group in a `.keras` file."""
         seen.add(id(layer))
         if id(layer) in self.builder.parts:
             parts = [part for part in self.builder.parts[id(layer)] if part.layer is not None]
@@ -168,7 +168,7 @@ class _Split:
 
 
 def attributes(layer: Any) -> list[tuple[str, list[Any]]]:
-    """Returns the layers that a layer keeps, by attribute, in the order in which it made them."""
+    """Returns the layers in a layer's attributes, by attribute, in the order of creation."""
     import keras
 
     found, seen = [], {id(layer)}
@@ -183,7 +183,7 @@ def attributes(layer: Any) -> list[tuple[str, list[Any]]]:
 
 
 def snake_case(name: str) -> str:
-    """Returns the name of a class as `.keras` files have it.
+    """Returns the name of a class as in `.keras` files.
 
     Examples:
         >>> snake_case("MultiHeadAttention"), snake_case("Conv2DTranspose")
@@ -206,7 +206,7 @@ def holds_arrays(group: Any) -> bool:
 
 
 def turn(name: str) -> int:
-    """Returns the number that the name of a layer's group ends in, 0 if in none."""
+    """Returns the number at the end of the name of a layer's group, 0 without one."""
     last = name.rpartition("_")[2]
     return int(last) if last.isdecimal() else 0
 
@@ -220,17 +220,17 @@ def _once(variables: list[Any]) -> list[Any]:
 
 
 def load_old_model(path: str, custom_objects: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """Makes the model that a file of Keras 2 describes, with its weights.
+    """Builds the model that a Keras 2 file describes, with its weights.
 
     Args:
         path: An HDF5 file or a `.keras` file.
-        custom_objects: The caller's own classes and functions, by name.
+        custom_objects: The caller's classes and functions, by name.
 
     Returns:
         The model, not compiled, and its trained variables in the order of Keras 2.
 
     Raises:
-        OldFileError: If Keras 3 cannot make the model.
+        OldFileError: If Keras 3 cannot build the model.
     """
     builder = ModelBuilder(path, custom_objects)
     if zipfile.is_zipfile(path):

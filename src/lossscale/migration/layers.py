@@ -1,6 +1,6 @@
-"""What Keras 2 wrote about one layer, as Keras 3 reads it.
+"""Translates the Keras 2 configuration of a layer to Keras 3.
 
-Keras 3 reads most of it by itself. Here is what it does not, or reads wrongly.
+Keras 3 reads most settings itself. This module covers those that it rejects or reads wrongly.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WITHOUT_EFFECT = {
 # them.
 _WITHOUT_EFFECT |= {"filters", "kernel_constraint", "kernel_initializer", "kernel_regularizer"}
 
-# Keras 3 lacks these settings and behaves as with these values.
+# Keras 3 lacks these settings, and behaves as if they had these values.
 _IDLE: dict[str, tuple[Any, ...]] = {
     "adjustment": (None,),
     "causal": (False,),
@@ -73,7 +73,7 @@ _ACTIVATIONS = ("activation", "recurrent_activation")
 
 
 def successor(kind: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns the class that a layer of Keras 2 is in Keras 3, and its settings there.
+    """Returns the Keras 3 class of a Keras 2 layer, and its settings.
 
     Args:
         kind: The name of the class.
@@ -104,7 +104,7 @@ def successor(kind: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]
 
 
 def plain_values(config: Any) -> Any:
-    """Returns a configuration with plain numbers and lists for the arrays and tuples in it.
+    """Returns a configuration with its arrays and tuples converted to plain numbers and lists.
 
     Examples:
         >>> slope = {"class_name": "__numpy__", "config": {"value": 0.5, "dtype": "float32"}}
@@ -123,20 +123,20 @@ def plain_values(config: Any) -> Any:
 
 
 def layer_name(name: str) -> str:
-    """Returns a name that Keras 3 allows: without the character that parts its paths."""
+    """Returns a name that Keras 3 allows: without the separator of paths."""
     return str(name).replace("/", "_")
 
 
 def known_settings(cls: type[Any], settings: dict[str, Any], what: str) -> dict[str, Any]:
-    """Returns the settings that a class of Keras 3 has.
+    """Returns the settings that a Keras 3 class has.
 
     Args:
         cls: The class.
-        settings: What a file says, by the names of Keras 3.
+        settings: The settings in the file, under their Keras 3 names.
         what: The file and the layer, for the message.
 
     Raises:
-        OldFileError: If the class cannot do what a setting says.
+        OldFileError: If the class does not support a setting.
     """
     allowed = set(_arguments(cls))
     kept = {}
@@ -153,13 +153,13 @@ def known_settings(cls: type[Any], settings: dict[str, Any], what: str) -> dict[
 
 
 def _arguments(cls: type[Any]) -> Iterator[str]:
-    """Yields the names of the arguments of a class; the bases get what it hands on."""
+    """Yields the names of the arguments of a class, including those of its bases."""
     for base in cls.__mro__:
         if "__init__" not in base.__dict__:
             continue
         arguments = inspect.signature(base.__dict__["__init__"]).parameters.values()
         yield from (p.name for p in arguments if p.kind is not p.VAR_KEYWORD)
-        # Keras' base class accepts others only to refuse them.
+        # Keras' base class accepts others only to raise an error.
         if base.__name__ == "Layer" or all(p.kind is not p.VAR_KEYWORD for p in arguments):
             return
 
@@ -192,12 +192,12 @@ def _dtype(settings: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class ConvertedLayer:
-    """A layer of the file and what it became.
+    """A layer in the file, and its Keras 3 layer.
 
     Args:
         name: Its name in the file.
         kind: The name of its class in the file.
-        layer: The layer of Keras 3; None for what has no weights and became an operation.
+        layer: The Keras 3 layer; None for a layer without weights that became an operation.
     """
 
     name: str
@@ -206,14 +206,14 @@ class ConvertedLayer:
 
 
 def name_of(described: dict[str, Any]) -> str:
-    """Returns the name of a layer in its file; that of its class if it has none."""
+    """Returns the name of a layer in its file, or the name of its class."""
     config = described["config"]
     name = described.get("name") or (isinstance(config, dict) and config.get("name"))
     return str(name or described["class_name"])
 
 
 def is_container(described: dict[str, Any]) -> bool:
-    """Whether a configuration is that of a model."""
+    """Whether a configuration describes a model."""
     config = described["config"]
     if isinstance(config, list):
         return bool(described["class_name"] == "Sequential")
@@ -221,16 +221,16 @@ def is_container(described: dict[str, Any]) -> bool:
 
 
 def unpacked(value: Any) -> Any:
-    """Returns the only element of a list that has one, and everything else as it is."""
+    """Returns the element of a list with one element, and other values unchanged."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 @contextlib.contextmanager
 def made_by_keras(what: str) -> Iterator[None]:
-    """Where Keras 3 makes something: whatever it raises becomes an error that names it.
+    """Converts exceptions of Keras 3 while it builds a layer to an error that names the layer.
 
     Raises:
-        OldFileError: If it raises anything but an error of this library.
+        OldFileError: For any exception that is not an error of this library.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Loading a model file of any release into Keras 3, with the state of its optimizer."""
+"""Loads a model file of any release into Keras 3, with the state of its optimizer."""
 
 from __future__ import annotations
 
@@ -33,33 +33,31 @@ def load_model(
 ) -> Any:
     """Loads a model that any release of TensorFlow or Keras saved with a loss scale optimizer.
 
-    The model is a Keras 3 model, on whatever backend Keras runs, or a tf_keras model. It is
-    compiled with a `lossscale.LossScaleOptimizer`, which has the state that the file holds: slots
-    and iterations, and the loss scale if Keras 3 wrote the file. TensorFlow wrote the loss scale
-    and its counter into no model file, so they start from their initial values. Under the policy
-    mixed_float16, Keras 3 wraps the optimizer in its own loss scale optimizer; these files load
-    too.
+    The model is a Keras 3 model, on any backend, or a tf_keras model. It is compiled with a
+    `lossscale.LossScaleOptimizer`, which gets the state in the file: slots and iterations, and the
+    loss scale if Keras 3 wrote the file. TensorFlow did not write the loss scale and its counter
+    to model files, so they start from their initial values. Under the policy mixed_float16, Keras 3
+    wraps the optimizer in its own loss scale optimizer; such files load too.
 
     Args:
         path: An HDF5 file, or a `.keras` file of tf_keras or Keras 3.
-        custom_objects: Classes and functions that Keras does not know, by name. A class of the
-            optimizer's name takes the place of `lossscale.LossScaleOptimizer`.
-        loss: Instead of the loss in the file, for `compile`.
-        metrics: Instead of the metrics in the file.
-        weighted_metrics: Instead of the weighted metrics in the file.
-        framework: "keras" for a model of Keras 3, "tf_keras" for one of tf_keras. What Keras 3
-            wrote is for Keras 3 alone.
-        check_first: Whether to read the file with `check_file` first. A damaged HDF5 file can
-            crash the library that reads it, and this program with it; then it is an error. It
-            is False by default because it starts another interpreter, which takes about half a
-            second, and reads the file a second time.
+        custom_objects: Classes and functions that are not part of Keras, by name. A class with the
+            name of the optimizer replaces `lossscale.LossScaleOptimizer`.
+        loss: The loss for `compile`, instead of the one in the file.
+        metrics: The metrics, instead of those in the file.
+        weighted_metrics: The weighted metrics, instead of those in the file.
+        framework: "keras" for a Keras 3 model, "tf_keras" for a tf_keras model. A file of Keras 3
+            loads only into Keras 3.
+        check_first: Whether to read the file with `check_file` first, so that a damaged HDF5 file,
+            which can crash this program, raises an error. It is False by default because it starts
+            another interpreter, which takes about half a second, and reads the file twice.
 
     Returns:
         The compiled model.
 
     Raises:
         OldFileError: If the file is missing or damaged, has no loss scale optimizer, or Keras 3
-            cannot make what it describes.
+            cannot build its model.
     """
     known = [each.root for each in registry.KERASES]
     if framework not in known:
@@ -152,7 +150,7 @@ def _model_of_keras_3(file: ModelFile) -> Any:
 
 
 def _named_for_keras(file: ModelFile, folder: Path) -> Path:
-    """Returns the file, or a copy: Keras goes by the name, and the file may have any."""
+    """Returns the file, or a copy with the ending that Keras needs."""
     suffix = ".keras" if zipfile.is_zipfile(file.path) else ".h5"
     if Path(file.path).suffix == suffix:
         return Path(file.path)
@@ -182,11 +180,11 @@ def _restore(file: ModelFile, optimizer: Any, model: Any, trained: list[Any]) ->
 
 def _restore_keras_3(file: ModelFile, optimizer: Any, trained: list[Any]) -> None:
     arrays, inner = file.arrays, optimizer.inner_optimizer
-    # An optimizer that was saved before it was built has no slots in the file. Keras' own has no
-    # loss scale either.
+    # An optimizer that was saved before it was built has no slots in the file. Keras' own class
+    # then has no loss scale either.
     if file.era == KERAS_3 and not file.of_keras_own:
         return
-    # Arrays of slots have the shapes of variables; without any it may never have been built.
+    # Slots have the shapes of variables. Without any, the optimizer may never have been built.
     unbuilt = len(arrays) == len(optimizer.variables) or optimizer._can_load(len(arrays))
     if any(array.shape for array in arrays) or not unbuilt:
         optimizer.build(trained)

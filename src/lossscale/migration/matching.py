@@ -1,4 +1,4 @@
-"""Which object of a program is which object of a checkpoint."""
+"""Matches the objects of a program to the objects in a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lossscale.errors import OldFileError
 from lossscale.migration.graph import Graph, Node
 from lossscale.optimizer import LossScaleOptimizer
 
-# How a functional or sequential Keras 2 model names its layers with weights. A second set of names,
-# `layer-0` and so on, covers all layers.
+# The names of the layers with weights in a functional or sequential Keras 2 model. A second set of
+# names, `layer-0` and so on, covers all layers.
 _NUMBERED = "layer_with_weights-"
 
 # Where Keras 3 renamed a weight.
@@ -22,14 +22,14 @@ _RENAMED = {
 
 
 class Matches:
-    """The pairs that were found by following the same names on both sides.
+    """The pairs found by following the same names on both sides.
 
     Args:
         graph: The checkpoint.
-        objects: The objects of the program, by the names they were saved under.
+        objects: The objects of the program, by the names under which they were saved.
 
     Raises:
-        OldFileError: If the file has no object of such a name, or lacks a variable.
+        OldFileError: If the file has no object with such a name, or lacks a variable.
     """
 
     def __init__(self, graph: Graph, objects: Mapping[str, Any]) -> None:
@@ -104,17 +104,17 @@ class Matches:
 
 
 def is_variable(thing: Any) -> bool:
-    """Whether a thing is a variable of TensorFlow or Keras."""
+    """Whether an object is a variable of TensorFlow or Keras."""
     return callable(getattr(thing, "assign", None)) and hasattr(thing, "shape")
 
 
 def is_any_optimizer(thing: Any) -> bool:
-    """Whether a thing is an optimizer of any framework."""
+    """Whether an object is an optimizer of any framework."""
     return isinstance(thing, LossScaleOptimizer) or hasattr(thing, "apply_gradients")
 
 
 def variables_of(thing: Any) -> Iterator[Any]:
-    """Yields the variables of an object that a checkpoint of it holds."""
+    """Yields the variables of an object that a checkpoint contains."""
     if is_variable(thing):
         yield thing
     elif is_any_optimizer(thing):
@@ -143,16 +143,16 @@ def trainable_of(thing: Any) -> Iterator[Any]:
 
 
 def attribute(thing: Any, name: str) -> Any:
-    """Returns what a thing calls `name`, or None.
+    """Returns the attribute `name` of an object, or None.
 
-    A SavedModel also names lists such as `variables`, which are computed. Their order depends on
-    which layers are frozen and on the release, so they say nothing about which variable is whose.
+    A SavedModel also names computed lists such as `variables`. They are ignored: their order
+    depends on the release and on which layers are frozen.
     """
     if isinstance(thing, Mapping):
         return thing.get(name)
     if isinstance(thing, (list, tuple)):
         return thing[int(name)] if name.isdecimal() and int(name) < len(thing) else None
-    # Some names are properties that raise arbitrary exceptions before they have a value.
+    # Some properties raise arbitrary exceptions before they have a value.
     try:
         found = getattr(thing, name, None)
         if found is None:
@@ -164,19 +164,20 @@ def attribute(thing: Any, name: str) -> Any:
 
 
 def is_layer(thing: Any) -> bool:
-    """Whether a thing is a layer or a model of Keras 3 or tf_keras."""
+    """Whether an object is a layer or a model of Keras 3 or tf_keras."""
     # In this order: a dictionary with layers as keys raises when asked for its weights.
     return hasattr(thing, "_flatten_layers") and hasattr(thing, "weights")
 
 
 def numbered_layers(graph: Graph, node: Node, model: Any) -> dict[str, Any]:
-    """Returns the layers that a model of Keras 2 numbers, by what it calls them.
+    """Returns the layers that a Keras 2 model numbers, by their names in the checkpoint.
 
-    By their names if each name in the file means one layer of this model, else by their order.
+    They are matched by name if each name in the file belongs to one layer of this model, otherwise
+    by order.
 
     Raises:
-        OldFileError: If this model has another number of layers with weights, or layers of the
-            same names in another order among layers of other names.
+        OldFileError: If this model has another number of layers with weights, or some layers have
+            the names in the file but in another order.
     """
     numbered = sorted((name for name in node.children if name.startswith(_NUMBERED)), key=_turn)
     if not numbered:
@@ -203,7 +204,7 @@ def _turn(name: str) -> int:
 
 
 def _layer_name(graph: Graph, number: int) -> str:
-    """Returns what the first variable below a node is named after."""
+    """Returns the layer name in the name of the first variable below a node."""
     seen, waiting = {number}, [number]
     while waiting:
         node = graph.nodes[waiting.pop(0)]
@@ -215,9 +216,9 @@ def _layer_name(graph: Graph, number: int) -> str:
 
 
 def _only_layer(layers: list[Any], name: str) -> Any:
-    """Returns the one layer of a name, or the one with a layer of that name inside, or None.
+    """Returns the layer with a name, or the layer that contains it, or None.
 
-    Keras 2 names a variable after its layer, and says nothing of the models around it.
+    Keras 2 names a variable after its layer, without the models around it.
     """
     found = [layer for layer in layers if layer.name == name]
     found = found or [layer for layer in layers if name in _names_inside(layer)]
@@ -232,7 +233,7 @@ def _check_no_other(graph: Graph, name: str, layer: Any, layers: list[Any]) -> N
     if layer.name == name:
         return
     other = next((other for other in layers if other.name == name), None)
-    # Generated names continue their numbers from model to model, so the order is more reliable.
+    # Generated names are numbered across models, so the order is more reliable.
     if other is not None and not _is_automatic(other):
         raise OldFileError(
             f"{graph.path}: the layer {name!r} is at another position than in this model, which "

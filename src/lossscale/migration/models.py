@@ -48,13 +48,13 @@ class ModelFile:
 
     Args:
         path: The file.
-        form: What kind of file it is.
-        era: Which releases write such a file.
-        training: What the model was compiled with, as the file has it; None if it was not.
-        optimizer: The configuration of the optimizer, None if there is none.
-        names: The names of the optimizer's arrays in their order; of a `.keras` file, numbers.
+        form: The kind of file.
+        era: The releases that write such a file.
+        training: The arguments of `compile` in the file; None if the model was not compiled.
+        optimizer: The configuration of the optimizer, or None.
+        names: The names of the optimizer's arrays in order; in a `.keras` file, numbers.
         arrays: The optimizer's arrays, in that order.
-        own: What a `.keras` file of this library holds of the loss scale, by name.
+        own: The values of the loss scale in a `.keras` file of this library, by name.
     """
 
     path: str
@@ -78,7 +78,7 @@ class ModelFile:
 
     @property
     def of_keras_own(self) -> dict[str, Any]:
-        """What Keras' own LossScaleOptimizer wrote of the scale and the steps, by name."""
+        """The scale and the steps that Keras' own LossScaleOptimizer wrote, by name."""
         if self.era != KERAS_3 or not self.wrapped or not begins_as_keras_own(self.arrays):
             return {}
         return {
@@ -104,7 +104,7 @@ def read_model_file(path: str | Path) -> ModelFile:
     """Reads the training configuration of a model file, without creating the model.
 
     Raises:
-        OldFileError: If it is missing, damaged, or no model file.
+        OldFileError: If it is missing, damaged, or not a model file.
     """
     text = str(path)
     if not Path(text).is_file():
@@ -129,10 +129,10 @@ def _json_attribute(file: Any, name: str) -> dict[str, Any] | None:
 
 
 def parsed(text: str | bytes) -> Any:
-    """Returns what JSON in a model file says.
+    """Returns the value of a JSON text in a model file.
 
     Raises:
-        OldFileError: If its brackets are nested deeper than those of any model.
+        OldFileError: If its brackets are nested deeper than in any model.
     """
     deep = OldFileError(f"brackets in its configuration are nested more than {_DEEPEST} deep")
     try:
@@ -197,7 +197,7 @@ def _read_hdf5_optimizer(file: Any) -> tuple[list[str], list[Any]]:
 
 
 def chunks(group: Any, name: str) -> list[str]:
-    """Returns the keys of an attribute, which Keras cuts in pieces if it is long."""
+    """Returns the keys of an attribute, which Keras splits if it is long."""
     if name in group.attrs:
         return [name]
     pieces = [key for key in group.attrs if key.startswith(name)]
@@ -235,10 +235,10 @@ def _read_zip(path: str) -> ModelFile:
 
 
 def _described_optimizer(written: Any, arrays: Sequence[Any]) -> dict[str, Any] | None:
-    """Returns the configuration of the optimizer that a `.keras` file holds the arrays of.
+    """Returns the configuration of the optimizer whose arrays are in a `.keras` file.
 
-    Under the policy mixed_float16, `compile` of Keras 3 puts its own LossScaleOptimizer around the
-    optimizer, and describes the one it was given.
+    Under the policy mixed_float16, `compile` of Keras 3 wraps the optimizer in its own
+    LossScaleOptimizer, but the file describes only the wrapped one.
     """
     if not isinstance(written, dict):
         return None
@@ -255,7 +255,7 @@ def _described_optimizer(written: Any, arrays: Sequence[Any]) -> dict[str, Any] 
 
 
 def _era(model: ModelFile) -> str:
-    """Returns which releases write such a file."""
+    """Returns the releases that write such a file."""
     if model.optimizer is None:
         return "no optimizer"
     if "loss_scale" in model.settings and not _is_ours(model):
@@ -279,14 +279,14 @@ def _is_ours(model: ModelFile) -> bool:
 
 
 def saved_optimizer(model: ModelFile, variables: int | None = None) -> SavedOptimizer:
-    """Returns the state of the optimizer that a model file of TensorFlow holds.
+    """Returns the state of the optimizer in a model file of TensorFlow.
 
     Args:
         model: The file.
-        variables: How many variables the model trains; a `.keras` file does not say it.
+        variables: Number of trained variables, which a `.keras` file does not contain.
 
     Raises:
-        OldFileError: If the arrays are not those of this optimizer.
+        OldFileError: If the arrays do not belong to this optimizer.
     """
     saved = SavedOptimizer(model.era, name=model.inner_name or None, wrapped=model.wrapped)
     for role, name, value in zip(_roles(model, variables), model.names, model.arrays, strict=True):

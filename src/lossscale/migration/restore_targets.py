@@ -24,11 +24,11 @@ NEW_NADAM_DECAY = 1.0
 
 
 class RestoreTarget:
-    """A loss scale optimizer; each framework has a class of its own.
+    """A loss scale optimizer to restore; each framework has its own subclass.
 
     Args:
         optimizer: The optimizer.
-        path: The file that is read, for messages.
+        path: The file, for messages.
     """
 
     def __init__(self, optimizer: Any, path: str) -> None:
@@ -37,7 +37,7 @@ class RestoreTarget:
         self.kind = kind_of(self.inner)
         self.path = path
 
-    # --- What the frameworks do in their own ways ---------------------------------------------
+    # --- Different for each framework ----------------------------------------------------------
 
     def build(self, variables: Sequence[Any]) -> None:
         """Creates the slots for these variables."""
@@ -48,7 +48,7 @@ class RestoreTarget:
         raise NotImplementedError
 
     def key(self, variable: Any) -> Any:
-        """Returns what the optimizer knows a variable by."""
+        """Returns the key by which the optimizer stores a variable."""
         raise NotImplementedError
 
     def set_setting(self, name: str, value: Any) -> None:
@@ -76,13 +76,13 @@ class RestoreTarget:
         """Sets the loss scale and its counter, made valid for the rule."""
         raise NotImplementedError
 
-    # --- What is the same for all -------------------------------------------------------------
+    # --- Common to all --------------------------------------------------------------------------
 
     def set_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Sets hyperparameters other than the learning rate; returns what they were before.
+        """Sets hyperparameters other than the learning rate; returns the previous values.
 
         Raises:
-            OldFileError: If the optimizer has no such hyperparameter. Then nothing is changed.
+            OldFileError: If the optimizer has no such hyperparameter. Nothing is changed then.
         """
         named = {name: value for name, value in settings.items() if name != "decay"}
         unknown = sorted(name for name in named if not hasattr(self.inner, name))
@@ -112,10 +112,10 @@ class RestoreTarget:
             self.set_rate(saved.learning_rate, decay)
 
     def slot(self, saved: SavedSlot, variable: Any) -> Any:
-        """Returns the optimizer's array for a saved one; None for one that has no effect here.
+        """Returns the optimizer's variable for a saved array; None for an array without effect.
 
         Raises:
-            OldFileError: If the optimizer keeps no such array.
+            OldFileError: If the optimizer has no such variable.
         """
         for name in names_for(self.kind, saved.names):
             try:
@@ -132,13 +132,13 @@ class RestoreTarget:
         )
 
     def set_counters(self, saved: SavedOptimizer) -> None:
-        """Sets the steps, and how many of them were skipped."""
+        """Sets the number of steps and of skipped steps."""
         if saved.iterations is not None:
             self.optimizer._steps_skipped.assign(saved.skipped)
             self.optimizer.iterations = saved.iterations
 
     def set_others(self, saved: SavedOptimizer) -> list[str]:
-        """Sets what is neither slot nor setting; returns the names that have no place here."""
+        """Sets values that are neither slots nor settings; returns the names that do not exist."""
         left = []
         product = self.momentum_product() if self.kind == "Nadam" else None
         known = False
@@ -161,7 +161,7 @@ class RestoreTarget:
         return left
 
     def set_scale(self, saved: SavedOptimizer) -> list[str]:
-        """Sets the loss scale; returns the names of its values that have no place here."""
+        """Sets the loss scale; returns the names of values that do not exist in this rule."""
         optimizer = self.optimizer
         if optimizer._state is None:
             # A user's LossScale with its own variables.
@@ -287,14 +287,14 @@ TARGETS: dict[str, type[RestoreTarget]] = {
     "keras": KerasRestoreTarget,
     "tf_keras": TFKerasRestoreTarget,
 }
-"""By the name of the framework that an optimizer belongs to."""
+"""The class for the optimizers of each framework, by its name."""
 
 
 def target_for(optimizer: Any, path: str) -> RestoreTarget:
     """Returns the target that sets saved state in an optimizer.
 
     Raises:
-        UnsupportedError: If there is nothing for its framework.
+        UnsupportedError: If its framework is not supported.
     """
     target = TARGETS.get(optimizer._framework)
     if target is None:

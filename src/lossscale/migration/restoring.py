@@ -1,4 +1,4 @@
-"""Restoring a checkpoint of any release into objects of this program."""
+"""Restores a checkpoint of any release into the objects of a program."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Restored:
 
     Args:
         path: The file.
-        eras: For each optimizer, by the name it was given, which releases write such a file.
-        variables: How many variables were set, those of optimizers left out.
-        slots: How many arrays of optimizers were set.
-        left: What the optimizers in the file hold and these ones have no place for.
+        eras: Maps the name of each optimizer to the releases that write such a file.
+        variables: Number of variables that were set, without those of optimizers.
+        slots: Number of optimizer arrays that were set.
+        left: Optimizer values in the file that these optimizers do not have.
     """
 
     path: str
@@ -38,33 +38,33 @@ class Restored:
 def restore_checkpoint(path: str | Path, **objects: Any) -> Restored:
     """Restores a checkpoint that any release of TensorFlow or Keras wrote.
 
-    Give the objects by the names under which they were saved: for a file of
-    `tf.train.Checkpoint(optimizer=opt, v=v)` they are `optimizer=opt, v=v`. A model whose
-    `save_weights` wrote the file is `root=model`. An optimizer that a model was compiled with is
-    restored with its model. What is in the file and not asked for stays there.
+    Pass the objects under the names with which they were saved: for a file of
+    `tf.train.Checkpoint(optimizer=opt, v=v)`, pass `optimizer=opt, v=v`. If `save_weights` of a
+    model wrote the file, pass `root=model`. The optimizer of a compiled model is restored with the
+    model. Other objects in the file are ignored.
 
-    Restored are variables, slots, `iterations`, the learning rate and the other hyperparameters,
-    the loss scale and its counter. A fixed scale was never saved: the optimizer keeps its own,
-    and so it does if it has a fixed one and the file has not. A learning rate schedule of the
-    optimizer stays. TensorFlow's `decay` becomes the schedule that does the same.
+    It restores variables, slots, `iterations`, the learning rate and the other hyperparameters,
+    the loss scale and its counter. A fixed scale was never saved: the optimizer keeps its scale if
+    it is fixed, or if the scale in the file was. A learning rate schedule of the optimizer stays.
+    TensorFlow's `decay` becomes the equivalent schedule.
 
-    Files of TensorFlow hold one number of steps. From 2.3 on it counts skipped steps too, before
-    it does not; which were skipped is nowhere. So both `optimizer.iterations` and
-    `optimizer.inner_optimizer.iterations` become that number, and `steps_skipped` becomes 0.
+    Files of TensorFlow contain one number of steps. Since 2.3 it includes skipped steps, before it
+    does not; the number of skips is not in the file. So `optimizer.iterations` and
+    `optimizer.inner_optimizer.iterations` are both set to it, and `steps_skipped` to 0.
 
     Args:
         path: The prefix of a checkpoint, its `.index` file, a folder with checkpoints (then the
-            latest), a SavedModel, or a file that `lossscale migrate` wrote of a checkpoint.
+            latest), a SavedModel, or a file that `lossscale migrate` made from a checkpoint.
         **objects: A `lossscale.LossScaleOptimizer`, models, layers, variables, and lists and
-            dictionaries of them. A model must have its weights. The slots of an optimizer are
-            created if need be, for all trainable variables that are given.
+            dictionaries of them. A model must be built. The slots of an optimizer are created if
+            needed, for all trainable variables that are passed.
 
     Returns:
-        What was restored.
+        A summary of what was restored.
 
     Raises:
-        OldFileError: If the file is missing or damaged, lacks an object or a variable, or holds
-            another optimizer. No variable was changed.
+        OldFileError: If the file is missing or damaged, lacks an object or a variable, or contains
+            another optimizer. No variable is changed then.
         TypeError: If an optimizer has no loss scaling.
     """
     if not objects:
@@ -115,9 +115,9 @@ class RestorePlan:
     """The state to set in one optimizer.
 
     Args:
-        path: The file that is read, for messages.
-        name: What the optimizer is called.
-        saved: What the file holds.
+        path: The file, for messages.
+        name: The name of the optimizer.
+        saved: The saved state.
         target: The optimizer.
     """
 
@@ -130,11 +130,11 @@ class RestorePlan:
         self._settings_before: dict[str, Any] = {}
 
     def prepare(self, matches: Matches | None, trainable: Sequence[Any]) -> None:
-        """Finds a place for every slot, without setting any.
+        """Finds the variable for every slot, without setting any.
 
         Args:
-            matches: The objects of the checkpoint; None for a model file, which has none.
-            trainable: What to build the optimizer with, if it is not built.
+            matches: The matched objects of a checkpoint; None for a model file.
+            trainable: The variables to build the optimizer with, if it is not built.
         """
         # Before `build`, because the slots of some optimizers depend on them.
         self._settings_before = self.target.set_settings(self.saved.settings)
@@ -158,11 +158,11 @@ class RestorePlan:
             self.slots.append((place, slot.value))
 
     def undo(self) -> None:
-        """Takes back what `prepare` changed."""
+        """Undoes the changes of `prepare`."""
         self.target.set_settings(self._settings_before)
 
     def carry_out(self) -> list[str]:
-        """Sets everything; returns what has no place."""
+        """Sets everything; returns the names of values that the optimizer does not have."""
         self.target.set_learning_rate(self.saved)
         for place, value in self.slots:
             place.assign(value)
@@ -170,7 +170,7 @@ class RestorePlan:
         return self.target.set_others(self.saved) + self.target.set_scale(self.saved)
 
     def _owner(self, slot: SavedSlot, matches: Matches) -> Any:
-        """Returns the variable that a slot belongs to; None if only its turn is known."""
+        """Returns the variable of a slot; None if only its position is known."""
         if slot.variable is None:
             return None
         owner = matches.variables.get(slot.variable)

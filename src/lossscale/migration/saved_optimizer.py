@@ -1,4 +1,4 @@
-"""The state of an optimizer as a file holds it, whatever release wrote the file."""
+"""The state of an optimizer in a file, in one form for all releases."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _OWN = {"_steps_skipped", "_last_step_skipped"}
 
 @dataclasses.dataclass
 class SavedSlot:
-    """One array that an optimizer keeps for one variable.
+    """One array of an optimizer for one variable.
 
     Args:
-        names: What the file calls the slot, the most telling name first.
+        names: The names of the slot in the file, the most specific one first.
         value: The array.
-        variable: The number of the variable's node in the graph, None if the file does not say.
-        index: The turn of the variable among those that the optimizer was built with, or None.
-        label: What the file calls the array.
+        variable: The number of the variable's node in the graph; None if not in the file.
+        index: The position of the variable among those that the optimizer was built with, or None.
+        label: The name of the array in the file.
     """
 
     names: list[str]
@@ -51,18 +51,18 @@ class SavedOptimizer:
     """The state of an optimizer.
 
     Args:
-        era: Which releases write such a file.
-        name: The optimizer's name, None if the file does not say.
-        wrapped: Whether it had loss scaling. A file of the new optimizers with a fixed scale
-            looks as one without.
-        iterations: Training steps, None if the file has none.
-        skipped: How many of them were skipped, if the file says so.
-        learning_rate: None if the file has none, or it was a schedule.
+        era: The releases that write such a file.
+        name: The optimizer's name; None if not in the file.
+        wrapped: Whether it had loss scaling. In a file of the new optimizers, a fixed scale looks
+            like none.
+        iterations: Training steps; None if not in the file.
+        skipped: Number of skipped steps, if it is in the file.
+        learning_rate: None if it is not in the file, or was a schedule.
         settings: The other hyperparameters, by name.
         scale: The loss scale; None if it was fixed.
         good_steps: Finite steps since the scale last changed.
-        loss_scale: Everything that stands beside the scale, by name.
-        slots: What it kept for each variable.
+        loss_scale: The other values of the loss scale, by name.
+        slots: The arrays for each variable.
         others: Everything else, by name, such as `momentum_cache`.
     """
 
@@ -81,7 +81,7 @@ class SavedOptimizer:
 
 
 def is_optimizer(graph: Graph, node: Node) -> bool:
-    """Whether a node looks as an optimizer of any release does."""
+    """Whether a node looks like an optimizer of any release."""
     children = node.children
     return bool(
         node.slots
@@ -93,7 +93,7 @@ def is_optimizer(graph: Graph, node: Node) -> bool:
 
 
 def find_optimizers(graph: Graph) -> list[tuple[str, Node]]:
-    """Returns the optimizers of a graph with their paths, without those inside of others."""
+    """Returns the optimizers of a graph with their paths, without inner optimizers."""
     found = [(path, node) for path, node in graph.paths() if is_optimizer(graph, node)]
     inside = {
         node.children[name]
@@ -107,7 +107,7 @@ def find_optimizers(graph: Graph) -> list[tuple[str, Node]]:
 
 
 def read_optimizer(graph: Graph, node: Node) -> SavedOptimizer:
-    """Returns the state that a node of a graph holds."""
+    """Returns the optimizer state in a node of a graph."""
     inner = graph.child(node, "base_optimizer")
     if inner is not None and (inner.children or inner.slots):
         saved = _read_first_kind(graph, inner, OLDEST)
@@ -141,7 +141,7 @@ def _read_first_kind(graph: Graph, node: Node, era: str) -> SavedOptimizer:
             continue
         if name == "iter":
             saved.iterations = int(value)
-            # `SGD/iter`; `cond_1/SGD/iter` where the first step made it.
+            # `SGD/iter`, or `cond_1/SGD/iter` if the first step created it.
             saved.name = (["", *graph.nodes[number].name.split("/")])[-2] or None
         elif name == "learning_rate":
             saved.learning_rate = float(value)

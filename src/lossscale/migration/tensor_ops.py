@@ -1,4 +1,4 @@
-"""Operations of TensorFlow in functional models, which Keras 3 writes with its own."""
+"""TensorFlow operations in functional models, translated to `keras.ops`."""
 
 from __future__ import annotations
 
@@ -97,16 +97,16 @@ _NAMES = {
 
 
 def tensor_op(described: dict[str, Any], inputs: Any, kwargs: dict[str, Any], what: str) -> Any:
-    """Returns what an operation of TensorFlow gives, made with those of Keras 3.
+    """Returns the result of a TensorFlow operation, computed with `keras.ops`.
 
     Args:
-        described: The layer that the operation is in the file.
+        described: The layer that represents the operation in the file.
         inputs: Its first argument: tensors, numbers, and lists of them.
         kwargs: The other arguments, by TensorFlow's names.
         what: The file and the layer, for the message.
 
     Raises:
-        OldFileError: If there is no such operation here.
+        OldFileError: If the operation is not supported.
     """
     symbol = str(described["config"].get("function", ""))
     parts = symbol.split(".")

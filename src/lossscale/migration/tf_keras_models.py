@@ -1,7 +1,7 @@
-"""Loading a model file into tf_keras, with the state of its optimizer.
+"""Loads a model file into tf_keras, with the state of its optimizer.
 
-tf_keras makes the model. Its own loader also makes the optimizer, but loses the state of the new
-optimizers in HDF5 files, and every loss scale.
+tf_keras builds the model. Its loader would also create the optimizer, but loses every loss scale,
+and in HDF5 files the state of the new optimizers.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ def load_tf_keras_model(
     """Loads a model that TensorFlow or tf_keras saved with a loss scale optimizer.
 
     Args:
-        file: What the file says about training.
-        custom_objects: Classes and functions that tf_keras does not know, by name.
-        given: What to use in place of the `loss`, `metrics` and `weighted_metrics` in the file.
+        file: The training configuration in the file.
+        custom_objects: Classes and functions that are not part of tf_keras, by name.
+        given: Replacements for the `loss`, `metrics` and `weighted_metrics` in the file.
 
     Returns:
         The compiled model.
 
     Raises:
-        OldFileError: If tf_keras cannot make what the file describes, or the state in it is of
-            another optimizer.
-        MissingPackageError: If there is no tf_keras.
+        OldFileError: If tf_keras cannot build the model, or the state belongs to another optimizer.
+        MissingPackageError: If tf_keras is not installed.
     """
     require("tf_keras", "tensorflow", purpose='framework="tf_keras"')
     import tf_keras
@@ -64,7 +63,7 @@ def load_tf_keras_model(
 
 
 def _keras_version(path: str) -> str:
-    """Returns the version of Keras that wrote a file, "" if it does not say."""
+    """Returns the version of Keras that wrote a file, "" if it is not in the file."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             if "metadata.json" not in archive.namelist():
@@ -84,7 +83,7 @@ def _model(tf_keras: Any, file: ModelFile) -> Any:
         if Path(file.path).suffix == suffix and not of_2_12:
             return tf_keras.models.load_model(file.path, compile=False)
         with tempfile.TemporaryDirectory() as folder:
-            # tf_keras decides by the file name, which may have any suffix.
+            # tf_keras goes by the suffix of the file name, which may be wrong.
             named = Path(folder, f"model{suffix}")
             (rewrite if of_2_12 else shutil.copyfile)(file.path, named)
             return tf_keras.models.load_model(named, compile=False)
@@ -114,7 +113,7 @@ def _optimizer(file: ModelFile, own: dict[str, Any]) -> Any:
 
 
 def _registered(name: Any) -> Any:
-    """Returns the class of this library that a file names, the older optimizer among them."""
+    """Returns the class of this library for a name in the file, also for the older optimizer."""
     import tf_keras
 
     found = tf_keras.saving.get_registered_object(str(name))
@@ -148,7 +147,7 @@ def _compile_arguments(
 
 
 def _made(config: Any, module: Any, own: set[str]) -> Any:
-    """Makes the losses or metrics of one description, which may be nested by output."""
+    """Creates the losses or metrics of a description, which may be nested by output."""
     if isinstance(config, dict) and "class_name" in config:
         # Releases before 2.13 wrote no module.
         made = module.deserialize(config, use_legacy_format="module" not in config)
@@ -188,14 +187,14 @@ _LAYERS_THEN, _LAYERS_NOW = "_layer_checkpoint_dependencies", "layers"
 
 
 def rewrite(path: str, target: Path) -> None:
-    """Writes the model of a `.keras` file of TensorFlow 2.12 as later releases read it.
+    """Converts the model in a `.keras` file of TensorFlow 2.12 for later releases.
 
-    2.12 was the first release with this format. It named the modules of its classes otherwise, and
-    put the layers of a model under another name, those with weights twice.
+    2.12 was the first release with this format. It used other module names for its classes, and
+    another name for the layers of a model, and saved layers with weights twice.
 
     Args:
         path: The file.
-        target: Where to write the model and its weights; the optimizer's state is left out.
+        target: The file to write, with the model and its weights, but no optimizer state.
     """
     import h5py
 

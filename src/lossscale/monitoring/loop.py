@@ -1,4 +1,4 @@
-"""The monitor of a training loop that the user writes: it is called after each step."""
+"""The base of monitors for custom training loops, which call it after each step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lossscale.monitoring.record import StepRecord
 from lossscale.monitoring.recorder import Recorder, StepStats
 
 Read = Callable[[int], "StepStats | None"]
-"""Waits for the device. Given the number of the last step that was read, returns what the optimizer
-reports now; None if that is gone."""
+"""Waits for the device. Given the number of the last step that was read, returns the optimizer's
+statistics; None if they are gone."""
 
 
 class LoopMonitor:
     """Samples steps, and records the last one when it is closed.
 
     Args:
-        recorder: What records the sampled steps.
-        start: Number of steps before the first one that is watched.
+        recorder: Records the sampled steps.
+        start: Number of steps before the first monitored one.
     """
 
     def __init__(self, recorder: Recorder, start: int) -> None:
@@ -75,7 +75,7 @@ class LoopMonitor:
 
         Args:
             steps: Number of steps since the last call.
-            read: Reads what the optimizer reports.
+            read: Reads the optimizer's statistics.
             loss: The unscaled loss of the last step, a scalar of the framework, or None.
         """
         end = self._position + steps

@@ -1,4 +1,4 @@
-"""The record of a training step, and the file of JSON lines that holds a run's records."""
+"""The record of a training step, and the JSON lines file with the records of a run."""
 
 from __future__ import annotations
 
@@ -57,14 +57,13 @@ class StepRecord:
 
     Attributes:
         step: The number of the step, counted from 1; skipped steps count.
-        scale: The loss scale that the step was taken with.
+        scale: The loss scale of the step.
         skipped: Whether the step was skipped.
         next_scale: The loss scale after the step; None if it was not read.
         loss: The unscaled loss; None if it was not read.
         reason: Why the step was skipped; None if it was applied.
         nonfinite: The gradients with an infinity or a NaN.
-        steps_skipped: Number of steps that the optimizer has skipped so far, this one included;
-            None if it was not read.
+        steps_skipped: Number of steps skipped so far, this one included; None if it was not read.
 
     Examples:
         >>> StepRecord(2, 8.0, False, next_scale=8.0, loss=0.5).to_dict()["loss"]
@@ -81,10 +80,10 @@ class StepRecord:
     steps_skipped: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the record as plain Python values, each attribute under its name.
+        """Returns the record as a dictionary of plain Python values.
 
-        What is not known is None. `nonfinite` is a list of dictionaries with the keys `name`,
-        `infs` and `nans`. `loss` is a float and may be infinite or NaN.
+        Unknown values are None. `nonfinite` is a list of dictionaries with the keys `name`, `infs`
+        and `nans`. `loss` is a float and may be infinite or NaN.
         """
         fields: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["reason"] = None if self.reason is None else self.reason.value
@@ -94,7 +93,7 @@ class StepRecord:
     def to_json(self) -> str:
         """Returns the dictionary as one line of JSON.
 
-        JSON has no infinity and no NaN. A loss of this kind is the string "inf", "-inf" or "nan".
+        JSON has no infinity and no NaN, so such a loss is the string "inf", "-inf" or "nan".
         """
         fields = self.to_dict()
         if self.loss is not None and not math.isfinite(self.loss):
@@ -103,12 +102,11 @@ class StepRecord:
 
 
 def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
-    """Returns the records of a file that a monitor has written, or is writing.
+    """Returns the records in the file of a monitor, which may still be writing it.
 
     Args:
-        path: The file. A last line without its end is left out: it is being written, or the run
-            was killed while it was. If a run returned to a checkpoint, the records of the repeated
-            steps are those of the repetition.
+        path: The file. An incomplete last line is ignored: it is being written, or the run was
+            killed. If a run returned to a checkpoint, repeated steps have their latest records.
 
     Raises:
         ArgumentError: If another line is not a record; the message names the line.
@@ -158,7 +156,7 @@ def is_lowest(rule: ScaleRule, scale: float) -> bool:
 
 
 def skip_reason(rule: ScaleRule, scale: float, loss: float | None) -> SkipReason:
-    """Returns why a step was skipped, as far as the loss tells.
+    """Returns the reason of a skip, as far as the loss shows it.
 
     Examples:
         >>> from lossscale.rules import DynamicScale

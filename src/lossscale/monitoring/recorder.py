@@ -1,4 +1,4 @@
-"""Makes a record of each step that a monitor reads, hands it on, and raises the alarms."""
+"""Creates the record of each step that a monitor reads, writes it, and raises alarms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ON_FLOOR = ("warn", "raise", "ignore")
 
 @dataclasses.dataclass(frozen=True)
 class MonitorSettings:
-    """The arguments that every monitor takes, checked; monitors document them."""
+    """The checked arguments that all monitors have; the monitors document them."""
 
     path: str | os.PathLike[str] | None = None
     every: int = 1
@@ -48,7 +48,7 @@ class MonitorSettings:
         checked_truth("append", self.append, ArgumentTypeError)
 
     def samples(self, before: int, step: int) -> bool:
-        """Whether one of the steps after `before`, up to `step`, is to be sampled."""
+        """Whether to sample one of the steps after `before`, up to `step`."""
         return step // self.every > before // self.every
 
 
@@ -75,7 +75,7 @@ class SkippedStep(NamedTuple):
 
     Attributes:
         step: The number of the step.
-        scale: The loss scale that it was taken with.
+        scale: The loss scale of the step.
         nonfinite: The gradients with an infinity or a NaN.
     """
 
@@ -85,15 +85,15 @@ class SkippedStep(NamedTuple):
 
 
 class StepStats(NamedTuple):
-    """What an optimizer reports after a step, as Python numbers.
+    """The statistics of an optimizer after a step, as Python numbers.
 
     Attributes:
         step: Number of steps so far, skipped ones included.
-        scale: The loss scale that the last step was taken with.
+        scale: The loss scale of the last step.
         next_scale: The loss scale of the next step.
         steps_skipped: Number of skipped steps so far.
         skipped: Whether the last step was skipped.
-        last_skip: The last skipped step, if it came after the stats before these; otherwise None.
+        last_skip: The last skipped step since the previous read, or None.
         loss: The unscaled loss of the last step; None if it is not known.
     """
 
@@ -107,14 +107,14 @@ class StepStats(NamedTuple):
 
 
 class Recorder:
-    """Makes records, writes them to a file, gives them to `log`, and raises the alarms.
+    """Creates records, writes them to a file, passes them to `log`, and raises alarms.
 
     Args:
-        settings: What the user asked for.
+        settings: The arguments of the monitor.
         rule: The rule of the loss scale.
 
     Attributes:
-        settings: As they were given.
+        settings: The arguments of the monitor.
         last_record: The last record, or None.
     """
 
@@ -129,7 +129,7 @@ class Recorder:
         self._warned_of_floor = self._warned_of_loss = False
 
     def open(self) -> None:
-        """Opens the file, if there is one. Opened again, it continues in the same file.
+        """Opens the file, if there is one. A second call continues the same file.
 
         Raises:
             ArgumentError: If the file exists and `append` is False.
@@ -163,10 +163,10 @@ class Recorder:
         """Records a step, and the last skipped step before it.
 
         Args:
-            stats: What the optimizer reports after the step.
+            stats: The optimizer's statistics after the step.
 
         Raises:
-            TrainingHaltedError: If an alarm ends training. The record is written before that.
+            TrainingHaltedError: If an alarm ends training, after the record is written.
         """
         skip = stats.last_skip
         if skip is not None and skip.step < stats.step:
@@ -178,7 +178,7 @@ class Recorder:
         self._record(stats, skip if stats.skipped else None)
 
     def _record(self, stats: StepStats, skip: SkippedStep | None) -> None:
-        """Adds the record of the last step, or of an earlier one that was skipped."""
+        """Adds the record of the last step, or of an earlier skipped one."""
         step, scale, nonfinite = skip or SkippedStep(stats.step, stats.scale)
         is_last = step == stats.step
         loss = stats.loss if is_last else None
@@ -214,7 +214,7 @@ class Recorder:
             # Flushed, so that the file can be read during the run and after a kill.
             self._file.flush()
         except OSError as error:
-            # A full disk must not end a run of days.
+            # A full disk must not end a long run.
             self._writes = False
             self.close()
             warn(
@@ -275,7 +275,7 @@ def _evidence(record: StepRecord) -> str:
 
 
 def _cut_off_half_a_line(path: str | os.PathLike[str]) -> None:
-    """Removes a last line without its end, which a killed run has left, before a file continues."""
+    """Removes an incomplete last line, left by a killed run, before the file continues."""
     if not os.path.isfile(path) or not os.path.getsize(path):
         return
     with open(path, "r+b") as file:

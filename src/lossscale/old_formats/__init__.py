@@ -1,1 +1,1 @@
-"""What old releases wrote: configurations and the names of slots. Pure knowledge, no framework."""
+"""The formats of old releases: configurations and names of slots. Imports no framework."""

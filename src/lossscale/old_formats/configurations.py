@@ -1,7 +1,7 @@
-"""Configurations of the optimizers inside, from every release of TensorFlow, as Keras 3 reads them.
+"""Translates configurations of inner optimizers, from every release of TensorFlow, to Keras 3.
 
-Nothing is dropped silently: what has no effect in Keras 3 is left out, what Keras 3 says in
-another way is said so, and what it cannot do is an error or a warning that names it.
+Nothing that matters is dropped silently: settings without effect in Keras 3 are removed, renamed
+settings are renamed, and an unsupported setting is an error or a warning that names it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ OPTIMIZER_NAMES = (
     "lossscaleoptimizerv1",
     "lossscaleoptimizerv3",
 )
-"""What TensorFlow's configurations call the loss scale optimizers.
+"""The names of the loss scale optimizers in TensorFlow's configurations.
 
-Keras' own class of the first name reads none of them, and still reads what Keras 3 wrote: there
-the module says which class is meant. Not the first one in lower case: Keras' `deserialize` would
-then find no class for that.
+Keras' own class has the first name too. It cannot read these configurations; those of Keras 3 have
+a module, which shows that Keras' class is meant. The first name in lower case is missing, because
+Keras' `deserialize` would not find a class for it.
 """
 
-# In lower case, because TensorFlow's own loader lower-cases the names in the caller's dictionary.
+# In lower case too, because TensorFlow's loader lower-cases the names in the caller's dictionary.
 _OPTIMIZERS = {
     name.lower(): name
     for name in (
@@ -44,7 +44,7 @@ _OPTIMIZERS = {
         "SGD",
     )
 }
-# How TensorFlow's exports named two of them.
+# The names of two of them in TensorFlow's exports.
 _OPTIMIZERS["gradientdescent"] = "SGD"
 _OPTIMIZERS["gradient_descent"] = "SGD"
 
@@ -58,7 +58,7 @@ _SCHEDULES = {
 }
 _SCHEDULES_WITHOUT_SUCCESSOR = {"LinearCosineDecay", "NoisyLinearCosineDecay"}
 
-# Settings of how TensorFlow runs the optimizer, which do not affect its result.
+# Settings that affect only how TensorFlow runs the optimizer, not its result.
 _WITHOUT_EFFECT = ("is_legacy_optimizer", "jit_compile")
 
 NADAM_DECAY = (
@@ -68,16 +68,16 @@ NADAM_DECAY = (
 
 
 def inner_config(config: Any, custom_objects: Mapping[str, Any] | None = None) -> Any:
-    """Returns the configuration of an inner optimizer as Keras 3 reads it.
+    """Returns the configuration of an inner optimizer for Keras 3.
 
     Args:
-        config: What stands under `inner_optimizer` or `optimizer` in a configuration of any
-            release; it is not changed. What is no dictionary is returned as it is.
-        custom_objects: The caller's own classes. A configuration that names one of them is
-            returned unchanged.
+        config: The value of `inner_optimizer` or `optimizer` in a configuration of any release; it
+            is not changed. A value that is not a dictionary is returned as it is.
+        custom_objects: The caller's classes. A configuration that names one of them is returned
+            unchanged.
 
     Raises:
-        ArgumentError: If Keras 3 cannot do what a setting says; the message names it.
+        ArgumentError: If Keras 3 does not support a setting; the message names it.
 
     Examples:
         >>> inner_config({"class_name": "sgd", "module": "keras.optimizers.legacy",
@@ -105,7 +105,7 @@ def _settings(optimizer: str, settings: dict[str, Any]) -> dict[str, Any]:
         rate = settings.pop("lr")
         settings.setdefault("learning_rate", rate)
     if settings.get("epsilon", 0) is None:
-        # TensorFlow used its default instead, and so does Keras 3 if the setting is missing.
+        # TensorFlow used its default instead, as Keras 3 does if the setting is missing.
         del settings["epsilon"]
     for name in ("clipnorm", "clipvalue", "global_clipnorm"):
         if name in settings and settings[name] is None:
@@ -125,7 +125,7 @@ def _settings(optimizer: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def schedule_config(rate: Any) -> Any:
-    """Returns a learning rate as Keras 3 reads it: a schedule gets the module that names it.
+    """Returns a learning rate for Keras 3; adds the module to a schedule.
 
     Args:
         rate: A number, or the configuration of a schedule.
@@ -145,7 +145,7 @@ def schedule_config(rate: Any) -> Any:
         return dict(rate)
     settings = dict(rate.get("config") or {})
     if settings.get("name", "") is None:
-        # Keras 3 has its own name for each, and refuses this one.
+        # Keras 3 has its own name for each, and rejects this one.
         del settings["name"]
     return {
         "module": "keras.optimizers.schedules",
@@ -156,11 +156,11 @@ def schedule_config(rate: Any) -> Any:
 
 
 def decayed(rate: Any, decay: float, optimizer: str) -> dict[str, Any]:
-    """Returns the schedule that does what `decay` did: rate / (1 + decay * iterations).
+    """Returns the schedule equivalent to `decay`: rate / (1 + decay * iterations).
 
     Args:
         rate: The learning rate, a number.
-        decay: What TensorFlow's optimizers called `decay`, per step.
+        decay: The `decay` of TensorFlow's optimizers, per step.
         optimizer: The name of the optimizer, for the message.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the releases called the state that an optimizer keeps for each variable, and its order."""
+"""The names of an optimizer's slots in each release, and their order."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-# For each optimizer, groups of names of the same slot: first that of TensorFlow's first optimizers,
-# which the documents use, then those of its new ones, of Keras 3, and of the attribute that holds
-# it.
+# For each optimizer, groups of names of the same slot: first the name in TensorFlow's first
+# optimizers, which the documents use, then the names in its new ones, in Keras 3, and of the
+# attribute.
 _FIRST = ("m", "momentum", "momentums", "_momentums")
 _SECOND = ("v", "velocity", "_velocities")
 _LARGEST = ("vhat", "velocity_hat", "_velocity_hats")
@@ -36,8 +36,8 @@ SYNONYMS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 _AVERAGE = ("average", "_model_variables_moving_average")
 
-# The order in which TensorFlow's new optimizers (and none of the first ones) create their state:
-# slots in one group are created for one variable after the other, groups one after the other.
+# The order in which TensorFlow's new optimizers (not the first ones) create their state: all slots
+# of a group for one variable, then for the next variable; then the next group.
 _NEW_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "SGD": (("m",),),
     "Lion": (("m",),),
@@ -56,14 +56,14 @@ _LABELS |= {"average", "r", "c"}
 
 
 class ArrayRole(NamedTuple):
-    """What a saved array is: the slot of a variable, by its number, or a state of its own."""
+    """The meaning of a saved array: the slot of a variable, by its number, or another state."""
 
     name: str
     variable: int | None = None
 
 
 def kind_of(optimizer: Any) -> str | None:
-    """Returns the name of the known optimizer that this one is or inherits from, or None."""
+    """Returns the name of the known optimizer class of an optimizer or its bases, or None."""
     return next((cls.__name__ for cls in type(optimizer).__mro__ if cls.__name__ in SYNONYMS), None)
 
 
@@ -72,7 +72,7 @@ def names_for(kind: str | None, names: Sequence[str]) -> list[str]:
 
     Args:
         kind: An optimizer's name, as `kind_of` returns it.
-        names: What a file calls the slot.
+        names: The names of the slot in a file.
 
     Examples:
         >>> sorted(names_for("Adamax", ["v"]))
@@ -86,11 +86,11 @@ def names_for(kind: str | None, names: Sequence[str]) -> list[str]:
 
 
 def documented_name(kind: str | None, names: Sequence[str]) -> str | None:
-    """Returns what the documents call a slot; None if they have no name for it.
+    """Returns the documented name of a slot, or None.
 
     Args:
         kind: An optimizer's name, as `kind_of` returns it.
-        names: What the slot is called anywhere.
+        names: Names of the slot in any release.
 
     Examples:
         >>> documented_name("RMSprop", ["_velocities"])
@@ -101,11 +101,11 @@ def documented_name(kind: str | None, names: Sequence[str]) -> str | None:
 
 
 def nadam_product(beta_1: float, steps: int) -> float:
-    """Returns the product of momentums that a new Nadam has after this many applied steps.
+    """Returns the product of momentums of a new Nadam after a number of applied steps.
 
     Args:
-        beta_1: Its setting of that name.
-        steps: Applied steps.
+        beta_1: The setting of the optimizer.
+        steps: Number of applied steps.
 
     Examples:
         >>> nadam_product(0.5, 0), nadam_product(0.5, 1)
@@ -116,10 +116,10 @@ def nadam_product(beta_1: float, steps: int) -> float:
 
 
 def split_label(label: str) -> tuple[str, str]:
-    """Returns the names of the slot and of the variable in what a new optimizer calls its state.
+    """Splits the name of a new optimizer's state into the names of slot and variable.
 
     Args:
-        label: `m/dense/kernel`; or `Adam/m/dense/kernel`, if it made its state by itself.
+        label: `m/dense/kernel`, or `Adam/m/dense/kernel` if the first step created the state.
 
     Examples:
         >>> split_label("m/dense/kernel"), split_label("Adam/m/dense/kernel")
@@ -133,10 +133,10 @@ def split_label(label: str) -> tuple[str, str]:
 
 
 def roles_by_name(names: Sequence[str]) -> list[ArrayRole]:
-    """Returns what each array of an HDF5 file of TensorFlow is.
+    """Returns the meaning of each array in an HDF5 file of TensorFlow.
 
     The first optimizers put the slot's name last (`cond_1/Adam/dense/kernel/m:0`), the new ones
-    first (`m/dense/kernel:0`). The variable is known by its number: names of layers change.
+    first (`m/dense/kernel:0`). Variables are numbered, because the names of layers may change.
 
     Args:
         names: The names of the arrays, in the order of the file.
@@ -166,16 +166,16 @@ ArrayRole(name='momentum', variable=1)]
 def roles_by_number(
     kind: str, settings: Mapping[str, Any], variables: int, count: int
 ) -> list[ArrayRole] | None:
-    """Returns what each numbered array of a new optimizer of TensorFlow is.
+    """Returns the meaning of each numbered array of a new TensorFlow optimizer.
 
     Args:
         kind: The optimizer's name.
         settings: Its configuration.
-        variables: How many variables it trains.
-        count: How many arrays there are.
+        variables: Number of variables that it trains.
+        count: Number of arrays.
 
     Returns:
-        None if the number of arrays is not the one that this optimizer writes.
+        The meanings; None if this optimizer writes another number of arrays.
 
     Examples:
         >>> [role.name for role in roles_by_number("Adam", {}, 2, 5)]
@@ -194,16 +194,16 @@ def roles_by_number(
     for group in groups:
         roles += [ArrayRole(slot, number) for number in range(variables) for slot in group]
     if count == 1:
-        # Saved before it had a variable.
+        # It was saved before it had a variable.
         return roles[:1]
     return roles if len(roles) == count else None
 
 
 def begins_as_keras_own(arrays: Sequence[Any]) -> bool:
-    """Whether numbered arrays begin as those of Keras 3's own LossScaleOptimizer.
+    """Whether numbered arrays begin like those of Keras 3's own LossScaleOptimizer.
 
-    It writes a count of steps, a learning rate, a count. No other optimizer of Keras has a second
-    count in this place: there its slots begin, which are of floating point.
+    It writes a step count, a learning rate, and another count. In other Keras optimizers the third
+    array is a slot, which is a floating-point array.
 
     Args:
         arrays: The arrays, or anything with their `shape` and `dtype`, in the order of the file.

@@ -63,8 +63,8 @@ class Monitor(LoopMonitor):
         steps_before: Number of steps before this run. A state of `track_overflows` has it.
 
     Raises:
-        ArgumentError: If an argument cannot be used; the message names it.
-        ArgumentTypeError: If one is of the wrong type.
+        ArgumentError: If an argument is invalid; the message names it.
+        ArgumentTypeError: If an argument has the wrong type.
         OSError: If the file cannot be written.
 
     Examples:

@@ -1,4 +1,4 @@
-"""Drawings with matplotlib: each function takes data and an Axes, and returns the Axes."""
+"""Plots with matplotlib: each function takes data and an Axes, and returns the Axes."""
 
 from lossscale.plots.curves import plot_records
 

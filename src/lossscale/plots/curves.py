@@ -1,4 +1,4 @@
-"""The picture of a run; its lines and marks are told apart without colour too."""
+"""The plot of a run; its lines and marks differ in shape, not only in colour."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lossscale.errors import ArgumentError
 from lossscale.monitoring.record import SkipReason, StepRecord
 from lossscale.packages import require
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers. Their greys differ less than
-# the dashes do, so every line has both.
+# Okabe and Ito's colours, which colour-blind readers can distinguish. In grey they are too similar,
+# so each line also has its own dashes.
 _LINES: tuple[dict[str, Any], ...] = (
     {"color": "#000000", "linestyle": "-"},
     {"color": "#D55E00", "linestyle": ":"},
@@ -30,7 +30,7 @@ _MARKS: dict[SkipReason, tuple[str, dict[str, Any]]] = {
 }
 _ONE_MARK = {"linestyle": "None", "markersize": 7, "markeredgewidth": 1.6, "zorder": 3}
 _LOG_AXIS_FROM = 100
-# matplotlib takes seconds to find the place where a legend covers least among more points.
+# With more points, matplotlib takes seconds to find the best place for the legend.
 _FEW_POINTS = 10_000
 
 
@@ -55,10 +55,10 @@ def plot_records(
     """Draws the loss scale of a run, its skipped steps by reason, and its loss.
 
     Args:
-        records: The records of the run, as `lossscale.monitoring.read_records` returns them.
+        records: The records of the run, from `lossscale.monitoring.read_records`.
         ax: The matplotlib Axes for the loss scale and the skips. By default a new pyplot figure,
-            with a second Axes below for the loss, if it is known. Call the function again with the
-            same Axes to compare runs.
+            with a second Axes below for the loss, if it was recorded. Call the function again with
+            the same Axes to compare runs.
         loss_ax: The Axes for the loss. With an `ax` and no `loss_ax` the loss is not drawn.
         label: The name of the line in the legend.
         style: The number of the line's style, counted from 0.
@@ -93,14 +93,14 @@ def _draw_scale(records: Sequence[StepRecord], ax: Any, line: dict[str, Any]) ->
     from matplotlib.ticker import MaxNLocator
 
     scales, last = [record.scale for record in records], len(records) - 1
-    # The ends of a level stretch are enough; a long run has many steps on one level.
+    # The ends of a constant stretch are enough; a long run has many steps at one scale.
     ends = [
         index
         for index, scale in enumerate(scales)
         if index in (0, last) or not scales[index - 1] == scale == scales[index + 1]
     ]
     at = [records[index].step for index in ends], [scales[index] for index in ends]
-    # A line of one point would not be seen.
+    # A line of one point would be invisible.
     marker = "None" if last else "o"
     ax.plot(*at, drawstyle="steps-mid", linewidth=1.8, marker=marker, **line)
     for reason, (meaning, look) in _MARKS.items():
@@ -109,7 +109,7 @@ def _draw_scale(records: Sequence[StepRecord], ax: Any, line: dict[str, Any]) ->
             at = [record.step for record in marked], [record.scale for record in marked]
             ax.plot(*at, label=f"skipped: {meaning} ({len(marked)})", **{**_ONE_MARK, **look})
     ax.set_yscale("log", base=2)
-    # A single step would otherwise get an axis in hundredths.
+    # Otherwise the axis of a single step would be in hundredths.
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     ax.margins(y=0.12)
     _finish(ax, "loss scale")

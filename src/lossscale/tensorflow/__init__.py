@@ -1,1 +1,1 @@
-"""TensorFlow without Keras: arrays, the step, the tape, what a monitor reads."""
+"""TensorFlow without Keras: gradients, the step, the tape, and the data for a monitor."""

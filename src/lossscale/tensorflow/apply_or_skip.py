@@ -1,9 +1,9 @@
 """Applies a step or skips it, for every wrapper whose variables are TensorFlow's.
 
-A branch in eager mode, in a `tf.function`, on replicas of a `tf.distribute` strategy and in graphs
-of TensorFlow 1. Under XLA a branch around an optimizer would copy every variable. Instead each
-assignment chooses, by element, between the new value and the old one. What is read afterwards is
-the chosen value, so a skipped step is skipped whole, and XLA fuses the choice into the update.
+It uses a branch in eager mode, in a `tf.function`, on replicas of a `tf.distribute` strategy and in
+TensorFlow 1 graphs. Under XLA, a branch around an optimizer would copy every variable. There each
+assignment selects the new or the old value instead. Later operations read the selected value, so
+the whole step is skipped, and XLA fuses the select into the update.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ def apply_or_skip(
     update_scale: Callable[[GradientStats], Any],
     kept: Callable[[], Sequence[Any]] | None = None,
 ) -> Any:
-    """Applies gradients or does not, on all replicas alike, then updates the loss scale once.
+    """Applies or skips a step on all replicas alike, then updates the loss scale once.
 
     Args:
-        stats: What the rule sees, with the replicas' common verdict, a boolean scalar tensor; or
-            True, to apply always.
-        gradients: Those of this replica.
-        divisor: What they have to be divided by, as this replica reads it; None if by nothing.
+        stats: The statistics for the rule. `finite` is the common decision of the replicas, a
+            boolean scalar tensor; or True, to apply always.
+        gradients: The gradients of this replica.
+        divisor: The divisor of the gradients, as this replica reads it; None for no division.
         apply: Divides a list of gradients by a divisor and applies it; called in a replica context.
-        update_scale: Updates the loss scale, given what the rule sees; called once.
+        update_scale: Updates the loss scale, given the statistics; called once.
         kept: Returns all variables that `apply` may change, if a step may be skipped by keeping
             their old values instead of by a branch.
 
     Returns:
-        The operation that does all this in a graph; None in eager mode.
+        The operation that runs the step in a graph; None in eager mode.
     """
     finite = stats.finite
     if kept is not None and finite is not True:
@@ -62,10 +62,10 @@ def apply_or_skip(
     def in_cross_replica(
         strategy: Any, stats: GradientStats, gradients: Sequence[Any], divisor: Any
     ) -> Any:
-        # All replicas see the same by now.
+        # The statistics are the same on all replicas.
         stats = tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], stats)
-        # The condition must stand outside the replicas: inside one of its branches they could
-        # not meet to sum their gradients.
+        # The branch must be outside the replicas: inside a branch they could not synchronize to
+        # sum their gradients.
         applied = _apply_if(
             stats.finite,
             lambda: strategy.extended.call_for_each_replica(apply, args=(gradients, divisor)),
@@ -83,7 +83,7 @@ def _apply_if(finite: Any, apply: Callable[[], Any]) -> Any:
 
 
 def _finished(*results: Any) -> Any:
-    """What a branch returns that has done all this."""
+    """Returns a tensor for a branch to return, which depends on these operations."""
     return after(results, lambda: tf.constant(True))
 
 
@@ -91,10 +91,10 @@ def can_keep_old_values(inner_optimizer: Any, gradients: Sequence[Any]) -> bool:
     """Whether the step that is being traced can be skipped by keeping old values.
 
     Args:
-        inner_optimizer: It must be one of Keras' own: another may write to variables that it does
-            not list, or with operations that cannot be seen here. And it must not average
-            variables: XLA would round the averages otherwise than without a choice before them.
-        gradients: They must be dense: a scattered update has no old value to choose.
+        inner_optimizer: It must be a Keras optimizer: another one may write to variables that it
+            does not list, or with other operations. It must not average variables: XLA would round
+            the averages differently after a select.
+        gradients: They must be dense: a scattered update has no old value to select.
     """
     return (
         in_xla()
@@ -110,7 +110,7 @@ def can_keep_old_values(inner_optimizer: Any, gradients: Sequence[Any]) -> bool:
 
 @contextlib.contextmanager
 def _keeping_old_values(variables: Sequence[Any], finite: Any) -> Iterator[None]:
-    """Within it assignments to these variables keep the old value unless `finite`.
+    """Makes assignments to these variables keep the old value unless `finite`.
 
     Args:
         variables: TensorFlow variables.

@@ -1,4 +1,4 @@
-"""How large gradients are, with TensorFlow, for rules that need to see it."""
+"""Gradient statistics with TensorFlow, for rules that need them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def compute(
     are_scaled: bool,
     are_shared: bool = False,
 ) -> GradientStats:
-    """Returns what a rule sees of a step, on all replicas together.
+    """Returns the statistics of a step for a rule, over all replicas.
 
     Args:
-        needs: What the rule needs, something; nothing else is computed.
-        finite: The verdict of all replicas, a boolean scalar tensor, or True if nobody looked.
-        gradients: Those of this replica: tensors, `tf.IndexedSlices` or None.
+        needs: The statistics that the rule needs; nothing else is computed.
+        finite: The decision of all replicas, a boolean scalar tensor; True if unchecked.
+        gradients: The gradients of this replica: tensors, `tf.IndexedSlices` or None.
         scale: The loss scale of the step, float32 scalar tensor.
-        are_scaled: Whether the gradients still have to be divided by it.
-        are_shared: Whether all replicas have the same gradients, summed already.
+        are_scaled: Whether the gradients are still multiplied by the scale.
+        are_shared: Whether all replicas have the same gradients, already summed.
     """
 
     def together(value: Any, reduce: Any) -> Any:
@@ -37,7 +37,7 @@ def compute(
     parts = [tf.abs(widened(p)) for gradient in gradients for p in real_parts(gradient)]
     largest = None
     if needs.largest:
-        # Of no element the maximum is minus infinity.
+        # The maximum of no elements is minus infinity.
         maxima = [tf.cast(tf.reduce_max(part), tf.float32) for part in parts]
         largest = together(tf.reduce_max(tf.stack([tf.constant(0.0), *maxima])), tf.reduce_max)
         largest = tf.where(finite, largest / scale if are_scaled else largest, float("inf"))
@@ -56,7 +56,7 @@ def compute(
 
 
 def _over_replicas(value: Any, reduce: Any) -> Any:
-    """Puts a scalar of each replica together, by the maximum or the sum."""
+    """Reduces a scalar of each replica to the maximum or the sum."""
     replica = tf.distribute.get_replica_context()
     if replica is None or replica.num_replicas_in_sync == 1:
         return value

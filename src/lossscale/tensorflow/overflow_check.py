@@ -1,8 +1,7 @@
 """Whether gradients are finite, with TensorFlow, reading each of them once.
 
-The sum of a tensor is infinite or NaN if an element is, and reading it needs no second tensor.
-But finite elements can add up to infinity too. So a sum that is not finite only asks the question
-again, of each element.
+The sum of a tensor is infinite or NaN if an element is, and needs no second tensor. But finite
+elements can add up to infinity too. So if a sum is not finite, each element is checked.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from lossscale.tensorflow.tracing import in_xla
 
 
 def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool = True) -> Any:
-    """Whether every element of every gradient is finite once it is unscaled.
+    """Whether every element of every gradient is finite after unscaling.
 
     Args:
-        gradients: Tensors, `tf.IndexedSlices` (their values are looked at) or None (skipped).
-        scale: What they will be divided by; None if they are unscaled already.
+        gradients: Tensors, `tf.IndexedSlices` (their values are checked) or None (ignored).
+        scale: The divisor of the gradients; None if they are already unscaled.
         powers_of_two: As for `unscaled`.
 
     Returns:
@@ -32,8 +31,8 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
         quotients = [quotient_of(gradient) for gradient in gradients if gradient is not None]
         first = quotients[0] if quotients else None
         if first is not None and all(q is not None and q.scale is first.scale for q in quotients):
-            # XLA would not keep the quotients, but divide once more here, and more slowly than it
-            # reads what is in memory already: a step of tf_keras would take 1.2 times as long.
+            # XLA would not keep the quotients, but divide again here, which is slower than reading
+            # the gradients from memory: a step of tf_keras would take 1.2 times as long.
             gradients = [quotient.scaled for quotient in quotients if quotient is not None]
             _, scale, powers_of_two = first
     parts = [widened(part) for gradient in gradients for part in real_parts(gradient)]
@@ -43,13 +42,13 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
     most = TOGETHER if compiled else SMALL
     small, large = small_and_large(parts, lambda part: part.shape.num_elements(), most)
     if large and not compiled:
-        # To join tensors pays only where it spares the branch below, with few elements in all: a
-        # step of a model of many small tensors took 1.2 times as long with sums and a branch.
+        # Joining tensors pays only if there are few elements in all, so that the branch below is
+        # not needed: with sums and a branch, a step with many small tensors took 1.2 times as long.
         small, large = [], parts
     looked_at = [_as_one(group) for group in small]
     if compiled:
-        # These XLA would convert for the sum once more, and more slowly than it reads each
-        # element on the way.
+        # XLA would convert these again for the sum, which is slower than checking each element
+        # on the way.
         looked_at += [part for part in large if part.op.type == "Cast"]
         large = [part for part in large if part.op.type != "Cast"]
 
@@ -73,7 +72,7 @@ def all_finite(gradients: Sequence[Any], scale: Any = None, powers_of_two: bool 
 
 
 def _in_turn(each_finite: Callable[[list[Any]], list[Any]], parts: list[Any]) -> Any:
-    # XLA would hold a copy of every tensor at once for this, and sets the room aside at each step.
+    # XLA would need memory for a copy of every tensor here, and reserves it in each step.
     finite = tf.constant(True)
     for part in parts:
         finite = tf.cond(

@@ -17,8 +17,8 @@ from lossscale.tensorflow.scaling import real_parts
 class OverflowTracker(overflow_tracker.OverflowTracker):
     """Tracks overflows in variables of which every replica has its own copy.
 
-    So a replica writes inside a branch without meeting the others, and the host puts the copies
-    together. It reads the copies of its own process: each worker sees its own replicas.
+    So a replica can write inside a branch, without synchronizing, and the host combines the copies.
+    It reads the copies of its process: each worker sees its own replicas.
     """
 
     _is_shared = True
@@ -64,7 +64,7 @@ def _variable(name: str, dtype: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _copies(variable: Any) -> Any:
-    """The values of the copies of a variable that this process has, in one NumPy array."""
+    """The values of this process's copies of a variable, in one NumPy array."""
     return np.stack([copy.numpy() for copy in getattr(variable, "values", (variable,))])
 
 

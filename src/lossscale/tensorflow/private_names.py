@@ -1,7 +1,7 @@
-"""What TensorFlow does not document and is used here.
+"""Undocumented names of TensorFlow that lossscale uses; they are looked up only here.
 
-`tf.__internal__` is its interface for Keras; it is no more documented than the modules below
-`tensorflow.python`. Objects are taken here and nowhere else.
+`tf.__internal__` is its interface for Keras, as undocumented as the modules below
+`tensorflow.python`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ strategy_supports_no_merge_call: Any = private_name(
     "tensorflow",
     "__internal__.distribute.strategy_supports_no_merge_call",
     "see whether replicas can meet inside of a branch",
-    # Then they meet outside of it, which is always right.
+    # Without the name, replicas synchronize outside of it, which is always correct.
     fallback=lambda: False,
 )
 _AUTOGRAPH = "__internal__.autograph"
@@ -37,20 +37,20 @@ is_in_xla: Any = private_name(
     "tensorflow.python.ops.control_flow_util",
     "GraphOrParentsInXlaContext",
     "see whether a function that is being traced will be compiled",
-    # XLA then gets what graphs get, which is only slower.
+    # Without the name, XLA gets a branch as graphs do, which is only slower.
     fallback=lambda graph: False,
 )
 xla_optimization_barrier: Any = private_name(
     "tensorflow.compiler.tf2xla.ops.gen_xla_ops",
     "xla_optimization_barrier",
     "keep XLA from taking a fixed scale together with a learning rate",
-    # Then an update may be 0 at a fixed scale above 2**100.
+    # Without the name, an update may be 0 at a fixed scale above 2**100.
     fallback=lambda input: input,
 )
 
 
 def own_loss_scales() -> Any:
-    """Returns the module that tf.compat.v1's loss scale optimizer reads its argument with."""
+    """Returns the module with which tf.compat.v1's loss scale optimizer reads its argument."""
     return private_module(
         "tensorflow.python.training.experimental.loss_scale",
         "let tf.compat.v1's loss scale optimizer read the loss scales of lossscale.install()",
@@ -60,11 +60,11 @@ def own_loss_scales() -> Any:
 def as_one_operation(branch: Any) -> Any:
     """Keeps TensorFlow from rewriting a branch to a switch for each tensor that enters it.
 
-    There are hundreds in a step, and one operation costs less. But it runs on one device, where all
-    that it reads has to be, so nothing is done if there are several.
+    A step has hundreds of these tensors, and one operation costs less. But it runs on one device,
+    where all of its inputs must be, so with several devices nothing is done.
 
     Args:
-        branch: What `tf.cond` returned, a tensor; in eager mode nothing is done.
+        branch: The result of `tf.cond`, a tensor; in eager mode nothing is done.
 
     Returns:
         The branch.
@@ -74,7 +74,7 @@ def as_one_operation(branch: Any) -> Any:
     operation = branch.op
     while operation.type == "Identity":
         operation = operation.inputs[0].op
-    # Without the name it is rewritten, which is only slower.
+    # Without the name, the branch is rewritten, which is only slower.
     if operation.type in ("If", "StatelessIf") and hasattr(operation, "_set_attr"):
         operation._set_attr("_lower_using_switch_merge", tf.compat.v1.AttrValue(b=False))
     return branch

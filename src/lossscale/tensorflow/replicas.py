@@ -1,4 +1,4 @@
-"""Replicas of a `tf.distribute` strategy: where loss scaling works, what they decide together."""
+"""Replicas of a `tf.distribute` strategy: supported strategies, and their common decisions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_strategy() -> None:
     if not tf.distribute.has_strategy():
         return
     strategy = tf.distribute.get_strategy()
-    # Strategies over DTensor have a mesh; their gradients are whole.
+    # Strategies over DTensor have a mesh; their gradients are complete.
     if isinstance(strategy, _SUPPORTED_STRATEGIES) or getattr(strategy, "_mesh", None) is not None:
         return
     if type(strategy).__name__.startswith("TPUStrategy"):
@@ -46,12 +46,12 @@ def check_strategy() -> None:
 
 @do_not_convert
 def current_location() -> tuple[Any, tuple[int, ...]]:
-    """The graph being traced, None in eager mode, and the replica; all of them outside of one."""
+    """The graph being traced, None in eager mode, and the replica; outside of one, all replicas."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     replica = tf.distribute.get_replica_context()
     if replica is None:
         return graph, tuple(range(replica_count()))
-    # A TPU traces all replicas at once: there the number is known only when the function runs.
+    # A TPU traces all replicas at once, so the number is known only when the function runs.
     number = tf.get_static_value(replica.replica_id_in_sync_group)
     return graph, (0 if number is None else int(number),)
 
@@ -62,7 +62,7 @@ def replica_count() -> int:
 
 
 def check_replica_context() -> None:
-    """Checks that the call is made where each replica has gradients of its own.
+    """Checks that the call is made in a context where each replica has its own gradients.
 
     Raises:
         GradientsError: If it is not.
@@ -78,7 +78,7 @@ def all_replicas_finite(finite: Any) -> Any:
     """Whether the gradients are finite on every replica.
 
     Args:
-        finite: Whether they are on this one, a boolean scalar tensor; or True, if nobody looks.
+        finite: Whether they are finite on this replica, a boolean scalar tensor; True if unchecked.
     """
     if finite is True:
         return True

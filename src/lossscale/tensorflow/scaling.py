@@ -1,4 +1,4 @@
-"""Gradients as TensorFlow tensors: what they are made of, widened, scaled and unscaled."""
+"""Gradients as TensorFlow tensors: their parts, widening, scaling and unscaling."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from lossscale.tensorflow.tracing import in_xla
 
 
 def stored(gradient: Any) -> Any:
-    """The dense tensor that a gradient is stored in: of `tf.IndexedSlices` their values."""
+    """The dense tensor that stores a gradient; the values of `tf.IndexedSlices`."""
     return tf.convert_to_tensor(
         gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
     )
 
 
 def real_parts(gradient: Any) -> list[Any]:
-    """The tensors of real numbers that a gradient is made of, as they are stored.
+    """The tensors of real numbers that a gradient consists of, as they are stored.
 
     Args:
         gradient: Tensor or `tf.IndexedSlices` of any dtype, or None.
 
     Returns:
-        One tensor; two for a complex dtype; none for None and for integers.
+        One tensor, two for a complex dtype, none for None or integers.
     """
     if gradient is None:
         return []
@@ -54,13 +54,13 @@ def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[
     Args:
         gradients: Tensors or `tf.IndexedSlices` of any dtype, or None. Slices stay slices.
         scale: float32 scalar tensor, or a Python float.
-        powers_of_two: Whether the scale is a power of two, so that multiplying by the reciprocal
-            is exact, which XLA does faster. Others are divided by.
+        powers_of_two: Whether the scale is a power of two. Then XLA multiplies by the reciprocal,
+            which is exact and faster; otherwise it divides.
     """
     divisors: dict[Any, Any] = {}
     compiled = in_xla()
-    # Elsewhere a product would be taken apart: of (g * r) * lr the graph optimizer makes
-    # g * (r * lr), which is 0 for a large scale and a small learning rate.
+    # Elsewhere the graph optimizer would rewrite (g * r) * lr as g * (r * lr), which is 0 for a
+    # large scale and a small learning rate.
     multiplies = compiled and powers_of_two
 
     def divided(gradient: Any) -> Any:
@@ -83,7 +83,7 @@ def unscaled(gradients: Sequence[Any], scale: Any, powers_of_two: bool) -> list[
 
 
 def _not_constant(divisor: Any) -> Any:
-    """The same scalar, with which no compiler computes: it would take other constants together."""
+    """The same scalar, hidden from constant folding, which would merge it with other constants."""
     if tf.executing_eagerly() or tf.get_static_value(divisor) is None:
         return divisor
     if in_xla():
@@ -92,7 +92,7 @@ def _not_constant(divisor: Any) -> Any:
 
 
 class Quotient(NamedTuple):
-    """What an unscaled gradient was made of."""
+    """The scaled gradient and the divisor that an unscaled gradient was computed from."""
 
     scaled: Any
     scale: Any
@@ -101,7 +101,7 @@ class Quotient(NamedTuple):
 
 def _quotients(tensor: Any) -> Any:
     """The unscaled gradients of a tensor's graph, by name."""
-    # Kept by the graph, so that they are forgotten with it.
+    # Stored in the graph, so that they are freed with it.
     collection = tensor.graph.get_collection_ref("lossscale_quotients")
     if not collection:
         collection.append({})
@@ -112,14 +112,14 @@ def quotient_of(gradient: Any) -> Any:
     """What an unscaled gradient was made of, if that is known: under XLA."""
     if not isinstance(gradient, tf.Tensor) or not in_xla():
         return None
-    # What sums gradients over replicas passes on those of a single one so.
+    # The sum over a single replica passes its gradients on through an identity.
     while gradient.op.type in ("Identity", "IdentityN"):
         gradient = gradient.op.inputs[gradient.value_index]
     return _quotients(gradient).get(gradient.name)
 
 
 def flat_gradients(gradients: Any) -> list[Any]:
-    """The gradients in a nest, of all replicas where it holds values per replica, without None."""
+    """The gradients in a nested structure, without None; per-replica values are unpacked."""
     return [
         gradient
         for value in tf.nest.flatten(gradients)

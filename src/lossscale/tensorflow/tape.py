@@ -1,4 +1,4 @@
-"""Losses that a gradient tape has seen."""
+"""Losses recorded by a gradient tape."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def recorded(
     Args:
         loss: A callable without arguments, or with `tape` a tensor that the tape recorded.
         variables: A list, one variable, a callable that returns either, or None.
-        scale: Multiplies a loss by the loss scale, and a callable's where it is called.
-        tape: A `tf.GradientTape`; None makes a new one.
+        scale: Multiplies a loss by the loss scale; for a callable, its result.
+        tape: A `tf.GradientTape`; None creates a new one.
         watch: Variables to record although they are not trainable.
 
     Returns:
@@ -50,10 +50,10 @@ def recorded(
 
 
 def check_symbolic(loss: Any) -> None:
-    """Checks that a tensor knows how it was computed.
+    """Checks that a tensor has a graph to differentiate.
 
     Raises:
-        GradientsError: In eager mode, where it does not.
+        GradientsError: In eager mode, where it has none.
     """
     if tf.executing_eagerly():
         raise GradientsError(

@@ -1,7 +1,7 @@
-"""What a function that is being traced needs: what compiles it, and order.
+"""Helpers for functions that are being traced: is XLA compiling, AutoGraph, and control order.
 
-In a graph an operation runs only if something that is fetched depends on it. In eager mode all of
-this is nothing.
+In a graph, an operation runs only if a fetched result depends on it. In eager mode these helpers do
+nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def grouped(*results: Any) -> Any:
     """Returns one operation that waits for all of these; None in eager mode.
 
     Args:
-        results: Operations, tensors and nests of these; anything else in them is left out.
+        results: Operations, tensors and nested structures of them; other values are ignored.
     """
     if tf.executing_eagerly():
         return None

@@ -21,24 +21,24 @@ from lossscale.tf_keras.optimizer import TFKerasCommonOptimizer
 
 @FrontDoor.register
 class LossScaleOptimizer(TFKerasCommonOptimizer):
-    """The loss scale optimizer around an optimizer of tf_keras.
+    """The loss scale optimizer around a tf_keras optimizer.
 
-    The class to inherit from; `lossscale.LossScaleOptimizer` makes objects of it. An object is of
-    the family of its inner optimizer: a `tf_keras.optimizers.Optimizer` or a
+    The class to inherit from; `lossscale.LossScaleOptimizer` creates objects of it. An object
+    belongs to the family of its inner optimizer: it is a `tf_keras.optimizers.Optimizer` or a
     `tf_keras.optimizers.legacy.Optimizer`, and a `tf_keras.mixed_precision.LossScaleOptimizer`.
 
     Args:
         inner_optimizer: The optimizer to wrap, an instance of either family.
         dynamic: As for `lossscale.LossScaleOptimizer`, like the arguments below.
         initial_scale: The first, or the fixed, loss scale.
-        dynamic_growth_steps: The number of finite steps in a row that double the scale.
+        dynamic_growth_steps: The number of finite steps in a row after which the scale doubles.
         rule: A `ScaleRule`, instead of the three arguments above.
         name: The optimizer's name.
 
     Raises:
-        TypeError: If `inner_optimizer` is not an optimizer of tf_keras or already has loss scaling,
-            or an argument has the wrong type.
-        ValueError: If a scale or a number of steps cannot be used.
+        TypeError: If `inner_optimizer` is not a tf_keras optimizer or already has loss scaling, or
+            an argument has the wrong type.
+        ValueError: If a scale or a number of steps is invalid.
 
     Examples:
         >>> optimizer = LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(0.5), initial_scale=8)

@@ -1,4 +1,4 @@
-"""The monitor as a callback of tf_keras."""
+"""The monitor as a tf_keras callback."""
 
 from __future__ import annotations
 

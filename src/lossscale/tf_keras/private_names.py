@@ -1,7 +1,4 @@
-"""Undocumented names of tf_keras that are used here.
-
-Objects are taken here and nowhere else.
-"""
+"""Undocumented names of tf_keras that lossscale uses; they are looked up only here."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ def optimizers() -> Any:
 
 
 def trainers() -> tuple[Any, Any]:
-    """Returns the modules of `compile`: the one of TensorFlow 2, and that of 1."""
+    """Returns the modules of `compile`: for TensorFlow 2 and for TensorFlow 1."""
     engine = "tf_keras.src.engine"
     return (
         private_module(f"{engine}.training", _UNDER_INSTALL),

@@ -205,7 +205,7 @@ class StepCounter(tf.Variable):
     def assign(self, value: Any, *_: Any, **__: Any) -> Any:
         """Sets the number of steps, and the inner optimizer's counter to it minus the skips.
 
-        A number below that of the skips lowers that too: no optimizer works with a negative
+        A number below the number of skips lowers that too: no optimizer works with a negative
         counter (Adam's bias correction becomes NaN).
 
         Returns:

@@ -1,4 +1,4 @@
-"""A scaling rule with a state of its own: back off only after two overflows in a row."""
+"""A custom rule with its own state: lower the scale only after two overflows in a row."""
 
 import dataclasses
 from typing import Any, NamedTuple
