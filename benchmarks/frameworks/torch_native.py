@@ -21,6 +21,7 @@ from benchmarks.frameworks import Framework
 from benchmarks.frameworks.torch import Step, devices
 from benchmarks.methods import SCALE
 from benchmarks.rows import Row
+from lossscale.torch.backward import engines
 
 CLIP = 1.0
 FLAGS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}
@@ -30,6 +31,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "device": {"decide": "device"},
     "fixed": {"rule": lossscale.FixedScale(SCALE)},
 }
+
+
+class _Step(Step):
+    """A step of a program that has one wrapper or one scaler: the others of a row are hidden."""
+
+    def __init__(self, run: Callable[[], None], owner: Any, *arguments: Any) -> None:
+        super().__init__(run, *arguments, shared=True)
+        self._owner = owner
+
+    def prepare(self) -> None:
+        super().prepare()
+        mine = getattr(self._owner, "_engines", None)
+        engine = getattr(self._owner, "_engine", None)
+        engines.clear()
+        engines.update(mine.values() if mine is not None else [engine] if engine else [])
 
 
 class _Filled(torch.autograd.Function):
@@ -47,9 +63,9 @@ class _Filled(torch.autograd.Function):
 
 
 def _method(name: str, parameters: list[Any], row: Row) -> tuple[Any, ...]:
-    """Returns an optimizer, what scales a loss, and what comes after the backward pass.
+    """Returns an optimizer, what scales a loss, what comes after the backward pass, and a scaler.
 
-    What scales a loss is None if the optimizer derives it.
+    What scales a loss is None if the optimizer has `backward`. The scaler may be None.
     """
     # A rate that leaves the parameters where they are, which all methods share.
     inner = torch.optim.AdamW(parameters, lr=1e-12, weight_decay=0.0, **FLAGS[row.mode])
@@ -57,7 +73,7 @@ def _method(name: str, parameters: list[Any], row: Row) -> tuple[Any, ...]:
     if way in SETTINGS:
         clip_norm = CLIP if clips else None
         ours = lossscale.torch.LossScaleOptimizer(inner, clip_norm=clip_norm, **SETTINGS[way])
-        return ours, ours.scale_loss, ours.step
+        return ours, ours.scale_loss, ours.step, None
     if way in ("bare", "verb"):
         optimizer = lossscale.torch.LossScaleOptimizer(inner) if way == "verb" else inner
 
@@ -66,7 +82,7 @@ def _method(name: str, parameters: list[Any], row: Row) -> tuple[Any, ...]:
                 nn.utils.clip_grad_norm_(parameters, CLIP)
             optimizer.step()
 
-        return optimizer, None if way == "verb" else lambda loss: loss, step
+        return optimizer, None if way == "verb" else lambda loss: loss, step, None
     scaler: Any = SCALERS[way]("cpu" if row.device == "cpu" else "cuda", init_scale=SCALE)
 
     def step_and_update() -> None:
@@ -76,7 +92,7 @@ def _method(name: str, parameters: list[Any], row: Row) -> tuple[Any, ...]:
         scaler.step(inner)
         scaler.update()
 
-    return inner, scaler.scale, step_and_update
+    return inner, scaler.scale, step_and_update, scaler
 
 
 @functools.lru_cache(maxsize=1)
@@ -105,7 +121,8 @@ def _shared(row: Row, small: bool) -> tuple[list[Any], Callable[[], Any]]:
 
 def _program(row: Row, name: str, small: bool) -> Step:
     parameters, loss = _shared(row, small)
-    optimizer, scale, finish = _method(name, parameters, row)
+    optimizer, scale, finish, scaler = _method(name, parameters, row)
+    owner = optimizer if scaler is None else scaler
 
     def alone() -> None:
         scale(loss())
@@ -138,11 +155,11 @@ def _program(row: Row, name: str, small: bool) -> Step:
         finish()
 
     if row.workload is None:
-        return Step(whole, parameters, shared=True)
+        return _Step(whole, owner, parameters)
     factor = 1.0 if name.startswith("bare") else SCALE
     gradients = [torch.tensor(gradient) for gradient in row.workload.gradients(factor)]
     run = backward if row.case == "backward" else alone
-    return Step(run, parameters, gradients, shared=True)
+    return _Step(run, owner, parameters, gradients)
 
 
 FRAMEWORK = Framework(
