@@ -139,7 +139,7 @@ def check_own_name(inner: Any, name: str, optimizers: Any) -> None:
     Raises:
         UnknownSettingError: If it is a misspelled setting, or a setting of other optimizers.
     """
-    settings = {*_settings(inner.__class__), *getattr(inner, "_hyper", ())}
+    settings = {"learning_rate", *_settings(inner.__class__), *getattr(inner, "_hyper", ())}
     meant = next((each for each in sorted(settings) if _is_misspelt(name, each)), None)
     classes: list[Any] = [value for value in vars(optimizers).values() if inspect.isclass(value)]
     if meant or any(name in _settings(each) for each in classes):
