@@ -92,8 +92,8 @@ def checked_scale(name: str, value: Any) -> float:
     number = checked_number(name, value)
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         raise ArgumentError(
-            f"`{name}` must be a positive number from 2**-126 to 2**126, so that it and its "
-            f"reciprocal are normal float32 numbers. Received: {name}={value!r}."
+            f"`{name}` must be a positive number from 2**-126 to 2**126. Received: "
+            f"{name}={value!r}. It and its reciprocal must be normal float32 numbers."
         )
     return number
 

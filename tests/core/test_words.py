@@ -1,5 +1,6 @@
 """Idioms that stay out of pages, docstrings, comments and messages, with the words to use."""
 
+import ast
 import pathlib
 import re
 
@@ -51,3 +52,22 @@ def test_no_text_has_an_idiom():
     assert len(TEXTS) > 150
     assert len(MEANT) <= 10
     assert not found, "\n".join(found)
+
+
+def as_text(node):
+    """A string in the source, with X for each value that it is formatted with; or None."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(as_text(part) or "X" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def test_errors_and_warnings_say_in_15_words_what_is_wrong():
+    found = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) and node.args else ""
+            if name.endswith(("Error", "warn")):
+                text = as_text(node.args[0]) or ""
+                found.append(re.split(r"(?<=[.:;!?])\s", text)[0])
+    assert len(found) > 200
+    assert [first for first in found if len(first.split()) > 15] == []

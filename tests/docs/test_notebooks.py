@@ -23,16 +23,16 @@ def outputs_of(notebook):
     """What each cell prints, without figures that rounding decides; and the types of pictures."""
     found = []
     for cell in notebook.cells:
+        # A slow cell's stream comes in several parts.
+        streams, shown = {"stdout": "", "stderr": ""}, []
         for output in cell.get("outputs", ()):
-            shown = output.get("text", sorted(output.get("data", ())))
-            if output.get("name") == "stderr":
-                shown = "".join(
-                    line
-                    for line in shown.splitlines(keepends=True)
-                    if not OF_THE_MACHINE.match(line)
-                )
-            if shown:
-                found.append(re.sub(r"[\d.]+", "N", str(shown)))
+            if "text" in output:
+                streams[output["name"]] += output["text"]
+            else:
+                shown += sorted(output.get("data", ()))
+        lines = streams["stderr"].splitlines(keepends=True)
+        streams["stderr"] = "".join(line for line in lines if not OF_THE_MACHINE.match(line))
+        found += [re.sub(r"[\d.]+", "N", text) for text in streams.values() if text] + shown
     return found
 
 

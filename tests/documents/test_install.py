@@ -240,7 +240,10 @@ def test_a_subclass_of_an_installed_name_has_its_own_methods_and_the_inherited_o
     assert gradient == 2.0
 
 
-def test_objects_made_under_the_names_go_on_working_afterwards(var, loss_fn):
+def test_objects_made_under_the_names_go_on_working_afterwards(var):
+    def loss_fn():
+        return var**2
+
     with lossscale.install():
         current = tf.keras.mixed_precision.LossScaleOptimizer(sgd())
         older = tf.keras.mixed_precision.experimental.LossScaleOptimizer(sgd(), "dynamic")

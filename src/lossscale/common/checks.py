@@ -47,9 +47,8 @@ def check_not_wrapped(inner: Any, wrappers: Any = ()) -> None:
     wrapper = living_wrapper(inner)
     if wrapper is not None:
         raise AlreadyWrappedError(
-            f"This {type(inner).__name__} is already wrapped by another LossScaleOptimizer "
-            f"({wrapper.name!r}), and two of them would both move it. Use that one, or make a "
-            "new optimizer to wrap."
+            f"Another LossScaleOptimizer, {wrapper.name!r}, already wraps this "
+            f"{type(inner).__name__}. Use that one, or make a new optimizer to wrap."
         )
 
 
@@ -143,10 +142,10 @@ def check_own_name(inner: Any, name: str, optimizers: Any) -> None:
     meant = next((each for each in sorted(settings) if _is_misspelt(name, each)), None)
     classes: list[Any] = [value for value in vars(optimizers).values() if inspect.isclass(value)]
     if meant or any(name in _settings(each) for each in classes):
-        hint = f" Did you mean {meant!r}?" if meant else ""
+        hint = f"Did you mean {meant!r}? " if meant else ""
         raise UnknownSettingError(
-            f"{type(inner).__name__} has no setting {name!r}.{hint} For an attribute of your own "
-            "choose another name, or give it a default in your class."
+            f"{type(inner).__name__} has no setting {name!r}. {hint}To add an attribute, choose "
+            "another name, or give it a default in your class."
         )
 
 

@@ -514,8 +514,9 @@ def _check_arguments(model: Any, loss_fn: Any) -> None:
     """Checks that the loss is known, and that there are variables to train."""
     if loss_fn is not None and not callable(loss_fn):
         raise ArgumentTypeError(
-            "`loss_fn` must be a function of the model and a batch (x, y, sample_weight) that "
-            f"returns the loss. Received: {loss_fn!r} of type {type(loss_fn).__name__}."
+            "`loss_fn` must be a function of the model and a batch. Received: "
+            f"{loss_fn!r} of type {type(loss_fn).__name__}. A batch is (x, y, sample_weight); "
+            "return the loss."
         )
     train_step = getattr(model.train_step, "__func__", None)
     if loss_fn is None and train_step is not keras.Model.train_step:

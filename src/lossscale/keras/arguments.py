@@ -42,9 +42,9 @@ def check_inner(inner: Any) -> None:
     factor = getattr(inner, "loss_scale_factor", None)
     if factor is not None:
         raise ArgumentError(
-            f"The optimizer to wrap has a fixed loss scale of its own, loss_scale_factor="
-            f"{factor!r}, and the loss would be scaled twice. Leave `loss_scale_factor` out; for "
-            f"a fixed scale make LossScaleOptimizer(..., dynamic=False, initial_scale={factor!r})."
+            "The loss would be scaled twice: the inner optimizer has "
+            f"loss_scale_factor={factor!r}. Leave `loss_scale_factor` out; for a fixed scale make "
+            f"LossScaleOptimizer(..., dynamic=False, initial_scale={factor!r})."
         )
 
 

@@ -83,8 +83,8 @@ def set_weights(optimizer: Any, weights: Sequence[Any]) -> None:
     else:
         unbuilt = "" if optimizer.built else " It is not built yet: call build(variables) first."
         raise ArgumentError(
-            f"The optimizer has {len(weights)} weights, or {len(all_variables)} variables with "
-            f"the loss scale and the learning rate. Received: {len(values)} arrays.{unbuilt}"
+            f"Expected {len(weights)} arrays, or {len(all_variables)} with the loss scale and the "
+            f"learning rate. Received: {len(values)} arrays.{unbuilt}"
         )
     check_shapes(targets, [tuple(keras.ops.shape(value)) for value in values])
     for variable, value in zip(targets, values, strict=True):

@@ -139,9 +139,8 @@ class MonitorCallback:
                 raise ArgumentError(_other_framework(self._framework))
             if getattr(optimizer, "_state", None) is None:
                 raise ArgumentError(
-                    "LossScaleMonitor needs a rule, and this optimizer has a LossScale with its "
-                    "own `update`, whose lowest scale is not known. Write it as a "
-                    "lossscale.ScaleRule."
+                    "LossScaleMonitor does not know the lowest scale of a LossScale with its own "
+                    "`update`. Write it as a lossscale.ScaleRule."
                 )
             return
         scaled = self._scales_by_itself(optimizer)

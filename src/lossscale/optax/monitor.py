@@ -141,7 +141,7 @@ class Monitor(LoopMonitor):
             )
         if checked_count("steps", steps) > 1 and watched.tracking is None:
             raise ArgumentError(
-                "After several steps, the scale of the last one is known only if they track it. "
+                "The scale of the last of several steps is known only if they track it. "
                 f"Received: steps={steps}. Write tx = lossscale.optax.track_overflows(tx)."
             )
         if watched.steps_skipped is self._watched.steps_skipped:

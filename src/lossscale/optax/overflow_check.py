@@ -68,7 +68,7 @@ def agreed(finite: Any, axis_names: tuple[str, ...], scale: Any) -> Any:
     if apart:
         names = ", ".join(map(repr, sorted(apart)))
         raise GradientsError(
-            f"Gradients differ between devices along the mesh axis {names}, so some devices would "
+            f"Gradients differ between devices along the mesh axis {names}. Some devices would "
             "skip a step that others apply. Average them first (jax.lax.pmean), or if each device "
             f"has its own parameters, pass it: loss_scaled(..., axis_name={names})."
         )

@@ -305,7 +305,7 @@ def _axis_names(axis_name: Any) -> tuple[Any, ...]:
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
         raise ArgumentTypeError(
-            "`axis_name` must be the name of an axis or a tuple of names, such as 'data'. "
+            "`axis_name` must be the name of an axis or a tuple of names. "
             f"Received: axis_name={axis_name!r} of type {type(axis_name).__name__}."
         )
     return tuple(names)

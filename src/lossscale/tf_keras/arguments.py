@@ -36,8 +36,8 @@ def check_inner(inner: Any, base: type[Any]) -> None:
         )
     if getattr(inner, "_is_wrapped_by_loss_scale_optimizer", False):
         raise AlreadyWrappedError(
-            f"This {type(inner).__name__} is already wrapped by a LossScaleOptimizer of tf_keras, "
-            "and two of them would both move it. Make a new optimizer to wrap."
+            f"A LossScaleOptimizer of tf_keras already wraps this {type(inner).__name__}. Make a "
+            "new optimizer to wrap."
         )
 
 

@@ -148,8 +148,8 @@ def drop_pending(optimizer: Any) -> None:
     """Raises an error if loaded values do not match the variables of the first step."""
     loaded, optimizer._pending_values = optimizer._pending_values, None
     warn(
-        f"The saved state of the optimizer, {len(loaded)} arrays, does not fit the "
-        f"{len(optimizer._inner_weights())} that it has now, and is not used. Call "
+        f"The saved state of the optimizer is not used: it has {len(loaded)} arrays. Expected: "
+        f"{len(optimizer._inner_weights())}. Call "
         "build(variables) with all variables that it was saved with before the first step."
     )
 

@@ -67,9 +67,9 @@ def step(optimizer: Any, closure: Callable[[], Any], nothing_scaled: str, **more
                 raise _Skipped(loss)
             if before is not None:
                 raise GradientsError(
-                    f"{type(inner).__name__} moved the parameters and evaluated the closure "
-                    "again, whose gradients are not finite at any loss scale. This step can "
-                    "be neither applied nor skipped: load a checkpoint."
+                    f"{type(inner).__name__} can neither apply nor skip this step. It moved the "
+                    "parameters and evaluated the closure again, whose gradients are not finite at "
+                    "any loss scale. Load a checkpoint."
                 )
         if is_first and decision is not None:
             optimizer._notify_watcher(decision)

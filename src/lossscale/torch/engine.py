@@ -173,8 +173,8 @@ class Engine:
         if record.scaled_by is not by:
             if task == record.task != -1 and record.scaled_by is not None:
                 raise GradientsError(
-                    "One backward pass sums losses with different loss scales, and reaches the "
-                    f"same parameters by both. {_ONE_FOR_SEVERAL}"
+                    "One backward pass reaches the same parameters by losses with different "
+                    f"scales. {_ONE_FOR_SEVERAL}"
                 )
             whole = self.info()
             info = whole if info is None else info
@@ -515,8 +515,8 @@ class Engine:
         if not empty:
             if self.process_group is None and ranks.is_in_zero(self):
                 raise UnsupportedError(
-                    "A LossScaleOptimizer inside of a ZeroRedundancyOptimizer has a part of the "
-                    "parameters, and does not see the overflows of other processes. Wrap the "
+                    "A LossScaleOptimizer inside a ZeroRedundancyOptimizer cannot see overflows of "
+                    "other processes. Wrap the "
                     "ZeroRedundancyOptimizer, or make the LossScaleOptimizer with "
                     "process_group=torch.distributed.group.WORLD."
                 )

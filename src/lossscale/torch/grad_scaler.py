@@ -812,8 +812,8 @@ def _check_optimizer(optimizer: Any, is_one_of_several: bool = False) -> None:
         )
     if is_one_of_several and fused.takes_a_scaler(optimizer.step):
         raise UnsupportedError(
-            f"{type(optimizer).__name__}.step takes a `grad_scaler` and decides by itself, so it "
-            "cannot be one of several optimizers that are all stepped or none. Step it alone."
+            f"{type(optimizer).__name__} cannot skip together with other optimizers: its step "
+            "takes a `grad_scaler` and decides by itself. Step it alone."
         )
     if not hasattr(optimizer, "param_groups"):
         raise ArgumentTypeError(
@@ -829,9 +829,9 @@ def _warn_of_scaled_gradients(engine: Engine, optimizer: Any) -> None:
     if not engine.record.warned:
         engine.record.warned = True
         warn(
-            f"{type(optimizer).__name__}.step() was called on gradients that are multiplied by the "
-            "loss scale, unless you have divided them by hand. Call scaler.step(optimizer) in its "
-            "place, or scaler.unscale_(optimizer) before it."
+            f"{type(optimizer).__name__}.step() was called on scaled gradients, unless you divided "
+            "them by hand. Call scaler.step(optimizer) in its place, or "
+            "scaler.unscale_(optimizer) before it."
         )
 
 

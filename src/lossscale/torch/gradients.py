@@ -143,15 +143,15 @@ def _check_can_be_widened(parameter: Any) -> None:
         return
     if parameter.dtype == parameter.grad.dtype:
         raise GradientsError(
-            f"A parameter of shape {tuple(parameter.shape)} and its gradient have the dtype "
-            f"{parameter.dtype}, in which small unscaled gradients would flush to zero. Keep "
+            f"Small unscaled gradients of dtype {parameter.dtype} would flush to zero. Received: "
+            f"a parameter of shape {tuple(parameter.shape)}. Keep "
             "trained parameters in float32 (model.float()) and compute under torch.autocast("
             "device, torch.float16). Or wrap an optimizer of torch.optim with fused=True, which "
             "divides within its update, and leave unscale_() out."
         )
     if getattr(parameter, "grad_dtype", None) is not None:
         raise GradientsError(
-            f"A parameter of shape {tuple(parameter.shape)} and dtype {parameter.dtype} has a "
-            f"gradient of {parameter.grad.dtype}, in which the unscaled gradient would flush to "
-            "zero. Set `parameter.grad_dtype = None`."
+            f"Small unscaled gradients of dtype {parameter.grad.dtype} would flush to zero. "
+            f"Received: a parameter of shape {tuple(parameter.shape)} and dtype "
+            f"{parameter.dtype}. Set `parameter.grad_dtype = None`."
         )

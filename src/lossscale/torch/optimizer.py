@@ -318,8 +318,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             return widened(loss) * scale.on(loss.device).scale
         if was_scaled(loss):
             raise GradientsError(
-                "This loss is already scaled, and its gradients would be too large by the loss "
-                "scale. Call scale_loss() once. If two optimizers train on this loss: "
+                "This loss is already scaled. Its gradients would be too large by the loss scale. "
+                "Call scale_loss() once. If two optimizers train on this loss: "
                 f"{ONE_FOR_SEVERAL}"
             )
         self._adopt_written()
@@ -535,8 +535,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         """
         if self.decide == "device":
             raise UnsupportedError(
-                "With decide='device' the host does not know which steps are skipped, so it can "
-                "call no hook. Leave `decide` out, or read optimizer.last_step_skipped."
+                "With decide='device' the host calls no hook: it does not know which steps are "
+                "skipped. Leave `decide` out, or read optimizer.last_step_skipped."
             )
         handle = RemovableHandle(self._skipped_hooks)
         self._skipped_hooks[handle.id] = hook
@@ -698,8 +698,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         engine = self._engine
         if engine.rule.needs != StatsRequest() or (self.clip_norm and engine.info().groups):
             raise UnsupportedError(
-                "Join is not supported with `clip_norm` over process groups, or a rule that needs "
-                "statistics of gradients: a process without data has none. Clip by "
+                "Join does not support `clip_norm` over process groups, or rules that need "
+                "statistics of gradients. A process without data has none. Clip by "
                 "torch.nn.utils.clip_grad_norm_, or use a DynamicScale."
             )
         return ranks.JoinHook(engine.shadow, lambda: setattr(engine, "join_group", None))
@@ -876,9 +876,9 @@ def _check_inner(inner: Any, is_one_of_several: bool = False) -> None:
     if not isinstance(inner, torch.optim.Optimizer):
         hint = " This is a class: create an instance first." if isinstance(inner, type) else ""
         raise ArgumentTypeError(
-            "The optimizer to wrap must be a torch.optim.Optimizer, an instance such as "
-            "torch.optim.AdamW(model.parameters()), or a list of them. Received: "
-            f"{inner!r} of type {type(inner).__name__}.{hint}"
+            "The optimizer to wrap must be a torch.optim.Optimizer, or a list of them. Received: "
+            f"{inner!r} of type {type(inner).__name__}.{hint} An example is "
+            "torch.optim.AdamW(model.parameters())."
         )
     check_not_wrapped(inner)
     fused.check_signature(inner)

@@ -286,10 +286,11 @@ def _checked(process_group: Any) -> tuple[Any, ...]:
     for group in given:
         if not isinstance(group, kinds):
             raise ArgumentTypeError(
-                "`process_group` must be a torch.distributed.ProcessGroup or a list of them, such "
-                "as torch.distributed.group.WORLD (once the process group is initialized) or "
-                "mesh.get_group('dp'); None derives the groups from the parameters. Received: "
-                f"process_group={process_group!r} of type {type(process_group).__name__}."
+                "`process_group` must be a torch.distributed.ProcessGroup or a list of them. "
+                f"Received: process_group={process_group!r} of type "
+                f"{type(process_group).__name__}. Pass torch.distributed.group.WORLD (once the "
+                "process group is initialized) or mesh.get_group('dp'); None derives the groups "
+                "from the parameters."
             )
     return tuple(group for group in given if group.size() > 1)
 

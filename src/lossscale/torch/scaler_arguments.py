@@ -74,8 +74,9 @@ def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
         number = checked_number("new_scale", new_scale)
     if not rule.moves:
         raise ScalerArgumentError(
-            f"The scale of this scaler is fixed at {rule.init().scale:g} by its rule, and update() "
-            f"cannot set it. Received: new_scale={new_scale!r}."
+            f"update() cannot set the scale of this scaler: its rule fixes it at "
+            f"{rule.init().scale:g}. Received: new_scale={new_scale!r}. Make the scaler with "
+            "another `rule`."
         )
     restored = rule.restored(rule.init()._replace(scale=number))
     if float(rule.loss_scale(restored)) != number:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -34,9 +35,8 @@ class Several(torch.optim.Optimizer):
                     first = owner.setdefault(id(parameter), number)
                     if first != number:
                         raise ArgumentError(
-                            f"A parameter of shape {tuple(parameter.shape)} is in optimizers "
-                            f"{first} and {number} (group {index}), and both would update it. "
-                            "Leave it in one."
+                            f"Optimizers {first} and {number} (group {index}) would both update a "
+                            f"parameter of shape {tuple(parameter.shape)}. Leave it in one."
                         )
         # `Optimizer.__init__` would create groups and states, which the optimizers already have.
         self.__setstate__({"optimizers": optimizers})
@@ -149,8 +149,8 @@ def joined(state_dicts: Sequence[Any]) -> dict[str, Any]:
     for number, each in enumerate(state_dicts):
         if not isinstance(each, dict) or not {"state", "param_groups"} <= each.keys():
             raise StateDictError(
-                f"The state of optimizer {number} must be a dictionary with 'state' and "
-                "'param_groups', as state_dict() returns it."
+                f"The state of optimizer {number} must have 'state' and 'param_groups'. Received: "
+                f"{reprlib.repr(each)}. Save what state_dict() returns."
             )
         first = sum(len(group["params"]) for group in groups)
         own = [key for group in each["param_groups"] for key in group["params"]]

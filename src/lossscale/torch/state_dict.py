@@ -363,14 +363,14 @@ def normal(found: Any, waits: int = 1) -> dict[str, Any]:
     if waits > 1 and lost and not found.get("consecutive_hysteresis"):
         warn(
             "The scaler that wrote this state has hysteresis "
-            f"({', '.join(f'{name}={value}' for name, value in lost.items())}), which counts "
+            f"({', '.join(f'{name}={value}' for name, value in lost.items())}). It counts "
             f"overflows until the scale grows. This rule counts {waits} in a row, and starts at "
             f"{overflows.get('_overflows', 0)}."
         )
     elif waits == 1 and lost:
         warn(
             "The scaler that wrote this state has hysteresis "
-            f"({', '.join(f'{name}={value}' for name, value in lost.items())}), which allows some "
+            f"({', '.join(f'{name}={value}' for name, value in lost.items())}). It allows some "
             "overflows before the scale falls. Here it falls at each. Pass "
             "rule=lossscale.DynamicScale(overflows_before_backoff=2) to allow one."
         )

@@ -238,8 +238,8 @@ def check_without_tape(backend: str, variables: Any, tape: Any) -> None:
         raise ArgumentError("`tape` is for the TensorFlow backend. Leave it out.")
     if variables is None:
         raise ArgumentError(
-            f"`var_list` must be given on the {backend} backend, which does not record the "
-            "variables a loss was computed from. Pass model.trainable_variables."
+            f"`var_list` must be given on the {backend} backend. It does not record the variables "
+            "a loss was computed from. Pass model.trainable_variables."
         )
 
 

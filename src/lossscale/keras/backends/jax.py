@@ -140,8 +140,8 @@ class JaxBackend(Backend):
     def symbolic_gradients(self, loss: Any, variables: Any) -> Any:
         """Raises: an array does not know how it was computed."""
         raise UnsupportedError(
-            "On the JAX backend `loss` must be a callable without arguments, which computes the "
-            f"loss from the variables: lambda: loss_fn(y, model(x)). Received: {loss!r}. In a "
+            "On the JAX backend `loss` must be a callable without arguments. "
+            f"Received: {loss!r}. Pass lambda: loss_fn(y, model(x)). In a "
             "function that jax.jit compiles, take gradients with jax.grad, and apply them with "
             "stateless_apply()."
         )
