@@ -400,7 +400,7 @@ def test_wrapping_a_wrapped_optimizer_is_a_type_error(wrapper):
             wrapper.wrap(wrapped)
     # A transformation of Optax keeps nothing, and may be inside of several.
     if wrapper.is_an_object:
-        with pytest.raises(TypeError, match="already wrapped"):
+        with pytest.raises(TypeError, match="already wraps this"):
             wrapper.wrap(harness.inner_optimizer)
         # Nor is the framework's own class put around ours.
         with pytest.raises(TypeError, match=r"LossScaleOptimizer"):

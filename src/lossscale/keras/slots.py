@@ -83,7 +83,7 @@ def set_weights(optimizer: Any, weights: Sequence[Any]) -> None:
     else:
         unbuilt = "" if optimizer.built else " It is not built yet: call build(variables) first."
         raise ArgumentError(
-            f"Expected {len(weights)} arrays, or {len(all_variables)} with the loss scale and the "
+            f"Expected {len(weights)} weights, or {len(all_variables)} with the loss scale and the "
             f"learning rate. Received: {len(values)} arrays.{unbuilt}"
         )
     check_shapes(targets, [tuple(keras.ops.shape(value)) for value in values])

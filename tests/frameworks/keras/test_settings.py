@@ -281,7 +281,7 @@ def test_a_configuration_makes_the_same_optimizer(arguments):
 def test_the_inner_optimizer_can_be_wrapped_again_once_its_wrapper_is_gone():
     inner = SGD()
     first = wrapped(inner)
-    with pytest.raises(TypeError, match="already wrapped"):
+    with pytest.raises(TypeError, match="already wraps this"):
         wrapped(inner)
     del first
     gc.collect()

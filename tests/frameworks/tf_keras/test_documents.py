@@ -134,7 +134,7 @@ def test_gradients_that_another_wrapper_has_unscaled_are_applied_without_a_warni
 def test_an_optimizer_that_tf_keras_wraps_already_is_refused(optimizers):
     inner = optimizers.SGD(1.0)
     theirs = tf_keras.mixed_precision.LossScaleOptimizer(inner)
-    with pytest.raises(TypeError, match="already wrapped"):
+    with pytest.raises(TypeError, match="already wraps this"):
         wrapped(inner)
     assert theirs.inner_optimizer is inner
 
@@ -184,7 +184,7 @@ def test_a_loss_scale_of_ones_own_moves_by_its_own_code(optimizers, var, tmp_pat
 
 
 def test_install_covers_tf_keras_too():
-    assert tf.keras.__name__ == "tf_keras.api._v2.keras"
+    assert tf.keras.Model is tf_keras.Model
     places = (tf.keras, tf.compat.v1.keras, tf.compat.v2.keras, tf_keras)
     before = [root.mixed_precision.LossScaleOptimizer for root in (*places[2:], tf.keras)]
     with lossscale.install():

@@ -390,7 +390,7 @@ def test_copies_and_pickles_share_groups_with_the_optimizer_inside():
         assert bits(other.state_dict()) == bits(optimizer.state_dict())
         step(other, other.param_groups[0]["params"], ONES)
         assert (float(other.loss_scale), float(optimizer.loss_scale)) == (16.0, 8.0)
-        with pytest.raises(TypeError, match="already wrapped"):
+        with pytest.raises(TypeError, match="already wraps this"):
             lossscale.LossScaleOptimizer(other.inner_optimizer)
 
 
