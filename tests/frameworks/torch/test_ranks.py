@@ -65,7 +65,7 @@ def test_the_groups_in_order_and_with_those_that_are_given(mesh):
 
 def test_something_else_than_a_group_is_refused(mesh):
     for wrong in ("world", 1, True, [None]):
-        with pytest.raises(ArgumentTypeError, match="ProcessGroup.*Received.*None derives"):
+        with pytest.raises(ArgumentTypeError, match=r"ProcessGroup.*Received.*None derives"):
             groups_of([], wrong)
     with pytest.raises(ArgumentTypeError, match=r"mesh\.get_group"):
         groups_of([], mesh)
