@@ -293,6 +293,13 @@ tests/frameworks/torch/test_trainers_monitor.py
     torch _wrapper_in: isinstance(...) -> False  -k accelerate_prepares
 tests/frameworks/torch/test_closures.py
     torch _evaluate: engine.scale.update(decision.stats) -> pass
+tests/frameworks/torch/test_two_wrappers.py
+    torch Engine.holds: not info.ids.isdisjoint(mine.ids) -> False  -k share_parameters
+    torch Engine.holds: shares and record.scaled_by is by -> False  -k the_scale_falls
+    torch LossScaleOptimizer._leave_out: not record.has_own_loss -> False  -k no_step
+    torch Engine.begin: each.record.decision = None -> pass  -k share_parameters
+    torch watch: each.scale is not scaler -> each.scale is scaler  -k scalers_of
+    torch GradScaler._engine_of: engine.shares_overflows = False -> pass  -k two_scalers
 tests/frameworks/torch/test_clipping.py
     torch coefficient: 1.0 -> 2.0
 tests/frameworks/torch/test_guard.py

@@ -182,7 +182,7 @@ def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, scaler: Any 
         others.sort(key=lambda each: each.scale is not scaler)
         mine = None if own is None else own.info()
         needed = others or scaler is not None
-        found, rest = reached(loss, others, own=mine, scaler=scaler) if needed else ([], [])
+        found, rest = reached(loss, others, own=mine) if needed else ([], [])
         if own is not None:
             own.begin(multiplier, task=task, graph=graph, own_loss=True)
         for each, info, sure in found:
@@ -195,7 +195,7 @@ def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, scaler: Any 
 
 
 def reached(
-    loss: Any, others: Iterable[Any], inputs: Any = None, own: Any = None, scaler: Any = None
+    loss: Any, others: Iterable[Any], inputs: Any = None, own: Any = None
 ) -> tuple[list[tuple[Any, ranks.ParameterInfo, bool]], list[Any]]:
     """The engines whose parameters a loss reaches, and other tensors.
 
@@ -206,7 +206,6 @@ def reached(
         others: The engines that it may reach.
         inputs: The only tensors that are reached, as in `torch.Tensor.backward`; None for all.
         own: Parameters that are left out of the result.
-        scaler: The scaler whose engines are in the result even if others have their parameters.
     """
     hidden = False
     if inputs is None:
@@ -227,8 +226,6 @@ def reached(
         if not (sure or hidden or (is_sharded and info.is_sharded)):
             continue
         mine = [p for p in info.parameters if id(p) not in taken]
-        if not mine and each.scale is not scaler:
-            continue
         whole = len(mine) == len(info.parameters)
         found.append((each, info if whole else ranks.ParameterInfo(mine, []), sure))
         taken = taken | info.ids

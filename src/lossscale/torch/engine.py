@@ -223,7 +223,7 @@ class Engine:
         record.remember(whole)
         return found
 
-    def end_others(self, info: ParameterInfo) -> None:
+    def end_others(self, info: ParameterInfo) -> bool:
         """Unscales and checks gradients that other optimizers with other loss scales hold.
 
         Those of some of these parameters, because optimizers may share parameters; and all of a
@@ -232,13 +232,16 @@ class Engine:
 
         Args:
             info: The parameters whose gradients are needed.
+
+        Returns:
+            Whether there were any.
         """
         record = self.record
         others = alive(each for each in engines if each.scale is not self.scale)
         by = record.scaled_by if self.shares_overflows and not record.may_be_reached else None
         holding = [each for each, _ in others if each.holds(info, by)]
         if not holding:
-            return
+            return False
         if any(each.record.scaled_by is by for each in holding):
             holding.append(self)
         found = [each.end(each.record.part) for each in holding]
@@ -246,6 +249,7 @@ class Engine:
             # Without a result the gradients of this optimizer are still to be checked.
             for other in found if each.record.found is not None else ():
                 each.record.add(other)
+        return True
 
     def holds(self, info: ParameterInfo, by: Any) -> bool:
         """Whether gradients are scaled by a multiplier, or are those of some parameters."""

@@ -208,8 +208,14 @@ class GradScaler(torch.amp.GradScaler):
             engine = engines[key] = Engine(reference, self, process_group=self._process_group)
             engine.shares_overflows = False
             engine.watch_steps(_warn_of_scaled_gradients)
-            known = self._unowned.keys() & engine.info().ids
+            info = engine.info()
+            if engine.end_others(info):
+                engine.record.remember(info)
+            known = self._unowned.keys() & info.ids
             if known:
+                if any(p.grad is not None and id(p) not in known for p in info.parameters):
+                    part = [p for p in info.parameters if id(p) in known]
+                    engine.record.part = ParameterInfo(part, [])
                 self._unowned = {k: ref for k, ref in self._unowned.items() if k not in known}
                 engine.record.scaled_by, engine.record.is_graph = self._unowned_by, self._is_graph
         return engine

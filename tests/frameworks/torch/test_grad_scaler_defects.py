@@ -436,3 +436,14 @@ def test_an_optimizer_that_is_collected_during_a_backward_pass(verb, monkeypatch
         other.scale_loss(weight.sum()).backward()
     other.step()
     assert weight.tolist() == [0.5, 0.5]
+
+
+@both
+def test_a_replaced_unscale_grads_allows_float16_parameters_as_trainers_write_it(make, mended):
+    weights = [torch.nn.Parameter(torch.ones(3, dtype=torch.float16))]
+    optimizer, scaler = torch.optim.SGD(weights, lr=0.5), make("cpu", init_scale=16.0)
+    replaced = scaler._unscale_grads_
+    scaler._unscale_grads_ = lambda *given: replaced(*given[:3], True)
+    for _ in range(2):
+        one_step(scaler, optimizer, weights, unscale=True)
+    assert numbers(weights) == [[0.0] * 3]

@@ -116,15 +116,19 @@ calls = st.one_of(
         st.just("backward"), st.sampled_from([0, 1]), st.sampled_from(["first", "second", "both"])
     ),
 )
+FIRST, SECOND = ("backward", 0, "first"), ("backward", 1, "second")
 
 
-def trained(program, way):
-    """The parameters of two optimizers with a trunk in both, after a program of calls."""
+def trained(program, way, same):
+    """The parameters of two optimizers after a program of calls.
+
+    The trunk is in both of them; with `same`, all parameters are.
+    """
     torch.manual_seed(0)
     trunk, first, second = (torch.nn.Linear(4, 4) for _ in range(3))
     optimizers = [
-        torch.optim.SGD([*trunk.parameters(), *head.parameters()], lr=2.0**-6)
-        for head in (first, second)
+        torch.optim.SGD([p for m in (trunk, *heads) for p in m.parameters()], lr=2.0**-6)
+        for heads in ([[first, second]] * 2 if same else [[first], [second]])
     ]
     if way:
         # The scales differ, and move at each step.
@@ -149,12 +153,31 @@ def trained(program, way):
 
 
 @hypothesis.settings(max_examples=PROGRAMS, deadline=None)
-@hypothesis.given(st.lists(calls, min_size=2, max_size=12), st.sampled_from(WAYS))
-def test_optimizers_that_share_parameters_train_as_plain_ones(program, way):
+@hypothesis.given(st.lists(calls, min_size=2, max_size=12), st.sampled_from(WAYS), st.booleans())
+@hypothesis.example([FIRST, ("step", 1), ("step", 0)], "scale_loss", False)
+@hypothesis.example([FIRST, ("unscale_", 0), SECOND, ("step", 0)], "scale_loss", False)
+@hypothesis.example([FIRST, ("step", 0), SECOND, ("step", 1)], "scale_loss", True)
+def test_optimizers_that_share_parameters_train_as_plain_ones(program, way, same):
     with warnings.catch_warnings():
         # The wrapper of some steps has scaled no loss.
         warnings.simplefilter("ignore", lossscale.LossScaleWarning)
-        assert trained(program, way) == trained(program, None)
+        assert trained(program, way, same) == trained(program, None, same)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_scalers_of_optimizers_that_share_parameters_train_as_plain_ones(kept):
+    def run(kind):
+        weight = torch.nn.Parameter(torch.ones(2))
+        inners = [torch.optim.SGD([weight], lr=2.0**-10) for _ in range(2)]
+        scalers = [kind("cpu", init_scale=2.0**number) for number in (10, 4)]
+        for number in (kept, 1 - kept, kept):
+            inners[number].zero_grad()
+            scalers[number].scale((weight**2).sum()).backward()
+            scalers[number].step(inners[number])
+            scalers[number].update()
+        return weight.tolist()
+
+    assert run(lossscale.torch.GradScaler) == run(torch.amp.GradScaler)
 
 
 def test_two_scalers_decide_each_by_its_own_gradients_as_those_of_pytorch():
