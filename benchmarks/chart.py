@@ -10,7 +10,7 @@ CHART = "docs/images/cost.svg"
 
 # For each page: a part of the name of each whole step, and the columns to draw.
 SOURCES = (
-    ("pytorch_speed.md", "whole step, ", "wrapper", "GradScaler"),
+    ("pytorch_speed.md", "whole step, ", "verb", "GradScaler"),
     ("benchmark_results.md", ", mlp|, cnn", "ours, dynamic", "peer, dynamic"),
     ("jax_speed.md", "whole step: ", "lossscale", "flax"),
 )
