@@ -18,19 +18,6 @@ LossScaleOptimizerV3: Any = private_name(
 LegacyLossScaleOptimizer: Any = private_name(
     _LOSS_SCALING, "LossScaleOptimizer", "be an instance of tf_keras' class for legacy optimizers"
 )
-RandomGenerator: Any = private_name(
-    "tf_keras.src.backend", "RandomGenerator", "let layers draw the same numbers in each run"
-)
-AutoCastVariable: Any = private_name(
-    "tf_keras.src.mixed_precision.autocast_variable",
-    "AutoCastVariable",
-    "see whether a layer reads a variable in another dtype",
-)
-create_autocast_variable: Any = private_name(
-    "tf_keras.src.mixed_precision.autocast_variable",
-    "create_autocast_variable",
-    "let a layer read a variable as it would in float16",
-)
 track_variable: Any = private_name(
     "tf_keras.src.backend",
     "track_variable",
