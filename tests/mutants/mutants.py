@@ -316,8 +316,8 @@ tests/frameworks/torch/test_processes.py
         -k given_group
     torch measure_everywhere: here[1:] / copies -> here[1:]  -k on_a_mesh
     torch grad_norm: info.copies(gradient) -> 1  -k the_norm
-tests/frameworks/torch/test_grad_scaler.py
-    torch GradScaler._read: scale.device.type == 'cpu' -> False  -k others_write
+tests/frameworks/torch/test_any_moment.py
+    torch GradScaler._read: scale.device.type == 'cpu' -> False  -k past_autograd
 tests/frameworks/torch/test_ranks.py
     torch _groups_along: placement.is_replicate() -> not placement.is_shard()
 tests/frameworks/torch/test_mistakes.py
