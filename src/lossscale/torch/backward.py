@@ -51,8 +51,8 @@ class GradientRecord:
             checked.
         has_own_loss: Whether the optimizer itself scaled a loss; other optimizers' losses may
             reach its parameters too.
-        may_be_reached: Whether the loss may not reach them at all: what `fully_shard` computes
-            with cannot be assigned to one of several optimizers.
+        is_uncertain: Whether the loss may not reach them at all: what `fully_shard` computes with
+            cannot be assigned to one of several optimizers.
         is_graph: Whether they are parts of a graph (`create_graph=True`).
         part: The parameters that the loss of another optimizer has reached, a `ParameterInfo`;
             None if they are all of the optimizer, or the loss is its own.
@@ -75,7 +75,7 @@ class GradientRecord:
         self.scaled_by: Multiplier | LossScale | None = None
         self.found: Any = None
         self.is_graph = self.clips = self.is_settled = self.by_hand = False
-        self.has_own_loss = self.may_be_reached = False
+        self.has_own_loss = self.is_uncertain = False
         self.part: ranks.ParameterInfo | None = None
         self.divided: list[tuple[Any, int]] | None = None
         self.decision: Any = None
@@ -133,6 +133,16 @@ class GradientRecord:
         return bool(as_they_were) and all(as_they_were)
 
 
+def share(found: Sequence[Any], some: Iterable[Any]) -> None:
+    """Gives each of some engines what was found in all of them.
+
+    The scale that multiplied their gradients is too large if any overflows: all skip, and it falls.
+    """
+    for each in some:
+        for one in found:
+            each.record.add(one)
+
+
 def versions_of(grads: Iterable[Any]) -> list[tuple[Any, int]]:
     """Gradients by weak references, with their versions."""
     return [(weakref.ref(each), each._version) for each in grads]
@@ -187,7 +197,7 @@ def watch(scaled: Any, loss: Any, multiplier: Multiplier, own: Any, scaler: Any 
             own.begin(multiplier, task=task, graph=graph, own_loss=True)
         for each, info, sure in found:
             each.begin(multiplier, info, task=task, graph=graph, own_loss=each.scale is scaler)
-            each.record.may_be_reached = not sure
+            each.record.is_uncertain = not sure
         if scaler is not None:
             scaler.track_unowned(rest, multiplier)
 

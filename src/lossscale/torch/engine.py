@@ -26,6 +26,7 @@ from lossscale.torch.backward import (
     engines,
     is_below_one,
     multiply,
+    share,
 )
 from lossscale.torch.gradients import Gradients
 from lossscale.torch.ranks import ParameterInfo
@@ -197,7 +198,7 @@ class Engine:
             if record.found is not None:
                 # Some may have been replaced.
                 record.remember(whole)
-            record.scaled_by, record.part, record.may_be_reached = by, part, False
+            record.scaled_by, record.part, record.is_uncertain = by, part, False
         record.task, record.has_own_loss = task, record.has_own_loss or own_loss
         record.is_graph = record.is_graph or graph
         record.decision, record.is_settled = None, False
@@ -238,17 +239,15 @@ class Engine:
         """
         record = self.record
         others = alive(each for each in engines if each.scale is not self.scale)
-        by = record.scaled_by if self.shares_overflows and not record.may_be_reached else None
+        by = record.scaled_by if self.shares_overflows and not record.is_uncertain else None
         holding = [each for each, _ in others if each.holds(info, by)]
         if not holding:
             return False
         if any(each.record.scaled_by is by for each in holding):
             holding.append(self)
         found = [each.end(each.record.part) for each in holding]
-        for each in {*holding, self}:
-            # Without a result the gradients of this optimizer are still to be checked.
-            for other in found if each.record.found is not None else ():
-                each.record.add(other)
+        # Without a result the gradients of this optimizer are still to be checked.
+        share(found, holding if record.found is None else {*holding, self})
         return True
 
     def holds(self, info: ParameterInfo, by: Any) -> bool:
@@ -258,7 +257,7 @@ class Engine:
         if not isinstance(record.scaled_by, Multiplier):
             return False
         mine = self.info() if record.part is None else record.part
-        shares = self.shares_overflows and not record.may_be_reached
+        shares = self.shares_overflows and not record.is_uncertain
         return (shares and record.scaled_by is by) or not info.ids.isdisjoint(mine.ids)
 
     # --- Decide -------------------------------------------------------------------------------

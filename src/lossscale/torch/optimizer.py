@@ -16,7 +16,6 @@ from lossscale.arguments import rule_from_arguments
 from lossscale.checks import checked_above_zero, checks_keywords
 from lossscale.common.checks import check_not_wrapped, remember_wrapper, warned_at_floor
 from lossscale.errors import (
-    AlreadyWrappedError,
     ArgumentError,
     ArgumentTypeError,
     CallOrderError,
@@ -38,6 +37,7 @@ from lossscale.torch.backward import (
     multiply,
     reached,
     remember_scaled,
+    share,
     was_scaled,
     watch,
 )
@@ -45,7 +45,7 @@ from lossscale.torch.documented_verbs import DocumentedVerbs
 from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.inner_settings import InnerSettings
 from lossscale.torch.scale import DeviceLossScale, LossScale
-from lossscale.torch.scaling import CPU, WIDE, scalar, widened
+from lossscale.torch.scaling import CPU, WIDE, scalar, uncompiled, widened
 from lossscale.torch.several import Several, parts_of, with_parts, zero_grad
 
 _NOTHING_SCALED = (
@@ -255,19 +255,14 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             _backpropagate(loss, by, gradient, retain_graph, create_graph, inputs)
         finally:
             record.in_backward, record.is_graph = False, create_graph
-            found = [engine.end()]
-            all_reached = [engine]
+            found = {engine: engine.end()}
             for each, theirs, sure in others:
                 each.record.is_graph = create_graph
                 one = each.end(theirs)
                 if sure:
-                    found.append(one)
-                    all_reached.append(each)
+                    found[each] = one
             if len(found) > 1:
-                # The scale is too large if any of them overflows: all skip, and it falls.
-                for each in all_reached:
-                    for one in found:
-                        each.record.add(one)
+                share(list(found.values()), found)
             if free is not None:
                 divide(free, by, graph=create_graph, checks=False, allow_float16=True)
         return record.found == 0
@@ -372,6 +367,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
 
     # --- Step ---------------------------------------------------------------------------------
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
         """Applies the gradients, or skips the step if one is not finite; updates the loss scale.
 
@@ -398,17 +394,6 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
             >>> weight.detach()
             tensor([0.5000, 0.5000])
         """
-        # Compiled code would be recompiled for each number that is read here. The decorator alone
-        # prevents that too, but takes time in every uncompiled step.
-        if torch.compiler.is_compiling():
-            return self._step_uncompiled(closure, **more)
-        return self._step_now(closure, **more)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _step_uncompiled(self, closure: Callable[[], Any] | None, **more: Any) -> Any:
-        return self._step_now(closure, **more)
-
-    def _step_now(self, closure: Callable[[], Any] | None, **more: Any) -> Any:
         if closure is None:
             return self._take_step(**more)
         return closures.step(self, closure, _NOTHING_SCALED, **more)
@@ -868,11 +853,7 @@ def _would_find_scaled(name: str, inner: Any) -> str:
 
 
 def _check_inner(inner: Any, is_one_of_several: bool = False) -> None:
-    if isinstance(inner, FrontDoor):
-        raise AlreadyWrappedError(
-            "The optimizer to wrap is a LossScaleOptimizer itself; the gradients would be "
-            f"divided twice. Wrap its inner optimizer. Received: {inner!r}."
-        )
+    check_not_wrapped(inner, FrontDoor)
     if not isinstance(inner, torch.optim.Optimizer):
         hint = " This is a class: create an instance first." if isinstance(inner, type) else ""
         raise ArgumentTypeError(
@@ -880,7 +861,6 @@ def _check_inner(inner: Any, is_one_of_several: bool = False) -> None:
             f"{inner!r} of type {type(inner).__name__}.{hint} An example is "
             "torch.optim.AdamW(model.parameters())."
         )
-    check_not_wrapped(inner)
     fused.check_signature(inner)
     if is_one_of_several and fused.demands_closure(inner):
         raise UnsupportedError(
