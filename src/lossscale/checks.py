@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -56,10 +57,8 @@ def checked_number(name: str, value: Any) -> float:
     """
     # float() would accept "8" and True.
     if not isinstance(value, (bool, str, bytes)):
-        try:
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
             return float(value)
-        except (TypeError, ValueError, OverflowError):
-            pass
     raise ArgumentError(
         f"`{name}` must be a number. Received: {name}={value!r} of type {type(value).__name__}."
     )

@@ -351,7 +351,7 @@ def _functions() -> list[tuple[Any, str]]:
 def _watched(model: Any, watch: bool) -> Iterator[dict[str, list[Any]]]:
     """Within it, what layers and the functions of the backend return is kept, by name.
 
-    What such a function calls is a part of it.
+    A function that such a function calls is not listed separately.
     """
     if not watch:
         yield {}

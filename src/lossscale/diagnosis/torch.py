@@ -130,14 +130,10 @@ class TorchGradientFunction:
         if half:
             return self._pass(self._model, batch, scale, torch.float16, watch)
         if any(map(_is_narrow, (*self._model.parameters(), *self._model.buffers()))):
-            try:
+            # It fails if the loss function casts its input to the dtype of the model.
+            with contextlib.suppress(RuntimeError):
                 wide = tree_map(_widened, batch)
                 return self._pass(_wide_copy(self._model), wide, scale, None, watch)
-            except (ArgumentError, ArgumentTypeError):
-                raise
-            except RuntimeError:
-                # The loss function casts its input to the dtype of the model.
-                pass
         return self._pass(self._model, batch, scale, None, watch)
 
     def _pass(

@@ -25,7 +25,7 @@ def loss_scale(opt_state: Any) -> Any:
         A float32 scalar array.
 
     Raises:
-        ArgumentTypeError: If there is no loss scale in `opt_state`.
+        ArgumentTypeError: If `opt_state` has no loss scale.
         ArgumentError: If another transformation is around `loss_scaled` that must be inside it.
 
     Examples:

@@ -54,7 +54,7 @@ class OverflowCheck(NamedTuple):
 class Backend:
     """A backend of Keras; the defaults are those of a single device.
 
-    What each backend has to define is declared here first.
+    The attributes that each backend must define are declared first.
     """
 
     # The array functions for `ScaleRule.update`, and the function that measures gradients.
