@@ -14,7 +14,7 @@ import itertools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
@@ -46,14 +46,16 @@ from lossscale.torch.scaler_arguments import (
 )
 from lossscale.torch.scaling import CPU, read, scalar, scaled, uncompiled
 
-if TYPE_CHECKING:
-    from lossscale.monitoring.record import NonfiniteTensor
-
 _CLIPPED = "torch.nn.utils.clip_grad_norm_(parameters, {value!r}) after scaler.unscale_(optimizer)"
 _INSTEAD = {
     "clip_norm": _CLIPPED,
     "dynamic": "rule=lossscale.FixedScale(scale) for a scale that stays",
 }
+
+_OF_ONE_SCALER = frozenset(
+    {"_engines", "_skipped_hooks", "_multiplier", "_unowned", "_unowned_by", "_watcher"}
+)
+"""Attributes that a copy does not share."""
 
 _READY, _UNSCALED, _STEPPED = OptState.READY, OptState.UNSCALED, OptState.STEPPED
 
@@ -177,7 +179,6 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states: Any = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update = False
         self._steps_skipped, self._last_step_skipped = 0, False
-        self._last_nonfinite: tuple[NonfiniteTensor, ...] = ()
         self._forget()
 
     def __repr__(self) -> str:
@@ -187,7 +188,6 @@ class GradScaler(torch.amp.GradScaler):
 
     def _forget(self) -> None:
         """Forgets optimizers, parameters and hooks, which a copy does not share."""
-        self._names: dict[Any, str] | None = None
         self._multiplier = None
         # Tensors with gradients that belong to no optimizer that was used here yet; their scale.
         self._unowned: dict[int, Any] = {}
@@ -572,30 +572,6 @@ class GradScaler(torch.amp.GradScaler):
         self._skipped_hooks[handle.id] = hook
         return handle
 
-    def name_overflows(self, parameters: Any) -> None:
-        """Records which gradients overflow in skipped steps from now on, for `last_nonfinite`.
-
-        It takes time in skipped steps only.
-
-        Args:
-            parameters: A module, or (name, parameter) pairs; of a sharded model after sharding.
-
-        Raises:
-            ArgumentTypeError: If it is neither.
-        """
-        # Imported only by programs that use it.
-        from lossscale.torch.overflow_tracker import parameter_names
-
-        self._names = parameter_names(parameters)
-
-    @property
-    def last_nonfinite(self) -> tuple[NonfiniteTensor, ...]:
-        """The gradients that overflowed in the last skipped step, if `name_overflows` was called.
-
-        With a sharded model each process has those of its own shards.
-        """
-        return self._last_nonfinite
-
     def _note(self, optimizer: Any, engine: Engine, entry: dict[str, Any]) -> None:
         """Counts a step, and notifies the monitor and the hooks."""
         skipped = self._last_step_skipped = entry["skipped"]
@@ -612,13 +588,6 @@ class GradScaler(torch.amp.GradScaler):
         self._steps_skipped += 1
         for hook in list(self._skipped_hooks.values()):
             hook(optimizer)
-        if self._names is not None:
-            from lossscale.torch.overflow_tracker import nonfinite_of
-
-            others = [e for e in self._per_optimizer_states.values() if e is not entry]
-            stepped = [e for e in others if e["stage"] is _STEPPED]
-            before = self._last_nonfinite if any(e.get("skipped") for e in stepped) else ()
-            self._last_nonfinite = (*before, *nonfinite_of(optimizer, self._names))
 
     # --- The scale ----------------------------------------------------------------------------
 
@@ -752,22 +721,10 @@ class GradScaler(torch.amp.GradScaler):
                 "after update()."
             )
         self._read()
-        state = {**self.__dict__, "_scale": None, "_growth_tracker": None, "_written": None}
-        state["_init_scale"], state["_init_growth_tracker"] = (
-            self._number,
-            self._get_growth_tracker(),
-        )
-        for name in (
-            "_names",
-            "_engines",
-            "_skipped_hooks",
-            "_multiplier",
-            "_unowned",
-            "_unowned_by",
-        ):
-            del state[name]
-        state.pop("_watcher", None)
-        return state
+        state = {name: v for name, v in vars(self).items() if name not in _OF_ONE_SCALER}
+        number, good_steps = self._number, self._get_growth_tracker()
+        state.update(_scale=None, _growth_tracker=None, _written=None)
+        return {**state, "_init_scale": number, "_init_growth_tracker": good_steps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -11,11 +11,20 @@ from typing import Any
 import torch
 
 from lossscale.torch.gradients import Gradients, of_tensors
-from lossscale.torch.private_names import check_and_unscale_
 from lossscale.torch.scaling import CPU, real_parts, scalar, unscaled, widened
 
 _OF_THE_KERNEL = frozenset({torch.float32, torch.float64, torch.float16})
 """The dtypes that the kernel supports on every accelerator."""
+
+
+def _in_two_passes(tensors: Sequence[Any], found: Any, factor: Any) -> None:
+    for tensor in tensors:
+        found.copy_(torch.maximum(found, (~torch.isfinite(tensor).all()).to(found.dtype)))
+        tensor.mul_(factor)
+
+
+# Not documented, so that a release may have another name for it.
+_kernel: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", _in_two_passes)
 
 
 def unscale_and_check_(
@@ -71,7 +80,7 @@ def unscale_(gradients: Gradients, factor: Callable[[Any], Any], *, divide: bool
 
 def _check_and_multiply_(group: list[Any], found: Any, factor: Any) -> None:
     if found.device.type == "cpu" or group[0].dtype in _OF_THE_KERNEL:
-        check_and_unscale_(group, found, factor)
+        _kernel(group, found, factor)
         return
     _check_largest(group, found, 1.0)
     torch._foreach_mul_(group, factor)

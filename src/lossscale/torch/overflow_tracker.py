@@ -12,7 +12,6 @@ import torch
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
 from lossscale.errors import ArgumentTypeError
-from lossscale.monitoring.record import NonfiniteTensor
 from lossscale.monitoring.recorder import SkippedStep
 from lossscale.torch.ranks import local
 from lossscale.torch.scaling import CPU, real_parts
@@ -133,20 +132,3 @@ def parameter_names(parameters: Any) -> dict[Any, str]:
             + (f" The file of the records is path={parameters!r}." if is_path else "")
         )
     return names
-
-
-def nonfinite_of(optimizer: Any, names: Mapping[Any, str]) -> tuple[NonfiniteTensor, ...]:
-    """Returns the gradients with an infinity or a NaN in the part that this process holds.
-
-    Args:
-        optimizer: The optimizer.
-        names: The names of parameters; the others are numbered, group by group.
-    """
-    tensors = []
-    for index, group in enumerate(optimizer.param_groups):
-        for number, parameter in enumerate(group["params"]):
-            counts = _nonfinite(local(parameter.grad)).tolist()
-            if any(counts):
-                name = names.get(parameter, f"param_groups[{index}]['params'][{number}]")
-                tensors.append(NonfiniteTensor(name, *counts))
-    return tuple(tensors)

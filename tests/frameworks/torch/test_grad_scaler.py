@@ -19,7 +19,6 @@ from frameworks.torch.scaling import (
     parameters,
     scale_and_tracker,
 )
-from frameworks.torch.support import parameter, sgd
 from lossscale import DynamicScale, FixedScale
 from lossscale.torch.grad_scaler import GradScaler
 
@@ -122,51 +121,6 @@ def test_which_step_was_skipped_and_of_which_optimizer():
     assert not scaler.last_step_skipped_of(first)
     assert scaler.last_step_skipped_of(second)
     assert scaler.steps_skipped == 1
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_names_of_the_parameters_that_overflowed(name):
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-    optimizer = OPTIMIZERS[name](model.parameters())
-    scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.name_overflows(model)
-    assert scaler.last_nonfinite == ()
-    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
-    model[0].weight.grad[0, 0] = torch.nan
-    model[0].weight.grad[0, 1] = -torch.inf
-    model[1].bias.grad[0] = torch.inf
-    scaler.step(optimizer)
-    scaler.update()
-    assert [str(found) for found in scaler.last_nonfinite] == [
-        "0.weight (1 inf, 1 NaN)",
-        "1.bias (1 inf)",
-    ]
-
-
-def test_the_parameters_that_overflow_are_named_of_all_that_are_skipped_together():
-    a, b = parameter(), parameter()
-    scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.name_overflows([("a", a), ("b", b)])
-    parts = [sgd(a), torch.optim.AdamW([b])]
-    for bad, expected in ((a, ["a"]), (b, ["b"])):
-        for part in parts:
-            part.zero_grad()
-        scaler.scale(a.sum() + b.sum() + (bad * torch.inf).sum()).backward()
-        scaler.step(parts)
-        scaler.update()
-        assert [each.name for each in scaler.last_nonfinite] == expected
-
-
-def test_parameters_without_a_name_are_numbered():
-    weights = parameters()
-    optimizer = OPTIMIZERS["sgd"](weights)
-    scaler = GradScaler("cpu")
-    scaler.name_overflows([("first", weights[0])])
-    one_step(scaler, optimizer, weights, torch.inf)
-    assert [found.name for found in scaler.last_nonfinite] == [
-        "first",
-        "param_groups[0]['params'][1]",
-    ]
 
 
 Pair = collections.namedtuple("Pair", "a b")
@@ -292,7 +246,6 @@ def test_made_in_inference_mode_and_used_outside():
 @pytest.mark.parametrize("used", [False, True])
 def test_copies(copied, used):
     weights, optimizer, scaler = made(init_scale=8.0, growth_interval=5, min_scale=2.0)
-    scaler.name_overflows([("w", weights[0])])
     if used:
         for slope in (torch.inf, 1.0, 1.0):
             one_step(scaler, optimizer, weights, slope)

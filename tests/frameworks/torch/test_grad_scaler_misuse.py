@@ -128,14 +128,6 @@ def test_without_cuda_it_disables_itself_with_a_warning():
     assert numbers(weights) == [[0.5] * 3]
 
 
-def test_names_of_parameters_are_checked():
-    scaler = GradScaler("cpu")
-    for wrong in (parameters(), 3, [("a", 1)], torch.ones(2)):
-        with pytest.raises(ArgumentTypeError, match=r"named_parameters\(\)"):
-            scaler.name_overflows(wrong)
-    assert scaler.last_nonfinite == ()
-
-
 def test_what_is_stepped_is_checked():
     scaler, optimizer, weights = scaled(GradScaler)
     wrapper = lossscale.torch.LossScaleOptimizer(torch.optim.SGD(weights, lr=1.0))

@@ -4,13 +4,11 @@ import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from lossscale.torch import private_names
+from lossscale.torch import overflow_check
 from lossscale.torch.fused import steps_as_torch
 
 
-@pytest.mark.parametrize(
-    "look", [private_names.check_and_unscale_, private_names._check_and_unscale_]
-)
+@pytest.mark.parametrize("look", [overflow_check._kernel, overflow_check._in_two_passes])
 @pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
 def test_one_pass_and_two_give_the_same(look, bad):
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor([4.0 if bad is None else bad])]
