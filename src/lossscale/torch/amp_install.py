@@ -28,8 +28,9 @@ class _OfOneDevice(GradScaler):
         enabled: bool = True,
     ) -> None:
         warn(
-            f"torch.{self._type}.amp.GradScaler(...) is deprecated; use "
-            f'torch.amp.GradScaler("{self._type}", ...).',
+            # The words that programs filter PyTorch's own warning by.
+            f"`torch.{self._type}.amp.GradScaler(args...)` is deprecated. Use "
+            f'torch.amp.GradScaler("{self._type}", args...).',
             FutureWarning,
         )
         super().__init__(
