@@ -14,7 +14,7 @@ from lossscale.monitoring.loop import LoopMonitor
 from lossscale.monitoring.recorder import MonitorSettings, Recorder, StepStats
 from lossscale.torch.grad_scaler import GradScaler
 from lossscale.torch.optimizer import LossScaleOptimizer
-from lossscale.torch.overflow_tracker import LoopOverflowTracker, parameter_names
+from lossscale.torch.overflow_tracker import LoopOverflowTracker
 
 
 class Monitor(LoopMonitor):
@@ -198,9 +198,39 @@ def _check_watched(optimizer: Any) -> None:
         raise ArgumentError("Another Monitor already watches this optimizer. Close it first.")
 
 
+def _parameter_names(parameters: Any) -> dict[Any, str]:
+    """Returns the names of parameters.
+
+    Args:
+        parameters: A module, or an iterable of (name, parameter) pairs.
+
+    Raises:
+        ArgumentTypeError: If it is neither.
+    """
+    pairs = parameters
+    if isinstance(parameters, torch.nn.Module):
+        pairs = parameters.named_parameters()
+    names: dict[Any, str] | None
+    try:
+        names = {parameter: name for name, parameter in pairs}
+    except (TypeError, ValueError):
+        names = None
+    if names is None or not all(
+        isinstance(p, torch.Tensor) and isinstance(n, str) for p, n in names.items()
+    ):
+        is_path = isinstance(parameters, str | os.PathLike)
+        raise ArgumentTypeError(
+            "Expected a module, or (name, parameter) pairs such as "
+            f"model.named_parameters(). Received: {parameters!r} of type "
+            f"{type(parameters).__name__}."
+            + (f" The file of the records is path={parameters!r}." if is_path else "")
+        )
+    return names
+
+
 def _names(optimizer: Any, model: Any, is_scaler: bool) -> dict[Any, str]:
     """Returns the names of the parameters; parameters without a name are numbered."""
-    known = {} if model is None else parameter_names(model)
+    known = {} if model is None else _parameter_names(model)
     if is_scaler:
         return known
     names = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 from lossscale.common import overflow_tracker
 from lossscale.common.overflow_tracker import CheckedStep
-from lossscale.errors import ArgumentTypeError
 from lossscale.monitoring.recorder import SkippedStep
 from lossscale.torch.ranks import local
 from lossscale.torch.scaling import CPU, real_parts
@@ -102,33 +100,3 @@ def _nonfinite(gradient: Any) -> Any:
     if not parts:
         return torch.zeros(2, dtype=torch.int64, device=CPU)
     return torch.stack([test(parts[0]).sum() for test in (torch.isinf, torch.isnan)])
-
-
-def parameter_names(parameters: Any) -> dict[Any, str]:
-    """Returns the names of parameters.
-
-    Args:
-        parameters: A module, or an iterable of (name, parameter) pairs.
-
-    Raises:
-        ArgumentTypeError: If it is neither.
-    """
-    pairs = parameters
-    if isinstance(parameters, torch.nn.Module):
-        pairs = parameters.named_parameters()
-    names: dict[Any, str] | None
-    try:
-        names = {parameter: name for name, parameter in pairs}
-    except (TypeError, ValueError):
-        names = None
-    if names is None or not all(
-        isinstance(p, torch.Tensor) and isinstance(n, str) for p, n in names.items()
-    ):
-        is_path = isinstance(parameters, str | os.PathLike)
-        raise ArgumentTypeError(
-            "Expected a module, or (name, parameter) pairs such as "
-            f"model.named_parameters(). Received: {parameters!r} of type "
-            f"{type(parameters).__name__}."
-            + (f" The file of the records is path={parameters!r}." if is_path else "")
-        )
-    return names
