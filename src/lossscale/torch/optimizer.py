@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -670,7 +671,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         groups = self._engine.info().groups
         return groups[0] if groups else torch.distributed.group.WORLD
 
-    def join_hook(self, **kwargs: Any) -> ranks.JoinHook:
+    def join_hook(self, **kwargs: Any) -> Any:
         """Returns the hook that `Join([model, optimizer])` runs on a process without data.
 
         The hook updates the loss scale as the other processes do, one step per forward pass of the
@@ -679,6 +680,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
         Raises:
             UnsupportedError: With `clip_norm` over process groups, or a rule that needs
                 statistics of gradients.
+
+        Source: https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
         """
         engine = self._engine
         if engine.rule.needs != StatsRequest() or (self.clip_norm and engine.info().groups):
@@ -687,7 +690,11 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Op
                 "statistics of gradients. A process without data has none. Clip by "
                 "torch.nn.utils.clip_grad_norm_, or use a DynamicScale."
             )
-        return ranks.JoinHook(engine.shadow, lambda: setattr(engine, "join_group", None))
+
+        def leave(is_last_joiner: bool) -> None:
+            engine.join_group = None
+
+        return types.SimpleNamespace(main_hook=engine.shadow, post_hook=leave)
 
     @property
     def _join_config(self) -> Any:

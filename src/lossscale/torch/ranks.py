@@ -17,7 +17,7 @@ import itertools
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -361,21 +361,3 @@ def _device(found: Any, group: Any) -> Any:
     return (
         found.device if not served or found.device.type in served else next(iter(served.values()))
     )
-
-
-class JoinHook:
-    """The hook of a process that has run out of data, for `torch.distributed` `Join`.
-
-    Args:
-        shadow: Takes part in a step of the other processes.
-        leave: Called when all processes have run out of data.
-
-    Source: https://docs.pytorch.org/docs/stable/distributed.algorithms.join.html
-    """
-
-    def __init__(self, shadow: Callable[[], None], leave: Callable[[], None]) -> None:
-        self.main_hook, self._leave = shadow, leave
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Called when all processes have run out of data."""
-        self._leave()

@@ -360,19 +360,17 @@ def normal(found: Any, waits: int = 1) -> dict[str, Any]:
     found = found if isinstance(found, Mapping) else getattr(found, "__dict__", {"": found})
     lost = {name: found[name] for name in _HYSTERESIS if found.get(name, 1) != 1}
     overflows = _overflows(found, waits)
-    if waits > 1 and lost and not found.get("consecutive_hysteresis"):
+    if lost and not (waits > 1 and found.get("consecutive_hysteresis")):
+        here = f"This rule counts {waits} in a row, and starts at {overflows.get('_overflows', 0)}."
+        if waits == 1:
+            here = (
+                "Here the scale falls at each. Pass rule=lossscale.DynamicScale("
+                "overflows_before_backoff=2) to allow one."
+            )
         warn(
             "The scaler that wrote this state has hysteresis "
             f"({', '.join(f'{name}={value}' for name, value in lost.items())}). It counts "
-            f"overflows until the scale grows. This rule counts {waits} in a row, and starts at "
-            f"{overflows.get('_overflows', 0)}."
-        )
-    elif waits == 1 and lost:
-        warn(
-            "The scaler that wrote this state has hysteresis "
-            f"({', '.join(f'{name}={value}' for name, value in lost.items())}). It allows some "
-            "overflows before the scale falls. Here it falls at each. Pass "
-            "rule=lossscale.DynamicScale(overflows_before_backoff=2) to allow one."
+            f"overflows until the scale grows. {here}"
         )
     if "cur_scale" in found:
         return {**_of_deepspeed(found), **overflows}
