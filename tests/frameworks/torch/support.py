@@ -66,10 +66,22 @@ def step(optimizer, given, gradients):
     optimizer.step()
 
 
-def train_step(optimizer, loss):
+def derive(optimizer, loss, way="verb", **arguments):
+    """Backpropagates by one of the ways; plainly if the optimizer is not wrapped."""
+    if not hasattr(optimizer, "scale_loss"):
+        loss.backward(**arguments)
+    elif way == "verb":
+        optimizer.backward(loss, **arguments)
+    else:
+        optimizer.scale_loss(loss).backward(**arguments)
+        if way == "unscaled":
+            optimizer.unscale_()
+
+
+def train_step(optimizer, loss, way="scale_loss"):
     """A step of a training loop."""
     optimizer.zero_grad()
-    scaled(optimizer, loss).backward()
+    derive(optimizer, loss, way)
     optimizer.step()
 
 
@@ -80,9 +92,13 @@ def spoiled(value, place):
     return gradients
 
 
+def alone(inner, **_):
+    return inner
+
+
 def assert_same_without_scaling(run):
     """Whether a run ends alike with what it is given: what wraps an optimizer, or leaves it."""
-    assert run(wrapped) == run(lambda inner, **_: inner)
+    assert run(wrapped) == run(alone)
 
 
 def bits(value):
