@@ -289,7 +289,7 @@ tests/frameworks/torch/test_steps.py
 tests/frameworks/torch/test_monitor.py
     torch LoopOverflowTracker._add_to_skip: self._skip is not before and ... -> False
         -k share_a_scaler
-tests/frameworks/torch/test_trainers_monitor.py
+tests/frameworks/torch/test_recipes.py
     torch _wrapper_in: isinstance(...) -> False  -k accelerate_prepares
 tests/frameworks/torch/test_closures.py
     torch _evaluate: engine.scale.update(decision.stats) -> pass
