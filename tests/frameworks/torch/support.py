@@ -1,6 +1,7 @@
 """A small model, gradients that are given, and what is left of a step."""
 
 import copy
+import io
 
 import torch
 
@@ -120,6 +121,12 @@ def snapshot(given, optimizer):
     """The bits of parameters and of the state of the optimizer inside."""
     inner = getattr(optimizer, "inner_optimizer", getattr(optimizer, "optimizer", optimizer))
     return bits([list(given), copy.deepcopy(inner.state_dict()["state"])])
+
+
+def through_a_file(value, weights_only=True):
+    torch.save(value, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 # The wrapper and the scaler, where both are tried with the same calls.

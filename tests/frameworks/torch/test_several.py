@@ -1,7 +1,6 @@
 """Several optimizers: behind one wrapper, and with one gradient scaler."""
 
 import copy
-import io
 import itertools
 import pickle
 
@@ -10,7 +9,7 @@ import torch
 from torch.distributed.checkpoint import state_dict as dcp
 
 import lossscale
-from frameworks.torch.support import bits, parameter, sgd, wrapped
+from frameworks.torch.support import bits, parameter, sgd, through_a_file, wrapped
 from lossscale.errors import (
     AlreadyWrappedError,
     ArgumentError,
@@ -111,9 +110,7 @@ def copied(how, model, optimizer, pair):
     other.load_state_dict(model.state_dict())
     made = wrapped(optimizers(other, pair))
     if how == "torch.save":
-        torch.save(optimizer.state_dict(), file := io.BytesIO())
-        file.seek(0)
-        made.load_state_dict(torch.load(file, weights_only=True))
+        made.load_state_dict(through_a_file(optimizer.state_dict()))
     elif how == "list":
         plain = copy.deepcopy([part.state_dict() for part in optimizer])
         made.load_state_dict(plain)
