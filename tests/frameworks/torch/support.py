@@ -4,6 +4,7 @@ import copy
 import io
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lossscale
 from lossscale.torch.grad_scaler import GradScaler
@@ -129,6 +130,21 @@ def through_a_file(value, weights_only=True):
     return torch.load(file, weights_only=weights_only)
 
 
+class Reads(TorchDispatchMode):
+    """Counts how often a number is brought to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.is_nonzero.default,
+        )
+        return function(*args, **(kwargs or {}))
+
+
 # The wrapper and the scaler, where both are tried with the same calls.
 
 
@@ -164,8 +180,11 @@ class Wrapper:
     def __init__(self, optimizer):
         self.optimizer = optimizer
         self.scale_loss, self.unscale = optimizer.scale_loss, optimizer.unscale_
-        self.step = optimizer.step
         self.zero_grad, self.saved = optimizer.zero_grad, optimizer.state_dict
+
+    def step(self):
+        # A scheduler replaces it.
+        self.optimizer.step()
 
     def shown(self):
         return [float(self.optimizer.loss_scale), int(self.optimizer.dynamic_counter)]

@@ -148,36 +148,13 @@ def test_sparse_complex_wide_and_shared(dtype):
     assert_same_without_scaling(run)
 
 
-def test_what_it_returns_and_what_is_skipped():
-    weight = parameter()
-    optimizer = wrapped(sgd([weight], lr=0.25))
-    assert optimizer.backward((weight * torch.inf).sum()).item() is False
-    assert optimizer.unscale_() is False
-    optimizer.step()
-    assert (optimizer.steps_skipped, float(optimizer.loss_scale)) == (1, 2.0**14)
-    optimizer.zero_grad()
-    optimizer.backward((weight * torch.inf).sum())
-    # Whoever takes the gradient away has left the step out.
-    weight.grad = None
-    optimizer.backward(weight.sum())
-    assert (optimizer.steps_skipped, optimizer.iterations) == (2, 2)
-    optimizer.step()
-    assert (optimizer.steps_skipped, optimizer.iterations) == (2, 3)
-    assert weight.tolist() == [0.75, 0.75]
-
-
-def test_nothing_is_kept_of_a_step():
+def test_no_gradient_is_kept():
     weight = parameter()
     optimizer = wrapped(sgd([weight]))
     optimizer.backward(weight.sum())
     gradient = weakref.ref(weight.grad)
     weight.grad = None
     assert gradient() is None
-    scaled = optimizer.scale_loss((weight * 2).sum())
-    scaled.backward()
-    kept = weakref.ref(scaled)
-    del scaled
-    assert kept() is None
 
 
 class Sam(torch.optim.SGD):
@@ -229,7 +206,7 @@ def test_gradients_that_are_combined_after_zero_grad_are_applied_without_a_warni
     grads = []
     for slope in (1.0, torch.inf if overflows else 2.0):
         optimizer.zero_grad()
-        optimizer.backward((weight * slope).sum())
+        assert optimizer.backward((weight * slope).sum()).item() is (slope < torch.inf)
         grads.append(weight.grad.clone())
     optimizer.zero_grad()
     weight.grad = grads[0] + grads[1]

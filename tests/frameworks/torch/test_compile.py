@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from frameworks.torch.support import bits, parameter, sgd, wrapped
+from frameworks.torch.support import Reads, bits, parameter, sgd, wrapped
 from lossscale import DynamicScale, FixedScale
 
 RULE = DynamicScale(2.0**3, growth_interval=1, max_scale=2.0**8)
@@ -135,21 +135,6 @@ def test_the_optimizer_inside_may_be_compiled(counter):
         run(training_step(model, optimizer), optimizer)
     assert counter.frame_count == 1
     assert bits(list(model.parameters())) == bits(eager(without_momentum))
-
-
-class Reads(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts how often a number is brought to the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function in (
-            torch.ops.aten._local_scalar_dense.default,
-            torch.ops.aten.is_nonzero.default,
-        )
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

@@ -142,30 +142,18 @@ def test_names_of_the_parameters_that_overflowed(name):
     ]
 
 
-def test_the_parameters_that_overflow_are_named_of_all_that_are_skipped_together():
-    a, b = parameter(), parameter()
+def test_parameters_of_all_that_are_skipped_together_are_named_or_numbered():
+    a, b, c = parameter(), parameter(), parameter()
     scaler = GradScaler("cpu", init_scale=8.0)
     scaler.name_overflows([("a", a), ("b", b)])
-    parts = [sgd(a), torch.optim.AdamW([b])]
-    for bad, expected in ((a, ["a"]), (b, ["b"])):
+    parts = [sgd(a), torch.optim.AdamW([b, c])]
+    for bad, expected in ((a, ["a"]), (b, ["b"]), (c, ["param_groups[0]['params'][1]"])):
         for part in parts:
             part.zero_grad()
         scaler.scale(a.sum() + b.sum() + (bad * torch.inf).sum()).backward()
         scaler.step(parts)
         scaler.update()
         assert [each.name for each in scaler.last_nonfinite] == expected
-
-
-def test_parameters_without_a_name_are_numbered():
-    weights = parameters()
-    optimizer = OPTIMIZERS["sgd"](weights)
-    scaler = GradScaler("cpu")
-    scaler.name_overflows([("first", weights[0])])
-    one_step(scaler, optimizer, weights, torch.inf)
-    assert [found.name for found in scaler.last_nonfinite] == [
-        "first",
-        "param_groups[0]['params'][1]",
-    ]
 
 
 Pair = collections.namedtuple("Pair", "a b")

@@ -156,13 +156,9 @@ def test_d7_a_useless_number_that_is_set_changes_nothing(name, value):
     assert scaler.state_dict() == before
 
 
-@pytest.mark.parametrize("new", [4, 4.0, torch.tensor(4.0), torch.tensor([4]), True])
+@pytest.mark.parametrize("new", [4, 4.0, torch.tensor(4.0), torch.tensor([4])])
 def test_d7_update_takes_every_number(new):
     scaler = GradScaler("cpu")
-    if new is True:
-        with pytest.raises(ArgumentError, match="must be a number"):
-            scaler.update(new)
-        return
     scaler.update(new)
     assert scaler.get_scale() == 4
     assert scaler.scale(torch.ones(())) == 4
@@ -170,7 +166,7 @@ def test_d7_update_takes_every_number(new):
     assert scaler._scale == 2
 
 
-@pytest.mark.parametrize("new", [0, -1.0, float("nan"), float("inf"), 2.0**127, "4", [4.0]])
+@pytest.mark.parametrize("new", [0, -1.0, float("nan"), float("inf"), 2.0**127, "4", [4.0], True])
 def test_d7_update_with_a_useless_number_changes_nothing(new):
     scaler = GradScaler("cpu")
     with pytest.raises(ArgumentError, match="new_scale"):

@@ -15,6 +15,7 @@ from frameworks.torch.support import (
     OURS,
     assert_same_without_scaling,
     bits,
+    derive,
     parameters,
     scaler,
     sgd,
@@ -116,13 +117,13 @@ def test_a_scaler_of_pytorch_that_is_given_the_wrapper():
 
 @each_inner
 @pytest.mark.parametrize("cleared_by", ["optimizer", "module", "nobody", "step"])
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_step_left_out_on_an_overflow_is_a_skipped_step(inner, cleared_by, times):
+@pytest.mark.parametrize(("way", "times"), [("scale_loss", 1), ("scale_loss", 2), ("verb", 2)])
+def test_a_step_left_out_on_an_overflow_is_a_skipped_step(inner, cleared_by, way, times):
     """It counts once, and a finite one that is left out is no step."""
     given, optimizer = made(inner)
     weights, scale = [p.clone() for p in given], float(optimizer.loss_scale)
     for _ in range(times):
-        optimizer.scale_loss(loss_of(given) * torch.inf).backward()
+        derive(optimizer, loss_of(given) * torch.inf, way)
         assert not optimizer.unscale_()
         if cleared_by == "optimizer":
             optimizer.zero_grad()
@@ -132,7 +133,7 @@ def test_a_step_left_out_on_an_overflow_is_a_skipped_step(inner, cleared_by, tim
         elif cleared_by == "step":
             optimizer.zero_grad()
             optimizer.step()
-    optimizer.scale_loss(loss_of(given)).backward()
+    derive(optimizer, loss_of(given), way)
     if cleared_by == "nobody":
         # The overflow is in the sum still: its step is to come.
         assert optimizer.steps_skipped == 0
