@@ -268,9 +268,8 @@ def orders(folder, by="wrapper"):
             # That no loss was scaled.
             warnings.simplefilter("ignore")
             WAYS[ways[rank]](run)
-        counting = run.scaler if is_scaler else run.optimizer
         name = f"{ways} {scaled_on} {overflow_on} {lacking} {clip_norm}"
-        found[name] = [run.shown()[0], int(counting.steps_skipped), weight.tolist()]
+        found[name] = [run.shown()[0], int(run.watched.steps_skipped), weight.tolist()]
         assert is_scaler or run.optimizer.iterations == 1
     return found
 

@@ -152,7 +152,7 @@ class WithScaler:
     """An optimizer and a gradient scaler, with the calls that a wrapper has."""
 
     def __init__(self, optimizer, scaler):
-        self.optimizer, self.scaler = optimizer, scaler
+        self.optimizer, self.scaler, self.watched = optimizer, scaler, scaler
 
     def scale_loss(self, loss):
         return self.scaler.scale(loss)
@@ -178,7 +178,7 @@ class Wrapper:
     """The wrapper, as the one above."""
 
     def __init__(self, optimizer):
-        self.optimizer = optimizer
+        self.optimizer = self.watched = optimizer
         self.scale_loss, self.unscale = optimizer.scale_loss, optimizer.unscale_
         self.zero_grad, self.saved = optimizer.zero_grad, optimizer.state_dict
 

@@ -339,24 +339,6 @@ def test_no_gradients_are_neither_a_good_nor_a_bad_step(make, mended):
     assert scale_and_tracker(scaler) == (8.0, 0)
 
 
-@both
-def test_a_step_that_only_makes_state_moves_nothing(make, mended):
-    """What torch.distributed.checkpoint does through a wrapper such as Accelerate's."""
-    weights, optimizer, scaler = made("adam", make, init_scale=8.0, growth_interval=2)
-    weights[0].grad = torch.zeros(3)
-    (group,) = optimizer.param_groups
-    group["lr"] = 0.0
-    if not mended:
-        with pytest.raises(AssertionError):
-            scaler.step(optimizer, None)
-        scaler._lazy_init_scale_growth_tracker("cpu")
-    scaler.step(optimizer, None)
-    scaler.update()
-    assert len(optimizer.state) == 1
-    assert numbers(weights) == [[1.0] * 3]
-    assert scale_and_tracker(scaler) == (8.0, 0 if mended else 1)
-
-
 def test_a_warm_up_from_zero_is_a_step():
     weights, optimizer, scaler = made("adam")
     optimizer.param_groups[0]["lr"] = 0.0

@@ -123,8 +123,7 @@ def test_a_schedule_may_be_made_for_the_optimizer_inside_and_be_copied():
 def test_a_copy_follows_what_is_copied_with_it(how, by):
     given = parameters(*SHAPES)
     run = OURS[by](torch.optim.SGD(given, lr=0.5))
-    watched = run.scaler if by == "scaler" else run.optimizer
-    scheduler = lossscale.torch.guard(lr_scheduler.StepLR(run.optimizer, 1, 0.5), watched)
+    scheduler = lossscale.torch.guard(lr_scheduler.StepLR(run.optimizer, 1, 0.5), run.watched)
     for _ in range(3):
         step(run, given, GOOD)
         scheduler.step()

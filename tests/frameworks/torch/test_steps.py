@@ -18,21 +18,21 @@ from frameworks.torch.support import (
     ONES,
     OURS,
     SHAPES,
-    WithScaler,
     backward,
     bits,
     fill,
     made,
     parameter,
     parameters,
+    scaler,
     sgd,
     snapshot,
     spoiled,
     step,
     wrapped,
+    wrapper,
 )
 from lossscale import DynamicScale, FixedScale, LossScaleWarning
-from lossscale.torch import GradScaler
 
 
 def test_the_front_makes_it_too_and_it_is_all_that_is_asked_for():
@@ -302,55 +302,40 @@ def test_an_optimizer_that_raises_can_be_stepped_again(rule):
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_float16_parameters_are_divided_in_the_kernel_of_fused_optimizers(decide, clip_norm):
     """To the last bit as the drop-in does it; clipped, within the rounding of float16."""
-    given = parameters(*SHAPES, dtype=torch.float16)
-    twins = parameters(*SHAPES, dtype=torch.float16)
-    optimizer = wrapped(
-        torch.optim.AdamW(given, lr=0.1, fused=True),
-        initial_scale=8.0,
-        decide=decide,
-        clip_norm=clip_norm,
-    )
-    inner = torch.optim.AdamW(twins, lr=0.1, fused=True)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    given, twins = (parameters(*SHAPES, dtype=torch.float16) for _ in range(2))
+    ours, dropped_in = (torch.optim.AdamW(p, lr=0.1, fused=True) for p in (given, twins))
+    optimizer = wrapped(ours, initial_scale=8.0, decide=decide, clip_norm=clip_norm)
+    dropped_in = scaler(dropped_in)
     norm = sum(g.square().sum() for g in ONES).sqrt()
     for factor in (1.0, torch.inf, 2.0**-20, 1.0):
-        fill(optimizer, given, [g * factor for g in ONES])
-        optimizer.step()
+        step(optimizer, given, [g * factor for g in ONES])
         shrunk = min(1.0, (clip_norm or torch.inf) / float(norm * factor))
-        scaler.scale(torch.ones(()))
-        for p, g in zip(twins, ONES, strict=True):
-            p.grad = (g * factor * shrunk * scaler.get_scale()).to(torch.float16)
-        scaler.step(inner)
-        scaler.update()
+        step(dropped_in, twins, [g * factor * shrunk for g in ONES])
         for p, twin in zip(given, twins, strict=True):
             if clip_norm is None:
                 assert torch.equal(p, twin)
             torch.testing.assert_close(p, twin, rtol=2e-3, atol=2e-3)
-    assert (int(optimizer.steps_skipped), scaler.steps_skipped) == (1, 1)
+    assert (int(optimizer.steps_skipped), dropped_in.scaler.steps_skipped) == (1, 1)
     fill(optimizer, given, ONES)
     with pytest.raises(ValueError, match=r"fused=True.*leave unscale_"):
         optimizer.unscale_()
 
 
-@pytest.mark.parametrize("run", ["host", "device", "drop-in"])
+@pytest.mark.parametrize("by", ["host", "device", "scaler"])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
-def test_float16_gradients_that_a_kernel_would_divide_to_infinity_are_skipped(name, run):
+def test_float16_gradients_that_a_kernel_would_divide_to_infinity_are_skipped(name, by):
     """float16 reaches beyond float32 divided by a scale under 2**-112."""
     weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
     inner = getattr(torch.optim, name)([weight], lr=2.0**-14, fused=True)
     rule = DynamicScale(2.0**-120, min_scale=2.0**-126)
-    if run == "drop-in":
-        counting = GradScaler("cpu", rule=rule)
-        optimizer = WithScaler(inner, counting)
-    else:
-        counting = optimizer = wrapped(inner, rule=rule, decide=run)
+    run = scaler(inner, rule=rule) if by == "scaler" else wrapper(inner, rule=rule, decide=by)
     largest = float(torch.finfo(torch.float32).max) * 2.0**-120
     for value, skipped in [(60000.0, True), (largest / 4, False), (-largest * 2, True)]:
         before = weight.detach().clone()
-        optimizer.scale_loss(torch.ones(()))
+        run.scale_loss(torch.ones(()))
         weight.grad = torch.tensor([value, 0.0, 0.0], dtype=torch.float16)
-        optimizer.step()
-        assert bool(counting.last_step_skipped) == skipped
+        run.step()
+        assert bool(run.watched.last_step_skipped) == skipped
         assert not skipped or torch.equal(weight, before)
 
 
