@@ -82,7 +82,7 @@ def test_d3_overflows_on_two_devices_are_one_overflow(make, mended):
     assert scaler.get_scale() == 4
 
 
-# D4 and D5 need several processes: test_processes.py.
+# D4 and D5 need several processes: test_processes.py; D23 is in test_compile.py.
 
 
 SHORTEN = {
@@ -251,49 +251,6 @@ def test_a_grad_scale_of_the_user_divides_too_and_is_used_up(make, name):
         same[0].grad = torch.full((3,), 0.25)
         plain.step()
     assert numbers(weights) == numbers(same)
-
-
-class Forward(torch.nn.Module):
-    """Scales inside of what is compiled."""
-
-    def __init__(self, scaler):
-        super().__init__()
-        self.linear = torch.nn.Linear(2, 1)
-        self.scaler = scaler
-
-    def forward(self, x):
-        return self.scaler.scale(self.linear(x).sum())
-
-
-@both
-def test_d23_scale_in_a_full_graph(make, mended):
-    torch._dynamo.reset()
-    model = Forward(make("cpu", init_scale=8.0))
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    if not mended:
-        with pytest.raises(torch._dynamo.exc.Unsupported):
-            compiled(torch.ones(1, 2))
-        return
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    counted = torch._dynamo.utils.counters
-    counted.clear()
-    # The first call makes the scale, and is the only one that does.
-    compiled(torch.ones(1, 2))
-    compiled(torch.ones(1, 2))
-    scales = []
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for step in range(8):
-            optimizer.zero_grad()
-            loss = compiled(torch.ones(1, 2))
-            scales.append(float(loss.detach() / model.linear(torch.ones(1, 2)).sum().detach()))
-            loss.backward()
-            if step < 7:
-                model.linear.bias.grad.fill_(torch.inf)
-            model.scaler.step(optimizer)
-            model.scaler.update()
-    assert scales == pytest.approx([2.0 ** (3 - step) for step in range(8)])
-    assert model.scaler.steps_skipped == 7
-    assert not counted["graph_break"]
 
 
 @both
