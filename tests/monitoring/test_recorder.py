@@ -178,25 +178,17 @@ def test_a_full_disk_is_one_warning_and_training_continues():
     assert [record["step"] for record in logged] == [1, 2]
 
 
-# --- What is observed -----------------------------------------------------------------------------
-
-
-def test_what_log_raises_is_raised_when_the_record_is_in_the_file(tmp_path):
+def test_a_loop_that_catches_what_log_raises_continues_the_file(tmp_path):
     path = tmp_path / "run.jsonl"
-    failure = RuntimeError("no network")
 
     def log(record):
-        # The file has the record already.
-        assert read_records(path)[-1].step == record["step"]
         if record["step"] == 2:
-            raise failure
+            raise RuntimeError("no network")
 
     recorder = opened(path, log=log)
     recorder.observe(applied(1))
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(RuntimeError, match="no network"):
         recorder.observe(applied(2))
-    assert raised.value is failure
-    # The caller may catch it and continue.
     recorder.observe(applied(3))
     recorder.close()
     assert [record.step for record in read_records(path)] == [1, 2, 3]

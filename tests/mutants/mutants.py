@@ -289,8 +289,9 @@ tests/frameworks/torch/test_steps.py
 tests/frameworks/torch/test_monitor.py
     torch LoopOverflowTracker._add_to_skip: self._skip is not before and ... -> False
         -k share_a_scaler
-tests/frameworks/torch/test_trainers_monitor.py
+tests/frameworks/torch/test_recipes.py
     torch _wrapper_in: isinstance(...) -> False  -k accelerate_prepares
+    torch GradScaler.step: fused.is_dummy_step(optimizer) -> False  -k only_makes_state
 tests/frameworks/torch/test_closures.py
     torch _evaluate: engine.scale.update(decision.stats) -> pass
 tests/frameworks/torch/test_two_wrappers.py
@@ -308,8 +309,6 @@ tests/frameworks/torch/test_guard.py
     torch GuardedScheduler._holds: self._seen.start is now.start -> True
 tests/frameworks/torch/test_grad_scaler_defects.py
     torch unscale_and_check_: recheck -> False  -k d20
-    torch GradScaler.step: fused.is_dummy_step(optimizer) -> False
-        -k only_makes_state
     torch attributes: vars(each).pop -> vars(each).setdefault  -k d25
 tests/frameworks/torch/test_processes.py
     torch GradScaler._unscale_grads_: overflow.item() >= 0 -> False

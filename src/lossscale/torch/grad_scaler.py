@@ -37,7 +37,7 @@ from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.backward import divide, is_seen, multiply, watch
 from lossscale.torch.engine import Engine, StepDecision
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
-from lossscale.torch.scale import Multiplier, update_on_host
+from lossscale.torch.scale import Counts, Multiplier, update_on_host
 from lossscale.torch.scaler_arguments import (
     DEFAULTS,
     as_of_a_scaler,
@@ -53,7 +53,7 @@ _INSTEAD = {
 }
 
 _OF_ONE_SCALER = frozenset(
-    {"_engines", "_skipped_hooks", "_multiplier", "_unowned", "_unowned_by", "_watcher"}
+    {"_engines", "_skipped_hooks", "_multiplier", "_start", "_unowned", "_unowned_by", "_watcher"}
 )
 """Attributes that a copy does not share."""
 
@@ -188,7 +188,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _forget(self) -> None:
         """Forgets optimizers, parameters and hooks, which a copy does not share."""
-        self._multiplier = None
+        self._multiplier, self._start = None, Counts(0, 0, False)
         # Tensors with gradients that belong to no optimizer that was used here yet; their scale.
         self._unowned: dict[int, Any] = {}
         self._unowned_by: Multiplier | None = None

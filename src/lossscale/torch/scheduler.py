@@ -18,14 +18,14 @@ _NEVER_STEPPED = 10
 
 
 class _Steps(NamedTuple):
-    """Number of steps, number of applied ones, and the counts at the last load."""
+    """Number of steps, number of applied ones, and the counts at the last load or copy."""
 
     made: int
     applied: int
     start: Any
 
     def since_start(self) -> _Steps:
-        """The counts to compare later ones with, after a state was loaded."""
+        """The counts to compare later ones with, after a state was loaded or a scaler copied."""
         start = self.start
         return _Steps(start.iterations, start.iterations - start.steps_skipped, start)
 
@@ -52,9 +52,6 @@ class GuardedScheduler:
     def _holds(self) -> bool:
         now = self._steps()
         before = self._seen if self._seen.start is now.start else now.since_start()
-        if now.made < before.made:
-            # A copied scaler counts from 0.
-            before = _Steps(0, 0, now.start)
         # Accelerate steps a scheduler once per process: all these calls belong to one step.
         if now != before:
             self._held = now.made > before.made and now.applied == before.applied
@@ -74,7 +71,9 @@ class GuardedScheduler:
             engines = [each for each in engines if not ids.isdisjoint(each.info().ids)]
             self._check_is_used(engines)
         made = sum(each.counts.iterations for each in engines)
-        return _Steps(made, made - sum(each.counts.steps_skipped for each in engines), None)
+        return _Steps(
+            made, made - sum(each.counts.steps_skipped for each in engines), watched._start
+        )
 
     def _check_is_used(self, engines: list[Any]) -> None:
         if "_unused_steps" not in self.__dict__:

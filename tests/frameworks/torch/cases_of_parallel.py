@@ -14,8 +14,8 @@ import torch
 from torch import distributed
 
 from frameworks.torch import stand_ins
-from frameworks.torch.support import bits, wrapped
-from lossscale.torch import GradScaler, clipping, gradients, ranks
+from frameworks.torch.support import OURS, bits, wrapped
+from lossscale.torch import clipping, gradients, ranks
 from pages import programs
 
 # Those before them are lines for a training loop, which cases_of_processes.py has in one.
@@ -219,41 +219,47 @@ def recipes(folder):
 # What two processes of a group may do in one step, each in its own order.
 
 
-def left_out(optimizer):
-    if optimizer.unscale_():
-        optimizer.step()
+def left_out(run):
+    if run.unscale():
+        run.step()
     else:
-        optimizer.zero_grad()
+        run.zero_grad()
 
 
-def unscaled(optimizer, times=1):
+def unscaled(run, times=1):
     for _ in range(times):
-        optimizer.unscale_()
-    optimizer.step()
+        run.unscale()
+    run.step()
 
 
 WAYS = {
-    "step": lambda optimizer: optimizer.step(),
+    "step": lambda run: run.step(),
     "unscale": unscaled,
-    "twice": lambda optimizer: unscaled(optimizer, 2),
+    "twice": lambda run: unscaled(run, 2),
     "left out": left_out,
 }
+OF_SCALERS = ("step", "unscale")
 SCALED_ON = {"both": (0, 1), "first": (0,), "last": (1,), "none": ()}
 OVERFLOW_ON = {"none": None, "first": 0, "last": 1}
 
 
-def orders(folder):
+def orders(folder, by="wrapper"):
     """Each way of the one with each way of the other: scale, counts, and what was applied."""
-    found, rank = {}, distributed.get_rank()
+    found, rank, is_scaler = {}, distributed.get_rank(), by == "scaler"
+    ways_of = OF_SCALERS if is_scaler else WAYS
     for ways, scaled_on, overflow_on, lacking, clip_norm in itertools.product(
-        itertools.product(WAYS, WAYS), SCALED_ON, OVERFLOW_ON, (None, 1), (None, 100.0)
+        itertools.product(ways_of, ways_of), SCALED_ON, OVERFLOW_ON, (None, 1), (None, 100.0)
     ):
+        if is_scaler and (scaled_on == "none" or clip_norm):
+            continue
         weight = torch.nn.Parameter(torch.zeros(2))
-        inner = torch.optim.SGD([weight], lr=1.0)
-        group = distributed.group.WORLD
-        optimizer = wrapped(inner, initial_scale=8.0, clip_norm=clip_norm, process_group=group)
+        inner, clips = (
+            torch.optim.SGD([weight], lr=1.0),
+            {} if is_scaler else {"clip_norm": clip_norm},
+        )
+        run = OURS[by](inner, process_group=distributed.group.WORLD, **clips)
         if rank in SCALED_ON[scaled_on]:
-            optimizer.scale_loss(torch.ones(()))
+            run.scale_loss(torch.ones(()))
         if rank != lacking:
             weight.grad = torch.full((2,), 8.0 if SCALED_ON[scaled_on] else 1.0)
             if OVERFLOW_ON[overflow_on] == rank:
@@ -261,37 +267,15 @@ def orders(folder):
         with warnings.catch_warnings():
             # That no loss was scaled.
             warnings.simplefilter("ignore")
-            WAYS[ways[rank]](optimizer)
+            WAYS[ways[rank]](run)
         name = f"{ways} {scaled_on} {overflow_on} {lacking} {clip_norm}"
-        found[name] = [shown(optimizer), weight.tolist()]
+        found[name] = [run.shown()[0], int(run.watched.steps_skipped), weight.tolist()]
+        assert is_scaler or run.optimizer.iterations == 1
     return found
 
 
 def orders_of_scalers(folder):
-    """The same with the drop-in: each with or without `unscale_`."""
-    found, rank = {}, distributed.get_rank()
-    for ways, scaled_on, overflow_on, lacking in itertools.product(
-        itertools.product((False, True), repeat=2),
-        ("both", "first", "last"),
-        OVERFLOW_ON,
-        (None, 1),
-    ):
-        weight = torch.nn.Parameter(torch.zeros(2))
-        inner = torch.optim.SGD([weight], lr=1.0)
-        scaler = GradScaler("cpu", init_scale=8.0, process_group=distributed.group.WORLD)
-        if rank in SCALED_ON[scaled_on]:
-            scaler.scale(torch.ones(()))
-        if rank != lacking:
-            weight.grad = torch.full((2,), 8.0)
-            if OVERFLOW_ON[overflow_on] == rank:
-                weight.grad[0] = torch.nan
-        if ways[rank]:
-            scaler.unscale_(inner)
-        scaler.step(inner)
-        scaler.update()
-        name = f"{ways} {scaled_on} {overflow_on} {lacking}"
-        found[name] = [[scaler.get_scale(), scaler.steps_skipped, 1], weight.tolist()]
-    return found
+    return orders(folder, "scaler")
 
 
 CASES = {

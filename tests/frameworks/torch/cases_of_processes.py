@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import pathlib
-import signal
 
 import torch
 from torch import distributed
@@ -108,8 +107,8 @@ def model():
 # DistributedDataParallel sums gradients, so that an overflow reaches all processes by itself.
 
 
-def in_ddp(module, inner, losses_of, **settings):
-    """What a run of each kind shows; `losses_of` gives those of each step in turn."""
+def in_ddp(module, inner, loss_of, **settings):
+    """What a run of each kind shows."""
     found = {}
     for name, make in {**OURS, "torch": theirs}.items():
         net = DistributedDataParallel(module(), **settings)
@@ -118,28 +117,18 @@ def in_ddp(module, inner, losses_of, **settings):
         with counted() as reduced:
             for step in range(4):
                 run.zero_grad()
-                for loss in losses_of(net, step):
-                    run.scale_loss(loss).backward()
+                run.scale_loss(loss_of(net, step)).backward()
                 run.step()
                 trace.append(run.shown())
         found[name] = [trace, finite(net.parameters()), len(reduced), total(net.parameters())]
     return found
 
 
-def ddp(folder, *, accumulate=False):
-    def losses_of(net, step):
-        factor = INF if step == 1 and is_last() else 1.0
-        if accumulate:
-            with net.no_sync():
-                yield net(torch.ones(2, 4)).sum() * factor
-            factor = 1.0
-        yield net(torch.ones(2, 4)).sum() * factor
+def ddp(folder):
+    def loss_of(net, step):
+        return net(torch.ones(2, 4)).sum() * (INF if step == 1 and is_last() else 1.0)
 
-    return in_ddp(model, lambda p: torch.optim.SGD(p, lr=0.1), losses_of)
-
-
-def ddp_no_sync(folder):
-    return ddp(folder, accumulate=True)
+    return in_ddp(model, lambda p: torch.optim.SGD(p, lr=0.1), loss_of)
 
 
 class Branches(torch.nn.Module):
@@ -156,12 +145,11 @@ class Branches(torch.nn.Module):
 
 
 def ddp_unused(folder):
-    def losses_of(net, step):
+    def loss_of(net, step):
         # In the second step only the last process uses a parameter of its own.
-        factors = (1.0, INF if is_last() else 0.0, 0.0, 1.0)
-        yield net(rank(), factors[step])
+        return net(rank(), (1.0, INF if is_last() else 0.0, 0.0, 1.0)[step])
 
-    return in_ddp(Branches, fused, losses_of, find_unused_parameters=True)
+    return in_ddp(Branches, fused, loss_of, find_unused_parameters=True)
 
 
 # FSDP2: each process holds a part of each parameter.
@@ -484,9 +472,9 @@ def sharded_scaler(folder):
     return found
 
 
-# A run that is killed, and goes on from its checkpoint.
+# A run that goes on from its checkpoint, on as many processes or on one.
 
-STEPS, SAVED, KILLED = 8, 4, 5
+STEPS, SAVED = 8, 4
 KINDS = ("scaler", "wrapper")
 
 
@@ -538,40 +526,21 @@ class Training:
         return [list(self.trace), bits]
 
 
-def killed(folder):
-    """The first two processes run to the end; of the others, who save, one is killed."""
-    found = {}
-    mesh = mesh_of_four()["in_pair"]
-    runs = {kind: Training(kind, mesh) for kind in KINDS}
-    for number in range(1, STEPS + 1):
-        for kind, training in runs.items():
-            if number == KILLED and rank() == 3 and kind == KINDS[-1]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            try:
-                training.step(number)
-            except RuntimeError:
-                if rank() != 2 or number < KILLED:
-                    raise
-                # The other one is gone. What both of them saved:
-                return found
-            if number == SAVED and rank() >= 2:
-                dcp.save(
-                    training.state(),
-                    checkpoint_id=str(folder / f"checkpoint-{kind}"),
-                    process_group=mesh.get_group(),
-                )
-                found[kind] = training.shown()
-    return {kind: training.shown() for kind, training in runs.items()}
-
-
-def resumed(folder):
+def whole_and_resumed(folder):
+    """A run to its end, what it saved on its way, and the end of one that went on from there."""
     found = {}
     for kind in KINDS:
         training = Training(kind, mesh_of_all())
-        training.load(folder)
-        for number in range(SAVED + 1, STEPS + 1):
+        for number in range(1, STEPS + 1):
             training.step(number)
-        found[kind] = training.shown()
+            if number == SAVED:
+                dcp.save(training.state(), checkpoint_id=str(folder / f"checkpoint-{kind}"))
+                saved = training.shown()
+        resumed = Training(kind, mesh_of_all())
+        resumed.load(folder)
+        for number in range(SAVED + 1, STEPS + 1):
+            resumed.step(number)
+        found[kind] = [training.shown(), saved, resumed.shown()]
     return found
 
 
@@ -671,7 +640,6 @@ def in_zero(folder):
 CASES = {
     4: (
         ddp,
-        ddp_no_sync,
         ddp_unused,
         fsdp,
         mesh_2x2,
@@ -684,9 +652,8 @@ CASES = {
         clipped,
         fsdp_clipped,
         sharded_scaler,
-        killed,
     ),
-    2: (ddp, fsdp, fsdp_clipped, uneven, compressed, in_zero, monitored, resumed),
+    2: (ddp, fsdp, fsdp_clipped, uneven, compressed, in_zero, monitored, whole_and_resumed),
     1: (on_one, seen, clipped, fsdp_clipped, minimized),
 }
 CASES = {size: (*cases_of_parallel.CASES[size], *cases) for size, cases in CASES.items()}
@@ -711,5 +678,5 @@ def main(number, size, folder):
     for case in CASES[size]:
         found[case.__name__] = case(folder)
         (folder / f"{size}-{number}.json").write_text(json.dumps(found))
-    # No clean-up, which would wait for the process that was killed.
-    os._exit(0)
+    if size > 1:
+        distributed.destroy_process_group()

@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import json
 import pkgutil
-import signal
 import sys
 
 import pytest
@@ -54,9 +53,8 @@ def found(tmp_path_factory):
         programs = [
             Program(run, number, size, folder, module=cases.__name__) for number in range(size)
         ]
-        for number, program in enumerate(programs):
+        for program in programs:
             done = program.finished()
-            killed = (size, number) == (4, 3)
-            assert done.returncode == (-signal.SIGKILL if killed else 0), done.stderr[-3000:]
+            assert done.returncode == 0, done.stderr[-3000:]
         sets[size] = [json.loads((folder / f"{size}-{n}.json").read_text()) for n in range(size)]
     return sets

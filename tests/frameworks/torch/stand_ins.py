@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import torch
 from torch import distributed
@@ -43,13 +43,13 @@ class OptimizersContainer(Optimizer, Stateful):
     def __len__(self):
         return len(self.optimizers)
 
-    def step(self, *arguments, **named):
+    def step(self):
         for optimizer in self.optimizers:
-            optimizer.step(*arguments, **named)
+            optimizer.step()
 
-    def zero_grad(self, *arguments, **named):
+    def zero_grad(self):
         for optimizer in self.optimizers:
-            optimizer.zero_grad(*arguments, **named)
+            optimizer.zero_grad()
 
     def state_dict(self):
         flat = functools.partial(get_optimizer_state_dict, options=FLAT)
@@ -90,7 +90,6 @@ def _module(name, **names):
     return module
 
 
-@contextlib.contextmanager
 def installed():
     """Within it these are imported in the places of torchtitan and Ray."""
     ray_torch = _module(
@@ -117,12 +116,4 @@ def installed():
         "torchtitan.components": _module("torchtitan.components"),
         "torchtitan.components.optimizer": optimizer,
     }
-    before = {name: sys.modules.get(name) for name in modules}
-    sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for name, module in before.items():
-            sys.modules.pop(name)
-            if module is not None:
-                sys.modules[name] = module
+    return mock.patch.dict(sys.modules, modules)

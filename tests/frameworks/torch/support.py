@@ -1,8 +1,10 @@
 """A small model, gradients that are given, and what is left of a step."""
 
 import copy
+import io
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lossscale
 from lossscale.torch.grad_scaler import GradScaler
@@ -66,10 +68,22 @@ def step(optimizer, given, gradients):
     optimizer.step()
 
 
-def train_step(optimizer, loss):
+def derive(optimizer, loss, way="verb", **arguments):
+    """Backpropagates by one of the ways; plainly if the optimizer is not wrapped."""
+    if not hasattr(optimizer, "scale_loss"):
+        loss.backward(**arguments)
+    elif way == "verb":
+        optimizer.backward(loss, **arguments)
+    else:
+        optimizer.scale_loss(loss).backward(**arguments)
+        if way == "unscaled":
+            optimizer.unscale_()
+
+
+def train_step(optimizer, loss, way="scale_loss"):
     """A step of a training loop."""
     optimizer.zero_grad()
-    scaled(optimizer, loss).backward()
+    derive(optimizer, loss, way)
     optimizer.step()
 
 
@@ -80,9 +94,13 @@ def spoiled(value, place):
     return gradients
 
 
+def alone(inner, **_):
+    return inner
+
+
 def assert_same_without_scaling(run):
     """Whether a run ends alike with what it is given: what wraps an optimizer, or leaves it."""
-    assert run(wrapped) == run(lambda inner, **_: inner)
+    assert run(wrapped) == run(alone)
 
 
 def bits(value):
@@ -106,6 +124,27 @@ def snapshot(given, optimizer):
     return bits([list(given), copy.deepcopy(inner.state_dict()["state"])])
 
 
+def through_a_file(value, weights_only=True):
+    torch.save(value, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often a number is brought to the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.is_nonzero.default,
+        )
+        return function(*args, **(kwargs or {}))
+
+
 # The wrapper and the scaler, where both are tried with the same calls.
 
 
@@ -113,7 +152,7 @@ class WithScaler:
     """An optimizer and a gradient scaler, with the calls that a wrapper has."""
 
     def __init__(self, optimizer, scaler):
-        self.optimizer, self.scaler = optimizer, scaler
+        self.optimizer, self.scaler, self.watched = optimizer, scaler, scaler
 
     def scale_loss(self, loss):
         return self.scaler.scale(loss)
@@ -139,10 +178,13 @@ class Wrapper:
     """The wrapper, as the one above."""
 
     def __init__(self, optimizer):
-        self.optimizer = optimizer
+        self.optimizer = self.watched = optimizer
         self.scale_loss, self.unscale = optimizer.scale_loss, optimizer.unscale_
-        self.step = optimizer.step
         self.zero_grad, self.saved = optimizer.zero_grad, optimizer.state_dict
+
+    def step(self):
+        # A scheduler replaces it.
+        self.optimizer.step()
 
     def shown(self):
         return [float(self.optimizer.loss_scale), int(self.optimizer.dynamic_counter)]

@@ -11,7 +11,16 @@ import weakref
 import pytest
 import torch
 
-from frameworks.torch.support import bits, scaler, snapshot, wrapped
+from frameworks.torch.support import (
+    alone,
+    assert_same_without_scaling,
+    bits,
+    derive,
+    scaler,
+    snapshot,
+    train_step,
+    wrapped,
+)
 from lossscale.errors import CallOrderError, UnsupportedError
 from lossscale.torch import GradScaler
 
@@ -21,18 +30,6 @@ SGD = torch.optim.SGD
 def leaf(*values, dtype=torch.float32):
     """A tensor to train. A copy of an `nn.Parameter` would lose its gradient."""
     return torch.tensor(values or (1.0, 2.0), dtype=dtype, requires_grad=True)
-
-
-def derive(optimizer, loss, way):
-    """Backpropagates by one of the ways; plainly if the optimizer is not wrapped."""
-    if not hasattr(optimizer, "scale_loss"):
-        loss.backward()
-    elif way == "verb":
-        optimizer.backward(loss)
-    else:
-        optimizer.scale_loss(loss).backward()
-        if way == "unscaled":
-            optimizer.unscale_()
 
 
 # Methods of the inner optimizer.
@@ -57,17 +54,18 @@ METHODS = ["first_step", "update_hessian", "train", "eval"]
 @pytest.mark.parametrize("way", ["verb", "unscaled"])
 @pytest.mark.parametrize("several", [False, True])
 def test_inner_methods_find_true_gradients(way, several):
-    def run(wraps):
+    def run(wrap):
         a, b = leaf(), leaf(3.0)
-        parts = [Methods([a]), Methods([b])] if several else [Methods([a, b])]
-        optimizers = [wrapped(parts if several else parts[0])] if wraps else parts
-        derive(optimizers[0], (a * a).sum() + (b**3).sum(), way)
+        parts = [Methods([a]), Methods([b])] if several else Methods([a, b])
+        optimizer = wrap(parts)
+        called = parts if several and optimizer is parts else [optimizer]
+        derive(optimizer, (a * a).sum() + (b**3).sum(), way)
         for name in (*METHODS, "step"):
-            for each in optimizers:
+            for each in called:
                 getattr(each, name)()
-        return bits([a, b, [each.found for each in parts]])
+        return bits([a, b, [each.found for each in (parts if several else [parts])]])
 
-    assert run(True) == run(False)
+    assert_same_without_scaling(run)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -170,23 +168,18 @@ def test_a_scaler_tells_optimizers_apart_that_are_equal_or_have_no_hash(cls, as_
     assert (a.tolist(), b.tolist()) == ([0.5, 1.5], [0.5, 1.5] if as_list else [0.0, 1.0])
 
 
-@pytest.mark.parametrize("kind", ["verb", "scaled", "device", "scaler"])
+@pytest.mark.parametrize("kind", ["verb", "scale_loss", "device", "scaler"])
 def test_no_gradient_in_ten_steps_is_warned_of_once(kind):
     trained, inner = leaf(), SGD([leaf()], lr=0.5, fused=True)
-    scaler, optimizer = GradScaler("cpu"), None
-    if kind != "scaler":
+    if kind == "scaler":
+        optimizer = scaler(inner)
+    else:
         optimizer = wrapped(inner, decide="device" if kind == "device" else "host")
     said = []
     for _ in range(22):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            if optimizer is None:
-                scaler.scale(trained.sum()).backward()
-                scaler.step(inner)
-                scaler.update()
-            else:
-                derive(optimizer, trained.sum(), kind)
-                optimizer.step()
+            train_step(optimizer, trained.sum(), kind)
         said.append([str(each.message) for each in caught])
     assert [number for number, each in enumerate(said) if each] == [9]
     assert "No parameter of SGD has had a gradient in 10 steps" in said[9][0]
@@ -259,7 +252,7 @@ def test_gradients_that_share_memory_or_are_views(name, place, way):
     def run(way):
         a, b = torch.arange(6.0).reshape(2, 3).requires_grad_(), torch.ones(2, 3).requires_grad_()
         optimizer = SGD([a, b], lr=0.125, momentum=0.5)
-        training = {"plain": lambda it: it, "scaler": scaler}.get(way, wrapped)(optimizer)
+        training = {"plain": alone, "scaler": scaler}.get(way, wrapped)(optimizer)
         for _ in range(3):
             training.zero_grad()
             loss = LOSSES[name](a, b)
@@ -318,9 +311,7 @@ def test_a_deepcopy_at_any_moment_ends_as_the_original(moment, make, settings):
     ends = []
     for p, each in ((a, optimizer), copy.deepcopy((a, optimizer))):
         each.step()
-        each.zero_grad()
-        each.backward((p * p).sum())
-        each.step()
+        train_step(each, (p * p).sum(), "verb")
         ends.append((snapshot([p], each), each.steps_skipped, each.iterations))
     assert ends[0] == ends[1]
 
@@ -341,7 +332,5 @@ def test_a_file_at_any_moment_goes_on_as_plain_training(moment, make, how):
     bare = MAKERS[make](plain)
     bare.load_state_dict(copy.deepcopy(optimizer.inner_optimizer.state_dict()))
     for p, each in ((a, optimizer), (plain, bare)):
-        each.zero_grad()
-        derive(each, (p * p).sum(), "verb")
-        each.step()
+        train_step(each, (p * p).sum(), "verb")
     assert bits(a) == bits(plain)

@@ -11,8 +11,14 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from frameworks.torch.support import bits, wrapped
-from lossscale.torch import LossScaleOptimizer
+from frameworks.torch.support import (
+    alone,
+    assert_same_without_scaling,
+    bits,
+    derive,
+    parameter,
+    wrapped,
+)
 
 
 def model():
@@ -28,14 +34,6 @@ def sgd(given, lr=0.1):
     return torch.optim.SGD(given, lr=lr)
 
 
-def derive(optimizer, loss, **arguments):
-    """Backpropagates by the verb, or plainly where the optimizer is PyTorch's."""
-    if hasattr(optimizer, "backward"):
-        optimizer.backward(loss, **arguments)
-    else:
-        loss.backward(**arguments)
-
-
 def gradients_of(given):
     return bits([p.grad for p in given])
 
@@ -45,10 +43,9 @@ FORWARDS = ["autocast", "checkpoint reentrant", "checkpoint", "compiled"]
 
 @pytest.mark.parametrize("kind", FORWARDS)
 def test_forward_passes_of_other_kinds(kind):
-    def run(wraps):
+    def run(wrap):
         net = model()
-        optimizer = sgd(net.parameters())
-        optimizer = wrapped(optimizer) if wraps else optimizer
+        optimizer = wrap(sgd(net.parameters()))
         forward = torch.compile(net, backend="aot_eager") if kind == "compiled" else net
         for number in range(3):
             x = batch(number).requires_grad_("reentrant" in kind)
@@ -63,51 +60,19 @@ def test_forward_passes_of_other_kinds(kind):
         return [p.detach() for p in net.parameters()]
 
     # Of float16 plain training loses what is small.
-    torch.testing.assert_close(run(True), run(False), rtol=0, atol=1e-2 * (kind == "autocast"))
+    close = 1e-2 * (kind == "autocast")
+    torch.testing.assert_close(run(wrapped), run(alone), rtol=0, atol=close)
 
 
 def test_leaves_that_are_not_of_the_optimizer():
-    def run(wraps):
+    def run(wrap):
         trained, other, x = model(), model(), batch(1).requires_grad_()
-        optimizer = sgd(trained.parameters())
-        optimizer = wrapped(optimizer) if wraps else optimizer
+        optimizer = wrap(sgd(trained.parameters()))
         for _ in range(2):
             derive(optimizer, (trained(x) * other(x)).mean())
         return gradients_of([*trained.parameters(), *other.parameters(), x])
 
-    assert run(True) == run(False)
-
-
-def test_optimizers_that_share_a_loss_are_skipped_together():
-    def run(wraps, overflow=None):
-        net = model()
-        pair = [sgd(net[place].parameters()) for place in (0, 2)]
-        if wraps:
-            pair = [wrapped(pair[0]), wrapped(pair[1], initial_scale=4.0)]
-        for number in range(3):
-            if number == overflow and not wraps:
-                continue
-            factor = torch.inf if number == overflow else 1.0
-            derive(pair[0], net(batch(number)).square().mean() * factor)
-            for each in pair:
-                each.step()
-                each.zero_grad()
-        return bits(list(net.parameters())), pair
-
-    for overflow in (None, 1):
-        weights, pair = run(True, overflow)
-        assert weights == run(False, overflow)[0]
-        assert [each.steps_skipped for each in pair] == [0 if overflow is None else 1] * 2
-
-
-def test_gradients_of_another_optimizer_are_added_to():
-    net = model()
-    first = wrapped(sgd(net.parameters()))
-    second = wrapped(torch.optim.Adam(net.parameters(), lr=0.1), initial_scale=8.0)
-    first.backward(net(torch.ones(1, 8)).sum())
-    once = [p.grad.clone() for p in net.parameters()]
-    second.backward(net(torch.ones(1, 8)).sum())
-    assert gradients_of(net.parameters()) == bits([2 * gradient for gradient in once])
+    assert_same_without_scaling(run)
 
 
 class Fails(torch.autograd.Function):
@@ -149,10 +114,10 @@ def test_gradient_and_inputs():
 
 
 def test_retained_and_second_derivatives():
-    def run(wraps):
+    def run(wrap):
         net = model()
         weights = list(net.parameters())
-        optimizer = wrapped(sgd(weights)) if wraps else sgd(weights)
+        optimizer = wrap(sgd(weights))
         hidden = net(torch.ones(2, 8))
         derive(optimizer, hidden.abs().mean(), retain_graph=True)
         with warnings.catch_warnings():
@@ -163,57 +128,33 @@ def test_retained_and_second_derivatives():
         second = torch.autograd.grad(first, weights, [torch.ones_like(p) for p in weights])
         return bits(first), second
 
-    (first, second), (expected, of_plain) = run(True), run(False)
+    (first, second), (expected, of_plain) = run(wrapped), run(alone)
     assert first == expected
     torch.testing.assert_close(second, of_plain, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_sparse_complex_wide_and_shared(dtype):
-    def run(wraps):
+    def run(wrap):
         torch.manual_seed(0)
         table = torch.nn.Embedding(10, 3, sparse=True, dtype=dtype)
         number = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
-        optimizer = sgd([*table.parameters(), number])
-        optimizer = wrapped(optimizer) if wraps else optimizer
+        optimizer = wrap(sgd([*table.parameters(), number]))
         for _ in range(2):
             rows = table(torch.tensor([1, 1, 2])).float()
             derive(optimizer, rows.square().mean() + (number * number).abs().sum())
         return gradients_of([table.weight, number])
 
-    assert run(True) == run(False)
+    assert_same_without_scaling(run)
 
 
-def test_what_it_returns_and_what_is_skipped():
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = wrapped(sgd([weight], lr=0.25))
-    assert optimizer.backward((weight * torch.inf).sum()).item() is False
-    assert optimizer.unscale_() is False
-    optimizer.step()
-    assert (optimizer.steps_skipped, float(optimizer.loss_scale)) == (1, 2.0**14)
-    optimizer.zero_grad()
-    optimizer.backward((weight * torch.inf).sum())
-    # Whoever takes the gradient away has left the step out.
-    weight.grad = None
-    optimizer.backward(weight.sum())
-    assert (optimizer.steps_skipped, optimizer.iterations) == (2, 2)
-    optimizer.step()
-    assert (optimizer.steps_skipped, optimizer.iterations) == (2, 3)
-    assert weight.tolist() == [0.75, 0.75]
-
-
-def test_nothing_is_kept_of_a_step():
-    weight = torch.nn.Parameter(torch.ones(3))
+def test_no_gradient_is_kept():
+    weight = parameter()
     optimizer = wrapped(sgd([weight]))
     optimizer.backward(weight.sum())
     gradient = weakref.ref(weight.grad)
     weight.grad = None
     assert gradient() is None
-    scaled = optimizer.scale_loss((weight * 2).sum())
-    scaled.backward()
-    kept = weakref.ref(scaled)
-    del scaled
-    assert kept() is None
 
 
 class Sam(torch.optim.SGD):
@@ -238,12 +179,11 @@ class Sam(torch.optim.SGD):
 
 @pytest.mark.parametrize(("scale", "overflow"), [(2.0**15, None), (2.0**126, None), (2.0**15, 1)])
 def test_a_closure_that_moves_first_is_evaluated_lower_or_skipped(scale, overflow):
-    def run(wraps):
+    def run(wrap):
         net = model()
-        optimizer = Sam(net.parameters(), lr=0.1)
-        optimizer = wrapped(optimizer, initial_scale=scale) if wraps else optimizer
+        optimizer = wrap(Sam(net.parameters(), lr=0.1), initial_scale=scale)
         for number in range(3):
-            if number == overflow and not wraps:
+            if number == overflow and wrap is alone:
                 continue
 
             def closure(number=number):
@@ -253,21 +193,20 @@ def test_a_closure_that_moves_first_is_evaluated_lower_or_skipped(scale, overflo
                 return loss
 
             optimizer.step(closure)
-        if wraps:
-            assert optimizer.steps_skipped == (overflow is not None)
+        assert wrap is alone or optimizer.steps_skipped == (overflow is not None)
         return bits(list(net.parameters()))
 
-    assert run(True) == run(False)
+    assert_same_without_scaling(run)
 
 
 @pytest.mark.parametrize("overflows", [False, True])
 def test_gradients_that_are_combined_after_zero_grad_are_applied_without_a_warning(overflows):
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = LossScaleOptimizer(torch.optim.SGD([weight], lr=0.5))
+    weight = parameter()
+    optimizer = wrapped(sgd([weight], lr=0.5))
     grads = []
     for slope in (1.0, torch.inf if overflows else 2.0):
         optimizer.zero_grad()
-        optimizer.backward((weight * slope).sum())
+        assert optimizer.backward((weight * slope).sum()).item() is (slope < torch.inf)
         grads.append(weight.grad.clone())
     optimizer.zero_grad()
     weight.grad = grads[0] + grads[1]

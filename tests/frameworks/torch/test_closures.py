@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from frameworks.torch.support import (
+    alone,
     assert_same_without_scaling,
     bits,
+    derive,
     parameters,
-    scaled,
     snapshot,
     wrapped,
 )
@@ -18,16 +19,13 @@ from lossscale.errors import ArgumentTypeError, GradientsError
 from noting import Noting
 
 
-def closure_of(optimizer, loss_fn, clip=None, verb=False):
+def closure_of(optimizer, loss_fn, clip=None, way="scale_loss"):
     """A closure; that of an optimizer which is not wrapped scales nothing."""
 
     def closure():
         optimizer.zero_grad()
         loss = loss_fn()
-        if verb and hasattr(optimizer, "backward"):
-            optimizer.backward(loss)
-        else:
-            scaled(optimizer, loss).backward()
+        derive(optimizer, loss, way)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], clip)
         return loss
@@ -51,20 +49,18 @@ def without_a_finite_gradient(point):
 
 @pytest.mark.parametrize("line_search", ["strong_wolfe", None])
 @pytest.mark.parametrize("scale", [2.0**15, 2.0**124])
-@pytest.mark.parametrize("verb", [False, True])
-def test_lbfgs_ends_bit_identical_to_no_loss_scaling(scale, line_search, verb):
+@pytest.mark.parametrize("way", ["verb", "scale_loss"])
+def test_lbfgs_ends_bit_identical_to_no_loss_scaling(scale, line_search, way):
     def run(wrap):
         point, evaluations = starting_point(), []
         inner = torch.optim.LBFGS([point], lr=0.5, line_search_fn=line_search, max_iter=5)
         optimizer = wrap(inner, rule=DynamicScale(scale))
-        closure = closure_of(
-            optimizer, lambda: evaluations.append(1) or rosenbrock(point), verb=verb
-        )
+        closure = closure_of(optimizer, lambda: evaluations.append(1) or rosenbrock(point), way=way)
         losses = [optimizer.step(closure).detach() for _ in range(8)]
         return snapshot([point], optimizer), bits(losses), len(evaluations), optimizer
 
     *ours, evaluations, optimizer = run(wrapped)
-    *plain, plain_evaluations, _ = run(lambda inner, **_: inner)
+    *plain, plain_evaluations, _ = run(alone)
     assert ours == plain
     again = evaluations - plain_evaluations
     assert (again > 0) is (scale == 2.0**124)
@@ -124,7 +120,7 @@ def test_a_closure_is_evaluated_once_and_its_loss_returned(cls):
         assert left == []
         return bits([losses[0], losses[-1]]), snapshot(given, optimizer)
 
-    assert run(wrapped, (1, torch.inf, 1)) == run(lambda inner: inner, (1, 1))
+    assert run(wrapped, (1, torch.inf, 1)) == run(alone, (1, 1))
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -146,26 +142,30 @@ def test_minimize_with_lbfgs(clip):
 # Mistakes.
 
 
-def test_lbfgs_without_a_closure():
-    optimizer = wrapped(torch.optim.LBFGS(parameters((2,))))
-    with pytest.raises(TypeError, match="closure"):
-        optimizer.step()
+WRONG = {
+    "none": (lambda o, p: None, TypeError, "closure"),
+    "returns the scaled loss": (
+        lambda o, p: closure_of(o.inner_optimizer, lambda: o.scale_loss(rosenbrock(p))),
+        GradientsError,
+        "returned the scaled loss.*LBFGS",
+    ),
+    "returns nothing": (
+        lambda o, p: lambda: o.scale_loss(rosenbrock(p)).backward(),
+        ArgumentTypeError,
+        "must return the loss: LBFGS",
+    ),
+}
 
 
-def test_lbfgs_and_a_closure_that_returns_the_scaled_loss():
-    point = starting_point()
-    optimizer = wrapped(inner := torch.optim.LBFGS([point]))
-    before = bits(point)
-    with pytest.raises(GradientsError, match=r"returned the scaled loss.*LBFGS"):
-        optimizer.step(closure_of(inner, lambda: optimizer.scale_loss(rosenbrock(point))))
-    assert bits(point) == before
-
-
-def test_lbfgs_and_a_closure_that_returns_nothing():
+@pytest.mark.parametrize("case", WRONG)
+def test_lbfgs_and_a_wrong_closure(case):
+    make, error, words = WRONG[case]
     point = starting_point()
     optimizer = wrapped(torch.optim.LBFGS([point]))
-    with pytest.raises(ArgumentTypeError, match="must return the loss: LBFGS"):
-        optimizer.step(lambda: optimizer.scale_loss(rosenbrock(point)).backward())
+    before = bits(point)
+    with pytest.raises(error, match=words):
+        optimizer.step(make(optimizer, point))
+    assert bits(point) == before
 
 
 def test_lbfgs_and_a_closure_that_scales_nothing():

@@ -1,13 +1,12 @@
 """torch.compile: one graph for forward and scale_loss, none anew while the scale moves."""
 
-import itertools
 import warnings
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from frameworks.torch.support import bits, parameter, sgd, wrapped
+from frameworks.torch.support import Reads, bits, scaler, wrapped, wrapper
 from lossscale import DynamicScale, FixedScale
 
 RULE = DynamicScale(2.0**3, growth_interval=1, max_scale=2.0**8)
@@ -22,102 +21,99 @@ def counter():
     torch._dynamo.reset()
 
 
-def made(inner=torch.optim.SGD, **settings):
+def made(inner=torch.optim.SGD, by="host"):
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
-    flags = {"fused": True} if settings.get("decide") == "device" else {}
+    flags = {"fused": True} if by == "device" else {}
     optimizer = inner(model.parameters(), lr=0.1, momentum=0.5, **flags)
-    return model, wrapped(optimizer, rule=RULE, **settings)
+    if by == "scaler":
+        return model, scaler(optimizer, rule=RULE)
+    return model, wrapper(optimizer, rule=RULE, decide=by)
 
 
-def run(step, optimizer):
+def run(step, loop):
     """Seven moves of the scale, one of them down, and the scales in between."""
-    scales = [float(optimizer.loss_scale)]
+    scales = []
     for number in range(8):
         step(X * (torch.inf if number == 4 else 1.0))
-        scales.append(float(optimizer.loss_scale))
-    assert scales == [2.0**power for power in (3, 4, 5, 6, 7, 6, 7, 8, 8)]
-    assert sum(a != b for a, b in itertools.pairwise(scales)) == 7
-    assert int(optimizer.steps_skipped) == 1
-    assert int(optimizer.iterations) == 8
+        scales.append(loop.shown()[0])
+    assert scales == [2.0**power for power in (4, 5, 6, 7, 6, 7, 8, 8)]
+    assert int(loop.watched.steps_skipped) == 1
 
 
-def training_step(model, optimizer, scaled_loss=None):
+def training_step(model, loop, scaled_loss=None):
     """A step of a loop, of which `scaled_loss` may be compiled."""
 
     def step(x):
-        optimizer.zero_grad()
-        scale = scaled_loss or (lambda x: optimizer.scale_loss(model(x).square().sum()))
+        loop.zero_grad()
+        scale = scaled_loss or (lambda x: loop.scale_loss(model(x).square().sum()))
         scale(x).backward()
-        optimizer.step()
+        loop.step()
 
     return step
 
 
 def eager(inner=torch.optim.SGD):
-    model, optimizer = made(inner)
-    run(training_step(model, optimizer), optimizer)
+    model, loop = made(inner)
+    run(training_step(model, loop), loop)
     return list(model.parameters())
 
 
-@pytest.mark.parametrize("decide", ["host", "device"])
-def test_forward_and_scale_loss_are_one_graph_while_the_scale_moves(counter, decide):
-    model, optimizer = made(decide=decide)
+@pytest.mark.parametrize("by", ["host", "device", "scaler"])
+def test_forward_and_scale_loss_are_one_graph_while_the_scale_moves(counter, by):
+    model, loop = made(by=by)
 
     @torch.compile(backend=counter, fullgraph=True)
     def scaled_loss(x):
-        return optimizer.scale_loss(model(x).square().sum())
+        return loop.scale_loss(model(x).square().sum())
 
+    if by == "scaler":
+        # The first call makes the scale, and is the only one that does.
+        with torch._dynamo.config.patch(error_on_recompile=False):
+            scaled_loss(X)
+            scaled_loss(X)
     # The mark that compiled code sets arrives: the gradients are divided, and the scale moves.
-    run(training_step(model, optimizer, scaled_loss), optimizer)
-    assert counter.frame_count == 1
+    run(training_step(model, loop, scaled_loss), loop)
+    assert counter.frame_count == (2 if by == "scaler" else 1)
     assert bits(list(model.parameters())) == bits(eager())
+
+
+def test_d23_the_scaler_of_pytorch_is_not_compiled_in_a_full_graph():
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(scaler.scale, backend="eager", fullgraph=True)(X.sum())
 
 
 def test_a_scaled_loss_becomes_machine_code():
     import torch._inductor.config
 
-    model, optimizer = made()
-    scaled_loss = torch.compile(lambda x: optimizer.scale_loss(model(x).square().sum()))
+    model, loop = made()
+    scaled_loss = torch.compile(lambda x: loop.scale_loss(model(x).square().sum()))
 
     # Processes to compile in would each import PyTorch first.
     with torch._inductor.config.patch(compile_threads=1):
-        run(training_step(model, optimizer, scaled_loss), optimizer)
+        run(training_step(model, loop, scaled_loss), loop)
     # Its sums may round otherwise.
     torch.testing.assert_close(list(model.parameters()), eager())
 
 
-def test_a_whole_step_breaks_where_pytorch_does_and_is_not_compiled_anew(counter):
-    model, optimizer = made()
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_whole_step_breaks_where_pytorch_does_and_is_not_compiled_anew(counter, unscales):
+    model, loop = made()
+    optimizer = loop.optimizer
 
     @torch.compile(backend=counter)
     def step(x):
         optimizer.zero_grad()
         optimizer.scale_loss(model(x).square().sum()).backward()
+        if unscales:
+            optimizer.unscale_()
         optimizer.step()
 
-    run(step, optimizer)
+    run(step, loop)
     assert counter.frame_count == 1
+    assert optimizer.iterations == 8
     assert bits(list(model.parameters())) == bits(eager())
-
-
-def test_unscaling_in_a_compiled_loop_is_not_compiled_for_a_scale():
-    w = parameter()
-    o = wrapped(sgd(w), dynamic_growth_steps=1)
-
-    def loop():
-        o.zero_grad()
-        o.scale_loss(w.sum()).backward()
-        o.unscale_()
-        o.step()
-
-    compiled = torch.compile(loop, backend="eager")
-    for _ in range(2):
-        compiled()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for _ in range(3):
-            compiled()
-    assert float(o.loss_scale) == 2.0**20
 
 
 def without_momentum(parameters, lr, momentum):
@@ -126,30 +122,15 @@ def without_momentum(parameters, lr, momentum):
 
 
 def test_the_optimizer_inside_may_be_compiled(counter):
-    model, optimizer = made(without_momentum)
-    inner = optimizer.inner_optimizer
+    model, loop = made(without_momentum)
+    inner = loop.optimizer.inner_optimizer
     inner.step = torch.compile(inner.step, backend=counter)
     with warnings.catch_warnings():
         # Raised by Dynamo itself while it traces an optimizer.
         warnings.filterwarnings("ignore", "`torch.jit.script_method", DeprecationWarning)
-        run(training_step(model, optimizer), optimizer)
+        run(training_step(model, loop), loop)
     assert counter.frame_count == 1
     assert bits(list(model.parameters())) == bits(eager(without_momentum))
-
-
-class Reads(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts how often a number is brought to the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function in (
-            torch.ops.aten._local_scalar_dense.default,
-            torch.ops.aten.is_nonzero.default,
-        )
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lossscale
+from frameworks.torch.support import WithScaler, Wrapper, bits, train_step, wrapped
 from lossscale import DynamicScale
 
 DEVICE = os.environ.get("LOSSSCALE_TEST_DEVICE", "cpu")
@@ -34,6 +35,10 @@ SHAPES = ((3,), (33, 65), (4097,))
 def arrays(seed):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def on_the_device():
+    return [nn.Parameter(value.to(DEVICE)) for value in arrays(0)]
 
 
 def trained_plainly(name):
@@ -64,48 +69,37 @@ def assert_like_the_plain(parameters, name):
         torch.testing.assert_close(found.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("decide", ["host", "device"])
+SCALER = {"init_scale": 2.0**10, "growth_interval": 2}
+WAYS = {
+    "PyTorch's scaler": lambda inner: WithScaler(inner, torch.amp.GradScaler(DEVICE, **SCALER)),
+    "the drop-in": lambda inner: WithScaler(inner, lossscale.torch.GradScaler(DEVICE, **SCALER)),
+    "the wrapper": lambda inner: Wrapper(wrapped(inner, rule=RULE)),
+    "device": lambda inner: Wrapper(wrapped(inner, rule=RULE, decide="device")),
+}
+
+
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("name", INNER)
-def test_the_wrapper(name, flags, decide):
+def test_each_way_ends_as_the_plain_optimizer_and_the_drop_in_as_pytorchs_scaler(name, flags):
     cls, settings = INNER[name]
-    parameters = [nn.Parameter(value.to(DEVICE)) for value in arrays(0)]
-    if decide == "device" and flags != "fused":
-        pytest.skip("it does not skip by itself")
-    inner = cls(parameters, **settings, **FLAGS[flags])
-    optimizer = lossscale.torch.LossScaleOptimizer(inner, rule=RULE, decide=decide)
-    scales = []
-    for number in range(STEPS):
-        factor = optimizer.scale_loss(torch.ones((), device=DEVICE))
-        give_gradients(parameters, number, factor)
-        optimizer.step()
-        scales.append(float(optimizer.loss_scale))
-    assert scales == SCALES
-    assert int(optimizer.steps_skipped) == len(OVERFLOWS)
-    assert_like_the_plain(parameters, name)
-
-
-@pytest.mark.parametrize("flags", FLAGS)
-@pytest.mark.parametrize("name", INNER)
-def test_the_drop_in_scaler_beside_that_of_pytorch(name, flags):
-    ends = []
-    for scaler_class in (lossscale.torch.GradScaler, torch.amp.GradScaler):
-        cls, settings = INNER[name]
-        parameters = [nn.Parameter(value.to(DEVICE)) for value in arrays(0)]
-        optimizer = cls(parameters, **settings, **FLAGS[flags])
-        scaler = scaler_class(DEVICE, init_scale=2.0**10, growth_interval=2)
+    ends = {}
+    for way, make in WAYS.items():
+        if way == "device" and flags != "fused":
+            # It does not skip by itself.
+            continue
+        parameters = on_the_device()
+        run = make(cls(parameters, **settings, **FLAGS[flags]))
         scales = []
         for number in range(STEPS):
-            factor = scaler.scale(torch.ones((), device=DEVICE))
-            give_gradients(parameters, number, factor)
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
+            give_gradients(parameters, number, run.scale_loss(torch.ones((), device=DEVICE)))
+            run.step()
+            scales.append(run.shown()[0])
         assert scales == SCALES
+        if isinstance(run, Wrapper):
+            assert int(run.optimizer.steps_skipped) == len(OVERFLOWS)
         assert_like_the_plain(parameters, name)
-        ends.append([parameter.detach().cpu() for parameter in parameters])
-    for ours, theirs in zip(*ends, strict=True):
-        assert torch.equal(ours, theirs)
+        ends[way] = bits([parameter.detach().cpu() for parameter in parameters])
+    assert ends["the drop-in"] == ends["PyTorch's scaler"]
 
 
 def small_model():
@@ -126,36 +120,20 @@ def autocast_loss(model, x, y):
     return nn.functional.mse_loss(output.float(), y)
 
 
-@pytest.mark.parametrize("way", ["backward", "scale_loss"])
+@pytest.mark.parametrize("way", ["verb", "scale_loss"])
 def test_float16_training_is_that_of_pytorchs_scaler_bit_for_bit(way):
-    def losses(derive, finish, optimizer, model):
-        found = []
+    def losses(make, way):
+        model, found = small_model(), []
+        optimizer = make(torch.optim.AdamW(model.parameters(), lr=0.01))
         for x, y in batches():
-            optimizer.zero_grad()
             loss = autocast_loss(model, x, y)
-            derive(loss)
-            finish()
+            train_step(optimizer, loss, way)
             found.append(float(loss.detach()))
         return found
 
-    model = small_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    wrapped = lossscale.torch.LossScaleOptimizer(optimizer, rule=DynamicScale(2.0**16))
-    ways = {
-        "backward": wrapped.backward,
-        "scale_loss": lambda loss: wrapped.scale_loss(loss).backward(),
-    }
-    ours = losses(ways[way], wrapped.step, wrapped, model)
-
-    model = small_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**16)
-
-    def finish():
-        scaler.step(optimizer)
-        scaler.update()
-
-    assert ours == losses(lambda loss: scaler.scale(loss).backward(), finish, optimizer, model)
+    ours = losses(lambda inner: wrapped(inner, rule=DynamicScale(2.0**16)), way)
+    assert ours == losses(lambda inner: WithScaler(inner, scaler), "scale_loss")
     assert ours[-1] < ours[0] / 2
 
 
@@ -205,7 +183,7 @@ def test_a_compiled_forward_pass():
 
 
 def test_the_device_decides_without_a_wait():
-    parameters = [nn.Parameter(value.to(DEVICE)) for value in arrays(0)]
+    parameters = on_the_device()
     inner = torch.optim.AdamW(parameters, fused=True)
     optimizer = lossscale.torch.LossScaleOptimizer(inner, rule=RULE, decide="device")
     one = torch.ones((), device=DEVICE)
@@ -226,7 +204,7 @@ def test_the_device_decides_without_a_wait():
 
 @only_on_a_gpu
 def test_a_step_in_a_cuda_graph():
-    parameters = [nn.Parameter(value.to(DEVICE)) for value in arrays(0)]
+    parameters = on_the_device()
     inner = torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, fused=True, capturable=True)
     optimizer = lossscale.torch.LossScaleOptimizer(inner, rule=RULE, decide="device")
     static = [torch.zeros_like(parameter) for parameter in parameters]

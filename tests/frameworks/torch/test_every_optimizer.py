@@ -4,9 +4,18 @@ import inspect
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from frameworks.torch.support import bits, parameters, scaled, scaler, snapshot, wrapped
+from frameworks.torch.support import (
+    Reads,
+    alone,
+    bits,
+    parameters,
+    scaled,
+    scaler,
+    snapshot,
+    through_a_file,
+    wrapped,
+)
 from lossscale.errors import UnsupportedError
 
 STEPS = (torch.inf, 1.0, 0.5, torch.inf, -3.0, torch.nan, 0.75, -torch.inf, 1.25)
@@ -39,18 +48,14 @@ SHAPES = ((4, 3), (2, 5))
 SCALES = {wrapped: "initial_scale", scaler: "init_scale"}
 
 
-def alone(inner, **arguments):
-    return inner
-
-
 class Run:
     """An optimizer whose loss has given gradients, plus a little of the parameters themselves."""
 
     def __init__(self, cls, settings, wrap=wrapped, **arguments):
         self.given = parameters(*SHAPES)
         self.cls, self.evaluations = cls, 0
-        inner = cls(self.given, lr=0.125, **settings)
-        self.optimizer = wrap(inner, **{SCALES.get(wrap, "unused"): 2.0**10, **arguments})
+        self.inner = cls(self.given, lr=0.125, **settings)
+        self.optimizer = wrap(self.inner, **{SCALES.get(wrap, "unused"): 2.0**10, **arguments})
         torch.manual_seed(1)
         self.targets = [torch.randn(shape) for shape in SHAPES]
 
@@ -69,58 +74,49 @@ class Run:
                 p.grad = p.grad.to_sparse(1)
         return loss.detach()
 
-    def step(self, factor):
+    def step(self, factor, unscales=False):
         if self.cls is torch.optim.LBFGS:
             self.optimizer.step(lambda: self.closure(factor))
-        else:
-            self.closure(factor)
-            self.optimizer.step()
+            return
+        self.closure(factor)
+        if unscales:
+            self.optimizer.unscale()
+        self.optimizer.step()
 
     def snapshot(self):
         return snapshot(self.given, self.optimizer)
 
 
+# LBFGS needs a closure, which a scaler cannot give it.
+OF_SCALERS = [case for case in CASES if case.values[0] is not torch.optim.LBFGS]
+WAYS = {"host": CASES, "device": FUSED, "scaler": OF_SCALERS, "scaler, unscaled": OF_SCALERS}
+
+
 @pytest.mark.parametrize(
-    ("cls", "settings", "decide"),
+    ("cls", "settings", "way"),
     [
-        pytest.param(*case.values, decide, id=f"{case.id}-{decide}")
-        for decide, cases in (("host", CASES), ("device", FUSED))
+        pytest.param(*case.values, way, id=f"{case.id}-{way}")
+        for way, cases in WAYS.items()
         for case in cases
     ],
 )
-def test_it_trains_as_without_loss_scaling_and_a_skip_changes_no_byte(cls, settings, decide):
-    ours, plain = Run(cls, settings, decide=decide), Run(cls, settings, alone)
+def test_it_trains_as_without_loss_scaling_and_a_skip_changes_no_byte(cls, settings, way):
+    has_scaler, plain = way.startswith("scaler"), Run(cls, settings, alone)
+    ours = Run(cls, settings, scaler) if has_scaler else Run(cls, settings, decide=way)
     for factor in STEPS:
         before, is_finite = ours.snapshot(), bool(torch.tensor(factor).isfinite())
-        ours.step(factor)
+        ours.step(factor, unscales=way == "scaler, unscaled")
         if is_finite:
             plain.step(factor)
         assert ours.snapshot() == (plain.snapshot() if is_finite else before)
-        assert bool(ours.optimizer.last_step_skipped) is not is_finite
-    assert not hasattr(ours.optimizer.inner_optimizer, "found_inf")
-    assert int(ours.optimizer.steps_skipped) == 4
+        assert has_scaler or bool(ours.optimizer.last_step_skipped) is not is_finite
+    assert not hasattr(ours.inner, "found_inf")
     # A closure whose loss is not finite is not evaluated again at another scale.
-    assert float(ours.optimizer.loss_scale) == 2.0**6
-
-
-# LBFGS needs a closure, which a scaler cannot give it.
-OF_SCALERS = [case for case in CASES if case.values[0] is not torch.optim.LBFGS]
-
-
-@pytest.mark.parametrize("unscales", [False, True])
-@pytest.mark.parametrize(("cls", "settings"), OF_SCALERS)
-def test_with_a_scaler_it_trains_as_without_one(cls, settings, unscales):
-    ours, plain = Run(cls, settings, scaler), Run(cls, settings, alone)
-    for factor in STEPS:
-        before, is_finite = ours.snapshot(), bool(torch.tensor(factor).isfinite())
-        ours.closure(factor)
-        if unscales:
-            ours.optimizer.unscale()
-        ours.optimizer.step()
-        if is_finite:
-            plain.step(factor)
-        assert ours.snapshot() == (plain.snapshot() if is_finite else before)
-    assert ours.optimizer.shown()[0] == 2.0**6
+    if has_scaler:
+        assert (ours.optimizer.shown()[0], ours.optimizer.scaler.steps_skipped) == (2.0**6, 4)
+    else:
+        assert float(ours.optimizer.loss_scale) == 2.0**6
+        assert int(ours.optimizer.steps_skipped) == 4
 
 
 @pytest.mark.parametrize(
@@ -135,40 +131,26 @@ def test_the_device_decides_for_optimizers_alone_that_skip_by_themselves(cls, se
 def test_the_device_decides_without_the_host(cls, settings):
     """Once each parameter has its state, nothing is read by us; torch's single ones read a step."""
 
-    class Reads(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            Reads.count += function is torch.ops.aten._local_scalar_dense.default
-            return function(*args, **(kwargs or {}))
-
     def reads(run):
-        Reads.count = 0
-        run.closure(1.0)
-        with Reads():
-            run.optimizer.step()
-        return Reads.count
-
-    runs = [Run(cls, settings, decide="device"), Run(cls, settings, alone)]
-    for run in runs:
         run.step(1.0)
-    ours, plain = map(reads, runs)
-    assert ours == plain
+        run.closure(1.0)
+        with Reads() as found:
+            run.optimizer.step()
+        return found.count
+
+    assert reads(Run(cls, settings, decide="device")) == reads(Run(cls, settings, alone))
 
 
 @pytest.mark.parametrize(("cls", "settings"), CASES)
-def test_its_state_is_saved_and_loaded_exactly(cls, settings, tmp_path):
+def test_its_state_is_saved_and_loaded_exactly(cls, settings):
     saved = Run(cls, settings, dynamic_growth_steps=3)
     for factor in (1.0, torch.inf, 0.5):
         saved.step(factor)
-    torch.save(
-        {"model": saved.given, "optimizer": saved.optimizer.state_dict()}, tmp_path / "file.pt"
-    )
     loaded = Run(cls, settings, dynamic_growth_steps=3)
     plain = Run(cls, settings, alone)
     for run in (loaded, plain):
         # Once for each: PyTorch's optimizers keep the tensors that they are given.
-        file = torch.load(tmp_path / "file.pt", weights_only=True)
+        file = through_a_file({"model": saved.given, "optimizer": saved.optimizer.state_dict()})
         run.optimizer.load_state_dict(file["optimizer"])
         with torch.no_grad():
             for p, value in zip(run.given, file["model"], strict=True):

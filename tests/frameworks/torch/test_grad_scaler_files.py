@@ -1,23 +1,14 @@
 """The state of a scaler goes both ways between this class and the scalers of others."""
 
-import io
 import json
-import math
 import warnings
 
 import pytest
 import torch
 
 import lossscale.torch
-from frameworks.torch.scaling import (
-    MAKERS,
-    OPTIMIZERS,
-    made,
-    one_step,
-    parameters,
-    scale_and_tracker,
-)
-from frameworks.torch.support import parameter, sgd, wrapped
+from frameworks.torch.scaling import MAKERS, made, one_step, scale_and_tracker
+from frameworks.torch.support import parameter, sgd, through_a_file, wrapped
 from lossscale import FixedScale, LossScaleWarning
 from lossscale.errors import ArgumentError, StateDictError
 from lossscale.torch.grad_scaler import GradScaler
@@ -31,12 +22,6 @@ def used(make):
     for slope in (torch.inf, 0.0, 0.0):
         one_step(scaler, optimizer, weights, slope)
     return scaler, weights, optimizer
-
-
-def through_a_file(state):
-    torch.save(state, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("saves", MAKERS)
@@ -56,15 +41,7 @@ def test_both_ways(saves, loads, before_first_use):
         one_step(other, optimizer, weights, slope)
         one_step(scaler, optimizer, weights, slope)
         assert scale_and_tracker(other) == scale_and_tracker(scaler)
-
-
-def test_skipped_steps_are_counted_on():
-    scaler, weights, optimizer = used(GradScaler)
-    other = GradScaler("cpu")
-    other.load_state_dict(scaler.state_dict())
-    assert other.steps_skipped == 1
-    one_step(other, optimizer, weights, torch.inf)
-    assert other.steps_skipped == 2
+    assert "torch" in (saves, loads) or other.steps_skipped == 2
 
 
 OF_OTHERS = {
@@ -95,15 +72,14 @@ def test_states_of_other_scalers_are_taken_over_by_both(state):
     scaler = GradScaler("cpu", init_scale=8.0)
     scaler.load_state_dict(state)
     assert scale_and_tracker(scaler) == (512.0, 7)
-    optimizer = lossscale.torch.LossScaleOptimizer(OPTIMIZERS["sgd"](parameters(1)))
+    optimizer = wrapped(sgd(parameter()))
     optimizer.loss_scale_state.load_state_dict(state)
     assert (float(optimizer.loss_scale), optimizer.dynamic_counter) == (512.0, 7)
     # And back: the wrapper's, as PyTorch's scaler and the drop-in read it.
     for make in (torch.amp.GradScaler, GradScaler):
         theirs = make("cpu")
-        theirs.load_state_dict(
-            json.loads(json.dumps(optimizer.loss_scale_state.scaler_state_dict()))
-        )
+        saved = optimizer.loss_scale_state.scaler_state_dict()
+        theirs.load_state_dict(json.loads(json.dumps(saved)))
         theirs.scale(torch.ones(()))
         assert scale_and_tracker(theirs) == (512.0, 7)
     scaler.load_state_dict(optimizer.loss_scale_state.state_dict())
@@ -111,17 +87,17 @@ def test_states_of_other_scalers_are_taken_over_by_both(state):
 
 
 @pytest.mark.parametrize(
-    "lost", [{"hysteresis_tracker": 2}, {"delayed_shift": 2}], ids=["Megatron", "DeepSpeed"]
+    ("name", "lost"), [("Megatron", "hysteresis_tracker"), ("DeepSpeed", "delayed_shift")]
 )
-def test_what_cannot_be_taken_over_is_named(lost):
-    state = OF_OTHERS["Megatron" if "hysteresis_tracker" in lost else "DeepSpeed"] | lost
-    [name] = lost
-    with pytest.warns(LossScaleWarning, match=f"hysteresis .{name}=2.*falls at each"):
-        GradScaler("cpu").load_state_dict(state)
-    optimizer = lossscale.torch.LossScaleOptimizer(OPTIMIZERS["sgd"](parameters(1)))
-    with pytest.warns(
-        LossScaleWarning, match=r"growth_interval=500.*rule=lossscale.DynamicScale"
-    ) as warned:
+def test_what_cannot_be_taken_over_is_named(name, lost):
+    with pytest.warns(LossScaleWarning, match=f"hysteresis .{lost}=2.*falls at each"):
+        GradScaler("cpu").load_state_dict(OF_OTHERS[name] | {lost: 2})
+
+
+def test_an_interval_that_cannot_be_taken_over_is_named():
+    optimizer = wrapped(sgd(parameter()))
+    words = r"growth_interval=500.*rule=lossscale.DynamicScale"
+    with pytest.warns(LossScaleWarning, match=words) as warned:
         optimizer.loss_scale_state.load_state_dict(OF_OTHERS["PyTorch"] | {"growth_interval": 500})
     assert warned[0].filename == __file__
     assert float(optimizer.loss_scale) == 512.0
@@ -132,20 +108,16 @@ def test_what_cannot_be_taken_over_is_named(lost):
     [
         ("Megatron", {"hysteresis_tracker": 2}, True, 0),
         ("Megatron", {"hysteresis_tracker": 1}, False, 1),
-        ("DeepSpeed", {"delayed_shift": 2, "cur_hysteresis": 1}, True, 1),
-        (
-            "DeepSpeed",
-            {"delayed_shift": 2, "cur_hysteresis": 1, "consecutive_hysteresis": True},
-            False,
-            1,
-        ),
+        ("DeepSpeed", {"cur_hysteresis": 1}, True, 1),
+        ("DeepSpeed", {"cur_hysteresis": 1, "consecutive_hysteresis": True}, False, 1),
     ],
 )
 def test_a_rule_that_waits_takes_the_trackers_of_others_over(name, trackers, warns, overflows):
     scaler = GradScaler("cpu", rule=lossscale.DynamicScale(overflows_before_backoff=2))
+    shift = {"delayed_shift": 2} if name == "DeepSpeed" else {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        scaler.load_state_dict(OF_OTHERS[name] | trackers)
+        scaler.load_state_dict(OF_OTHERS[name] | shift | trackers)
     assert [("in a row" in str(one.message)) for one in caught] == [True] * warns
     assert scale_and_tracker(scaler) == (512.0, 7)
     assert scaler.state_dict()["rule_state"]["overflows"] == overflows
@@ -153,36 +125,17 @@ def test_a_rule_that_waits_takes_the_trackers_of_others_over(name, trackers, war
 
 @pytest.mark.parametrize(("saves", "loads"), [(1, 2), (2, 1), (2, 2)])
 def test_states_go_between_rules_that_wait_and_that_do_not(saves, loads):
-    def rule(waits):
-        return lossscale.DynamicScale(initial_scale=8.0, overflows_before_backoff=waits)
-
-    def optimizer(waits):
-        inner = OPTIMIZERS["sgd"](parameters(1))
-        made = lossscale.torch.LossScaleOptimizer(inner, rule=rule(waits))
-        made.scale_loss(torch.ones(()))
-        [weight] = made.param_groups[0]["params"]
-        weight.grad = torch.full_like(weight, math.inf)
-        made.step()
-        return made
-
-    written = optimizer(saves).state_dict()
-    read = optimizer(loads)
-    read.load_state_dict(json.loads(json.dumps(written)))
-    numbers = read.state_dict()["param_groups"][0]
-    assert numbers["loss_scale"] == (8.0 if saves == 2 else 4.0)
-    assert numbers.get("loss_scale_overflows") == {1: None, 2: saves - 1}[loads]
-    scaler = GradScaler("cpu", rule=rule(saves))
-    other = GradScaler("cpu", rule=rule(loads))
+    scaler, other = (
+        GradScaler("cpu", rule=lossscale.DynamicScale(8.0, overflows_before_backoff=waits))
+        for waits in (saves, loads)
+    )
     other.load_state_dict(scaler.state_dict())
     assert other.state_dict().get("rule_state", {}).get("overflows") == {1: None, 2: 0}[loads]
 
 
 def test_the_format_of_pytorch_refuses_a_rule_that_waits():
-    rule = lossscale.DynamicScale(overflows_before_backoff=2)
-    optimizer = lossscale.torch.LossScaleOptimizer(OPTIMIZERS["sgd"](parameters(1)), rule=rule)
-    with pytest.raises(
-        ValueError, match=r"cannot store the overflow count.*Save optimizer.state_dict"
-    ):
+    optimizer = wrapped(sgd(parameter()), rule=lossscale.DynamicScale(overflows_before_backoff=2))
+    with pytest.raises(ValueError, match=r"cannot store the overflow count.*optimizer.state_dict"):
         optimizer.loss_scale_state.scaler_state_dict()
 
 
@@ -257,25 +210,29 @@ def test_a_state_that_cannot_be_loaded_changes_nothing(case):
     ("scale", "becomes"),
     [(0.0, 8.0), (float("nan"), 8.0), (float("inf"), 8.0), (-1.0, 8.0), (0.5, 2.0), (1e9, 1024.0)],
 )
-@pytest.mark.parametrize("lazily", [True, False])
-def test_a_scale_outside_of_the_range_is_brought_into_it(scale, becomes, lazily):
-    scaler = GradScaler("cpu", init_scale=8.0, min_scale=2.0, max_scale=1024.0)
-    if not lazily:
-        scaler.scale(torch.ones(()))
-    with pytest.warns(LossScaleWarning, match="outside the range"):
-        scaler.load_state_dict({"scale": scale, "_growth_tracker": -3})
-    assert scale_and_tracker(scaler) == (becomes, 0)
-    assert scaler.scale(torch.ones(())) == becomes
+@pytest.mark.parametrize("by", ["new scaler", "scaler", "wrapper"])
+def test_a_scale_outside_of_the_range_is_brought_into_it(scale, becomes, by):
+    rule = lossscale.DynamicScale(8.0, min_scale=2.0, max_scale=1024.0)
+    loads = (
+        wrapped(sgd(parameter()), rule=rule) if by == "wrapper" else GradScaler("cpu", rule=rule)
+    )
+    state = {"scale": scale, "_growth_tracker": -3}
+    if by == "scaler":
+        loads.scale(torch.ones(()))
+    if by == "wrapper":
+        state = loads.state_dict()
+        state["param_groups"][0].update(loss_scale=scale, loss_scale_good_steps=-3)
+    with pytest.warns(LossScaleWarning, match="outside the range.*continues with"):
+        loads.load_state_dict(state)
+    multiply = loads.scale_loss if by == "wrapper" else loads.scale
+    assert multiply(torch.ones(())) == becomes
+    assert (loads.dynamic_counter if by == "wrapper" else loads._get_growth_tracker()) == 0
 
 
-def test_a_tracker_past_the_interval_is_brought_before_it():
+def test_the_number_of_a_fixed_scale_stands_and_a_tracker_is_brought_before_the_interval():
+    fixed = GradScaler("cpu", rule=FixedScale(128.0))
+    fixed.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
+    assert (fixed.get_scale(), fixed.rule) == (128.0, FixedScale(128.0))
     scaler = GradScaler("cpu", growth_interval=5)
     scaler.load_state_dict({"scale": 8.0, "_growth_tracker": 100})
     assert scale_and_tracker(scaler) == (8.0, 4)
-
-
-def test_the_number_of_a_fixed_scale_stands():
-    scaler = GradScaler("cpu", rule=FixedScale(128.0))
-    scaler.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
-    assert scaler.get_scale() == 128
-    assert scaler.rule == FixedScale(128.0)

@@ -11,11 +11,10 @@ import lossscale
 from frameworks.torch import scaling
 from frameworks.torch.support import (
     ONES,
+    OURS,
     SHAPES,
     made,
-    parameter,
     parameters,
-    sgd,
     step,
     wrapped,
 )
@@ -120,37 +119,19 @@ def test_a_schedule_may_be_made_for_the_optimizer_inside_and_be_copied():
 # PyTorch's own optimizers lose in a copy what a scheduler counts their steps with, too.
 @pytest.mark.filterwarnings("ignore:Seems like .optimizer.step..:UserWarning")
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
-def test_a_copy_follows_the_copied_optimizer(how):
-    given, optimizer = made()
-    scheduler = halving(optimizer)
-    given, optimizer, scheduler = how((given, optimizer, scheduler))
-    for gradients, rate in ((BAD, 0.5), (GOOD, 0.25)):
-        step(optimizer, given, gradients)
-        scheduler.step()
-        assert scheduler.get_last_lr() == [rate]
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
-@pytest.mark.filterwarnings("ignore:Seems like .optimizer.step..:UserWarning")
-def test_a_copied_guard_with_a_scaler_is_held_back_at_once(how):
-    w = parameter()
-    inner = sgd(w)
-    scaler = lossscale.torch.GradScaler("cpu", init_scale=8.0)
-    scheduler = lossscale.torch.guard(lr_scheduler.ExponentialLR(inner, 0.5), scaler)
-
-    def step(w, inner, scaler, scheduler, factor=1.0):
-        inner.zero_grad()
-        scaler.scale((w * factor).sum()).backward()
-        scaler.step(inner)
-        scaler.update()
-        scheduler.step()
-        return scheduler.get_last_lr()
-
-    everything = (w, inner, scaler, scheduler)
+@pytest.mark.parametrize("by", OURS)
+def test_a_copy_follows_what_is_copied_with_it(how, by):
+    given = parameters(*SHAPES)
+    run = OURS[by](torch.optim.SGD(given, lr=0.5))
+    scheduler = lossscale.torch.guard(lr_scheduler.StepLR(run.optimizer, 1, 0.5), run.watched)
     for _ in range(3):
-        step(*everything)
-    copied = how(everything)
-    assert step(*everything, torch.inf) == step(*copied, torch.inf) == [0.125]
+        step(run, given, GOOD)
+        scheduler.step()
+    for each, weights, copied in (how((run, given, scheduler)), (run, given, scheduler)):
+        for gradients, rate in ((BAD, 0.5**4), (GOOD, 0.5**5)):
+            step(each, weights, gradients)
+            copied.step()
+            assert copied.get_last_lr() == [rate]
 
 
 def test_with_a_scaler_the_steps_of_the_own_optimizer_count():

@@ -15,6 +15,7 @@ from frameworks.torch.support import (
     OURS,
     assert_same_without_scaling,
     bits,
+    derive,
     parameters,
     scaler,
     sgd,
@@ -23,15 +24,7 @@ from frameworks.torch.support import (
     wrapped,
     wrapper,
 )
-from lossscale import LossScaleWarning
-from lossscale.errors import (
-    AlreadyWrappedError,
-    ArgumentTypeError,
-    GradientsError,
-    StateDictError,
-    UnknownSettingError,
-    UnsupportedError,
-)
+from lossscale import LossScaleWarning, errors
 from lossscale.torch import scaling
 from lossscale.torch.grad_scaler import GradScaler
 
@@ -62,12 +55,12 @@ def test_a_loss_that_is_scaled_already_is_known_to_copies_too_and_not_kept_alive
     for scale in (optimizer.scale_loss, optimizer.get_scaled_loss):
         scaled = scale(loss_of(given).detach())
         for again in (optimizer.scale_loss, optimizer.get_scaled_loss):
-            with pytest.raises(GradientsError, match=r"already scaled.*once"):
+            with pytest.raises(errors.GradientsError, match=r"already scaled.*once"):
                 again(scaled)
         # Another tensor with the same numbers is another loss.
         assert float(optimizer.scale_loss(scaled.clone())) == float(scaled) * 2**15
         for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-            with pytest.raises(GradientsError, match="already scaled"):
+            with pytest.raises(errors.GradientsError, match="already scaled"):
                 copied.scale_loss(scaled)
         kept = weakref.ref(scaled)
         del scaled
@@ -110,19 +103,19 @@ def test_a_scaler_of_pytorch_that_is_given_the_wrapper():
     scaler.scale(loss_of(given)).backward()
     with pytest.warns(LossScaleWarning, match="unless a GradScaler"):
         scaler.step(optimizer)
-    with pytest.raises(AlreadyWrappedError, match="Use it without a GradScaler"):
+    with pytest.raises(errors.AlreadyWrappedError, match="Use it without a GradScaler"):
         GradScaler("cpu").step(optimizer)
 
 
 @each_inner
 @pytest.mark.parametrize("cleared_by", ["optimizer", "module", "nobody", "step"])
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_step_left_out_on_an_overflow_is_a_skipped_step(inner, cleared_by, times):
+@pytest.mark.parametrize(("way", "times"), [("scale_loss", 1), ("scale_loss", 2), ("verb", 2)])
+def test_a_step_left_out_on_an_overflow_is_a_skipped_step(inner, cleared_by, way, times):
     """It counts once, and a finite one that is left out is no step."""
     given, optimizer = made(inner)
     weights, scale = [p.clone() for p in given], float(optimizer.loss_scale)
     for _ in range(times):
-        optimizer.scale_loss(loss_of(given) * torch.inf).backward()
+        derive(optimizer, loss_of(given) * torch.inf, way)
         assert not optimizer.unscale_()
         if cleared_by == "optimizer":
             optimizer.zero_grad()
@@ -132,7 +125,7 @@ def test_a_step_left_out_on_an_overflow_is_a_skipped_step(inner, cleared_by, tim
         elif cleared_by == "step":
             optimizer.zero_grad()
             optimizer.step()
-    optimizer.scale_loss(loss_of(given)).backward()
+    derive(optimizer, loss_of(given), way)
     if cleared_by == "nobody":
         # The overflow is in the sum still: its step is to come.
         assert optimizer.steps_skipped == 0
@@ -218,7 +211,9 @@ def test_a_loss_in_the_place_of_a_closure(inner):
     loss = optimizer.scale_loss(loss_of(given))
     loss.backward()
     before = snapshot(given, optimizer)
-    with pytest.raises(ArgumentTypeError, match=r"Received: Tensor.*optimizer.backward\(loss\)"):
+    with pytest.raises(
+        errors.ArgumentTypeError, match=r"Received: Tensor.*optimizer.backward\(loss\)"
+    ):
         optimizer.step(loss)
     assert snapshot(given, optimizer) == before
     optimizer.step()
@@ -241,7 +236,9 @@ def test_a_loss_in_the_place_of_a_closure(inner):
 def test_names_of_a_scaler(name, hint):
     _, optimizer = made()
     assert not hasattr(optimizer, name)
-    with pytest.raises(UnknownSettingError, match=f"no '{name}', unlike GradScaler: .*{hint}"):
+    with pytest.raises(
+        errors.UnknownSettingError, match=f"no '{name}', unlike GradScaler: .*{hint}"
+    ):
         getattr(optimizer, name)
 
 
@@ -276,7 +273,7 @@ def test_what_cannot_be_set_later(name, value):
 @pytest.mark.parametrize("rule", [lossscale.DynamicScale, lossscale.FixedScale])
 def test_the_class_of_a_rule(rule):
     for make in (made, lambda rule: GradScaler("cpu", rule=rule)):
-        with pytest.raises(ArgumentTypeError, match="a class: create an instance first"):
+        with pytest.raises(errors.ArgumentTypeError, match="a class: create an instance first"):
             make(rule=rule)
 
 
@@ -296,7 +293,7 @@ def test_what_is_no_state_of_an_optimizer(found):
     given, optimizer = made("momentum")
     before = snapshot(given, optimizer)
     expected = re.escape("'state' and 'param_groups', as state_dict() returns it. Received: ")
-    with pytest.raises(StateDictError, match=f"{expected}.*load the optimizer") as caught:
+    with pytest.raises(errors.StateDictError, match=f"{expected}.*load the optimizer") as caught:
         optimizer.load_state_dict(found)
     assert isinstance(caught.value, KeyError)
     assert snapshot(given, optimizer) == before
@@ -339,7 +336,7 @@ def test_a_cuda_graph_that_would_wait_for_the_host_is_refused_in_words(monkeypat
             return 1.0
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(UnsupportedError, match=r"CUDA graph is captured.*decide='device'"):
+    with pytest.raises(errors.UnsupportedError, match=r"CUDA graph is captured.*decide='device'"):
         scaling.read(OnGpu())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     assert scaling.read(OnGpu()) == 1.0
@@ -348,5 +345,5 @@ def test_a_cuda_graph_that_would_wait_for_the_host_is_refused_in_words(monkeypat
 @pytest.mark.parametrize("name", ["learningrate", "learning_rat", "momentun"])
 def test_a_misspelled_setting_is_refused(name):
     _, optimizer = made()
-    with pytest.raises(UnknownSettingError, match="Did you mean"):
+    with pytest.raises(errors.UnknownSettingError, match="Did you mean"):
         setattr(optimizer, name, 0.5)

@@ -8,12 +8,8 @@ import pytest
 import torch
 
 import lossscale
-from frameworks.torch.support import bits
-from lossscale.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    LossScaleWarning,
-)
+from frameworks.torch.support import bits, parameter, scaler, sgd, wrapper
+from lossscale.errors import ArgumentError, ArgumentTypeError, LossScaleWarning
 from lossscale.monitoring import read_records
 from records import column
 
@@ -32,37 +28,25 @@ def expected_warning(slope):
 class Loop:
     """A loop of two parameters, whose gradients are given."""
 
-    def __init__(self, how="wrapper", initial=8.0):
-        self.a = torch.nn.Parameter(torch.ones(2))
-        self.b = torch.nn.Parameter(torch.ones(3))
+    def __init__(self, how="wrapper"):
+        self.a, self.b = parameter(2), parameter(3)
         self.named = [("layer.a", self.a), ("layer.b", self.b)]
         fused = how in ("fused", "device", "scaler, fused")
-        self.inner = torch.optim.SGD([self.a, self.b], lr=0.5, momentum=0.9, fused=fused)
-        self.is_scaler = how.startswith("scaler")
-        rule = lossscale.DynamicScale(initial, growth_interval=2)
-        if self.is_scaler:
-            self.watched = lossscale.torch.GradScaler("cpu", rule=rule)
-        else:
-            settings = {"decide": "device"} if how == "device" else {}
-            if how == "clipping":
-                settings["clip_norm"] = 1e3
-            self.watched = lossscale.torch.LossScaleOptimizer(self.inner, rule=rule, **settings)
+        inner = sgd(self.a, self.b, lr=0.5, momentum=0.9, fused=fused)
+        settings = {"device": {"decide": "device"}, "clipping": {"clip_norm": 1e3}}.get(how, {})
+        make = scaler if how.startswith("scaler") else wrapper
+        self.run = make(inner, rule=lossscale.DynamicScale(8.0, growth_interval=2), **settings)
+        self.inner, self.watched = inner, self.run.watched
 
     def step(self, slope):
         loss = self.a.sum() + (self.b * torch.tensor([slope, 1.0, 0.0])).sum()
         self.inner.zero_grad()
-        if self.is_scaler:
-            self.watched.scale(loss).backward()
-            self.watched.step(self.inner)
-            self.watched.update()
-        else:
-            self.watched.scale_loss(loss).backward()
-            self.watched.step()
+        self.run.scale_loss(loss).backward()
+        self.run.step()
         return 0.25 if slope == torch.inf else loss
 
     def kept(self):
-        scale = self.watched.get_scale() if self.is_scaler else float(self.watched.loss_scale)
-        return bits([self.a, self.b, scale, self.inner.state_dict()["state"]])
+        return bits([self.a, self.b, self.run.shown(), self.inner.state_dict()["state"]])
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -93,9 +77,9 @@ def test_the_records_tell_what_happened_on_every_step(how, tmp_path):
 
 def test_optimizers_that_share_a_scaler_are_one_step():
     scaler = lossscale.torch.GradScaler("cpu", init_scale=8.0)
-    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizers = [torch.optim.SGD([weight], lr=0.5) for weight in weights]
-    named = [("first", weights[0]), ("second", weights[1])]
+    weights = [parameter(), parameter()]
+    optimizers = [sgd(weight, lr=0.5) for weight in weights]
+    named = list(zip(("first", "second"), weights, strict=True))
     with Monitor(scaler, named) as monitor:
         for slopes in ((torch.inf, torch.nan), (1.0, torch.inf), (1.0, 1.0)):
             total = sum((w * slope).sum() for w, slope in zip(weights, slopes, strict=True))

@@ -13,9 +13,7 @@ def of_all(found, size, case):
     return first
 
 
-@pytest.mark.parametrize(
-    ("size", "case"), [(4, "ddp"), (4, "ddp_no_sync"), (4, "ddp_unused"), (2, "ddp")]
-)
+@pytest.mark.parametrize(("size", "case"), [(4, "ddp"), (4, "ddp_unused"), (2, "ddp")])
 def test_ddp_agrees_by_itself_and_sends_nothing_more(found, size, case):
     outcome = of_all(found, size, case)
     trace = [[8.0, 1], [4.0, 0], [4.0, 1], [4.0, 2]]
@@ -137,25 +135,12 @@ def test_d4_the_sharded_scaler_with_a_fused_optimizer(found):
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
-def test_a_run_that_was_killed_goes_on_bit_for_bit(found, kind):
-    assert "killed" not in found[4][3]
-    whole, of_the_other = found[4][0]["killed"][kind], found[4][1]["killed"][kind]
-    assert whole == of_the_other
-    trace, bits = whole
+def test_a_run_goes_on_from_its_checkpoint_bit_for_bit_and_is_loaded_by_one_process(found, kind):
+    (trace, bits), (_, saved), resumed = of_all(found, 2, "whole_and_resumed")[kind]
     assert len({scale for scale, _ in trace}) > 1
-    for process in found[2]:
-        assert process["resumed"][kind] == [trace[cases.SAVED :], bits]
-
-
-@pytest.mark.parametrize("kind", cases.KINDS)
-def test_a_checkpoint_of_two_processes_is_loaded_by_one(found, kind):
-    (trace, saved), (loaded, bits, finite) = (
-        found[4][2]["killed"][kind],
-        found[1][0]["on_one"][kind],
-    )
-    assert bits == saved
-    assert loaded == trace[-1] == found[4][0]["killed"][kind][0][cases.SAVED - 1]
-    assert finite
+    assert resumed == [trace[cases.SAVED :], bits]
+    loaded, of_one, finite = found[1][0]["on_one"][kind]
+    assert (loaded, of_one, finite) == (trace[cases.SAVED - 1], saved, True)
 
 
 def test_processes_that_run_out_of_data_keep_one_scale(found):

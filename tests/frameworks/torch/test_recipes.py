@@ -1,21 +1,21 @@
-"""The drop-in where others drive it: plain loops, Lightning, Fabric, Accelerate, HF's Trainer.
+"""The drop-in and its monitor where others drive them: Lightning, Fabric, Accelerate, HF's Trainer.
 
 Each is driven with a step that overflows, and the same with PyTorch's scaler where it is right.
 """
 
+import contextlib
 import warnings
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from frameworks.torch.scaling import (
-    MAKERS,
-    OPTIMIZERS,
-    scale_and_tracker,
-)
+import lossscale
+from frameworks.torch.scaling import MAKERS, OPTIMIZERS, scale_and_tracker
 from frameworks.torch.trainers import hugging_face_trainer, lightning_trainer
+from lossscale.monitoring import read_records
 from lossscale.torch.grad_scaler import GradScaler
+from records import column
 
 BAD = 1
 """The number of the step that overflows."""
@@ -41,6 +41,23 @@ class Net(torch.nn.Module):
         return (self.weight * x).sum()
 
 
+def monitored(scaler, model, path):
+    """A monitor of the drop-in, or what does nothing beside PyTorch's scaler."""
+    if isinstance(scaler, GradScaler):
+        return lossscale.torch.Monitor(scaler, model, path)
+    return contextlib.nullcontext()
+
+
+def check(path, reason):
+    assert column(path, "step") == [1, 2, 3, 4]
+    assert column(path, "scale") == [8.0, 8.0, 4.0, 4.0]
+    assert column(path, "steps_skipped") == [0, 1, 1, 1]
+    bad = read_records(path)[BAD]
+    # A trainer that clips before the step makes NaN of infinities.
+    counts = [(tensor.name, tensor.infs + tensor.nans) for tensor in bad.nonfinite]
+    assert (counts, str(bad.reason)) == ([("net.weight", 2)], reason)
+
+
 # Lightning
 
 
@@ -51,6 +68,8 @@ def trainer(lightning, scaler, folder, **arguments):
 
 def module(lightning, name, trace):
     class Module(lightning.LightningModule):
+        monitor = None
+
         def __init__(self):
             super().__init__()
             self.net = Net()
@@ -61,8 +80,10 @@ def module(lightning, name, trace):
         def configure_optimizers(self):
             return OPTIMIZERS[name](self.parameters())
 
-        def on_train_batch_end(self, *_):
+        def on_train_batch_end(self, outputs, *_):
             trace.append(scale_and_tracker(self.trainer.precision_plugin.scaler))
+            if self.monitor is not None:
+                self.monitor.step(outputs["loss"])
 
     return Module()
 
@@ -77,14 +98,30 @@ def loader():
     ("name", "clip"), [("sgd", None), ("sgd", 0.1), ("adamw-fused", None), ("adamw-foreach", 0.1)]
 )
 def test_lightning_trains(lightning, tmp_path, make, name, clip):
-    trace = []
+    trace, path = [], tmp_path / "run.jsonl"
     scaler = make("cpu", init_scale=8.0)
     runner = trainer(lightning, scaler, tmp_path, max_epochs=1, gradient_clip_val=clip)
     model = module(lightning, name, trace)
-    runner.fit(model, loader())
+    with monitored(scaler, model, path) as model.monitor:
+        runner.fit(model, loader())
     assert trace == TRACE
     assert bool(model.net.weight.isfinite().all())
     assert not torch.equal(model.net.weight.detach(), torch.ones(2))
+    if make is GradScaler:
+        # The loss of the second batch is infinite, as its gradients are.
+        check(path, "loss")
+        assert column(path, "loss")[0] == 2.0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accumulated_batches_are_one_step_of_a_monitor(lightning, tmp_path):
+    scaler, path = GradScaler("cpu", init_scale=8.0), tmp_path / "run.jsonl"
+    runner = trainer(lightning, scaler, tmp_path, max_epochs=1, accumulate_grad_batches=2)
+    model = module(lightning, "sgd", [])
+    with monitored(scaler, model, path) as model.monitor:
+        runner.fit(model, loader())
+    assert column(path, "step") == [1, 2]
+    assert column(path, "skipped") == [True, False]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -208,6 +245,23 @@ def test_accelerate_4289_a_step_that_only_makes_state(accelerator, make):
     assert net.weight.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.filterwarnings("ignore:The loss of step 2 is inf")
+def test_what_accelerate_prepares_is_watched(accelerator, tmp_path):
+    path, model = tmp_path / "run.jsonl", Net()
+    inner = OPTIMIZERS["sgd"](model.parameters())
+    wrapper = lossscale.torch.LossScaleOptimizer(inner, initial_scale=8.0)
+    prepared, optimizer = accelerator.prepare(model, wrapper)
+    with lossscale.torch.Monitor(optimizer, prepared, path) as monitor:
+        for batch in data():
+            optimizer.zero_grad()
+            loss = prepared(batch)
+            wrapper.scale_loss(loss).backward()
+            optimizer.step()
+            monitor.step(loss)
+    assert column(path, "scale") == [8.0, 8.0, 4.0, 4.0]
+    assert [str(tensor) for tensor in read_records(path)[BAD].nonfinite] == ["weight (2 inf)"]
+
+
 # HF's Trainer
 
 
@@ -216,28 +270,26 @@ def test_accelerate_4289_a_step_that_only_makes_state(accelerator, make):
 @pytest.mark.parametrize("name", ["adamw-foreach", "adamw-fused"])
 def test_hf_trainer(make, name, tmp_path):
     transformers = pytest.importorskip("transformers")
-    rates, trace = [], []
+    rates, trace, path = [], [], tmp_path / "run.jsonl"
 
     class Watch(transformers.TrainerCallback):
         def on_step_end(self, arguments, state, control, lr_scheduler, **_):
             rates.append(lr_scheduler.get_last_lr()[0])
             trace.append(scale_and_tracker(scaler))
+            if monitor is not None:
+                monitor.step()
 
     net, scaler = Net(), make("cpu", init_scale=8.0)
     optimizer = OPTIMIZERS[name](net.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     runner = hugging_face_trainer(
-        net,
-        (optimizer, scheduler),
-        data(),
-        tmp_path,
-        callbacks=[Watch()],
-        num_train_epochs=1,
-        save_strategy="no",
+        net, (optimizer, scheduler), data(), tmp_path, [Watch()], num_train_epochs=1
     )
     use(runner.accelerator, scaler)
-    runner.train()
+    with monitored(scaler, runner.model, path) as monitor:
+        runner.train()
     assert trace == TRACE
     assert bool(net.weight.isfinite().all())
     if make is GradScaler:
         assert rates == [0.05, 0.05, 0.025, 0.0125]
+        check(path, "unknown")

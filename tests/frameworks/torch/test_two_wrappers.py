@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 import lossscale
+from frameworks.torch.support import derive, parameter, sgd, wrapped
 
 PROGRAMS = int(os.environ.get("LOSSSCALE_SOAK_PROGRAMS", "1")) * 40
 
@@ -19,21 +20,8 @@ DECIDES = ["host", "device"]
 
 def pair(decide):
     """Two parameters and a wrapper of each."""
-    given = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    made = [
-        lossscale.torch.LossScaleOptimizer(
-            torch.optim.SGD([each], lr=2.0**-10, fused=True), decide=decide
-        )
-        for each in given
-    ]
-    return given, made
-
-
-def derive(optimizer, loss, way):
-    if way == "verb":
-        optimizer.backward(loss)
-    else:
-        optimizer.scale_loss(loss).backward()
+    given = [parameter(), parameter()]
+    return given, [wrapped(sgd(each, lr=2.0**-10, fused=True), decide=decide) for each in given]
 
 
 def loss_of(given, through_float16):
@@ -145,15 +133,13 @@ def trained(program, way, same):
             continue
         heads = {"first": [first], "second": [second], "both": [first, second]}[which[0]]
         loss = sum(head(trunk(INPUT)).square().mean() for head in heads)
-        if way:
-            derive(optimizers[number], loss, way)
-        else:
-            loss.backward()
+        derive(optimizers[number], loss, way)
     return [p.tolist() for module in (trunk, first, second) for p in module.parameters()]
 
 
 @hypothesis.settings(max_examples=PROGRAMS, deadline=None)
 @hypothesis.given(st.lists(calls, min_size=2, max_size=12), st.sampled_from(WAYS), st.booleans())
+@hypothesis.example([FIRST, SECOND, ("step", 0)], "verb", True)
 @hypothesis.example([FIRST, ("step", 1), ("step", 0)], "scale_loss", False)
 @hypothesis.example([FIRST, ("unscale_", 0), SECOND, ("step", 0)], "scale_loss", False)
 @hypothesis.example([FIRST, ("step", 0), SECOND, ("step", 1)], "scale_loss", True)
@@ -164,33 +150,32 @@ def test_optimizers_that_share_parameters_train_as_plain_ones(program, way, same
         assert trained(program, way, same) == trained(program, None, same)
 
 
+def trained_with(kind, given, steps, **settings):
+    """The parameters, and the scales, after steps of two optimizers with a scaler each."""
+    inners = [sgd(each, lr=2.0**-10) for each in given]
+    scalers = [kind("cpu", init_scale=scale, **settings) for scale in (2.0**16, 2.0**10)]
+    for number, loss in steps:
+        inners[number].zero_grad()
+        scalers[number].scale(loss()).backward()
+        scalers[number].step(inners[number])
+        scalers[number].update()
+    return [p.tolist() for p in given], [each.get_scale() for each in scalers]
+
+
 @pytest.mark.parametrize("kept", [0, 1])
 def test_scalers_of_optimizers_that_share_parameters_train_as_plain_ones(kept):
     def run(kind):
-        weight = torch.nn.Parameter(torch.ones(2))
-        inners = [torch.optim.SGD([weight], lr=2.0**-10) for _ in range(2)]
-        scalers = [kind("cpu", init_scale=2.0**number) for number in (10, 4)]
-        for number in (kept, 1 - kept, kept):
-            inners[number].zero_grad()
-            scalers[number].scale((weight**2).sum()).backward()
-            scalers[number].step(inners[number])
-            scalers[number].update()
-        return weight.tolist()
+        weight = parameter()
+        steps = [(number, lambda: (weight**2).sum()) for number in (kept, 1 - kept, kept)]
+        return trained_with(kind, [weight, weight], steps)
 
     assert run(lossscale.torch.GradScaler) == run(torch.amp.GradScaler)
 
 
 def test_two_scalers_decide_each_by_its_own_gradients_as_those_of_pytorch():
     def run(kind):
-        given = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-        inners = [torch.optim.SGD([each], lr=2.0**-10) for each in given]
-        scalers = [kind("cpu", growth_interval=3) for _ in given]
-        for step in range(24):
-            number = step % 2
-            inners[number].zero_grad()
-            scalers[number].scale(loss_of(given, step % 3)).backward()
-            scalers[number].step(inners[number])
-            scalers[number].update()
-        return [p.tolist() for p in given], [each.get_scale() for each in scalers]
+        given = [parameter(), parameter()]
+        steps = [(n % 2, lambda n=n: loss_of(given, n % 3)) for n in range(24)]
+        return trained_with(kind, given, steps, growth_interval=3)
 
     assert run(lossscale.torch.GradScaler) == run(torch.amp.GradScaler)

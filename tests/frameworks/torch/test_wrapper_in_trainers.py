@@ -94,12 +94,21 @@ def module(lightning, clip, *, manual):
             self.optimizers().scale_loss(loss).backward()
 
     class Manual(Module):
+        def on_train_start(self):
+            # What `self.optimizers()` returns is a look-alike, whose `step` is the wrapper's.
+            self.logged = []
+            self.monitor = lossscale.torch.Monitor(self.optimizers(), self, log=self.logged.append)
+
         def training_step(self, batch, index):
-            optimizer = self.optimizers()
-            self.manual_backward(optimizer.scale_loss(self.loss()))
+            optimizer, loss = self.optimizers(), self.loss()
+            self.manual_backward(optimizer.scale_loss(loss))
             optimizer.step()
             self.lr_schedulers().step()
             optimizer.zero_grad()
+            self.monitor.step(loss)
+
+        def on_train_end(self):
+            self.monitor.close()
 
     return (Manual if manual else Automatic)()
 
@@ -115,6 +124,11 @@ def test_lightning(lightning, tmp_path, plain, manual):
     whole = module(lightning, clip, manual=manual)
     runner(STEPS).fit(whole, loader)
     assert compared(whole.net, *whole.made) == expected
+    if manual:
+        skipped = [record for record in whole.logged if record["skipped"]]
+        reasons = [(record["step"], record["reason"]) for record in skipped]
+        assert reasons == [(1, "overflow"), (2, "loss"), (4, "loss")]
+        assert skipped[1]["nonfinite"][0]["name"] == "net.layers.0.weight"
     first = runner(SAVED)
     first.fit(module(lightning, clip, manual=manual), loader)
     first.save_checkpoint(path := tmp_path / "at_three.ckpt")
@@ -231,18 +245,13 @@ def test_accelerate_accumulates(accelerate):
 def test_transformers(tmp_path, plain):
     expected, clip = plain
 
+    saves = {"save_strategy": "steps", "save_steps": SAVED}
+
     def start(steps, folder):
         net = Net()
-        optimizer, scheduler = made(net, clip)
+        optimizer, scheduler = run = made(net, clip)
         trainer = hugging_face_trainer(
-            net,
-            (optimizer, scheduler),
-            data(),
-            folder,
-            max_steps=steps,
-            save_strategy="steps",
-            save_steps=SAVED,
-            max_grad_norm=0.0,
+            net, run, data(), folder, max_steps=steps, max_grad_norm=0.0, **saves
         )
         backward = trainer.accelerator.backward
 

@@ -37,7 +37,7 @@ def hugging_face_trainer(net, optimizers, batches, folder, callbacks=(), **argum
         logging_strategy="no",
         dataloader_pin_memory=False,
         train_sampling_strategy="sequential",
-        **arguments,
+        **{"save_strategy": "no", **arguments},
     )
     return transformers.Trainer(
         _Model(net),
