@@ -120,15 +120,16 @@ def test_a_schedule_may_be_made_for_the_optimizer_inside_and_be_copied():
 @pytest.mark.filterwarnings("ignore:Seems like .optimizer.step..:UserWarning")
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
 @pytest.mark.parametrize("by", OURS)
-def test_a_copy_follows_what_is_copied_with_it(how, by):
+@pytest.mark.parametrize("before", [1, 3])
+def test_a_copy_follows_what_is_copied_with_it(before, how, by):
     given = parameters(*SHAPES)
     run = OURS[by](torch.optim.SGD(given, lr=0.5))
     scheduler = lossscale.torch.guard(lr_scheduler.StepLR(run.optimizer, 1, 0.5), run.watched)
-    for _ in range(3):
+    for _ in range(before):
         step(run, given, GOOD)
         scheduler.step()
     for each, weights, copied in (how((run, given, scheduler)), (run, given, scheduler)):
-        for gradients, rate in ((BAD, 0.5**4), (GOOD, 0.5**5)):
+        for gradients, rate in ((BAD, 0.5 ** (before + 1)), (GOOD, 0.5 ** (before + 2))):
             step(each, weights, gradients)
             copied.step()
             assert copied.get_last_lr() == [rate]
