@@ -325,7 +325,7 @@ tests/frameworks/torch/test_mistakes.py
     torch LossScaleOptimizer._unscale_: if decision.empty: return decision
         -> pass  -k before_there_are_gradients
 tests/migration/test_checkpoints.py -k what_the_rule_has
-    migration KerasRestoreTarget.set_scale_values: field in named -> True
+    migration KerasRestorePlan._set_scale_values: field in named -> True
 tests/cli/test_migrate.py -k killed_command
     migration on tensorflow _remove_abandoned: _locked(owner) -> True
     migration on tensorflow _remove_abandoned: owner.read(2**16) == _mark(new) -> True
