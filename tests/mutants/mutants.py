@@ -186,7 +186,7 @@ tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
     diagnosis recommend: found.highest_exponent >= MARGIN -> True
     diagnosis recommend: min(middle, found.highest_exponent - MARGIN) -> middle
     diagnosis recommend: first - _BELOW -> first
-    diagnosis Report.recommendations: _ORDER.index(item[1].verdict) -> 0
+    diagnosis Report.recommendations: order.index(item[1].verdict) -> 0
 tests/documents/test_documented_members.py
     arguments rule_from_arguments: min(1.0, settings['initial_scale']) -> 1.0  -k floor
     tensorflow widened: tf.cast(tensor, tf.float32) -> tensor  -k float32_or_wider
