@@ -45,7 +45,7 @@ ARROWS = {
     "*keras *tf_keras **any",
     "documented_names": "errors registry optimizer common experimental keras tf_keras tensorflow "
     "*tensorflow **any",
-    "installation": "registry packages old_formats common documented_names",
+    "installation": "registry packages common documented_names",
     "plots": "errors packages monitoring",
     "cli": "errors packages migration lossscale **any",
     "__main__": "cli",
