@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 import functools
@@ -16,8 +17,8 @@ import tensorflow as tf
 from lossscale import experimental, registry
 from lossscale.common.checks import living_wrapper
 from lossscale.common.monkeypatch import replace
-from lossscale.errors import UnsupportedError
-from lossscale.experimental.policy import older_policies
+from lossscale.errors import ArgumentError, UnsupportedError
+from lossscale.experimental.loss_scale import get as get_loss_scale
 from lossscale.optimizer import LossScaleOptimizer
 
 _LOSS_SCALES = (
@@ -25,6 +26,60 @@ _LOSS_SCALES = (
     experimental.FixedLossScale,
     experimental.DynamicLossScale,
 )
+
+# --- The dtype policy of TensorFlow 2.1 to 2.3, which had a loss scale ---------------------------
+
+
+@functools.cache
+def _policy_class(plain: type[Any]) -> type[Any]:
+    """Returns the older `Policy` class for Keras 3 or tf_keras.
+
+    Args:
+        plain: The framework's own class of policies, which have no loss scale.
+    """
+
+    class Policy(abc.ABC):  # noqa: B024 - for `register`
+        """A dtype policy with a loss scale, which `compile` uses to wrap optimizers.
+
+        The call returns a policy of Keras' own class with two more attributes, `loss_scale` and
+        `should_cast_variables`, so that files contain only the names of Keras' policies.
+
+        Args:
+            name: `"mixed_float16"`, or another name of a policy.
+            loss_scale: A `LossScale`, a number, `"dynamic"`, or None for no loss scaling.
+                `"auto"` means `"dynamic"` with `"mixed_float16"`, and None otherwise.
+
+        Raises:
+            ValueError: If there is no policy with this name, or the loss scale is invalid.
+
+        Source: `tf.keras.mixed_precision.experimental.Policy`, TensorFlow 2.1 to 2.3.
+        """
+
+        def __new__(cls, name: str, loss_scale: Any = "auto") -> Any:
+            policy = plain(name)
+            policy.loss_scale = _loss_scale_of(policy, loss_scale)
+            policy.should_cast_variables = policy.variable_dtype != policy.compute_dtype
+            return policy
+
+    # For `isinstance`.
+    Policy.register(plain)
+    return Policy
+
+
+def _loss_scale_of(policy: Any, loss_scale: Any) -> experimental.LossScale | None:
+    is_float16 = policy.name == "mixed_float16"
+    if isinstance(loss_scale, str) and loss_scale == "auto":
+        loss_scale = "dynamic" if is_float16 else None
+    if loss_scale is None:
+        return None
+    if not is_float16:
+        raise ArgumentError(
+            f"The policy {policy.name!r} takes no loss scale: compile() wraps optimizers under "
+            f"'mixed_float16' only. Received: loss_scale={loss_scale!r}. Leave it out, and wrap "
+            "the optimizer in a LossScaleOptimizer instead."
+        )
+    return get_loss_scale(loss_scale)
+
 
 # --- TensorFlow -----------------------------------------------------------------------------------
 
@@ -64,8 +119,21 @@ def _put_into_mixed_precision(
         policies: The `mixed_precision` module of the same framework, with its policies.
     """
     replace(stack, module, "LossScaleOptimizer", framework.wrapper())
-    older = experimental.class_for(framework)
-    names = {"LossScaleOptimizer": older, **older_policies(policies)}
+    policy = _policy_class(policies.Policy)
+
+    def set_policy(given: Any) -> None:
+        policies.set_global_policy(policy(given) if isinstance(given, str) else given)
+
+    def get_layer_policy(layer: Any) -> Any:
+        return layer.dtype_policy
+
+    names = {
+        "LossScaleOptimizer": experimental.class_for(framework),
+        "Policy": policy,
+        "global_policy": policies.global_policy,
+        "set_policy": set_policy,
+        "get_layer_policy": get_layer_policy,
+    }
     for name, value in names.items():
         replace(stack, _submodule(stack, module, "experimental"), name, value)
 
@@ -170,24 +238,20 @@ def put_into_tf_keras(stack: contextlib.ExitStack) -> None:
         ours = _CompileHook(getattr(own, cls), mixed_precision.global_policy)
         replace(stack, trainer, name, types.SimpleNamespace(**{cls: ours}))
 
-    # The last module of each is `tf.keras` if TF_USE_LEGACY_KERAS=1.
-    of_tensorflow = "tf_keras.api._v2.keras"
-    for name, function, modules in (
-        (
-            "convert_to_legacy_optimizer",
-            _converting_ours(optimizers.convert_to_legacy_optimizer),
-            (tf_keras.__internal__.optimizers, f"{of_tensorflow}.__internal__.optimizers"),
-        ),
-        (
-            # Loads models and checkpoints whose configurations name tf_keras' own class.
-            "deserialize",
-            _making_ours(optimizers.deserialize, own.BaseLossScaleOptimizer),
-            (tf_keras.optimizers, f"{of_tensorflow}.optimizers"),
-        ),
-    ):
-        for module in (optimizers, modules[0], sys.modules.get(modules[1])):
-            if module is not None:
-                replace(stack, module, name, function)
+    # Loads models and checkpoints whose configurations name tf_keras' own class.
+    made = _making_ours(optimizers.deserialize, own.BaseLossScaleOptimizer)
+    for module in (optimizers, tf_keras.optimizers, *_in_tensorflow("optimizers")):
+        replace(stack, module, "deserialize", made)
+    converted = _converting_ours(optimizers.convert_to_legacy_optimizer)
+    internal = tf_keras.__internal__.optimizers
+    for module in (optimizers, internal, *_in_tensorflow("__internal__.optimizers")):
+        replace(stack, module, "convert_to_legacy_optimizer", converted)
+
+
+def _in_tensorflow(name: str) -> list[Any]:
+    """Returns the module of tf_keras below `tf.keras`, if that is tf_keras."""
+    module = sys.modules.get(f"tf_keras.api._v2.keras.{name}")
+    return [] if module is None else [module]
 
 
 def _making_ours(deserialize: Callable[..., Any], own: type[Any]) -> Callable[..., Any]:

@@ -17,8 +17,21 @@ from typing import Any
 
 import lossscale.registry as registry
 from lossscale.common import monkeypatch
-from lossscale.old_formats.configurations import OPTIMIZER_NAMES
 from lossscale.packages import not_installed
+
+_OPTIMIZER_NAMES = (
+    "LossScaleOptimizer",
+    "LossScaleOptimizerV1",
+    "LossScaleOptimizerV3",
+    "lossscaleoptimizerv1",
+    "lossscaleoptimizerv3",
+)
+"""The names of the loss scale optimizers in TensorFlow's configurations.
+
+Keras' own class has the first name too. It cannot read these configurations; those of Keras 3 have
+a module, which shows that Keras' class is meant. The first name in lower case is missing, because
+Keras' `deserialize` would not find a class for it.
+"""
 
 
 def register() -> None:
@@ -40,7 +53,7 @@ def register() -> None:
             reader = _reader(f"{package}.{framework.root}")
             known.setdefault(f"{package}>LossScaleOptimizer", reader)
         if framework is registry.KERAS:
-            for name in OPTIMIZER_NAMES:
+            for name in _OPTIMIZER_NAMES:
                 known.setdefault(name, _reader(framework.package))
 
 

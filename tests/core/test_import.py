@@ -42,10 +42,10 @@ ARROWS = {
     "experimental": "errors checks rules registry arguments optimizer keras tf_keras "
     "*keras *tf_keras",
     "migration": "errors packages rules registry arguments optimizer old_formats keras tf_keras "
-    "**any",
+    "*keras *tf_keras **any",
     "documented_names": "errors registry optimizer common experimental keras tf_keras tensorflow "
     "*tensorflow **any",
-    "installation": "registry packages old_formats common documented_names",
+    "installation": "registry packages common documented_names",
     "plots": "errors packages monitoring",
     "cli": "errors packages migration lossscale **any",
     "__main__": "cli",

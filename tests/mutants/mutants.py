@@ -186,7 +186,7 @@ tests/diagnosis/test_measurement.py tests/diagnosis/test_report.py
     diagnosis recommend: found.highest_exponent >= MARGIN -> True
     diagnosis recommend: min(middle, found.highest_exponent - MARGIN) -> middle
     diagnosis recommend: first - _BELOW -> first
-    diagnosis Report.recommendations: _ORDER.index(item[1].verdict) -> 0
+    diagnosis Report.recommendations: order.index(item[1].verdict) -> 0
 tests/documents/test_documented_members.py
     arguments rule_from_arguments: min(1.0, settings['initial_scale']) -> 1.0  -k floor
     tensorflow widened: tf.cast(tensor, tf.float32) -> tensor  -k float32_or_wider
@@ -324,7 +324,7 @@ tests/frameworks/torch/test_mistakes.py
     torch LossScaleOptimizer._unscale_: if decision.empty: return decision
         -> pass  -k before_there_are_gradients
 tests/migration/test_checkpoints.py -k what_the_rule_has
-    migration KerasRestoreTarget.set_scale_values: field in named -> True
+    migration KerasRestorePlan._set_scale_values: field in named -> True
 tests/cli/test_migrate.py -k killed_command
     migration on tensorflow _remove_abandoned: _locked(owner) -> True
     migration on tensorflow _remove_abandoned: owner.read(2**16) == _mark(new) -> True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
@@ -31,10 +31,10 @@ class OutputRange:
     finite: bool
 
     @classmethod
-    def by_name(cls, names: Sequence[str], ranges: Sequence[Any]) -> dict[str, OutputRange]:
-        """Returns the ranges that a compiled pass computed, pairs of scalar arrays."""
-        pairs = zip(names, ranges, strict=True)
-        return {name: cls(float(largest), bool(finite)) for name, (largest, finite) in pairs}
+    def by_name(cls, pairs: Mapping[str, tuple[Any, Any]]) -> dict[str, OutputRange]:
+        """Returns the ranges that a compiled pass computed, by name: pairs of scalar arrays."""
+        ranges = pairs.items()
+        return {name: cls(float(largest), bool(finite)) for name, (largest, finite) in ranges}
 
     @property
     def room(self) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -142,7 +142,7 @@ class JaxGradientFunction:
             self._owned[name] = tuple(paths)
         self._params, self._loss_fn = params, loss_fn
         self.setting = f"JAX, {jax.default_backend()}, compiled, by the loss with dtype=float16"
-        self._compiled: dict[Any, tuple[Any, list[str]]] = {}
+        self._compiled: dict[Any, Any] = {}
 
     def __call__(
         self, batch: Any, scale: float, half: bool, *, watch: bool = False
@@ -156,16 +156,14 @@ class JaxGradientFunction:
         rest = [None if n in arrays else leaf for n, leaf in enumerate(leaves)]
         key = half, watch, structure, str(rest)
         if key not in self._compiled:
-            operations: list[str] = []
-            compute = functools.partial(self._compute, half, watch, operations, structure, rest)
+            compute = functools.partial(self._compute, half, watch, structure, rest)
             exactly = {"xla_allow_excess_precision": False}
             function = jax.jit(compute, compiler_options=exactly)
             _check_dtypes(str(function.trace(arrays, scale).jaxpr), half)
-            self._compiled[key] = function, operations
-        function, operations = self._compiled[key]
-        found, ranges = function(arrays, scale)
+            self._compiled[key] = function
+        found, ranges = self._compiled[key](arrays, scale)
         paths = [path for path, leaf in named_leaves(self._params) if _is_array(leaf)]
-        outputs = OutputRange.by_name(operations, ranges)
+        outputs = OutputRange.by_name(ranges)
         return {
             name: LossGradients(
                 {
@@ -187,17 +185,12 @@ class JaxGradientFunction:
         self,
         half: bool,
         watch: bool,
-        operations: list[str],
         structure: Any,
         rest: Sequence[Any],
         arrays: Mapping[int, Any],
         scale: Any,
     ) -> Any:
-        """Returns each loss with its gradients, and the range of the output of each operation.
-
-        It writes the names of the operations into a list, since a compiled function returns only
-        arrays.
-        """
+        """Returns each loss with its gradients, and the range of the output of each operation."""
         dtype = jnp.float16 if half else jnp.float32
 
         def losses_of(trained: Mapping[int, Any]) -> dict[str, Any]:
@@ -222,9 +215,12 @@ class JaxGradientFunction:
             }
             found[name] = loss, pull(by)[0]
         returned = _returned(losses_of, trained) if watch else {}
-        shown = {name: each for name, each in returned.items() if not half or each.dtype == dtype}
-        operations[:] = shown
-        return found, [_range(array) for array in shown.values()]
+        # JAX would return the keys of a dictionary sorted.
+        ranges = OrderedDict()
+        for name, array in returned.items():
+            if not half or array.dtype == dtype:
+                ranges[name] = _range(array)
+        return found, ranges
 
 
 def _returned(function: Callable[[Any], Any], params: Any) -> dict[str, Any]:

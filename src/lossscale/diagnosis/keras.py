@@ -13,7 +13,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -65,7 +65,7 @@ class KerasGradientFunction:
         self._casts = _cast_to_float16(model)
         how = "mixed_float16" if self._casts else "its own float16"
         self.setting = f"Keras on {keras.backend.backend()}, {how}"
-        self._computations: dict[tuple[bool, bool], tuple[Any, list[str]]] = {}
+        self._computations: dict[tuple[bool, bool], Any] = {}
 
     def __call__(
         self, batch: Any, scale: float, half: bool, *, watch: bool = False
@@ -75,15 +75,20 @@ class KerasGradientFunction:
         # Compiling a second function would cost more than always recording ranges.
         key = half, watch or (half and on_jax)
         if key not in self._computations:
-            operations: list[str] = []
-            compute = functools.partial(self._compute, *key, operations)
-            self._computations[key] = _compiled_by_jax(compute) if on_jax else compute, operations
-        compute, operations = self._computations[key]
+            compute: Any = functools.partial(self._compute, *key)
+            if on_jax:
+                import jax
+
+                # It must round to float16 wherever the model casts to it.
+                exactly = {"xla_allow_excess_precision": False}
+                compute = jax.jit(compute, compiler_options=exactly)
+            self._computations[key] = compute
         with _as_it_was(self._model), _drawn_in_float32():
             self._set_precision(half)
             values = [_value(variable, half) for variable in self._variables]
-            found, ranges = compute(values, (*batch, None, None)[:3], np.float32(scale))
-        outputs = OutputRange.by_name(operations, ranges)
+            parts = (*batch, None, None)[:3]
+            found, ranges = self._computations[key](values, parts, np.float32(scale))
+        outputs = OutputRange.by_name(ranges)
         return {
             name: LossGradients(self._gradients_of(name, each), float(_on_host(loss)), outputs)
             for name, (loss, each) in found.items()
@@ -99,19 +104,9 @@ class KerasGradientFunction:
         }
 
     def _compute(
-        self,
-        half: bool,
-        watch: bool,
-        operations: list[str],
-        values: Sequence[Any],
-        batch: Any,
-        scale: Any,
+        self, half: bool, watch: bool, values: Sequence[Any], batch: Any, scale: Any
     ) -> Any:
-        """Returns each loss with its gradients, and the range of the output of each operation.
-
-        It writes the names of the operations into a list, since a compiled function returns only
-        tensors.
-        """
+        """Returns each loss with its gradients, and the range of the output of each operation."""
         count = len(self._trained)
 
         def forward(trained: Sequence[Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
@@ -126,13 +121,12 @@ class KerasGradientFunction:
 
         derive = _DERIVE[keras.backend.backend()]
         losses, gradients, returned = derive(forward, values[:count], scale)
-        shown = {
-            name: [each for each in tensors if not half or _dtype(each) == "float16"]
-            for name, tensors in returned.items()
-        }
-        operations[:] = [name for name, tensors in shown.items() if tensors]
-        found = {name: (loss, gradients[name]) for name, loss in losses.items()}
-        return found, [_range(shown[name]) for name in operations]
+        ranges = OrderedDict()
+        for name, tensors in returned.items():
+            shown = [each for each in tensors if not half or _dtype(each) == "float16"]
+            if shown:
+                ranges[name] = _range(shown)
+        return {name: (loss, gradients[name]) for name, loss in losses.items()}, ranges
 
     def _forward(self, values: Sequence[Any], batch: Any, returned: dict[str, list[Any]]) -> Any:
         """Returns what the loss function returns, and adds the targets to what is watched."""
@@ -143,10 +137,7 @@ class KerasGradientFunction:
         x, y, sample_weight = keras.tree.map_structure(
             lambda array: None if array is None else keras.ops.convert_to_tensor(array), batch
         )
-        same_random_numbers = _SAME_RANDOM_NUMBERS.get(
-            keras.backend.backend(), contextlib.nullcontext
-        )
-        with scope, same_random_numbers():
+        with scope, _same_random_numbers():
             if self._loss_fn is not None:
                 return self._loss_fn(self._model, (x, y, sample_weight))
             self._check_targets(y)
@@ -195,20 +186,12 @@ def _derive_on_jax(forward: Any, values: Sequence[Any], scale: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    names: list[str] = []
-
-    def compute(values: Any) -> Any:
-        losses, returned = forward(values)
-        # A dictionary would come back sorted.
-        names[:] = returned
-        return losses, list(returned.values())
-
-    losses, pull, returned = jax.vjp(compute, list(values), has_aux=True)
+    losses, pull, returned = jax.vjp(forward, list(values), has_aux=True)
     gradients = {
         name: pull({each: jnp.float32(scale if each == name else 0) for each in losses})[0]
         for name in losses
     }
-    return losses, gradients, dict(zip(names, returned, strict=True))
+    return losses, gradients, returned
 
 
 def _derive_on_tensorflow(forward: Any, values: Sequence[Any], scale: Any) -> Any:
@@ -259,26 +242,21 @@ _DERIVE = {"jax": _derive_on_jax, "tensorflow": _derive_on_tensorflow, "torch": 
 """Compute the losses, their gradients, and what the operations returned."""
 
 
-def _compiled_by_jax(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a compiled function, which rounds to float16 wherever the model casts to it."""
-    import jax
-
-    compiled: Callable[..., Any] = jax.jit(
-        compute, compiler_options={"xla_allow_excess_precision": False}
-    )
-    return compiled
-
-
-def _torch_random_numbers() -> contextlib.AbstractContextManager[Any]:
-    import torch
-
-    fork: contextlib.AbstractContextManager[Any] = torch.random.fork_rng()
-    return fork
-
-
 @contextlib.contextmanager
-def _tensorflow_random_numbers() -> Iterator[None]:
-    """Within it, `tf.random.normal` and its like draw numbers by Keras, from fixed seeds.
+def _same_random_numbers() -> Iterator[None]:
+    """Within it, a framework draws the same numbers each time, and its state stays unchanged."""
+    with contextlib.ExitStack() as stack:
+        if keras.backend.backend() == "torch":
+            import torch
+
+            stack.enter_context(torch.random.fork_rng())
+        elif keras.backend.backend() == "tensorflow":
+            _draw_by_keras(stack)
+        yield
+
+
+def _draw_by_keras(stack: contextlib.ExitStack) -> None:
+    """Lets `tf.random.normal` and its like draw numbers by Keras, from fixed seeds.
 
     TensorFlow's own numbers are different in each call, and different in float16.
     """
@@ -299,14 +277,8 @@ def _tensorflow_random_numbers() -> Iterator[None]:
 
         return drawn
 
-    with contextlib.ExitStack() as stack:
-        for name in ("normal", "truncated_normal", "uniform"):
-            replace(stack, tf.random, name, drawn_by_keras(name))
-        yield
-
-
-_SAME_RANDOM_NUMBERS = {"tensorflow": _tensorflow_random_numbers, "torch": _torch_random_numbers}
-"""Within these, a framework draws the same numbers each time, and its state stays unchanged."""
+    for name in ("normal", "truncated_normal", "uniform"):
+        replace(stack, tf.random, name, drawn_by_keras(name))
 
 
 def _traced() -> Any:
@@ -356,7 +328,8 @@ def _watched(model: Any, watch: bool) -> Iterator[dict[str, list[Any]]]:
     if not watch:
         yield {}
         return
-    returned: dict[str, list[Any]] = {}
+    # JAX would return the keys of a dictionary sorted.
+    returned: OrderedDict[str, list[Any]] = OrderedDict()
     counts: Counter[str] = Counter()
     # A function may return a tensor that another returned. Keep all of them, so that no identity is
     # reused.

@@ -17,19 +17,13 @@ from lossscale.diagnosis.verdict import Recommendation, Verdict, recommend
 from lossscale.rules import DynamicScale
 
 _WIDTH = 88
-_ORDER = (
-    Verdict.CANNOT_HELP,
-    Verdict.NO_SINGLE_SCALE,
-    Verdict.UNKNOWN,
-    Verdict.NEEDED,
-    Verdict.NOT_NEEDED,
-)
+# The worst first.
 _TITLES = {
-    Verdict.NOT_NEEDED: "loss scaling is not needed.",
-    Verdict.NEEDED: "loss scaling is needed.",
-    Verdict.NO_SINGLE_SCALE: "no single scale works.",
     Verdict.CANNOT_HELP: "loss scaling cannot help.",
+    Verdict.NO_SINGLE_SCALE: "no single scale works.",
     Verdict.UNKNOWN: "whether loss scaling is needed is unknown.",
+    Verdict.NEEDED: "loss scaling is needed.",
+    Verdict.NOT_NEEDED: "loss scaling is not needed.",
 }
 
 
@@ -53,7 +47,8 @@ class Report:
     def recommendations(self) -> dict[str, Recommendation]:
         """The verdict on each loss, the worst first."""
         found = {name: recommend(each) for name, each in self.measurements.items()}
-        return dict(sorted(found.items(), key=lambda item: _ORDER.index(item[1].verdict)))
+        order = list(_TITLES)
+        return dict(sorted(found.items(), key=lambda item: order.index(item[1].verdict)))
 
     @property
     def verdict(self) -> Verdict:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
+from lossscale.common.monkeypatch import replace
 from lossscale.diagnosis.gradient_function import (
     LossGradients,
     OutputRange,
@@ -357,13 +358,10 @@ def _nothing_recomputed() -> Iterator[None]:
     It would call `backward()` within the backward pass, which `torch.autograd.grad` refuses. The
     gradients are the same.
     """
-    cls: Any = CheckpointFunction
-    cls.apply = staticmethod(lambda function, preserve, *args: function(*args))
-    try:
+    called = staticmethod(lambda function, preserve, *args: function(*args))
+    with contextlib.ExitStack() as stack:
+        replace(stack, CheckpointFunction, "apply", called)
         yield
-    finally:
-        # The flag is inherited.
-        del cls.apply
 
 
 # --- Precision ----------------------------------------------------------------------------------
@@ -372,8 +370,7 @@ def _nothing_recomputed() -> Iterator[None]:
 @contextlib.contextmanager
 def _casting_to(dtype: torch.dtype | None) -> Iterator[None]:
     """Within it, every enabled `torch.autocast` casts to a dtype; with None it does not cast."""
-    cls: Any = torch.autocast
-    enter = cls.__enter__
+    enter = torch.autocast.__enter__
 
     def entered(autocast: Any) -> Any:
         before = autocast._enabled, autocast.fast_dtype
@@ -387,11 +384,9 @@ def _casting_to(dtype: torch.dtype | None) -> Iterator[None]:
             # As a decorator, it may be entered again later.
             autocast._enabled, autocast.fast_dtype = before
 
-    cls.__enter__ = entered
-    try:
+    with contextlib.ExitStack() as stack:
+        replace(stack, torch.autocast, "__enter__", entered)
         yield
-    finally:
-        cls.__enter__ = enter
 
 
 class _DrawnInFloat32(TorchDispatchMode):

@@ -54,7 +54,8 @@ class LossScale(abc.ABC):
             initial_value: Its initial value, a Python number or a scalar array.
             dtype: Its dtype; None takes the dtype of `initial_value`.
         """
-        weights = self._own_weights()
+        # A subclass may forget to call __init__.
+        weights: dict[str, Any] = self.__dict__.setdefault("_weights", {})
         if name in weights:
             raise ArgumentError(
                 f"This loss scale already has a weight of this name. Received: {name!r}. Use "
@@ -64,16 +65,11 @@ class LossScale(abc.ABC):
         return weights[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = {name: _number(variable) for name, variable in self._variables().items()}
+        values = {name: variable.numpy().item() for name, variable in self._variables().items()}
         return _rebuild, (type(self), self.get_config(), values)
 
     def _variables(self) -> dict[str, Any]:
-        return self._own_weights()
-
-    def _own_weights(self) -> dict[str, Any]:
-        # A subclass may forget to call __init__.
-        weights: dict[str, Any] = self.__dict__.setdefault("_weights", {})
-        return weights
+        return dict(self.__dict__.get("_weights", {}))
 
 
 class _RuleLossScale(LossScale):
@@ -224,10 +220,6 @@ class DynamicLossScale(_RuleLossScale):
         return f"DynamicLossScale({settings})"
 
 
-def _number(variable: Any) -> Any:
-    return variable.numpy().item()
-
-
 def _rebuild(cls: type[LossScale], config: dict[str, Any], values: dict[str, Any]) -> LossScale:
     loss_scale = cls.from_config(config)
     if values and isinstance(loss_scale, _RuleLossScale):
@@ -289,10 +281,7 @@ def from_rule(rule: ScaleRule) -> LossScale:
     )
 
 
-_KNOWN: dict[str, type[LossScale]] = {
-    "FixedLossScale": FixedLossScale,
-    "DynamicLossScale": DynamicLossScale,
-}
+_KNOWN = {known.__name__: known for known in (FixedLossScale, DynamicLossScale)}
 
 
 def serialize(loss_scale: LossScale) -> dict[str, Any]:

@@ -7,11 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from lossscale import registry
-from lossscale.arguments import (
-    arguments_from_config,
-    check_config,
-    rule_from_arguments,
-)
+from lossscale.arguments import arguments_from_config, check_config, rule_from_arguments
 from lossscale.checks import checks_keywords
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from lossscale.experimental.loss_scale import (

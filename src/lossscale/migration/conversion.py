@@ -16,9 +16,6 @@ from lossscale.migration.graph import read_graph, write_hdf5
 from lossscale.migration.loading import load_model
 from lossscale.migration.saved_optimizer import find_optimizers
 
-MODEL_SUFFIX = ".keras"
-STATE_SUFFIX = ".h5"
-
 _PREFIX = ".lossscale-"
 _OWNER = "owner"
 
@@ -51,10 +48,8 @@ def migrate_file(old: str | Path, new: str | Path, *, overwrite: bool = False) -
             written = Path(folder, f"new{new.suffix}")
             if checkpoint:
                 graph = read_graph(old)
-                if not find_optimizers(graph):
-                    raise OldFileError(
-                        f"{graph.path}: this checkpoint does not contain an optimizer."
-                    )
+                # Raises if there is none.
+                find_optimizers(graph)
                 write_hdf5(graph, written)
             else:
                 load_model(old).save(written)
@@ -123,8 +118,7 @@ def check_new(old: str | Path, new: Path, *, checkpoint: bool, overwrite: bool) 
         OldFileError: If the name has the wrong ending, its folder does not exist, or the file
             exists and must not be overwritten.
     """
-    suffix = STATE_SUFFIX if checkpoint else MODEL_SUFFIX
-    what = "checkpoint" if checkpoint else "model"
+    what, suffix = ("checkpoint", ".h5") if checkpoint else ("model", ".keras")
     if new.suffix != suffix:
         raise OldFileError(
             f"{new}: a {what} converts to a file that ends in {suffix}. Received: {old}."

@@ -35,10 +35,32 @@ def is_hdf5(path: str | Path) -> bool:
 
 
 @contextlib.contextmanager
-def as_old_file_error(path: str | Path, reason: str = "damaged or incomplete") -> Iterator[None]:
-    """Converts every exception that the content of a file causes to an error that names the file.
+def errors_reported_as(start: str, *passing: type[Exception], end: str = "") -> Iterator[None]:
+    """Converts every exception to an error about a file.
 
-    The libraries that read a damaged file can raise any exception.
+    Frameworks and a user's classes can raise any exception.
+
+    Args:
+        start: The start of the message; the cause follows.
+        *passing: Exceptions that are raised as they are.
+        end: The end of the message.
+
+    Raises:
+        OldFileError: Instead of other exceptions.
+    """
+    try:
+        yield
+    except passing:
+        raise
+    except Exception as error:
+        cause = str(error) if isinstance(error, LossScaleError) else first_line(error)
+        raise OldFileError(f"{start}: {cause}{end}") from error
+
+
+def as_old_file_error(
+    path: str | Path, reason: str = "damaged or incomplete"
+) -> contextlib.AbstractContextManager[None]:
+    """Converts every exception that the content of a file causes to an error that names the file.
 
     Args:
         path: The file.
@@ -48,12 +70,7 @@ def as_old_file_error(path: str | Path, reason: str = "damaged or incomplete") -
         OldFileError: Instead of any exception except those of this library, warnings turned into
             errors, and missing packages.
     """
-    try:
-        yield
-    except (LossScaleError, ImportError, Warning):
-        raise
-    except Exception as error:
-        raise OldFileError(f"{path}: {reason}: {first_line(error)}") from error
+    return errors_reported_as(f"{path}: {reason}", LossScaleError, ImportError, Warning)
 
 
 def check_file(path: str | Path) -> None:

@@ -22,8 +22,6 @@ from lossscale.migration.saved_optimizer import (
 )
 from lossscale.rules import DynamicScale, FixedScale
 
-CHECKPOINT = "checkpoint"
-
 _NOT_SLOTS = {
     "dynamic_scale",
     "iteration",
@@ -111,9 +109,7 @@ def _described(path: str | Path) -> FileDescription:
     if is_checkpoint(path):
         graph = read_graph(path)
         found = tuple(_of_checkpoint(graph, at, node) for at, node in find_optimizers(graph))
-        if not found:
-            raise OldFileError(f"{graph.path}: this checkpoint does not contain an optimizer.")
-        return FileDescription(graph.path, CHECKPOINT, found)
+        return FileDescription(graph.path, "checkpoint", found)
     file = read_model_file(path)
     if not file.optimizer:
         raise OldFileError(f"{file.path}: the model was saved without an optimizer.")
@@ -154,7 +150,7 @@ def _of_model(file: ModelFile) -> OptimizerDescription:
         # A schedule has several numbers.
         settings["learning_rate"] = rate.get("class_name")
     newer = file.era in (KERAS_3, OURS)
-    saved = None if newer else saved_optimizer(file)
+    saved = SavedOptimizer(file.era) if newer else saved_optimizer(file)
     scaling, scale = _rule_of(file)
     own = file.own or file.of_keras_own
     return OptimizerDescription(
@@ -164,10 +160,10 @@ def _of_model(file: ModelFile) -> OptimizerDescription:
         scaling=scaling,
         scale=float(own["dynamic_scale"]) if "dynamic_scale" in own else scale,
         good_steps=int(own["step_counter"]) if "step_counter" in own else None,
-        iterations=_count(own.get("iteration"), saved),
+        iterations=int(own["iteration"]) if "iteration" in own else saved.iterations,
         learning_rate=rate if isinstance(rate, (int, float)) else None,
         settings={k: v for k, v in settings.items() if v is not None and k != "name"},
-        slots=_counted(saved) if saved is not None else _unnamed(file),
+        slots=_unnamed(file) if newer else _counted(saved),
     )
 
 
@@ -178,12 +174,6 @@ def _unnamed(file: ModelFile) -> dict[str, int]:
     if file.names and not ahead:
         ahead = 2 if file.era == OURS else 6
     return {"unnamed": len(file.names) - ahead} if len(file.names) > ahead else {}
-
-
-def _count(own: Any, saved: SavedOptimizer | None) -> int | None:
-    if own is not None:
-        return int(own)
-    return None if saved is None else saved.iterations
 
 
 def _rule_of(file: ModelFile) -> tuple[str, float | None]:

@@ -53,21 +53,17 @@ class Graph:
     path: str
     nodes: list[Node]
 
-    def child(self, node: Node, name: str) -> Node | None:
-        """Returns the child `name` of `node`, or None."""
-        number = node.children.get(name)
-        return None if number is None else self.nodes[number]
+    def child(self, node: Node, name: str) -> Node:
+        """Returns the child `name` of `node`, an empty node if there is none."""
+        return self.nodes[node.children[name]] if name in node.children else Node()
 
-    def value(self, node: Node, *names: str) -> Any:
-        """Returns the array at the end of a chain of names, or None."""
-        current: Node | None = node
-        for name in names:
-            current = current and self.child(current, name)
-        return None if current is None else current.value
+    def value(self, node: Node, name: str) -> Any:
+        """Returns the array of the child `name` of `node`, or None."""
+        return self.child(node, name).value
 
-    def paths(self) -> Iterator[tuple[str, Node]]:
-        """Yields every object once, by its shortest path from the root."""
-        seen, waiting = {0}, [("", 0)]
+    def paths(self, start: int = 0) -> Iterator[tuple[str, Node]]:
+        """Yields every object below another one once, by its shortest path, the nearest first."""
+        seen, waiting = {start}, [("", start)]
         while waiting:
             path, number = waiting.pop(0)
             yield path, self.nodes[number]
@@ -108,11 +104,9 @@ def find_prefix(path: str | Path) -> str:
         if latest is None:
             raise OldFileError(f"{text}: no checkpoint in this folder.")
         return str(latest)
-    prefix = text.removesuffix(".index")
-    if Path(f"{prefix}.index").is_file():
-        return prefix
-    if ".data-" in prefix and Path(f"{prefix.rpartition('.data-')[0]}.index").is_file():
-        return prefix.rpartition(".data-")[0]
+    for prefix in (text.removesuffix(".index"), text.rpartition(".data-")[0]):
+        if prefix and Path(f"{prefix}.index").is_file():
+            return prefix
     if Path(text).is_file():
         raise OldFileError(f"{text}: neither a checkpoint of TensorFlow nor a model file.")
     raise OldFileError(f"{text}: no such file or checkpoint.")
@@ -177,16 +171,8 @@ def write_hdf5(graph: Graph, path: str | Path) -> None:
     """
     import h5py
 
-    described = [
-        {
-            "children": node.children,
-            "name": node.name,
-            "slots": node.slots,
-            "extras": node.extras,
-            "variable": node.value is not None,
-        }
-        for node in graph.nodes
-    ]
+    # The arrays are stored under their numbers.
+    described = [{**vars(node), "value": node.value is not None} for node in graph.nodes]
     with h5py.File(path, "w") as file:
         # A dataset, because an attribute holds at most 64 KiB.
         file.create_dataset(_DATASET, data=json.dumps(described))
@@ -213,14 +199,7 @@ def _read_hdf5(path: str) -> Graph:
         )
     with as_old_file_error(path), h5py.File(path, "r") as file:
         described = json.loads(file[_DATASET][()])
-        nodes = [
-            Node(
-                children=dict(node["children"]),
-                name=str(node["name"]),
-                value=file[f"values/{number}"][()] if node["variable"] else None,
-                slots=[(name, of, at) for name, of, at in node["slots"]],
-                extras=dict(node["extras"]),
-            )
-            for number, node in enumerate(described)
-        ]
-        return _checked(Graph(path, nodes))
+        for number, node in enumerate(described):
+            node["name"] = str(node["name"])
+            node["value"] = file[f"values/{number}"][()] if node["value"] else None
+        return _checked(Graph(path, [Node(**node) for node in described]))

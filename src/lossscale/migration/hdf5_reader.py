@@ -32,13 +32,11 @@ def check_size(path: str | os.PathLike[str]) -> None:
     """Raises if the content of a zip file would need far more memory than the size of the file.
 
     Args:
-        path: The file; other files than zip files pass.
+        path: The zip file.
 
     Raises:
         ValueError: If it would, or a text in it is larger than in any model.
     """
-    if not zipfile.is_zipfile(path):
-        return
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
     held = sum(member.compress_size for member in members)
@@ -77,15 +75,18 @@ def read_everything(path: str) -> None:
                 if name.endswith(".h5"):
                     content = archive.read(name)
                     with h5py.File(io.BytesIO(content), "r") as file:
-                        _read_group(file, len(content))
+                        read_group(file, len(content))
         return
-    with open(path, "rb") as opened:
-        size = opened.seek(0, io.SEEK_END)
     with h5py.File(path, "r") as file:
-        _read_group(file, size)
+        read_group(file, os.path.getsize(path))
 
 
-def _read_group(file: Any, size: int) -> None:
+def read_group(file: Any, size: int) -> None:
+    """Reads every attribute and array below a group of an HDF5 file of this size.
+
+    Raises:
+        ValueError: If an array is larger than the file can hold.
+    """
     import h5py
 
     def read(name: str, item: Any) -> None:

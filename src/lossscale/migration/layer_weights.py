@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import io
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import h5py
+import keras
 
 from lossscale.errors import OldFileError
 from lossscale.migration.building import ModelBuilder
 from lossscale.migration.layers import ConvertedLayer, plain_values
-from lossscale.migration.models import chunks
+from lossscale.migration.models import (
+    HDF5,
+    ModelFile,
+    layers_with_arrays,
+    named_arrays,
+    parsed,
+)
 
 # Where `.keras` files store the layers of a model; release 2.12 used the second name.
 _MODEL_LAYERS = ("layers", "_layer_checkpoint_dependencies")
@@ -34,7 +42,7 @@ class Weights:
 
     def trainable(self) -> list[Any]:
         """Returns the trained variables in the order in which Keras 2 passed them to optimizers."""
-        return self._split(self.model).trainable
+        return self._split(self.model)[0]
 
     def read_hdf5(self, group: Any) -> None:
         """Finds a variable for every array of an HDF5 file.
@@ -48,15 +56,9 @@ class Weights:
         for part in self.builder.parts[id(self.model)]:
             if part.layer is None or part.name not in group:
                 continue
-            of_layer = group[part.name]
-            names = [
-                name.decode() if isinstance(name, bytes) else str(name)
-                for key in chunks(of_layer, "weight_names")
-                for name in of_layer.attrs[key]
-            ]
-            split = self._split(part.layer)
-            arrays = [of_layer[name][()] for name in names]
-            self._pair(part, [*split.trainable, *split.others], arrays)
+            trainable, others = self._split(part.layer)
+            _, arrays = named_arrays(group[part.name])
+            self._pair(part, [*trainable, *others], arrays)
 
     def read_zip(self, stored: Any) -> None:
         """Finds a variable for every array of a `.keras` file.
@@ -67,10 +69,10 @@ class Weights:
         Raises:
             OldFileError: If a layer has other weights in the file.
         """
-        for part, group, layer in self._places(self.model, stored, set()):
+        for part, group in self._places(self.model, stored, set()):
             found = group.get("vars", {})
             arrays = [found[name][()] for name in sorted(found, key=int)]
-            self._pair(part, _own(layer), arrays)
+            self._pair(part, _own(part.layer), arrays)
 
     def assign(self) -> None:
         """Sets all variables."""
@@ -102,14 +104,14 @@ class Weights:
             return [part.layer for part in self.builder.parts[id(layer)] if part.layer is not None]
         return [one for _, value in attributes(layer) for one in value]
 
-    def _split(self, layer: Any) -> _Split:
-        """Returns the variables of a layer as Keras 2 listed them in an HDF5 file."""
+    def _split(self, layer: Any) -> tuple[list[Any], list[Any]]:
+        """Returns the trained and the other variables of a layer, as Keras 2 listed them."""
         children = [self._split(child) for child in self._children(layer)]
         own = _own(layer)
         count = len(layer._trainable_variables)
         trained, others = own[:count], own[count:]
-        below = [v for child in children for v in child.trainable]
-        below_others = [v for child in children for v in child.others]
+        below = [v for split in children for v in split[0]]
+        below_others = [v for split in children for v in split[1]]
         if id(layer) in self.builder.parts:
             # A model puts its own weights last.
             trained, others = [*below, *trained], [*below_others, *others]
@@ -118,13 +120,13 @@ class Weights:
         elif layer.trainable:
             trained, others = [*trained, *below], [*others, *below_others]
         else:
-            every = [v for child in children for v in (*child.trainable, *child.others)]
+            every = [v for split in children for part in split for v in part]
             trained, others = [], [*trained, *others, *every]
-        return _Split(_once(trained), _once(others))
+        return _once(trained), _once(others)
 
     def _places(
         self, layer: Any, group: Any, seen: set[int]
-    ) -> Iterator[tuple[ConvertedLayer, Any, Any]]:
+    ) -> Iterator[tuple[ConvertedLayer, Any]]:
         """Yields the layers inside a layer, each with its group in a `.keras` file."""
         seen.add(id(layer))
         if id(layer) in self.builder.parts:
@@ -141,36 +143,28 @@ class Weights:
                 yield from self._in_list(parts, _first(group, name), seen)
             elif id(value) not in seen:
                 below = _first(group, name)
-                yield ConvertedLayer(value.name, type(value).__name__, value), below, value
+                yield ConvertedLayer(value.name, type(value).__name__, value), below
                 yield from self._places(value, below, seen)
 
     def _in_list(
         self, parts: Sequence[ConvertedLayer], group: Any, seen: set[int]
-    ) -> Iterator[tuple[ConvertedLayer, Any, Any]]:
+    ) -> Iterator[tuple[ConvertedLayer, Any]]:
         # Layers of one class are numbered; 2.12 counts a layer with weights twice.
+        with_arrays = layers_with_arrays(group)
         places: dict[str, int] = {}
         for part in parts:
             if id(part.layer) in seen or not part.layer.weights:
                 continue
             kind = snake_case(part.kind)
-            of_kind = [name for name in group if re.fullmatch(rf"{kind}(_\d+)?", name)]
-            of_kind = sorted(filter(lambda name: holds_arrays(group[name]), of_kind), key=turn)
+            of_kind = [name for name in with_arrays if re.fullmatch(rf"{kind}(_\d+)?", name)]
             places[kind] = place = places.get(kind, -1) + 1
             below = group[of_kind[place]] if place < len(of_kind) else {}
-            yield part, below, part.layer
+            yield part, below
             yield from self._places(part.layer, below, seen)
-
-
-@dataclasses.dataclass
-class _Split:
-    trainable: list[Any]
-    others: list[Any]
 
 
 def attributes(layer: Any) -> list[tuple[str, list[Any]]]:
     """Returns the layers in a layer's attributes, by attribute, in the order of creation."""
-    import keras
-
     found, seen = [], {id(layer)}
     for name, value in vars(layer).items():
         several = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -198,19 +192,6 @@ def _first(group: Any, *names: str) -> Any:
     return next((group[name] for name in names if name in group), {})
 
 
-def holds_arrays(group: Any) -> bool:
-    """Whether there are arrays in a group of a `.keras` file."""
-    return any(name == "vars" and len(group[name]) for name in group) or any(
-        holds_arrays(group[name]) for name in group if name != "vars"
-    )
-
-
-def turn(name: str) -> int:
-    """Returns the number at the end of the name of a layer's group, 0 without one."""
-    last = name.rpartition("_")[2]
-    return int(last) if last.isdecimal() else 0
-
-
 def _own(layer: Any) -> list[Any]:
     return [*layer._trainable_variables, *layer._non_trainable_variables]
 
@@ -219,11 +200,11 @@ def _once(variables: list[Any]) -> list[Any]:
     return list({id(variable): variable for variable in variables}.values())
 
 
-def load_old_model(path: str, custom_objects: dict[str, Any]) -> tuple[Any, list[Any]]:
+def load_old_model(file: ModelFile, custom_objects: dict[str, Any]) -> tuple[Any, list[Any]]:
     """Builds the model that a Keras 2 file describes, with its weights.
 
     Args:
-        path: An HDF5 file or a `.keras` file.
+        file: An HDF5 file or a `.keras` file.
         custom_objects: The caller's classes and functions, by name.
 
     Returns:
@@ -232,48 +213,21 @@ def load_old_model(path: str, custom_objects: dict[str, Any]) -> tuple[Any, list
     Raises:
         OldFileError: If Keras 3 cannot build the model.
     """
-    builder = ModelBuilder(path, custom_objects)
-    if zipfile.is_zipfile(path):
-        return _load(builder, *_opened_zip(path))
-    return _load(builder, *_opened_hdf5(path))
-
-
-def _load(
-    builder: ModelBuilder, config: dict[str, Any], read: Callable[[Weights], None]
-) -> tuple[Any, list[Any]]:
-    model = builder.model(config)
+    builder = ModelBuilder(file.path, custom_objects)
+    model = builder.model(plain_values(parsed(file.config)))
     if not model.built:
         raise OldFileError(
-            f"{builder.path}: the file does not record the model's input shape, so it has no "
+            f"{file.path}: the file does not record the model's input shape, so it has no "
             "weights. Create the model with Keras 3 and compile it."
         )
     weights = Weights(builder, model)
-    read(weights)
+    if file.form == HDF5:
+        with h5py.File(file.path, "r") as stored:
+            weights.read_hdf5(stored["model_weights"])
+    else:
+        with zipfile.ZipFile(file.path) as archive:
+            content = io.BytesIO(archive.read("model.weights.h5"))
+        with h5py.File(content, "r") as stored:
+            weights.read_zip(stored)
     weights.assign()
     return model, weights.trainable()
-
-
-def _opened_hdf5(path: str) -> tuple[dict[str, Any], Callable[[Weights], None]]:
-    import h5py
-
-    def read(weights: Weights) -> None:
-        with h5py.File(path, "r") as file:
-            weights.read_hdf5(file["model_weights"])
-
-    with h5py.File(path, "r") as file:
-        return json.loads(file.attrs["model_config"]), read
-
-
-def _opened_zip(path: str) -> tuple[dict[str, Any], Callable[[Weights], None]]:
-    import io
-
-    import h5py
-
-    def read(weights: Weights) -> None:
-        with zipfile.ZipFile(path) as archive:
-            stored = io.BytesIO(archive.read("model.weights.h5"))
-        with h5py.File(stored, "r") as file:
-            weights.read_zip(file)
-
-    with zipfile.ZipFile(path) as archive:
-        return plain_values(json.loads(archive.read("config.json"))), read

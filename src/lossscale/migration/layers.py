@@ -5,13 +5,13 @@ Keras 3 reads most settings itself. This module covers those that it rejects or 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from lossscale.errors import LossScaleError, OldFileError, first_line
+from lossscale.errors import OldFileError
+from lossscale.keras import hard_sigmoid
 
 # Settings that do not affect the result; dropped if Keras 3 lacks them.
 _WITHOUT_EFFECT = {
@@ -87,20 +87,21 @@ def successor(kind: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]
     kept = {name: value for name, value in settings.items() if name not in names}
     kept |= {other: settings[name] for name, other in names.items() if name in settings}
     kept.pop("batch_input_shape", None)
-    kept |= _dtype(kept)
+    kept |= dtype_of_policy(kept)
     if kept.get("dtype") in _ANY_DTYPE:
         del kept["dtype"]
-    if kind == "BatchNormalization" or _SUCCESSORS.get(kind, ("",))[0] == "BatchNormalization":
-        kept["axis"] = _single(kept.get("axis", -1))
+    successor_kind, implied = _SUCCESSORS.get(kind, (kind, {}))
+    if successor_kind == "BatchNormalization":
+        kept["axis"] = unpacked(kept.get("axis", -1))
     if "name" in kept:
         kept["name"] = layer_name(kept["name"])
     for name in _ACTIVATIONS:
-        if _function_name(kept.get(name)) == "hard_sigmoid":
-            kept[name] = _hard_sigmoid()
+        if function_name(kept.get(name)) == "hard_sigmoid":
+            # It was another function: clip(0.2 x + 0.5, 0, 1).
+            kept[name] = hard_sigmoid
     if kept.get("output_mode") == "binary":
         kept["output_mode"] = "multi_hot"
-    other, said = _SUCCESSORS.get(kind, (kind, {}))
-    return other, {**kept, **said}
+    return successor_kind, {**kept, **implied}
 
 
 def plain_values(config: Any) -> Any:
@@ -164,25 +165,16 @@ def _arguments(cls: type[Any]) -> Iterator[str]:
             return
 
 
-def _function_name(value: Any) -> Any:
+def function_name(value: Any) -> Any:
+    """Returns the name of a function in a configuration, and other values unchanged."""
     # A `.keras` file marks functions.
     if isinstance(value, dict) and value.get("class_name") == "function":
         return value.get("config")
     return value
 
 
-def _hard_sigmoid() -> Any:
-    # hard_sigmoid was another function: clip(0.2 x + 0.5, 0, 1).
-    from lossscale.keras.arguments import hard_sigmoid
-
-    return hard_sigmoid
-
-
-def _single(axis: Any) -> Any:
-    return axis[0] if isinstance(axis, list) and len(axis) == 1 else axis
-
-
-def _dtype(settings: dict[str, Any]) -> dict[str, Any]:
+def dtype_of_policy(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the setting `dtype` as a name, if it is a policy; otherwise nothing."""
     # The policies of 2.0 to 2.3 carried a loss scale, which does not affect the layer.
     dtype = settings.get("dtype")
     if isinstance(dtype, dict) and dtype.get("class_name") in _POLICIES:
@@ -223,20 +215,3 @@ def is_container(described: dict[str, Any]) -> bool:
 def unpacked(value: Any) -> Any:
     """Returns the element of a list with one element, and other values unchanged."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-@contextlib.contextmanager
-def made_by_keras(what: str) -> Iterator[None]:
-    """Converts exceptions of Keras 3 while it builds a layer to an error that names the layer.
-
-    Raises:
-        OldFileError: For any exception that is not an error of this library.
-    """
-    try:
-        yield
-    except LossScaleError:
-        raise
-    # A user's layer can raise any exception.
-    except Exception as error:
-        text = first_line(error)
-        raise OldFileError(f"Keras 3 cannot create {what}: {text}") from error

@@ -14,12 +14,6 @@ from lossscale.optimizer import LossScaleOptimizer
 # names, `layer-0` and so on, covers all layers.
 _NUMBERED = "layer_with_weights-"
 
-# Where Keras 3 renamed a weight.
-_RENAMED = {
-    "DepthwiseConv1D": {"depthwise_kernel": "kernel"},
-    "DepthwiseConv2D": {"depthwise_kernel": "kernel"},
-}
-
 
 class Matches:
     """The pairs found by following the same names on both sides.
@@ -155,8 +149,9 @@ def attribute(thing: Any, name: str) -> Any:
     # Some properties raise arbitrary exceptions before they have a value.
     try:
         found = getattr(thing, name, None)
-        if found is None:
-            found = getattr(thing, _RENAMED.get(type(thing).__name__, {}).get(name, name), None)
+        if found is None and name == "depthwise_kernel":
+            # Keras 3 renamed it in its depthwise convolutions.
+            found = getattr(thing, "kernel", None)
     except Exception:
         return None
     computed = isinstance(getattr(type(thing), name, None), property)
@@ -179,7 +174,8 @@ def numbered_layers(graph: Graph, node: Node, model: Any) -> dict[str, Any]:
         OldFileError: If this model has another number of layers with weights, or some layers have
             the names in the file but in another order.
     """
-    numbered = sorted((name for name in node.children if name.startswith(_NUMBERED)), key=_turn)
+    numbered = [name for name in node.children if name.startswith(_NUMBERED)]
+    numbered.sort(key=lambda name: int(name.removeprefix(_NUMBERED)))
     if not numbered:
         return {}
     layers = [layer for layer in getattr(model, "layers", None) or [] if layer.weights]
@@ -199,20 +195,10 @@ def numbered_layers(graph: Graph, node: Node, model: Any) -> dict[str, Any]:
     return by_order
 
 
-def _turn(name: str) -> int:
-    return int(name.removeprefix(_NUMBERED))
-
-
 def _layer_name(graph: Graph, number: int) -> str:
     """Returns the layer name in the name of the first variable below a node."""
-    seen, waiting = {number}, [number]
-    while waiting:
-        node = graph.nodes[waiting.pop(0)]
-        if node.value is not None:
-            return node.name.partition("/")[0]
-        waiting += [child for child in node.children.values() if child not in seen]
-        seen |= set(node.children.values())
-    return ""
+    names = (node.name for _, node in graph.paths(number) if node.value is not None)
+    return next(names, "").partition("/")[0]
 
 
 def _only_layer(layers: list[Any], name: str) -> Any:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import os
+import shutil
+import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lossscale.errors import OldFileError
-from lossscale.migration.damaged_files import as_old_file_error, is_hdf5
-from lossscale.migration.hdf5_reader import check_size
+from lossscale.errors import LossScaleError, OldFileError
+from lossscale.migration.damaged_files import as_old_file_error, errors_reported_as, is_hdf5
+from lossscale.migration.hdf5_reader import check_size, read_group
 from lossscale.migration.saved_optimizer import (
     FIRST_KIND,
     KERAS_3,
@@ -28,6 +32,8 @@ from lossscale.old_formats.slots import (
 )
 
 HDF5 = "HDF5 model"
+NAMES_OF_COMPILE = {"acc", "accuracy", "ce", "crossentropy"}
+"""Names of losses and metrics that `compile` interprets itself, by the outputs of the model."""
 
 # Each level of nested models adds some ten levels of brackets.
 _DEEPEST = 200
@@ -49,21 +55,23 @@ class ModelFile:
     Args:
         path: The file.
         form: The kind of file.
-        era: The releases that write such a file.
         training: The arguments of `compile` in the file; None if the model was not compiled.
         optimizer: The configuration of the optimizer, or None.
         names: The names of the optimizer's arrays in order; in a `.keras` file, numbers.
         arrays: The optimizer's arrays, in that order.
+        config: The JSON text that describes the model.
+        keras_version: The version of Keras that wrote the file; "" if it is not in the file.
         own: The values of the loss scale in a `.keras` file of this library, by name.
     """
 
     path: str
     form: str
-    era: str
     training: dict[str, Any] | None
     optimizer: dict[str, Any] | None
     names: list[str]
     arrays: list[Any]
+    config: str | bytes
+    keras_version: str
     own: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -75,6 +83,31 @@ class ModelFile:
     def wrapped(self) -> bool:
         """Whether the optimizer has loss scaling."""
         return "inner_optimizer" in self.settings or "loss_scale" in self.settings
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this library wrote it."""
+        described = self.optimizer or {}
+        names = (described.get("registered_name"), described.get("class_name"))
+        return any(str(name).startswith("lossscale") for name in names)
+
+    @property
+    def era(self) -> str:
+        """The releases that write such a file."""
+        if self.optimizer is None:
+            return "no optimizer"
+        if self.is_ours:
+            return OURS
+        if "loss_scale" in self.settings:
+            return "TensorFlow 2.0 to 2.3"
+        inner = self.inner.get("config") or {}
+        if self.wrapped and "dynamic" not in self.settings:
+            return KERAS_3
+        if "is_legacy_optimizer" in inner or "jit_compile" in inner:
+            return NEW_KIND
+        if "decay" in inner or ("learning_rate" in inner and "weight_decay" not in inner):
+            return FIRST_KIND.replace("2.3", "2.4") if self.wrapped else FIRST_KIND
+        return KERAS_3
 
     @property
     def of_keras_own(self) -> dict[str, Any]:
@@ -120,14 +153,6 @@ def read_model_file(path: str | Path) -> ModelFile:
     raise OldFileError(f"{text}: neither an HDF5 file nor a .keras file, or it was cut short.")
 
 
-def _json_attribute(file: Any, name: str) -> dict[str, Any] | None:
-    text = file.attrs.get(name)
-    if text is None:
-        return None
-    found: dict[str, Any] = parsed(text)
-    return found
-
-
 def parsed(text: str | bytes) -> Any:
     """Returns the value of a JSON text in a model file.
 
@@ -165,48 +190,57 @@ def _read_hdf5(path: str) -> ModelFile:
                 "that model.save wrote."
             )
         # Read everything first: a truncated file is found before anything is built from it.
-        _read_everything(file["model_weights"])
-        training = _json_attribute(file, "training_config")
-        names, arrays = _read_hdf5_optimizer(file)
-    optimizer = (training or {}).get("optimizer_config")
-    model = ModelFile(path, HDF5, "", training, optimizer, names, arrays)
-    model.era = _era(model)
-    return model
+        read_group(file["model_weights"], os.path.getsize(path))
+        config = file.attrs["model_config"]
+        training = parsed(file.attrs.get("training_config", "null"))
+        version = file.attrs.get("keras_version", "")
+        names: list[str] = []
+        arrays: list[Any] = []
+        if "optimizer_weights" in file:
+            names, arrays = named_arrays(file["optimizer_weights"])
+    return ModelFile(
+        path,
+        HDF5,
+        training,
+        optimizer=(training or {}).get("optimizer_config"),
+        names=names,
+        arrays=arrays,
+        config=config,
+        keras_version=text_of(version),
+    )
 
 
-def _read_everything(group: Any) -> None:
-    import h5py
-
-    def read(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset):
-            item[()]
-
-    group.visititems(read)
-
-
-def _read_hdf5_optimizer(file: Any) -> tuple[list[str], list[Any]]:
-    if "optimizer_weights" not in file:
-        return [], []
-    group = file["optimizer_weights"]
-    names = [
-        name.decode() if isinstance(name, bytes) else str(name)
-        for key in chunks(group, "weight_names")
-        for name in group.attrs[key]
-    ]
+def named_arrays(group: Any) -> tuple[list[str], list[Any]]:
+    """Returns the names and the values of the arrays in a group of an HDF5 file, in their order."""
+    keys = [key for key in group.attrs if key.startswith("weight_names")]
+    # Keras splits a long attribute, and numbers the parts.
+    keys.sort(key=lambda key: int(key.removeprefix("weight_names") or 0))
+    names = [text_of(name) for key in keys for name in group.attrs[key]]
     return names, [group[name][()] for name in names]
 
 
-def chunks(group: Any, name: str) -> list[str]:
-    """Returns the keys of an attribute, which Keras splits if it is long."""
-    if name in group.attrs:
-        return [name]
-    pieces = [key for key in group.attrs if key.startswith(name)]
-    return sorted(pieces, key=lambda key: int(key.removeprefix(name)))
+def layers_with_arrays(group: Any) -> list[str]:
+    """Returns the names of the layers with arrays in a group of a `.keras` file, in their order."""
+
+    def holds_arrays(group: Any) -> bool:
+        return any(name == "vars" and len(group[name]) for name in group) or any(
+            holds_arrays(group[name]) for name in group if name != "vars"
+        )
+
+    def number(name: str) -> int:
+        # Layers of one class are numbered from the second on.
+        last = name.rpartition("_")[2]
+        return int(last) if last.isdecimal() else 0
+
+    return sorted((name for name in group if holds_arrays(group[name])), key=number)
+
+
+def text_of(value: Any) -> str:
+    """Returns a text in an HDF5 file, which may be stored as bytes."""
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _read_zip(path: str) -> ModelFile:
-    import io
-
     import h5py
 
     check_size(path)
@@ -216,22 +250,27 @@ def _read_zip(path: str) -> ModelFile:
             raise OldFileError(f"{path}: damaged: {broken!r} inside does not match its checksum.")
         if "config.json" not in archive.namelist():
             raise OldFileError(f"{path}: a zip file without config.json, so not a Keras model.")
-        config = parsed(archive.read("config.json"))
+        config = archive.read("config.json")
+        metadata = archive.read("metadata.json") if "metadata.json" in archive.namelist() else "{}"
         weights = io.BytesIO(archive.read("model.weights.h5"))
-    training = config.get("compile_config")
-    own, names, arrays = {}, [], []
+    training = parsed(config).get("compile_config")
     with h5py.File(weights, "r") as file:
-        if "optimizer/vars" in file:
-            group = file["optimizer/vars"]
-            names = sorted(group, key=int)
-            arrays = [group[name][()] for name in names]
-        beside = file.get("optimizer/loss_scale_state/vars")
-        if beside is not None:
-            own = {name: beside[name][()] for name in beside}
-    optimizer = _described_optimizer((training or {}).get("optimizer"), arrays)
-    model = ModelFile(path, _ZIP, "", training, optimizer, names, arrays, own)
-    model.era = _era(model)
-    return model
+        group = file.get("optimizer/vars", {})
+        names = sorted(group, key=int)
+        arrays = [group[name][()] for name in names]
+        beside = file.get("optimizer/loss_scale_state/vars", {})
+        own = {name: beside[name][()] for name in beside}
+    return ModelFile(
+        path,
+        _ZIP,
+        training,
+        optimizer=_described_optimizer((training or {}).get("optimizer"), arrays),
+        names=names,
+        arrays=arrays,
+        config=config,
+        keras_version=str(parsed(metadata).get("keras_version", "")),
+        own=own,
+    )
 
 
 def _described_optimizer(written: Any, arrays: Sequence[Any]) -> dict[str, Any] | None:
@@ -252,30 +291,6 @@ def _described_optimizer(written: Any, arrays: Sequence[Any]) -> dict[str, Any] 
         "config": {"inner_optimizer": written, **_KERAS_DEFAULTS},
         "registered_name": None,
     }
-
-
-def _era(model: ModelFile) -> str:
-    """Returns the releases that write such a file."""
-    if model.optimizer is None:
-        return "no optimizer"
-    if "loss_scale" in model.settings and not _is_ours(model):
-        return "TensorFlow 2.0 to 2.3"
-    if _is_ours(model):
-        return OURS
-    inner = model.inner.get("config") or {}
-    if model.wrapped and "dynamic" not in model.settings:
-        return KERAS_3
-    if "is_legacy_optimizer" in inner or "jit_compile" in inner:
-        return NEW_KIND
-    if "decay" in inner or ("learning_rate" in inner and "weight_decay" not in inner):
-        return FIRST_KIND.replace("2.3", "2.4") if model.wrapped else FIRST_KIND
-    return KERAS_3
-
-
-def _is_ours(model: ModelFile) -> bool:
-    described = model.optimizer or {}
-    names = (described.get("registered_name"), described.get("class_name"))
-    return any(str(name).startswith("lossscale") for name in names)
 
 
 def saved_optimizer(model: ModelFile, variables: int | None = None) -> SavedOptimizer:
@@ -319,3 +334,59 @@ def _roles(model: ModelFile, variables: int | None) -> Sequence[ArrayRole]:
             f"do not fit {variables} variables."
         )
     return roles
+
+
+def created_model(
+    file: ModelFile, keras: Any, title: str, rewrite: Callable[[str, Path], Any] | None = None
+) -> Any:
+    """Returns the model in a file, not compiled.
+
+    Args:
+        file: The file.
+        keras: The module `keras` or `tf_keras`, which builds the model.
+        title: Its name in messages.
+        rewrite: Writes a copy of the file that it can read, if it cannot read the file itself.
+
+    Raises:
+        OldFileError: If it cannot build the model.
+    """
+    suffix = ".h5" if file.form == HDF5 else ".keras"
+    with (
+        errors_reported_as(f"{file.path}: {title} cannot create its model", LossScaleError),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        path = Path(file.path)
+        # Keras goes by the suffix of the file name, which may be wrong.
+        if rewrite is not None or path.suffix != suffix:
+            path = Path(folder, f"model{suffix}")
+            (rewrite or shutil.copyfile)(file.path, path)
+        return keras.models.load_model(path, compile=False)
+
+
+def compile_arguments(
+    file: ModelFile, given: Mapping[str, Any], read: Callable[[str, Any], Any], title: str
+) -> dict[str, Any]:
+    """Returns the losses and metrics to compile a model with.
+
+    Args:
+        file: The training configuration in the file.
+        given: The caller's replacements, by name.
+        read: Creates the losses or the metrics of a name from their configuration.
+        title: The name of the framework in messages.
+
+    Raises:
+        OldFileError: If the framework does not have one.
+    """
+    training = file.training or {}
+    arguments = dict(given)
+    for name in ("loss", "metrics", "weighted_metrics"):
+        if name not in given:
+            config = training.get(name)
+            with errors_reported_as(
+                f"{file.path}: {title} cannot create its {name}, {config!r}",
+                end=f". Pass {name}=... instead.",
+            ):
+                arguments[name] = read(name, config)
+    if training.get("loss_weights") is not None:
+        arguments["loss_weights"] = training["loss_weights"]
+    return arguments

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lossscale.errors import ArgumentError, ArgumentTypeError, OldFileError
+from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.migration.damaged_files import as_old_file_error
 from lossscale.migration.graph import read_graph
 from lossscale.migration.matching import Matches, is_any_optimizer, trainable_of
-from lossscale.migration.restore_targets import RestoreTarget, target_for
-from lossscale.migration.saved_optimizer import SavedOptimizer, SavedSlot, read_optimizer
+from lossscale.migration.restore_plan import RestorePlan, plan_for
+from lossscale.migration.saved_optimizer import SavedOptimizer, read_optimizer
 from lossscale.optimizer import LossScaleOptimizer
 
 
@@ -85,13 +85,11 @@ def restore_checkpoint(path: str | Path, **objects: Any) -> Restored:
         if id(optimizer) not in plans:
             with as_old_file_error(graph.path):
                 saved = read_optimizer(graph, node)
-            plans[id(optimizer)] = RestorePlan(
-                graph.path, name, saved, target_for(optimizer, graph.path)
-            )
-    trainable = _without_repeats(v for thing in objects.values() for v in trainable_of(thing))
+            plans[id(optimizer)] = plan_for(graph.path, name, saved, optimizer)
+    trainable = {id(v): v for thing in objects.values() for v in trainable_of(thing)}
     try:
         for plan in plans.values():
-            plan.prepare(matches, trainable)
+            plan.prepare(matches, list(trainable.values()))
     # On any exception, restore the settings before it is raised.
     except Exception:
         for plan in plans.values():
@@ -111,103 +109,17 @@ def restore_checkpoint(path: str | Path, **objects: Any) -> Restored:
     )
 
 
-class RestorePlan:
-    """The state to set in one optimizer.
+def restore_optimizer(
+    path: str, saved: SavedOptimizer, optimizer: Any, variables: Sequence[Any]
+) -> None:
+    """Sets the state in a model file in an optimizer.
 
     Args:
         path: The file, for messages.
-        name: The name of the optimizer.
-        saved: The saved state.
-        target: The optimizer.
+        saved: The state.
+        optimizer: A loss scale optimizer of Keras 3 or tf_keras.
+        variables: The trained variables, in the order of the model.
     """
-
-    def __init__(self, path: str, name: str, saved: SavedOptimizer, target: RestoreTarget) -> None:
-        self.path = path
-        self.name = name
-        self.saved = saved
-        self.target = target
-        self.slots: list[tuple[Any, Any]] = []
-        self._settings_before: dict[str, Any] = {}
-
-    def prepare(self, matches: Matches | None, trainable: Sequence[Any]) -> None:
-        """Finds the variable for every slot, without setting any.
-
-        Args:
-            matches: The matched objects of a checkpoint; None for a model file.
-            trainable: The variables to build the optimizer with, if it is not built.
-        """
-        # Before `build`, because the slots of some optimizers depend on them.
-        self._settings_before = self.target.set_settings(self.saved.settings)
-        if not self.saved.slots:
-            return
-        owners = [matches and self._owner(slot, matches) for slot in self.saved.slots]
-        if matches is not None:
-            self._check_known(owners, trainable)
-        if not self.target.built_with():
-            self.target.build(trainable)
-        for slot, owner in zip(self.saved.slots, owners, strict=True):
-            place = self.target.slot(slot, self._by_turn(slot) if owner is None else owner)
-            if place is None:
-                continue
-            if tuple(place.shape) != tuple(slot.value.shape):
-                raise OldFileError(
-                    f"{self.path}: {slot.label or slot.names[0]!r} has shape "
-                    f"{tuple(slot.value.shape)} in the file and {tuple(place.shape)} here. Nothing "
-                    "was changed."
-                )
-            self.slots.append((place, slot.value))
-
-    def undo(self) -> None:
-        """Undoes the changes of `prepare`."""
-        self.target.set_settings(self._settings_before)
-
-    def carry_out(self) -> list[str]:
-        """Sets everything; returns the names of values that the optimizer does not have."""
-        self.target.set_learning_rate(self.saved)
-        for place, value in self.slots:
-            place.assign(value)
-        self.target.set_counters(self.saved)
-        return self.target.set_others(self.saved) + self.target.set_scale(self.saved)
-
-    def _owner(self, slot: SavedSlot, matches: Matches) -> Any:
-        """Returns the variable of a slot; None if only its position is known."""
-        if slot.variable is None:
-            return None
-        owner = matches.variables.get(slot.variable)
-        if owner is None:
-            name = matches.graph.nodes[slot.variable].name
-            raise OldFileError(
-                f"{self.path}: {slot.label or slot.names[0]!r} belongs to the variable {name!r}, "
-                "which was not passed. Pass its model too."
-            )
-        return owner
-
-    def _check_known(self, owners: Sequence[Any], trainable: Sequence[Any]) -> None:
-        built_with = self.target.built_with()
-        if not built_with and any(owner is None for owner in owners):
-            # The new optimizers name a slot by its variable, and by its index if two share a name.
-            raise OldFileError(
-                f"{self.path}: several variables share a name, so only their order identifies "
-                "them. Call optimizer.build(variables) first, with the variables in their "
-                "original order."
-            )
-        known = {self.target.key(variable) for variable in built_with or trainable}
-        for owner in owners:
-            if owner is not None and self.target.key(owner) not in known:
-                raise OldFileError(
-                    f"{self.path}: the file has state for {owner.name!r}, which the optimizer was "
-                    "not built with. Pass it to optimizer.build."
-                )
-
-    def _by_turn(self, slot: SavedSlot) -> Any:
-        built_with = self.target.built_with()
-        if slot.index is None or slot.index >= len(built_with):
-            raise OldFileError(
-                f"{self.path}: {slot.label or slot.names[0]!r} belongs to variable number "
-                f"{slot.index}; the optimizer was built with {len(built_with)}."
-            )
-        return built_with[slot.index]
-
-
-def _without_repeats(variables: Iterable[Any]) -> list[Any]:
-    return list({id(variable): variable for variable in variables}.values())
+    plan = plan_for(path, "optimizer", saved, optimizer)
+    plan.prepare(None, variables)
+    plan.carry_out()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from lossscale.errors import OldFileError
 from lossscale.migration.graph import Graph, Node
 from lossscale.old_formats.slots import split_label
 
@@ -17,6 +18,8 @@ OURS = "lossscale on Keras 3"
 # Names under an optimizer that are neither settings nor slots.
 _BOOKKEEPING = {
     "_index_dict",
+    "_last_step_skipped",
+    "_steps_skipped",
     "_trainable_variables",
     "_trainable_variables_indices",
     "_variables",
@@ -24,7 +27,6 @@ _BOOKKEEPING = {
     "inner_optimizer",
     "loss_scale",
 }
-_OWN = {"_steps_skipped", "_last_step_skipped"}
 
 
 @dataclasses.dataclass
@@ -93,23 +95,27 @@ def is_optimizer(graph: Graph, node: Node) -> bool:
 
 
 def find_optimizers(graph: Graph) -> list[tuple[str, Node]]:
-    """Returns the optimizers of a graph with their paths, without inner optimizers."""
+    """Returns the optimizers of a graph with their paths, without inner optimizers.
+
+    Raises:
+        OldFileError: If there is none.
+    """
     found = [(path, node) for path, node in graph.paths() if is_optimizer(graph, node)]
-    inside = {
-        node.children[name]
+    inside = [
+        graph.child(node, name)
         for _, node in found
         for name in ("base_optimizer", "inner_optimizer")
-        if name in node.children
-    }
-    return [
-        (path, node) for path, node in found if not any(node is graph.nodes[at] for at in inside)
     ]
+    found = [(path, node) for path, node in found if not any(node is each for each in inside)]
+    if not found:
+        raise OldFileError(f"{graph.path}: this checkpoint does not contain an optimizer.")
+    return found
 
 
 def read_optimizer(graph: Graph, node: Node) -> SavedOptimizer:
     """Returns the optimizer state in a node of a graph."""
-    inner = graph.child(node, "base_optimizer")
-    if inner is not None and (inner.children or inner.slots):
+    inner, loss_scale = graph.child(node, "base_optimizer"), graph.child(node, "loss_scale")
+    if inner.children or inner.slots:
         saved = _read_first_kind(graph, inner, OLDEST)
     elif "inner_optimizer" in node.children:
         saved = _read_keras_3(graph, node)
@@ -118,19 +124,23 @@ def read_optimizer(graph: Graph, node: Node) -> SavedOptimizer:
         saved = _read_lists(graph, node, era)
     else:
         saved = _read_first_kind(graph, node, FIRST_KIND)
-    loss_scale = graph.child(node, "loss_scale")
-    saved.wrapped |= inner is not None or loss_scale is not None
-    if loss_scale is not None:
-        found = {name: graph.value(loss_scale, name) for name in loss_scale.children}
-        saved.loss_scale = {name: value for name, value in found.items() if value is not None}
-        if "current_loss_scale" in saved.loss_scale:
-            saved.scale = float(saved.loss_scale["current_loss_scale"])
-            saved.good_steps = int(saved.loss_scale.get("good_steps", 0))
+    saved.wrapped |= "base_optimizer" in node.children or "loss_scale" in node.children
+    found = {name: graph.value(loss_scale, name) for name in loss_scale.children}
+    saved.loss_scale = {name: value for name, value in found.items() if value is not None}
+    if "current_loss_scale" in saved.loss_scale:
+        saved.scale = float(saved.loss_scale["current_loss_scale"])
+        saved.good_steps = int(saved.loss_scale.get("good_steps", 0))
+    if "steps_skipped" in loss_scale.extras:
         # Files of this library on tf_keras; the rest matches TensorFlow's.
-        saved.skipped = int(loss_scale.extras.get("steps_skipped", saved.skipped))
-        if saved.iterations is not None and "steps_skipped" in loss_scale.extras:
-            saved.iterations += saved.skipped
+        _count_skips(saved, loss_scale.extras["steps_skipped"])
     return saved
+
+
+def _count_skips(saved: SavedOptimizer, skipped: Any) -> None:
+    """Sets the skipped steps, which are not in the inner optimizer's counter."""
+    saved.skipped = int(skipped)
+    if saved.iterations is not None:
+        saved.iterations += saved.skipped
 
 
 def _read_first_kind(graph: Graph, node: Node, era: str) -> SavedOptimizer:
@@ -157,14 +167,11 @@ def _read_first_kind(graph: Graph, node: Node, era: str) -> SavedOptimizer:
 
 
 def _read_keras_3(graph: Graph, node: Node) -> SavedOptimizer:
-    inner = graph.child(node, "inner_optimizer")
-    assert inner is not None
     ours = "_steps_skipped" in node.children
-    saved = _read_lists(graph, inner, OURS if ours else KERAS_3)
+    saved = _read_lists(graph, graph.child(node, "inner_optimizer"), OURS if ours else KERAS_3)
     saved.wrapped = True
     if ours:
-        saved.skipped = int(graph.value(node, "_steps_skipped"))
-        saved.iterations = None if saved.iterations is None else saved.iterations + saved.skipped
+        _count_skips(saved, graph.value(node, "_steps_skipped"))
     if graph.value(node, "dynamic_scale") is not None:
         saved.scale = float(graph.value(node, "dynamic_scale"))
         saved.good_steps = int(graph.value(node, "step_counter"))
@@ -173,16 +180,15 @@ def _read_keras_3(graph: Graph, node: Node) -> SavedOptimizer:
 
 def _read_lists(graph: Graph, node: Node, era: str) -> SavedOptimizer:
     saved = SavedOptimizer(era)
-    variables = graph.child(node, "_variables") or Node()
-    own = set(variables.children.values())
-    references = graph.child(node, "_trainable_variables") or Node()
+    own = set(graph.child(node, "_variables").children.values())
+    references = graph.child(node, "_trainable_variables")
     by_name: dict[str, list[int]] = {}
     for number, other in enumerate(graph.nodes):
         if other.value is not None and number not in own:
             by_name.setdefault(other.name, []).append(number)
     for name, number in node.children.items():
         child = graph.nodes[number]
-        if name in _BOOKKEEPING or name in _OWN:
+        if name in _BOOKKEEPING:
             continue
         if name == "_iterations":
             saved.iterations = int(child.value)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
+
+from keras import ops
 
 from lossscale.errors import OldFileError
 
@@ -125,26 +128,20 @@ def tensor_op(described: dict[str, Any], inputs: Any, kwargs: dict[str, Any], wh
 _MODULES = {"__operators__", "compat", "keras", "activations", "linalg", "math", "nn", "v1"}
 
 
-def _ops() -> Any:
-    import keras
-
-    return keras.ops
-
-
 def _tensor(value: Any, like: Any) -> Any:
     # Lists of numbers were constants with the dtype of the other argument.
     if isinstance(value, (list, tuple)):
-        return _ops().convert_to_tensor(value, dtype=getattr(like, "dtype", None))
+        return ops.convert_to_tensor(value, dtype=getattr(like, "dtype", None))
     return value
 
 
 def _one(name: str) -> Callable[..., Any]:
-    return lambda x: getattr(_ops(), _NAMES.get(name, name))(x)
+    return lambda x: getattr(ops, _NAMES.get(name, name))(x)
 
 
 def _two(name: str) -> Callable[..., Any]:
     def operation(x: Any, y: Any) -> Any:
-        return getattr(_ops(), _NAMES.get(name, name))(_tensor(x, y), _tensor(y, x))
+        return getattr(ops, _NAMES.get(name, name))(_tensor(x, y), _tensor(y, x))
 
     return operation
 
@@ -152,10 +149,10 @@ def _two(name: str) -> Callable[..., Any]:
 def _activation(name: str) -> Callable[..., Any]:
     def operation(features: Any, alpha: float = 0.2, **rest: Any) -> Any:
         if name == "leaky_relu":
-            return _ops().leaky_relu(features, negative_slope=alpha, **rest)
+            return ops.leaky_relu(features, negative_slope=alpha, **rest)
         if name == "gelu":
-            return _ops().gelu(features, approximate=rest.get("approximate", False))
-        return getattr(_ops(), _NAMES.get(name, name))(features, **rest)
+            return ops.gelu(features, approximate=rest.get("approximate", False))
+        return getattr(ops, _NAMES.get(name, name))(features, **rest)
 
     return operation
 
@@ -164,11 +161,9 @@ def _reduction(name: str) -> Callable[..., Any]:
     def operation(x: Any, axis: Any = None, keepdims: bool | None = False, **rest: Any) -> Any:
         if "arg" in name:
             # TensorFlow's own default is the first axis.
-            return _ops().cast(getattr(_ops(), name)(x, axis=axis or 0), "int64")
-        if keepdims is None:
-            keepdims = False
+            return ops.cast(getattr(ops, name)(x, axis=axis or 0), "int64")
         axis = tuple(axis) if isinstance(axis, list) else axis
-        return getattr(_ops(), name)(x, axis=axis, keepdims=keepdims, **rest)
+        return getattr(ops, name)(x, axis=axis, keepdims=bool(keepdims), **rest)
 
     return operation
 
@@ -189,51 +184,43 @@ def _matmul(
     a: Any, b: Any, transpose_a: bool = False, transpose_b: bool = False, **rest: Any
 ) -> Any:
     def turned(x: Any, turn: bool) -> Any:
-        return _ops().swapaxes(x, -1, -2) if turn else x
+        return ops.swapaxes(x, -1, -2) if turn else x
 
     if any(rest.values()):
         raise ValueError(f"unsupported arguments: {rest}")
-    return _ops().matmul(turned(_tensor(a, b), transpose_a), turned(_tensor(b, a), transpose_b))
+    return ops.matmul(turned(_tensor(a, b), transpose_a), turned(_tensor(b, a), transpose_b))
 
 
 def _split(value: Any, num_or_size_splits: Any, axis: int = 0, num: Any = None) -> Any:
     sizes = num_or_size_splits
     if isinstance(sizes, list):
-        ends = [sum(sizes[: number + 1]) for number in range(len(sizes) - 1)]
-        return _ops().split(value, ends, axis=axis)
-    return _ops().split(value, sizes, axis=axis)
-
-
-def _transpose(a: Any, perm: Any = None, conjugate: bool = False) -> Any:
-    return _ops().transpose(a, axes=perm)
+        # Keras takes the ends of all parts but the last.
+        sizes = list(itertools.accumulate(sizes[:-1]))
+    return ops.split(value, sizes, axis=axis)
 
 
 def _clip(t: Any, clip_value_min: float, clip_value_max: float) -> Any:
-    return _ops().clip(t, clip_value_min, clip_value_max)
+    return ops.clip(t, clip_value_min, clip_value_max)
 
 
 def _softmax(logits: Any, axis: Any = -1) -> Any:
-    return _ops().softmax(logits, axis=-1 if axis is None else axis)
+    return ops.softmax(logits, axis=-1 if axis is None else axis)
 
 
 def _cast(x: Any, dtype: Any) -> Any:
     # 2.4 wrote {"class_name": "TypeSpec"...} or a name.
-    return _ops().cast(x, dtype if isinstance(dtype, str) else dtype["config"])
-
-
-def _where(condition: Any, x: Any, y: Any) -> Any:
-    return _ops().where(condition, x, y)
+    return ops.cast(x, dtype if isinstance(dtype, str) else dtype["config"])
 
 
 def _pad(tensor: Any, paddings: Any, mode: str = "CONSTANT", constant_values: float = 0) -> Any:
     if mode.upper() != "CONSTANT":
-        return _ops().pad(tensor, paddings, mode=mode.lower())
-    return _ops().pad(tensor, paddings, constant_values=constant_values)
+        return ops.pad(tensor, paddings, mode=mode.lower())
+    return ops.pad(tensor, paddings, constant_values=constant_values)
 
 
 def _l2_normalize(x: Any, axis: Any = None, epsilon: float = 1e-12) -> Any:
-    squares = _ops().sum(_ops().square(x), axis=axis, keepdims=True)
-    return _ops().multiply(x, _ops().rsqrt(_ops().maximum(squares, epsilon)))
+    squares = ops.sum(ops.square(x), axis=axis, keepdims=True)
+    return ops.multiply(x, ops.rsqrt(ops.maximum(squares, epsilon)))
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -244,23 +231,23 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "add_n": lambda inputs: sum(inputs[1:], inputs[0]),
     "cast": _cast,
     "clip_by_value": _clip,
-    "concat": lambda values, axis: _ops().concatenate(values, axis=axis),
-    "expand_dims": lambda input, axis: _ops().expand_dims(input, axis),
+    "concat": lambda values, axis: ops.concatenate(values, axis=axis),
+    "expand_dims": lambda input, axis: ops.expand_dims(input, axis),
     "getitem": _sliced,
-    "identity": lambda input: _ops().multiply(input, 1),
+    "identity": lambda input: ops.multiply(input, 1),
     "l2_normalize": _l2_normalize,
-    "logical_not": lambda x: _ops().logical_not(x),
+    "logical_not": lambda x: ops.logical_not(x),
     "matmul": _matmul,
     "pad": _pad,
-    "repeat": lambda input, repeats, axis=None: _ops().repeat(input, repeats, axis=axis),
-    "reshape": lambda tensor, shape: _ops().reshape(tensor, tuple(shape)),
+    "repeat": lambda input, repeats, axis=None: ops.repeat(input, repeats, axis=axis),
+    "reshape": lambda tensor, shape: ops.reshape(tensor, tuple(shape)),
     "softmax": _softmax,
     "split": _split,
-    "squared_difference": lambda x, y: _ops().square(_ops().subtract(x, y)),
-    "squeeze": lambda input, axis=None: _ops().squeeze(input, axis),
-    "stack": lambda values, axis=0: _ops().stack(values, axis=axis),
-    "stop_gradient": lambda input: _ops().stop_gradient(input),
-    "tile": lambda input, multiples: _ops().tile(input, multiples),
-    "transpose": _transpose,
-    "where": _where,
+    "squared_difference": lambda x, y: ops.square(ops.subtract(x, y)),
+    "squeeze": lambda input, axis=None: ops.squeeze(input, axis),
+    "stack": lambda values, axis=0: ops.stack(values, axis=axis),
+    "stop_gradient": lambda input: ops.stop_gradient(input),
+    "tile": lambda input, multiples: ops.tile(input, multiples),
+    "transpose": lambda a, perm=None, conjugate=False: ops.transpose(a, axes=perm),
+    "where": lambda condition, x, y: ops.where(condition, x, y),
 }

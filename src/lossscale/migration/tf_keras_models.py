@@ -7,35 +7,36 @@ and in HDF5 files the state of the new optimizers.
 from __future__ import annotations
 
 import io
-import json
 import re
-import shutil
-import tempfile
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lossscale.errors import ArgumentError, LossScaleError, OldFileError, first_line
-from lossscale.migration.layer_weights import holds_arrays, turn
-from lossscale.migration.models import HDF5, ModelFile, saved_optimizer
-from lossscale.migration.restore_targets import target_for
-from lossscale.migration.restoring import RestorePlan
+import h5py
+import tf_keras
+
+from lossscale.errors import OldFileError
+from lossscale.migration.damaged_files import errors_reported_as
+from lossscale.migration.models import (
+    HDF5,
+    NAMES_OF_COMPILE,
+    ModelFile,
+    compile_arguments,
+    created_model,
+    layers_with_arrays,
+    saved_optimizer,
+)
+from lossscale.migration.restoring import restore_optimizer
 from lossscale.migration.saved_optimizer import KERAS_3, OURS
-from lossscale.packages import require
-
-# Their values depend on the outputs of the model.
-_KNOWN_TO_COMPILE = {"accuracy", "acc", "crossentropy", "ce"}
+from lossscale.tf_keras import LossScaleOptimizer
 
 
-def load_tf_keras_model(
-    file: ModelFile, custom_objects: Mapping[str, Any], given: Mapping[str, Any]
-) -> Any:
+def load_tf_keras_model(file: ModelFile, own: dict[str, Any], given: dict[str, Any]) -> Any:
     """Loads a model that TensorFlow or tf_keras saved with a loss scale optimizer.
 
     Args:
         file: The training configuration in the file.
-        custom_objects: Classes and functions that are not part of tf_keras, by name.
+        own: The caller's classes and functions, by name.
         given: Replacements for the `loss`, `metrics` and `weighted_metrics` in the file.
 
     Returns:
@@ -43,110 +44,39 @@ def load_tf_keras_model(
 
     Raises:
         OldFileError: If tf_keras cannot build the model, or the state belongs to another optimizer.
-        MissingPackageError: If tf_keras is not installed.
     """
-    require("tf_keras", "tensorflow", purpose='framework="tf_keras"')
-    import tf_keras
-
-    if file.era == KERAS_3 or _keras_version(file.path).startswith("3."):
+    if file.era == KERAS_3 or file.keras_version.startswith("3."):
         raise OldFileError(
             f"{file.path}: Keras 3 wrote this file, which tf_keras cannot read. Leave out "
             "framework='tf_keras'."
         )
-    with tf_keras.saving.custom_object_scope(dict(custom_objects)):
-        model = _model(tf_keras, file)
-        optimizer = _optimizer(file, dict(custom_objects))
-        arguments = _compile_arguments(tf_keras, file, given, set(custom_objects))
-        model.compile(optimizer, **arguments)
+
+    def read(name: str, config: Any) -> Any:
+        module = tf_keras.losses if name == "loss" else tf_keras.metrics
+        return _made(config, module, own)
+
+    is_of_2_12 = file.form != HDF5 and file.keras_version.startswith("2.12.")
+    with tf_keras.saving.custom_object_scope(own):
+        model = created_model(file, tf_keras, "tf_keras", rewrite if is_of_2_12 else None)
+        optimizer = _optimizer(file, own)
+        model.compile(optimizer, **compile_arguments(file, given, read, "tf_keras"))
     _restore(file, optimizer, list(model.trainable_variables))
     return model
 
 
-def _keras_version(path: str) -> str:
-    """Returns the version of Keras that wrote a file, "" if it is not in the file."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            if "metadata.json" not in archive.namelist():
-                return ""
-            return str(json.loads(archive.read("metadata.json")).get("keras_version", ""))
-    import h5py
-
-    with h5py.File(path, "r") as file:
-        version = file.attrs.get("keras_version", "")
-    return version.decode() if isinstance(version, bytes) else str(version)
-
-
-def _model(tf_keras: Any, file: ModelFile) -> Any:
-    suffix = ".keras" if zipfile.is_zipfile(file.path) else ".h5"
-    of_2_12 = suffix == ".keras" and _keras_version(file.path).startswith("2.12.")
-    try:
-        if Path(file.path).suffix == suffix and not of_2_12:
-            return tf_keras.models.load_model(file.path, compile=False)
-        with tempfile.TemporaryDirectory() as folder:
-            # tf_keras goes by the suffix of the file name, which may be wrong.
-            named = Path(folder, f"model{suffix}")
-            (rewrite if of_2_12 else shutil.copyfile)(file.path, named)
-            return tf_keras.models.load_model(named, compile=False)
-    except LossScaleError:
-        raise
-    # A user's layer can raise any exception.
-    except Exception as error:
-        raise OldFileError(
-            f"{file.path}: tf_keras cannot create its model: {first_line(error)}"
-        ) from error
-
-
 def _optimizer(file: ModelFile, own: dict[str, Any]) -> Any:
-    from lossscale.tf_keras import LossScaleOptimizer
-
     described = file.optimizer or {}
-    written = described.get("registered_name") or described.get("class_name")
-    try:
+    written = str(described.get("registered_name") or described.get("class_name"))
+    with errors_reported_as(f"{file.path}: cannot create its optimizer"):
         # The inner optimizer decides which of the two families this is.
-        cls = own.get(str(written), _registered(written) or LossScaleOptimizer)
-        return cls.from_config(file.settings, own)
-    # A user's optimizer can raise any exception.
-    except Exception as error:
-        raise OldFileError(
-            f"{file.path}: cannot create its optimizer: {first_line(error)}"
-        ) from error
+        cls = LossScaleOptimizer
+        if written.startswith("lossscale"):
+            # Or the class of this library for the older optimizer.
+            cls = tf_keras.saving.get_registered_object(written) or cls
+        return own.get(written, cls).from_config(file.settings, own)
 
 
-def _registered(name: Any) -> Any:
-    """Returns the class of this library for a name in the file, also for the older optimizer."""
-    import tf_keras
-
-    found = tf_keras.saving.get_registered_object(str(name))
-    return found if str(name).startswith("lossscale") else None
-
-
-def _compile_arguments(
-    tf_keras: Any, file: ModelFile, given: Mapping[str, Any], own: set[str]
-) -> dict[str, Any]:
-    training = file.training or {}
-    arguments: dict[str, Any] = {}
-    for name, module in (
-        ("loss", tf_keras.losses),
-        ("metrics", tf_keras.metrics),
-        ("weighted_metrics", tf_keras.metrics),
-    ):
-        if name in given:
-            arguments[name] = given[name]
-            continue
-        try:
-            arguments[name] = _made(training.get(name), module, own)
-        # A user's class can raise any exception.
-        except Exception as error:
-            raise OldFileError(
-                f"{file.path}: tf_keras cannot create its {name}, {training.get(name)!r}: "
-                f"{first_line(error)}. Pass {name}=... instead."
-            ) from error
-    if training.get("loss_weights") is not None:
-        arguments["loss_weights"] = training["loss_weights"]
-    return arguments
-
-
-def _made(config: Any, module: Any, own: set[str]) -> Any:
+def _made(config: Any, module: Any, own: dict[str, Any]) -> Any:
     """Creates the losses or metrics of a description, which may be nested by output."""
     if isinstance(config, dict) and "class_name" in config:
         # Releases before 2.13 wrote no module.
@@ -157,7 +87,7 @@ def _made(config: Any, module: Any, own: set[str]) -> Any:
         return {name: _made(item, module, own) for name, item in config.items()}
     if isinstance(config, (list, tuple)):
         return [_made(item, module, own) for item in config]
-    if isinstance(config, str) and config not in _KNOWN_TO_COMPILE:
+    if isinstance(config, str) and config not in NAMES_OF_COMPILE:
         # tf_keras would look it up at the first step, when custom objects are no longer known.
         made = module.get(config)
         return made if config in own else config
@@ -170,15 +100,11 @@ def _restore(file: ModelFile, optimizer: Any, trained: list[Any]) -> None:
     if file.era == OURS and file.form == HDF5:
         # The optimizer's own variables; those of a new optimizer are followed by the loss scale.
         optimizer._build(trained)
-        try:
+        with errors_reported_as(file.path):
             optimizer.set_weights(file.arrays)
-        except ArgumentError as error:
-            raise OldFileError(f"{file.path}: {error}") from error
         return
     saved = saved_optimizer(file, len(trained))
-    plan = RestorePlan(file.path, "optimizer", saved, target_for(optimizer, file.path))
-    plan.prepare(None, trained)
-    plan.carry_out()
+    restore_optimizer(file.path, saved, optimizer, trained)
     if file.own:
         optimizer._set_own_values(file.own)
 
@@ -196,8 +122,6 @@ def rewrite(path: str, target: Path) -> None:
         path: The file.
         target: The file to write, with the model and its weights, but no optimizer state.
     """
-    import h5py
-
     with zipfile.ZipFile(path) as then, zipfile.ZipFile(target, "w") as now:
         for name in ("metadata.json", "config.json"):
             text = then.read(name).decode()
@@ -220,10 +144,8 @@ def _copy(group: Any, target: Any) -> None:
 
 
 def _copy_layers(group: Any, target: Any) -> None:
-    # Layers of one class are numbered.
-    with_arrays = sorted((name for name in group if holds_arrays(group[name])), key=turn)
     numbers: dict[str, int] = {}
-    for name in with_arrays:
+    for name in layers_with_arrays(group):
         kind = re.sub(r"_\d+$", "", name)
         number = numbers.get(kind, 0)
         numbers[kind] = number + 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import mmap
 import os
 from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple
@@ -276,11 +275,8 @@ def _evidence(record: StepRecord) -> str:
 
 def _cut_off_half_a_line(path: str | os.PathLike[str]) -> None:
     """Removes an incomplete last line, left by a killed run, before the file continues."""
-    if not os.path.isfile(path) or not os.path.getsize(path):
+    if not os.path.isfile(path):
         return
     with open(path, "r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            end = content.rfind(b"\n") + 1
-            size = len(content)
-        if end < size:
-            file.truncate(end)
+        end = sum(len(line) for line in file if line.endswith(b"\n"))
+        file.truncate(end)

@@ -11,39 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lossscale.errors import ArgumentError
+from lossscale.old_formats.slots import SYNONYMS
 from lossscale.packages import warn
 
-OPTIMIZER_NAMES = (
-    "LossScaleOptimizer",
-    "LossScaleOptimizerV1",
-    "LossScaleOptimizerV3",
-    "lossscaleoptimizerv1",
-    "lossscaleoptimizerv3",
-)
-"""The names of the loss scale optimizers in TensorFlow's configurations.
-
-Keras' own class has the first name too. It cannot read these configurations; those of Keras 3 have
-a module, which shows that Keras' class is meant. The first name in lower case is missing, because
-Keras' `deserialize` would not find a class for it.
-"""
-
 # In lower case too, because TensorFlow's loader lower-cases the names in the caller's dictionary.
-_OPTIMIZERS = {
-    name.lower(): name
-    for name in (
-        "Adadelta",
-        "Adafactor",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "Ftrl",
-        "Lion",
-        "Nadam",
-        "RMSprop",
-        "SGD",
-    )
-}
+_OPTIMIZERS = {name.lower(): name for name in (*SYNONYMS, "Adafactor")}
 # The names of two of them in TensorFlow's exports.
 _OPTIMIZERS["gradientdescent"] = "SGD"
 _OPTIMIZERS["gradient_descent"] = "SGD"
@@ -104,11 +76,9 @@ def _settings(optimizer: str, settings: dict[str, Any]) -> dict[str, Any]:
     if "lr" in settings:
         rate = settings.pop("lr")
         settings.setdefault("learning_rate", rate)
-    if settings.get("epsilon", 0) is None:
-        # TensorFlow used its default instead, as Keras 3 does if the setting is missing.
-        del settings["epsilon"]
-    for name in ("clipnorm", "clipvalue", "global_clipnorm"):
-        if name in settings and settings[name] is None:
+    for name in ("epsilon", "clipnorm", "clipvalue", "global_clipnorm"):
+        if settings.get(name, 0) is None:
+            # TensorFlow used its default instead, as Keras 3 does if the setting is missing.
             del settings[name]
     decay = settings.pop("decay", None)
     slow_rise = settings.pop("schedule_decay", None)
@@ -155,7 +125,7 @@ def schedule_config(rate: Any) -> Any:
     }
 
 
-def decayed(rate: Any, decay: float, optimizer: str) -> dict[str, Any]:
+def decayed(rate: Any, decay: float, optimizer: str) -> Any:
     """Returns the schedule equivalent to `decay`: rate / (1 + decay * iterations).
 
     Args:
@@ -172,13 +142,5 @@ def decayed(rate: Any, decay: float, optimizer: str) -> dict[str, Any]:
             f"{optimizer} has both decay={decay!r} and {what}; Keras 3 has no `decay`. Create the "
             "optimizer with one schedule that does both."
         )
-    return {
-        "module": "keras.optimizers.schedules",
-        "class_name": "InverseTimeDecay",
-        "config": {
-            "initial_learning_rate": float(rate),
-            "decay_steps": 1,
-            "decay_rate": float(decay),
-        },
-        "registered_name": None,
-    }
+    settings = {"initial_learning_rate": float(rate), "decay_steps": 1, "decay_rate": float(decay)}
+    return schedule_config({"class_name": "InverseTimeDecay", "config": settings})
