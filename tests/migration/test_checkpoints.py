@@ -545,6 +545,16 @@ def test_what_does_not_fit_is_named_and_changes_nothing(objects, error, message)
     assert optimizer.momentum == 0.25
 
 
+@pytest.mark.parametrize("shares", ["file", "program"])
+def test_a_variable_of_two_names_is_one_on_both_sides(shares, tmp_path):
+    v, w = tf.Variable([1.0]), tf.Variable([2.0])
+    path = tf.train.Checkpoint(a=v, b=v if shares == "file" else w).save(tmp_path / "ckpt")
+    x, y = tf.Variable([5.0]), tf.Variable([6.0])
+    with pytest.raises(OldFileError, match=f"a and b are one variable in (the|this) {shares} and"):
+        restore_checkpoint(path, a=x, b=y if shares == "file" else x)
+    assert (x.numpy(), y.numpy()) == ([5.0], [6.0])
+
+
 def test_state_without_a_place_takes_the_settings_back(tmp_path):
     inner = tf_keras.optimizers.legacy.RMSprop(0.1, rho=0.5, centered=True)
     _, path = saved(WITNESS(inner), tmp_path, steps=1)

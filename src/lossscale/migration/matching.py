@@ -56,6 +56,7 @@ class Matches:
         if is_variable(thing):
             if node.value is not None:
                 self._check_shape(node, thing, path)
+                self._check_one_to_one(number, thing, path)
                 self.variables[number] = thing
                 self._paths[id(thing)] = path
             return
@@ -78,6 +79,21 @@ class Matches:
                 f"{self.graph.path}: {path} has shape {tuple(node.value.shape)} in the file and "
                 f"{tuple(variable.shape)} here. Nothing was changed."
             )
+
+    def _check_one_to_one(self, number: int, variable: Any, path: str) -> None:
+        """Checks that two names share a variable here if they do in the file."""
+        before = self.variables.get(number)
+        if before is not None:
+            one, two = "the file", "this program"
+        elif id(variable) in self._paths:
+            before, one, two = variable, "this program", "the file"
+        else:
+            return
+        raise OldFileError(
+            f"{self.graph.path}: {self._paths[id(before)]} and {path} are one variable in {one} "
+            f"and two in {two}. Nothing was changed. Share what the program shared that wrote the "
+            "file."
+        )
 
     def _check_placed(self, node: Node, layer: Any, path: str) -> None:
         for name, child in node.children.items():
