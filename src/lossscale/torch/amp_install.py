@@ -19,23 +19,14 @@ class _OfOneDevice(GradScaler):
 
     _type: ClassVar[str]
 
-    def __init__(
-        self,
-        init_scale: float = DEFAULTS.initial_scale,
-        growth_factor: float = DEFAULTS.growth_factor,
-        backoff_factor: float = DEFAULTS.backoff_factor,
-        growth_interval: int = DEFAULTS.growth_interval,
-        enabled: bool = True,
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         warn(
             # The words that programs filter PyTorch's own warning by.
             f"`torch.{self._type}.amp.GradScaler(args...)` is deprecated. Use "
             f'torch.amp.GradScaler("{self._type}", args...).',
             FutureWarning,
         )
-        super().__init__(
-            self._type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
-        )
+        super().__init__(self._type, *args, **kwargs)
 
 
 class CudaGradScaler(_OfOneDevice):

@@ -10,6 +10,7 @@ import torch
 
 from lossscale.common.checks import check_named, checked_pairs, flat_list
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError
+from lossscale.members import Wrapper
 from lossscale.torch import fused, ranks
 from lossscale.torch.backward import versions_of
 from lossscale.torch.scaling import CPU, unscaled
@@ -22,7 +23,7 @@ _NOT_UNSCALED = (
 )
 
 
-class DocumentedVerbs:
+class DocumentedVerbs(Wrapper):
     """`minimize`, `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`."""
 
     def get_scaled_loss(self, loss: Any) -> Any:
@@ -205,19 +206,6 @@ class DocumentedVerbs:
             # Not torch.autograd.grad, which skips the hooks that sum gradients over processes.
             _backward(value, grad_loss, variables)
             return [variable.grad for variable in variables]
-
-    # The methods of the other base classes.
-    inner_optimizer: Any
-    iterations: Any
-    scale_loss: Any
-    step: Any
-    zero_grad: Any
-    _engine: Any
-    _rule: Any
-    _scaled: Any
-    _record: Any
-    _take_step: Any
-    _warn: Any
 
 
 @contextlib.contextmanager

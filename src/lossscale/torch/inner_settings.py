@@ -53,8 +53,6 @@ def _setting(name: str) -> property:
 class InnerSettings:
     """The inner optimizer's hyperparameters (`lr`, `momentum`, ...), hooks and methods."""
 
-    inner_optimizer: Any
-
     param_groups = _shared("param_groups", "The parameter groups of the inner optimizer.")
     state = _shared("state", "The state of the inner optimizer, by parameter.")
     defaults = _shared("defaults", "The default settings of parameter groups.")
@@ -157,7 +155,3 @@ class InnerSettings:
         else:
             check_own_name(inner, name, torch.optim)
             object.__setattr__(self, name, value)
-
-    _check_unscaled: Any
-    _adopt_written: Any
-    _rule: Any

@@ -23,7 +23,6 @@ from lossscale.errors import (
     GradientsError,
     UnsupportedError,
 )
-from lossscale.members import Wrapper
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.rules import StatsRequest
@@ -63,7 +62,7 @@ _NOTHING_TO_UNSCALE = (
 
 
 @FrontDoor.register
-class LossScaleOptimizer(InnerSettings, DocumentedVerbs, Wrapper, torch.optim.Optimizer):
+class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     """Wraps a PyTorch optimizer to train in float16 with a loss scale.
 
     The wrapper is a `torch.optim.Optimizer` with the parameter groups, the state and the hooks of
