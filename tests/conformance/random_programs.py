@@ -21,7 +21,8 @@ from conformance.wrappers import Wrapper
 from core import oracle
 from lossscale import DynamicScale
 
-SHAPES = ((3,), (2, 2))
+# For each way in which gradients are read: small ones together, large ones by their sums.
+SHAPES = ((130, 130), (5,), (3, 2), (20_000,))
 RATE, MOMENTUM = 2.0**-13, 0.5
 INNER = "small-momentum"
 
@@ -138,6 +139,20 @@ class Run:
 
     def step(self) -> None:
         """Takes a step, sometimes with an infinity or NaN, sometimes for some variables only."""
+        gradients: list[Any] = self.drawn()
+        chance = self.random.random()
+        if chance < 0.15:
+            spoiled = gradients[self.random.integers(len(gradients))]
+            spoiled.flat[self.random.integers(spoiled.size)] = self.random.choice(
+                [np.inf, -np.inf, np.nan]
+            )
+        elif chance < 0.25 and self.wrapper.takes_some_gradients:
+            # Two ways only, each of which is compiled.
+            gradients[self.random.integers(2)] = None
+        self.take(gradients)
+
+    def drawn(self) -> list[Any]:
+        """Returns finite gradients."""
         exponent = math.log2(self.expected.scale)
         # Small enough to be a normal number once it is scaled; large enough to overflow at times.
         low = max(-8, math.ceil(-126 - exponent))
@@ -147,22 +162,30 @@ class Run:
             sizes = np.ldexp(1 + self.random.random(shape), exponents)
             signs = self.random.choice([-1.0, 0.0, 1.0], shape)
             gradients.append((signs * sizes).astype(np.float32))
-        chance = self.random.random()
-        if chance < 0.15:
-            spoiled = gradients[self.random.integers(len(gradients))]
-            spoiled.flat[self.random.integers(spoiled.size)] = self.random.choice(
-                [np.inf, -np.inf, np.nan]
-            )
-        elif chance < 0.25 and self.wrapper.takes_some_gradients:
-            gradients[self.random.integers(len(gradients))] = None
+        return gradients
+
+    def take(self, gradients: list[Any]) -> None:
+        """Takes a step with these gradients."""
         self.log.append(f"step {gradients}")
         self.harness.step(gradients)
         self.expected = stepped(self.expected, gradients, self.rule)
 
-    def move_scale(self) -> None:
-        """Sets the scale, as a program does that restarts with another one."""
+    def take_what_is_hard_to_read(self) -> None:
+        """Takes steps whose gradients have sums that say nothing of their elements, or are zero."""
+        self.move_scale(2.0**110)
+        large, *others = self.drawn()
+        opposite = large.copy()
+        opposite.flat[:2] = np.inf, -np.inf
+        # Every element is finite once it is scaled, and their sum is not.
+        self.take([np.full_like(large, 2.0**14), *others])
+        self.take([opposite, *others])
+        self.take([gradient * np.float32(-0.0) for gradient in (large, *others)])
+        self.check()
+
+    def move_scale(self, scale: float = 0.0) -> None:
+        """Sets the scale, as a program does that restarts with another one; 0 draws one."""
         lowest, highest = math.log2(self.rule.min_scale), 126
-        scale = 2.0 ** int(self.random.integers(lowest, highest + 1))
+        scale = scale or 2.0 ** int(self.random.integers(lowest, highest + 1))
         self.log.append(f"scale {scale}")
         self.harness.set_scale(scale)
         self.expected = self.expected._replace(scale=scale)
