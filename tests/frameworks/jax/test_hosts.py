@@ -17,25 +17,16 @@ from flax.training.train_state import TrainState
 
 from lossscale.optax import loss_scale, loss_scaled, value_and_grad
 
-EXAMPLES = sorted((pathlib.Path(__file__).parents[3] / "examples/jax").glob("*.py"))
+EXAMPLES = pathlib.Path(__file__).parents[3] / "examples/jax"
+HOSTS = ("equinox_model", "flax_linen", "flax_nnx", "haiku_model", "plain")
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_a_program_of_every_host_takes_the_four_steps(path):
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_program_of_every_host_takes_the_four_steps(host):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        runpy.run_path(str(path))
+        runpy.run_path(str(EXAMPLES / f"{host}.py"))
     assert printed.getvalue().splitlines()[-1] == "8 4 4 8 - steps skipped: 1"
-
-
-def test_there_is_a_program_for_every_host():
-    assert [path.stem for path in EXAMPLES] == [
-        "equinox_model",
-        "flax_linen",
-        "flax_nnx",
-        "haiku_model",
-        "plain",
-    ]
 
 
 def wrapped():
