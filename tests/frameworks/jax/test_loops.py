@@ -84,23 +84,8 @@ def test_nothing_is_compiled_twice_and_nothing_drifts():
     assert signature(tx.init(inner.params())) == expected
 
 
-def test_the_state_of_a_parameter_is_known_as_such():
-    tx = optimizer()
-    state = tx.init(inner.params())
-    marked = optax.tree_map_params(
-        tx,
-        lambda leaf, spec: spec,
-        state,
-        {"w": "spec of w", "b": "spec of b"},
-        transform_non_params=lambda leaf: "no parameter",
-    )
-    assert marked.inner_state[0].mu == {"w": "spec of w", "b": "spec of b"}
-    assert set(jax.tree.leaves(marked._replace(inner_state=()))) == {"no parameter"}
-
-
-def test_transfer_guard_leaks_and_nan_checks():
+def test_transfer_guard_leaks_and_no_compiler():
     tx = optimizer(inner.INNER["adamw_clip"]())
-    update = jax.jit(tx.update)
     params = inner.params()
     state, gradients = tx.init(params), inner.gradients()
     bad = jax.tree.map(lambda g: g * jnp.nan, gradients)
@@ -113,14 +98,10 @@ def test_transfer_guard_leaks_and_nan_checks():
     with jax.checking_leaks():
         _, state = jax.jit(tx.update)(bad, state, params)
         _, state = tx.update(gradients, state, params)
-    with jax.debug_nans(True), jax.debug_infs(True):
-        for run in (update, tx.update):
-            _, state = run(bad, state, params)
-            _, state = run(gradients, state, params)
     with jax.disable_jit():
         _, state = tx.update(bad, state, params)
         _, state = tx.update(gradients, state, params)
-    assert int(state.steps_skipped) == 4
+    assert int(state.steps_skipped) == 2
 
 
 def test_an_eager_step_compiles_nothing_after_the_first_ones():
