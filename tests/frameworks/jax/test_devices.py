@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from frameworks.jax.support import bits
 from lossscale.errors import ArgumentError, GradientsError, UnsupportedError
 from lossscale.optax import loss_scaled, value_and_grad
 from noting import Noting
@@ -17,7 +16,6 @@ AUTO = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 EXPLICIT = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
 TWO_AXES = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
-# Large enough that a branch around MultiSteps is a real one.
 SHAPES = {"w": (4, 2048), "b": (8,)}
 SCALES = [8.0, 4.0, 4.0, 8.0]
 
@@ -234,37 +232,6 @@ def test_what_a_rule_sees_is_of_all_devices(check_vma):
     # The scale is 8; EDGES are 4 and 16.
     names = ("largest", "low", "high", "elements")
     assert [float(seen[name]) for name in names] == [16.0, 6.0, 4.0, 8.0]
-
-
-def test_a_branch_and_a_choice_come_to_the_same():
-    params = first_params()
-    steps = optax.MultiSteps(optax.adam(1e-2), 2)
-    tx = optimizer(inner=steps)
-    gradients = jax.tree.map(lambda p: p * 8, params)
-    bad = {**gradients, "b": gradients["b"].at[0].set(jnp.nan)}
-    assert "cond" in str(jax.make_jaxpr(tx.update)(gradients, tx.init(params), params))
-    compiled, population = jax.jit(tx.update), jax.jit(jax.vmap(tx.update))
-
-    def one(tree):
-        return jax.tree.map(lambda leaf: leaf[None], tree)
-
-    state = tx.init(params)
-    several = one(state)
-    for given in (gradients, bad, gradients, bad):
-        updates, after = compiled(given, state, params)
-        _, several = population(one(given), several, one(params))
-        if given is bad:
-            assert bits(after.inner_state) == bits(state.inner_state)
-            assert bits(optax.apply_updates(params, updates)) == bits(params)
-        state = after
-    assert bits(jax.tree.map(lambda leaf: leaf[0], several.inner_state.mini_step)) == bits(
-        state.inner_state.mini_step
-    )
-    np.testing.assert_allclose(
-        several.inner_state.inner_opt_state[0].mu["w"][0],
-        state.inner_state.inner_opt_state[0].mu["w"],
-        rtol=1e-5,
-    )
 
 
 def test_gradients_on_several_devices_are_refused_with_what_to_do():

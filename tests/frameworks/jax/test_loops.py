@@ -37,17 +37,28 @@ def first_params():
     return {"w": jnp.float32([1.0, -1.0])}
 
 
-def test_members_of_a_population_have_scales_of_their_own():
-    tx = optimizer()
+def member(tree, index):
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+@pytest.mark.parametrize("inside", [optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 2)])
+def test_members_of_a_population_have_scales_of_their_own(inside):
+    tx = optimizer(inside)
     params = jax.tree.map(lambda p: jnp.stack([p] * 3), first_params())
-    opt_state = jax.vmap(tx.init)(params)
+    state = jax.vmap(tx.init)(params)
     gradients = {"w": jnp.float32([[8.0, 8.0], [jnp.nan, 1.0], [8.0, -8.0]])}
-    before = bits(opt_state.inner_state[0].mu["w"][1])
-    updates, opt_state = jax.jit(jax.vmap(tx.update))(gradients, opt_state, params)
-    assert opt_state.loss_scale.tolist() == [8.0, 4.0, 8.0]
-    assert opt_state.steps_skipped.tolist() == [0, 1, 0]
-    assert bits(opt_state.inner_state[0].mu["w"][1]) == before
+    updates, after = jax.jit(jax.vmap(tx.update))(gradients, state, params)
+    assert after.loss_scale.tolist() == [8.0, 4.0, 8.0]
+    assert after.steps_skipped.tolist() == [0, 1, 0]
+    assert bits(member(after.inner_state, 1)) == bits(member(state.inner_state, 1))
     assert np.signbit(updates["w"][1]).all()
+    for index in range(3):
+        # In a population both sides of a branch run, and of each member one is chosen.
+        alone = jax.jit(tx.update)(*member((gradients, state, params), index))
+        for a, b in zip(
+            *map(jax.tree.leaves, (alone, member((updates, after), index))), strict=True
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_the_loss_is_the_loss_though_the_scaled_one_overflows():
