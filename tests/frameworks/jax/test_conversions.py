@@ -83,9 +83,6 @@ def flax_scales(draw):
     )
 
 
-# The scales that follow.
-
-
 @settings(max_examples=12)
 @given(jmp_scales(), steps)
 def test_a_run_of_jmp_goes_on_with_the_same_scales(scale, verdicts):
@@ -107,9 +104,6 @@ def test_other_factors_of_jmp_differ_by_the_rounding_of_a_division(scale, verdic
 def test_a_run_of_flax_goes_on_with_the_same_scales(scale, verdicts):
     rule, opt_state = from_flax(scale, STATE)
     assert ours(rule, opt_state, verdicts) == theirs_flax(scale, verdicts)
-
-
-# What goes over.
 
 
 def test_every_setting_goes_over():
@@ -164,9 +158,6 @@ def test_the_state_inside_goes_on():
         assert signature(opt_state) == signature(tx.init(PARAMS))
         # Each a buffer of its own, which a step may take.
         jax.jit(tx.update, donate_argnums=1)(PARAMS, jax.tree.map(jnp.copy, opt_state), PARAMS)
-
-
-# What cannot go over.
 
 
 def test_what_is_no_scale_of_theirs_is_refused():

@@ -42,9 +42,6 @@ class Normalized(nnx.Module):
         return self.norm(self.dense(x))
 
 
-# Each host, where its optimizer's state can be handed over as a whole.
-
-
 def test_what_a_host_keeps_can_be_given_in_the_place_of_its_opt_state():
     net, x = nn.Dense(1), jnp.ones((2, 4))
     params = net.init(jax.random.key(0), x)["params"]
@@ -56,9 +53,6 @@ def test_what_a_host_keeps_can_be_given_in_the_place_of_its_opt_state():
     jax.tree.map(np.testing.assert_array_equal, grads, same)
     assert float(loss_scale(state)) == 8
     assert float(loss_scale(nnx.Optimizer(Normalized(), wrapped(), wrt=nnx.Param))) == 8
-
-
-# The mistakes.
 
 
 @pytest.mark.parametrize(

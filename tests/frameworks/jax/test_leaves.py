@@ -176,9 +176,6 @@ def test_a_fixed_scale_comes_from_the_code():
     assert float(state.loss_scale) == 16.0
 
 
-# Numbers of Python, which are gradients where nothing is compiled.
-
-
 @pytest.mark.parametrize(
     "wraps", [lambda tx: tx, lossscale.optax.track_overflows], ids=["bare", "tracked"]
 )
