@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from frameworks.jax.support import signature
 from lossscale import DynamicScale, FixedScale
-from lossscale.errors import (
-    AlreadyWrappedError,
-    ArgumentError,
-    ArgumentTypeError,
-    LossScaleWarning,
-)
+from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, LossScaleWarning
 from lossscale.optax import from_flax, from_jmp, loss_scaled
 
 INNER = optax.sgd(0.5)
@@ -109,10 +104,7 @@ def test_a_run_of_flax_goes_on_with_the_same_scales(scale, verdicts):
 def test_every_setting_goes_over():
     of_jmp = jmp.DynamicLossScale(jnp.float32(64), jnp.int32(3), 7, 4, jnp.float32(0.5))
     of_flax = FlaxScale(4.0, 0.25, 6, 3, 64.0, 0.5)
-    for rule, opt_state in (
-        from_jmp(of_jmp, STATE),
-        from_flax(of_flax, STATE),
-    ):
+    for rule, opt_state in (from_jmp(of_jmp, STATE), from_flax(of_flax, STATE)):
         assert rule == DynamicScale(64, 7, 4, 0.25, min_scale=0.5)
         assert (float(opt_state.loss_scale), int(opt_state.rule_state["good_steps"])) == (64, 3)
 

@@ -12,12 +12,7 @@ from optax import contrib
 import lossscale
 from frameworks.jax import inner_transformations as inner
 from frameworks.jax.support import bits, scaled, signature
-from lossscale.optax import (
-    loss_scaled,
-    scale_loss,
-    unscale,
-    value_and_grad,
-)
+from lossscale.optax import loss_scaled, scale_loss, unscale, value_and_grad
 
 BATCH = (jnp.float16([[1.0, 2.0], [3.0, -1.0]]), jnp.float16([1.0, 0.5]))
 
@@ -172,12 +167,7 @@ def test_a_line_search_gets_unscaled_values():
     def run(params, state):
         loss, gradients = value_and_grad(value_fn)(state, params)
         updates, state = tx.update(
-            gradients,
-            state,
-            params,
-            value=loss,
-            grad=unscale(state, gradients),
-            value_fn=value_fn,
+            gradients, state, params, value=loss, grad=unscale(state, gradients), value_fn=value_fn
         )
         return optax.apply_updates(params, updates), state, loss
 

@@ -13,12 +13,7 @@ from jax.sharding import PartitionSpec as P
 import lossscale
 import lossscale.optax
 from frameworks.jax.support import bits
-from lossscale.errors import (
-    AlreadyWrappedError,
-    ArgumentError,
-    ArgumentTypeError,
-    UnsupportedError,
-)
+from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
