@@ -10,6 +10,7 @@ momentum rounds alike wherever it is computed, and weights are compared bit for 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import pathlib
 import pickle
@@ -33,17 +34,7 @@ OLDER = DynamicScale(2.0**15, growth_interval=2, min_scale=1.0, max_scale=None)
 
 
 class Expected(NamedTuple):
-    """What an optimizer must hold.
-
-    Attributes:
-        weights: Float32 arrays.
-        momenta: What each weight moves by on, in units of the gradient.
-        scale: The loss scale.
-        good_steps: Finite steps since the scale changed.
-        skipped: How many steps were skipped.
-        last_skipped: Whether the last one was.
-        steps: How many steps there were.
-    """
+    """What an optimizer must hold."""
 
     weights: list[Any]
     momenta: list[Any]
@@ -59,45 +50,21 @@ def stepped(before: Expected, gradients: list[Any], rule: DynamicScale) -> Expec
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = [None if g is None else g * np.float32(before.scale) for g in gradients]
     finite = all(np.isfinite(g).all() for g in scaled if g is not None)
-    highest = 2.0**126 if rule.max_scale is None else rule.max_scale
-    scale, good_steps = oracle.next_state(
-        before.scale,
-        before.good_steps,
-        finite,
-        interval=rule.growth_interval,
-        growth=rule.growth_factor,
-        backoff=rule.backoff_factor,
-        lowest=rule.min_scale,
-        highest=highest,
-    )
+    from_here = dataclasses.replace(rule, initial_scale=before.scale)
+    [(scale, good_steps)] = oracle.trace(from_here, [finite], streak=before.good_steps)
     weights, momenta = list(before.weights), list(before.momenta)
     for index, gradient in enumerate(gradients if finite else ()):
         if gradient is not None:
             momenta[index] = momenta[index] * np.float32(MOMENTUM) + gradient
             weights[index] = weights[index] - np.float32(RATE) * momenta[index]
-    return Expected(
-        weights,
-        momenta,
-        scale,
-        good_steps,
-        before.skipped + (not finite),
-        not finite,
-        before.steps + 1,
-    )
+    skipped, steps = before.skipped + (not finite), before.steps + 1
+    return Expected(weights, momenta, scale, good_steps, skipped, not finite, steps)
 
 
 class Run:
-    """A program that is under way.
+    """A program that is under way, and writes its files into a folder."""
 
-    Args:
-        wrapper: What it is run with.
-        seed: What it is made of.
-        folder: Where it writes its files.
-
-    Attributes:
-        copies_at_random: Whether it also copies its optimizer, which is then compiled once more.
-    """
-
+    # An optimizer that is copied is compiled once more.
     copies_at_random = True
 
     def __init__(self, wrapper: Wrapper, seed: int, folder: pathlib.Path) -> None:
@@ -146,7 +113,7 @@ class Run:
             spoiled.flat[self.random.integers(spoiled.size)] = self.random.choice(
                 [np.inf, -np.inf, np.nan]
             )
-        elif chance < 0.25 and self.wrapper.takes_some_gradients:
+        elif chance < 0.25 and self.wrapper.is_an_object:
             # Two ways only, each of which is compiled.
             gradients[self.random.integers(2)] = None
         self.take(gradients)

@@ -11,7 +11,7 @@ import pytest
 
 from conformance.recordings import GRADIENTS, VALUES, spoiled
 from conformance.wrappers import BACKEND
-from lossscale.rules import DynamicScale, StatsRequest
+from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
 from noting import ALL, EDGES, Noting
 
 
@@ -24,6 +24,9 @@ def gradients(factor, spoil=None):
 
 class Following(Noting):
     """Doubles the scale until the largest gradient is large or many are, as far as it sees them."""
+
+    # As of a rule that says nothing of its scales.
+    powers_of_two, lowest_scale = ScaleRule.powers_of_two, ScaleRule.lowest_scale
 
     def update(self, state, seen, *, xp):
         noted = super().update(state, seen, xp=xp)
@@ -69,9 +72,6 @@ def test_without_a_gradient_a_variable_is_not_counted(wrapper):
         harness.step([GRADIENTS[0], None])
     recorded = harness.rule_state()
     assert (float(recorded.largest), float(recorded.elements)) == (2.0, 3.0)
-
-
-# --- A rule that asks for nothing -----------------------------------------------------------------
 
 
 class Asking(DynamicScale):

@@ -4,6 +4,7 @@ That is the oracle, bit for bit: their own loop, with the framework's own optimi
 overflows in the runs with loss scaling; the others never see it.
 """
 
+import importlib
 import os
 
 import numpy as np
@@ -42,14 +43,9 @@ if BACKEND == "tensorflow":
     import lossscale
     from strangers.keras_programs import PROGRAMS
 
+    FAMILIES = {"new": importlib.import_module(KERAS).optimizers}
     if KERAS == "tf_keras":
-        import tf_keras
-
-        FAMILIES = {"new": tf_keras.optimizers, "legacy": tf_keras.optimizers.legacy}
-    else:
-        import keras
-
-        FAMILIES = {"keras": keras.optimizers}
+        FAMILIES["legacy"] = FAMILIES["new"].legacy
 
     def of_2_4(optimizer):
         return lossscale.LossScaleOptimizer(optimizer, initial_scale=8.0, dynamic_growth_steps=3)
