@@ -264,8 +264,8 @@ tests/frameworks/jax/test_leaves.py
     optax LossScaled.init: jax.tree.map(_widened, params) -> params
         -k float16 or narrow or half or dtype
 tests/frameworks/jax/test_conversions.py
-    optax from_flax: int(...) + 1 -> int(...)  -k run_of_flax_goes_on
-    optax from_jmp: {'good_steps': good_steps} -> {}  -k run_of_jmp_goes_on
+    optax from_flax: int(...) + 1 -> int(...)  -k every_setting
+    optax from_jmp: {'good_steps': good_steps} -> {}  -k every_setting
 tests/conformance/test_monitors.py
     optax Monitor.step: self._scale = jnp.copy(watched.scale) -> pass  -k what_happened
 tests/frameworks/jax/test_monitor.py
