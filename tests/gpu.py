@@ -45,7 +45,7 @@ SEEN = {
 }
 PROMISES = tuple(
     f"tests/conformance/test_{name}.py"
-    for name in ("device", "promises", "fast_path", "what_rules_see", "random_programs")
+    for name in ("device", "promises", "what_rules_see", "random_programs")
 )
 BENCHMARKS = "benchmarks"
 

@@ -88,12 +88,7 @@ def made(variables=None, **arguments):
 
 
 class Run:
-    """Runs programs on one optimizer.
-
-    Args:
-        optimizer: A loss scale optimizer with a learning rate of 1.
-        variables: `a` and `b`.
-    """
+    """Runs programs on one optimizer with a learning rate of 1."""
 
     def __init__(self, optimizer, variables):
         self.optimizer, self.variables = optimizer, variables

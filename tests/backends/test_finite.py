@@ -67,17 +67,21 @@ def tensors(arrays):
     return [keras.ops.convert_to_tensor(a) for a in arrays]
 
 
-def check(arrays, scale):
-    backend = backends.load()
-    given = scale if scale is None else tensors([np.float32(scale)])[0]
-    found = backend.all_finite([*tensors(arrays), None], given, scale is None or is_exact(scale))
-    assert bool(number(found)) == found_by_numpy(arrays, scale)
+def check(verdict, arrays, scale):
+    given = [] if scale is None else tensors([np.float32(scale)])
+    found = bool(number(verdict([*tensors(arrays), None], *given)))
+    assert found == found_by_numpy(arrays, scale), scale
+
+
+def verdict_with(exact):
+    return lambda gradients, scale=None: backends.load().all_finite(gradients, scale, exact)
 
 
 @hypothesis.given(cases=cases, scale=st.sampled_from(SCALES))
 @hypothesis.settings(max_examples=60, deadline=None)
 def test_it_finds_what_numpy_finds(cases, scale):
-    check([array(*case) for case in cases], scale)
+    exact = scale is None or is_exact(scale)
+    check(verdict_with(exact), [array(*case) for case in cases], scale)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -88,25 +92,17 @@ def test_it_finds_what_numpy_finds(cases, scale):
     ids=["unscaled", "exact", "inexact"],
 )
 def test_it_finds_the_same_in_compiled_functions(scales, dtype):
-    backend = backends.load()
-
-    def verdict(gradients, scale=None):
-        return backend.all_finite(gradients, scale, exact)
-
-    exact = scales != [1000.0]
-    function = compiled(verdict)
+    function = compiled(verdict_with(exact=scales != [1000.0]))
     for scale, filling, element, place in itertools.product(
         scales,
         (1.0, 2.0**-120, 1e37, -LARGEST),
         (0.0, LARGEST, np.inf, -np.inf, np.nan),
         (0, 1),
     ):
-        rest = [] if scale is None else tensors([np.float32(scale)])
-        arrays = [array(5, dtype, filling, []), array(20_000, dtype, filling, [])]
+        arrays = [array(size, dtype, filling, []) for size in (5, 20_000)]
         with np.errstate(over="ignore"):
             arrays[place][-1] = element
-        found = bool(number(function(tensors(arrays), *rest)))
-        assert found == found_by_numpy(arrays, scale), (scale, filling, element, place)
+        check(function, arrays, scale)
 
 
 def test_nothing_to_look_at_is_finite():

@@ -14,10 +14,7 @@ pytestmark = pytest.mark.usefixtures("optimized")
 # `python -m benchmarks.whole_steps` has all eighteen.
 @pytest.mark.parametrize(
     "row",
-    [
-        ("mlp", "mixed_float16", "adam, accumulated"),
-        ("mlp", "mixed_float16", "adamw, clipped"),
-    ],
+    [("mlp", "mixed_float16", "adam, accumulated"), ("mlp", "mixed_float16", "adamw, clipped")],
     ids=" ".join,
 )
 def test_a_whole_step_needs_no_more_memory_than_one_that_waits_for_a_verdict(row):

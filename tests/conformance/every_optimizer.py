@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-IS_TF_KERAS = os.environ.get("LOSSSCALE_TEST_KERAS") == "tf_keras"
+from conformance.harness import IS_TF_KERAS
 
 # What makes some of them keep more state.
 _SETTINGS = {"momentum": 0.5, "amsgrad": True, "centered": True, "nesterov": True}

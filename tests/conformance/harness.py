@@ -6,12 +6,26 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from conformance.inner_optimizers import INNER
+
+IS_TF_KERAS = os.environ.get("LOSSSCALE_TEST_KERAS") == "tf_keras"
+
+
+def array(value: Any) -> Any:
+    """Returns a copy of a tensor or variable of this process' Keras."""
+    if IS_TF_KERAS:
+        import tensorflow as tf
+
+        return np.array(tf.convert_to_tensor(value))
+    import keras
+
+    return np.array(keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value)))
 
 
 def kind_of_device(tensor: Any) -> str:
@@ -108,21 +122,14 @@ class KerasHarness(Harness):
         class Values(keras.layers.Layer):
             def build(self, input_shape: Any) -> None:
                 for index, value in enumerate(values):
-                    self.add_weight(
-                        name=f"value_{index}",
-                        shape=value.shape,
-                        dtype="float32",
-                        initializer=lambda shape, dtype, value=value: keras.ops.convert_to_tensor(
-                            value, dtype=dtype
-                        ),
-                    )
+                    self.add_weight(name=f"value_{index}", shape=value.shape, dtype="float32")
 
             def call(self, inputs: Any) -> Any:
                 return inputs
 
         self.model = keras.Sequential([keras.Input((1,)), Values()])
-        found: list[Any] = self.model.trainable_variables
-        return found
+        self.model.set_weights(values)
+        return self.model.trainable_variables
 
     def wrapped(self, inner: Any, rule: Any) -> Any:
         import lossscale
@@ -139,7 +146,7 @@ class KerasHarness(Harness):
         return verb(loss)
 
     def scale_loss(self, loss: Any) -> Any:
-        return self.numpy(self.scaled(self.ops.convert_to_tensor(loss)))
+        return array(self.scaled(self.ops.convert_to_tensor(loss)))
 
     def take_for_scaled(self) -> None:
         super().take_for_scaled()
@@ -178,14 +185,8 @@ class KerasHarness(Harness):
         factor = self.scaled(np.float32(1))
         return [None if g is None else g * self.ops.cast(factor, g.dtype) for g in gradients]
 
-    def numpy(self, value: Any) -> Any:
-        import keras
-
-        tensor = value.value if isinstance(value, keras.Variable) else value
-        return np.array(keras.ops.convert_to_numpy(tensor))
-
     def parameters(self) -> list[Any]:
-        return [self.numpy(variable) for variable in self.variables]
+        return [array(variable) for variable in self.variables]
 
     def device(self) -> str:
         value = getattr(self.variables[0], "value", None)
@@ -194,18 +195,18 @@ class KerasHarness(Harness):
 
     def inner_state(self) -> list[Any]:
         found = self.inner_optimizer.variables
-        return [self.numpy(variable) for variable in (found() if callable(found) else found)]
+        return [array(variable) for variable in (found() if callable(found) else found)]
 
     def scale(self) -> Any:
-        return self.numpy(self.optimizer.loss_scale)[()]
+        return array(self.optimizer.loss_scale)[()]
 
     def counters(self) -> tuple[int, int, bool, int]:
         optimizer, counter = self.optimizer, self.optimizer.dynamic_counter
         return (
-            0 if counter is None else int(self.numpy(counter)),
-            int(self.numpy(optimizer.steps_skipped)),
-            bool(self.numpy(optimizer.last_step_skipped)),
-            int(self.numpy(optimizer.iterations)),
+            0 if counter is None else int(array(counter)),
+            int(array(optimizer.steps_skipped)),
+            bool(array(optimizer.last_step_skipped)),
+            int(array(optimizer.iterations)),
         )
 
     def rule_state(self) -> Any:
@@ -291,9 +292,6 @@ class TFKerasHarness(KerasHarness):
     def apply_nothing(self) -> None:
         self.optimizer.minimize(lambda: self.ops.constant(1.0), [])
 
-    def numpy(self, value: Any) -> Any:
-        return np.array(self.ops.convert_to_tensor(value))
-
     def save(self, path: Any) -> None:
         self._checkpoint().write(str(path))
 
@@ -340,7 +338,7 @@ def experimental(base: type[KerasHarness]) -> type[KerasHarness]:
             return experimental.LossScaleOptimizer(inner, from_rule(rule))
 
         def scale(self) -> Any:
-            return self.numpy(self.optimizer.loss_scale())[()]
+            return array(self.optimizer.loss_scale())[()]
 
     return Experimental
 

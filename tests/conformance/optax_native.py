@@ -61,17 +61,7 @@ def _counted(inner: Any) -> Any:
 
 
 class Loop:
-    """The step of a training loop. All harnesses of one kind and setting share its compiled form.
-
-    Args:
-        inner: Name of the transformation to wrap, or what makes it.
-        rule: The scaling rule; None for the transformation alone, without loss scaling.
-
-    Attributes:
-        inner: The transformation to wrap.
-        tx: What the loop calls.
-        traces: How often the step was traced, or run where it is not compiled.
-    """
+    """A training loop, whose compiled step all harnesses of one kind and setting share."""
 
     def __init__(self, inner: str | Callable[[], Any], rule: Any) -> None:
         self.inner = _counted(inner() if callable(inner) else _INNER[inner]())
@@ -88,14 +78,7 @@ class Loop:
         return lossscale.optax.value_and_grad(loss_fn, **options)(opt_state, params)[1]
 
     def step(self, params: list[Any], opt_state: Any, given: list[Any], scaled: bool) -> Any:
-        """Returns the parameters and the state after a step.
-
-        Args:
-            params: The parameters.
-            opt_state: The state.
-            given: The gradients of the loss; None for no gradient.
-            scaled: Whether they are those of the scaled loss already.
-        """
+        """Returns what follows a step with gradients of the loss, or of the scaled loss."""
         self.traces += 1
         # What has no gradient is left out of what is trained, as it is with Equinox.
         trained = [None if g is None else p for p, g in zip(params, given, strict=True)]
@@ -122,15 +105,7 @@ def _compiled_loop(
 
 
 class OptaxJit(Harness):
-    """A transformation in a `jax.jit`.
-
-    Args:
-        values: As every harness has it.
-        inner: As every harness has it.
-        rule: As every harness has it.
-        beside: Without a rule, that of the harness whose bits it is to give; None for a step
-            without any loss scaling.
-    """
+    """A transformation in a `jax.jit`. Without a rule it gives the bits of the one `beside` it."""
 
     loop = Loop
     is_compiled = True
@@ -297,14 +272,7 @@ class NNXLoop(Loop):
     """The step of a loop with a model and an optimizer of Flax NNX, which it changes."""
 
     def nnx_step(self, model: Any, optimizer: Any, given: list[Any], scaled: bool) -> None:
-        """Runs a step.
-
-        Args:
-            model: The model, whose parameters are a list.
-            optimizer: The optimizer.
-            given: The gradients of the loss.
-            scaled: Whether they are those of the scaled loss already.
-        """
+        """Runs a step of a model whose parameters are a list."""
         from flax import nnx
 
         self.traces += 1

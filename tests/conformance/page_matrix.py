@@ -95,13 +95,7 @@ def table() -> str:
 
 
 class Program:
-    """A wrapper, and the functions of its framework.
-
-    Args:
-        column: The wrapper.
-        form: The documented class.
-        in_function: Whether steps stand inside a `tf.function`.
-    """
+    """A wrapper in one of its documented forms, and the functions of its framework."""
 
     def __init__(self, column: str, form: str, in_function: bool) -> None:
         import keras
@@ -129,8 +123,6 @@ class Program:
         import tensorflow as tf
 
         return tf
-
-    # --- Optimizers and steps -----------------------------------------------------------------
 
     def inner(self, name: str = "SGD", **settings: Any) -> Any:
         """Returns an optimizer of the framework."""
@@ -171,8 +163,6 @@ class Program:
                 return loss()
 
         return list(jax.grad(computed)([each.value for each in variables]))
-
-    # --- Arrays -------------------------------------------------------------------------------
 
     def variable(self, value: Any = 1.0) -> Any:
         """Returns a new variable."""

@@ -10,6 +10,7 @@ momentum rounds alike wherever it is computed, and weights are compared bit for 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import pathlib
 import pickle
@@ -21,7 +22,8 @@ from conformance.wrappers import Wrapper
 from core import oracle
 from lossscale import DynamicScale
 
-SHAPES = ((3,), (2, 2))
+# For each way in which gradients are read: small ones together, large ones by their sums.
+SHAPES = ((130, 130), (5,), (3, 2), (20_000,))
 RATE, MOMENTUM = 2.0**-13, 0.5
 INNER = "small-momentum"
 
@@ -32,17 +34,7 @@ OLDER = DynamicScale(2.0**15, growth_interval=2, min_scale=1.0, max_scale=None)
 
 
 class Expected(NamedTuple):
-    """What an optimizer must hold.
-
-    Attributes:
-        weights: Float32 arrays.
-        momenta: What each weight moves by on, in units of the gradient.
-        scale: The loss scale.
-        good_steps: Finite steps since the scale changed.
-        skipped: How many steps were skipped.
-        last_skipped: Whether the last one was.
-        steps: How many steps there were.
-    """
+    """What an optimizer must hold."""
 
     weights: list[Any]
     momenta: list[Any]
@@ -58,45 +50,21 @@ def stepped(before: Expected, gradients: list[Any], rule: DynamicScale) -> Expec
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = [None if g is None else g * np.float32(before.scale) for g in gradients]
     finite = all(np.isfinite(g).all() for g in scaled if g is not None)
-    highest = 2.0**126 if rule.max_scale is None else rule.max_scale
-    scale, good_steps = oracle.next_state(
-        before.scale,
-        before.good_steps,
-        finite,
-        interval=rule.growth_interval,
-        growth=rule.growth_factor,
-        backoff=rule.backoff_factor,
-        lowest=rule.min_scale,
-        highest=highest,
-    )
+    from_here = dataclasses.replace(rule, initial_scale=before.scale)
+    [(scale, good_steps)] = oracle.trace(from_here, [finite], streak=before.good_steps)
     weights, momenta = list(before.weights), list(before.momenta)
     for index, gradient in enumerate(gradients if finite else ()):
         if gradient is not None:
             momenta[index] = momenta[index] * np.float32(MOMENTUM) + gradient
             weights[index] = weights[index] - np.float32(RATE) * momenta[index]
-    return Expected(
-        weights,
-        momenta,
-        scale,
-        good_steps,
-        before.skipped + (not finite),
-        not finite,
-        before.steps + 1,
-    )
+    skipped, steps = before.skipped + (not finite), before.steps + 1
+    return Expected(weights, momenta, scale, good_steps, skipped, not finite, steps)
 
 
 class Run:
-    """A program that is under way.
+    """A program that is under way, and writes its files into a folder."""
 
-    Args:
-        wrapper: What it is run with.
-        seed: What it is made of.
-        folder: Where it writes its files.
-
-    Attributes:
-        copies_at_random: Whether it also copies its optimizer, which is then compiled once more.
-    """
-
+    # An optimizer that is copied is compiled once more.
     copies_at_random = True
 
     def __init__(self, wrapper: Wrapper, seed: int, folder: pathlib.Path) -> None:
@@ -138,6 +106,20 @@ class Run:
 
     def step(self) -> None:
         """Takes a step, sometimes with an infinity or NaN, sometimes for some variables only."""
+        gradients: list[Any] = self.drawn()
+        chance = self.random.random()
+        if chance < 0.15:
+            spoiled = gradients[self.random.integers(len(gradients))]
+            spoiled.flat[self.random.integers(spoiled.size)] = self.random.choice(
+                [np.inf, -np.inf, np.nan]
+            )
+        elif chance < 0.25 and self.wrapper.is_an_object:
+            # Two ways only, each of which is compiled.
+            gradients[self.random.integers(2)] = None
+        self.take(gradients)
+
+    def drawn(self) -> list[Any]:
+        """Returns finite gradients."""
         exponent = math.log2(self.expected.scale)
         # Small enough to be a normal number once it is scaled; large enough to overflow at times.
         low = max(-8, math.ceil(-126 - exponent))
@@ -147,22 +129,30 @@ class Run:
             sizes = np.ldexp(1 + self.random.random(shape), exponents)
             signs = self.random.choice([-1.0, 0.0, 1.0], shape)
             gradients.append((signs * sizes).astype(np.float32))
-        chance = self.random.random()
-        if chance < 0.15:
-            spoiled = gradients[self.random.integers(len(gradients))]
-            spoiled.flat[self.random.integers(spoiled.size)] = self.random.choice(
-                [np.inf, -np.inf, np.nan]
-            )
-        elif chance < 0.25 and self.wrapper.takes_some_gradients:
-            gradients[self.random.integers(len(gradients))] = None
+        return gradients
+
+    def take(self, gradients: list[Any]) -> None:
+        """Takes a step with these gradients."""
         self.log.append(f"step {gradients}")
         self.harness.step(gradients)
         self.expected = stepped(self.expected, gradients, self.rule)
 
-    def move_scale(self) -> None:
-        """Sets the scale, as a program does that restarts with another one."""
+    def take_what_is_hard_to_read(self) -> None:
+        """Takes steps whose gradients have sums that say nothing of their elements, or are zero."""
+        self.move_scale(2.0**110)
+        large, *others = self.drawn()
+        opposite = large.copy()
+        opposite.flat[:2] = np.inf, -np.inf
+        # Every element is finite once it is scaled, and their sum is not.
+        self.take([np.full_like(large, 2.0**14), *others])
+        self.take([opposite, *others])
+        self.take([gradient * np.float32(-0.0) for gradient in (large, *others)])
+        self.check()
+
+    def move_scale(self, scale: float = 0.0) -> None:
+        """Sets the scale, as a program does that restarts with another one; 0 draws one."""
         lowest, highest = math.log2(self.rule.min_scale), 126
-        scale = 2.0 ** int(self.random.integers(lowest, highest + 1))
+        scale = scale or 2.0 ** int(self.random.integers(lowest, highest + 1))
         self.log.append(f"scale {scale}")
         self.harness.set_scale(scale)
         self.expected = self.expected._replace(scale=scale)

@@ -71,14 +71,7 @@ class Snapshot(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step: with loss scaling before and after it, and without, where it is applied.
-
-    Attributes:
-        finite: Whether the gradients were finite.
-        before: With loss scaling, before the step.
-        scaled: With loss scaling, after the step.
-        plain: The bare optimizer after the same finite steps; it takes no other.
-    """
+    """One step: before and after it, and the bare optimizer after the same finite steps."""
 
     finite: bool
     before: Snapshot
@@ -88,15 +81,7 @@ class Step(NamedTuple):
 
 @functools.cache
 def recorded(wrapper: Wrapper, inner: str) -> tuple[Step, ...]:
-    """Returns the steps of a run, which begins with one that is skipped.
-
-    Args:
-        wrapper: The row of the table.
-        inner: Name of the optimizer to wrap.
-
-    Raises:
-        Skipped: The family of the wrapper has no such optimizer.
-    """
+    """Returns the steps of a run, which begins with one that is skipped."""
     if wrapper.like and inner not in WITH_STATE:
         pytest.skip(f"what is inside of it is run as in {wrapper.like}")
     scaled = wrapper.make(VALUES, inner, RULE)

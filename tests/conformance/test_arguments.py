@@ -26,15 +26,10 @@ SAID = {
 
 @pytest.mark.parametrize(("keyword", "said"), SAID.items(), ids=lambda value: str(value)[:30])
 def test_a_keyword_of_others_is_answered_with_what_to_write(wrapper, keyword, said):
-    if wrapper.like:
-        pytest.skip(f"the constructor is that of {wrapper.like}")
     name, value = keyword
     inner = wrapper.make(VALUES, "sgd").inner_optimizer
-    wrap = lossscale.LossScaleOptimizer if wrapper.is_an_object else None
-    if wrap is None:
-        wrap = lossscale.optax.loss_scaled
     with pytest.raises((TypeError, ValueError)) as raised:
-        wrap(inner, **{name: value})
+        wrapper.wrap(inner, **{name: value})
     assert f"no argument `{name}`" in str(raised.value)
     assert said in str(raised.value)
     # The class by the name that users know it by.
@@ -42,25 +37,26 @@ def test_a_keyword_of_others_is_answered_with_what_to_write(wrapper, keyword, sa
 
 
 def test_settings_that_come_together_are_answered_with_one_rule(wrapper):
-    if wrapper.like:
-        pytest.skip(f"the constructor is that of {wrapper.like}")
     inner = wrapper.make(VALUES, "sgd").inner_optimizer
-    wrap = lossscale.LossScaleOptimizer if wrapper.is_an_object else lossscale.optax.loss_scaled
     # Those of a GradScaler, and one that is right.
     given = {"initial_scale": 8.0, "growth_factor": 4.0, "growth_interval": 50, "min_scale": 2.0}
     with pytest.raises((TypeError, ValueError)) as raised:
-        wrap(inner, **given)
+        wrapper.wrap(inner, **given)
     written, rest = str(raised.value).split("write rule=")[1].split(" without ")
     assert rest.startswith("initial_scale.")
     rule = eval(written, {"lossscale": lossscale})
     assert rule == DynamicScale(8.0, 50, growth_factor=4.0, min_scale=2.0)
-    assert wrapper.is_an_object is False or wrap(inner, rule=rule).rule == rule
+    assert not wrapper.is_an_object or wrapper.wrap(inner, rule=rule).rule == rule
+
+
+def made(wrapper):
+    if not wrapper.is_an_object:
+        pytest.skip("an Optax transformation is a pair of functions, and its state a tuple")
+    return wrapper.make(VALUES, "sgd", RULE)
 
 
 def test_what_can_only_be_read_says_how_it_is_set(wrapper):
-    if not wrapper.is_an_object:
-        pytest.skip("an Optax state is a tuple")
-    harness = wrapper.make(VALUES, "sgd", RULE)
+    harness = made(wrapper)
     optimizer, before = harness.optimizer, harness.scale()
     inner = optimizer.inner_optimizer
     for name, value in {
@@ -80,9 +76,7 @@ def test_what_can_only_be_read_says_how_it_is_set(wrapper):
 
 
 def test_what_is_offered_for_completion_is_there(wrapper):
-    if not wrapper.is_an_object:
-        pytest.skip("an Optax transformation is a pair of functions")
-    optimizer = wrapper.make(VALUES, "sgd", RULE).optimizer
+    optimizer = made(wrapper).optimizer
     offered = [name for name in dir(optimizer) if name[0] != "_"]
     assert {"loss_scale", "steps_skipped", "rule"} <= set(offered)
     for name in offered:
@@ -90,9 +84,7 @@ def test_what_is_offered_for_completion_is_there(wrapper):
 
 
 def test_a_repr_shows_the_scale_and_the_skips(wrapper):
-    if not wrapper.is_an_object:
-        pytest.skip("an Optax transformation is a pair of functions")
-    harness = wrapper.make(VALUES, "sgd", RULE)
+    harness = made(wrapper)
     harness.step([np.full_like(value, np.inf) for value in VALUES])
     inner, rule = (type(getattr(harness.optimizer, name)) for name in ("inner_optimizer", "rule"))
     shown = f"{inner.__name__}, {rule.__name__}: loss scale 4, 1 of 1 steps skipped"

@@ -7,10 +7,12 @@ import pytest
 
 import lossscale
 import lossscale.migration
-from conformance.every_optimizer import IS_TF_KERAS, makers, of_optax, state_of
+from conformance.every_optimizer import makers, of_optax, state_of
+from conformance.harness import IS_TF_KERAS, array
 from conformance.recordings import same_bits, same_but_for_rounding
 from conformance.wrappers import BACKEND, KERAS, WRAPPERS
 
+FRAMEWORK = importlib.import_module(KERAS)
 MAKERS = makers()
 FORMATS = [".keras", ".weights.h5", ".h5", *(["checkpoint"] if BACKEND == "tensorflow" else [])]
 SCALE = 8.0
@@ -26,32 +28,18 @@ BAD = [STEPS[0][0], np.array([1.0, np.inf, 1.0], np.float32)]
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 
-def framework():
-    return importlib.import_module(KERAS)
-
-
 def wrapped(inner):
     return lossscale.LossScaleOptimizer(inner, rule=RULE)
 
 
-def values(tracked):
-    if IS_TF_KERAS:
-        return [np.array(variable.numpy()) for variable in tracked]
-    return [np.array(framework().ops.convert_to_numpy(variable)) for variable in tracked]
-
-
 def state(optimizer):
     found = state_of(getattr(optimizer, "inner_optimizer", optimizer))
-    return dict(zip(found, values(found.values()), strict=True))
+    return {place: array(variable) for place, variable in found.items()}
 
 
 def same(left, right, compare=same_bits):
     assert list(left) == list(right)
     compare(list(left.values()), list(right.values()))
-
-
-def parameters(harness):
-    return dict(enumerate(harness.parameters()))
 
 
 def state_inside(harness):
@@ -107,15 +95,15 @@ def test_it_trains_as_bare_and_a_skipped_step_changes_none_of_its_state(make, ro
     ours = row.harness(VALUES, make, RULE)
     for number, gradients in enumerate(STEPS):
         if number == 1:
-            before = parameters(ours), state_inside(ours)
+            before = ours.parameters(), state_inside(ours)
             ours.step(BAD)
-            same(parameters(ours), before[0])
+            same_bits(ours.parameters(), before[0])
             same(state_inside(ours), before[1])
         bare.step(gradients)
         ours.step(gradients)
     # A compiler may round an update otherwise as soon as something multiplies the gradient.
     compare = same_but_for_rounding if row.compiles else same_bits
-    same(parameters(ours), parameters(bare), compare)
+    compare(ours.parameters(), bare.parameters())
     same(state_inside(ours), state_inside(bare), compare)
     assert ours.counters()[1] == 1
 
@@ -124,8 +112,8 @@ def test_it_trains_as_bare_and_a_skipped_step_changes_none_of_its_state(make, ro
 
 
 def model_with(optimizer):
-    layers = framework().layers
-    model = framework().Sequential([layers.Input((2,)), layers.Dense(3)])
+    layers = FRAMEWORK.layers
+    model = FRAMEWORK.Sequential([layers.Input((2,)), layers.Dense(3)])
     model.set_weights(VALUES)
     model.compile(optimizer, loss="mse")
     return built(model)
@@ -147,12 +135,8 @@ def step(model, gradients):
         optimizer.apply_gradients(zip(found, model.trainable_variables, strict=True))
     else:
         factor = optimizer.scale_loss(np.float32(1))
-        given = [framework().ops.convert_to_tensor(gradient) * factor for gradient in gradients]
+        given = [FRAMEWORK.ops.convert_to_tensor(gradient) * factor for gradient in gradients]
         optimizer.apply(given, model.trainable_variables)
-
-
-def weights(model):
-    return dict(enumerate(model.get_weights()))
 
 
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
@@ -174,7 +158,7 @@ def test_a_file_brings_all_of_its_state_back(name, tmp_path):
             saved.save(path)
         loaded = loaded_from(path, form, name)
         same(kept, state(loaded.optimizer))
-        same(weights(saved), weights(loaded))
+        same_bits(saved.get_weights(), loaded.get_weights())
         if name.startswith("legacy-") and form == ".h5":
             # tf_keras writes the inner optimizer's weights there and nothing else.
             assert int(loaded.optimizer.steps_skipped) == 0
@@ -184,7 +168,7 @@ def test_a_file_brings_all_of_its_state_back(name, tmp_path):
     # What holds the same trains on in the same way, whatever it came from: so the last of them.
     for model in (saved, loaded):
         step(model, STEPS[2])
-    same(weights(saved), weights(loaded))
+    same_bits(saved.get_weights(), loaded.get_weights())
     same(state(saved.optimizer), state(loaded.optimizer))
 
 
@@ -211,7 +195,7 @@ def loaded_from(path, form, name):
     if form == ".h5" and not IS_TF_KERAS:
         return built(lossscale.migration.load_model(path))
     if form in (".keras", ".h5"):
-        return built(framework().models.load_model(path))
+        return built(FRAMEWORK.models.load_model(path))
     fresh = model_with(wrapped(MAKERS[name]()))
     if form == "checkpoint":
         checkpoint_of(fresh).read(path).assert_existing_objects_matched()

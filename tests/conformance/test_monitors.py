@@ -48,14 +48,15 @@ class KerasFit:
         self.model.fit(x, x[:, :1], callbacks=[monitor], **options)
         return monitor
 
-    def steps(self):
+    @property
+    def made(self):
         return int(self.model.optimizer.iterations)
 
 
 class TorchLoop:
     """A loop of PyTorch with the wrapper."""
 
-    name, in_between = "weight", True
+    name, in_between, made = "weight", True, 0
 
     def __init__(self):
         import torch
@@ -73,6 +74,7 @@ class TorchLoop:
                 self.inner.zero_grad()
                 loss = self.model(torch.full((1, 2), batch)).mean()
                 self.step(loss)
+                self.made += 1
                 monitor.step(loss)
         return monitor
 
@@ -80,31 +82,24 @@ class TorchLoop:
         self.watched.scale_loss(loss).backward()
         self.watched.step()
 
-    def steps(self):
-        return int(self.watched.iterations)
-
 
 class TorchScaler(TorchLoop):
     """A loop of PyTorch with the drop-in."""
 
     def __init__(self):
         super().__init__()
-        self.watched, self.made = lossscale.torch.GradScaler("cpu", rule=RULE), 0
+        self.watched = lossscale.torch.GradScaler("cpu", rule=RULE)
 
     def step(self, loss):
         self.watched.scale(loss).backward()
         self.watched.step(self.inner)
         self.watched.update()
-        self.made += 1
-
-    def steps(self):
-        return self.made
 
 
 class OptaxLoop:
     """A loop with Optax, whose steps track overflows."""
 
-    name, in_between = "w", True
+    name, in_between, made = "w", True, 0
 
     def __init__(self):
         import jax.numpy as jnp
@@ -112,7 +107,7 @@ class OptaxLoop:
 
         tx = lossscale.optax.loss_scaled(optax.sgd(0.0), rule=RULE)
         self.tx, self.params = self.wrap(tx), {"w": jnp.zeros(2)}
-        self.state, self.made = self.tx.init(self.params), 0
+        self.state = self.tx.init(self.params)
 
     def wrap(self, tx):
         return lossscale.optax.track_overflows(tx)
@@ -135,9 +130,6 @@ class OptaxLoop:
                 self.made += 1
                 monitor.step(self.state, loss)
         return monitor
-
-    def steps(self):
-        return self.made
 
 
 class BareOptaxLoop(OptaxLoop):
@@ -240,7 +232,7 @@ def test_an_alarm_ends_training_with_the_record_in_the_file_and_logged(front, tm
         front.run(OVERFLOWS, path, log=logged.append, max_consecutive_skips=2)
     assert [record["step"] for record in logged] == [1, 2, 3]
     assert [record.step for record in read_records(path)] == [1, 2, 3]
-    assert front.steps() == 3
+    assert front.made == 3
 
 
 @pytest.mark.parametrize("kind", ["int", "folder", "no folder", "exists"])
@@ -254,7 +246,7 @@ def test_a_bad_path_is_an_error_before_anything_is_trained(front, kind, tmp_path
     (tmp_path / "run.jsonl").write_text("mine")
     with pytest.raises((TypeError, ArgumentError, OSError)):
         front.run(FINITE, path)
-    assert front.steps() == 0
+    assert front.made == 0
     assert (tmp_path / "run.jsonl").read_text() == "mine"
 
 

@@ -12,14 +12,7 @@ import pytest
 
 import lossscale
 from conformance.inner_optimizers import MULTIPLYING, RECORDED
-from conformance.recordings import (
-    GRADIENTS,
-    VALUES,
-    recorded,
-    same_bits,
-    same_training,
-    spoiled,
-)
+from conformance.recordings import GRADIENTS, VALUES, recorded, same_bits, same_training, spoiled
 from conformance.wrappers import BACKEND, KERAS, WRAPPERS
 from core import oracle
 from lossscale import DynamicScale, FixedScale

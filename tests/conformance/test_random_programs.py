@@ -27,12 +27,14 @@ pytestmark = [
 ]
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("seed", range(PROGRAMS))
 def test_a_random_program_does_what_numpy_computes(wrapper, seed, tmp_path):
     if wrapper.like and not IS_SOAK:
         pytest.skip(f"what is inside of it is run as in {wrapper.like}")
     program = Run(wrapper, seed, tmp_path)
     program.copies_at_random = IS_SOAK or not wrapper.compiles
+    program.take_what_is_hard_to_read()
     for number in range(ACTIONS):
         program.act()
         if number == ACTIONS // 2 and not program.copies_at_random:

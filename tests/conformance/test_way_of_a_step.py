@@ -15,12 +15,6 @@ from fresh import Program
 SOURCES = pathlib.Path(lossscale.__file__).parent
 PAGE = pathlib.Path(__file__).parents[2] / "docs/internals/design.md"
 PROCESS = os.environ.get("LOSSSCALE_TEST_KERAS") or os.environ["KERAS_BACKEND"]
-# By the process that runs it; the column of the table.
-COLUMNS = {
-    "jax": "`fit` on JAX",
-    "tensorflow": "a loop on TensorFlow",
-    "tf_keras": "tf_keras legacy",
-}
 
 
 def documented(column):
@@ -96,16 +90,18 @@ def documented_loop_on_tf_keras():
     return step
 
 
+# By the process that runs it; with the column of the table.
 STEPS = {
-    "jax": fit_on_jax,
-    "tensorflow": loop_on_tensorflow,
-    "tf_keras": documented_loop_on_tf_keras,
+    "jax": (fit_on_jax, "`fit` on JAX"),
+    "tensorflow": (loop_on_tensorflow, "a loop on TensorFlow"),
+    "tf_keras": (documented_loop_on_tf_keras, "tf_keras legacy"),
 }
 
 
 @pytest.mark.skipif(PROCESS not in STEPS, reason="a compiled step of Keras; PyTorch compiles none")
 def test_a_step_passes_through_the_files_that_the_design_names():
-    assert passed_through(STEPS[PROCESS]()) == documented(COLUMNS[PROCESS])
+    new_step, column = STEPS[PROCESS]
+    assert passed_through(new_step()) == documented(column)
 
 
 # How many of ours are loaded by a program that makes an optimizer. Of TensorFlow's arrays a wrapper

@@ -3,10 +3,8 @@
 A rule that asks for nothing but the verdict pays for nothing else.
 """
 
-import dataclasses
 import importlib
 import itertools
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ import pytest
 from conformance.recordings import GRADIENTS, VALUES, spoiled
 from conformance.wrappers import BACKEND
 from lossscale.rules import DynamicScale, ScaleRule, StatsRequest
-from noting import EDGES, Noting
+from noting import ALL, EDGES, Noting
 
 
 def gradients(factor, spoil=None):
@@ -24,98 +22,48 @@ def gradients(factor, spoil=None):
     return made
 
 
-def magnitudes(given):
-    return np.abs(np.concatenate([gradient.ravel() for gradient in given]))
+class Following(Noting):
+    """Doubles the scale until the largest gradient is large or many are, as far as it sees them."""
+
+    # As of a rule that says nothing of its scales.
+    powers_of_two, lowest_scale = ScaleRule.powers_of_two, ScaleRule.lowest_scale
+
+    def update(self, state, seen, *, xp):
+        noted = super().update(state, seen, xp=xp)
+        is_crowded = (noted.largest * state.scale >= 64.0) | (noted.high > 0.3 * noted.elements)
+        followed = xp.where(is_crowded, state.scale * 0.5, state.scale * 2.0)
+        return noted._replace(scale=xp.where(seen.finite, followed, noted.scale))
 
 
-def test_a_rule_sees_what_numpy_sees(wrapper):
-    harness = wrapper.make(VALUES, "sgd", Noting())
+NEEDS = {
+    "both": ALL,
+    "largest": StatsRequest(largest=True),
+    "counts": StatsRequest(counts_from=EDGES),
+}
+
+
+@pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
+def test_a_rule_sees_what_numpy_sees_and_can_follow_it(wrapper, needs):
+    harness = wrapper.make(VALUES, "sgd", Following(needs=needs))
     # One after the other on one optimizer, which is compiled once.
-    for spoil, factor in itertools.product((None, np.inf, -np.inf, np.nan, None), (1.0, 0.25)):
+    spoils = (None, 2.0**10, np.inf, -np.inf, np.nan, None)
+    for spoil, factor in itertools.product(spoils, (1.0, 0.25)):
         given = gradients(factor, spoil)
         scale = float(harness.scale())
         harness.step(given)
         recorded = harness.rule_state()
-        flat = magnitudes(given)
+        flat = np.abs(np.concatenate([gradient.ravel() for gradient in given]))
         finite = np.isfinite(flat).all()
         # Also where the host updates nothing, since such a rule has to see more than a verdict.
         assert harness.counters()[2] == (not finite)
-        assert float(recorded.largest) == (flat.max() if finite else np.inf)
-        assert [float(recorded.low), float(recorded.high)] == [
-            (flat * scale >= e).sum() for e in EDGES
-        ]
-        assert float(recorded.elements) == 5
-        assert float(recorded.scale) == (scale if finite else scale / 2)
-
-
-class Scale(NamedTuple):
-    scale: float
-    good_steps: int
-
-
-@dataclasses.dataclass(frozen=True)
-class TailScale(ScaleRule):
-    """Grows until more than a share of all elements is large, whatever overflows."""
-
-    share: float = 0.3
-    powers_of_two = True
-    needs = StatsRequest(counts_from=(2.0**5,))
-
-    def init(self):
-        return Scale(1.0, 0)
-
-    def update(self, state, stats, *, xp):
-        may_grow = stats.finite & (stats.counts[0] <= stats.elements * self.share)
-        return Scale(xp.where(may_grow, state.scale * 2.0, state.scale * 0.5), state.good_steps)
-
-    def get_config(self):
-        return dataclasses.asdict(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class FollowsTheLargest(ScaleRule):
-    """Keeps the largest scaled gradient between 2**6 and 2**7."""
-
-    powers_of_two = True
-    needs = StatsRequest(largest=True)
-
-    def init(self):
-        return Scale(1.0, 0)
-
-    def update(self, state, stats, *, xp):
-        top = stats.largest * state.scale
-        moved = xp.where(top < 2.0**6, state.scale * 2.0, state.scale)
-        return Scale(xp.where(top >= 2.0**7, state.scale * 0.5, moved), state.good_steps)
-
-    def get_config(self):
-        return {}
-
-
-def tail_scale(scaled, scale):
-    grows = np.isfinite(scaled).all() and (scaled >= 32).sum() <= 0.3 * 5
-    return scale * 2 if grows else scale / 2
-
-
-def following_scale(scaled, scale):
-    top = scaled.max() if np.isfinite(scaled).all() else np.inf
-    return scale / 2 if top >= 128 else scale * 2 if top < 64 else scale
-
-
-@pytest.mark.parametrize(
-    ("rule", "next_scale"),
-    [(TailScale(), tail_scale), (FollowsTheLargest(), following_scale)],
-    ids=["share", "largest"],
-)
-def test_a_rule_can_follow_what_it_sees(wrapper, rule, next_scale):
-    harness = wrapper.make(VALUES, "sgd", rule)
-    scales = [1.0]
-    for factor in (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 4.0, np.inf, 0.5, 0.5):
-        given = gradients(1.0, np.inf) if factor == np.inf else gradients(factor)
-        harness.step(given)
-        scales.append(next_scale(magnitudes(given) * scales[-1], scales[-1]))
-        assert float(harness.scale()) == scales[-1]
-    assert len({*scales}) > 3
-    assert harness.counters()[1] == 1
+        largest = (flat.max() if finite else np.inf) if needs.largest else 0.0
+        counts, elements = [0, 0], 0
+        if needs.counts_from:
+            counts, elements = [(flat * scale >= edge).sum() for edge in EDGES], 5
+        found = [recorded.largest, recorded.low, recorded.high, recorded.elements]
+        assert [float(each) for each in found] == [largest, *counts, elements]
+        grows = finite and largest * scale < 64 and counts[1] <= 0.3 * elements
+        assert float(harness.scale()) == float(recorded.scale) == scale * (2.0 if grows else 0.5)
 
 
 def test_without_a_gradient_a_variable_is_not_counted(wrapper):
@@ -124,9 +72,6 @@ def test_without_a_gradient_a_variable_is_not_counted(wrapper):
         harness.step([GRADIENTS[0], None])
     recorded = harness.rule_state()
     assert (float(recorded.largest), float(recorded.elements)) == (2.0, 3.0)
-
-
-# --- A rule that asks for nothing -----------------------------------------------------------------
 
 
 class Asking(DynamicScale):

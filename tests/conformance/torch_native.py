@@ -65,11 +65,7 @@ def tensor(value: Any) -> Any:
 
 
 def inner_optimizers(fused: bool) -> dict[str, Callable[[Sequence[Any]], Any]]:
-    """Returns what makes each optimizer to wrap of a list of parameters, by the suite's names.
-
-    Args:
-        fused: Whether they are fused ones, where there are such.
-    """
+    """Returns what makes each optimizer of a list of parameters, by the suite's names."""
     flag: dict[str, Any] = {"fused": True} if fused else {}
 
     def sgd(rate: float, **settings: Any) -> Callable[[Sequence[Any]], Any]:

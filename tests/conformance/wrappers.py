@@ -43,12 +43,10 @@ class Wrapper:
         backend: That of the processes that it is usable in.
         driver: The module and the class of what drives it, which import its framework.
         compiles: Whether it compiles steps.
-        takes_loss_scales_only: Whether it has no rules, but only what TensorFlow 2.0 has.
         keras: The Keras of these processes.
         family: Which optimizers it wraps.
         like: The wrapper whose code it runs in another place, so that a part of the tests will do;
             none if it has its own.
-        has_grappler: Whether TensorFlow's Grappler optimizes its steps.
         needs: What has to be installed besides, which the oldest releases are tested without.
     """
 
@@ -56,11 +54,9 @@ class Wrapper:
     backend: str
     driver: str
     compiles: bool
-    takes_loss_scales_only: bool = False
     keras: str = "keras"
     family: str = "keras"
     like: str = ""
-    has_grappler: bool = False
     needs: tuple[str, ...] = ()
 
     @property
@@ -80,17 +76,21 @@ class Wrapper:
         return self.family != "optax"
 
     @property
-    def takes_some_gradients(self) -> bool:
-        """Whether a step may have gradients for some variables, where all have a state."""
-        return self.is_an_object
+    def takes_loss_scales_only(self) -> bool:
+        """Whether it has no rules, but only what TensorFlow 2.0 has."""
+        return self.name.endswith("experimental")
 
-    def wrap(self, optimizer: Any) -> Any:
+    @property
+    def has_grappler(self) -> bool:
+        """Whether TensorFlow's Grappler optimizes its steps."""
+        return self.backend == "tensorflow" and self.compiles and not self.name.endswith("xla")
+
+    def wrap(self, optimizer: Any, **arguments: Any) -> Any:
         """Wraps something with loss scaling, as a user does."""
         import lossscale
 
-        if self.is_an_object:
-            return lossscale.LossScaleOptimizer(optimizer)
-        return lossscale.optax.loss_scaled(optimizer)
+        wrap = lossscale.LossScaleOptimizer if self.is_an_object else lossscale.optax.loss_scaled
+        return wrap(optimizer, **arguments)
 
     def missing_gradient(self) -> Any:
         """What a step does that has a gradient for some variables only: a context manager."""
@@ -118,51 +118,33 @@ class Wrapper:
 def _of_tf_keras(family: str, harness: str) -> Iterator[Wrapper]:
     row = functools.partial(Wrapper, backend="tensorflow", keras="tf_keras", family=family)
     yield row(f"{family}-eager", driver=f"harness.{harness}Harness", compiles=False)
-    yield row(
-        f"{family}-function",
-        driver=f"harness.{harness}Function",
-        compiles=True,
-        has_grappler=True,
-    )
+    yield row(f"{family}-function", driver=f"harness.{harness}Function", compiles=True)
     yield row(f"{family}-xla", driver=f"harness.{harness}XLA", compiles=True)
     yield row(
         f"{family}-experimental",
         driver=f"harness.{harness}Experimental",
         compiles=True,
-        takes_loss_scales_only=True,
         like=f"{family}-function",
-        has_grappler=True,
     )
 
 
-_ON_TENSORFLOW = functools.partial(Wrapper, backend="tensorflow")
+_ON_TENSORFLOW = functools.partial(Wrapper, backend="tensorflow", compiles=True)
 _ON_JAX = functools.partial(Wrapper, backend="jax")
 _ON_TORCH = functools.partial(Wrapper, backend="torch", compiles=False)
 _OPTAX = functools.partial(_ON_JAX, family="optax")
 
 TABLE = (
     _ON_TENSORFLOW("keras-tensorflow-eager", driver="harness.KerasHarness", compiles=False),
-    _ON_TENSORFLOW(
-        "keras-tensorflow-function",
-        driver="harness.KerasFunction",
-        compiles=True,
-        has_grappler=True,
-    ),
-    _ON_TENSORFLOW("keras-tensorflow-xla", driver="harness.KerasXLA", compiles=True),
-    _ON_TENSORFLOW(
-        "keras-tensorflow-apply_gradients",
-        driver="harness.KerasApplyGradients",
-        compiles=True,
-        like="keras-tensorflow-function",
-        has_grappler=True,
-    ),
-    _ON_TENSORFLOW(
-        "keras-tensorflow-experimental",
-        driver="harness.KerasExperimental",
-        compiles=True,
-        takes_loss_scales_only=True,
-        like="keras-tensorflow-function",
-        has_grappler=True,
+    _ON_TENSORFLOW("keras-tensorflow-function", driver="harness.KerasFunction"),
+    _ON_TENSORFLOW("keras-tensorflow-xla", driver="harness.KerasXLA"),
+    *(
+        _ON_TENSORFLOW(
+            f"keras-tensorflow-{name}", driver=f"harness.{driver}", like="keras-tensorflow-function"
+        )
+        for name, driver in (
+            ("apply_gradients", "KerasApplyGradients"),
+            ("experimental", "KerasExperimental"),
+        )
     ),
     _ON_JAX("keras-jax-eager", driver="harness.KerasHarness", compiles=False),
     _ON_JAX("keras-jax-jit", driver="harness.JaxJit", compiles=True),

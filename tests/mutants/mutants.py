@@ -129,12 +129,12 @@ tests/conformance/test_promises.py -k torch-native-device
     torch attributes: each.found_inf = found_inf -> pass
 tests/conformance/test_promises.py -k 'optax-native-jit and makes_infinite'
     optax may_be_below_one: lowest is None or lowest < 1.0 -> False
-tests/conformance/test_fast_path.py
+tests/conformance/test_random_programs.py
     tensorflow all_finite: _all_true(each_finite(large)) -> tf.constant(False)
-        -k function and momentum
-    tensorflow _sums: tf.reduce_all -> tf.reduce_any  -k function and momentum
-    tensorflow _all_true: tf.reduce_all -> tf.reduce_any  -k function and momentum
-    tensorflow _in_turn: tf.constant(False) -> tf.constant(True)  -k xla and momentum
+        -k keras-tensorflow-function
+    tensorflow _sums: tf.reduce_all -> tf.reduce_any  -k keras-tensorflow-function
+    tensorflow _all_true: tf.reduce_all -> tf.reduce_any  -k keras-tensorflow-function
+    tensorflow _in_turn: tf.constant(False) -> tf.constant(True)  -k keras-tensorflow-xla
 tests/conformance/test_what_rules_see.py -k for_a_rule_that_asks
     optax _move: rule.needs != StatsRequest() -> True
     keras on torch LossScaleOptimizer._step: rule.needs != StatsRequest() -> True
@@ -264,8 +264,8 @@ tests/frameworks/jax/test_leaves.py
     optax LossScaled.init: jax.tree.map(_widened, params) -> params
         -k float16 or narrow or half or dtype
 tests/frameworks/jax/test_conversions.py
-    optax from_flax: int(...) + 1 -> int(...)  -k run_of_flax_goes_on
-    optax from_jmp: {'good_steps': good_steps} -> {}  -k run_of_jmp_goes_on
+    optax from_flax: int(...) + 1 -> int(...)  -k every_setting
+    optax from_jmp: {'good_steps': good_steps} -> {}  -k every_setting
 tests/conformance/test_monitors.py
     optax Monitor.step: self._scale = jnp.copy(watched.scale) -> pass  -k what_happened
 tests/frameworks/jax/test_monitor.py

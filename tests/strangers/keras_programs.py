@@ -22,22 +22,14 @@ def gradients_of(optimizer, weights, batch):
     return gradients
 
 
+def train_on(optimizer, weights, batch):
+    """A step of the loop of the guides."""
+    gradients = gradients_of(optimizer, weights, batch)
+    optimizer.apply_gradients(zip(gradients, weights, strict=True))
+
+
 def new_weights():
     return [tf.Variable([0.5, -0.25, 1.0]), tf.Variable(0.125)]
-
-
-def a_loop_in_a_function(make, optimizers, batches, folder):
-    """The loop of the guides."""
-    weights, optimizer = new_weights(), make(optimizers.SGD(0.125, momentum=0.5))
-
-    @tf.function
-    def step(x, y):
-        gradients = gradients_of(optimizer, weights, (x, y))
-        optimizer.apply_gradients(zip(gradients, weights, strict=True))
-
-    for batch in batches:
-        step(*batch)
-    return weights
 
 
 def two_optimizers_under_a_distributed_wrapper(make, optimizers, batches, folder):
@@ -59,11 +51,9 @@ def two_optimizers_under_a_distributed_wrapper(make, optimizers, batches, folder
 
     @tf.function
     def step(x, y):
-        for optimizer, part in ((first, weights[:1]), (second, weights[1:])):
-            x_of_part = x + (0.0 if optimizer is first else 1.0)
-            gradients = gradients_of(optimizer, weights, (x_of_part, y))
-            index = 0 if optimizer is first else 1
-            optimizer.apply_gradients([(gradients[index], part[0])])
+        for index, optimizer in enumerate((first, second)):
+            gradients = gradients_of(optimizer, weights, (x + float(index), y))
+            optimizer.apply_gradients([(gradients[index], weights[index])])
 
     for batch in batches:
         step(*batch)
@@ -96,19 +86,6 @@ def accumulators_in_a_cond(make, optimizers, batches, folder):
     return weights
 
 
-def a_moving_average_outside(make, optimizers, batches, folder):
-    """The average follows the weights, also on a step that is skipped."""
-    weights, optimizer = new_weights(), make(optimizers.SGD(0.125))
-    average = tf.train.ExponentialMovingAverage(0.5)
-    for batch in batches:
-        before = [weight.numpy() for weight in weights]
-        gradients = gradients_of(optimizer, weights, batch)
-        optimizer.apply_gradients(zip(gradients, weights, strict=True))
-        if any((new.numpy() != old).any() for new, old in zip(weights, before, strict=True)):
-            average.apply(weights)
-    return [*weights, *(average.average(weight) for weight in weights)]
-
-
 def a_moving_average_inside(make, optimizers, batches, folder):
     """The optimizer inside averages in its own `apply_gradients`."""
 
@@ -127,11 +104,7 @@ def a_moving_average_inside(make, optimizers, batches, folder):
     optimizer = make(Averaging(0.125))
     optimizer.build(weights) if hasattr(optimizer, "build") else None
 
-    @tf.function
-    def step(x, y):
-        gradients = gradients_of(optimizer, weights, (x, y))
-        optimizer.apply_gradients(zip(gradients, weights, strict=True))
-
+    step = tf.function(lambda *batch: train_on(optimizer, weights, batch))
     for batch in batches:
         step(*batch)
     return [*weights, *averages]
@@ -145,8 +118,7 @@ def an_optimizer_looked_for_inside(make, optimizers, batches, folder):
         inside = inside._optimizer
     inside.learning_rate = 0.125
     for batch in batches:
-        gradients = gradients_of(optimizer, weights, batch)
-        optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        train_on(optimizer, weights, batch)
     return weights
 
 
@@ -160,18 +132,15 @@ def a_checkpoint_manager(make, optimizers, batches, folder):
         if hasattr(optimizer, "build"):
             optimizer.build(weights)
         checkpoint.restore(manager.latest_checkpoint).expect_partial()
-        gradients = gradients_of(optimizer, weights, batch)
-        optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        train_on(optimizer, weights, batch)
         manager.save()
     return weights
 
 
 # With how many batches there are to a step.
 PROGRAMS = {
-    a_loop_in_a_function: 1,
     two_optimizers_under_a_distributed_wrapper: 1,
     accumulators_in_a_cond: 2,
-    a_moving_average_outside: 1,
     a_moving_average_inside: 1,
     an_optimizer_looked_for_inside: 1,
     a_checkpoint_manager: 1,

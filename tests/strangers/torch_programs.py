@@ -1,6 +1,6 @@
 """Loops of PyTorch in the shapes of public programs, with the drop-in and with the wrapper.
 
-Each takes batches and a `Scaling`, and returns the weights that it ends with.
+Each takes a `Scaling` and batches, and returns the weights that it ends with.
 """
 
 import torch
@@ -23,7 +23,7 @@ def momentum(parameters):
 def nanogpt(scaling, batches, folder):
     """Micro-batches, a learning rate by the step, clipping, a scaler."""
     model = new_model()
-    optimizer, scaler = scaling.scaler_for(momentum(model.parameters()))
+    optimizer, scaler = momentum(model.parameters()), scaling.scaler()
     for number in range(0, len(batches), 2):
         for group in optimizer.param_groups:
             group["lr"] = 0.125
@@ -55,7 +55,7 @@ def timm(scaling, batches, folder):
 
     for number in range(0, len(batches), 2):
         model = new_model()
-        optimizer, scaler = scaling.scaler_for(momentum(model.parameters()))
+        optimizer, scaler = momentum(model.parameters()), scaling.scaler()
         loss_scaler, path = NativeScaler(scaler), folder / "last.pt"
         if number:
             saved = torch.load(path, weights_only=True)
@@ -88,7 +88,7 @@ def optimizers_in_the_backward_pass(scaling, batches, folder):
     """One optimizer for each parameter, stepped by a hook as soon as its gradient is there."""
     model = new_model()
     optimizers = {p: momentum([p]) for p in model.parameters()}
-    _, scaler = scaling.scaler_for(None)
+    scaler = scaling.scaler()
 
     def hook(parameter):
         scaler.step(optimizers[parameter])
@@ -114,14 +114,16 @@ def a_pipeline_of_two_stages(scaling, batches, folder):
             loss = loss_of(stages[1], (received, y))
             scaling.scale(optimizer, loss).backward()
             sent.backward(received.grad)
-        scaling.step_of(optimizer)
+        for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+            each.step()
+            each.zero_grad()
     return list(model.parameters())
 
 
 def an_average_of_the_weights(scaling, batches, folder):
     """`AveragedModel` beside the model, updated on steps that were applied."""
     model = new_model()
-    optimizer, scaler = scaling.scaler_for(momentum(model.parameters()))
+    optimizer, scaler = momentum(model.parameters()), scaling.scaler()
     average = torch.optim.swa_utils.AveragedModel(model)
     for number in range(0, len(batches), 2):
         before = scaler.get_scale()
@@ -136,11 +138,11 @@ def an_average_of_the_weights(scaling, batches, folder):
 
 
 # With how many batches there are to a step.
+WITH_THE_WRAPPER = {a_loop_of_the_wrapper: 2, a_pipeline_of_two_stages: 2}
 PROGRAMS = {
     nanogpt: 2,
     timm: 2,
-    a_loop_of_the_wrapper: 2,
     optimizers_in_the_backward_pass: 1,
-    a_pipeline_of_two_stages: 2,
     an_average_of_the_weights: 2,
+    **WITH_THE_WRAPPER,
 }

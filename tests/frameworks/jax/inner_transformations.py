@@ -1,7 +1,4 @@
-"""The transformations that are wrapped in the tests: one for each kind of state.
-
-The others of Optax are found by tests/conformance/every_optimizer.py.
-"""
+"""Transformations for each kind of state; tests/conformance/every_optimizer.py finds the others."""
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +20,11 @@ def sam():
 
 
 INNER = {
-    "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "adam": lambda: optax.adam(0.1),
     "adamw_clip": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
     "rmsprop": lambda: optax.rmsprop(0.1, momentum=0.9, centered=True),
     "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
     "lamb": lambda: optax.lamb(0.1),
-    "schedule": lambda: optax.adam(optax.cosine_decay_schedule(0.1, 10)),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(
         learning_rate=optax.linear_schedule(0.1, 0.0, 10)
     ),
@@ -39,7 +33,6 @@ INNER = {
     "freezing": lambda: optax.partition(
         {"matrix": optax.adam(0.1), "vector": optax.set_to_zero()}, LABELS
     ),
-    "ema": lambda: optax.chain(optax.adam(0.1), optax.ema(0.9)),
     "noisy_sgd": lambda: optax.noisy_sgd(0.1, key=jax.random.key(3)),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.1), 2),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(0.1), 3),

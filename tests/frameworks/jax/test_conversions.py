@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from frameworks.jax.support import signature
 from lossscale import DynamicScale, FixedScale
-from lossscale.errors import (
-    AlreadyWrappedError,
-    ArgumentError,
-    ArgumentTypeError,
-    LossScaleWarning,
-)
+from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, LossScaleWarning
 from lossscale.optax import from_flax, from_jmp, loss_scaled
 
 INNER = optax.sgd(0.5)
@@ -83,9 +78,6 @@ def flax_scales(draw):
     )
 
 
-# The scales that follow.
-
-
 @settings(max_examples=12)
 @given(jmp_scales(), steps)
 def test_a_run_of_jmp_goes_on_with_the_same_scales(scale, verdicts):
@@ -109,16 +101,10 @@ def test_a_run_of_flax_goes_on_with_the_same_scales(scale, verdicts):
     assert ours(rule, opt_state, verdicts) == theirs_flax(scale, verdicts)
 
 
-# What goes over.
-
-
 def test_every_setting_goes_over():
     of_jmp = jmp.DynamicLossScale(jnp.float32(64), jnp.int32(3), 7, 4, jnp.float32(0.5))
     of_flax = FlaxScale(4.0, 0.25, 6, 3, 64.0, 0.5)
-    for rule, opt_state in (
-        from_jmp(of_jmp, STATE),
-        from_flax(of_flax, STATE),
-    ):
+    for rule, opt_state in (from_jmp(of_jmp, STATE), from_flax(of_flax, STATE)):
         assert rule == DynamicScale(64, 7, 4, 0.25, min_scale=0.5)
         assert (float(opt_state.loss_scale), int(opt_state.rule_state["good_steps"])) == (64, 3)
 
@@ -164,9 +150,6 @@ def test_the_state_inside_goes_on():
         assert signature(opt_state) == signature(tx.init(PARAMS))
         # Each a buffer of its own, which a step may take.
         jax.jit(tx.update, donate_argnums=1)(PARAMS, jax.tree.map(jnp.copy, opt_state), PARAMS)
-
-
-# What cannot go over.
 
 
 def test_what_is_no_scale_of_theirs_is_refused():

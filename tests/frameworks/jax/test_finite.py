@@ -61,11 +61,13 @@ def test_a_skipped_step_is_no_error_for_checkify(value, scale):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("value", [jnp.inf, jnp.nan])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_skipped_step_is_no_error_with_debug_nans(value, dtype, compiled):
-    tx = loss_scaled(optax.sgd(0.5), initial_scale=8)
+def test_a_skipped_step_is_no_error_with_debug_nans_and_infs(value, dtype, compiled):
+    tx = loss_scaled(optax.adamw(0.5), initial_scale=8)
     gradients = jnp.array([value, 1.0], dtype)
     state = tx.init(jnp.ones(2))
-    with jax.debug_nans(True):
+    with jax.debug_nans(True), jax.debug_infs(True):
         assert not bool(all_finite(gradients))
-        _, state = (jax.jit(tx.update) if compiled else tx.update)(gradients, state)
+        update = jax.jit(tx.update) if compiled else tx.update
+        for given in (gradients, jnp.ones(2, dtype)):
+            _, state = update(given, state, jnp.ones(2))
     assert int(state.steps_skipped) == 1

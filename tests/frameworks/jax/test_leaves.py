@@ -176,30 +176,6 @@ def test_a_fixed_scale_comes_from_the_code():
     assert float(state.loss_scale) == 16.0
 
 
-@pytest.mark.usefixtures("optimized")
-def test_finite_gradients_whose_sum_is_infinite_are_finite():
-    tx = small()
-    for size in (3, 2**15):
-        huge = jnp.full(size, 3e38, jnp.float32)
-        assert all_finite(huge)
-        for update in both_ways(tx):
-            assert not update(huge, tx.init(huge))[1].last_step_skipped
-
-
-@pytest.mark.usefixtures("optimized")
-def test_a_leaf_of_every_size_is_looked_at():
-    sizes = [1, 7, 2**14 - 1, 2**14, 2**16]
-    tree = [jnp.ones(size, dtype) for size in sizes for dtype in (jnp.float32, jnp.float16)]
-    check = jax.jit(all_finite)
-    assert check(tree)
-    for index, leaf in enumerate(tree):
-        for value, place in ((jnp.inf, 0), (jnp.nan, -1), (-jnp.inf, leaf.size // 2)):
-            assert not check([*tree[:index], leaf.at[place].set(value), *tree[index + 1 :]])
-
-
-# Numbers of Python, which are gradients where nothing is compiled.
-
-
 @pytest.mark.parametrize(
     "wraps", [lambda tx: tx, lossscale.optax.track_overflows], ids=["bare", "tracked"]
 )

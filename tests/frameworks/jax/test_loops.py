@@ -12,12 +12,7 @@ from optax import contrib
 import lossscale
 from frameworks.jax import inner_transformations as inner
 from frameworks.jax.support import bits, scaled, signature
-from lossscale.optax import (
-    loss_scaled,
-    scale_loss,
-    unscale,
-    value_and_grad,
-)
+from lossscale.optax import loss_scaled, scale_loss, unscale, value_and_grad
 
 BATCH = (jnp.float16([[1.0, 2.0], [3.0, -1.0]]), jnp.float16([1.0, 0.5]))
 
@@ -37,17 +32,28 @@ def first_params():
     return {"w": jnp.float32([1.0, -1.0])}
 
 
-def test_members_of_a_population_have_scales_of_their_own():
-    tx = optimizer()
+def member(tree, index):
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+@pytest.mark.parametrize("inside", [optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 2)])
+def test_members_of_a_population_have_scales_of_their_own(inside):
+    tx = optimizer(inside)
     params = jax.tree.map(lambda p: jnp.stack([p] * 3), first_params())
-    opt_state = jax.vmap(tx.init)(params)
+    state = jax.vmap(tx.init)(params)
     gradients = {"w": jnp.float32([[8.0, 8.0], [jnp.nan, 1.0], [8.0, -8.0]])}
-    before = bits(opt_state.inner_state[0].mu["w"][1])
-    updates, opt_state = jax.jit(jax.vmap(tx.update))(gradients, opt_state, params)
-    assert opt_state.loss_scale.tolist() == [8.0, 4.0, 8.0]
-    assert opt_state.steps_skipped.tolist() == [0, 1, 0]
-    assert bits(opt_state.inner_state[0].mu["w"][1]) == before
+    updates, after = jax.jit(jax.vmap(tx.update))(gradients, state, params)
+    assert after.loss_scale.tolist() == [8.0, 4.0, 8.0]
+    assert after.steps_skipped.tolist() == [0, 1, 0]
+    assert bits(member(after.inner_state, 1)) == bits(member(state.inner_state, 1))
     assert np.signbit(updates["w"][1]).all()
+    for index in range(3):
+        # In a population both sides of a branch run, and of each member one is chosen.
+        alone = jax.jit(tx.update)(*member((gradients, state, params), index))
+        for a, b in zip(
+            *map(jax.tree.leaves, (alone, member((updates, after), index))), strict=True
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_the_loss_is_the_loss_though_the_scaled_one_overflows():
@@ -84,23 +90,8 @@ def test_nothing_is_compiled_twice_and_nothing_drifts():
     assert signature(tx.init(inner.params())) == expected
 
 
-def test_the_state_of_a_parameter_is_known_as_such():
-    tx = optimizer()
-    state = tx.init(inner.params())
-    marked = optax.tree_map_params(
-        tx,
-        lambda leaf, spec: spec,
-        state,
-        {"w": "spec of w", "b": "spec of b"},
-        transform_non_params=lambda leaf: "no parameter",
-    )
-    assert marked.inner_state[0].mu == {"w": "spec of w", "b": "spec of b"}
-    assert set(jax.tree.leaves(marked._replace(inner_state=()))) == {"no parameter"}
-
-
-def test_transfer_guard_leaks_and_nan_checks():
+def test_transfer_guard_leaks_and_no_compiler():
     tx = optimizer(inner.INNER["adamw_clip"]())
-    update = jax.jit(tx.update)
     params = inner.params()
     state, gradients = tx.init(params), inner.gradients()
     bad = jax.tree.map(lambda g: g * jnp.nan, gradients)
@@ -113,14 +104,10 @@ def test_transfer_guard_leaks_and_nan_checks():
     with jax.checking_leaks():
         _, state = jax.jit(tx.update)(bad, state, params)
         _, state = tx.update(gradients, state, params)
-    with jax.debug_nans(True), jax.debug_infs(True):
-        for run in (update, tx.update):
-            _, state = run(bad, state, params)
-            _, state = run(gradients, state, params)
     with jax.disable_jit():
         _, state = tx.update(bad, state, params)
         _, state = tx.update(gradients, state, params)
-    assert int(state.steps_skipped) == 4
+    assert int(state.steps_skipped) == 2
 
 
 def test_an_eager_step_compiles_nothing_after_the_first_ones():
@@ -180,12 +167,7 @@ def test_a_line_search_gets_unscaled_values():
     def run(params, state):
         loss, gradients = value_and_grad(value_fn)(state, params)
         updates, state = tx.update(
-            gradients,
-            state,
-            params,
-            value=loss,
-            grad=unscale(state, gradients),
-            value_fn=value_fn,
+            gradients, state, params, value=loss, grad=unscale(state, gradients), value_fn=value_fn
         )
         return optax.apply_updates(params, updates), state, loss
 

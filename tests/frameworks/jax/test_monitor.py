@@ -13,12 +13,7 @@ from jax.sharding import PartitionSpec as P
 import lossscale
 import lossscale.optax
 from frameworks.jax.support import bits
-from lossscale.errors import (
-    AlreadyWrappedError,
-    ArgumentError,
-    ArgumentTypeError,
-    UnsupportedError,
-)
+from lossscale.errors import AlreadyWrappedError, ArgumentError, ArgumentTypeError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -42,9 +37,6 @@ def step(tx, params, opt_state, spoiled):
 def start(tx):
     params = jax.tree.map(jnp.copy, PARAMS)
     return params, tx.init(params)
-
-
-# What is recorded.
 
 
 def test_nothing_is_read_of_steps_that_are_not_sampled():
@@ -113,9 +105,6 @@ def test_an_nnx_optimizer_is_watched():
     assert [tensor.name for tensor in record.nonfinite] == ["bias", "kernel"]
 
 
-# What is tracked changes nothing else.
-
-
 @pytest.mark.usefixtures("optimized")
 def test_what_the_optimizer_does_is_the_same():
     runs = []
@@ -177,9 +166,6 @@ def test_the_state_keeps_its_form_and_finds_its_names():
     assert optax.tree.get(state, "scale") is None
 
 
-# Mistakes.
-
-
 def test_what_cannot_be_tracked_is_refused():
     for given in (optax.adam(0.1), RULE, None):
         with pytest.raises(ArgumentTypeError, match=r"what lossscale\.optax\.loss_scaled returned"):
@@ -230,6 +216,12 @@ def test_a_monitor_checks_what_it_is_shown(tmp_path):
         monitor.step(after)
         opt_state = after
         assert monitor.last_record.step == again + 1
+    with pytest.raises(UnsupportedError, match="outside of compiled functions"):
+        jax.jit(monitor.step)(opt_state)
+    deleted = jax.tree.map(jnp.copy, opt_state)
+    jax.jit(lambda state: BARE.update(PARAMS, state, PARAMS), donate_argnums=0)(deleted)
+    with pytest.raises(ArgumentError, match=r"were deleted by a step .*that the step returned"):
+        monitor.step(deleted)
     replicated = jax.tree.map(lambda x: jnp.stack([x, x]), opt_state)
     with pytest.raises(ArgumentError, match="pass one replica"):
         monitor.step(replicated)

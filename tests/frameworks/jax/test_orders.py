@@ -135,23 +135,33 @@ def test_two_layers_of_loss_scaling_are_a_type_error(around):
     assert issubclass(AlreadyWrappedError, TypeError)
 
 
+INNER, RULE = optax.sgd(0.1), lossscale.FixedScale(8)
+
+
 class SGD:
     def apply_gradients(self, pairs):
         pass
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("inner", "arguments", "message"),
     [
-        (lossscale.DynamicScale(), "must be an Optax transformation"),
-        (optax.GradientTransformation, "must be an Optax transformation"),
-        (optax.adamw, r"Call it first: adamw\(\.\.\.\)"),
-        (SGD(), r"use lossscale\.LossScaleOptimizer"),
+        (lossscale.DynamicScale(), {}, "must be an Optax transformation"),
+        (optax.GradientTransformation, {}, "must be an Optax transformation"),
+        (optax.adamw, {}, r"Call it first: adamw\(\.\.\.\)"),
+        (SGD(), {}, r"use lossscale\.LossScaleOptimizer"),
+        (INNER, {"dynamic": "dynamic"}, "must be True or False"),
+        (INNER, {"dynamic": False}, "initial_scale"),
+        (INNER, {"initial_scale": 0}, "positive number"),
+        (INNER, {"rule": 8}, "must be a scaling rule"),
+        (INNER, {"rule": lossscale.DynamicScale}, "must be a scaling rule"),
+        (INNER, {"rule": RULE, "initial_scale": 4}, "`rule` excludes `dynamic`"),
+        (INNER, {"axis_name": 3}, "must be the name of an axis"),
     ],
 )
-def test_what_is_no_transformation_is_named(wrong, message):
-    with pytest.raises(TypeError, match=message):
-        loss_scaled(wrong)
+def test_wrong_arguments_are_named(inner, arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        loss_scaled(inner, **arguments)
 
 
 def test_the_optimizer_class_points_here():
@@ -159,20 +169,6 @@ def test_the_optimizer_class_points_here():
         lossscale.LossScaleOptimizer(optax.adamw(0.1))
     with pytest.raises(TypeError, match="already has loss scaling"):
         lossscale.LossScaleOptimizer(wrapped())
-
-
-def test_the_arguments_are_those_of_every_shell():
-    for arguments, message in (
-        ({"dynamic": "dynamic"}, "must be True or False"),
-        ({"dynamic": False}, "initial_scale"),
-        ({"initial_scale": 0}, "positive number"),
-        ({"rule": 8}, "must be a scaling rule"),
-        ({"rule": lossscale.DynamicScale}, "must be a scaling rule"),
-        ({"rule": lossscale.FixedScale(8), "initial_scale": 4}, "`rule` excludes `dynamic`"),
-        ({"axis_name": 3}, "must be the name of an axis"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            loss_scaled(optax.sgd(0.1), **arguments)
 
 
 def test_code_that_finds_things_by_name_finds_them():

@@ -33,25 +33,20 @@ def after(inner, gradients, compiled=True, params=None):
     return state.inner_state
 
 
-# What begins as a whole number and becomes a fraction keeps the fraction.
+def added_up(gradients, state, params=None):
+    return gradients, {"sum": state["sum"] + gradients.sum() / 2}
 
 
 @COMPILED
 @pytest.mark.parametrize("first", [0, False, jnp.int32(0), np.bool_(False)], ids=repr)
 def test_a_number_becomes_a_fraction(first, compiled):
-    def update(gradients, state, params=None):
-        return gradients, {"sum": state["sum"] + gradients.sum() / 2}
-
-    inner = transformation({"sum": first}, update)
+    inner = transformation({"sum": first}, added_up)
     assert after(inner, [GOOD, BAD, GOOD], compiled)["sum"] == 1.0
 
 
 @pytest.mark.parametrize("first", [0, jnp.int32(0), jnp.float32(0)], ids=repr)
 def test_in_a_scan_the_fraction_is_kept_or_the_carry_is_refused(first):
-    def update(gradients, state, params=None):
-        return gradients, {"sum": state["sum"] + gradients.sum() / 2}
-
-    tx = lossscale.optax.loss_scaled(transformation({"sum": first}, update), initial_scale=1.0)
+    tx = lossscale.optax.loss_scaled(transformation({"sum": first}, added_up), initial_scale=1.0)
     params, gradients = jnp.ones(2), jnp.stack([GOOD, BAD, GOOD])
 
     def run(state):
@@ -79,9 +74,6 @@ def test_a_narrow_state_stays_narrow():
     assert (found.dtype, found.tolist()) == (jnp.bfloat16, [1.0, 1.0])
 
 
-# What only a step puts into the state.
-
-
 @COMPILED
 @pytest.mark.parametrize("leaves", [1, 2])
 def test_measurements_of_optax_monitor_are_there_from_the_first_step_on(leaves, compiled):
@@ -107,9 +99,6 @@ def test_what_is_made_on_a_first_step_that_is_skipped_is_zero():
     inner = transformation({"moment": None, "number": jnp.zeros(2)}, update)
     found = after(inner, [BAD])
     assert (found["moment"].tolist(), found["number"].tolist()) == ([0, 0], [0, 0])
-
-
-# What a skipped step could not leave as it is.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +134,6 @@ def test_a_state_that_cannot_be_kept_is_refused(kind):
     inner = transformation(first, lambda g, state, params=None: (g, change(state)))
     with pytest.raises(ArgumentError, match=rf"changes the structure of its state.*{message}"):
         after(inner, [GOOD])
-
-
-# What prints or logs is silent on a skipped step, wherever it stands.
 
 
 def logging(place, log):
@@ -198,9 +184,6 @@ def test_names_of_scopes_reach_the_compiled_program(nested):
     tx = lossscale.optax.loss_scaled(transformation(jnp.zeros(2), update))
     program = jax.jit(tx.update).lower(GOOD, tx.init(GOOD)).compile().as_text()
     assert "MY_SCOPE" in program
-
-
-# Types that steps rarely see.
 
 
 def test_a_program_for_any_number_of_parameters():
