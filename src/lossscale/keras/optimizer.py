@@ -361,9 +361,11 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         if self._state is not None:
             self._state.update(stats)
         if self._rule.checks_gradients:
-            skipped = ops.logical_not(stats.finite)
+            finite = stats.finite
+            skipped = not finite if isinstance(finite, bool) else ops.logical_not(finite)
             self._last_step_skipped.assign(skipped)
-            self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
+            if skipped is not False:
+                self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
         self._iterations.follow()
 
     # --- What a monitor reads of a step -------------------------------------------------------

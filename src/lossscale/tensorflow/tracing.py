@@ -55,6 +55,17 @@ def after(results: Any, value: Callable[[], Any]) -> Any:
         return tf.identity(value())
 
 
+def where(condition: Any, one: Any, other: Any) -> Any:
+    """Like `tf.where` for scalars; adds no operation to a graph if the condition is a constant."""
+    dtype = next((value.dtype for value in (one, other) if tf.is_tensor(value)), None)
+    one, other = (tf.convert_to_tensor(value, dtype) for value in (one, other))
+    decided = None if tf.executing_eagerly() else tf.get_static_value(condition)
+    if decided is not None:
+        return one if decided else other
+    # `tf.where` prepares to broadcast: six of them took 0.07 of a step of one variable.
+    return tf.raw_ops.Select(condition=condition, x=one, y=other)
+
+
 def _in_graph(results: Any) -> list[Any]:
     local_results = tf.distribute.get_strategy().experimental_local_results
     return [
