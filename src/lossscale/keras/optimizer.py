@@ -361,10 +361,9 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         if self._state is not None:
             self._state.update(stats)
         if self._rule.checks_gradients:
-            finite = stats.finite
-            skipped = not finite if isinstance(finite, bool) else ops.logical_not(finite)
+            skipped = ops.logical_not(stats.finite)
             self._last_step_skipped.assign(skipped)
-            if skipped is not False:
+            if stats.finite is not True:
                 self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
         self._iterations.follow()
 

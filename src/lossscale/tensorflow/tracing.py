@@ -49,9 +49,10 @@ def grouped(*results: Any) -> Any:
 
 def after(results: Any, value: Callable[[], Any]) -> Any:
     """Returns the value of a callable, in a graph as a tensor that waits for `results`."""
-    if tf.executing_eagerly():
+    earlier = [] if tf.executing_eagerly() else _in_graph(results)
+    if not earlier:
         return value()
-    with tf.control_dependencies(_in_graph(results)):
+    with tf.control_dependencies(earlier):
         return tf.identity(value())
 
 
