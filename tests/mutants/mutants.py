@@ -60,8 +60,10 @@ tests/conformance/test_promises.py -k tensorflow-eager
     keras_common ValueStore.save_own_variables: store[name] = value -> pass
     keras save: optimizer.inner_optimizer.save_own_variables(store) -> pass
 tests/conformance/test_promises.py -k tensorflow-function
-    tensorflow _apply_if: lambda: _finished(apply()) -> _finished
-    tensorflow apply_or_skip: grouped(_apply_if(...), update_scale(...)) -> _apply_if(...)
+    tensorflow _branch: finished(apply(), True) -> finished(None, True)
+    tensorflow _branch: finished(None, False) -> finished(None, True)
+    tensorflow _branch: [applied, update_scale(...)] -> [applied]
+    tensorflow where: one if decided else other -> one
     keras LossScaleOptimizer._update_scale: self._last_step_skipped.assign(skipped) -> pass
     keras LossScaleOptimizer._update_scale: self._iterations.follow() -> pass
 tests/conformance/test_promises.py -k tensorflow-xla

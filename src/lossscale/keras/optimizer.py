@@ -363,7 +363,8 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         if self._rule.checks_gradients:
             skipped = ops.logical_not(stats.finite)
             self._last_step_skipped.assign(skipped)
-            self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
+            if stats.finite is not True:
+                self._steps_skipped.assign_add(ops.cast(skipped, self._steps_skipped.dtype))
         self._iterations.follow()
 
     # --- What a monitor reads of a step -------------------------------------------------------

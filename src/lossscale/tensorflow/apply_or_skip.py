@@ -43,7 +43,8 @@ def apply_or_skip(
         gradients: The gradients of this replica.
         divisor: The divisor of the gradients, as this replica reads it; None for no division.
         apply: Divides a list of gradients by a divisor and applies it; called in a replica context.
-        update_scale: Updates the loss scale, given the statistics; called once.
+        update_scale: Updates the loss scale, given the statistics. In a branch `finite` is True or
+            False, so that most of the update is decided when the step is traced.
         kept: Returns all variables that `apply` may change, if a step may be skipped by keeping
             their old values instead of by a branch.
 
@@ -55,8 +56,12 @@ def apply_or_skip(
         with _keeping_old_values(kept(), finite):
             applied = apply(gradients, divisor)
         return grouped(applied, update_scale(stats))
-    if not tf.distribute.has_strategy() or strategy_supports_no_merge_call():
-        return grouped(_apply_if(finite, lambda: apply(gradients, divisor)), update_scale(stats))
+    if not tf.distribute.has_strategy():
+        return _branch(stats, lambda: apply(gradients, divisor), update_scale)
+    if strategy_supports_no_merge_call():
+        # Replicas synchronize to write the counters, which they cannot do inside a branch.
+        applied = _branch(stats, lambda: apply(gradients, divisor), lambda _: None)
+        return grouped(applied, update_scale(stats))
 
     @do_not_convert
     def in_cross_replica(
@@ -66,25 +71,29 @@ def apply_or_skip(
         stats = tf.nest.map_structure(lambda v: strategy.experimental_local_results(v)[0], stats)
         # The branch must be outside the replicas: inside a branch they could not synchronize to
         # sum their gradients.
-        applied = _apply_if(
-            stats.finite,
+        return _branch(
+            stats,
             lambda: strategy.extended.call_for_each_replica(apply, args=(gradients, divisor)),
+            update_scale,
         )
-        return grouped(applied, update_scale(stats))
 
     replica = tf.distribute.get_replica_context()
     return replica.merge_call(in_cross_replica, args=(stats, list(gradients), divisor))
 
 
-def _apply_if(finite: Any, apply: Callable[[], Any]) -> Any:
-    if finite is True:
-        return apply()
-    return as_one_operation(tf.cond(finite, lambda: _finished(apply()), _finished))
+def _branch(
+    stats: GradientStats, apply: Callable[[], Any], update_scale: Callable[[GradientStats], Any]
+) -> Any:
+    """Applies or skips, and updates the loss scale; in the branch that takes the step, if any."""
+    if stats.finite is True:
+        return grouped(apply(), update_scale(stats))
 
+    def finished(applied: Any, finite: bool) -> Any:
+        results = [applied, update_scale(stats._replace(finite=finite))]
+        return after(results, lambda: tf.constant(True))
 
-def _finished(*results: Any) -> Any:
-    """Returns a tensor for a branch to return, which depends on these operations."""
-    return after(results, lambda: tf.constant(True))
+    branch = tf.cond(stats.finite, lambda: finished(apply(), True), lambda: finished(None, False))
+    return grouped(as_one_operation(branch))
 
 
 def can_keep_old_values(inner_optimizer: Any, gradients: Sequence[Any]) -> bool:

@@ -49,10 +49,22 @@ def grouped(*results: Any) -> Any:
 
 def after(results: Any, value: Callable[[], Any]) -> Any:
     """Returns the value of a callable, in a graph as a tensor that waits for `results`."""
-    if tf.executing_eagerly():
+    earlier = [] if tf.executing_eagerly() else _in_graph(results)
+    if not earlier:
         return value()
-    with tf.control_dependencies(_in_graph(results)):
+    with tf.control_dependencies(earlier):
         return tf.identity(value())
+
+
+def where(condition: Any, one: Any, other: Any) -> Any:
+    """Like `tf.where` for scalars; adds no operation to a graph if the condition is a constant."""
+    dtype = next((value.dtype for value in (one, other) if tf.is_tensor(value)), None)
+    one, other = (tf.convert_to_tensor(value, dtype) for value in (one, other))
+    decided = None if tf.executing_eagerly() else tf.get_static_value(condition)
+    if decided is not None:
+        return one if decided else other
+    # `tf.where` prepares to broadcast: six of them took 0.07 of a step of one variable.
+    return tf.raw_ops.Select(condition=condition, x=one, y=other)
 
 
 def _in_graph(results: Any) -> list[Any]:

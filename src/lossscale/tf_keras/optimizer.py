@@ -229,8 +229,9 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         if self._rule.checks_gradients:
             skipped = tf.logical_not(stats.finite)
             results.append(self._last_step_skipped.assign(skipped, read_value=False))
-            count = tf.cast(skipped, tf.int64)
-            results.append(self._steps_skipped.assign_add(count, read_value=False))
+            if stats.finite is not True:
+                count = tf.cast(skipped, tf.int64)
+                results.append(self._steps_skipped.assign_add(count, read_value=False))
         return results
 
     def _result(self, operation: Any) -> Any:

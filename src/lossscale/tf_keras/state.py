@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,12 +13,13 @@ import tensorflow as tf
 from lossscale.keras_common.state import ScaleVariables, kind_of_number
 from lossscale.rules import GradientStats, ScaleRule, ScaleState, host_can_update, updates_on_host
 from lossscale.tensorflow.private_names import Trackable
-from lossscale.tensorflow.tracing import grouped
+from lossscale.tensorflow.tracing import grouped, where
 from lossscale.tf_keras.private_names import track_variable
 
 # The names that every release of TensorFlow wrote into checkpoints.
 _VARIABLE_NAMES = {"scale": "current_loss_scale"}
 _VALUE = "VARIABLE_VALUE"
+_NAMESPACE = types.SimpleNamespace(**{**vars(tf), "where": where})
 _DTYPES = {"bool": tf.bool, "int": tf.int64, "float32": tf.float32}
 
 
@@ -75,7 +77,7 @@ class TFKerasScaleVariables(ScaleVariables):
             return None
         before = self.read()
         stats = stats._replace(finite=tf.convert_to_tensor(stats.finite))
-        after = self.rule.update(before, stats, xp=tf)
+        after = self.rule.update(before, stats, xp=_NAMESPACE)
         return None if after is before else self.write(after)
 
 

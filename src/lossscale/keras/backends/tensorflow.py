@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,14 +18,19 @@ from lossscale.rules import GradientStats, ScaleState, host_can_update, updates_
 from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scaling
 from lossscale.tensorflow.apply_or_skip import apply_or_skip, can_keep_old_values
 from lossscale.tensorflow.tape import check_symbolic, recorded
-from lossscale.tensorflow.tracing import translated
+from lossscale.tensorflow.tracing import translated, where
+
+
+def _where(condition: Any, one: Any, other: Any) -> Any:
+    dtype = keras.backend.result_type(*(getattr(v, "dtype", type(v)) for v in (one, other)))
+    return where(tf.cast(condition, tf.bool), tf.cast(one, dtype), tf.cast(other, dtype))
 
 
 class TensorFlowBackend(Backend):
     """What Keras computes with TensorFlow."""
 
     # TensorFlow's own functions do not mix integer dtypes, as the rules of users may.
-    namespace = keras.ops
+    namespace = types.SimpleNamespace(**{**vars(keras.ops), "where": _where})
     gradient_stats = staticmethod(gradient_stats.compute)
     scaled = staticmethod(scaling.scaled)
     unscaled = staticmethod(scaling.unscaled)
@@ -90,7 +96,7 @@ class TensorFlowBackend(Backend):
         updates = updates_on_host(state.rule, before, bool(finite))
         written = [(state.variables[field], value) for field, value in updates.items()]
         steps_skipped = _number(optimizer._steps_skipped)
-        if finite is not True:
+        if state.rule.checks_gradients:
             written.append((optimizer._last_step_skipped, not finite))
             if not finite:
                 steps_skipped += 1
