@@ -808,7 +808,7 @@ if torch.distributed.is_available():
 
 _PICKLED = "inner_optimizer", "rule", "clip_norm", "process_group", "decide", "name", "numbers"
 
-_RECREATED = frozenset({"_engine", "_step_state", "_rule", "_skipped_hooks"})
+_RECREATED = frozenset({"_engine", "_rule", "_skipped_hooks"})
 
 _SET_BY_LIGHTNING = frozenset({"_joined", "_strategy", "_on_before_step", "_on_after_step"})
 """What Lightning puts on an optimizer."""
