@@ -20,6 +20,7 @@ from frameworks.keras.support import (
     wrapped,
 )
 from lossscale import FixedScale, experimental
+from lossscale.errors import UnsupportedError
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 START = np.array([1.0, -2.0], "float32")
@@ -366,3 +367,15 @@ def test_a_strategy_that_does_not_work_is_refused_at_once():
     strategy = tf.distribute.experimental.CentralStorageStrategy()
     with strategy.scope(), pytest.raises(ValueError, match=r"CentralStorageStrategy.*Supported"):
         wrapped()
+
+
+@pytest.mark.filterwarnings("ignore::lossscale.LossScaleWarning")
+def test_a_keras_whose_sum_over_replicas_is_elsewhere_does_not_sum_twice_in_silence(monkeypatch):
+    weight, optimizer = keras.Variable(START), wrapped()
+    base = next(c for c in SGD.__mro__ if "_all_reduce_sum_gradients" in vars(c))
+    monkeypatch.delattr(base, "_all_reduce_sum_gradients")
+    with pytest.raises(
+        UnsupportedError, match=r"SGD\._all_reduce_sum_gradients.* to apply gradien"
+    ):
+        optimizer.apply_gradients([(tf.ones(2), weight)], skip_gradients_aggregation=True)
+    np.testing.assert_array_equal(weight.numpy(), START)
