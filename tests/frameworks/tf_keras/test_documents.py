@@ -180,27 +180,6 @@ def test_a_loss_scale_of_ones_own_moves_by_its_own_code(optimizers, var, tmp_pat
     assert int(loss_scale.updates) == 2
 
 
-# The names, in a process whose tf.keras is tf_keras.
-
-
-def test_install_covers_tf_keras_too():
-    assert tf.keras.Model is tf_keras.Model
-    places = (tf.keras, tf.compat.v1.keras, tf.compat.v2.keras, tf_keras)
-    before = [root.mixed_precision.LossScaleOptimizer for root in (*places[2:], tf.keras)]
-    with lossscale.install():
-        for root in places:
-            found = root.mixed_precision
-            assert found.LossScaleOptimizer is lossscale.tf_keras.LossScaleOptimizer
-            older = found.experimental.LossScaleOptimizer
-            assert older is experimental.tf_keras.LossScaleOptimizer
-        optimizer = tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD())
-        assert isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
-    assert isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
-    after = [root.mixed_precision.LossScaleOptimizer for root in (*places[2:], tf.keras)]
-    assert after == before == [BaseLossScaleOptimizer] * 3
-    assert not hasattr(tf_keras.mixed_precision, "experimental")
-
-
 @pytest.mark.skipif(not PAGES.is_dir(), reason="the pages are not beside this checkout")
 @pytest.mark.parametrize("family", ["new", "legacy"])
 @pytest.mark.parametrize("page", sorted(path.name[:3] for path in PAGES.glob("*.txt")))

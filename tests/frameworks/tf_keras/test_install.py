@@ -23,6 +23,7 @@ _PLACES = {
     tf_keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
     tf.keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
     tf.compat.v1.keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
+    tf.compat.v2.keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
     tf.compat.v1.mixed_precision: ["LossScale", "FixedLossScale", "DynamicLossScale"],
     training: ["lso"],
     training_v1: ["loss_scale_optimizer"],
@@ -52,15 +53,17 @@ def is_ours(optimizer):
     return isinstance(optimizer, lossscale.LossScaleOptimizer)
 
 
-def test_tf_keras_is_tf_dot_keras_here():
+def test_the_names_are_in_every_place_and_compile_wraps_in_the_documented_class_until_undone():
     assert tf.keras.optimizers.SGD is tf_keras.optimizers.SGD
-
-
-def test_compile_wraps_in_the_documented_class_until_undone():
     before = what_is_there()
     with lossscale.install():
         assert not any(map(operator.is_, before, what_is_there()))
-        assert is_ours(compiled("adam").optimizer)
+        for root in (tf.keras, tf.compat.v1.keras, tf.compat.v2.keras, tf_keras):
+            found = root.mixed_precision
+            assert found.LossScaleOptimizer is lossscale.tf_keras.LossScaleOptimizer
+            older = found.experimental.LossScaleOptimizer
+            assert older is experimental.tf_keras.LossScaleOptimizer
+        assert type(compiled("adam").optimizer).__module__ == "lossscale.tf_keras"
     assert type(compiled("adam").optimizer) is own.LossScaleOptimizerV3
 
 
