@@ -212,15 +212,15 @@ def test_a_copy_of_a_trained_optimizer_has_its_state_and_a_life_of_its_own():
     other = copy.deepcopy(optimizer)
     for each in (again, other):
         assert_equal_state(each, optimizer)
-
     start, before = values(targets), values(optimizer.variables)
-    step_by_scale_loss(other, targets, STEPS[4])
-    moved = values(targets)
-    assert_same(values(optimizer.variables), before)
-    for target, value in zip(targets, start, strict=True):
-        target.assign(value)
-    step_by_scale_loss(optimizer, targets, STEPS[4])
-    assert_same(values(targets), moved)
+    ends = []
+    for each in (other, optimizer):
+        assert_same(values(optimizer.variables), before)
+        for target, value in zip(targets, start, strict=True):
+            target.assign(value)
+        step_by_scale_loss(each, targets, STEPS[4])
+        ends.append(values(targets))
+    assert_same(*ends)
     assert_equal_state(other, optimizer)
 
 
