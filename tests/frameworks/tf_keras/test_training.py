@@ -204,22 +204,6 @@ def test_a_graph_and_a_session(verb, make):
     assert after_two[1:] == [4.0, 2, 1]
 
 
-class Halving(experimental.LossScale):
-    """A loss scale of one's own that moves by the operation it returns, and only by that."""
-
-    def __init__(self):
-        self._scale = self._add_weight("scale", 64.0, tf.float32)
-
-    def __call__(self):
-        return tf.convert_to_tensor(self._scale)
-
-    def update(self, grads):
-        return self._scale.assign(self._scale / 2.0), tf.constant(True)
-
-    def get_config(self):
-        return {}
-
-
 @pytest.mark.parametrize("make", [experimental.DynamicLossScale, experimental.FixedLossScale])
 def test_update_returns_what_moves_it_in_a_graph_and_none_elsewhere(make):
     loss_scale = make(8.0)
@@ -271,6 +255,17 @@ def test_a_loss_scale_moves_alone_in_a_graph(settings, finite, scales, mirrored)
 
 
 def test_a_loss_scale_of_ones_own_moves_in_a_graph_by_its_operation():
+    class Halving(experimental.FixedLossScale):
+        def __init__(self):
+            super().__init__(64.0)
+            self._scale = self._add_weight("scale", 64.0, tf.float32)
+
+        def __call__(self):
+            return tf.convert_to_tensor(self._scale)
+
+        def update(self, grads):
+            return self._scale.assign(self._scale / 2.0), tf.constant(True)
+
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         optimizer = experimental.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1.0), Halving())
         variable = tf.Variable(1.0)
