@@ -54,12 +54,8 @@ BENCHMARKS = "benchmarks"
 class Part:
     """Something that runs in a process of its own.
 
-    Args:
-        name: What it is called in the table.
-        framework: A key of `SEEN`, which has to see the GPU.
-        arguments: Of the interpreter: a program, or tests.
-        packages: What else has to be installed.
-        environment: Variables that it needs.
+    Its framework has to see the GPU, and `packages` have to be installed besides; `arguments` are
+    those of the interpreter: a program, or tests.
     """
 
     name: str
@@ -180,13 +176,7 @@ def why_not(part: Part, seen: Mapping[str, str]) -> str:
 
 
 def run(part: Part, device: str, seconds: float) -> dict[str, Any]:
-    """Runs a part; returns what came of it, JSON-ready.
-
-    Args:
-        part: The part.
-        device: "cuda", or "cpu" to try this program itself.
-        seconds: After so many it is stopped.
-    """
+    """Runs a part, on "cuda" or "cpu", for so many seconds; returns what came of it, JSON-ready."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lossscale-gpu-") as folder:
         measured = pathlib.Path(folder, "bench.json")
@@ -250,11 +240,7 @@ def counted(output: str) -> dict[str, Any]:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Returns the lines of the page between its markers.
-
-    Args:
-        results: What build/gpu.json has; empty if nothing was ever run.
-    """
+    """Returns the lines of the page between its markers, from what build/gpu.json has or {}."""
     found = results.get("parts", {})
     lines = ["| part | outcome |", "|---|---|"]
     for part in PARTS:

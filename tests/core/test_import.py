@@ -114,9 +114,6 @@ def test_an_import_that_points_the_wrong_way_is_found(name, source, is_wrong):
     assert bool(violations(f"lossscale.{name}", source)) == is_wrong
 
 
-# --- what is imported when
-
-
 def imported_by(statement, framework=None):
     """The modules that a statement imports in an interpreter of its own.
 

@@ -165,8 +165,6 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
         lossscale.plotting  # noqa: B018
 
 
-# --- what a type checker knows, by a user's program, right and wrong
-
 PROGRAM = """\
 from typing import Any
 
@@ -265,8 +263,7 @@ def test_a_type_checker_takes_it_for_an_optimizer_of_pytorch(tmp_path):
     assert said.count('Revealed type is "torch._tensor.Tensor"') == 3, said
 
 
-# --- the examples in docstrings; these packages have tests of theirs
-
+# These have tests of their examples themselves.
 ELSEWHERE = {"keras", "tf_keras", "torch", "optax"}
 WITH_EXAMPLES = [
     name

@@ -15,13 +15,7 @@ from lossscale import experimental
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """One documented class.
-
-    Attributes:
-        name: For test ids.
-        cls: The class.
-        takes_objects: Whether it takes a `LossScale`, and has one as its `loss_scale`.
-    """
+    """One documented class; one that takes a `LossScale` has one as its `loss_scale`."""
 
     name: str
     cls: Any

@@ -1,8 +1,4 @@
-"""The documented members: what they do besides what the pages say.
-
-What the pages say is asked of every wrapper by `conformance/test_page_matrix.py`. Every test runs
-on both documented classes, and where a step is taken, on the current one also in a `tf.function`.
-"""
+"""The documented members on both classes: what no page says (conformance/test_page_matrix.py)."""
 
 import keras
 import numpy as np

@@ -59,9 +59,6 @@ COPIED = pytest.mark.parametrize(
 )
 
 
-# --- LossScale objects --------------------------------------------------------------------------
-
-
 def test_a_loss_scale_is_abstract():
     assert inspect.isabstract(LossScale)
     with pytest.raises(TypeError, match="abstract"):
@@ -200,9 +197,6 @@ def test_copies_of_a_loss_scale_go_on_from_its_state_and_move_by_themselves(make
     assert again() == (16.0 if isinstance(again, DynamicLossScale) else 1.0)
 
 
-# --- The optimizer's argument -------------------------------------------------------------------
-
-
 STAND_FOR = {
     "dynamic": ("dynamic", DynamicLossScale()),
     **{
@@ -279,9 +273,6 @@ def test_a_loss_scale_that_was_used_before_goes_on_from_its_value(stepped):
     stepped(lambda: optimizer.minimize(lambda: var**2, [var]))()
     assert _state(loss_scale) == (8.0, 0)
     assert var.numpy() == 0.5
-
-
-# --- A loss scale of one's own ------------------------------------------------------------------
 
 
 class OnlySmall(DynamicLossScale):
@@ -379,9 +370,6 @@ def test_a_loss_scale_of_ones_own_that_keras_knows_needs_no_custom_objects(tmp_p
     assert type(loaded.optimizer.loss_scale) is Registered
 
 
-# --- Configurations of other releases -----------------------------------------------------------
-
-
 def test_the_current_class_writes_configurations_that_this_one_reads():
     current = lossscale.LossScaleOptimizer(sgd(0.25), initial_scale=8, dynamic_growth_steps=3)
     older = experimental.LossScaleOptimizer.from_config(current.get_config())
@@ -394,9 +382,6 @@ def test_a_rule_that_no_loss_scale_can_express_is_a_value_error():
     current = lossscale.LossScaleOptimizer(sgd(), rule=lossscale.DynamicScale(backoff_factor=0.25))
     with pytest.raises(ValueError, match="cannot represent this rule"):
         experimental.LossScaleOptimizer.from_config(current.get_config())
-
-
-# --- Saving, copying ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -130,9 +130,6 @@ def test_without_install_the_file_loads_into_keras_own_class_and_says_what_is_lo
     assert any("Skipping variable loading for optimizer" in str(w.message) for w in caught)
 
 
-# --- The policies of TensorFlow 2.1 to 2.3 --------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "initial_scale", "dynamic"),
     [

@@ -1,14 +1,8 @@
-"""Runs the code of the documentation pages themselves, where the pages are at hand.
+"""Runs the code of the documentation pages, which stand beside the checkout and not in it.
 
-The pages stand beside the checkout, not in it. A block's text is run as it is. What a page
-leaves open is supplied:
-
-- names that no block defines: `tf`, `np`, `loss_fn`, `vars`, `gradients`, `loss_scale`, and for
-  one block `tape`, `loss` and `optimizer`;
-- `...`, which a page writes for what the reader has to fill in. The block is parsed, each
-  Ellipsis node is replaced by an expression from `_FILLED`, and nothing else is touched.
-
-A block that goes on from the one before runs in the namespace of that one.
+A block's text is run as it is, one that goes on from the one before in its namespace. What a page
+leaves open is supplied: names that no block defines (`_open_names`), and for `...`, which a page
+writes for what the reader has to fill in, an expression of `_FILLED`.
 """
 
 import ast
@@ -128,8 +122,6 @@ def _installed():
         yield
 
 
-# --- Steps ------------------------------------------------------------------------------------
-
 # The value of the variable, the number of steps, and the values that the page prints.
 _STEPS = {
     "minimize": (np.float32(0.8), 1, []),
@@ -163,9 +155,6 @@ def test_a_step_runs_unedited_with_the_documented_result(page, name):
         assert [float(g) for g in namespace["grads"]] == [2.0]
         assert opt.loss_scale._bound_state().variables["good_steps"] == 1
         assert isinstance(opt, experimental.LossScaleOptimizer)
-
-
-# --- Other blocks -----------------------------------------------------------------------------
 
 
 def _pseudocode(block):
