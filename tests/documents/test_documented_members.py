@@ -6,8 +6,9 @@ import pytest
 import tensorflow as tf
 
 import lossscale
+from backends.support import assert_same, number
 from documents import forms
-from documents.forms import INF, assert_same, everything, number, overflow, sgd
+from documents.forms import INF, everything, overflow, sgd
 
 
 def test_a_first_scale_below_1_is_its_own_floor(form, var):

@@ -11,8 +11,9 @@ import pytest
 import tensorflow as tf
 
 import lossscale
+from backends.support import assert_same
 from core import oracle
-from documents.forms import assert_same, everything, sgd
+from documents.forms import everything, sgd
 from lossscale import experimental
 from lossscale.experimental import DynamicLossScale, FixedLossScale, LossScale
 from seeding import seed

@@ -9,7 +9,8 @@ import tensorflow as tf
 from keras.src.trainers import trainer
 
 import lossscale
-from documents.forms import assert_same, everything
+from backends.support import assert_same
+from documents.forms import everything
 from lossscale import experimental
 from seeding import seed
 

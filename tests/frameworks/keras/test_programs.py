@@ -1,7 +1,4 @@
-"""What was written before and elsewhere: old programs, the page of loops, examples in docstrings.
-
-The programs are of the years of TensorFlow 2.2 to 2.11 and run unedited on Keras 3.
-"""
+"""Old programs run unedited on Keras 3; the page of loops, and the examples in docstrings."""
 
 import doctest
 import importlib

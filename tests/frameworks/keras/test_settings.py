@@ -1,7 +1,4 @@
-"""Settings, counters, rules of the user's, and the errors of wrapping.
-
-What the documents say of them is shown in tests/documents, for both documented classes.
-"""
+"""Settings, counters, rules of the user's, and the errors of wrapping."""
 
 import gc
 
@@ -28,9 +25,6 @@ from frameworks.keras.support import (
 from lossscale import DynamicScale, FixedScale
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
-
-
-# --- The settings of the optimizer inside ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "lr"])
@@ -126,9 +120,6 @@ def test_variables_are_excluded_from_weight_decay(by):
     assert (kernel.numpy().item(), bias.numpy().item()) == (0.75, 1.0)
 
 
-# --- The counters ---------------------------------------------------------------------------------
-
-
 def test_counters_are_numbers_on_replicas(two_replicas):
     with two_replicas.scope():
         optimizer, targets = wrapped(initial_scale=8), variables([0.0])
@@ -185,9 +176,6 @@ def test_a_used_optimizer_can_be_wrapped_and_goes_on():
     assert_same(*results)
 
 
-# --- Rules of the user's --------------------------------------------------------------------------
-
-
 class Patient(DynamicScale):
     """A class that nothing knows by its name."""
 
@@ -240,9 +228,6 @@ def test_a_configuration_makes_the_same_optimizer(arguments):
     assert second.name == first.name
     assert second.inner_optimizer.get_config() == first.inner_optimizer.get_config()
     assert second.get_config() == config
-
-
-# --- Wrapping -------------------------------------------------------------------------------------
 
 
 def test_the_inner_optimizer_can_be_wrapped_again_once_its_wrapper_is_gone():

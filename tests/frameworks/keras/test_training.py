@@ -31,9 +31,6 @@ SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 START = (np.linspace(-1, 1, 6).reshape(2, 3), np.array([0.5, -0.25]))
 
 
-# --- Nothing else changes -------------------------------------------------------------------------
-
-
 def test_a_constraint_is_not_applied_on_a_skip():
     (target,) = variables([-1.0, 1.0])
     target.constraint = keras.constraints.NonNeg()
@@ -42,9 +39,6 @@ def test_a_constraint_is_not_applied_on_a_skip():
     assert target.numpy().tolist() == [-1.0, 1.0]
     step_by_scale_loss(optimizer, [target], [np.array([0.0, 0.5], "f")])
     assert target.numpy().tolist() == [0.0, 0.75]
-
-
-# --- Functions ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -110,9 +104,6 @@ def test_what_a_function_reads_moves_with_the_steps():
     assert seen == [[2.0**14, 1, True], [2.0**15, 1, False], [2.0**16, 1, False]]
 
 
-# --- fit ------------------------------------------------------------------------------------------
-
-
 FIT = {
     "xla": {"jit_compile": True},
     "eager": {"run_eagerly": True},
@@ -154,9 +145,6 @@ def test_fit_with_ema_ends_on_the_averages_of_the_plain_optimizer():
         model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
         results.append(values(model.trainable_variables))
     assert_same(*results)
-
-
-# --- Gradients of several kinds -------------------------------------------------------------------
 
 
 class SparseSpy(keras.optimizers.SGD):
@@ -239,9 +227,6 @@ def test_minimize_leaves_statistics_that_are_overwritten_alone():
 
     optimizer.minimize(loss, [plain_weight, statistic])
     assert (plain_weight.numpy().item(), statistic.numpy().item()) == (0.5, 7.0)
-
-
-# --- Warnings -------------------------------------------------------------------------------------
 
 
 class Forgetful(keras.Sequential):

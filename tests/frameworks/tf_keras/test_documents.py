@@ -85,9 +85,6 @@ def test_a_counter_of_ones_own_is_used(optimizers, var):
     assert (int(mine), int(optimizer.iterations)) == (6, 6)
 
 
-# The faults of TensorFlow's classes.
-
-
 def test_warnings_come_once(optimizers, var):
     optimizer = wrapped(optimizers.SGD(1.0))
     with pytest.warns(lossscale.LossScaleWarning, match="never scaled"):

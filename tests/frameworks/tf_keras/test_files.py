@@ -47,9 +47,6 @@ def momentum(optimizers):
     return optimizers.SGD(0.1, momentum=0.9)
 
 
-# Checkpoints.
-
-
 KINDS = ["ours", "theirs", "plain"]
 
 
@@ -129,9 +126,6 @@ def test_checkpoints_of_every_release_restore(release, family, built):
     assert status(optimizer).iterations == status(optimizer).applied == 1
     np.testing.assert_allclose(float(optimizer.learning_rate), 0.1)
     np.testing.assert_allclose(optimizer.get_slot(variable, "momentum").numpy(), [-0.2])
-
-
-# Model files.
 
 
 def compiled(optimizer):
@@ -230,9 +224,6 @@ def test_weights_have_the_count_of_overflows_both_ways(saves, loads, scales, tmp
     assert status(other.optimizer).scale == scales[0]
     other.train_on_batch(*bad)
     assert status(other.optimizer).scale == scales[1]
-
-
-# Configurations and copies.
 
 
 @pytest.mark.parametrize(

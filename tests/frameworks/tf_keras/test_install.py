@@ -125,9 +125,6 @@ def test_a_file_restores_what_compile_made(tmp_path, optimizers):
         np.testing.assert_array_equal(got, wanted)
 
 
-# --- Conversion to legacy optimizers --------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("make", "module"),
     [
@@ -164,8 +161,6 @@ def test_convert_to_legacy_optimizer_of_others_is_as_before():
             with pytest.raises(ValueError, match="should only be called"):
                 convert(refused)
 
-
-# --- Whoever else finds this library's LossScale classes under tf.compat.v1 -----------------------
 
 _GIVEN = {
     "number": lambda names: 8,
@@ -228,9 +223,6 @@ def test_tf_keras_own_class_reads_configurations_of_tensorflow_2_3(loss_scale):
     }
     with lossscale.install():
         assert own.LossScaleOptimizer.from_config(config).initial_scale == 8.0
-
-
-# Files and configurations of tf_keras' own class.
 
 
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")

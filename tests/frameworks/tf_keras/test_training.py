@@ -119,9 +119,6 @@ def test_the_scale_of_a_checkpoint_is_the_one_that_a_traced_step_uses(optimizers
     assert float(second.loss_scale) == 1.0
 
 
-# Subclasses.
-
-
 @pytest.mark.parametrize("verb", ["compute_gradients", "_compute_gradients"])
 def test_minimize_calls_what_computes_the_gradients(optimizers, verb):
     class Doubling(lossscale.tf_keras.LossScaleOptimizer):
@@ -159,9 +156,6 @@ def test_attributes_of_ones_own_and_misspelt_settings(optimizers, module):
                 setattr(optimizer, name, 0.5)
         with pytest.raises(AttributeError, match="SGD has no setting 'beta_1'"):
             optimizer.beta_1 = 0.5
-
-
-# Graphs of TensorFlow 1.
 
 
 @pytest.mark.parametrize("verb", ["minimize", "apply_gradients", "get_updates"])
@@ -294,9 +288,6 @@ def test_a_checkpoint_in_a_graph(tmp_path):
             assert seen == [4.0, 1]
 
 
-# Replicas.
-
-
 @pytest.mark.parametrize(
     ("aggregate", "graph"),
     [(True, False), (True, True), (False, True)],
@@ -359,9 +350,6 @@ def test_one_device_is_supported_and_central_storage_is_refused(optimizers):
     central = tf.distribute.experimental.CentralStorageStrategy()
     with central.scope(), pytest.raises(ValueError, match=r"CentralStorageStrategy.*Supported"):
         wrapped(optimizers.SGD(1.0))
-
-
-# Copies.
 
 
 def pickled(optimizer):
