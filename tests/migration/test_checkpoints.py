@@ -482,8 +482,8 @@ def test_a_damaged_checkpoint_changes_nothing(how, tmp_path):
     assert optimizer.momentum == 0.25
 
 
-def with_v(optimizer):
-    return lambda v, _: {"optimizer": optimizer(), "v": v}
+def with_v(cls, wrap=lambda inner: inner):
+    return lambda v, _: {"optimizer": wrap(cls()), "v": v}
 
 
 MISFITS = {
@@ -493,8 +493,8 @@ MISFITS = {
     "contains no value for the variable": lambda v, opt: {"v": [v]},
     "belongs to the variable 'v'": lambda v, opt: {"optimizer": opt},
     "must have loss scaling": with_v(keras.optimizers.SGD),
-    "Adam has no hyperparameter 'm": with_v(lambda: support.ours(keras.optimizers.Adam())),
-    "Adagrad has no hyperparameter 'm": with_v(lambda: support.ours(keras.optimizers.Adagrad())),
+    "Adam has no hyperparameter 'momentum'": with_v(keras.optimizers.Adam, support.ours),
+    "Adagrad has no hyperparameter 'momentum'": with_v(keras.optimizers.Adagrad, support.ours),
 }
 ERRORS = {"nothing to restore into": ValueError, "must have loss scaling": TypeError}
 
