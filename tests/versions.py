@@ -17,7 +17,8 @@ import tempfile
 import tomllib
 import venv
 
-ROOT = pathlib.Path(__file__).parents[1]
+from run import JAX, ROOT, TENSORFLOW, TF_KERAS, TORCH
+
 TOOLS = ("pytest", "hypothesis", "h5py", "matplotlib")
 PROMISES = "tests/conformance/test_promises.py"
 # On the newest releases: in older ones fallbacks serve.
@@ -31,10 +32,7 @@ SETS = {
     "tensorflow": (("tensorflow",), ()),
     "tf_keras": (("tf-keras",), ()),
 }
-ENVIRONMENTS = {
-    **{name: {"KERAS_BACKEND": name} for name in SETS},
-    "tf_keras": {"KERAS_BACKEND": "tensorflow", "LOSSSCALE_TEST_KERAS": "tf_keras"},
-}
+ENVIRONMENTS = {"jax": JAX, "torch": TORCH, "tensorflow": TENSORFLOW, "tf_keras": TF_KERAS}
 RELEASES = ("oldest", "newest")
 # Tests of what the oldest releases of a set cannot do themselves.
 IMPOSSIBLE = {

@@ -166,14 +166,9 @@ lossscale.callbacks.LossScaleMonitor, lossscale.diagnosis.diagnose
 # What takes the longest of PyTorch, which ours import too.
 TORCH = "torch._dynamo"
 WITHOUT_KERAS = """
-import importlib, types
+import importlib, sys, types
 
-class NoKeras:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("keras", "tf_keras"):
-            raise ImportError(f"{name} is not to be had here")
-
-sys.meta_path.insert(0, NoKeras())
+sys.modules |= {"keras": None, "tf_keras": None}
 # What else they import takes seconds; tests/frameworks/torch has both in a process without Keras.
 for name, member in (("lightning.pytorch", "Callback"), ("transformers", "TrainerCallback")):
     sys.modules[name] = types.ModuleType(name)
