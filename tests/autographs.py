@@ -41,10 +41,7 @@ def step_of(verbs, optimizer, weight, loss):
 
 
 def assert_only_the_users_functions_are_translated(optimizers):
-    """The user's loss and update are, which branch on tensors in Python; of ours `minimize` alone,
-
-    which calls methods that users override.
-    """
+    """The user's loss and update are; of ours `minimize` alone, which calls what users override."""
     stacks = []
 
     class Own(optimizers.SGD):

@@ -67,6 +67,14 @@ def optimized():
     """What promises bits has them of programs that are optimized as a user's are."""
 
 
+@pytest.fixture
+def two_replicas():
+    """A strategy of two replicas."""
+    import two_devices
+
+    return two_devices.strategy()
+
+
 def pytest_collection_finish():
     # What is imported stays. To look through it for garbage, as some tests and Keras do, takes a
     # third of a second each time.

@@ -22,13 +22,7 @@ def wide(tensor):
 
 
 def gradients(model, loss_of, scale=1.0):
-    """The gradients of a scaled loss by the trainable variables, as a loop of the user's has them.
-
-    Args:
-        model: The model.
-        loss_of: Returns the loss, given the model.
-        scale: The loss scale.
-    """
+    """The gradients of a scaled `loss_of(model)`, as a loop of the user's has them."""
     variables = model.trainable_variables
     if BACKEND == "tensorflow":
         import tensorflow as tf

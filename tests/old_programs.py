@@ -11,6 +11,7 @@ import lossscale
 
 FOLDER = pathlib.Path(__file__).parents[1] / "examples" / "old_programs"
 PROGRAMS = sorted(path.name for path in FOLDER.glob("*.py"))
+assert len(PROGRAMS) >= 6
 # What Keras says about the way that models were written then.
 IGNORED_WARNINGS = "ignore:Do not pass an `input_shape`"
 

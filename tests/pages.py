@@ -8,11 +8,7 @@ DOCS = pathlib.Path(__file__).parents[1] / "docs"
 
 
 def programs(page):
-    """Returns the sources of the Python blocks of a page, from top to bottom.
-
-    Args:
-        page: A path; a relative one starts in docs/.
-    """
+    """Returns the sources of the Python blocks of a page (a path in docs/), from top to bottom."""
     return [source for source, _ in _blocks(page)]
 
 

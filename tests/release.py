@@ -64,11 +64,7 @@ class FailedError(Exception):
 
 
 def run(command: list[object], folder: pathlib.Path, **environment: str) -> str:
-    """Runs a command outside of the checkout; returns what it printed.
-
-    Raises:
-        FailedError: If its status is not 0.
-    """
+    """Runs a command outside of the checkout; returns what it printed."""
     kept = ("PATH", "HOME", "LANG", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CONFIG_FILE")
     done = subprocess.run(
         [str(part) for part in command],

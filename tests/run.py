@@ -73,13 +73,9 @@ def run(
     ended: Iterator[int],
     total: int,
 ) -> str | None:
-    """Runs a process and reports when it ends; returns its name if it failed.
+    """Runs an item of `ALL` and reports when it ends; returns its name if it failed.
 
-    Args:
-        job: An item of `ALL`.
-        shared: A folder for what one process makes and others read.
-        ended: Counts the processes that have ended.
-        total: How many there are.
+    `shared` is a folder for what one process makes and others read; `ended` counts the ends.
     """
     name, (environment, arguments) = job
     print(f"starts: {name}\n", end="", flush=True)

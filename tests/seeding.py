@@ -6,10 +6,6 @@ import numpy as np
 
 
 def seed(number):
-    """Seeds what Keras draws initial values, dropout and orders from.
-
-    Not `keras.utils.set_random_seed`: with the seed of TensorFlow all compiled kernels of its
-    eager mode go, and the next steps make them anew.
-    """
+    """Not `keras.utils.set_random_seed`, which makes TensorFlow compile its eager kernels anew."""
     random.seed(number)
     np.random.seed(number)

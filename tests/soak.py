@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import pathlib
 import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).parents[1]
+from run import JAX, ROOT, TENSORFLOW, TF_KERAS, TORCH
+
 TESTS = "tests/conformance/test_random_programs.py"
 # What a framework has besides.
 MORE = {"torch": ["tests/frameworks/torch/test_random_orders.py"]}
-PROCESSES = {
-    "tensorflow": {"KERAS_BACKEND": "tensorflow"},
-    "tf_keras": {"KERAS_BACKEND": "tensorflow", "LOSSSCALE_TEST_KERAS": "tf_keras"},
-    "jax": {"KERAS_BACKEND": "jax"},
-    "torch": {"KERAS_BACKEND": "torch"},
-}
+PROCESSES = {"tensorflow": TENSORFLOW, "tf_keras": TF_KERAS, "jax": JAX, "torch": TORCH}
 
 
 def main() -> int:

@@ -17,11 +17,7 @@ def free_ports(count):
 
 
 def on_two_workers(source, *arguments, module="keras", **environment):
-    """Runs a program in two worker processes.
-
-    Returns:
-        The last line that each prints, and None for one that failed.
-    """
+    """Runs a program in two worker processes; returns the last line of each, None if it failed."""
     cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
     workers = []
     for index in range(2):

@@ -98,14 +98,8 @@ def test_the_short_form_runs_every_program(backend, tmp_path, monkeypatch, capfd
         status, (printed, errors) = main(arguments), capfd.readouterr()
     assert status == 0, errors
     results = json.loads(output.read_text())
-    asked = {
-        "backend": [backend],
-        "case": cases,
-        "mode": modes,
-        "rounds": 2,
-        "device": "",
-        "quick": True,
-    }
+    asked = {"backend": [backend], "case": cases, "mode": modes}
+    asked |= {"rounds": 2, "device": "", "quick": True}
     assert (results["options"], results["wrong"]) == (asked, [])
     assert set(results) >= {"date", "machine", "versions", "rows", "not_run"}
     assert set(results["machine"]) >= {"processor", "cores", "memory_bytes", "python", "gpus"}

@@ -92,11 +92,8 @@ def test_a_method_that_does_something_else_stops_the_row(methods, spoil, error, 
         found(*methods, spoil=spoil, whose=methods[-1].removesuffix(SKIPPED))
 
 
-def test_a_peer_may_round_otherwise():
+def test_a_peer_may_round_otherwise_and_one_that_does_not_run_is_told():
     found("bare", "peer_dynamic", spoil=off_by_one_bit, whose="peer_dynamic")
-
-
-def test_a_peer_that_does_not_run_is_told():
     result = found("bare", "peer_fixed", spoil=fail, whose="peer_fixed")
     assert result["methods"]["peer_fixed"] == {"does_not_run": "TypeError: no such thing"}
 

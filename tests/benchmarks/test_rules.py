@@ -47,23 +47,24 @@ AFTER = {
 }
 
 
-@pytest.mark.parametrize("kind", AFTER)
-def test_scalers_move_as_they_should(kind):
-    scaler, found = kind(DynamicScale(2.0**15), 1), []
-    for overflow in OVERFLOWS:
+def exponents(scaler, overflows):
+    """The exponent of the scale after each step."""
+    found = []
+    for overflow in overflows:
         bad = np.array([bool(overflow)])
         scaler.step(~bad, bad)
         found.append(int(scaler.exponents()[0]))
-    assert tuple(found) == AFTER[kind]
+    return tuple(found)
+
+
+@pytest.mark.parametrize("kind", AFTER)
+def test_scalers_move_as_they_should(kind):
+    assert exponents(kind(DynamicScale(2.0**15), 1), OVERFLOWS) == AFTER[kind]
 
 
 def test_megatrons_tracker_starts_anew_when_the_scale_grows():
-    scaler, found = rules.Hysteresis(DynamicScale(2.0**15, growth_interval=2), 1), []
-    for overflow in (1, 0, 0, 1, 1):
-        bad = np.array([bool(overflow)])
-        scaler.step(~bad, bad)
-        found.append(int(scaler.exponents()[0]))
-    assert found == [15, 15, 16, 16, 15]
+    scaler = rules.Hysteresis(DynamicScale(2.0**15, growth_interval=2), 1)
+    assert exponents(scaler, (1, 0, 0, 1, 1)) == (15, 15, 16, 16, 15)
 
 
 def stationary_drift(rule, probability):
@@ -88,15 +89,10 @@ def stationary_drift(rule, probability):
     return growth * grows * finite + backoff * lowers
 
 
+SETTINGS = [(1, 1, 2.0), (1, 3, 2.0), (7, 2, 4.0), (30, 1, 2.0), (40, 4, 8.0)]
 RULES = [
     DynamicScale(growth_interval=interval, overflows_before_backoff=waits, growth_factor=factor)
-    for interval, waits, factor in [
-        (1, 1, 2.0),
-        (1, 3, 2.0),
-        (7, 2, 4.0),
-        (30, 1, 2.0),
-        (40, 4, 8.0),
-    ]
+    for interval, waits, factor in SETTINGS
 ]
 
 

@@ -119,15 +119,16 @@ def test_garbage_is_not_collected_meanwhile(collecting, fails):
             if fails:
                 raise RuntimeError("no")
 
+    switch = {True: gc.enable, False: gc.disable}
     seen, clock, before = [], Clock(), gc.isenabled()
-    (gc.enable if collecting else gc.disable)()
+    switch[collecting]()
     try:
         with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
             interleave({"a": Asks(clock, 1.0)}, rounds=2, steps=1, clock=clock)
         assert seen == [False] * (1 if fails else 2)
         assert gc.isenabled() == collecting
     finally:
-        (gc.enable if before else gc.disable)()
+        switch[before]()
 
 
 @hypothesis.given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=50))

@@ -19,14 +19,12 @@ if os.environ.get("KERAS_BACKEND", "tensorflow") != "tensorflow":
 FIXTURES = pathlib.Path(__file__).parents[1] / "migration" / "fixtures"
 CHECKPOINTS = sorted(FIXTURES.glob("ck*/*.index"))
 MODELS = sorted(FIXTURES.glob("h5/*.h5"))
+# By the end of a file's name.
 ERAS = {
-    "2.0.4_exp": "TensorFlow 2.0 to 2.",
-    "2.2.3_exp": "TensorFlow 2.0 to 2.",
-    "2.4.4_new": "TensorFlow 2.",
-    "2.15.1_legacy": "optimizers.legacy",
-    "2.21.0_legacy": "optimizers.legacy",
-    "2.15.1_v3": "new optimizers",
-    "2.21.0_v3": "new optimizers",
+    "exp": "TensorFlow 2.0 to 2.",
+    "new": "TensorFlow 2.",
+    "legacy": "optimizers.legacy",
+    "v3": "new optimizers",
 }
 
 
@@ -46,19 +44,20 @@ def test_json_says_what_a_checkpoint_holds(path, capsys):
     found = described(path, capsys)
     assert (found["form"], found["written"]) == ("checkpoint", None)
     assert found["path"] == str(path).removesuffix(".index")
-    (optimizer,) = found["optimizers"]
     new, fixed = "v3" in path.name, path.parent.name == "ckf"
-    assert ERAS[stem(path)] in optimizer["era"]
-    assert optimizer["path"] == "optimizer"
-    assert optimizer["optimizer"] == (None if new else "SGD")
-    assert optimizer["scale"] == (None if fixed else 8.0)
-    assert optimizer["good_steps"] == (None if fixed else 1)
-    assert (optimizer["scaling"] == "dynamic") != fixed
-    assert optimizer["iterations"] == 1
-    assert optimizer["learning_rate"] == pytest.approx(0.1)
-    assert optimizer["slots"] == {"momentums" if new else "momentum": 1}
-    settings = {} if new else {"decay": 0.0, "momentum": pytest.approx(0.9)}
-    assert optimizer["settings"] == settings
+    (optimizer,) = found["optimizers"]
+    assert ERAS[stem(path).rpartition("_")[2]] in optimizer.pop("era")
+    assert (optimizer.pop("scaling") == "dynamic") != fixed
+    assert optimizer == {
+        "path": "optimizer",
+        "optimizer": None if new else "SGD",
+        "scale": None if fixed else 8.0,
+        "good_steps": None if fixed else 1,
+        "iterations": 1,
+        "learning_rate": pytest.approx(0.1),
+        "slots": {"momentums" if new else "momentum": 1},
+        "settings": {} if new else {"decay": 0.0, "momentum": pytest.approx(0.9)},
+    }
 
 
 @pytest.mark.parametrize("path", MODELS, ids=stem)
@@ -66,7 +65,7 @@ def test_json_says_what_a_model_holds(path, capsys):
     found = described(path, capsys)
     assert (found["form"], found["written"]) == ("HDF5 model", None)
     (optimizer,) = found["optimizers"]
-    assert ERAS[stem(path)] in optimizer["era"]
+    assert ERAS[stem(path).rpartition("_")[2]] in optimizer["era"]
     assert optimizer["optimizer"] == "SGD"
     assert (optimizer["scaling"], optimizer["scale"]) == ("dynamic", 8.0)
     # Model files of TensorFlow hold neither the current scale nor its counter.
@@ -137,9 +136,6 @@ print(float(v[0]), float(optimizer.loss_scale), int(optimizer.iterations))
     assert (float(value), scale, steps) == (pytest.approx(0.8), "8.0", "1")
 
 
-# --- What is no such file, or is damaged ----------------------------------------------------------
-
-
 def half(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -195,7 +191,6 @@ def test_an_optimizer_that_is_not_known_is_shown_and_not_written(tmp_path, capsy
     shutil.copy(FIXTURES / "h5" / "2.4.4_new.h5", old)
     with h5py.File(old, "r+") as file:
         text = file.attrs["training_config"]
-        text = text.decode() if isinstance(text, bytes) else text
         file.attrs["training_config"] = text.replace('"SGD", "config"', '"Unheard", "config"')
     assert described(old, capsys)["optimizers"][0]["optimizer"] == "Unheard"
     err = refused("migrate", old, new)
@@ -209,9 +204,6 @@ def test_a_checkpoint_without_an_optimizer(tmp_path, refused):
 
     path = tf.train.Checkpoint(v=tf.Variable(1.0)).save(str(tmp_path / "a"))
     assert "does not contain an optimizer" in refused("migrate", path)
-
-
-# --- Where to write -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -266,8 +258,6 @@ def test_a_difference_is_said_on_standard_error(tmp_path, capsys):
     assert "schedule_decay=0.004" in err
     assert err.count("\n") == 1
 
-
-# --- Commands that are killed ---------------------------------------------------------------------
 
 KILLED = """
 import os, signal, sys

@@ -66,9 +66,6 @@ def test_a_small_zip_that_expands(folder, refused):
     assert "config.json has 34603008 bytes" in refused("migrate", "old.keras")
 
 
-# --- Models ---------------------------------------------------------------------------------------
-
-
 def with_configuration(path, text):
     """A `.keras` file and an HDF5 file whose optimizer is described by a text of JSON."""
     weights = io.BytesIO()

@@ -27,22 +27,19 @@ def documented(column):
 
 def passed_through(run):
     """The files whose functions `run` calls, by when each is entered first."""
-    entered, ours = {}, f"{SOURCES}{os.sep}"
+    entered, ours = {}, f"{SOURCES.as_posix()}/"
 
     def profile(frame, event, _):
-        # Of each call while a framework traces: a test of text alone.
         if event == "call" and frame.f_code.co_filename.startswith(ours):
-            path = pathlib.Path(frame.f_code.co_filename)
-            entered.setdefault(path.relative_to(SOURCES).as_posix())
+            entered.setdefault(frame.f_code.co_filename.removeprefix(ours))
 
     # Optimizers that other tests have left are forgotten now, and not on the way.
     gc.collect()
-    before = sys.getprofile()
     sys.setprofile(profile)
     try:
         run()
     finally:
-        sys.setprofile(before)
+        sys.setprofile(None)
     return [name for name in entered if name not in ("__init__.py", "installation.py")]
 
 
@@ -90,18 +87,18 @@ def documented_loop_on_tf_keras():
     return step
 
 
-# By the process that runs it; with the column of the table.
+# By the process that runs it: the column of the table, and what makes the step.
 STEPS = {
-    "jax": (fit_on_jax, "`fit` on JAX"),
-    "tensorflow": (loop_on_tensorflow, "a loop on TensorFlow"),
-    "tf_keras": (documented_loop_on_tf_keras, "tf_keras legacy"),
+    "jax": ("`fit` on JAX", fit_on_jax),
+    "tensorflow": ("a loop on TensorFlow", loop_on_tensorflow),
+    "tf_keras": ("tf_keras legacy", documented_loop_on_tf_keras),
 }
 
 
 @pytest.mark.skipif(PROCESS not in STEPS, reason="a compiled step of Keras; PyTorch compiles none")
 def test_a_step_passes_through_the_files_that_the_design_names():
-    new_step, column = STEPS[PROCESS]
-    assert passed_through(new_step()) == documented(column)
+    column, make = STEPS[PROCESS]
+    assert passed_through(make()) == documented(column)
 
 
 # How many of ours are loaded by a program that makes an optimizer. Of TensorFlow's arrays a wrapper

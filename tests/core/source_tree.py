@@ -25,13 +25,11 @@ class Import(NamedTuple):
 @functools.cache
 def modules():
     """Returns the source of each module of the library by its dotted name."""
-    paths = {
-        path.relative_to(PACKAGE.parent).with_suffix(""): path for path in PACKAGE.rglob("*.py")
-    }
-    return {
-        ".".join(module.parts).removesuffix(".__init__"): path.read_text(encoding="utf-8")
-        for module, path in sorted(paths.items())
-    }
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = path.read_text(encoding="utf-8")
+    return found
 
 
 @functools.cache
@@ -48,17 +46,13 @@ def _imports(node, lazy):
     for child in ast.iter_child_nodes(node):
         match child:
             case ast.If(test=ast.Name(id="TYPE_CHECKING"), orelse=runs):
-                yield from _imports(ast.Module(runs, []), lazy)
-                continue
+                child = ast.Module(runs, [])
             case ast.Import(names=names):
                 yield from (Import(alias.name, lazy) for alias in names)
             case ast.ImportFrom(module=base, level=0, names=names):
                 found = [f"{base}.{alias.name}" for alias in names]
                 # A module of the library has imported `lossscale` already.
                 yield from (Import(name, lazy) for name in found + [base] * (base != "lossscale"))
-            case ast.Call(
-                func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=name)]
-            ):
+            case ast.Call(ast.Attribute(attr="import_module"), [ast.Constant(name)]):
                 yield Import(name, lazy)
-        is_function = isinstance(child, (ast.FunctionDef, ast.Lambda))
-        yield from _imports(child, lazy or is_function)
+        yield from _imports(child, lazy or isinstance(child, (ast.FunctionDef, ast.Lambda)))

@@ -49,15 +49,12 @@ def run(sources, *arguments):
     )
 
 
-def test_the_program_prints_what_the_page_says(sources):
-    done = run(sources, "train.py")
-    [printed] = re.findall(r"It prints\n\n```\n(.*?)```", PAGE, re.DOTALL)
-    assert (done.stdout, done.returncode) == (printed, 0), done.stderr
-
-
-def test_the_diagnosis_says_what_the_page_says(sources):
-    done = run(sources, "diagnose.py")
-    [printed] = re.findall(r"The program prints\n\n```\n(.*?)```", PAGE, re.DOTALL)
+@pytest.mark.parametrize(
+    ("program", "said"), [("train.py", "It prints"), ("diagnose.py", "The program prints")]
+)
+def test_a_program_prints_what_the_page_says(sources, program, said):
+    done = run(sources, program)
+    [printed] = re.findall(said + r"\n\n```\n(.*?)```", PAGE, re.DOTALL)
     assert (done.stdout, done.returncode) == (printed, 0), done.stderr
 
 

@@ -5,23 +5,18 @@ import pytest
 
 from lossscale import errors
 
-DRAWN = re.compile(r"^(?P<indent>[│├└─ ]*)(?P<name>[A-Z]\w+)(?:\((?P<parents>[\w, ]+)\))?")
+DRAWN = re.compile(r"^(?P<indent>[│├└─ ]{0,12})(?P<name>[A-Z]\w+)(?:\((?P<parents>[\w, ]+)\))?")
 
 
 def drawn_parents():
     """The parents of every class in the tree of the module's docstring, by name."""
-    tree = errors.__doc__.split("```")[1]
-    parents, above = {}, []
-    for line in tree.strip("\n").splitlines():
-        match = DRAWN.match(line)
-        # The lines without a class continue the text beside the one before.
-        if not match or len(match["indent"]) > 12:
-            continue
-        depth = len(match["indent"])
-        above = [(d, name) for d, name in above if d < depth]
-        beside = re.split(r",\s*", match["parents"]) if match["parents"] else []
-        parents[match["name"]] = [name for _, name in above[-1:]] + beside
-        above.append((depth, match["name"]))
+    parents, at_depth = {}, {}
+    for match in map(DRAWN.match, errors.__doc__.split("```")[1].splitlines()):
+        if match:
+            depth, beside = len(match["indent"]) // 4, match["parents"]
+            at_depth[depth] = match["name"]
+            parents[match["name"]] = [at_depth[depth - 1]] if depth else []
+            parents[match["name"]] += beside.split(", ") if beside else []
     return parents
 
 

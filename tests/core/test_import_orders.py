@@ -86,6 +86,8 @@ for order in orders:
     before = frozenset(order[: order.index("lossscale")]) if len(order) > 1 else None
     for root in {"keras", "tf_keras"} & sys.modules.keys():
         library = sys.modules[root]
+        # The finder that registers the names leaves its loader as it was.
+        assert library.__spec__.loader.__class__.__name__ == "SourceFileLoader", root
         for name in NAMES:
             assert library.saving.get_registered_object(name) is not None, (order, root, name)
         for name, _ in makers():

@@ -106,11 +106,7 @@ ASKED = {
 BARE = """
 import sys
 absent, asked = %r
-class Bare:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in absent:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Bare())
+sys.modules |= dict.fromkeys(absent)
 import importlib.util
 found = importlib.util.find_spec
 importlib.util.find_spec = lambda name: None if name in absent else found(name)

@@ -1,7 +1,11 @@
 """What is taken from a framework that does not document it says so where it has gone."""
 
+import runpy
+
 import pytest
 
+from core.source_tree import PACKAGE
+from lossscale.common import private_names
 from lossscale.common.private_names import private_module, private_name
 from lossscale.errors import UnsupportedError
 
@@ -18,3 +22,39 @@ def test_a_name_that_is_gone_is_named_with_what_needs_it():
 def test_a_framework_that_is_not_installed_says_so_itself():
     with pytest.raises(ModuleNotFoundError, match="no_such_framework"):
         private_name("no_such_framework.src", "name", "be found", fallback=3)
+
+
+@pytest.mark.parametrize("framework", ["keras", "tensorflow", "tf_keras"])
+def test_this_release_of_a_framework_has_every_name(framework, monkeypatch):
+    """Fallbacks are for other releases: where one serves here, a name has moved unnoticed."""
+    pytest.importorskip(framework)
+
+    def without_fallback(module, name, purpose, fallback=None):
+        return private_name(module, name, purpose)
+
+    monkeypatch.setattr(private_names, "private_name", without_fallback)
+    runpy.run_path(str(PACKAGE / framework / "private_names.py"))
+
+
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
+def test_the_fallback_of_pytorch_does_the_same_in_two_passes(bad):
+    torch = pytest.importorskip("torch")
+    from lossscale.torch.overflow_check import _in_two_passes, _kernel
+
+    assert _kernel is not _in_two_passes
+    for check in (_kernel, _in_two_passes):
+        tensors = [torch.tensor([1.0, 2.0]), torch.tensor([4.0 if bad is None else bad])]
+        found = torch.zeros(())
+        check(tensors, found, torch.tensor(0.5))
+        assert bool(found) == (bad is not None)
+        assert tensors[0].tolist() == [0.5, 1.0]
+
+
+def test_a_step_that_a_scheduler_counts_is_pytorchs_own():
+    torch = pytest.importorskip("torch")
+    from lossscale.torch.fused import steps_as_torch
+
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert "step" in vars(optimizer)
+    assert steps_as_torch(optimizer)

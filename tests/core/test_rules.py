@@ -37,9 +37,6 @@ def run(rule, finite_steps, state=None):
     return pairs
 
 
-# --- how the scale moves
-
-
 def test_the_default_is_the_one_tensorflow_documents():
     rule = DynamicScale()
     assert rule.init() == ScaleState(2.0**15, 0)
@@ -121,8 +118,6 @@ def test_many_scales_move_at_once():
     assert after.good_steps.tolist() == [0, 0, 1]
 
 
-# --- arguments
-
 NOT_A_SCALE = [0, -1.0, math.inf, -math.inf, math.nan, "8", True, None, 2.0**127, 2.0**-127]
 NOT_AN_INTERVAL = [0, 0.0, -5, 2.5, math.nan, 2.0**31, True, "8", None, math.inf, 2**31]
 # float32 rounds the last two to a factor that moves nothing, or to nothing at all.
@@ -178,9 +173,6 @@ def test_good_arguments_are_kept_as_numbers_of_python():
         types = {field: type(value) for field, value in rule.get_config().items()}
         assert types.pop("growth_interval") is int
         assert set(types.values()) == {float}
-
-
-# --- a rule as an object
 
 
 def test_rules_are_frozen_and_equal_when_their_arguments_are_and_only_then():
@@ -329,9 +321,6 @@ def test_a_fixed_scale_takes_its_number_from_the_code_and_not_from_a_file():
     assert DynamicScale().loss_scale(stored) == 64
 
 
-# --- powers of two
-
-
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
@@ -350,9 +339,6 @@ def test_a_fixed_scale_takes_its_number_from_the_code_and_not_from_a_file():
 )
 def test_whether_only_powers_of_two_are_reached_is_known(rule, expected):
     assert rule.powers_of_two is expected
-
-
-# --- keywords of other classes
 
 
 @pytest.mark.parametrize(

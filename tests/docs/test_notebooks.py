@@ -1,8 +1,4 @@
-"""The notebooks of examples/notebooks run as they are, and print what is stored in them.
-
-Each runs in a kernel of its own, in the process of its backend. On two cores PyTorch takes 7
-seconds, Keras 11 and Flax 10; half of it is importing the framework.
-"""
+"""The notebooks of examples/notebooks run as they are, and print what is stored in them."""
 
 import os
 import pathlib

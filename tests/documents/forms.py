@@ -15,13 +15,7 @@ from lossscale import experimental
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """One documented class.
-
-    Attributes:
-        name: For test ids.
-        cls: The class.
-        takes_objects: Whether it takes a `LossScale`, and has one as its `loss_scale`.
-    """
+    """One documented class; one that takes a `LossScale` has one as its `loss_scale`."""
 
     name: str
     cls: Any
@@ -65,13 +59,3 @@ def everything(optimizer: Any, *variables: Any) -> list[np.ndarray]:
     """Returns the values of all variables that a step can change."""
     found = [*optimizer.variables, *optimizer.inner_optimizer.variables, *variables]
     return [np.array(tf.convert_to_tensor(variable)) for variable in found]
-
-
-def assert_same(before: list[np.ndarray], after: list[np.ndarray]) -> None:
-    assert len(before) == len(after)
-    for old, new in zip(before, after, strict=True):
-        np.testing.assert_array_equal(old, new)
-
-
-def number(value: Any) -> float:
-    return float(tf.convert_to_tensor(value))

@@ -1,8 +1,6 @@
 """Takes the code blocks out of a documentation page, as they stand there.
 
-The pages come from crawls that kept the text in different ways: some have their fences, some lost
-them and hold code as paragraphs among prose. Nothing here is guessed from a block's content
-beyond whether it is Python.
+The crawls kept the text in different ways: some lost the fences and hold code as paragraphs.
 """
 
 from __future__ import annotations
@@ -14,13 +12,7 @@ import re
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Code of a page.
-
-    Attributes:
-        text: The code, without the fence and without the space that some crawls put before its
-            first line.
-        kind: "signature", "doctest" or "code".
-    """
+    """Code of a page, without its fence; `kind` is "signature", "doctest" or "code"."""
 
     text: str
     kind: str

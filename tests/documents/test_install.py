@@ -199,63 +199,6 @@ def test_a_second_call_does_what_was_imported_since(monkeypatch):
     assert keras.src.trainers.trainer.LossScaleOptimizer is before
 
 
-@pytest.mark.parametrize(
-    ("module", "make"),
-    [
-        ("tf.keras.mixed_precision", lambda cls: cls(sgd(), initial_scale=8)),
-        (
-            "tf.keras.mixed_precision.experimental",
-            lambda cls: cls(sgd(), tf.mixed_precision.experimental.DynamicLossScale(8)),
-        ),
-        ("tf.compat.v1.keras.mixed_precision.experimental", lambda cls: cls(sgd(), 8)),
-    ],
-)
-def test_the_class_under_an_installed_name_serves_isinstance_and_from_config(module, make):
-    with lossscale.install():
-        cls = _resolve(f"{module}.LossScaleOptimizer")
-        optimizer = make(cls)
-        again = cls.from_config(optimizer.get_config())
-        for made in (optimizer, again):
-            assert isinstance(made, cls)
-            assert isinstance(made, tf.keras.mixed_precision.LossScaleOptimizer)
-            assert isinstance(made, tf.keras.optimizers.Optimizer)
-            assert isinstance(made, keras.optimizers.LossScaleOptimizer)
-        for other in (sgd(), keras.optimizers.LossScaleOptimizer(sgd())):
-            assert not isinstance(other, cls)
-        assert again.get_config() == optimizer.get_config()
-        assert again.inner_optimizer.get_config() == optimizer.inner_optimizer.get_config()
-        assert again.initial_scale == 8.0
-
-
-def test_a_subclass_of_an_installed_name_has_its_own_methods_and_the_inherited_ones():
-    with lossscale.install():
-
-        class Doubling(tf.keras.mixed_precision.LossScaleOptimizer):
-            def get_unscaled_gradients(self, grads):
-                return [2 * g for g in super().get_unscaled_gradients(grads)]
-
-        optimizer = Doubling(sgd(0.125))
-        assert isinstance(optimizer, Doubling)
-    (gradient,) = optimizer.get_unscaled_gradients([tf.constant(2.0**15)])
-    assert gradient == 2.0
-
-
-def test_objects_made_under_the_names_go_on_working_afterwards(var):
-    def loss_fn():
-        return var**2
-
-    with lossscale.install():
-        current = tf.keras.mixed_precision.LossScaleOptimizer(sgd())
-        older = tf.keras.mixed_precision.experimental.LossScaleOptimizer(sgd(), "dynamic")
-        current.minimize(loss_fn, [var])
-        assert var.numpy() == 0.5
-    current.minimize(loss_fn, [var])
-    assert var.numpy() == 0.25
-    older.minimize(loss_fn, [var])
-    assert var.numpy() == 0.125
-    assert older.loss_scale() == 2.0**15
-
-
 _USES_THE_NAMES = """
 opt = tf.keras.mixed_precision.experimental.LossScaleOptimizer(tf.keras.optimizers.SGD(0.25), 8)
 assert type(opt).__module__.startswith("lossscale"), type(opt)

@@ -1,14 +1,8 @@
-"""Runs the code of the documentation pages themselves, where the pages are at hand.
+"""Runs the code of the documentation pages, which stand beside the checkout and not in it.
 
-The pages stand beside the checkout, not in it. A block's text is run as it is. What a page
-leaves open is supplied:
-
-- names that no block defines: `tf`, `np`, `loss_fn`, `vars`, `gradients`, `loss_scale`, and for
-  one block `tape`, `loss` and `optimizer`;
-- `...`, which a page writes for what the reader has to fill in. The block is parsed, each
-  Ellipsis node is replaced by an expression from `_FILLED`, and nothing else is touched.
-
-A block that goes on from the one before runs in the namespace of that one.
+A block's text is run as it is, one that goes on from the one before in its namespace. What a page
+leaves open is supplied: names that no block defines (`_open_names`), and for `...`, which a page
+writes for what the reader has to fill in, an expression of `_FILLED`.
 """
 
 import ast
@@ -91,10 +85,6 @@ def _parsed(text):
     return tree.body
 
 
-def _execute(statements, namespace):
-    exec(compile(ast.Module(statements, type_ignores=[]), "<page>", "exec"), namespace)
-
-
 def _run(text, namespace):
     """Runs a block; a constant that stands alone is the printed value of the line before."""
     value, shown = None, []
@@ -106,24 +96,8 @@ def _run(text, namespace):
             case ast.Expr(expression):
                 value = eval(compile(ast.Expression(expression), "<page>", "eval"), namespace)
             case _:
-                _execute([statement], namespace)
+                exec(compile(ast.Module([statement], type_ignores=[]), "<page>", "exec"), namespace)
     return shown
-
-
-def _run_in_graph(text, namespace):
-    """Runs a block with its training step inside a `tf.function`, and returns that function.
-
-    The step is all from the first statement that is no assignment, with the objects it needs made,
-    to the call that applies gradients.
-    """
-    statements = _parsed(text)
-    start = [isinstance(statement, ast.Assign) for statement in statements].index(False)
-    applies = [re.search(r"\.(minimize|apply_gradients)\(", ast.unparse(s)) for s in statements]
-    end = [match is not None for match in applies].index(True) + 1
-    _execute(statements[:start], namespace)
-    step = tf.function(lambda: _execute(statements[start:end], namespace), autograph=False)
-    step()
-    return step
 
 
 def _open_names():
@@ -148,8 +122,6 @@ def _installed():
         yield
 
 
-# --- Steps ------------------------------------------------------------------------------------
-
 # The value of the variable, the number of steps, and the values that the page prints.
 _STEPS = {
     "minimize": (np.float32(0.8), 1, []),
@@ -165,39 +137,24 @@ _STEPS = {
     ("page", "name"),
     [(page, name) for page, names in _RUNNABLE.items() for name in names if name in _STEPS],
 )
-@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
-def test_a_step_runs_unedited_with_the_documented_result(page, name, in_graph):
+def test_a_step_runs_unedited_with_the_documented_result(page, name):
     code, (value, iterations, printed) = _code(page), _STEPS[name]
     # The pages that show values leave no name open.
     namespace = _open_names() if name in ("minimize", "tape") else {"tf": tf, "np": np}
-    start = 1.0
     if iterations == 2:
         (before,) = (text for other, text in code.items() if other.startswith("minimize"))
         _run(before, namespace)
-        start = namespace["var"].numpy()
-        assert start == 0.5
-    if in_graph:
-        step = _run_in_graph(code[name], namespace)
-    else:
-        assert _run(code[name], namespace) == printed
+        assert namespace["var"].numpy() == 0.5
+    assert _run(code[name], namespace) == printed
     opt = namespace["opt"]
     assert namespace["var"].numpy() == value
     assert opt.iterations == iterations
-    if in_graph:
-        step()
-        assert opt.iterations == iterations + 1
-        # Every step multiplies the variable, whose square is the loss, by the same.
-        assert namespace["var"].numpy() == pytest.approx(value * value / start)
-        assert step.experimental_get_tracing_count() == 1
-    elif name == "tape":
+    if name == "tape":
         assert namespace["scaled_loss"].numpy() == 2.0**15
         assert [float(g) for g in namespace["scaled_grads"]] == [2.0**16]
         assert [float(g) for g in namespace["grads"]] == [2.0]
         assert opt.loss_scale._bound_state().variables["good_steps"] == 1
         assert isinstance(opt, experimental.LossScaleOptimizer)
-
-
-# --- Other blocks -----------------------------------------------------------------------------
 
 
 def _pseudocode(block):
@@ -303,6 +260,3 @@ def test_no_block_is_overlooked(page):
     call = r"\bopt\.minimize\(|\bapply_gradients\(\w*\("
     lines = [line for line in _text(page).splitlines() if re.search(call, line)]
     assert len(lines) == sum(len(re.findall(call, text)) for text in _code(page).values())
-
-
-# --- Signatures, members and names ------------------------------------------------------------

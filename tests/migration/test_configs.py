@@ -1,7 +1,4 @@
-"""Every dictionary that a release of TensorFlow wrote becomes an optimizer of ours.
-
-One that is none says so, whatever part of it is malformed.
-"""
+"""Every dictionary that a release of TensorFlow wrote becomes an optimizer of ours, or an error."""
 
 import copy
 import json
@@ -53,19 +50,16 @@ def loss_scale(name, **config):
     return {"loss_scale": {"class_name": name, "config": config}}
 
 
+def dynamic(multiplier):
+    settings = {"initial_loss_scale": 8.0, "increment_period": 3, "multiplier": multiplier}
+    return loss_scale("DynamicLossScale", **settings)
+
+
 DYNAMIC_4 = DynamicScale(8.0, 3, growth_factor=4.0, backoff_factor=0.25)
 # What stands around it, with the key of the inner optimizer and the rule that is meant.
 OUTERS = {
-    "2.0 dynamic": (
-        "optimizer",
-        loss_scale("DynamicLossScale", initial_loss_scale=8.0, increment_period=3, multiplier=2.0),
-        DynamicScale(8.0, 3),
-    ),
-    "2.0 multiplier": (
-        "optimizer",
-        loss_scale("DynamicLossScale", initial_loss_scale=8.0, increment_period=3, multiplier=4.0),
-        DYNAMIC_4,
-    ),
+    "2.0 dynamic": ("optimizer", dynamic(2.0), DynamicScale(8.0, 3)),
+    "2.0 multiplier": ("optimizer", dynamic(4.0), DYNAMIC_4),
     "2.0 fixed": ("optimizer", loss_scale("FixedLossScale", loss_scale_value=8.0), FixedScale(8.0)),
     "2.4 dynamic": (
         "inner_optimizer",
@@ -81,12 +75,11 @@ OUTERS = {
         "inner_optimizer",
         {
             **dict.fromkeys(["weight_decay", "clipnorm", "global_clipnorm", "clipvalue"]),
+            **dict.fromkeys(["ema_overwrite_frequency", "gradient_accumulation_steps"]),
             "use_ema": False,
             "ema_momentum": 0.99,
-            "ema_overwrite_frequency": None,
-            "name": "loss_scale_optimizer",
             "loss_scale_factor": None,
-            "gradient_accumulation_steps": None,
+            "name": "loss_scale_optimizer",
             "initial_scale": 8.0,
             "dynamic_growth_steps": 3,
         },
@@ -196,14 +189,8 @@ def test_schedules_give_the_same_rates(name, family):
 
 
 def from_inner(name, **settings):
-    return LossScaleOptimizer.from_config(
-        {
-            "inner_optimizer": {"class_name": name, "config": settings},
-            "dynamic": True,
-            "initial_scale": 8.0,
-            "dynamic_growth_steps": 3,
-        }
-    )
+    inner = {"class_name": name, "config": settings}
+    return LossScaleOptimizer.from_config({"inner_optimizer": inner, **OUTERS["2.4 dynamic"][1]})
 
 
 def test_rates_of_other_forms():
@@ -295,8 +282,6 @@ def test_beside_keras_3_each_optimizer_gets_its_own_class(optimizers):
     older.minimize(lambda: variable**2, [variable])
     assert float(variable) == 0.5
 
-
-# --- Malformed ones, in every wrapper -------------------------------------------------------------
 
 PLAIN_SGD = {"class_name": "SGD", "config": {"learning_rate": 0.1}}
 WRAPPERS = {

@@ -19,9 +19,6 @@ ZOO = FIXTURES / "zoo" / "2.15.1"
 ZIPPED, HDF5 = ZOO / "s_dense_new.keras", ZOO / "s_dense_new.h5"
 
 
-# --- .keras files ---------------------------------------------------------------------------------
-
-
 def flipped(path, numbers):
     return (damaged.flipped(path.read_bytes(), number) for number in numbers)
 
@@ -64,9 +61,6 @@ def test_damage_is_refused_by_an_error_of_ours(name, tmp_path):
             read(path)
             readable += 1
     assert 0 < readable < most
-
-
-# --- HDF5 files, which can end the process that reads them ----------------------------------------
 
 
 def read_in_a_child(path, folder, count):

@@ -1,7 +1,4 @@
-"""Every kind of layer of Keras 2 goes on in Keras 3, with tf_keras as the witness.
-
-What Keras 3 cannot do is refused by the name of the layer, or made of what the caller gives.
-"""
+"""Every kind of layer of Keras 2 goes on in Keras 3 as in tf_keras, or is refused by its name."""
 
 import keras
 import numpy as np
@@ -250,9 +247,6 @@ def test_training_goes_on(name, tmp_path):
     restore_checkpoint(path, model=same)
     support.assert_held(same, values)
     assert support.number(same.optimizer.loss_scale) == 8.0
-
-
-# --- What Keras 3 cannot do is refused by name, or made of what the caller gives ------------------
 
 
 def of(layer, *shape, **arguments):

@@ -143,8 +143,6 @@ def assert_same(mine, theirs, shapes):
             np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-# --- Files of TensorFlow 2.15 ---------------------------------------------------------------------
-
 WRITTEN = {"eq": equal_layers, "drop": with_dropout, "lstm": with_lstm}
 
 
@@ -159,9 +157,6 @@ def test_a_real_saved_model(name, module, frozen):
     found = [w for layer in model.layers for w in layer.get_weights()]
     support.assert_equal(found, expected)
     assert restored.variables == len(expected)
-
-
-# --- Every kind of layer, frozen or not -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -222,35 +217,26 @@ def test_the_optimizer_of_a_frozen_model_goes_on_from_every_form(module, family,
         assert support.number(mine.optimizer.loss_scale) == 32.0
 
 
-# --- What does not fit is named, and nothing is changed -------------------------------------------
+def dense(layers, *units):
+    return [layers.Dense(each) for each in units]
 
 
 MISFITS = {
     "no bias": (
-        lambda layers: [
-            layers.Dense(5, name="a", use_bias=False),
-            *(layers.Dense(5) for _ in range(3)),
-        ],
+        lambda layers: [layers.Dense(5, name="a", use_bias=False), *dense(layers, 5, 5, 5)],
         r"layer_with_weights-0/bias, 'a/bias', does not exist in the layer 'a'",
     ),
     "another order": (
         lambda layers: [layers.Dense(5, name=n) for n in ("b", "a", "c", "other")],
         "the layer 'a' is at another position than in this model, which has 'b' there",
     ),
-    "too few": (
-        lambda layers: [layers.Dense(5, name="a")],
-        "4 layers with weights, this one has 1",
-    ),
+    "too few": (lambda layers: dense(layers, 5), "4 layers with weights, this one has 1"),
     "too large": (
-        lambda layers: [layers.Dense(n) for n in (5, 7, 6, 5)],
+        lambda layers: dense(layers, 5, 7, 6, 5),
         r"root/layer_with_weights-1/kernel has shape \(5, 5\) in the file and \(5, 7\) here",
     ),
     "more variables": (
-        lambda layers: [
-            *(layers.Dense(5) for _ in range(3)),
-            layers.Reshape((5, 1)),
-            layers.LSTM(1),
-        ],
+        lambda layers: [*dense(layers, 5, 5, 5), layers.Reshape((5, 1)), layers.LSTM(1)],
         "contains no value for the variable|does not exist in the layer",
     ),
 }

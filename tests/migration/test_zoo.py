@@ -167,9 +167,6 @@ def test_equal_rows_of_an_embedding_are_squared_one_by_one_in_keras_3(release):
         assert_as_recorded(path, model, "p2", 1e-3)
 
 
-# --- In tf_keras ----------------------------------------------------------------------------------
-
-
 def assert_the_same(model, same):
     for one, other in ((model, same), (model.optimizer, same.optimizer)):
         support.assert_equal(one.get_weights(), other.get_weights())

@@ -31,9 +31,3 @@ def mixed_float16():
     import keras
 
     keras.mixed_precision.set_global_policy("mixed_float16")
-
-
-@pytest.fixture
-def two_replicas():
-    """A strategy of two replicas."""
-    return two_devices.strategy()

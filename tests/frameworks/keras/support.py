@@ -54,19 +54,23 @@ def native(targets):
     return [v.value for v in targets]
 
 
+def taken(targets, gradients, scale=lambda loss: loss):
+    """Returns the gradients of a scaled loss whose own gradients are given."""
+    with tf.GradientTape() as tape:
+        loss = scale(loss_with_gradients(targets, gradients))
+    return tape.gradient(loss, native(targets))
+
+
 def step_by_scale_loss(optimizer, targets, gradients, **arguments):
     """One step in the way of Keras' trainer, with arguments of `apply_gradients`."""
-    with tf.GradientTape() as tape:
-        loss = optimizer.scale_loss(loss_with_gradients(targets, gradients))
-    found = tape.gradient(loss, native(targets))
+    found = taken(targets, gradients, optimizer.scale_loss)
     optimizer.apply_gradients(zip(found, targets, strict=True), **arguments)
 
 
 def step_by_documented_calls(optimizer, targets, gradients, **arguments):
     """One step in the way of TensorFlow's pages, with arguments of `apply_gradients`."""
-    with tf.GradientTape() as tape:
-        loss = optimizer.get_scaled_loss(loss_with_gradients(targets, gradients))
-    found = optimizer.get_unscaled_gradients(tape.gradient(loss, native(targets)))
+    found = taken(targets, gradients, optimizer.get_scaled_loss)
+    found = optimizer.get_unscaled_gradients(found)
     optimizer.apply_gradients(zip(found, targets, strict=True), **arguments)
 
 
@@ -77,9 +81,7 @@ def step_by_minimize(optimizer, targets, gradients):
 
 def step_by_apply(optimizer, targets, gradients):
     """One step in the way of Keras 3's other training entry."""
-    with tf.GradientTape() as tape:
-        loss = optimizer.scale_loss(loss_with_gradients(targets, gradients))
-    optimizer.apply(tape.gradient(loss, native(targets)), targets)
+    optimizer.apply(taken(targets, gradients, optimizer.scale_loss), targets)
 
 
 STEPS = {
@@ -92,10 +94,7 @@ STEPS = {
 
 def plain_step(optimizer, targets, gradients):
     """One step of an optimizer without loss scaling."""
-    with tf.GradientTape() as tape:
-        loss = loss_with_gradients(targets, gradients)
-    found = tape.gradient(loss, native(targets))
-    optimizer.apply_gradients(zip(found, targets, strict=True))
+    optimizer.apply_gradients(zip(taken(targets, gradients), targets, strict=True))
 
 
 def small_model(inputs=4, units=8):

@@ -20,6 +20,7 @@ from frameworks.keras.support import (
     wrapped,
 )
 from lossscale import FixedScale, experimental
+from lossscale.errors import UnsupportedError
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 START = np.array([1.0, -2.0], "float32")
@@ -90,9 +91,6 @@ def how(request):
     return request.param
 
 
-# --- One replica overflows ------------------------------------------------------------------------
-
-
 def test_overflow_on_one_replica_is_skipped_on_both(two_replicas, how, in_function):
     def make():
         return wrapped(SGD(0.5, momentum=0.5), dynamic_growth_steps=2)
@@ -125,9 +123,6 @@ def test_overflow_on_one_replica_is_skipped_on_both(two_replicas, how, in_functi
     assert status(loop.optimizer) == Status(
         scale=2.0**13, counter=0, skipped=3, last=False, iterations=6, applied=3
     )
-
-
-# --- What is applied ------------------------------------------------------------------------------
 
 
 GRADIENTS = [(0.5, 0.25), (-1.0, 0.125), (2.0, 2.0), (0.0, -0.5)]
@@ -209,31 +204,27 @@ def test_sparse_gradients_of_the_replicas_are_summed(two_replicas, in_function):
 
     def replica_step(row, multiplier):
         with tf.GradientTape() as tape:
-            loss = optimizer.scale_loss(
-                tf.reduce_sum(tf.gather(table.value, [row, 3]) * multiplier)
-            )
+            rows = tf.gather(table.value, [row, 3])
+            loss = optimizer.scale_loss(tf.reduce_sum(rows * multiplier))
         gradient = tape.gradient(loss, table.value)
         assert isinstance(gradient, tf.IndexedSlices)
         optimizer.apply_gradients([(gradient, table)])
 
     def run(*multipliers):
-        def on_each(*given):
-            return two_replicas.experimental_distribute_values_from_function(
-                lambda context: tf.constant(given[context.replica_id_in_sync_group])
+        given = [
+            two_replicas.experimental_distribute_values_from_function(
+                lambda context, each=each: tf.constant(each[context.replica_id_in_sync_group])
             )
-
-        two_replicas.run(replica_step, args=(on_each(0, 1), on_each(*multipliers)))
+            for each in ((0, 1), multipliers)
+        ]
+        two_replicas.run(replica_step, args=given)
 
     run = tf.function(run) if in_function else run
     run(0.5, 0.25)
     run(0.5, INF)
     (found,) = same_on_both([table], two_replicas)
-    np.testing.assert_array_equal(
-        found, np.ones([4, 2], "f") - 0.5 * np.array([[0.5], [0.25], [0.0], [0.75]], "f")
-    )
-
-
-# --- Differentiating in one run and applying in another -------------------------------------------
+    moved = 0.5 * np.array([[0.5], [0.25], [0.0], [0.75]], "f")
+    np.testing.assert_array_equal(found, np.ones([4, 2], "f") - moved)
 
 
 # On one replica each place stands with each way of stepping.
@@ -299,44 +290,31 @@ def test_a_loss_that_was_scaled_outside_the_replicas_is_known_inside(two_replica
     np.testing.assert_array_equal(found, START - 0.5 * 2 * np.array([0.5, 0.25], "f"))
 
 
-# --- fit ------------------------------------------------------------------------------------------
-
-
 ONE_DEVICE = tf.distribute.OneDeviceStrategy("/cpu:0")
 
 
-def fitted(strategy, make, x, y, **arguments):
-    with strategy.scope():
-        model = small_model()
-        model.compile(make(), "mse", **arguments)
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    return model
+def wrapped_adam(rate):
+    return wrapped(Adam(rate))
 
 
-@pytest.mark.parametrize("is_one_device", [False, True], ids=["two_replicas", "one_device"])
-def test_fit_skips_what_one_replica_cannot_use(two_replicas, is_one_device):
-    strategy, mode = two_replicas, {"jit_compile": False}
-    if is_one_device:
-        strategy, mode = ONE_DEVICE, {"run_eagerly": True}
+def test_fit_skips_what_one_replica_cannot_use(two_replicas):
     x, y = data(40)
     bad = x.copy()
     # Of a batch of 8, replica 0 gets the first four rows and replica 1 the others.
     bad[8:12] = NAN
     bad[28:32] = INF
     kept = np.r_[0:8, 16:24, 32:40]
-    plain = fitted(strategy, lambda: Adam(0.05), x[kept], y[kept], **mode)
-    ours = fitted(strategy, lambda: wrapped(Adam(0.05)), bad, y, **mode)
-    assert_same(
-        same_on_both(ours.trainable_variables, strategy),
-        same_on_both(plain.trainable_variables, strategy),
-    )
-    same_on_both(ours.optimizer.variables, strategy)
-    assert status(ours.optimizer) == Status(
+    models = []
+    for optimizer, inputs, targets in ((Adam, x[kept], y[kept]), (wrapped_adam, bad, y)):
+        with two_replicas.scope():
+            models.append(small_model())
+            models[-1].compile(optimizer(0.05), "mse", jit_compile=False)
+        models[-1].fit(inputs, targets, batch_size=8, shuffle=False, verbose=0)
+    assert_same(*(same_on_both(model.trainable_variables, two_replicas) for model in models))
+    same_on_both(models[1].optimizer.variables, two_replicas)
+    assert status(models[1].optimizer) == Status(
         scale=2.0**13, counter=1, skipped=2, last=False, iterations=5, applied=3
     )
-
-
-# --- Other strategies and mistakes ----------------------------------------------------------------
 
 
 def test_one_device_strategy_trains_and_skips(how, in_function):
@@ -366,3 +344,15 @@ def test_a_strategy_that_does_not_work_is_refused_at_once():
     strategy = tf.distribute.experimental.CentralStorageStrategy()
     with strategy.scope(), pytest.raises(ValueError, match=r"CentralStorageStrategy.*Supported"):
         wrapped()
+
+
+@pytest.mark.filterwarnings("ignore::lossscale.LossScaleWarning")
+def test_a_keras_whose_sum_over_replicas_is_elsewhere_does_not_sum_twice_in_silence(monkeypatch):
+    weight, optimizer = keras.Variable(START), wrapped()
+    base = next(c for c in SGD.__mro__ if "_all_reduce_sum_gradients" in vars(c))
+    monkeypatch.delattr(base, "_all_reduce_sum_gradients")
+    with pytest.raises(
+        UnsupportedError, match=r"SGD\._all_reduce_sum_gradients.* to apply gradien"
+    ):
+        optimizer.apply_gradients([(tf.ones(2), weight)], skip_gradients_aggregation=True)
+    np.testing.assert_array_equal(weight.numpy(), START)

@@ -16,11 +16,10 @@ from frameworks.keras.support import (
     assert_same,
     gradients_for,
     loss_scale_warnings,
-    loss_with_gradients,
-    native,
     plain_step,
     spoiled,
     status,
+    taken,
     values,
     variables,
     wrapped,
@@ -39,9 +38,6 @@ IN_XLA = "scale apply:a minimize:a apply:b hand unscale:ab unscaled:a unscaled:b
 # Which gradients are scaled is found out before any rule is asked, and a step that branches takes
 # several times as long to trace.
 FIXED = lossscale.FixedScale(2.0**15)
-
-
-# --- All in one function --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("program", ALL)
@@ -73,9 +69,6 @@ def test_a_long_program_in_xla_and_in_a_loop(kind):
         step()
     assert run.gone() == expected(program, 2)
     assert messages == []
-
-
-# --- Halves in different graphs -------------------------------------------------------------------
 
 
 def plain(function):
@@ -201,8 +194,6 @@ def test_a_half_that_is_traced_again_is_given_gradients_of_the_kind_as_before():
     assert run.gone() == {"a": -3.0, "b": 0.25}
 
 
-# --- Both ways of stepping on one optimizer -------------------------------------------------------
-
 START = (np.linspace(-1, 1, 6).reshape(2, 3), np.array([0.5, -0.25]))
 
 
@@ -216,9 +207,7 @@ def stepper(optimizer, targets, way, place):
 
     @first
     def differentiate(*gradients):
-        with tf.GradientTape() as tape:
-            loss = scale(loss_with_gradients(targets, gradients))
-        return unscale(tape.gradient(loss, native(targets)))
+        return unscale(taken(targets, gradients, scale))
 
     @second
     def apply(*found):
@@ -297,9 +286,6 @@ def test_ways_of_stepping_can_alternate_in_one_program_and_none_is_traced_twice(
     assert messages == []
     if in_function:
         assert [step.experimental_get_tracing_count() for step in steps.values()] == [1] * 4
-
-
-# --- Replicas -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])

@@ -1,7 +1,4 @@
-"""What is saved comes back exactly, in every format.
-
-That a new process goes on from it in the same way is shown in tests/backends/test_files.py.
-"""
+"""What is saved comes back exactly, in every format (in a new process: backends/test_files.py)."""
 
 import copy
 import functools
@@ -83,9 +80,6 @@ def trained_around(name):
 def assert_equal_state(left, right):
     assert status(left) == status(right)
     assert_same(values(left.variables), values(right.variables))
-
-
-# --- Every format ---------------------------------------------------------------------------------
 
 
 def restored(model, name, form, folder):
@@ -212,19 +206,16 @@ def test_a_copy_of_a_trained_optimizer_has_its_state_and_a_life_of_its_own():
     other = copy.deepcopy(optimizer)
     for each in (again, other):
         assert_equal_state(each, optimizer)
-
     start, before = values(targets), values(optimizer.variables)
-    step_by_scale_loss(other, targets, STEPS[4])
-    moved = values(targets)
-    assert_same(values(optimizer.variables), before)
-    for target, value in zip(targets, start, strict=True):
-        target.assign(value)
-    step_by_scale_loss(optimizer, targets, STEPS[4])
-    assert_same(values(targets), moved)
+    ends = []
+    for each in (other, optimizer):
+        assert_same(values(optimizer.variables), before)
+        for target, value in zip(targets, start, strict=True):
+            target.assign(value)
+        step_by_scale_loss(each, targets, STEPS[4])
+        ends.append(values(targets))
+    assert_same(*ends)
     assert_equal_state(other, optimizer)
-
-
-# --- What a file may not do -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

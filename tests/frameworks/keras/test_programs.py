@@ -1,7 +1,4 @@
-"""What was written before and elsewhere: old programs, the page of loops, examples in docstrings.
-
-The programs are of the years of TensorFlow 2.2 to 2.11 and run unedited on Keras 3.
-"""
+"""Old programs run unedited on Keras 3; the page of loops, and the examples in docstrings."""
 
 import doctest
 import importlib
@@ -27,10 +24,6 @@ MODULES = ["lossscale.keras"] + [
 WITH_EXAMPLES = {"lossscale.keras", "lossscale.keras.arguments"}
 
 
-def test_the_programs_are_found():
-    assert len(old_programs.PROGRAMS) >= 6
-
-
 @pytest.mark.filterwarnings(old_programs.IGNORED_WARNINGS)
 @old_programs.every_program
 def test_an_old_program_learns(name, caplog, capsys, monkeypatch, two_replicas):
@@ -51,6 +44,15 @@ def test_only_the_users_functions_are_translated():
     autographs.assert_only_the_users_functions_are_translated(keras.optimizers)
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_print_what_they_show(name):
+    module = importlib.import_module(name)
+    names = {**vars(module), "keras": keras, "tf": tf, "lossscale": lossscale}
+    failed, tried = doctest.testmod(module, globs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert failed == 0
+    assert (tried > 0) == (name in WITH_EXAMPLES)
+
+
 def test_the_examples_of_the_wrappers_own_verbs_print_what_they_show():
     names = {"keras": keras, "tf": tf, "lossscale": lossscale}
     cls = lossscale.keras.LossScaleOptimizer
@@ -59,12 +61,3 @@ def test_the_examples_of_the_wrappers_own_verbs_print_what_they_show():
     results = [doctest.DocTestRunner().run(each) for each in examples]
     assert sum(each.attempted for each in results) >= 10
     assert not any(each.failed for each in results)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_the_examples_print_what_they_show(name):
-    module = importlib.import_module(name)
-    names = {**vars(module), "keras": keras, "tf": tf, "lossscale": lossscale}
-    failed, tried = doctest.testmod(module, globs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
-    assert failed == 0
-    assert (tried > 0) == (name in WITH_EXAMPLES)

@@ -1,11 +1,6 @@
-"""Settings, counters, rules of the user's, and the errors of wrapping.
+"""Settings, counters, rules of the user's, and the errors of wrapping."""
 
-What the documents say of them is shown in tests/documents, for both documented classes.
-"""
-
-import dataclasses
 import gc
-from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -27,12 +22,9 @@ from frameworks.keras.support import (
     variables,
     wrapped,
 )
-from lossscale import DynamicScale, FixedScale, ScaleRule
+from lossscale import DynamicScale, FixedScale
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
-
-
-# --- The settings of the optimizer inside ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "lr"])
@@ -78,29 +70,28 @@ def test_what_a_property_of_the_inner_optimizer_says_is_said():
         _ = wrapped(Failing()).gauge
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "before", "after"),
-    [
-        (lambda: SGD(momentum=0.5), "momentum", 0.5, 0.25),
-        (lambda: SGD(nesterov=True, momentum=0.5), "nesterov", True, False),
-        (lambda: Adam(beta_1=0.75), "beta_1", 0.75, 0.5),
-        (lambda: Adam(epsilon=0.5), "epsilon", 0.5, 0.25),
-        (lambda: Adam(clipnorm=0.5), "clipnorm", 0.5, None),
-        (lambda: Adam(), "clipnorm", None, 0.5),
-        (lambda: Adam(global_clipnorm=0.5), "global_clipnorm", 0.5, 2.0),
-        (lambda: Adam(clipvalue=0.5), "clipvalue", 0.5, 2.0),
-        (lambda: keras.optimizers.AdamW(weight_decay=0.5), "weight_decay", 0.5, 0.25),
-        (lambda: Adam(use_ema=True), "use_ema", True, False),
-        (lambda: Adam(use_ema=True, ema_momentum=0.5), "ema_momentum", 0.5, 0.25),
-        (lambda: Adam(gradient_accumulation_steps=2), "gradient_accumulation_steps", 2, 4),
-    ],
-)
-def test_settings_read_and_write_through(make, name, before, after):
-    optimizer = wrapped(make())
-    assert getattr(optimizer, name) == before
+SETTINGS = [
+    (SGD, {"momentum": 0.5}, 0.25),
+    (SGD, {"momentum": 0.5, "nesterov": True}, False),
+    (Adam, {"beta_1": 0.75}, 0.5),
+    (Adam, {"epsilon": 0.5}, 0.25),
+    (Adam, {"clipnorm": 0.5}, None),
+    (Adam, {"clipnorm": None}, 0.5),
+    (Adam, {"global_clipnorm": 0.5}, 2.0),
+    (Adam, {"clipvalue": 0.5}, 2.0),
+    (keras.optimizers.AdamW, {"weight_decay": 0.5}, 0.25),
+    (Adam, {"use_ema": True}, False),
+    (Adam, {"use_ema": True, "ema_momentum": 0.5}, 0.25),
+    (Adam, {"gradient_accumulation_steps": 2}, 4),
+]
+
+
+@pytest.mark.parametrize(("cls", "settings", "after"), SETTINGS, ids=str)
+def test_settings_read_and_write_through(cls, settings, after):
+    optimizer, (*_, name) = wrapped(cls(**settings)), settings
+    assert getattr(optimizer, name) == settings[name]
     setattr(optimizer, name, after)
-    assert getattr(optimizer, name) == after
-    assert getattr(optimizer.inner_optimizer, name) == after
+    assert getattr(optimizer, name) == getattr(optimizer.inner_optimizer, name) == after
     assert name not in vars(optimizer)
 
 
@@ -129,9 +120,6 @@ def test_variables_are_excluded_from_weight_decay(by):
     assert (kernel.numpy().item(), bias.numpy().item()) == (0.75, 1.0)
 
 
-# --- The counters ---------------------------------------------------------------------------------
-
-
 def test_counters_are_numbers_on_replicas(two_replicas):
     with two_replicas.scope():
         optimizer, targets = wrapped(initial_scale=8), variables([0.0])
@@ -156,25 +144,18 @@ def test_counters_are_numbers_on_replicas(two_replicas):
     assert "value=3" in repr(optimizer.iterations)
 
 
-def step_with(optimizer, targets, *gradients):
-    for gradient in gradients:
-        step_by_scale_loss(optimizer, targets, [np.full(targets[0].shape, gradient, "f")])
-
-
-def counts(optimizer):
-    """All iterations, and those that were applied."""
-    return status(optimizer).iterations, status(optimizer).applied
-
-
 def test_an_assignment_to_the_counter_inside_is_followed_after_the_next_step():
-    targets = variables([0.0])
-    optimizer = wrapped(Adam())
-    step_with(optimizer, targets, 1.0, INF)
+    targets, optimizer = variables([0.0]), wrapped(Adam())
+
+    def step(*gradients):
+        for gradient in gradients:
+            step_by_scale_loss(optimizer, targets, [np.array([gradient], "f")])
+        return status(optimizer).iterations, status(optimizer).applied
+
+    step(1.0, INF)
     optimizer.inner_optimizer.iterations.assign(50)
-    step_with(optimizer, targets, 1.0)
-    assert counts(optimizer) == (52, 51)
-    step_with(optimizer, targets, INF)
-    assert counts(optimizer) == (53, 51)
+    assert step(1.0) == (52, 51)
+    assert step(INF) == (53, 51)
 
 
 def test_a_used_optimizer_can_be_wrapped_and_goes_on():
@@ -195,46 +176,20 @@ def test_a_used_optimizer_can_be_wrapped_and_goes_on():
     assert_same(*results)
 
 
-# --- Rules of the user's --------------------------------------------------------------------------
-
-
-class PatientState(NamedTuple):
-    scale: Any
-    good_steps: Any
-    bad_steps: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Patient(ScaleRule):
-    """Halves the scale only after `patience` bad steps with no good one between them."""
-
-    patience: int
-
-    def init(self):
-        return PatientState(scale=64.0, good_steps=0, bad_steps=0)
-
-    def update(self, state, seen, *, xp):
-        bad = xp.where(seen.finite, 0, state.bad_steps + 1)
-        out = bad >= self.patience
-        return PatientState(
-            scale=xp.where(out, state.scale * 0.5, state.scale),
-            good_steps=xp.where(seen.finite, state.good_steps + 1, 0),
-            bad_steps=xp.where(out, 0, bad),
-        )
-
-    def get_config(self):
-        return dataclasses.asdict(self)
+class Patient(DynamicScale):
+    """A class that nothing knows by its name."""
 
 
 def test_a_rule_of_the_user_is_saved_and_loaded_with_its_state(tmp_path):
-    model, optimizer = small_model(), wrapped(rule=Patient(3))
+    rule = Patient(64.0, overflows_before_backoff=3)
+    model, optimizer = small_model(), wrapped(rule=rule)
     model.compile(optimizer, "mse", jit_compile=False)
     x = np.full([2, 4], NAN)
     model.fit(x, np.ones([2, 1]), batch_size=1, verbose=0)
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras", custom_objects={"Patient": Patient})
-    assert loaded.optimizer.rule == Patient(3)
-    # Two bad steps are in the file: one more is the third.
+    assert loaded.optimizer.rule == rule
+    # Two overflows in a row are in the file: one more is the third.
     loaded.fit(x[:1], np.ones([1, 1]), verbose=0)
     assert float(loaded.optimizer.loss_scale) == 32.0
     assert int(loaded.optimizer.steps_skipped) == 3
@@ -246,10 +201,10 @@ def test_a_rule_is_found_among_those_that_keras_knows_or_named_in_an_error():
         pass
 
     from_config = lossscale.LossScaleOptimizer.from_config
-    loaded = from_config(wrapped(rule=Registered(3)).get_config())
-    assert loaded.rule == Registered(3)
+    loaded = from_config(wrapped(rule=Registered(8.0)).get_config())
+    assert loaded.rule == Registered(8.0)
     with pytest.raises(ValueError, match=r"custom_objects=\{'Patient': Patient\}"):
-        from_config(wrapped(rule=Patient(3)).get_config())
+        from_config(wrapped(rule=Patient(8.0)).get_config())
 
 
 @pytest.mark.parametrize(
@@ -275,9 +230,6 @@ def test_a_configuration_makes_the_same_optimizer(arguments):
     assert second.get_config() == config
 
 
-# --- Wrapping -------------------------------------------------------------------------------------
-
-
 def test_the_inner_optimizer_can_be_wrapped_again_once_its_wrapper_is_gone():
     inner = SGD()
     first = wrapped(inner)
@@ -288,12 +240,10 @@ def test_the_inner_optimizer_can_be_wrapped_again_once_its_wrapper_is_gone():
     assert wrapped(inner, initial_scale=8.0).inner_optimizer is inner
 
 
-def test_keras_own_class_around_ours_is_refused():
-    optimizer = wrapped()
+def test_keras_own_class_around_ours_is_refused_and_ours_works_on():
+    optimizer, targets = wrapped(), variables([1.0])
     with pytest.raises(TypeError, match="Use this LossScaleOptimizer without Keras' class"):
         keras.optimizers.LossScaleOptimizer(optimizer)
-    targets = variables([1.0])
-    optimizer.build(targets)
     step_by_scale_loss(optimizer, targets, [np.array([0.5])])
     assert targets[0].numpy()[0] == 0.5
 
@@ -325,27 +275,19 @@ def test_wrong_arguments_are_errors_that_leave_the_optimizer_free(arguments, err
 
 def test_the_wrapper_is_no_bigger_than_it_says():
     optimizer = wrapped(Adam())
-    assert [v.name for v in optimizer.variables] == [
-        "step_counter",
-        "dynamic_scale",
-        "steps_skipped",
-        "last_step_skipped",
-        "iteration",
-        "iteration",
-        "learning_rate",
-    ]
+    own = ["step_counter", "dynamic_scale", "steps_skipped", "last_step_skipped", "iteration"]
+    assert [v.name for v in optimizer.variables] == [*own, "iteration", "learning_rate"]
     assert optimizer.variables() == optimizer.variables
 
 
-def test_a_scale_that_was_set_from_outside_to_nonsense_comes_back():
-    targets = variables([1.0])
-    for nonsense in (INF, NAN, 0.0):
-        optimizer = wrapped(SGD(0.5))
-        optimizer.dynamic_scale.assign(nonsense)
-        for gradient in (1.0, 1.0, 1.0):
-            step_by_documented_calls(optimizer, targets, [np.array([gradient], "f")])
-        assert np.isfinite(targets[0].numpy()).all()
-        assert 1 <= float(optimizer.loss_scale) <= 2.0**126
+@pytest.mark.parametrize("nonsense", [INF, NAN, 0.0])
+def test_a_scale_that_was_set_from_outside_to_nonsense_comes_back(nonsense):
+    targets, optimizer = variables([1.0]), wrapped(SGD(0.5))
+    optimizer.dynamic_scale.assign(nonsense)
+    for _ in range(3):
+        step_by_documented_calls(optimizer, targets, [np.array([1.0], "f")])
+    assert np.isfinite(targets[0].numpy()).all()
+    assert 1 <= float(optimizer.loss_scale) <= 2.0**126
 
 
 @pytest.mark.parametrize("name", ["dynamic_scale", "step_counter"])

@@ -1,7 +1,4 @@
-"""Subclasses of ours, and optimizers of one's own inside of it.
-
-That the verbs call what a subclass overrides is in tests/conformance/test_subclasses.py.
-"""
+"""Subclasses of ours, and optimizers of one's own inside (see conformance/test_subclasses.py)."""
 
 import copy
 import itertools
@@ -25,9 +22,6 @@ from frameworks.keras.support import (
 from lossscale import experimental
 
 SGD = keras.optimizers.SGD
-
-
-# --- What an optimizer inside overrides -----------------------------------------------------------
 
 
 class Halving(SGD):
@@ -56,9 +50,6 @@ def test_apply_gradients_of_the_inner_optimizer_is_called_on_a_step_that_is_appl
         run(tf.constant([gradient]))
         assert weight.numpy() == expected
     assert status(optimizer).applied == 2
-
-
-# --- Attributes of one's own, and files ----------------------------------------------------------
 
 
 class Counting(lossscale.keras.LossScaleOptimizer):

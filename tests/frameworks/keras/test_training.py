@@ -20,7 +20,6 @@ from frameworks.keras.support import (
     spoiled,
     status,
     step_by_apply,
-    step_by_documented_calls,
     step_by_scale_loss,
     values,
     variables,
@@ -32,9 +31,6 @@ SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 START = (np.linspace(-1, 1, 6).reshape(2, 3), np.array([0.5, -0.25]))
 
 
-# --- Nothing else changes -------------------------------------------------------------------------
-
-
 def test_a_constraint_is_not_applied_on_a_skip():
     (target,) = variables([-1.0, 1.0])
     target.constraint = keras.constraints.NonNeg()
@@ -43,9 +39,6 @@ def test_a_constraint_is_not_applied_on_a_skip():
     assert target.numpy().tolist() == [-1.0, 1.0]
     step_by_scale_loss(optimizer, [target], [np.array([0.0, 0.5], "f")])
     assert target.numpy().tolist() == [0.0, 0.75]
-
-
-# --- Functions ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -111,9 +104,6 @@ def test_what_a_function_reads_moves_with_the_steps():
     assert seen == [[2.0**14, 1, True], [2.0**15, 1, False], [2.0**16, 1, False]]
 
 
-# --- fit ------------------------------------------------------------------------------------------
-
-
 FIT = {
     "xla": {"jit_compile": True},
     "eager": {"run_eagerly": True},
@@ -155,21 +145,6 @@ def test_fit_with_ema_ends_on_the_averages_of_the_plain_optimizer():
         model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
         results.append(values(model.trainable_variables))
     assert_same(*results)
-
-
-def test_pure_float16_variables_train():
-    keras.mixed_precision.set_global_policy("float16")
-    (target,) = [keras.Variable(np.ones(2), dtype="float16")]
-    optimizer = wrapped(SGD(0.5))
-    # 2**15 times 2 is too large for float16: that step is skipped.
-    for gradient in ([0.5, 2.0], [0.5, 1.0], [INF, 0.0]):
-        step_by_documented_calls(optimizer, [target], [np.array(gradient, "float16")])
-    assert target.dtype == "float16"
-    assert target.numpy().tolist() == [0.75, 0.5]
-    assert status(optimizer).skipped == 2
-
-
-# --- Gradients of several kinds -------------------------------------------------------------------
 
 
 class SparseSpy(keras.optimizers.SGD):
@@ -252,9 +227,6 @@ def test_minimize_leaves_statistics_that_are_overwritten_alone():
 
     optimizer.minimize(loss, [plain_weight, statistic])
     assert (plain_weight.numpy().item(), statistic.numpy().item()) == (0.5, 7.0)
-
-
-# --- Warnings -------------------------------------------------------------------------------------
 
 
 class Forgetful(keras.Sequential):

@@ -40,9 +40,3 @@ def optimizers(request):
     import tf_keras
 
     return tf_keras.optimizers if request.param == "new" else tf_keras.optimizers.legacy
-
-
-@pytest.fixture
-def two_replicas():
-    """A strategy of two replicas."""
-    return two_devices.strategy()

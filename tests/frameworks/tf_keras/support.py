@@ -61,11 +61,7 @@ def trained(optimizer, variables, spoiled=(False, False, True, False)):
 
 
 def seed_initial_values():
-    """Seeds what draws initial values.
-
-    Not `set_random_seed`: TensorFlow's drops every kernel, which the next eager steps would make
-    anew.
-    """
+    """Not `set_random_seed`: TensorFlow's drops every kernel, which eager steps would make anew."""
     backend._SEED_GENERATOR.generator = random.Random(0)
 
 

@@ -23,6 +23,7 @@ _PLACES = {
     tf_keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
     tf.keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
     tf.compat.v1.keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
+    tf.compat.v2.keras.mixed_precision: ["LossScaleOptimizer", "experimental"],
     tf.compat.v1.mixed_precision: ["LossScale", "FixedLossScale", "DynamicLossScale"],
     training: ["lso"],
     training_v1: ["loss_scale_optimizer"],
@@ -52,15 +53,17 @@ def is_ours(optimizer):
     return isinstance(optimizer, lossscale.LossScaleOptimizer)
 
 
-def test_tf_keras_is_tf_dot_keras_here():
+def test_the_names_are_in_every_place_and_compile_wraps_in_the_documented_class_until_undone():
     assert tf.keras.optimizers.SGD is tf_keras.optimizers.SGD
-
-
-def test_compile_wraps_in_the_documented_class_until_undone():
     before = what_is_there()
     with lossscale.install():
         assert not any(map(operator.is_, before, what_is_there()))
-        assert is_ours(compiled("adam").optimizer)
+        for root in (tf.keras, tf.compat.v1.keras, tf.compat.v2.keras, tf_keras):
+            found = root.mixed_precision
+            assert found.LossScaleOptimizer is lossscale.tf_keras.LossScaleOptimizer
+            older = found.experimental.LossScaleOptimizer
+            assert older is experimental.tf_keras.LossScaleOptimizer
+        assert type(compiled("adam").optimizer).__module__ == "lossscale.tf_keras"
     assert type(compiled("adam").optimizer) is own.LossScaleOptimizerV3
 
 
@@ -122,9 +125,6 @@ def test_a_file_restores_what_compile_made(tmp_path, optimizers):
         np.testing.assert_array_equal(got, wanted)
 
 
-# --- Conversion to legacy optimizers --------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("make", "module"),
     [
@@ -161,8 +161,6 @@ def test_convert_to_legacy_optimizer_of_others_is_as_before():
             with pytest.raises(ValueError, match="should only be called"):
                 convert(refused)
 
-
-# --- Whoever else finds this library's LossScale classes under tf.compat.v1 -----------------------
 
 _GIVEN = {
     "number": lambda names: 8,
@@ -225,9 +223,6 @@ def test_tf_keras_own_class_reads_configurations_of_tensorflow_2_3(loss_scale):
     }
     with lossscale.install():
         assert own.LossScaleOptimizer.from_config(config).initial_scale == 8.0
-
-
-# Files and configurations of tf_keras' own class.
 
 
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")

@@ -1,7 +1,4 @@
-"""Old programs, and the examples in docstrings.
-
-The programs are of the years of TensorFlow 2.2 to 2.11 and run unedited on Keras 2.
-"""
+"""Old programs run unedited on Keras 2, and the examples in docstrings."""
 
 import doctest
 import importlib

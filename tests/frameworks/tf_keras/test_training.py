@@ -119,9 +119,6 @@ def test_the_scale_of_a_checkpoint_is_the_one_that_a_traced_step_uses(optimizers
     assert float(second.loss_scale) == 1.0
 
 
-# Subclasses.
-
-
 @pytest.mark.parametrize("verb", ["compute_gradients", "_compute_gradients"])
 def test_minimize_calls_what_computes_the_gradients(optimizers, verb):
     class Doubling(lossscale.tf_keras.LossScaleOptimizer):
@@ -159,9 +156,6 @@ def test_attributes_of_ones_own_and_misspelt_settings(optimizers, module):
                 setattr(optimizer, name, 0.5)
         with pytest.raises(AttributeError, match="SGD has no setting 'beta_1'"):
             optimizer.beta_1 = 0.5
-
-
-# Graphs of TensorFlow 1.
 
 
 @pytest.mark.parametrize("verb", ["minimize", "apply_gradients", "get_updates"])
@@ -202,22 +196,6 @@ def test_a_graph_and_a_session(verb, make):
     assert after_one[1:] == [8.0, 1, 0]
     np.testing.assert_array_equal(after_two[0], [0.5, 1.0])
     assert after_two[1:] == [4.0, 2, 1]
-
-
-class Halving(experimental.LossScale):
-    """A loss scale of one's own that moves by the operation it returns, and only by that."""
-
-    def __init__(self):
-        self._scale = self._add_weight("scale", 64.0, tf.float32)
-
-    def __call__(self):
-        return tf.convert_to_tensor(self._scale)
-
-    def update(self, grads):
-        return self._scale.assign(self._scale / 2.0), tf.constant(True)
-
-    def get_config(self):
-        return {}
 
 
 @pytest.mark.parametrize("make", [experimental.DynamicLossScale, experimental.FixedLossScale])
@@ -271,6 +249,17 @@ def test_a_loss_scale_moves_alone_in_a_graph(settings, finite, scales, mirrored)
 
 
 def test_a_loss_scale_of_ones_own_moves_in_a_graph_by_its_operation():
+    class Halving(experimental.FixedLossScale):
+        def __init__(self):
+            super().__init__(64.0)
+            self._scale = self._add_weight("scale", 64.0, tf.float32)
+
+        def __call__(self):
+            return tf.convert_to_tensor(self._scale)
+
+        def update(self, grads):
+            return self._scale.assign(self._scale / 2.0), tf.constant(True)
+
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         optimizer = experimental.LossScaleOptimizer(tf_keras.optimizers.legacy.SGD(1.0), Halving())
         variable = tf.Variable(1.0)
@@ -297,9 +286,6 @@ def test_a_checkpoint_in_a_graph(tmp_path):
                 restored.initialize_or_restore(session)
             seen = session.run([optimizer.loss_scale, optimizer.steps_skipped])
             assert seen == [4.0, 1]
-
-
-# Replicas.
 
 
 @pytest.mark.parametrize(
@@ -364,9 +350,6 @@ def test_one_device_is_supported_and_central_storage_is_refused(optimizers):
     central = tf.distribute.experimental.CentralStorageStrategy()
     with central.scope(), pytest.raises(ValueError, match=r"CentralStorageStrategy.*Supported"):
         wrapped(optimizers.SGD(1.0))
-
-
-# Copies.
 
 
 def pickled(optimizer):
