@@ -77,9 +77,9 @@ class Part:
 
 # What a test of tests/frameworks/torch/test_devices.py shows.
 OF_TORCH = {
-    "single, foreach and fused optimizers; the host or the device decides": "the_wrapper",
-    "the drop-in `GradScaler`, bit for bit beside PyTorch's": (
-        "the_drop_in_scaler_beside_that_of_pytorch"
+    "every way with single, foreach and fused optimizers; "
+    "the drop-in bit for bit as PyTorch's scaler": (
+        "each_way_ends_as_the_plain_optimizer_and_the_drop_in_as_pytorchs_scaler"
     ),
     "float16 autocast, bit for bit beside PyTorch's scaler": (
         "float16_training_is_that_of_pytorchs_scaler_bit_for_bit"
