@@ -79,7 +79,8 @@ class _RuleLossScale(LossScale):
     _state: Any = None
 
     def _variables(self) -> dict[str, Any]:
-        return {} if self._state is None else self._bound_state().variables
+        of_rule = {} if self._state is None else self._bound_state().variables
+        return {**of_rule, **super()._variables()}
 
     def _bound_state(self) -> Any:
         if self._state is None:

@@ -137,12 +137,13 @@ class LossScaleAsObject(_Wrapper):
     def _first_state(self) -> Any:
         loss_scale = self._loss_scale
         by_rule = _moves_by_its_rule(loss_scale)
+        untracked = loss_scale._variables()
         if by_rule and loss_scale._state is None:
             loss_scale._state = super()._first_state()
-            return loss_scale._state
-        if isinstance(loss_scale, _RuleLossScale):
+        elif isinstance(loss_scale, _RuleLossScale):
             loss_scale._bound_state()
-        for variable in loss_scale._variables().values():
+            untracked = loss_scale._variables()
+        for variable in untracked.values():
             self._track_variable(variable)
         return loss_scale._state if by_rule else None
 

@@ -390,8 +390,10 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     def _own_variables(self) -> dict[str, Any]:
         """The variables of the loss scale and of the skips, by their names in saving."""
+        of_rule = {} if self._state is None else self._state.named
         return {
-            **(self._state.named if self._state is not None else self._loss_scale_variables),
+            **of_rule,
+            **self._loss_scale_variables,
             "steps_skipped": self._steps_skipped,
             "last_step_skipped": self._last_step_skipped,
         }

@@ -1,5 +1,6 @@
 """What the pages document, on both families, and the faults that TensorFlow had there."""
 
+import copy
 import pathlib
 
 import numpy as np
@@ -163,6 +164,28 @@ def test_a_loss_scale_of_ones_own_moves_by_its_own_code(optimizers, var, tmp_pat
     loss_scale.updates.assign(9)
     checkpoint.restore(path)
     assert int(loss_scale.updates) == 2
+
+
+@pytest.mark.parametrize("base", [experimental.FixedLossScale, experimental.DynamicLossScale])
+def test_a_weight_that_a_subclass_adds_is_saved_and_copied(optimizers, var, base, tmp_path):
+    class Weighted(base):
+        def __init__(self):
+            super().__init__(4.0)
+            self.extra = self._add_weight("extra", 0, tf.int64)
+
+        def get_config(self):
+            return {}
+
+    loss_scale = Weighted()
+    optimizer = experimental.LossScaleOptimizer(optimizers.SGD(1.0), loss_scale)
+    step(optimizer, [var], [[0.5, 0.0]])
+    loss_scale.extra.assign(2)
+    checkpoint = tf.train.Checkpoint(optimizer=optimizer)
+    path = checkpoint.save(tmp_path / "a")
+    assert int(copy.deepcopy(loss_scale).extra) == 2
+    loss_scale.extra.assign(9)
+    checkpoint.restore(path)
+    assert int(loss_scale.extra) == 2
 
 
 @pytest.mark.skipif(not PAGES.is_dir(), reason="the pages are not beside this checkout")
