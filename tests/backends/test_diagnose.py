@@ -229,7 +229,7 @@ def test_gradients_that_are_zero_are_told_and_do_not_matter():
     report = diagnose(model, x, x[:, :1])
     assert report.verdict == "not needed"
     said = " ".join(str(report).split())
-    assert f"zero 3 gradients are 0 in float32 too, and not judged: {dead.name}/kernel" in said
+    assert f"zero 3 gradients are also 0 in float32, and left out: {dead.name}/kernel" in said
 
 
 @pytest.mark.parametrize("activation", [None, "tanh"])

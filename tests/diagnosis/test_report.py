@@ -78,9 +78,9 @@ def test_the_worst_of_several_losses_comes_first():
 def test_what_the_lines_say():
     needed = said(report("needed"))
     for words in (
-        "without scaling the gradient of",
-        "every gradient is right from a loss scale of",
-        "13 bits of room; the largest output is that of dense (matmul)",
+        "without scaling, the gradient of",
+        "every gradient is accurate from a loss scale of",
+        "the largest output, of dense (matmul), is 13 bits below overflow",
         "bfloat16 needs no loss scaling",
     ):
         assert words in needed
@@ -91,7 +91,7 @@ def test_what_the_lines_say():
     assert "cannot help: a overflows in float16" in said(report("cannot help"))
     assert "the targets are beyond the range of float16" in said(report("targets"))
     assert "unknown: the loss is not finite in float32" in said(report("unknown"))
-    assert "zero 1 gradient is 0 in float32 too, and not judged: dead" in said(report("zero"))
+    assert "zero 1 gradient is also 0 in float32, and left out: dead" in said(report("zero"))
     assert "reference the model casts to float16 itself" in said(report("casts"))
 
 

@@ -190,25 +190,25 @@ def _details(found: Measurement, advised: Recommendation) -> Iterator[tuple[str,
         yield "do", advised.advice
     if found.operations and not found.overflows_at:
         name, nearest = min(found.operations.items(), key=lambda item: item[1].room)
-        yield "forward", f"{nearest.room:.0f} bits of room; the largest output is that of {name}"
+        yield "forward", f"the largest output, of {name}, is {nearest.room:.0f} bits below overflow"
     if found.ranked:
         worst = max(found.ranked, key=lambda each: each.bfloat16)
         yield (
             "bfloat16",
             f"needs no loss scaling; rounding makes {worst.name} wrong by "
-            f"{percent(worst.bfloat16)}, where float16 at its best has {percent(worst.best_error)}",
+            f"{percent(worst.bfloat16)} (float16 at its best: {percent(worst.best_error)})",
         )
     if not found.is_over:
         zero = [each.name for each in found.gradients if each.is_zero]
         if zero:
-            said = _listed(zero, "0 in float32 too, and not judged")
-            yield "zero", f"{said} (a unit that is never active has one)"
+            said = _listed(zero, "also 0 in float32, and left out")
+            yield "zero", f"{said} (as for a unit that is never active)"
         noise = [each.name for each in found.gradients if each.is_noise and each.errors]
         if noise:
             said = _listed(noise, "wrong at every scale")
             yield (
                 "left out",
-                f"{said} (that of a bias before a normalization is 0 but for rounding)",
+                f"{said} (for a bias before a normalization, the exact gradient is 0)",
             )
     if found.reference:
         yield (
@@ -224,7 +224,7 @@ def _range(found: Measurement, advised: Recommendation) -> Iterator[tuple[str, s
     wrong = percent(found.worst_error)
     if found.ranked and found.worst_error > found.tolerance:
         name = found.ranked[0].name
-        yield "small", f"without scaling the gradient of {name} is wrong by {wrong}"
+        yield "small", f"without scaling, the gradient of {name} is wrong by {wrong}"
     elif found.ranked:
         yield (
             "small",
@@ -234,9 +234,9 @@ def _range(found: Measurement, advised: Recommendation) -> Iterator[tuple[str, s
     if advised.rule is not None and lowest > 0:
         yield (
             "range",
-            f"every gradient is right from a loss scale of 2**{lowest} and finite up to "
+            f"every gradient is accurate from a loss scale of 2**{lowest} and finite up to "
             f"2**{highest}; the rule starts {highest - exponent_of(advised.rule.initial_scale)} "
-            f"bits below and never goes under 2**{exponent_of(advised.rule.min_scale)}",
+            f"bits below that and never falls below 2**{exponent_of(advised.rule.min_scale)}",
         )
     if highest >= MARGIN:
         about = "about " if found.highest_is_estimate else ""
@@ -247,10 +247,10 @@ def _range(found: Measurement, advised: Recommendation) -> Iterator[tuple[str, s
         )
     else:
         bits = _counted(abs(highest), "bit", "bits")
-        where = f"{bits} {'below' if highest >= 0 else 'beyond'} overflow"
+        where = f"{bits} {'below' if highest >= 0 else 'above'} overflow"
         yield (
             "large",
-            f"without scaling gradients are {where}; the first is {first}. Dividing the loss by "
+            f"without scaling, gradients are {where}; the first is {first}. Dividing the loss by "
             f"{2 ** (MARGIN - highest):,} does the same as the rule",
         )
 

@@ -81,7 +81,7 @@ def recommend(found: Measurement) -> Recommendation:
     if is_right and found.highest_exponent >= MARGIN:
         return Recommendation(
             Verdict.NOT_NEEDED,
-            reason="every gradient is right in float16 as it is, and far from overflow",
+            reason="without scaling, every gradient is accurate in float16 and far from overflow",
         )
     if found.lowest_exponent > 0:
         middle = (found.lowest_exponent + found.highest_exponent) // 2
@@ -93,7 +93,7 @@ def recommend(found: Measurement) -> Recommendation:
     reason = (
         f"the gradient of {found.ranked[0].name} is wrong without"
         if not is_right
-        else "gradients are near to overflow, or beyond"
+        else "gradients are near overflow or above it"
     )
     return Recommendation(Verdict.NEEDED, rule=_rule(first, lowest), reason=reason)
 
@@ -131,5 +131,5 @@ def _cannot_help(found: Measurement) -> Recommendation:
         advice = "normalize the targets, or compute the last layer in float32"
     elif where == "the loss":
         reason = "the loss is not finite in float16"
-        advice = "cast the model's outputs to float32, and compute the loss of these"
+        advice = "cast the model's outputs to float32, and compute the loss from them"
     return Recommendation(Verdict.CANNOT_HELP, reason=reason, advice=advice)

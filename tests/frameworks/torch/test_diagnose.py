@@ -215,7 +215,7 @@ def test_gradients_that_are_zero_are_told_and_do_not_matter():
     torch.nn.init.constant_(model[0].bias, -1e3)
     report = diagnose(model, lambda m, b: loss_fn(m, b) / LOSES, batches_of("linear"))
     assert report.verdict == "not needed"
-    assert "zero 3 gradients are 0 in float32 too, and not judged: 0.weight" in said(report)
+    assert "zero 3 gradients are also 0 in float32, and left out: 0.weight" in said(report)
 
 
 def test_a_loss_that_casts_to_float16_itself_is_measured_beside_a_high_scale():
