@@ -34,16 +34,23 @@ SETS = {
 }
 ENVIRONMENTS = {"jax": JAX, "torch": TORCH, "tensorflow": TENSORFLOW, "tf_keras": TF_KERAS}
 RELEASES = ("oldest", "newest")
+# Keras 3.9 does not touch the optimizer that its own class is put around, which ours refuses then.
+UNTOUCHED = f"{PROMISES}::test_a_framework_does_not_put_its_own_class_around_ours[keras"
 # Tests of what the oldest releases of a set cannot do themselves.
 IMPOSSIBLE = {
+    "jax": [UNTOUCHED],
+    "tensorflow": [UNTOUCHED],
     # A gradient of another dtype than its parameter's.
     "torch": [
-        f"{PROMISES}::{test}[torch-native-{mode}]"
-        for test in (
-            "test_a_non_finite_value_is_found_in_a_gradient_of_another_dtype",
-            "test_small_float16_gradients_survive_a_large_scale",
-        )
-        for mode in ("host", "device")
+        UNTOUCHED,
+        *(
+            f"{PROMISES}::{test}[torch-native-{mode}]"
+            for test in (
+                "test_a_non_finite_value_is_found_in_a_gradient_of_another_dtype",
+                "test_small_float16_gradients_survive_a_large_scale",
+            )
+            for mode in ("host", "device")
+        ),
     ],
     # The last bit of momentum under XLA: of m * v - g * r LLVM fuses either product with the
     # difference, and not always the same one. Unoptimized, with
