@@ -107,16 +107,18 @@ class Run:
     def step(self) -> None:
         """Takes a step, sometimes with an infinity or NaN, sometimes for some variables only."""
         gradients: list[Any] = self.drawn()
+        # PyTorch's fused SGD takes no parameter whose first gradient comes later than others'.
+        has_applied = self.expected.steps > self.expected.skipped
+        may_be_missing = self.wrapper.is_an_object and (
+            has_applied or self.wrapper.family != "torch-device"
+        )
         chance = self.random.random()
         if chance < 0.15:
             spoiled = gradients[self.random.integers(len(gradients))]
             spoiled.flat[self.random.integers(spoiled.size)] = self.random.choice(
                 [np.inf, -np.inf, np.nan]
             )
-        # PyTorch's fused SGD takes no parameter whose first gradient comes later than others'.
-        has_applied = self.expected.steps > self.expected.skipped
-        is_fused = self.wrapper.family == "torch-device"
-        if 0.15 <= chance < 0.25 and self.wrapper.is_an_object and (has_applied or not is_fused):
+        elif chance < 0.25 and may_be_missing:
             # Two ways only, each of which is compiled.
             gradients[self.random.integers(2)] = None
         self.take(gradients)

@@ -137,11 +137,13 @@ class LossScaleAsObject(_Wrapper):
     def _first_state(self) -> Any:
         loss_scale = self._loss_scale
         by_rule = _moves_by_its_rule(loss_scale)
-        untracked = loss_scale._variables()
         if by_rule and loss_scale._state is None:
+            # Those of the rule are tracked where they are made.
+            untracked = loss_scale._variables()
             loss_scale._state = super()._first_state()
-        elif isinstance(loss_scale, _RuleLossScale):
-            loss_scale._bound_state()
+        else:
+            if isinstance(loss_scale, _RuleLossScale):
+                loss_scale._bound_state()
             untracked = loss_scale._variables()
         for variable in untracked.values():
             self._track_variable(variable)
