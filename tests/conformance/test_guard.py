@@ -50,8 +50,7 @@ class Codebook(layers.Layer):
 
     def call(self, x, training=False):
         if training:
-            mean = x[0] if KERAS == "tf_keras" else keras.ops.cast(x[0], "float32")
-            self.average.assign(self.average * 0.5 + _wide(mean) * 0.5)
+            self.average.assign(_wide(self.average) * 0.5 + _wide(x[0]) * 0.5)
             self.calls.assign(self.calls + 1)
         return x
 
@@ -157,16 +156,19 @@ def test_a_guarded_run_ends_as_one_that_was_never_given_the_skipped_batches(way)
     arguments = dict(WAYS[way])
     cls = arguments.pop("cls", None)
     data = rows()
-    never = fit(small(cls), without(*data), **arguments)
-    clean = fit(guard(small(cls)), without(*data), **arguments)
-    guarded = guard(small(cls))
-    found = fit(guarded, data, **arguments)
+    guarded, other = guard(small(cls)), small(cls)
+    if way == "XLA" or (BACKEND == "jax" and way != "eager"):
+        # XLA rounds the plain program in another way.
+        guard(other)
+    assert_same(fit(guarded, data, **arguments), fit(other, without(*data), **arguments))
     assert skips(guarded) == len(SPOILED)
-    is_compiled = way == "XLA" or (BACKEND == "jax" and way != "eager")
-    assert_same(found, clean)
-    assert_same(found, never, exactly=not is_compiled)
-    if way == "fit":
-        assert any(np.isnan(each).any() for each in fit(small(cls), data))
+
+
+def test_a_guard_changes_nothing_without_a_skip_and_much_with_one():
+    data = rows()
+    plain, clean = without(*data), fit(guard(small()), without(*data))
+    assert_same(clean, fit(small(), plain), exactly=BACKEND != "jax")
+    assert any(np.isnan(each).any() for each in fit(small(), data))
 
 
 @pytest.mark.skipif(BACKEND != "torch", reason="the others compile above")
@@ -281,6 +283,9 @@ class TwoParts(keras.Model):
         super().__init__()
         self.halves = [norm_alone(), norm_alone()]
         self.optimizers_of_halves = [wrapped(), wrapped()]
+
+    def call(self, x):
+        return self.halves[0](x[:, :3])
 
     def train_step(self, data):
         x, y = data[0], data[1]

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import lossscale.optax.overflow_check as overflow_check
 from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.gradients import scaled, unscaled
+from lossscale.optax.gating import is_array
 from lossscale.optax.state_lookup import described, has_loss_scale, state_in
+from lossscale.packages import warn
 
 
 def loss_scale(opt_state: Any) -> Any:
@@ -200,12 +202,13 @@ def unless_skipped(opt_state: Any, new: Any, old: Any) -> Any:
     """Returns what a step made of a tree, or the tree as it was if the step was skipped.
 
     For what the forward pass changes: the statistics of a batch normalization, an average, a
-    counter. It needs no wait for the device, and works inside `jax.jit` and `jax.lax.scan`.
+    counter. It does not wait for the device, and works inside `jax.jit` and `jax.lax.scan`.
 
     Args:
         opt_state: The state after `update`, as for `loss_scale`.
         new: A tree of arrays, after the step. Leaves that are not arrays are returned as they are.
-        old: The same tree before the step.
+        old: The same tree before the step. The state of a Flax NNX module changes with the module,
+            so it must be a copy: `nnx.clone(nnx.state(model, nnx.BatchStat))`.
 
     Returns:
         A tree like `new`, with its dtypes.
@@ -242,6 +245,13 @@ def unless_skipped(opt_state: Any, new: Any, old: Any) -> Any:
         raise ArgumentError(
             "`new` and `old` must be the same tree after and before the step. Received: "
             f"{structures[0]} and {structures[1]}."
+        )
+    pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
+    if pairs and all(one is other for one, other in pairs):
+        warn(
+            "`unless_skipped` was given the same arrays as `new` and `old`, so it puts nothing "
+            "back. The state of a Flax NNX module changes with the module: take a copy before the "
+            "step, nnx.clone(nnx.state(model, nnx.BatchStat))."
         )
     return jax.tree_util.tree_map_with_path(chosen, new, old)
 
