@@ -352,7 +352,7 @@ def test_metrics_and_random_layers_go_on():
             self.count.assign(self.count + 1)
 
         def result(self):
-            return self.count
+            return self.count * 1
 
         def reset_state(self):
             self.count.assign(0)

@@ -18,7 +18,7 @@ TX = loss_scaled(
 )
 BATCHES = np.random.default_rng(0).normal(size=(6, 8, 3)).astype("float32")
 BATCHES[2] *= 1e6
-CLEAN = np.delete(BATCHES, 2, 0)
+BATCHES, CLEAN = jnp.asarray(BATCHES), jnp.asarray(np.delete(BATCHES, 2, 0))
 
 
 class Net(linen.Module):
