@@ -42,7 +42,9 @@ class OverflowTrackingState(NamedTuple):
     loss_scaled: LossScaleState
 
 
-def track_overflows(tx: Any) -> Any:
+def track_overflows(
+    tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer with loss scaling track, for a `Monitor`, which gradients overflow.
 
     The state then holds the scale of the last step, and the number of infinities and NaN in each

@@ -27,14 +27,14 @@ _CLIPPED = "loss_scaled(optax.chain(optax.clip_by_global_norm({value!r}), inner)
 
 @checks_keywords("loss_scaled", {"clip_norm": _CLIPPED})
 def loss_scaled(
-    inner: Any,
+    inner: optax.GradientTransformation,
     dynamic: bool = True,
     initial_scale: float | None = None,
     dynamic_growth_steps: int | None = None,
     *,
     rule: ScaleRule | None = None,
     axis_name: str | Sequence[str] | None = None,
-) -> Any:
+) -> optax.GradientTransformationExtraArgs:
     """Wraps an Optax transformation with loss scaling.
 
     `update` takes the gradients of the scaled loss. It divides them by the scale, in float32 or
