@@ -15,6 +15,7 @@ from lossscale.optax.state_lookup import described, has_loss_scale, state_in
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Tree = TypeVar("_Tree")
 
 
 def loss_scale(opt_state: Any) -> jax.Array:
@@ -42,7 +43,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
     return jnp.asarray(scale, jnp.float32)
 
 
-def scale_loss(opt_state: Any, loss: Any) -> jax.Array:
+def scale_loss(opt_state: Any, loss: jax.typing.ArrayLike) -> jax.Array:
     """Multiplies a loss by the loss scale, in float32 or wider.
 
     Differentiate the result, and pass the gradients to `update`.
@@ -69,7 +70,7 @@ def scale_loss(opt_state: Any, loss: Any) -> jax.Array:
     return scaled(loss, _single_scale(opt_state))
 
 
-def unscale(opt_state: Any, gradients: Any) -> Any:
+def unscale(opt_state: Any, gradients: _Tree) -> _Tree:
     """Divides gradients of a scaled loss by the loss scale, in float32 or wider.
 
     Use it to print or plot gradients. Pass the scaled ones to `update`, which unscales them.
@@ -96,7 +97,8 @@ def unscale(opt_state: Any, gradients: Any) -> Any:
             return leaf
         return unscaled([leaf], scale, powers_of_two=False)[0]
 
-    return jax.tree.map(divided, overflow_check.with_arrays(gradients))
+    tree: _Tree = jax.tree.map(divided, overflow_check.with_arrays(gradients))
+    return tree
 
 
 def all_finite(gradients: Any) -> jax.Array:
@@ -120,7 +122,7 @@ def value_and_grad(
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
-    grad: Callable[..., Any] = jax.value_and_grad,
+    grad: Callable[..., Callable[..., Any]] = jax.value_and_grad,
     **options: Any,
 ) -> Callable[Concatenate[Any, _P], tuple[_R, Any]]:
     """Like `jax.value_and_grad`, but differentiates the scaled loss.
