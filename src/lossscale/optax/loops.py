@@ -13,9 +13,9 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.gradients import scaled, unscaled
 from lossscale.optax.state_lookup import described, has_loss_scale, state_in
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_Tree = TypeVar("_Tree")
+P = ParamSpec("P")
+R = TypeVar("R")
+Tree = TypeVar("Tree")
 
 
 def loss_scale(opt_state: Any) -> jax.Array:
@@ -70,7 +70,7 @@ def scale_loss(opt_state: Any, loss: jax.typing.ArrayLike) -> jax.Array:
     return scaled(loss, _single_scale(opt_state))
 
 
-def unscale(opt_state: Any, gradients: _Tree) -> _Tree:
+def unscale(opt_state: Any, gradients: Tree) -> Tree:
     """Divides gradients of a scaled loss by the loss scale, in float32 or wider.
 
     Use it to print or plot gradients. Pass the scaled ones to `update`, which unscales them.
@@ -97,7 +97,7 @@ def unscale(opt_state: Any, gradients: _Tree) -> _Tree:
             return leaf
         return unscaled([leaf], scale, powers_of_two=False)[0]
 
-    tree: _Tree = jax.tree.map(divided, overflow_check.with_arrays(gradients))
+    tree: Tree = jax.tree.map(divided, overflow_check.with_arrays(gradients))
     return tree
 
 
@@ -118,13 +118,13 @@ def all_finite(gradients: Any) -> jax.Array:
 
 
 def value_and_grad(
-    fun: Callable[_P, _R],
+    fun: Callable[P, R],
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
     grad: Callable[..., Callable[..., Any]] = jax.value_and_grad,
     **options: Any,
-) -> Callable[Concatenate[Any, _P], tuple[_R, Any]]:
+) -> Callable[Concatenate[Any, P], tuple[R, Any]]:
     """Like `jax.value_and_grad`, but differentiates the scaled loss.
 
     The new function takes the optimizer's state and then the arguments of `fun`. It returns the
@@ -179,8 +179,8 @@ def value_and_grad(
     chosen = {} if argnums == 0 else {"argnums": argnums}
 
     def value_and_scaled_grad(
-        opt_state: Any, /, *args: _P.args, **kwargs: _P.kwargs
-    ) -> tuple[_R, Any]:
+        opt_state: Any, /, *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[R, Any]:
         try:
             scale = _single_scale(opt_state)
         except ArgumentTypeError as error:

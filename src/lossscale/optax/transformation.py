@@ -22,19 +22,19 @@ from lossscale.optax.scale_state import LossScaleState
 from lossscale.optax.state_lookup import states_below
 from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 
-_State = TypeVar("_State")
-_Tree = TypeVar("_Tree")
+State = TypeVar("State")
+Tree = TypeVar("Tree")
 
 if TYPE_CHECKING:
 
-    class GradientTransformationExtraArgs(optax.GradientTransformationExtraArgs, Generic[_State]):
+    class GradientTransformationExtraArgs(optax.GradientTransformationExtraArgs, Generic[State]):
         """Optax's class, with the type of the state, which Optax does not know."""
 
-        def init(self, params: Any) -> _State: ...
+        def init(self, params: Any) -> State: ...
         # A state, or a variable annotated as `optax.OptState`.
         def update(
-            self, updates: _Tree, state: optax.OptState, params: Any = None, **extra_args: Any
-        ) -> tuple[_Tree, _State]: ...
+            self, updates: Tree, state: optax.OptState, params: Any = None, **extra_args: Any
+        ) -> tuple[Tree, State]: ...
 
 
 _CLIPPED = "loss_scaled(optax.chain(optax.clip_by_global_norm({value!r}), inner))"
