@@ -54,8 +54,8 @@ def guard(model: Model, *optimizers: Any) -> Model:
     for each in optimizers:
         if not isinstance(each, KerasCommonOptimizer):
             raise ArgumentTypeError(
-                "`optimizers` must be the LossScaleOptimizers of the model, as "
-                "guard(model, generator_optimizer, discriminator_optimizer). "
+                "`optimizers` must be the LossScaleOptimizers of the model, as in "
+                "lossscale.keras.guard(model, generator_optimizer, discriminator_optimizer). "
                 f"Received: {type(each).__name__}."
             )
     step = given.train_step
@@ -83,10 +83,9 @@ class GuardedStep:
         found = self.optimizers or _wrappers_of(self.model)
         if not found:
             warn(
-                "The model is guarded, but it has no LossScaleOptimizer whose skips could be "
-                f"followed; its optimizer is {_named(getattr(self.model, 'optimizer', None))}. "
-                "Compile it with lossscale.LossScaleOptimizer(...), or pass the optimizers: "
-                "guard(model, optimizer)."
+                "A guarded model needs a LossScaleOptimizer, whose skips it follows. Its optimizer "
+                f"is {_named(getattr(self.model, 'optimizer', None))}. Compile it with a "
+                "lossscale.LossScaleOptimizer, or pass its optimizers to `guard`."
             )
         # A fixed scale that checks nothing never skips.
         found = [each for each in found if each._rule.checks_gradients]

@@ -256,9 +256,9 @@ def unless_skipped(opt_state: Any, new: Any, old: Any) -> Any:
     pairs = list(zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
     if pairs and all(one is other for one, other in pairs):
         warn(
-            "`unless_skipped` was given the same arrays as `new` and `old`, so it puts nothing "
-            "back. The state of a Flax NNX module changes with the module: take a copy before the "
-            "step, nnx.clone(nnx.state(model, nnx.BatchStat))."
+            "`new` and `old` are the same arrays, so a skipped step puts nothing back. The state "
+            "of a Flax NNX module changes with the module. Take a copy of it before the step: "
+            "nnx.clone(nnx.state(model, nnx.BatchStat))."
         )
     return jax.tree_util.tree_map_with_path(chosen, new, old)
 

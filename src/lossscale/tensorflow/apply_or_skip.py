@@ -188,8 +188,8 @@ def run_guarded(
     result = translated(step)(*args)
     if len(weights_of(model)) > len(weights):
         warn(
-            "Layers of a guarded model made weights in its first step, which is not guarded "
-            "therefore. Call the model, or each of its parts, once before `fit`."
+            "A guarded model made weights in its first step, which is not guarded. Call the "
+            "model, or each of its parts, once before `fit`."
         )
     skipped = tf.reduce_any([tf.not_equal(*each) for each in zip(counters, counts, strict=True)])
 

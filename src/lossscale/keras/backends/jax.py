@@ -77,8 +77,8 @@ class JaxBackend(Backend):
         places = [place for place, each in enumerate(variables) if id(each) in counters]
         if not places:
             raise UnsupportedError(
-                "On the JAX backend, a guarded model must be compiled with the optimizer whose "
-                "skips count: `fit` passes the variables of no other one to `train_step`."
+                "On JAX, a guarded model must be compiled with the optimizer whose skips count. "
+                "`fit` passes the variables of no other optimizer to `train_step`."
             )
         logs, after = step(*args)
         moved = [state[2][place] != after[2][place] for place in places]
