@@ -422,9 +422,8 @@ def test_a_guard_without_an_optimizer_to_follow_warns():
     model = guard(norm_alone())
     keras.mixed_precision.set_global_policy("float32")
     model.compile("sgd", "mse", jit_compile=False)
-    with pytest.warns(
-        LossScaleWarning, match="needs a LossScaleOptimizer, .*  is (tf_)?keras's"
-    ):
+    message = "needs a LossScaleOptimizer, .* is (tf_)?keras's"
+    with pytest.warns(LossScaleWarning, match=message):
         model.fit(*rows(1, spoiled=()), batch_size=ROWS, verbose=0)
 
 
