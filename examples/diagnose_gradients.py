@@ -41,5 +41,3 @@ print(reports[1024])
 print()
 for side, report in reports.items():
     print(f"{side} x {side} pixels: loss scaling {report.verdict.value}")
-if len(sys.argv) == 2:
-    reports[1024].plot().figure.savefig(sys.argv[1], dpi=150)

@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 OLDEST_PIP = "23.0.1"
 # For each extra the first example, the backend of Keras in it, and the modules that must be whole.
 ALONE = ("lossscale", "lossscale.rules", "lossscale.errors")
-KERAS = (*ALONE, "lossscale.callbacks", "lossscale.migration", "lossscale.diagnosis")
+KERAS = (*ALONE, "lossscale.callbacks", "lossscale_migration", "lossscale.diagnosis")
 EXTRAS = {
     "none": ("none", "", ALONE),
     "tensorflow": ("docs/keras.md", "tensorflow", (*KERAS, "lossscale.experimental")),

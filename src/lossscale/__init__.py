@@ -41,10 +41,8 @@ _SUBMODULES = (
     "diagnosis",
     "experimental",
     "keras",
-    "migration",
     "monitoring",
     "optax",
-    "plots",
     "tf_keras",
     "torch",
 )
@@ -55,10 +53,8 @@ if TYPE_CHECKING:
     from lossscale import diagnosis as diagnosis
     from lossscale import experimental as experimental
     from lossscale import keras as keras
-    from lossscale import migration as migration
     from lossscale import monitoring as monitoring
     from lossscale import optax as optax
-    from lossscale import plots as plots
     from lossscale import tf_keras as tf_keras
     from lossscale import torch as torch
 else:

@@ -30,9 +30,7 @@ PACKAGES = {
     "h5py": Package("h5py", "keras"),
     "jax": Package("jax", "jax"),
     "keras": Package("keras", "keras"),
-    "matplotlib": Package("matplotlib", "plots"),
-    "ml_dtypes": Package("ml_dtypes", "plots"),
-    "numpy": Package("numpy", "plots"),
+    "numpy": Package("numpy", "diagnosis"),
     "optax": Package("optax", "optax"),
     "tensorflow": Package("tensorflow", "tensorflow"),
     "tf_keras": Package("tf_keras", "tf-keras"),
@@ -95,8 +93,8 @@ def not_installed(
         extras: The extras that install them; by default the smallest ones.
 
     Examples:
-        >>> str(not_installed(["h5py", "matplotlib"]))
-        'h5py, matplotlib not found: pip install "lossscale[keras,plots]"'
+        >>> str(not_installed(["h5py", "optax"]))
+        'h5py, optax not found: pip install "lossscale[keras,optax]"'
         >>> str(not_installed(["optax"], purpose="This schedule"))
         'This schedule needs optax, which is not installed: pip install "lossscale[optax]"'
     """

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import lossscale
-import lossscale.migration
+import lossscale_migration
 from conformance.every_optimizer import makers, of_optax, state_of
 from conformance.harness import IS_TF_KERAS, array
 from conformance.recordings import same_bits, same_but_for_rounding
@@ -193,7 +193,7 @@ def can_be_written(model, path):
 
 def loaded_from(path, form, name):
     if form == ".h5" and not IS_TF_KERAS:
-        return built(lossscale.migration.load_model(path))
+        return built(lossscale_migration.load_model(path))
     if form in (".keras", ".h5"):
         return built(FRAMEWORK.models.load_model(path))
     fresh = model_with(wrapped(MAKERS[name]()))

@@ -67,12 +67,6 @@ def folder(tmp_path, monkeypatch):
 
 
 NEEDS = {
-    "migrate": (["migrate", "m.h5"], {"numpy", "h5py"}),
-    "migrate a checkpoint": (["migrate", "old"], {"numpy", "h5py", "tensorflow"}),
-    "migrate into a file": (
-        ["migrate", "m.h5", "new.keras", "--json"],
-        {"numpy", "h5py", "keras", "tensorflow"},
-    ),
     "info": (["info"], set()),
 }
 
@@ -97,8 +91,7 @@ ASKED = {
     "lossscale.LossScaleOptimizer.from_config(config)": "tensorflow",
     "LossScaleMonitor()": "tensorflow",
     "LossScaleMonitor(framework='tf_keras')": "tf-keras",
-    "lossscale.diagnosis.diagnose(None, [1.0])": "plots",
-    "plots.plot_records(records)": "plots",
+    "lossscale.diagnosis.diagnose(None, [1.0])": "diagnosis",
     "importlib.import_module('lossscale.optax')": "optax",
     "lossscale.torch.GradScaler": "torch",
     "lossscale.torch.Monitor": "torch",
@@ -112,7 +105,7 @@ found = importlib.util.find_spec
 importlib.util.find_spec = lambda name: None if name in absent else found(name)
 import importlib
 import lossscale, lossscale.torch
-from lossscale import monitoring, plots
+from lossscale import monitoring
 from lossscale.callbacks import LossScaleMonitor
 from lossscale.rules import DynamicScale
 config = {"inner_optimizer": {"class_name": "SGD", "config": {}}}

@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
 MODULES = ["lossscale", "lossscale.errors", "lossscale.rules", "lossscale.callbacks"]
 MODULES += [f"lossscale.{name}" for name in ("keras", "tf_keras", "torch", "optax", "experimental")]
-MODULES += [f"lossscale.{name}" for name in ("diagnosis", "migration", "monitoring", "plots")]
+MODULES += [f"lossscale.{name}" for name in ("diagnosis", "monitoring")]
 
 pytestmark = pytest.mark.skipif(
     os.environ["KERAS_BACKEND"] != "tensorflow", reason="the site is the same on every backend"
