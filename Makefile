@@ -11,7 +11,7 @@ DOCS := .venv-docs
 # One more than the cores of a small machine: some tests wait for processes that they start.
 JOBS ?= 3
 
-.PHONY: demo test test-quick mutants versions peers peers-torch peers-trainers peers-jax lint types tests table bench strangers soak gpu docs release-test calibration rules format clean
+.PHONY: demo test test-quick test-migration mutants versions peers peers-torch peers-trainers peers-jax lint types tests table bench strangers soak gpu docs release-test calibration rules format clean
 
 demo: $(DEMO)/installed
 	@echo "[3/3] Training handwritten digits four ways: under a minute"
@@ -33,6 +33,10 @@ tests: $(TEST)/installed
 
 test-quick: $(TEST)/installed
 	$(TEST)/bin/python tests/run.py --quick --jobs $(JOBS)
+
+# Old files: the tests of lossscale-migration.
+test-migration: $(TEST)/installed
+	$(TEST)/bin/python -m pytest -q --numprocesses $(JOBS) lossscale-migration/tests
 
 # Do the tests notice? Wrong versions of the sources, each against the tests that must fail.
 mutants: $(TEST)/installed
@@ -124,15 +128,15 @@ $(DEMO)/installed: pyproject.toml constraints.txt
 	@"$(PYTHON)" -m venv $(DEMO)
 	@$(DEMO)/bin/python $(PIP_INSTALL) --upgrade pip
 	@echo "[2/3] Installing PyTorch, scikit-learn and matplotlib: 1 GB or more, one minute or more"
-	@$(DEMO)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable ".[torch,plots]" scikit-learn
+	@$(DEMO)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable ".[torch]" scikit-learn matplotlib
 	@touch $@
 
-$(TEST)/installed: pyproject.toml constraints.txt
+$(TEST)/installed: pyproject.toml lossscale-migration/pyproject.toml constraints.txt
 	@echo "[1/3] Making the environment $(TEST)"
 	@"$(PYTHON)" -m venv $(TEST)
 	@$(TEST)/bin/python $(PIP_INSTALL) --upgrade pip
 	@echo "[2/3] Installing TensorFlow, JAX, PyTorch and what the tests use: about 4 GB, some minutes"
-	@$(TEST)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable ".[test]"
+	@$(TEST)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable ".[test]" --editable ./lossscale-migration
 	@echo "[3/3] Compiling what was installed: about a minute"
 	-@$(TEST)/bin/python $(COMPILE) $(TEST)/lib
 	@touch $@

@@ -1,9 +1,4 @@
-"""Measures whether a network that labels the pixels of an image needs loss scaling in float16.
-
-`python examples/diagnose_gradients.py docs/images/diagnose.png` draws the second report too.
-"""
-
-import sys
+"""Measures whether a network that labels the pixels of an image needs loss scaling in float16."""
 
 import keras
 import numpy as np

@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 OLDEST_PIP = "23.0.1"
 # For each extra the first example, the backend of Keras in it, and the modules that must be whole.
 ALONE = ("lossscale", "lossscale.rules", "lossscale.errors")
-KERAS = (*ALONE, "lossscale.callbacks", "lossscale_migration", "lossscale.diagnosis")
+KERAS = (*ALONE, "lossscale.callbacks", "lossscale.diagnosis")
 EXTRAS = {
     "none": ("none", "", ALONE),
     "tensorflow": ("docs/keras.md", "tensorflow", (*KERAS, "lossscale.experimental")),
@@ -33,7 +33,7 @@ EXTRAS = {
     "tf-keras": ("tf_keras", "tensorflow", (*KERAS, "lossscale.experimental")),
     "torch": ("README.md", "", (*ALONE, "lossscale.torch")),
     "optax": ("docs/jax.md", "", (*ALONE, "lossscale.optax")),
-    "plots": ("plots", "", (*ALONE, "lossscale.plots", "lossscale.monitoring")),
+    "diagnosis": ("none", "", (*ALONE, "lossscale.monitoring")),
 }
 PROGRAMS = {
     "none": "import lossscale\nprint(lossscale.DynamicScale().init())",
@@ -42,12 +42,6 @@ PROGRAMS = {
         "opt = lossscale.LossScaleOptimizer(tf_keras.optimizers.SGD(0.25))\n"
         "weight = tf.Variable(1.0)\nopt.minimize(lambda: weight**2, [weight])\n"
         "assert float(weight) == 0.5, float(weight)\n"
-    ),
-    "plots": (
-        "from lossscale.monitoring import StepRecord\n"
-        "from lossscale.plots import plot_records\n"
-        "records = [StepRecord(step, 8.0, False) for step in (1, 2)]\n"
-        "plot_records(records).figure.savefig('scales.png')\n"
     ),
 }
 NAMES = (

@@ -7,6 +7,7 @@ from lossscale import registry as registry
 from lossscale.errors import LossScaleError, LossScaleWarning
 from lossscale.installation import Installation, RegistersAfterImport, install, register
 from lossscale.optimizer import LossScaleOptimizer
+from lossscale.packages import OLD_FILES as _OLD_FILES
 from lossscale.rules import (
     DynamicScale,
     FixedScale,
@@ -62,7 +63,8 @@ else:
     def __getattr__(name: str) -> Any:
         if name in _SUBMODULES:
             return registry.package(f"lossscale.{name}")
-        raise AttributeError(f"module 'lossscale' has no attribute {name!r}")
+        hint = f": {_OLD_FILES}" if name == "migration" else ""
+        raise AttributeError(f"module 'lossscale' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

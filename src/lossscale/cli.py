@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from lossscale import __version__
 from lossscale.errors import ArgumentError, LossScaleError, shortened, visible
-from lossscale.packages import PACKAGES
+from lossscale.packages import OLD_FILES, PACKAGES
 
 # Libraries whose training loops call the optimizer.
 _TRAINERS = ("accelerate", "equinox", "flax", "lightning", "transformers")
@@ -25,7 +25,8 @@ _TRAINERS = ("accelerate", "equinox", "flax", "lightning", "transformers")
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # argparse would print the usage above the message; one line is easier to act on.
-        raise ArgumentError(f"{message} (see {self.prog} --help)")
+        hint = OLD_FILES if "'migrate'" in message else f"see {self.prog} --help"
+        raise ArgumentError(f"{message} ({hint})")
 
 
 def parser_of(name: str, description: str) -> argparse.ArgumentParser:

@@ -45,6 +45,12 @@ INCLUDED = {
 }
 """Maps an extra to other extras that it includes."""
 
+OLD_FILES = (
+    "to read files of TensorFlow 2.0 to 2.15, pip install lossscale-migration, which has "
+    "lossscale_migration.load_model, restore_checkpoint and the command lossscale-migrate"
+)
+"""The end of a message to somebody who looks for them in this package."""
+
 BACKENDS = ("tensorflow", "jax", "torch")
 """The backends of Keras 3; each is a row of the registry."""
 

@@ -1,7 +1,6 @@
 """The command line: arguments, messages, exit statuses, and what it imports."""
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from lossscale.cli import main
     [
         ([], "VERB"),
         (["train"], "train"),
+        (["migrate", "old.h5"], "pip install lossscale-migration, which has"),
         (["info", "--frobnicate"], "--frobnicate"),
     ],
 )

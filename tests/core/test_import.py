@@ -22,8 +22,7 @@ ARROWS = {
     "arguments": "errors checks rules",
     "members": "errors arguments rules",
     "optimizer": "errors members registry rules",
-    "diagnosis": "errors checks packages rules common keras torch optax "
-    "*keras *jax *torch **any",
+    "diagnosis": "errors checks packages rules common keras torch optax *keras *jax *torch **any",
     "monitoring": "errors checks packages rules",
     "callbacks": "errors registry monitoring",
     "common": "errors packages rules monitoring",
@@ -42,10 +41,10 @@ ARROWS = {
     "*keras *tf_keras",
     "documented_names": "errors registry optimizer common experimental keras tf_keras tensorflow "
     "*tensorflow **any",
-    "installation": "registry packages common documented_names",
+    "installation": "errors registry packages common documented_names",
     "cli": "errors packages lossscale **any",
     "__main__": "cli",
-    "lossscale": "errors registry rules optimizer installation",
+    "lossscale": "errors packages registry rules optimizer installation",
 }
 # `diagnose` is one of their names for users, and imported when it is asked for.
 OFFER_A_DIAGNOSIS = ("lossscale.optax", "lossscale.torch")

@@ -1,5 +1,6 @@
 """What is not installed is named, with a command that installs it: every command, every package."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import lossscale
 from lossscale.cli import main
+from lossscale.errors import MissingPackageError
 from lossscale.packages import INCLUDED, PACKAGES, install_command
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -133,6 +136,14 @@ def test_the_library_alone_names_what_each_of_its_parts_needs():
     lines = done.stdout.splitlines()
     assert {line.partition(" | ")[0] for line in lines} == {"MissingPackageError"}, done.stdout
     assert [extras_in(line) for line in lines] == [[extra] for extra in ASKED.values()]
+
+
+def test_who_looks_for_old_files_here_is_told_the_package_that_reads_them():
+    with pytest.raises(MissingPackageError, match="pip install lossscale-migration"):
+        importlib.import_module("lossscale.migration")
+    with pytest.raises(AttributeError, match="pip install lossscale-migration"):
+        _ = lossscale.migration
+    assert not hasattr(lossscale, "migrations")
 
 
 def test_every_warning_goes_through_the_one_function_that_finds_the_users_line():

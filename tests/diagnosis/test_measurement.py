@@ -112,6 +112,23 @@ def test_bottom_and_top_are_where_float16_begins_and_ends(low, width):
         assert found.passes <= 6
 
 
+@pytest.mark.parametrize("inside", [*range(10), 30, 60])
+def test_the_highest_scale_is_found_wherever_it_is_below_that_of_the_gradients(inside):
+    class Inner(Model):
+        """Within the model, gradients are larger, in float16."""
+
+        def rounded(self, name, gradient, scale, half, batch):
+            by = 2.0**inside if half else 1.0
+            found = super().rounded(name, gradient, scale * by, half, batch)
+            return found / np.float32(by)
+
+    found = Inner({"w": spread(-2, 3)}).measured()
+    # A second scale of 2**8 that is finite is enough to estimate the highest.
+    highest = 13 if inside <= 5 else 13 - inside
+    assert found.highest_exponent == highest
+    assert (recommend(found).verdict is Verdict.NEEDED) == (highest < MARGIN)
+
+
 def test_the_worst_batch_counts():
     found = Model({"w": spread(-10, -4)}).measured(1.0, 2.0**-24, 2.0**13)
     alone = Model({"w": spread(-10, -4)})

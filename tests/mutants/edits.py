@@ -13,6 +13,11 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+PACKAGES = {
+    "lossscale": "src/lossscale",
+    "migration": "lossscale-migration/src/lossscale_migration",
+}
+
 
 class EditError(ValueError):
     """An edit that does not fit the sources."""
@@ -27,7 +32,7 @@ class Edit:
 
     Attributes:
         part: Module or package below lossscale: "keras", or "keras.backends.jax" where several
-            modules of keras have such a function.
+            modules of keras have such a function; "migration" is lossscale_migration.
         function: Qualified name, as "Ledger.move". A class can be named too; "" is the module.
         old: An expression, or consecutive statements, that stand there once.
         new: What replaces them; "pass" leaves statements out.
@@ -43,16 +48,16 @@ class Edit:
         """The part and the function: "keras.Ledger.move"."""
         return f"{self.part}.{self.function}"
 
-    def apply(self, package: pathlib.Path) -> tuple[pathlib.Path, str]:
+    def apply(self, root: pathlib.Path) -> tuple[pathlib.Path, str]:
         """Returns the path of the module and its text with the edit.
 
         Args:
-            package: The folder of lossscale.
+            root: A folder with the sources of both distributions, as this repository has them.
 
         Raises:
             EditError: If the edit does not fit the sources in that folder.
         """
-        path = self._module(package)
+        path = self._module(root)
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
         old, new = ast.parse(self.old).body, ast.parse(self.new).body
@@ -81,8 +86,9 @@ class Edit:
                 return path, edited
         raise self._error(f"cannot have `{self.old}` replaced. Replace less or more than that.")
 
-    def _module(self, package: pathlib.Path) -> pathlib.Path:
-        part = package.joinpath(*self.part.split("."))
+    def _module(self, root: pathlib.Path) -> pathlib.Path:
+        package = root / PACKAGES["migration" if self.part == "migration" else "lossscale"]
+        part = package if self.part == "migration" else package.joinpath(*self.part.split("."))
         paths = [part.with_suffix(".py"), *sorted(part.rglob("*.py"))]
         found = [path for path in paths if path.exists() and self.function in _names(path)]
         if len(found) != 1:

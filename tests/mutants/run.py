@@ -20,13 +20,14 @@ ROOT = HERE.parents[1]
 sys.path[0] = str(HERE.parent)
 
 from fresh import Program  # noqa: E402
+from mutants.edits import PACKAGES  # noqa: E402
 from mutants.mutants import ALL, TENSORFLOW, TF_KERAS, Mutant  # noqa: E402
 
 SECONDS = 1800
 PASSED, FAILED, INTERRUPTED = 0, 1, 2
 PYTEST = """
 import os, sys
-sys.path.insert(0, os.environ["PYTHONPATH"])
+sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
 import pytest
 
 sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
@@ -43,7 +44,7 @@ def survives(sources: pathlib.Path, mutant: Mutant) -> bool:
         PYTEST,
         *mutant.tests,
         environment={
-            "PYTHONPATH": str(sources),
+            "PYTHONPATH": os.pathsep.join(str((sources / p).parent) for p in PACKAGES.values()),
             **backend,
             **(TF_KERAS_ONLY if is_tf_keras else {}),
         },
@@ -53,7 +54,7 @@ def survives(sources: pathlib.Path, mutant: Mutant) -> bool:
     if done.returncode >= 0 and done.returncode not in (PASSED, FAILED, INTERRUPTED):
         print(done.stdout)
         raise SystemExit(f"pytest {' '.join(mutant.tests)} ended with status {done.returncode}.")
-    if done.returncode and sources == ROOT / "src":
+    if done.returncode and sources == ROOT:
         print(done.stdout)
         raise SystemExit(f"Without any mutant the tests {mutant.tests} must pass.")
     return done.returncode == PASSED
@@ -65,12 +66,13 @@ def run_backend(backend: str, words: list[str]) -> int:
     survivors, passing = 0, set()
     for mutant in chosen:
         if mutant.tests not in passing:
-            survives(ROOT / "src", mutant)
+            survives(ROOT, mutant)
             passing.add(mutant.tests)
         with tempfile.TemporaryDirectory() as name:
             sources = pathlib.Path(name)
-            shutil.copytree(ROOT / "src", sources, dirs_exist_ok=True)
-            path, text = mutant.apply(sources / "lossscale")
+            for package in PACKAGES.values():
+                shutil.copytree(ROOT / package, sources / package)
+            path, text = mutant.apply(sources)
             path.write_text(text, encoding="utf-8")
             start = time.monotonic()
             survived = survives(sources, mutant)

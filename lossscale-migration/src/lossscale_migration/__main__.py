@@ -1,4 +1,4 @@
-"""`python -m lossscale_migration OLD [NEW]`: describes a file of an older TensorFlow, or converts it."""
+"""`lossscale-migrate OLD [NEW]`: describes a file of an older TensorFlow, or converts it."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def _remove_abandoned(folder: Path, new: Path) -> None:
 
 
 def _mark(new: Path) -> bytes:
-    return b"lossscale migrate, for " + os.fsencode(new.name)
+    return b"lossscale-migrate, for " + os.fsencode(new.name)
 
 
 def _locked(file: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from lossscale.arguments import arguments_from_config, rule_from_arguments
 from lossscale.errors import LossScaleError, OldFileError
+from lossscale.rules import DynamicScale, FixedScale
 from lossscale_migration.damaged_files import as_old_file_error, is_hdf5
 from lossscale_migration.graph import Graph, holds_graph, read_graph
 from lossscale_migration.models import ModelFile, read_model_file, saved_optimizer
@@ -20,7 +21,6 @@ from lossscale_migration.saved_optimizer import (
     find_optimizers,
     read_optimizer,
 )
-from lossscale.rules import DynamicScale, FixedScale
 
 _NOT_SLOTS = {
     "dynamic_scale",

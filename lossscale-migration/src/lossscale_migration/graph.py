@@ -194,7 +194,7 @@ def _read_hdf5(path: str) -> Graph:
 
     if not holds_graph(path):
         raise OldFileError(
-            f"{path}: this HDF5 file was not written by `lossscale migrate` from a checkpoint. "
+            f"{path}: this HDF5 file was not written by `lossscale-migrate` from a checkpoint. "
             "Load a model with lossscale_migration.load_model."
         )
     with as_old_file_error(path), h5py.File(path, "r") as file:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from lossscale import registry
 from lossscale.errors import ArgumentError, OldFileError
+from lossscale.packages import require
 from lossscale_migration.damaged_files import as_old_file_error, check_file
 from lossscale_migration.models import ModelFile, read_model_file
-from lossscale.packages import require
 
 UNSET: Any = object()
 

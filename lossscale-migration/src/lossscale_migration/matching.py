@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lossscale.errors import OldFileError
-from lossscale_migration.graph import Graph, Node
 from lossscale.optimizer import LossScaleOptimizer
+from lossscale_migration.graph import Graph, Node
 
 # The names of the layers with weights in a functional or sequential Keras 2 model. A second set of
 # names, `layer-0` and so on, covers all layers.

@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 
 from lossscale.errors import OldFileError, UnknownSlotError, UnsupportedError
+from lossscale.old_formats.configurations import NADAM_DECAY, decayed
+from lossscale.old_formats.slots import kind_of, nadam_product, names_for
+from lossscale.packages import warn
 from lossscale_migration.matching import Matches
 from lossscale_migration.saved_optimizer import (
     FIRST_KIND,
@@ -16,9 +19,6 @@ from lossscale_migration.saved_optimizer import (
     SavedOptimizer,
     SavedSlot,
 )
-from lossscale.old_formats.configurations import NADAM_DECAY, decayed
-from lossscale.old_formats.slots import kind_of, nadam_product, names_for
-from lossscale.packages import warn
 
 # With this value, TensorFlow's first Nadam raises its momentum like all later ones.
 NEW_NADAM_DECAY = 1.0

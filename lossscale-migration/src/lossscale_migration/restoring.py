@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.errors import ArgumentError, ArgumentTypeError
+from lossscale.optimizer import LossScaleOptimizer
 from lossscale_migration.damaged_files import as_old_file_error
 from lossscale_migration.graph import read_graph
 from lossscale_migration.matching import Matches, is_any_optimizer, trainable_of
 from lossscale_migration.restore_plan import RestorePlan, plan_for
 from lossscale_migration.saved_optimizer import SavedOptimizer, read_optimizer
-from lossscale.optimizer import LossScaleOptimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ def restore_checkpoint(path: str | Path, **objects: Any) -> Restored:
 
     Args:
         path: The prefix of a checkpoint, its `.index` file, a folder with checkpoints (then the
-            latest), a SavedModel, or a file that `lossscale migrate` made from a checkpoint.
+            latest), a SavedModel, or a file that `lossscale-migrate` made from a checkpoint.
         **objects: A `lossscale.LossScaleOptimizer`, models, layers, variables, and lists and
             dictionaries of them. A model must be built. The slots of an optimizer are created if
             needed, for all trainable variables that are passed.

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from lossscale.errors import OldFileError
-from lossscale_migration.graph import Graph, Node
 from lossscale.old_formats.slots import split_label
+from lossscale_migration.graph import Graph, Node
 
 OLDEST = "TensorFlow 2.0 to 2.2"
 FIRST_KIND = "TensorFlow 2.3 to 2.15 or tf_keras, optimizers.legacy"

@@ -16,6 +16,7 @@ import h5py
 import tf_keras
 
 from lossscale.errors import OldFileError
+from lossscale.tf_keras import LossScaleOptimizer
 from lossscale_migration.damaged_files import errors_reported_as
 from lossscale_migration.models import (
     HDF5,
@@ -28,7 +29,6 @@ from lossscale_migration.models import (
 )
 from lossscale_migration.restoring import restore_optimizer
 from lossscale_migration.saved_optimizer import KERAS_3, OURS
-from lossscale.tf_keras import LossScaleOptimizer
 
 
 def load_tf_keras_model(file: ModelFile, own: dict[str, Any], given: dict[str, Any]) -> Any:

@@ -109,7 +109,8 @@ def schedule_config(rate: Any) -> Any:
     if name in _SCHEDULES_WITHOUT_SUCCESSOR:
         raise ArgumentError(
             f"Keras 3 has no learning rate schedule {name!r}. Create the optimizer with your own "
-            "schedule, and restore its state with lossscale_migration.restore_checkpoint."
+            "schedule, and restore its state with restore_checkpoint of lossscale-migration "
+            "(pip install lossscale-migration)."
         )
     if name not in _SCHEDULES or ">" in str(rate.get("registered_name") or ""):
         return dict(rate)

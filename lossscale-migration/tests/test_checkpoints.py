@@ -15,11 +15,11 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale
+import support
 from lossscale.errors import OldFileError
-from lossscale_migration import migrate_file, restore_checkpoint
 from lossscale.rules import ScaleRule
-from migration import support
-from migration.support import FAMILIES, FIXTURES, ONLY_NEW, OPTIMIZERS, SAVED_SETTINGS, WITNESS
+from lossscale_migration import migrate_file, restore_checkpoint
+from support import FAMILIES, FIXTURES, ONLY_NEW, OPTIMIZERS, SAVED_SETTINGS, WITNESS
 
 DYNAMIC = sorted(FIXTURES.glob("ck/*.index"))
 FIXED = sorted(FIXTURES.glob("ckf/*.index"))

@@ -7,10 +7,10 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale
+import support
 from lossscale.errors import OldFileError
 from lossscale_migration import migrate_file, restore_checkpoint
-from migration import support
-from migration.support import FAMILIES, FIXTURES, WITNESS
+from support import FAMILIES, FIXTURES, WITNESS
 
 ZOO = FIXTURES / "zoo" / "savedmodel" / "2.15.1"
 

@@ -1,4 +1,4 @@
-"""`lossscale migrate`: what it prints, what it writes, and what it refuses."""
+"""`lossscale-migrate`: what it prints, what it writes, and what it refuses."""
 
 import fcntl
 import json
@@ -11,10 +11,6 @@ import sys
 import pytest
 
 from lossscale_migration.__main__ import main
-
-pytest.importorskip("tensorflow")
-if os.environ.get("KERAS_BACKEND", "tensorflow") != "tensorflow":
-    pytest.skip("checkpoints are read with TensorFlow", allow_module_level=True)
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 CHECKPOINTS = sorted(FIXTURES.glob("ck*/*.index"))
@@ -281,9 +277,9 @@ def test_what_a_killed_command_leaves(tmp_path):
     assert {each.name for each in left.iterdir()} == {"owner", "new.h5"}
     # Those of another file, of a process that goes on, with something besides, and of others.
     for name, mark, more in (
-        ("other", b"lossscale migrate, for other.h5", []),
-        ("held", b"lossscale migrate, for new.h5", []),
-        ("more", b"lossscale migrate, for new.h5", ["more"]),
+        ("other", b"lossscale-migrate, for other.h5", []),
+        ("held", b"lossscale-migrate, for new.h5", []),
+        ("more", b"lossscale-migrate, for new.h5", ["more"]),
         ("empty", b"", []),
     ):
         folder = tmp_path / f".lossscale-{name}"

@@ -10,9 +10,9 @@ import h5py
 import pytest
 
 import lossscale_migration as migration
-from lossscale_migration.__main__ import main
 from lossscale.errors import OldFileError
 from lossscale_migration import describe_file
+from lossscale_migration.__main__ import main
 
 HOSTILE = "\x1b]0;title\x07\x9b31m\u202e\u2028red"
 

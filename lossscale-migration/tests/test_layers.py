@@ -8,9 +8,9 @@ import tf_keras
 from keras.src.utils import naming
 
 import lossscale
+import support
 from lossscale.errors import OldFileError
 from lossscale_migration import load_model, restore_checkpoint
-from migration import support
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 

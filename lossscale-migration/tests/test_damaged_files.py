@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from lossscale_migration.__main__ import main
+import damaged
 from lossscale.errors import OldFileError, UnsupportedError
 from lossscale_migration import check_file, damaged_files, describe_file, hdf5_reader, load_model
-from migration import damaged
-from migration.support import FIXTURES
+from lossscale_migration.__main__ import main
+from support import FIXTURES
 
 ZOO = FIXTURES / "zoo" / "2.15.1"
 ZIPPED, HDF5 = ZOO / "s_dense_new.keras", ZOO / "s_dense_new.h5"

@@ -12,11 +12,11 @@ import tensorflow as tf
 import tf_keras
 
 import lossscale
+import support
 from lossscale.errors import ArgumentError, MissingPackageError, OldFileError
 from lossscale.keras import LossScaleOptimizer
 from lossscale_migration import describe_file, load_model, migrate_file
-from migration import support
-from migration.support import FAMILIES, FIXTURES, ONLY_NEW, OPTIMIZERS, WITNESS
+from support import FAMILIES, FIXTURES, ONLY_NEW, OPTIMIZERS, WITNESS
 
 H5 = sorted(FIXTURES.glob("h5/*.h5"))
 # Keras says so on every HDF5 file; it is the format that this is about.

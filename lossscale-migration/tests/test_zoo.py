@@ -15,9 +15,9 @@ import tf_keras
 from keras.src.utils import naming
 
 import lossscale
+import support
 from lossscale_migration import load_model, restore_checkpoint
-from migration import support
-from migration.support import FIXTURES
+from support import FIXTURES
 
 ZOO = FIXTURES / "zoo"
 RELEASES = {"2.3.4": (26, 0), "2.12.1": (0, 7), "2.15.1": (28, 28)}
