@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from benchmarks import rules
 from lossscale import DynamicScale
+from tools import bad_data as rules
 
 
 def trace(largest, below):

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from mutants import mutants
+from tools.mutants import mutants
 
 ROOT = pathlib.Path(__file__).parents[2]
 BACKENDS = {mutants.TENSORFLOW, mutants.TF_KERAS, mutants.JAX, mutants.TORCH}

@@ -5,7 +5,9 @@ of Accelerate comes from the package index. That of Lightning is not published t
 a checkout of its repository at the tag of the version that is installed, or of one near it:
 
     git clone --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning
-    make peers LIGHTNING=pytorch-lightning
+    python -m tools.peers.torch_libraries build/peers --lightning pytorch-lightning
+
+It takes some minutes, and needs the test environment and a package index.
 """
 
 from __future__ import annotations
@@ -20,8 +22,7 @@ import subprocess
 import sys
 import tarfile
 
-ROOT = pathlib.Path(__file__).parents[2]
-
+from tools import ROOT
 
 ACCELERATE = ("tests/test_optimizer.py", "tests/test_scheduler.py", "tests/test_kwargs_handlers.py")
 LIGHTNING = (

@@ -1,6 +1,7 @@
 """Runs random programs by the thousand, long runs, and runs that are killed, on every wrapper.
 
-`make soak` takes some hours; `make soak SOAK="--programs 5 --steps 2000 torch"` less.
+`python -m tools.soak` takes some hours; `python -m tools.soak --programs 5 --steps 2000 torch`
+less. It needs the test environment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Runs each mutant's tests against it: a test suite that protects the sources kills every one.
+"""Do the tests notice? Runs wrong versions of the sources, each against the tests that must fail.
+
+`python -m tools.mutants` runs all of tools/mutants/mutants.py, which takes about an hour and a half
+on 2 cores; `python -m tools.mutants --backend torch Engine` those whose part or function has this
+word. It needs the test environment.
 
 Each backend's framework is imported once, and each mutant's tests run in a fork of that process,
 with a changed copy of the sources. Before that they must pass on the sources as they are.
@@ -14,14 +18,10 @@ import sys
 import tempfile
 import time
 
-HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[1]
-# In the place of this folder, whose mutants.py would be the package `mutants` otherwise.
-sys.path[0] = str(HERE.parent)
-
-from fresh import Program  # noqa: E402
-from mutants.edits import PACKAGES  # noqa: E402
-from mutants.mutants import ALL, TENSORFLOW, TF_KERAS, Mutant  # noqa: E402
+from fresh import Program
+from tools import ROOT
+from tools.mutants.edits import PACKAGES
+from tools.mutants.mutants import ALL, TENSORFLOW, TF_KERAS, Mutant
 
 SECONDS = 1800
 PASSED, FAILED, INTERRUPTED = 0, 1, 2

@@ -1,10 +1,12 @@
 """Tries what is published: builds it, and installs it as a stranger does.
 
-`make release-test` builds the wheel and the source distribution, checks their metadata, and makes
-an environment for each extra, outside of the checkout: with the oldest pip that PACKAGE.md admits
-and with the newest, on each Python that is there. In each runs the first example of that extra,
-`lossscale info`, and every public name of its front. The tests of the source distribution
-run from it. It takes about an hour; `make release-test RELEASE="--extras torch optax"` less.
+`python -m tools.release` builds the wheels of both distributions and the source distribution,
+checks their metadata, and makes an environment for each extra, outside of the checkout: with the
+oldest pip that PACKAGE.md admits and with the newest, on each Python that is there. In each runs
+the first example of that extra, `lossscale info`, and every public name of its front;
+lossscale-migration is installed beside Keras. The tests of the source distribution run from it, in
+the test environment. It takes about an hour and a package index; `python -m tools.release --extras
+torch optax` less.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import tarfile
 import tempfile
 import time
 
-ROOT = pathlib.Path(__file__).parents[1]
+from tools import ROOT
+
 OLDEST_PIP = "23.0.1"
 # For each extra the first example, the backend of Keras in it, and the modules that must be whole.
 ALONE = ("lossscale", "lossscale.rules", "lossscale.errors")
@@ -34,6 +37,7 @@ EXTRAS = {
     "torch": ("README.md", "", (*ALONE, "lossscale.torch")),
     "optax": ("docs/jax.md", "", (*ALONE, "lossscale.optax")),
     "diagnosis": ("none", "", (*ALONE, "lossscale.monitoring")),
+    "migration": ("docs/old_files.md", "tensorflow", (*KERAS, "lossscale_migration")),
 }
 PROGRAMS = {
     "none": "import lossscale\nprint(lossscale.DynamicScale().init())",
@@ -87,17 +91,25 @@ def program_of(source: str) -> str:
     return re.search(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
 
 
-def built(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """Builds the wheel and the source distribution, and checks what their pages will say."""
+def built(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path, pathlib.Path]:
+    """Builds two wheels and the source distribution, and checks what their pages will say.
+
+    Returns:
+        The wheel of lossscale, that of lossscale-migration, and the source distribution.
+    """
     tools, packages = folder / "tools", folder / "dist"
     run([sys.executable, "-m", "venv", tools], folder)
     run([tools / "bin" / "pip", "install", "-q", "build", "twine"], folder)
     # From a copy, so that nothing that lies in the checkout decides what is in it.
     copy = folder / "checkout"
     run(["git", "clone", "-q", ROOT, copy], folder)
-    run([tools / "bin" / "python", "-m", "build", "--outdir", packages, copy], folder)
+    build = [tools / "bin" / "python", "-m", "build", "--outdir", packages]
+    run([*build, copy], folder)
+    run([*build, "--wheel", copy / "lossscale-migration"], folder)
     print(run([tools / "bin" / "twine", "check", "--strict", *packages.iterdir()], folder).strip())
-    return next(packages.glob("*.whl")), next(packages.glob("*.tar.gz"))
+    patterns = ("lossscale-*.whl", "lossscale_migration-*.whl", "*.tar.gz")
+    wheel, migration, sources = (next(packages.glob(pattern)) for pattern in patterns)
+    return wheel, migration, sources
 
 
 def check_sources(sources: pathlib.Path, folder: pathlib.Path) -> None:
@@ -105,7 +117,7 @@ def check_sources(sources: pathlib.Path, folder: pathlib.Path) -> None:
     with tarfile.open(sources) as archive:
         archive.extractall(folder, filter="data")
     unpacked = folder / sources.name.removesuffix(".tar.gz")
-    for name in ("tests", "docs", "examples", "benchmarks"):
+    for name in ("tests", "docs", "examples", "benchmarks", "tools", "lossscale-migration"):
         missing = {
             path.relative_to(folder / "checkout")
             for path in (folder / "checkout" / name).rglob("*")
@@ -124,9 +136,10 @@ def check_sources(sources: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def check_extra(
-    python: str, pip: str, extra: str, wheel: pathlib.Path, folder: pathlib.Path
+    python: str, pip: str, extra: str, wheels: tuple[pathlib.Path, ...], folder: pathlib.Path
 ) -> None:
     """Installs an extra into a bare environment and uses it."""
+    wheel, migration = wheels
     place = folder / "environment"
     shutil.rmtree(place, ignore_errors=True)
     work = folder / "work"
@@ -136,9 +149,11 @@ def check_extra(
     inside = place / "bin" / "python"
     wanted = f"pip=={pip}" if pip != "newest" else "pip"
     run([inside, "-m", "pip", "install", "-q", "--upgrade", wanted], folder)
-    required = str(wheel) if extra == "none" else f"{wheel}[{extra}]"
+    required = [str(wheel) if extra == "none" else f"{wheel}[{extra}]"]
+    if extra == "migration":
+        required = [f"{wheel}[tensorflow]", str(migration)]
     constraints = ["-c", ROOT / "constraints.txt"]
-    run([inside, "-m", "pip", "install", "-q", *constraints, required], folder)
+    run([inside, "-m", "pip", "install", "-q", *constraints, *required], folder)
     source, backend, modules = EXTRAS[extra]
     environment = {"KERAS_BACKEND": backend} if backend else {}
     if extra == "tf-keras":
@@ -174,7 +189,7 @@ def main() -> int:
     failed = []
     with tempfile.TemporaryDirectory(prefix="lossscale-release-") as name:
         folder = pathlib.Path(name)
-        wheel, sources = built(folder)
+        *wheels, sources = built(folder)
         if options.extras is None:
             check_sources(sources, folder)
         for python in options.pythons or pythons():
@@ -192,7 +207,7 @@ def main() -> int:
                     start = time.monotonic()
                     what = f"Python {version}, pip {pip}, [{extra}]"
                     try:
-                        check_extra(python, pip, extra, wheel, folder)
+                        check_extra(python, pip, extra, tuple(wheels), folder)
                     except FailedError as error:
                         failed.append(what)
                         print(f"{what}: FAILED\n{error}", flush=True)

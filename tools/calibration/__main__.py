@@ -1,10 +1,11 @@
-"""Is the verdict of a diagnosis right? `python -m benchmarks.calibration`.
+"""Is the verdict of a diagnosis right? `python -m tools.calibration` trains beside it.
 
 Each model is asked for its verdict, and then trained in float32 and in float16: without loss
 scaling, with `DynamicScale()` and with the rule that was advised. The status is 1 if a training
 contradicts a verdict that `KNOWN_WRONG` does not name, or none that it names. It takes some minutes
-for each backend. `--page docs/internals/calibration.md` writes the table
-between the markers of that page.
+for each backend and needs the test environment; KERAS_BACKEND selects the backend, `--library jax`
+the models of JAX. `--page docs/internals/calibration.md` writes the table between the markers of
+that page.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.calibration.outcomes import WAYS, regret
 from benchmarks.pages import insert
+from tools.calibration.outcomes import WAYS, regret
 
 KNOWN_WRONG = {"JAX": ("regression, targets x 1e5",)}
 """The models whose verdict is wrong, by the title of their table; docs/internals/calibration.md
@@ -29,7 +30,7 @@ has the reasons."""
 def main(command_line: list[str] | None = None) -> int:
     """Runs the training runs; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.calibration", description=__doc__.splitlines()[0]
+        prog="python -m tools.calibration", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--only", default="", help="models whose name has this in it")
     parser.add_argument("--library", choices=("keras", "jax"), default="keras")
@@ -37,7 +38,7 @@ def main(command_line: list[str] | None = None) -> int:
     options = parser.parse_args(command_line)
     os.environ.setdefault("KERAS_BACKEND", "torch")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    models = importlib.import_module(f"benchmarks.calibration.{options.library}_models")
+    models = importlib.import_module(f"tools.calibration.{options.library}_models")
     rows = []
     print(table([]), flush=True)
     for task in models.TASKS:
@@ -51,7 +52,7 @@ def main(command_line: list[str] | None = None) -> int:
     said = f"{len(rows)} models: {len(wrong)} wrong, {alarms} scales that were not needed."
     print(f"\n{said}")
     if options.page is not None:
-        marks = f"<!-- {what}: make calibration -->", f"<!-- end of {what} -->"
+        marks = f"<!-- {what}: python -m tools.calibration -->", f"<!-- end of {what} -->"
         insert(options.page, f"\n{table(rows)}\n\n{said}\n", *marks)
     for name in sorted(wrong - known):
         print(f"error: {name}: the training contradicts the verdict", file=sys.stderr)

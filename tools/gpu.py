@@ -1,9 +1,8 @@
 """Runs on a GPU what the library is for: promises, training, examples and benchmarks.
 
-`make gpu` uses the frameworks that are installed where `python3` (or `make gpu PYTHON=...`) finds
-them, so that their GPU builds are the ones a user has, and needs no network. It ends within ten
-minutes. What it finds goes to build/gpu.json and docs/internals/gpu.md; what cannot run there
-stands in both with the reason.
+`python -m tools.gpu` uses the frameworks of the Python that runs it, so that their GPU builds are
+the ones a user has, and needs no network. It ends within ten minutes. What it finds goes to
+build/gpu.json and docs/internals/gpu.md; what cannot run there stands in both with the reason.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-ROOT = pathlib.Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+from benchmarks import machine, tables
+from tools import ROOT
 
-from benchmarks import machine, tables  # noqa: E402
-
-BEGIN, END = "<!-- gpu: make gpu -->", "<!-- end of gpu -->"
+BEGIN, END = "<!-- gpu: python -m tools.gpu -->", "<!-- end of gpu -->"
 NEVER = "never run on a GPU"
 # Prints the name of the GPU that a framework sees, or nothing.
 SEEN = {

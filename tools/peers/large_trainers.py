@@ -1,6 +1,7 @@
 """The recipes of docs/trainers.md with torchtitan and Ray, and torchao's optimizers.
 
-It runs where these are installed (`make peers-trainers`), and says of each what came of it.
+It runs where these are installed (CONTRIBUTING.md has the commands), and says of each what came of
+it.
 """
 
 from __future__ import annotations

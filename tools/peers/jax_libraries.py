@@ -3,7 +3,9 @@
 They come with the installed packages, so these are the tests of the versions that are installed.
 What ours does otherwise on purpose is listed with the reason, and must really be otherwise.
 
-    python tests/peers/jax_libraries.py [PART OF A NAME ...]
+    python -m tools.peers.jax_libraries [PART OF A NAME ...]
+
+It takes some minutes, and needs the test environment.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import numpy as np
 import optax
 
 import lossscale
-from benchmarks.calibration import data
-from benchmarks.calibration.data import Split
-from benchmarks.calibration.outcomes import contradiction
+from tools.calibration import data
+from tools.calibration.data import Split
+from tools.calibration.outcomes import contradiction
 
 _BATCH, _STEPS, _TEST = 64, 200, 400
 

@@ -1,10 +1,10 @@
 """The effect of bad batches on a loss scale: rules on the gradients of five training runs.
 
-`python -m benchmarks.rules` trains five small PyTorch models in float32 and records the sizes of
+`python -m tools.bad_data` trains five small PyTorch models in float32 and records the sizes of
 their gradients in each step. Then it simulates each rule on them. A step is bad with a probability
 p: its gradients are infinite at any scale. It prints the share of the gradients that float16
 flushes to 0 in applied steps. `--page docs/internals/bad_data.md` writes the tables between the
-markers of that page. It takes about two minutes.
+markers of that page. It takes about two minutes, and needs PyTorch and scikit-learn.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ LOWEST, HIGHEST = -90, 40
 FLUSHED = -25
 """float16 rounds numbers below 2**-25 to 0."""
 LIMIT = float(np.log2(65504.0))
-MARKS = "<!-- rules: python -m benchmarks.rules -->", "<!-- end of rules -->"
-MARKS_OF_LAW = "<!-- law: python -m benchmarks.rules -->", "<!-- end of law -->"
+MARKS = "<!-- rules: python -m tools.bad_data -->", "<!-- end of rules -->"
+MARKS_OF_LAW = "<!-- law: python -m tools.bad_data -->", "<!-- end of law -->"
 
 
 # --- Gradients of training runs -------------------------------------------------------------------
@@ -421,7 +421,7 @@ def tables(traces: Sequence[Trace]) -> str:
 def main(command_line: list[str] | None = None) -> None:
     """Trains, runs the rules and prints the tables."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.rules", description=__doc__.splitlines()[0]
+        prog="python -m tools.bad_data", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--page", type=pathlib.Path, help="a page to write the tables into")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each training")

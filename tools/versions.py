@@ -1,9 +1,9 @@
 """Runs the promises on the oldest and on the newest releases that the extras admit.
 
-`make versions` makes two environments for each set in a temporary folder, which takes some minutes
-and, for PyTorch, gigabytes; `make versions SETS="jax tensorflow"` makes these, and
-`SETS="jax --releases newest"` one of them. The newest are those for the Python that runs this.
-docs/api/what_runs_where.md has the table.
+`python -m tools.versions` makes two environments for each set in a temporary folder, which takes
+some minutes and, for PyTorch, gigabytes, from a package index; `python -m tools.versions jax
+tensorflow` makes these, and `jax --releases newest` one of them. The newest are those for the
+Python that runs this, which needs no packages. docs/api/what_runs_where.md has the table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import venv
 
 from run import JAX, ROOT, TENSORFLOW, TF_KERAS, TORCH
 
-TOOLS = ("pytest", "hypothesis", "h5py", "matplotlib")
+TOOLS = ("pytest", "hypothesis", "h5py")
 PROMISES = "tests/conformance/test_promises.py"
 # On the newest releases: in older ones fallbacks serve.
 PRIVATE_NAMES = "tests/core/test_private_names.py"

@@ -13,10 +13,10 @@ import numpy as np
 from keras import layers, ops
 
 import lossscale
-from benchmarks.calibration import data
-from benchmarks.calibration.data import Split
-from benchmarks.calibration.outcomes import contradiction
 from lossscale.diagnosis import diagnose
+from tools.calibration import data
+from tools.calibration.data import Split
+from tools.calibration.outcomes import contradiction
 
 _BATCH, _STEPS, _TEST = 64, 150, 400
 _CATEGORIES = "sparse_categorical_crossentropy"

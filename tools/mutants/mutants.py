@@ -1,6 +1,6 @@
 """Wrong versions of the sources, and the tests that have to notice each.
 
-`make mutants` runs them (tests/mutants/run.py).
+`python -m tools.mutants` runs them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from mutants.edits import Edit
+from tools.mutants.edits import Edit
 
 # The backends of the process in which a mutant's tests run.
 TENSORFLOW, TF_KERAS, JAX, TORCH = "tensorflow", "tf_keras", "jax", "torch"
@@ -143,7 +143,7 @@ tests/conformance/test_what_rules_see.py -k for_a_rule_that_asks
 tests/backends/test_diagnose.py
     diagnosis.keras on torch _as_it_was: attributes.update(values) -> pass  -k subclassed
     diagnosis on torch _cast_to_float16: not asks(layer) -> True  -k ask_for_a_dtype
-    diagnosis on torch _watched: _traced() == outside -> True  -k attention
+    diagnosis on jax _watched: _traced() == outside -> True  -k LSTM
     diagnosis on torch KerasGradientFunction._forward: keras.ops.cast(target, output.dtype)
         -> output  -k targets_beyond
     diagnosis on torch _value: keras.ops.cast(value, 'float32') -> value
