@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from lossscale.errors import OldFileError
-from lossscale.old_formats.slots import split_label
+from lossscale_migration.array_roles import split_label
 from lossscale_migration.graph import Graph, Node
 
 OLDEST = "TensorFlow 2.0 to 2.2"
