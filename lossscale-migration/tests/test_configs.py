@@ -12,7 +12,7 @@ import lossscale
 from lossscale import DynamicScale, FixedScale, experimental
 from lossscale.errors import ArgumentError
 from lossscale.keras import LossScaleOptimizer
-from lossscale.old_formats.configurations import inner_config
+from lossscale.old_formats import inner_config
 from support import FAMILIES, WITNESS
 
 OLD_SGD = {"name": "SGD", "learning_rate": 0.1, "decay": 0.0, "momentum": 0.9, "nesterov": False}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lossscale.errors import LossScaleError, OldFileError
-from lossscale.old_formats.slots import begins_as_keras_own
+from lossscale.old_formats import begins_as_keras_own
 from lossscale_migration.array_roles import ArrayRole, roles_by_name, roles_by_number
 from lossscale_migration.damaged_files import as_old_file_error, errors_reported_as, is_hdf5
 from lossscale_migration.hdf5_reader import check_size, read_group

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from lossscale.errors import OldFileError, UnknownSlotError, UnsupportedError
-from lossscale.old_formats.configurations import NADAM_DECAY, decayed
-from lossscale.old_formats.slots import kind_of, nadam_product, names_for
+from lossscale.old_formats import NADAM_DECAY, decayed, kind_of, nadam_product, names_for
 from lossscale.packages import warn
 from lossscale_migration.matching import Matches
 from lossscale_migration.saved_optimizer import (
