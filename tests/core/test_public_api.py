@@ -29,8 +29,6 @@ PUBLIC = {
     "lossscale": "DynamicScale FixedScale Installation LossScaleError LossScaleOptimizer "
     "GradientStats LossScaleWarning ScaleRule ScaleState StatsRequest __version__ install register",
     "lossscale.experimental": "DynamicLossScale FixedLossScale LossScale LossScaleOptimizer",
-    "lossscale.migration": "FileDescription OptimizerDescription Restored check_file describe_file "
-    "load_model migrate_file restore_checkpoint",
 }
 
 
@@ -223,7 +221,7 @@ def test_a_type_checker_knows_the_members_and_finds_mistakes(tmp_path):
 
 OTHERS = (
     *("keras", "keras_common", "tf_keras", "tensorflow", "jax", "optax", "old_formats"),
-    *("diagnosis", "migration", "plots", "experimental", "installation", "documented_names"),
+    *("diagnosis", "experimental", "installation", "documented_names"),
 )
 TORCH_PROGRAM = """\
 import torch
