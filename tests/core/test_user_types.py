@@ -22,6 +22,25 @@ ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "tests/strangers/annotated"
 PROGRAMS = sorted(FOLDER.glob("*.py"))
 
+MISTAKES = """\
+import torch
+
+import lossscale
+import lossscale.torch
+
+inner = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+optimizer = lossscale.torch.LossScaleOptimizer(inner)
+torch.optim.lr_scheduler.ExponentialLR(5, 0.5)
+optimizer.backward("loss")
+optimizer.step(3)
+lossscale.torch.LossScaleOptimizer(inner, decide="both")
+lossscale.LossScaleOptimizer(inner, decide="both")
+lossscale.LossScaleOptimizer("adam")
+lossscale.LossScaleOptimizer(inner, initial_scal=8)
+lossscale.torch.GradScaler().step("adam")
+"""
+FIRST_MISTAKE = 8
+
 # What is installed where pyright checks programs, beside this library: the PyTorch user has no
 # Keras, and the user of Keras on JAX has neither PyTorch nor TensorFlow.
 INSTALLED = {
@@ -75,6 +94,8 @@ def runs():
             for package in (*packages.split(), "typing_extensions"):
                 found = place_of(pathlib.Path(importlib.util.find_spec(package).origin))
                 site.joinpath(found.name).symlink_to(found)
+        mistakes = folder / "torch/mistakes.py"
+        mistakes.write_text(MISTAKES)
         # Otherwise pyright finds the packages of the Python that runs it.
         folder.joinpath("empty/lib/python3.11/site-packages").mkdir(parents=True)
         settings = {
@@ -91,7 +112,7 @@ def runs():
         folder.joinpath("mypy.ini").write_text(MYPY)
         pyright = started("basedpyright", "--project", folder, "--outputjson")
         mypy = started(
-            *("mypy", "--config-file", folder / "mypy.ini", *PROGRAMS),
+            *("mypy", "--config-file", folder / "mypy.ini", *PROGRAMS, mistakes),
             MYPYPATH=str(ROOT / "src"),
         )
         return json.loads(pyright.communicate()[0]), mypy.communicate()[0]
@@ -100,14 +121,15 @@ def runs():
 def without_modules(said):
     """A type as a user would write it."""
     said = re.sub(r"tuple\[.*?, fallback=([\w.]+)\]", r"\1", said)
+    said = said.replace("'] | Literal['", "', '")
     return re.sub(r"\b(?:\w+\.)+(?=\w)", "", said)
 
 
 def by_pyright(program):
-    """What pyright says of a program, wherever it is checked: (line, kind, type or message)."""
+    """What pyright says of a program, wherever it is checked: (line, type or message)."""
     found, _ = runs()
     for each in found["generalDiagnostics"]:
-        if pathlib.Path(each["file"]).name == program.name:
+        if pathlib.Path(each["file"]).stem == program:
             number = each["range"]["start"]["line"] + 1
             revealed = re.fullmatch(r'Type of ".*" is "(.*)"', each["message"])
             yield number, revealed[1] if revealed else each["message"]
@@ -116,7 +138,7 @@ def by_pyright(program):
 def by_mypy(program):
     """What mypy says of a program: (line, type or message)."""
     _, found = runs()
-    for number, message in re.findall(rf"/{program.name}:(\d+): (.*)", found):
+    for number, message in re.findall(rf"/{program}.py:(\d+): (.*)", found):
         revealed = re.fullmatch(r'note: Revealed type is "(.*)"', message)
         yield int(number), without_modules(revealed[1]) if revealed else message
 
@@ -128,5 +150,11 @@ def test_a_users_program_has_the_types_that_it_says(program):
         if said := re.fullmatch(r" *reveal_type\(.*\)  # (.*?)(?:, mypy: (.*))?", line):
             pyright[number], mypy[number] = said[1], said[2] or said[1]
     assert len(pyright) > 1
-    assert dict(by_pyright(program)) == pyright
-    assert dict(by_mypy(program)) == mypy
+    assert dict(by_pyright(program.stem)) == pyright
+    assert dict(by_mypy(program.stem)) == mypy
+
+
+def test_a_type_checker_finds_mistakes():
+    wrong = {*range(FIRST_MISTAKE, MISTAKES.count("\n") + 1)}
+    assert {number for number, _ in by_pyright("mistakes")} == wrong
+    assert {number for number, _ in by_mypy("mistakes")} == wrong

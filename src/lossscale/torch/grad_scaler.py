@@ -6,6 +6,9 @@ replaced. Other code may write to them. PyTorch counts writes to a tensor, so th
 only after such a write.
 """
 
+# Without PyTorch's types, a tensor and a list of them are the same here.
+# mypy: disable-error-code="overload-cannot-match"
+
 from __future__ import annotations
 
 import contextlib
@@ -14,7 +17,7 @@ import itertools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
@@ -241,6 +244,15 @@ class GradScaler(torch.amp.GradScaler):
 
     # --- The calls of a training loop ---------------------------------------------------------
 
+    @overload
+    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
+    @overload
+    def scale(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
+    @overload
+    def scale(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]: ...
+    @overload
+    def scale(self, outputs: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]: ...
+
     def scale(self, outputs: Any) -> Any:
         """Multiplies losses by the scale, in float32 or wider.
 
@@ -378,6 +390,13 @@ class GradScaler(torch.amp.GradScaler):
         # A step in which no process has a gradient does not count.
         return {overflow.device: overflow} if by_device or overflow.item() >= 0 else {}
 
+    @overload
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None: ...
+    @overload
+    def step(
+        self, optimizer: Sequence[torch.optim.Optimizer], *args: Any, **kwargs: Any
+    ) -> list[float | None]: ...
+
     @uncompiled
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Unscales the gradients if `unscale_` did not, and applies them if all are finite.
@@ -501,7 +520,7 @@ class GradScaler(torch.amp.GradScaler):
             entry["skipped"] = skipped or entry.get("skipped", False)
 
     @uncompiled
-    def update(self, new_scale: Any = None) -> None:
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Updates the scale, once after the steps of all optimizers: down if any overflowed.
 
         Args:
@@ -552,7 +571,7 @@ class GradScaler(torch.amp.GradScaler):
         """Whether the last call of `step` did not apply its optimizer."""
         return self._last_step_skipped
 
-    def last_step_skipped_of(self, optimizer: Any) -> bool:
+    def last_step_skipped_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last call of `step` with this optimizer did not apply it."""
         engine = self._engines.get(id(optimizer))
         return engine is not None and engine.counts.last_step_skipped
@@ -562,7 +581,9 @@ class GradScaler(torch.amp.GradScaler):
         """How many calls of `step` did not apply their optimizer, of all optimizers together."""
         return self._steps_skipped
 
-    def register_step_skipped_hook(self, hook: Callable[[Any], Any]) -> Any:
+    def register_step_skipped_hook(
+        self, hook: Callable[[torch.optim.Optimizer], object]
+    ) -> RemovableHandle:
         """Registers a function that is called with each optimizer whose step is skipped.
 
         Returns:
@@ -693,7 +714,7 @@ class GradScaler(torch.amp.GradScaler):
             return {}
         return state_dicts.scaler_state(self._rule, self._read(), self._number, self._steps_skipped)
 
-    def load_state_dict(self, state_dict: Any) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this class, of PyTorch's or of Apex; does nothing if disabled.
 
         Args:

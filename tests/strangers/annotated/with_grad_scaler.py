@@ -10,7 +10,7 @@ model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = lossscale.torch.GradScaler("cpu", init_scale=2.0**10)
 drop_in: torch.amp.GradScaler = scaler
-loss = model(torch.ones(4, 2)).mean()
+loss: torch.Tensor = model(torch.ones(4, 2)).mean()
 reveal_type(scaler.scale(loss))  # Tensor
 reveal_type(scaler.scale([loss]))  # list[Tensor]
 scaler.scale(loss).backward()
