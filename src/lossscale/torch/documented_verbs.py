@@ -12,7 +12,7 @@ from lossscale.common.checks import check_named, checked_pairs, flat_list
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError
 from lossscale.members import Wrapper
 from lossscale.torch import fused, ranks
-from lossscale.torch.backward import versions_of
+from lossscale.torch.scaled_gradients import versions_of
 from lossscale.torch.scaling import CPU, unscaled
 
 _NOT_UNSCALED = (
@@ -67,7 +67,9 @@ class DocumentedVerbs(Wrapper):
         scale = self._engine.scale.on(device).scale
         result = unscaled(given, scale, self._rule.powers_of_two)
         record = self._record
-        record.scaled_by, record.by_hand = record.scaled_by or self._engine.scale, False
+        record.by_hand = False
+        if record.scaled_by is None:
+            record.unseen = self._engine.scale
         before = [each for each in record.divided or () if each[0]() is not None]
         record.divided = before + versions_of(g for g in given if g is not None)
         return result
@@ -106,24 +108,29 @@ class DocumentedVerbs(Wrapper):
         _check_fit(given, variables, parameters)
         if record.by_hand:
             self._warn(_NOT_UNSCALED)
-        before = by, by_hand, divided = record.scaled_by, record.by_hand, record.divided
-        are_unscaled = by is None or by_hand or divided is not None
-        if by is not None and by is not engine.scale:
-            # Gradients in `.grad` stay there, unscaled.
-            engine.end()
+        by = record.scaled_by
+        before = record.unseen, record.by_hand, record.divided
+        are_unscaled = by is None or record.by_hand or record.divided is not None
+        # Copies, because a step changes gradients in place.
+        given = [
+            None if gradient is None else gradient.detach().to(variable.dtype, copy=True)
+            for gradient, variable in zip(given, variables, strict=True)
+        ]
+        # Gradients in `.grad` stay there, unscaled.
+        record.unseen = None
+        engine.settle()
         with _own_gradients(parameters):
             for gradient, variable in zip(given, variables, strict=True):
                 if gradient is not None:
-                    # A copy, because a step changes gradients in place.
-                    variable.grad = gradient.detach().to(variable.dtype, copy=True)
+                    variable.grad = gradient
             record.reset()
-            record.scaled_by = engine.scale if are_unscaled else by
+            record.unseen = engine.scale if are_unscaled else by
             record.divided = [] if are_unscaled else None
             try:
                 self._take_step()
             except BaseException:
                 record.reset()
-                record.scaled_by, record.by_hand, record.divided = before
+                record.unseen, record.by_hand, record.divided = before
                 record.has_own_loss = by is not None
                 raise
         return self.iterations

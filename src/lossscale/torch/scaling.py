@@ -42,19 +42,34 @@ def scalar(value: float, device: Any, dtype: Any = torch.float32) -> Any:
 
 
 def read(tensor: Any) -> float:
-    """Reads a number from a tensor, which waits for its device.
+    """Reads a number from a tensor; see `read_all`."""
+    _check_readable(tensor)
+    number: float = tensor.item()
+    return number
+
+
+def read_all(tensor: Any) -> Any:
+    """Copies a tensor to the CPU, which waits for its device.
 
     Raises:
         UnsupportedError: While a CUDA graph is captured.
     """
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+    _check_readable(tensor)
+    return tensor.cpu()
+
+
+def is_captured(tensor: Any) -> bool:
+    """Whether a CUDA graph records what is computed with a tensor."""
+    return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _check_readable(tensor: Any) -> None:
+    if is_captured(tensor):
         raise UnsupportedError(
             "step() cannot run while a CUDA graph is captured: the host reads from the GPU whether "
             "to skip the step. Make the optimizer with decide='device', or capture backward() and "
             "call step() after the graph."
         )
-    number: float = tensor.item()
-    return number
 
 
 def stored(gradient: Any) -> Any:
