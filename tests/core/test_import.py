@@ -28,7 +28,7 @@ ARROWS = {
     "common": "errors packages rules monitoring",
     "jax": "rules common monitoring *jax",
     "tensorflow": "errors rules registry common monitoring *tensorflow",
-    "keras_common": "errors checks packages rules registry arguments members optimizer common",
+    "keras_common": "errors checks packages rules arguments members common",
     "torch": "errors checks packages rules arguments members optimizer common monitoring *torch",
     "optax": "errors checks packages rules arguments common jax monitoring *jax *optax",
     # A backend of Keras imports its own framework as well.
