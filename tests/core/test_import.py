@@ -27,7 +27,7 @@ ARROWS = {
     "callbacks": "errors packages registry optimizer monitoring",
     "common": "errors packages rules monitoring",
     "jax": "rules common monitoring *jax",
-    "tensorflow": "errors rules registry common monitoring *tensorflow",
+    "tensorflow": "errors packages rules registry common monitoring *tensorflow",
     "keras_common": "errors checks packages rules arguments members common",
     "torch": "errors checks packages rules arguments members optimizer common monitoring *torch",
     "optax": "errors checks packages rules arguments common jax monitoring *jax *optax",
