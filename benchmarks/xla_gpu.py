@@ -1,9 +1,9 @@
 """What a compiled JAX function does on a GPU, counted on a machine without one.
 
-XLA's compiler for GPUs comes with the wheels jax-cuda12-pjrt and jax-cuda12-plugin. It needs no GPU:
+XLA's compiler for GPUs needs no GPU. It is in the wheels jax-cuda12-pjrt and jax-cuda12-plugin:
 `compiled` compiles for a description of an H100, up to PTX and CUDA graphs, and `counts` reads the
 result. Nothing is run, so no time is measured. The wheels are in a folder of their own, since JAX
-would use them wherever it finds them. Import this module before JAX.
+would use them wherever it finds them. Call `prepare` before JAX is imported.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ FOLDER = Path(os.environ.get("LOSSSCALE_XLA_GPU", Path(__file__).parents[1] / ".
 TARGET = Path(__file__).with_name("h100.pbtxt")
 
 
-def why_not() -> str | None:
-    """Why nothing can be compiled for a GPU here; None if it can."""
+def why_not() -> str:
+    """Returns why nothing can be compiled for a GPU here; an empty string if it can."""
     wanted = importlib.metadata.version("jaxlib")
     found = {
-        each.metadata["Name"]: each.version
+        each.metadata["Name"].replace("_", "-"): each.version
         for each in importlib.metadata.distributions(path=[str(FOLDER)])
     }
     for wheel in WHEELS:
-        version = found.get(wheel, found.get(wheel.replace("-", "_")))
-        if version != wanted:
+        if (version := found.get(wheel)) != wanted:
             there = f"is {version}" if version else "is missing"
             return f"{wheel} {wanted}, XLA's compiler for GPUs, {there} in {FOLDER.name}"
-    return None
+    return ""
 
 
 def prepare() -> None:
@@ -44,6 +43,8 @@ def prepare() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Otherwise the plug-in requires the CUDA libraries of a machine with a GPU.
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    # A program from a cache would write nothing down.
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))
@@ -190,7 +191,7 @@ def _thunks(text: str) -> Iterator[_Thunk]:
 
 
 def _chain(thunks: Sequence[_Thunk]) -> int:
-    """The longest chain: what is inside of a thunk begins with it, what waits for it after its end."""
+    """The longest chain; what is inside of a thunk begins with it, what waits for it follows."""
     ends: dict[tuple[int, int], int] = {}
     around: list[tuple[_Thunk, int]] = []
     for thunk in thunks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -181,24 +181,34 @@ def _largest_on_gpu(parts: Sequence[Any]) -> list[Any]:
     """
     parts = [part if part.dtype in _HAVE_BITS else part.astype(jnp.float32) for part in parts]
     together: dict[Any, list[Any]] = {}
-    apart = []
     for part in parts:
-        # To join arrays that are divided among devices, XLA would gather them. Those of one shape
-        # are stacked, and only small ones, because they may be divided differently.
-        is_divided = is_laid_out(part) or may_be_sharded(part)
-        size = static_size(part)
-        if size is None or size > (SMALL if is_divided else JOINED):
-            apart.append(part)
-        elif is_divided:
+        if not is_joined(part):
+            together[len(together)] = [part]
+        elif _is_divided(part):
             together.setdefault(type_of(part), []).append(part[None])
         else:
             together.setdefault(part.dtype, []).append(part.ravel())
-    joined = [
-        jnp.concatenate(same[i : i + JOINED_ARRAYS])
-        for same in together.values()
-        for i in range(0, len(same), JOINED_ARRAYS)
-    ]
-    return [_largest(array) for array in [*joined, *apart]]
+    return [_largest(jnp.concatenate(group)) for group in in_groups(together)]
+
+
+def is_joined(array: Any) -> bool:
+    """Whether one kernel of a GPU reads an array together with others.
+
+    To join arrays that are divided among devices, XLA would gather them. Those of one shape are
+    stacked, and only small ones, because they may be divided differently.
+    """
+    size = static_size(array)
+    return size is not None and size <= (SMALL if _is_divided(array) else JOINED)
+
+
+def _is_divided(array: Any) -> bool:
+    return is_laid_out(array) or may_be_sharded(array)
+
+
+def in_groups(together: Mapping[Any, list[Any]]) -> Iterator[list[Any]]:
+    """What one kernel of a GPU reads, of lists of what may be joined."""
+    for joined in together.values():
+        yield from (joined[i : i + JOINED_ARRAYS] for i in range(0, len(joined), JOINED_ARRAYS))
 
 
 def _largest(array: Any) -> Any:
