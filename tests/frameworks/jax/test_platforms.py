@@ -109,7 +109,7 @@ def arguments_of(tx, sizes):
 
 def branches(program):
     """The operands that a lowered program branches on, except those that are known."""
-    known = re.findall(r'(%\w+)(?::\d+)? = (?:stablehlo.constant|"stablehlo.case")', program)
+    known = re.findall(r'(%\w+)(?::\d+)? = "?stablehlo\.(?:constant|clamp|case)\b', program)
     return set(re.findall(r'"?stablehlo\.(?:case|if)"?\((%\w+)', program)) - set(known)
 
 
