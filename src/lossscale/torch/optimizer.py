@@ -226,23 +226,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             (tensor(True), tensor([1., 1.]))
             >>> optimizer.step()
         """
-        if not isinstance(loss, torch.Tensor):
-            raise ArgumentTypeError(
-                f"The loss must be a tensor. Received: {loss!r} of type {type(loss).__name__}."
-            )
         engine, record = self._engine, self._record
-        info = engine.info()
-        if was_scaled(loss):
-            raise GradientsError(
-                "This loss is already scaled. Pass the unscaled loss to optimizer.backward(loss)."
-            )
-        if info.has_half:
-            raise GradientsError(
-                "A parameter has the dtype float16, in which unscaled gradients would flush to "
-                "zero. Keep the parameters in float32, and compute in float16 under "
-                "torch.autocast. Or wrap an optimizer of torch.optim with fused=True, and call "
-                "optimizer.scale_loss(loss).backward()."
-            )
+        _check_backpropagated(loss, engine.info())
         self._adopt_written()
         by = engine.scale.multiplier
         sets, rest = begin(loss, by, engine, inputs=inputs)
@@ -843,6 +828,24 @@ def _copied(value: Any) -> Any:
 def _new_scale(rule: Any, inner: Any, decide: str) -> LossScale:
     devices = dict.fromkeys(p.device for p in ranks.parameters_of(inner))
     return (DeviceLossScale if decide == "device" else LossScale)(rule, devices)
+
+
+def _check_backpropagated(loss: Any, info: ranks.ParameterInfo) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise ArgumentTypeError(
+            f"The loss must be a tensor. Received: {loss!r} of type {type(loss).__name__}."
+        )
+    if was_scaled(loss):
+        raise GradientsError(
+            "This loss is already scaled. Pass the unscaled loss to optimizer.backward(loss)."
+        )
+    if info.has_half:
+        raise GradientsError(
+            "A parameter has the dtype float16, in which unscaled gradients would flush to "
+            "zero. Keep the parameters in float32, and compute in float16 under "
+            "torch.autocast. Or wrap an optimizer of torch.optim with fused=True, and call "
+            "optimizer.scale_loss(loss).backward()."
+        )
 
 
 def _backpropagate(
