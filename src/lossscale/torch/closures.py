@@ -44,7 +44,7 @@ def step(optimizer: Any, closure: Callable[[], Any], nothing_scaled: str, **more
             loss = closure()
         optimizer._take_step(**more)
         return loss
-    optimizer._settle()
+    optimizer._account_for_unseen_backward()
     # It may be stepped along gradients that are there before it evaluates anything.
     if not record.is_nothing() and not optimizer._unscale_(nothing_scaled).apply:
         optimizer._take_step()

@@ -103,7 +103,7 @@ def without_numbers(
 def reserve_names(scale: LossScale, inner: Any) -> None:
     """Puts the live values into the first parameter group of an optimizer."""
     for group in inner.param_groups[:1]:
-        group.update(scale.shown)
+        group.update(scale.live)
         group.setdefault(_OF_GRADIENTS, torch.zeros(()))
 
 
@@ -114,8 +114,8 @@ def adopt_written(scale: LossScale, inner: Any) -> None:
         ArgumentError: If it is not a number.
     """
     for group in inner.param_groups[:1]:
-        found = scale.written()
-        for name, tensor in scale.shown.items():
+        found = scale.foreign_writes()
+        for name, tensor in scale.live.items():
             now = group.get(name)
             if now is not tensor and now is not None:
                 found[name] = now
