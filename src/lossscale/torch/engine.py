@@ -452,8 +452,11 @@ class Engine:
             by: What the kernel of the optimizer will divide them by, or None.
         """
         found: dict[Any, Any] = {}
-        if self.rule.checks_gradients:
+        checks = self.rule.checks_gradients
+        if checks or by is not None:
+            # What shares memory is copied, also before a kernel that divides.
             given = gradients.collect(info, allow_float16=by is not None)
+        if checks:
             if by is not None and is_below_one(by):
                 # With a scale below 1 unscaling may overflow what is finite.
                 found = gradients.check_quotients(given, lambda device: by.on(device).scale)
