@@ -123,7 +123,7 @@ class LossScale:
         self.names = {saved_as(field): field for field in fields}
         self.state: Any = self.first
         self.counts = self.start = Counts(0, 0, False)
-        self._make_shown()
+        self._make_live()
         self._factors: dict[Any, Factors] = {}
         for device in (CPU, *devices):
             self.on(device)
@@ -166,18 +166,18 @@ class LossScale:
             factors.scale.fill_(number)
             torch.reciprocal(factors.scale, out=factors.reciprocal)
 
-    def _make_shown(self) -> None:
+    def _make_live(self) -> None:
         self._numbers = numpy.zeros(len(self.names))
         # Tensors, because compiled code is recompiled for each Python number in a group.
         shown = torch.from_numpy(self._numbers).unbind()
-        self.shown: dict[str, Any] = dict(zip(self.names, shown, strict=True))
+        self.live: dict[str, Any] = dict(zip(self.names, shown, strict=True))
         self._show()
 
     def _show(self) -> None:
         self._last = [*map(float, self.state), *map(float, self.counts[:2])]
         self._numbers[:] = self._last
 
-    def written(self) -> dict[str, float]:
+    def foreign_writes(self) -> dict[str, float]:
         """Returns the values that other code has written into `shown`."""
         now = self._numbers.tolist()
         if now == self._last:
@@ -230,15 +230,15 @@ class DeviceLossScale(LossScale):
         self.state = _tensors(self.first, self.home)
         kinds = torch.int64, torch.int64, torch.bool
         self.counts = Counts(*(scalar(0, self.home, kind) for kind in kinds))
-        self.shown = dict(zip(self.names, (*self.state, *self.counts[:2]), strict=True))
+        self.live = dict(zip(self.names, (*self.state, *self.counts[:2]), strict=True))
         for device in devices:
             self.on(device)
         self._fill_factors()
 
-    def _make_shown(self) -> None:
+    def _make_live(self) -> None:
         """Not needed: `shown` holds the tensors that the device updates."""
 
-    def written(self) -> dict[str, float]:
+    def foreign_writes(self) -> dict[str, float]:
         # The device updates the tensors in `shown`, so that what is written there counts.
         return {}
 
