@@ -375,7 +375,8 @@ class Engine:
             if not has_gradients and overflow.item() < 0:
                 return StepDecision(True, empty=True)
             overflow = overflow.clamp(min=0.0)
-        stats = gradients.as_stats(self.rule.needs, measured, overflow == 0)
+        finite = None if measured is None else overflow == 0
+        stats = gradients.as_stats(self.rule.needs, measured, finite)
         # A fused SGD allocates its momentum before it reads `found_inf`, and would use it
         # uninitialized: the host decides on the first step of a parameter.
         are_made = self._states.are_made(parts_of(self.inner), info.parameters)
@@ -452,10 +453,10 @@ class Engine:
 
     def update(self, decision: StepDecision) -> None:
         """Updates the scale and counts the step."""
-        if decision.stats is not None:
-            self.scale.update(decision.stats)
-        skipped = not decision.apply
+        skipped: Any = not decision.apply
         if self.scale.on_device:
             found = decision.overflow
             skipped = scalar(float(skipped), self.info().devices[0]) if found is None else found
+        if decision.stats is not None:
+            self.scale.update(decision.stats, skipped)
         self.scale.count(skipped)
