@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -26,6 +26,11 @@ _NOT_UNSCALED = (
 class DocumentedVerbs(Wrapper):
     """`minimize`, `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`."""
 
+    @overload
+    def get_scaled_loss(self, loss: torch.Tensor | float) -> torch.Tensor: ...
+    @overload
+    def get_scaled_loss(self, loss: Callable[[], Any]) -> Callable[[], torch.Tensor]: ...
+
     def get_scaled_loss(self, loss: Any) -> Any:
         """Multiplies the loss by the loss scale, for gradients that you unscale yourself.
 
@@ -41,7 +46,9 @@ class DocumentedVerbs(Wrapper):
         self._record.by_hand = True
         return scaled
 
-    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+    def get_unscaled_gradients(
+        self, grads: Iterable[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         """Divides gradients by the loss scale.
 
         Args:
@@ -76,12 +83,12 @@ class DocumentedVerbs(Wrapper):
 
     def apply_gradients(
         self,
-        grads_and_vars: Iterable[tuple[Any, Any]],
+        grads_and_vars: Iterable[tuple[torch.Tensor | None, torch.Tensor]],
         name: str | None = None,
         *third: Any,
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
-    ) -> Any:
+    ) -> int | torch.Tensor:
         """Applies unscaled gradients to parameters, or skips the step; updates the loss scale.
 
         The `.grad` of the parameters does not change.
@@ -137,12 +144,12 @@ class DocumentedVerbs(Wrapper):
 
     def minimize(
         self,
-        loss: Any,
-        var_list: Any = None,
-        grad_loss: Any = None,
+        loss: Callable[[], torch.Tensor],
+        var_list: Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]] | None = None,
+        grad_loss: torch.Tensor | None = None,
         name: str | None = None,
-        tape: Any = None,
-    ) -> Any:
+        tape: None = None,
+    ) -> int | torch.Tensor:
         """Minimizes a loss: scales it, computes and unscales gradients, applies them.
 
         Calls `get_scaled_loss`, `get_unscaled_gradients` and `apply_gradients`, which a subclass

@@ -4,6 +4,9 @@ Everything that PyTorch's class calls on itself is called as it calls it. Nothin
 and gradients: `scale` multiplies, `unscale_` and `step` divide.
 """
 
+# Without PyTorch's types, a tensor and a list of them are the same here.
+# mypy: disable-error-code="overload-cannot-match"
+
 from __future__ import annotations
 
 import contextlib
@@ -13,7 +16,7 @@ import math
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
@@ -282,6 +285,15 @@ class GradScaler(torch.amp.GradScaler):
 
     # --- The calls of a training loop ---------------------------------------------------------
 
+    @overload
+    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
+    @overload
+    def scale(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
+    @overload
+    def scale(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]: ...
+    @overload
+    def scale(self, outputs: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]: ...
+
     def scale(self, outputs: Any) -> Any:
         """Multiplies losses by the scale, in float32 or wider.
 
@@ -387,6 +399,13 @@ class GradScaler(torch.amp.GradScaler):
         # A step in which no process has a gradient does not count.
         entry["is_empty"] = not here
         return {device: found if here else torch.zeros_like(found)}
+
+    @overload
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None: ...
+    @overload
+    def step(
+        self, optimizer: Sequence[torch.optim.Optimizer], *args: Any, **kwargs: Any
+    ) -> list[float | None]: ...
 
     @uncompiled
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -547,7 +566,7 @@ class GradScaler(torch.amp.GradScaler):
         self._of(optimizer).count.add(flag)
 
     @uncompiled
-    def update(self, new_scale: Any = None) -> None:
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Updates the scale, once after the steps of all optimizers: down if any overflowed.
 
         Args:
@@ -662,7 +681,7 @@ class GradScaler(torch.amp.GradScaler):
         """Whether the last call of `step` did not apply its optimizer; waits for the device."""
         return self._skips.last_skipped
 
-    def last_step_skipped_of(self, optimizer: Any) -> bool:
+    def last_step_skipped_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last call of `step` with this optimizer did not apply it."""
         known = self._known.get(id(optimizer))
         return known is not None and known.count.last_skipped
@@ -672,7 +691,9 @@ class GradScaler(torch.amp.GradScaler):
         """How many calls of `step` did not apply their optimizer, of all optimizers together."""
         return self._skips.skipped
 
-    def register_step_skipped_hook(self, hook: Callable[[Any], Any]) -> Any:
+    def register_step_skipped_hook(
+        self, hook: Callable[[torch.optim.Optimizer], object]
+    ) -> RemovableHandle:
         """Registers a function that is called with each optimizer whose step is skipped.
 
         Each step then waits for the device.
@@ -759,7 +780,7 @@ class GradScaler(torch.amp.GradScaler):
         scale = float(self._rule.loss_scale(state))
         return state_dicts.scaler_state(self._rule, state, scale, self.steps_skipped)
 
-    def load_state_dict(self, state_dict: Any) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this class, of PyTorch's or of Apex; does nothing if disabled.
 
         Args:

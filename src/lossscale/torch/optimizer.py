@@ -6,8 +6,8 @@ import copy
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import torch
 from torch.distributed.algorithms import join
@@ -25,7 +25,7 @@ from lossscale.errors import (
 )
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
-from lossscale.rules import StatsRequest
+from lossscale.rules import ScaleRule, StatsRequest
 from lossscale.torch import closures, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.documented_verbs import DocumentedVerbs
@@ -43,7 +43,7 @@ from lossscale.torch.scaled_gradients import (
     was_scaled,
     watch,
 )
-from lossscale.torch.scaling import CPU, WIDE, scalar, uncompiled, widened
+from lossscale.torch.scaling import CPU, WIDE, never_compiled, scalar, uncompiled, widened
 from lossscale.torch.several import Several, parts_of, with_parts, zero_grad
 
 _NOTHING_SCALED = (
@@ -57,6 +57,9 @@ _NOTHING_TO_UNSCALE = (
     "gradients stay as they are. Call optimizer.scale_loss(loss).backward() before it, or "
     "optimizer.backward(loss) without unscale_()."
 )
+
+
+Loss = TypeVar("Loss")
 
 
 @FrontDoor.register
@@ -124,15 +127,17 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     @checks_keywords("LossScaleOptimizer")
     def __init__(
         self,
-        inner_optimizer: Any,
-        dynamic: Any = True,
-        initial_scale: Any = None,
-        dynamic_growth_steps: Any = None,
+        inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        dynamic: bool = True,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
         *,
-        rule: Any = None,
+        rule: ScaleRule | None = None,
         clip_norm: float | None = None,
-        process_group: Any = None,
-        decide: str = "host",
+        process_group: torch.distributed.ProcessGroup
+        | Sequence[torch.distributed.ProcessGroup]
+        | None = None,
+        decide: Literal["host", "device"] = "host",
         name: str | None = None,
     ) -> None:
         # `Optimizer.__init__` is not called: groups, state and hooks belong to the inner optimizer.
@@ -182,15 +187,15 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
 
     # --- Backward -----------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def backward(
         self,
-        loss: Any,
-        gradient: Any = None,
+        loss: torch.Tensor,
+        gradient: torch.Tensor | None = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
-        inputs: Any = None,
-    ) -> Any:
+        inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Computes unscaled gradients of a loss; call it in place of `loss.backward()`.
 
         The loss is multiplied by the loss scale, and the gradients in `.grad` are divided by it,
@@ -255,7 +260,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
                 divide(free, by, checks=False, allow_float16=True)
         return scalar(True, CPU, torch.bool) if record.found is None else record.found == 0
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiplies the loss by the loss scale, before `.backward()` of the result.
 
         `step` divides the gradients by it. `backward` does both, and is the usual way. Scale each
@@ -356,6 +361,11 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             )
 
     # --- Step ---------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None, **more: Any) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], Loss], **more: Any) -> Loss: ...
 
     @uncompiled
     def step(self, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
@@ -497,7 +507,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         record.by_hand, record.is_settled = by_hand, settled
         zero_grad(self.inner_optimizer, set_to_none)
 
-    def register_step_skipped_hook(self, hook: Callable[[Any], Any]) -> Any:
+    def register_step_skipped_hook(
+        self, hook: Callable[[LossScaleOptimizer], object]
+    ) -> RemovableHandle:
         """Registers a function that is called with this optimizer after each skipped step.
 
         The step hooks of PyTorch run on applied steps only.
@@ -525,7 +537,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         self._skipped_hooks[handle.id] = hook
         return handle
 
-    def unscale_(self) -> Any:
+    def unscale_(self) -> bool | torch.Tensor:
         """Divides the gradients in `.grad` by the loss scale, before `step`.
 
         For code that reads or changes gradients of `scale_loss(loss).backward()` before `step`:
@@ -550,7 +562,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         decision = self._unscale_(_NOTHING_TO_UNSCALE)
         return decision.overflow == 0 if decision.apply is None else decision.apply
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def _unscale_(self, warning: str) -> StepDecision:
         """Unscales the gradients before the step, for code that reads or changes them.
 
@@ -599,12 +611,12 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
     # --- Properties ---------------------------------------------------------------------------
 
     @property
-    def loss_scale(self) -> Any:
+    def loss_scale(self) -> torch.Tensor:
         """The current loss scale, a 0-d float32 tensor."""
         return self._engine.scale.tensor
 
     @property
-    def dynamic_counter(self) -> Any:
+    def dynamic_counter(self) -> int | torch.Tensor | None:
         """The finite steps since the scale last changed; None if the scale is fixed.
 
         An int; with `decide="device"` a 0-d tensor, like the counts below.
@@ -614,22 +626,22 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         )
 
     @property
-    def steps_skipped(self) -> Any:
+    def steps_skipped(self) -> int | torch.Tensor:
         """The number of steps that were skipped so far."""
         return _copied(self._engine.scale.counts.steps_skipped)
 
     @property
-    def last_step_skipped(self) -> Any:
+    def last_step_skipped(self) -> bool | torch.Tensor:
         """Whether the last step was skipped."""
         return _copied(self._engine.scale.counts.last_step_skipped)
 
     @property
-    def iterations(self) -> Any:
+    def iterations(self) -> int | torch.Tensor:
         """The number of steps, skipped ones included. It can be set."""
         return _copied(self._engine.scale.counts.iterations)
 
     @iterations.setter
-    def iterations(self, value: Any) -> None:
+    def iterations(self, value: int | torch.Tensor) -> None:
         scale = self._engine.scale
         scale.set_numbers({**scale.numbers(), "iterations": int(value)})
 
@@ -646,12 +658,14 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         self._record.clips = self._record.clips and checked is not None
 
     @property
-    def process_group(self) -> Any:
+    def process_group(
+        self,
+    ) -> torch.distributed.ProcessGroup | Sequence[torch.distributed.ProcessGroup] | None:
         """The process group that was given, or None."""
         return self._engine.process_group
 
     @property
-    def decide(self) -> str:
+    def decide(self) -> Literal["host", "device"]:
         """Whether the "host" or the "device" decides to skip a step."""
         return "device" if self._engine.scale.on_device else "host"
 
