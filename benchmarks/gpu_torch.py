@@ -259,7 +259,12 @@ class _Filled(torch.autograd.Function):
 
 
 def prepared(
-    way: str, optimizer: str, shapes: Sequence[Any], clip_norm: float | None, optimizers: int = 1
+    way: str,
+    optimizer: str,
+    shapes: Sequence[Any],
+    clip_norm: float | None,
+    optimizers: int = 1,
+    **settings: Any,
 ) -> tuple[Way, Callable[[], Any]]:
     """Returns a way to train, and a function that makes the loss of the next step.
 
@@ -269,10 +274,11 @@ def prepared(
         shapes: Of the parameters.
         clip_norm: What gradients are clipped to, or None.
         optimizers: How many, each with a part of the parameters.
+        settings: Passed to `Way`.
     """
-    cls, settings, flags = OPTIMIZERS[optimizer]
+    cls, numbers, flags = OPTIMIZERS[optimizer]
     parameters = [torch.nn.Parameter(torch.ones(shape, device="cuda")) for shape in shapes]
-    inners = [cls(parameters[n::optimizers], **settings, **flags) for n in range(optimizers)]
+    inners = [cls(parameters[n::optimizers], **numbers, **flags) for n in range(optimizers)]
     start = torch.ones((), device="cuda", requires_grad=True)
 
     def loss() -> Any:
@@ -280,7 +286,7 @@ def prepared(
             p.grad = None
         return _Filled.apply(start, [torch.full_like(p, 0.01) for p in parameters], *parameters)
 
-    return Way(way, inners, clip_norm), loss
+    return Way(way, inners, clip_norm, **settings), loss
 
 
 def counted(
