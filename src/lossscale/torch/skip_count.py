@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from lossscale.errors import UnsupportedError
 from lossscale.packages import warn
 
 _MOST_FLAGS = 100
@@ -17,10 +19,22 @@ _NO_GRADIENTS = 10
 
 
 class FirstSteps:
-    """Warns of an optimizer that never has any gradient."""
+    """Warns of an optimizer that never has any gradient, and refuses one that reads others."""
 
     def __init__(self) -> None:
         self.without: int | None = 0
+
+    def check(self, parameters: Iterable[Any]) -> None:
+        """Checks, before a first step, that the optimizer reads `.grad`.
+
+        Raises:
+            UnsupportedError: If it is one of Opacus, which reads `grad_sample`.
+        """
+        if self.without is not None and any(hasattr(p, "grad_sample") for p in parameters):
+            raise UnsupportedError(
+                "An optimizer of Opacus reads `grad_sample`, which stays multiplied by the loss "
+                "scale. Use it without a LossScaleOptimizer, in float32 or bfloat16."
+            )
 
     def made(self, inner: Any, empty: bool) -> None:
         """Counts a step without any gradient; with one, all is well."""
