@@ -4,6 +4,8 @@ All numbers are what a way adds to a step without loss scaling. A way that costs
 fails, with the operators that it adds; for one that costs less the number here is lowered.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -13,17 +15,17 @@ from simulated_cuda import device
 
 SMALL = LAYOUTS["200 x 1,000"]
 CLIPS = (None, 1.0)
-# Launches and waits: first if nothing is clipped, and then if it is.
+# Launches, waits and passes over the gradients: first if nothing is clipped, and then if it is.
 HELD = {
-    ("backward", "fused"): ((5, 1), (9, 1)),
-    ("scale_loss", "fused"): ((5, 1), (9, 1)),
-    ("device", "fused"): ((15, 0), (15, 0)),
-    ("fixed", "fused"): ((5, 0), (9, 1)),
-    ("drop-in", "fused"): ((12, 0), (15, 0)),
-    ("backward", "foreach"): ((5, 1), (9, 1)),
-    ("scale_loss", "foreach"): ((5, 1), (9, 1)),
-    ("fixed", "foreach"): ((5, 0), (9, 1)),
-    ("drop-in", "foreach"): ((10, 1), (10, 1)),
+    ("backward", "fused"): ((5, 1, 2), (5, 1, 2)),
+    ("scale_loss", "fused"): ((5, 1, 2), (-3, 1, -2)),
+    ("device", "fused"): ((15, 0, 2), (15, 0, 2)),
+    ("fixed", "fused"): ((2, 0, 0), (-3, 1, -2)),
+    ("drop-in", "fused"): ((12, 0, 2), (15, 0, 2)),
+    ("backward", "foreach"): ((5, 1, 2), (5, 1, 2)),
+    ("scale_loss", "foreach"): ((5, 1, 2), (-1, 1, 0)),
+    ("fixed", "foreach"): ((4, 0, 2), (-1, 1, 0)),
+    ("drop-in", "foreach"): ((10, 1, 2), (10, 1, 2)),
 }
 
 
@@ -48,11 +50,12 @@ def added(found, bare):
 def test_no_way_waits_or_launches_more_than_it_did_nor_than_pytorchs_scaler(optimizer, clip_norm):
     bare = counted("bare", optimizer, SMALL, clip_norm)
     found = {way: counted(way, optimizer, SMALL, clip_norm) for way in ways(optimizer)}
-    theirs = found.pop("PyTorch's scaler")
+    theirs, size = found.pop("PyTorch's scaler"), 4 * sum(map(math.prod, SMALL))
     for way, ours in found.items():
         more = added(ours, bare)
-        launches, waits = HELD[way, kind(optimizer)][clip_norm is not None]
+        launches, waits, passes = HELD[way, kind(optimizer)][clip_norm is not None]
         assert sum(more.values()) <= launches, (way, more)
+        assert round((ours.bytes - bare.bytes) / size) <= passes, way
         assert len(ours.waits) == waits, (way, ours.waits)
         assert ours.launches.total() <= theirs.launches.total(), (way, more)
         # Counters are some bytes.

@@ -30,7 +30,7 @@ from lossscale.torch.scaled_gradients import (
     register,
     set_of,
 )
-from lossscale.torch.scaling import CPU, read, read_all, scalar
+from lossscale.torch.scaling import CPU, filled, read, read_all, scalar
 from lossscale.torch.several import parts_of, with_parts
 from lossscale.torch.skip_count import FirstSteps
 
@@ -433,7 +433,7 @@ class Engine:
         divisor = None
         # A float32 number has too few digits for float64.
         if in_kernel and len(given.dense_groups) == 1 and torch.float64 not in dtypes:
-            divisor = (scale / clip).to(given.device, torch.float32)
+            divisor = scalar((scale / clip).item(), given.device)
         if divisor is not None and scale * max(total / largest, 1.0) < _LARGEST / 2:
             self._give_up(sets)
         elif are_scaled:
@@ -441,7 +441,7 @@ class Engine:
             self.settle(sets, clip=clip)
         else:
             self._give_up(sets)
-            gradients.unscale_(given, clip.to)
+            gradients.unscale_(given, filled(clip))
         stats = None if are_scaled is None else GradientStats(True)
         return StepDecision(True, stats, divisor=divisor)
 
