@@ -9,6 +9,7 @@ import torch
 
 from lossscale.errors import UnsupportedError
 from lossscale.packages import warn
+from lossscale.torch.scaling import is_captured
 
 _MOST_FLAGS = 100
 """After how many flags their sum replaces them."""
@@ -53,22 +54,31 @@ class FirstSteps:
 
 
 class SkipCount:
-    """Number of steps and of skipped steps; the host waits only when it reads the latter.
+    """Number of steps and of skipped steps; the host waits only when it reads them.
 
     Args:
         skipped: Number of skipped steps so far.
     """
 
     def __init__(self, skipped: int = 0) -> None:
-        self.made, self._skipped, self._last = 0, skipped, False
+        self._made, self._skipped, self._last = 0, skipped, False
         self._flags: list[Any] = []
+        self._replayed: Any = None
 
     def add(self, flag: Any) -> None:
         """Counts a step; `flag` is a bool, or a float32 scalar tensor, 1 if it is skipped."""
-        self.made, self._last = self.made + 1, flag
+        self._last = flag
         if isinstance(flag, bool):
-            self._skipped += flag
+            self._made, self._skipped = self._made + 1, self._skipped + flag
             return
+        if is_captured(flag):
+            # Each replay counts. What a graph allocates would be 0 again at each.
+            if self._replayed is not None:
+                self._replayed += torch.stack([torch.ones_like(flag), flag])
+            return
+        if flag.is_cuda and self._replayed is None:
+            self._replayed = torch.zeros(2, device=flag.device)
+        self._made += 1
         self._flags.append(flag)
         if len(self._flags) > _MOST_FLAGS:
             self._flags = [self._sum()]
@@ -76,9 +86,22 @@ class SkipCount:
     def _sum(self) -> Any:
         return torch.stack([flag.to(self._flags[0].device) for flag in self._flags]).sum()
 
+    def _read_replays(self) -> None:
+        if self._replayed is not None:
+            made, skipped = map(int, self._replayed.tolist())
+            self._made, self._skipped = self._made + made, self._skipped + skipped
+            self._replayed.zero_()
+
+    @property
+    def made(self) -> int:
+        """Number of steps."""
+        self._read_replays()
+        return self._made
+
     @property
     def skipped(self) -> int:
         """Number of skipped steps."""
+        self._read_replays()
         if self._flags:
             self._skipped += int(self._sum())
             self._flags = []
@@ -87,5 +110,5 @@ class SkipCount:
     @property
     def last_skipped(self) -> bool:
         """Whether the last step was skipped."""
-        self._last = bool(self._last)
-        return self._last
+        # A replay writes into the flag.
+        return bool(self._last)
