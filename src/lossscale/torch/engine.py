@@ -433,7 +433,7 @@ class Engine:
         divisor = None
         # A float32 number has too few digits for float64.
         if in_kernel and len(given.dense_groups) == 1 and torch.float64 not in dtypes:
-            divisor = scalar((scale / clip).item(), given.device)
+            divisor = scalar((scale / clip).tolist(), given.device)
         if divisor is not None and scale * max(total / largest, 1.0) < _LARGEST / 2:
             self._give_up(sets)
         elif are_scaled:

@@ -49,7 +49,7 @@ def scalar(value: float, device: Any, dtype: Any = torch.float32) -> torch.Tenso
 
 def filled(number: Any) -> Callable[[Any], Any]:
     """Returns what makes a scalar tensor of the CPU on a device, without a copy, which waits."""
-    return lambda device: scalar(number.item(), device, number.dtype)
+    return lambda device: scalar(number.tolist(), device, number.dtype)
 
 
 def read(tensor: Any) -> float:
