@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import lossscale
-from lossscale import DynamicScale
-from simulated_cuda.ways import SCALERS, Way
+from benchmarks.gpu_torch import SCALERS, Way
 
 # Overflows of the steps, of which the first three are eager.
 STEPS, OVERFLOWS = 10, (4, 6)
@@ -19,14 +18,13 @@ def trained(name, captured, to_none=True, clip_norm=None, micro_batches=1, verb=
     p = nn.Parameter(torch.ones(4, device="cuda"))
     x = torch.ones(4, device="cuda")
     inner = torch.optim.AdamW([p], lr=0.1, fused=True, capturable=True)
-    settings = {"rule": DynamicScale(8.0, growth_interval=2), "clip_norm": clip_norm}
-    way = Way(name, inner, settings)
+    way = Way(name, [inner], clip_norm, interval=2, scale=8.0)
 
     def step():
-        (inner if name in SCALERS else way.scaling).zero_grad(set_to_none=to_none)
+        way.zero_grad(to_none)
         for _ in range(micro_batches):
             loss = (p * x).sum()
-            way.scaling.backward(loss) if verb else way.backward(loss)
+            way.wrappers[0].backward(loss) if verb else way.backward(loss)
         way.step()
 
     def give(number):
@@ -43,7 +41,7 @@ def trained(name, captured, to_none=True, clip_norm=None, micro_batches=1, verb=
     for number in range(3, STEPS):
         give(number)
         graph.replay() if captured else step()
-    return p.tolist(), way.scale()
+    return p.tolist(), way.scales()
 
 
 def scaled(captured):
@@ -85,7 +83,16 @@ def test_a_step_decided_on_the_device(to_none, clip_norm, micro_batches, verb):
     settings = (to_none, clip_norm, micro_batches, verb)
     captured = trained("device", True, *settings)
     assert captured == trained("device", False, *settings)
-    assert captured[1] == 2.0**4
+    assert captured[1] == [2.0**4]
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_the_drop_in_is_captured_as_pytorchs_scaler(to_none, micro_batches, clip_norm):
+    settings = (to_none, clip_norm, micro_batches)
+    ends = [trained(name, captured, *settings) for name in SCALERS for captured in (True, False)]
+    assert ends == ends[:1] * 4
 
 
 @pytest.mark.parametrize("name", ["backward", "scale_loss"])

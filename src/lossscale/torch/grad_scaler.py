@@ -41,7 +41,7 @@ from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.ranks import ParameterInfo, groups_of, parameters_of
 from lossscale.torch.scale import update_on_host
 from lossscale.torch.scaled_gradients import unscale
-from lossscale.torch.scaling import is_captured, read, scalar, scaled, uncompiled
+from lossscale.torch.scaling import is_captured, read, read_all, scalar, scaled, uncompiled
 from lossscale.torch.skip_count import FirstSteps, SkipCount
 
 # --- Checks of the arguments of a gradient scaler -----------------------------------------------
@@ -548,15 +548,16 @@ class GradScaler(torch.amp.GradScaler):
 
     def _is_skipped(self, optimizer: Any, entry: dict[str, Any], divisor: Any = None) -> bool:
         """Waits for the decision on a step, counts it, and notifies the monitor and the hooks."""
-        skipped = any(map(read, entry["found_inf_per_device"].values()))
-        entry["skipped"] = skipped
-        if self._watcher is not None:
+        found = gradients.any_overflow(entry["found_inf_per_device"])
+        if self._watcher is None:
+            skipped = bool(read(found))
+        else:
+            overflow, scale = read_all(torch.stack((found, self._scale.to(found)))).tolist()
+            skipped = bool(overflow)
             self._watcher.decided(
-                optimizer.param_groups,
-                scale=self.get_scale(),
-                applied=not skipped,
-                divisor=divisor,
+                optimizer.param_groups, scale=scale, applied=not skipped, divisor=divisor
             )
+        entry["skipped"] = skipped
         self._count(optimizer, skipped)
         for hook in list(self._skipped_hooks.values()) if skipped else ():
             hook(optimizer)
@@ -618,8 +619,12 @@ class GradScaler(torch.amp.GradScaler):
             return
         measured = [e["measured"] for e in entries if "measured" in e]
         seen = gradients.together(measured) if measured else None
-        stats = gradients.as_stats(rule.needs, seen, not read(found))
-        self._put(update_on_host(rule, self._read(), stats))
+        together = [
+            t.to(found.device, torch.float64) for t in (found, self._scale, self._growth_tracker)
+        ]
+        overflowed, number, good_steps = read_all(torch.stack(together)).tolist()
+        stats = gradients.as_stats(rule.needs, seen, not overflowed)
+        self._put(update_on_host(rule, self._adopt(number, int(good_steps)), stats))
 
     def _move_as_torch(self, found: Any, skipped: bool | None, rule: DynamicScale) -> None:
         """Moves the scale by PyTorch's operator, which knows no limits, and keeps it in these."""

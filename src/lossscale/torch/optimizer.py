@@ -288,7 +288,7 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         if torch.compiler.is_compiling():
             # In compiled code too this is a tensor, never a number that it would be compiled for.
             record.unseen, record.is_cleared, record.has_own_loss = scale, False, True
-            return widened(loss) * scale.on(loss.device).scale
+            return widened(loss) * scale.scale_on(loss.device)
         if was_scaled(loss):
             raise GradientsError(
                 "This loss is already scaled. Its gradients would be too large by the loss scale. "
@@ -302,9 +302,9 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
             watch(scaled, loss, by, self._engine)
         elif not torch.is_grad_enabled():
             # No gradient will come, so that there is nothing to remember.
-            return widened(loss) * scale.on(loss.device).scale
+            return widened(loss) * scale.scale_on(loss.device)
         else:
-            scaled = widened(loss) * scale.on(loss.device).scale
+            scaled = widened(loss) * scale.scale_on(loss.device)
             record.unseen = scale
             record.is_cleared, record.has_own_loss = False, True
         remember_scaled(scaled)
