@@ -56,7 +56,7 @@ tests/conformance/test_promises.py -k tensorflow-eager
     rules DynamicScale.update: xp.where(lowered > self.min_scale, lowered, self.min_scale)
         -> lowered
     rules FixedScale.checks_gradients: self.skip_nonfinite -> True
-    keras Backend.check: not rule.checks_gradients -> False
+    keras_common StepOperations.check: not rule.checks_gradients -> False
     keras_common ValueStore.save_own_variables: store[name] = value -> pass
     keras save: optimizer.inner_optimizer.save_own_variables(store) -> pass
 tests/conformance/test_promises.py -k tensorflow-function
@@ -77,7 +77,7 @@ tests/conformance/test_promises.py -k tensorflow-xla
     keras LossScaleOptimizer._update_scale: self._steps_skipped.assign_add(ops.cast(...))
         -> pass
 tests/backends/test_fit.py -k subclass
-    keras LossScaleOptimizer._step: scaled and self._is_rewritten(...) -> False
+    keras_common take_step: scaled and (...) -> False
     keras LossScaleOptimizer.scale_loss: ... and self._is_rewritten(...) -> False
     keras LossScaleOptimizer.scale_loss: not self._scaling.is_isolated(location) -> True
 tests/frameworks/keras/test_subclasses.py tests/conformance/test_subclasses.py
@@ -85,17 +85,16 @@ tests/frameworks/keras/test_subclasses.py tests/conformance/test_subclasses.py
     keras_common _noted: each is not None -> False
     keras_common KerasCommonOptimizer.__init_subclass__: setattr(cls, name, ...) -> None
 tests/conformance/test_promises.py -k tf_keras-new-function
-    tf_keras TFKerasCommonOptimizer._step: ... if rule.checks_gradients else True -> ...
+    keras_common StepOperations.check: not rule.checks_gradients -> False
     tf_keras TFKerasCommonOptimizer._update_scale:
         results.append(self._steps_skipped.assign_add(...)) -> pass
     tf_keras TFKerasCommonOptimizer._update_scale: [self._state.update(stats)] -> []
 tests/frameworks/tf_keras/test_training.py -k copy
     tf_keras build_pending: shapes != [tuple(each.shape) for each in variables] -> False
     tf_keras build_pending: [next(remaining) for _ in group] -> list(variables)
-    tf_keras build_pending: are_found and ... -> False
     tf_keras inner_values: groups or optimizer._pending_groups -> groups
 tests/frameworks/tf_keras/test_training.py -k dropped
-    tf_keras TFKerasCommonOptimizer._step: self._pending_values is not None -> False
+    tf_keras TFKerasCommonOptimizer._prepared: self._pending_values is not None -> False
 tests/conformance/test_promises.py -k 'tf_keras-new-eager and loaded'
     tf_keras LossScaleNode._restore_from_tensors: self._extras[name].assign(...) -> tf.no_op()
 tests/conformance/test_promises.py -k tf_keras-legacy-eager
@@ -139,7 +138,7 @@ tests/conformance/test_random_programs.py
     tensorflow _in_turn: tf.constant(False) -> tf.constant(True)  -k keras-tensorflow-xla
 tests/conformance/test_what_rules_see.py -k for_a_rule_that_asks
     optax _move: rule.needs != StatsRequest() -> True
-    keras on torch LossScaleOptimizer._step: rule.needs != StatsRequest() -> True
+    keras_common take_step: rule.needs != StatsRequest() -> True
 tests/backends/test_diagnose.py
     diagnosis.keras on torch _as_it_was: attributes.update(values) -> pass  -k subclassed
     diagnosis on torch _cast_to_float16: not asks(layer) -> True  -k ask_for_a_dtype
@@ -210,7 +209,7 @@ tests/frameworks/keras/test_training.py
     tensorflow can_keep_old_values: not getattr(part, 'use_ema', False) -> True  -k xla_function
     tensorflow as_one_operation: len(tf.config.list_logical_devices()) > 1 -> False
         -k one_device
-    keras scaled_by_loss: getattr(variable, 'overwrite_with_gradient', False) -> False
+    keras_common scaled_by_loss: getattr(variable, 'overwrite_with_gradient', False) -> False
         -k overwritten
 tests/frameworks/keras/test_handover.py
     keras_common _Record.is_elsewhere: self.graph is not None and graph is None -> False

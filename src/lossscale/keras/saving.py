@@ -107,7 +107,7 @@ def own_values(optimizer: Any) -> dict[str, Any]:
 def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
     """Sets the loss scale and the counters, moved into the range of the rule."""
     restore_scale(optimizer, values)
-    of_the_rule = [] if optimizer._state is None else optimizer._state.variables.values()
+    of_the_rule = optimizer._state.variables.values()
     excluded = {id(variable) for variable in (optimizer._iterations, *of_the_rule)}
     for variable in optimizer._variables:
         if id(variable) not in excluded and variable.name in values:
@@ -122,8 +122,6 @@ def set_own_values(optimizer: Any, values: Mapping[str, Any]) -> None:
 def restore_scale(optimizer: Any, values: Mapping[str, Any]) -> None:
     """Sets the state of the rule from numbers of a file by the names of its variables."""
     state = optimizer._state
-    if state is None:
-        return
     saved = {f: values[v.name].item() for f, v in state.variables.items() if v.name in values}
     state.write(state.restored(saved))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -24,9 +25,10 @@ from lossscale.common.checks import (
 )
 from lossscale.errors import ArgumentError, ArgumentTypeError, GradientsError, UnknownSlotError
 from lossscale.keras_common.scaled_gradients import ScaledGradientTracker
-from lossscale.keras_common.state import ScaleVariables
+from lossscale.keras_common.state import ScaleVariables, VariablesOfUser
+from lossscale.keras_common.step import Step, scaled_by_loss, take_step, where_scaled
 from lossscale.members import DocumentedMembers
-from lossscale.rules import DynamicScale
+from lossscale.rules import DynamicScale, GradientStats
 
 Slots = Iterator[tuple[list[str], dict[Any, Any]]]
 """The names of each kind of slot, and its variables by the key of the reference variable."""
@@ -60,8 +62,7 @@ class KerasCommonOptimizer(DocumentedMembers):
     # Operations on arrays and variables: a `Backend` of Keras 3, or the `Arrays` of tf_keras.
     _backend: Any
     _scaling: ScaledGradientTracker
-    # None if a `LossScale` of the older API moves by the user's own code.
-    _state: ScaleVariables | None
+    _state: ScaleVariables
     # Scalar variables: a number of steps, and a boolean.
     _steps_skipped: Any
     _last_step_skipped: Any
@@ -72,8 +73,13 @@ class KerasCommonOptimizer(DocumentedMembers):
     # Checks the optimizer to wrap; makes all attributes.
     _check_inner: Callable[[Any], None]
     _construct: Callable[[Any, Any, str | None], None]
-    # Takes a step, and returns what `apply_gradients` does.
-    _step: Callable[..., Any]
+    # The parts of a step. Builds; returns the gradients to check, and their variables.
+    _prepared: Callable[[Sequence[Any], Sequence[Any], bool], tuple[Sequence[Any], Sequence[Any]]]
+    # Applies gradients or skips, then updates the loss scale; see `Backend.apply_or_skip`.
+    _apply_or_skip: Callable[[GradientStats, Step, Any, Any], Any]
+    # Applies gradients; updates the loss scale and the counters, maybe by the state on the host.
+    _apply: Callable[[Step], Any]
+    _update_scale: Callable[[GradientStats, Any], Any]
     # The gradients of a scaled loss, given as a callable, and the variables they belong to; those
     # of a tensor of the function that is being traced.
     _differentiated: Callable[..., tuple[list[Any], list[Any]]]
@@ -178,6 +184,16 @@ class KerasCommonOptimizer(DocumentedMembers):
     def _check_context(self) -> None:
         """Raises an error if a step is not possible in this context."""
 
+    _step = take_step
+
+    def _name_scope(self, name: str | None) -> contextlib.AbstractContextManager[Any]:
+        """A context that names the operations of a step."""
+        return contextlib.nullcontext()
+
+    def _result(self, operation: Any) -> Any:
+        """Returns the value of `apply_gradients`, given the operation of the step."""
+        return self.iterations
+
     # --- Calls that do several of these -------------------------------------------------------
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
@@ -209,7 +225,8 @@ class KerasCommonOptimizer(DocumentedMembers):
 
     def _unscaled_by_verb(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Unscales gradients by `get_unscaled_gradients`, which a subclass may override."""
-        return list(self.get_unscaled_gradients(gradients))
+        scaled = scaled_by_loss(gradients, variables)
+        return where_scaled(scaled, self.get_unscaled_gradients(scaled), gradients)
 
     def _apply_unscaled(self, location: Any, pairs: list[Any], name: str | None) -> Any:
         # Also if a subclass unscales without calling the method of this class.
@@ -236,12 +253,10 @@ class KerasCommonOptimizer(DocumentedMembers):
         """Whether to check a skipped step for the warning at the minimum scale."""
         # A monitor warns itself.
         is_said = self._warned_at_floor or self._overflow_tracker is not None
-        return self._state is not None and not is_said and isinstance(self._rule, DynamicScale)
+        return not is_said and isinstance(self._rule, DynamicScale)
 
     def _current_scale(self) -> Any:
-        # Overridden for a `LossScale` of the user's.
-        assert self._state is not None
-        return self._rule.loss_scale(self._state.read())
+        return self._state.read().scale
 
     def _track_overflows(self, tracker: Any) -> None:
         """Makes steps track overflows, in functions that are traced from now on."""
@@ -360,7 +375,10 @@ class KerasCommonOptimizer(DocumentedMembers):
         registered = cls._library.saving.get_registered_object(name, custom_objects)
         return {**(custom_objects or {}), **({} if registered is None else {name: registered})}
 
-    # --- For loss scale objects without an optimizer ------------------------------------------
+    # --- For loss scale objects, some without an optimizer ------------------------------------
+
+    def _state_of_user(self, loss_scale: Any) -> VariablesOfUser:
+        return VariablesOfUser(self._rule, loss_scale, self._backend.replica_count, self._after)
 
     @staticmethod
     def _operation(result: Any) -> Any:

@@ -11,6 +11,7 @@ import tf_keras
 
 from lossscale.common.autograph import do_not_convert
 from lossscale.errors import ArgumentError, UnknownSlotError
+from lossscale.keras_common.step import Step
 from lossscale.tensorflow.tracing import translated
 from lossscale.tf_keras.optimizer import TFKerasCommonOptimizer
 from lossscale.tf_keras.private_names import LegacyLossScaleOptimizer
@@ -76,9 +77,10 @@ class AroundLegacy(TFKerasCommonOptimizer, LegacyLossScaleOptimizer):
         pairs = self._optimizer._transform_unaggregated_gradients(pairs)
         return self._optimizer._aggregate_gradients(pairs)
 
-    def _apply_inner(self, pairs: list[Any], name: str | None) -> Any:
+    def _apply(self, step: Step) -> Any:
+        pairs = list(zip(step.gradients, step.variables, strict=True))
         return translated(self._optimizer.apply_gradients)(
-            pairs, name=name, experimental_aggregate_gradients=False
+            pairs, name=step.name, experimental_aggregate_gradients=False
         )
 
     def _decayed_lr(self, var_dtype: Any) -> Any:

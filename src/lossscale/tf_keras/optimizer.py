@@ -15,13 +15,13 @@ from lossscale.common.checks import (
     check_own_name,
     check_settable,
     scaled_value,
-    warned_at_floor,
 )
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.keras_common.scaled_gradients import ScaledGradientTracker
+from lossscale.keras_common.step import Step, StepOperations
 from lossscale.members import VariableList
 from lossscale.packages import warn
-from lossscale.rules import GradientStats, ScaleRule, StatsRequest
+from lossscale.rules import GradientStats, ScaleRule
 from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scaling, tracing
 from lossscale.tensorflow.apply_or_skip import apply_or_skip
 from lossscale.tensorflow.private_names import DelegatingTrackableMixin
@@ -41,19 +41,33 @@ from lossscale.tf_keras.state import (
 )
 
 
-class Arrays:
+class Arrays(StepOperations):
     """The operations that loss scaling needs on TensorFlow's arrays and variables."""
 
+    sums_before_check = True
     scaled = staticmethod(scaling.scaled)
     unscaled = staticmethod(scaling.unscaled)
     all_finite = staticmethod(overflow_check.all_finite)
     flat_gradients = staticmethod(scaling.flat_gradients)
     current_location = staticmethod(replicas.current_location)
     replica_count = staticmethod(replicas.replica_count)
+    # Summed gradients are the same on all replicas; others are not, and neither must be what an
+    # aggregation of the user's returned.
+    all_replicas_finite = staticmethod(replicas.all_replicas_finite)
     read = staticmethod(tf.convert_to_tensor)
 
     is_variable = staticmethod(is_variable)
     flat_variables = staticmethod(flat_variables)
+
+    def runs_now(self, gradients: Sequence[Any]) -> bool:
+        """Whether the step is taken eagerly, by one replica."""
+        return tf.executing_eagerly() and not tf.distribute.has_strategy()
+
+    def stats(self, step: Step, rule: ScaleRule, finite: Any, scale: Any) -> GradientStats:
+        """What the rule needs to see of the gradients, which are unscaled."""
+        return gradient_stats.compute(
+            rule.needs, finite, step.gradients, scale, are_scaled=False, are_shared=step.aggregate
+        )
 
 
 class TFKerasCommonOptimizer(KerasCommonOptimizer):
@@ -65,8 +79,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     _sets_scale = (
         "Restore a checkpoint, or make LossScaleOptimizer(inner_optimizer, initial_scale={value!r})"
     )
-    _backend = Arrays
-    _state: TFKerasScaleVariables | None
+    _backend = Arrays()
+    _state: Any
 
     # Defined by each family.
 
@@ -79,9 +93,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     # Pairs of a scaled loss, variables and a tape; gradients of a tensor of the traced function.
     _inner_gradients: Callable[[Any, list[Any], Any], list[Any]]
     _symbolic_gradients: Callable[[Any, Sequence[Any]], list[Any]]
-    # Sums the gradients of pairs over the replicas; applies pairs that are summed.
+    # Sums the gradients of pairs over the replicas.
     _aggregated: Callable[[list[Any]], Any]
-    _apply_inner: Callable[[list[Any], str | None], Any]
 
     def _check_inner(self, inner_optimizer: Any) -> None:
         check_inner(inner_optimizer, self._inner_base)
@@ -99,7 +112,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         # weights, and by name what it does not list. A checkpoint holds no arrays.
         self._pending_values: list[Any] | None = None
         self.__dict__["_pending_named"] = {}
-        # The key and the shape of each variable that the original of a copy was built with.
+        # The shape of each variable that the original of a copy was built with.
         self.__dict__["_pending_groups"] = []
         self._warned_of_none = False
         # All variables that it was built with.
@@ -111,7 +124,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     def _create_state(self) -> None:
         first = self._first_state()
-        if first is not None and not isinstance(first, TFKerasScaleVariables):
+        if first.decide is None and not isinstance(first, TFKerasScaleVariables):
             # A LossScale object whose value was asked for before it met an optimizer, in a process
             # that has imported Keras 3 as well.
             values = first.read()
@@ -144,30 +157,14 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     def build(self, var_list: Sequence[Any]) -> None:
         self._build(list(var_list))
 
-    # --- The step -----------------------------------------------------------------------------
+    # --- The parts of a step, of which `keras_common/step.py` is made ---------------------------
 
     def _check_context(self) -> None:
         replicas.check_replica_context()
 
-    def _step(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        *,
-        scaled: bool = False,
-        aggregate: bool = True,
-        name: str | None = None,
-    ) -> Any:
-        """Takes a step: checks the gradients, applies them or skips, updates the loss scale.
-
-        Args:
-            gradients: Those of this replica; None where there is none.
-            variables: Their variables.
-            scaled: Never: nothing here leaves scaled gradients to be applied.
-            aggregate: Whether the gradients of the replicas are summed.
-            name: Name of the operations, or None.
-        """
-        rule = self._rule
+    def _prepared(
+        self, gradients: Sequence[Any], variables: Sequence[Any], aggregate: bool
+    ) -> tuple[list[Any], list[Any]]:
         # An optimizer is often made outside the strategy that it is used under.
         replicas.check_strategy()
         with tf.init_scope():
@@ -177,38 +174,17 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         pairs = self._with_gradients(gradients, variables)
         if aggregate:
             pairs = list(self._aggregated(pairs))
-        # Before the check, because the cast can overflow.
-        gradients = [_narrowed(gradient, variable) for gradient, variable, *_ in pairs]
         trained = [pair[1] for pair in pairs]
+        with tf.init_scope():
+            self._build_overflow_tracker(trained)
+        # Before the check, because the cast can overflow.
+        return [_narrowed(gradient, variable) for gradient, variable, *_ in pairs], trained
 
-        def apply(gradients: Sequence[Any], scale: None) -> Any:
-            return self._apply_inner(list(zip(gradients, trained, strict=True)), name)
+    def _apply_or_skip(self, stats: GradientStats, step: Step, apply: Any, update: Any) -> Any:
+        kept = self._kept_on_a_skip(step)
+        return apply_or_skip(stats, step.gradients, None, apply, update, kept)
 
-        if self._state is None:
-            # A `LossScale` of the older API reads the gradients, and decides itself.
-            finite = self._decide(gradients)
-        else:
-            finite = overflow_check.all_finite(gradients) if rule.checks_gradients else True
-        # Summed gradients are the same on all replicas; others are not, and neither must be what
-        # an aggregation of the user's returned.
-        finite = replicas.all_replicas_finite(finite)
-        stats = GradientStats(finite)
-        if rule.needs != StatsRequest():
-            scale = self._current_scale()
-            stats = gradient_stats.compute(
-                rule.needs, finite, gradients, scale, are_scaled=False, are_shared=aggregate
-            )
-        if self._overflow_tracker is not None:
-            self._track_step(gradients, trained, finite)
-        kept = self._kept_on_a_skip(gradients, trained)
-        runs_now = tf.executing_eagerly() and not tf.distribute.has_strategy()
-        before = self._current_scale() if runs_now and self._may_warn_at_floor() else None
-        done = apply_or_skip(stats, gradients, None, apply, self._update_scale, kept)
-        if before is not None and not finite:
-            self._warned_at_floor = warned_at_floor(rule, float(before))
-        return self._result(done)
-
-    def _kept_on_a_skip(self, gradients: Sequence[Any], trained: Sequence[Any]) -> Any:
+    def _kept_on_a_skip(self, step: Step) -> Any:
         """Returns what `apply_or_skip` takes as `kept`: by default a branch skips."""
         return None
 
@@ -223,9 +199,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             )
         return [(gradient, variable) for gradient, variable in pairs if gradient is not None]
 
-    def _update_scale(self, stats: GradientStats) -> Any:
-        """Updates the loss scale after a step, and counts a skipped one."""
-        results = [] if self._state is None else [self._state.update(stats)]
+    def _update_scale(self, stats: GradientStats, state_on_host: None) -> Any:
+        results = [self._state.update(stats)]
         if self._rule.checks_gradients:
             skipped = tf.logical_not(stats.finite)
             results.append(self._last_step_skipped.assign(skipped, read_value=False))
@@ -235,28 +210,11 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         return results
 
     def _result(self, operation: Any) -> Any:
-        """Returns the value of `apply_gradients`, given the operation of the step."""
         if tf.executing_eagerly():
             return self.iterations
         if tf.compat.v1.get_default_graph().building_function:
             return tracing.after(operation, self.iterations.value)
         return operation
-
-    # --- What a monitor reads of a step -------------------------------------------------------
-
-    def _track_step(self, gradients: Sequence[Any], variables: Sequence[Any], finite: Any) -> None:
-        with tf.init_scope():
-            self._build_overflow_tracker(variables)
-        self._overflow_tracker.track(
-            gradients=gradients,
-            variables=variables,
-            # They are unscaled, and already summed over the replicas.
-            unscale=list,
-            finite=finite,
-            scale=tf.convert_to_tensor(self._current_scale()),
-            number=tf.convert_to_tensor(self.iterations) + 1,
-            is_shared=True,
-        )
 
     def _build_overflow_tracker(self, variables: Sequence[Any]) -> None:
         if self._overflow_tracker is not None:
@@ -357,7 +315,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     @property
     def dynamic_counter(self) -> Any:
-        return None if self._state is None else self._state.variables.get("good_steps")
+        return self._state.variables.get("good_steps")
 
     @property
     def iterations(self) -> StepCounter:
@@ -390,9 +348,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     def _own_variables(self) -> dict[str, Any]:
         """The variables of the loss scale and of the skips, by their names in saving."""
-        of_rule = {} if self._state is None else self._state.named
         return {
-            **of_rule,
+            **self._state.named,
             **self._loss_scale_variables,
             "steps_skipped": self._steps_skipped,
             "last_step_skipped": self._last_step_skipped,
@@ -429,9 +386,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     _set_inner_values = saving.set_inner_values
 
     def _build_alike(self, other: Any) -> None:
-        # In the same order, which identifies weights.
-        for variables in self._trained:
-            other._build(list(variables))
+        if self._trained:
+            other._build([each for group in self._trained for each in group])
 
     def _remember_trained(self, variables: Sequence[Any]) -> None:
         """Records variables that it was not built with before."""
@@ -453,7 +409,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     _new_variable = staticmethod(new_variable)
 
-    _arrays = staticmethod(lambda: Arrays)
+    _arrays = staticmethod(Arrays)
 
     _new_state = staticmethod(TFKerasScaleVariables)
 

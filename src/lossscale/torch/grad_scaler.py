@@ -172,7 +172,7 @@ class GradScaler(torch.amp.GradScaler):
         self._process_group = process_group
         self._rule = made
         self._state: ScaleState = made.init()
-        self._init_scale = self._number = float(made.loss_scale(self._state))
+        self._init_scale = self._number = float(self._state.scale)
         self._init_growth_tracker = 0
         self._scale = self._growth_tracker = None
         self._written: tuple[Any, ...] | None = None
@@ -675,7 +675,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _put(self, state: ScaleState) -> None:
         """Writes a state to the tensors where it differs from them."""
-        before, number = self._read(), float(self._rule.loss_scale(state))
+        before, number = self._read(), float(state.scale)
         good_steps = getattr(state, "good_steps", 0)
         if self._scale is not None:
             # A NaN differs from itself, and is written again.

@@ -132,7 +132,7 @@ class LossScale:
     @property
     def number(self) -> Any:
         """The loss scale, a Python float; None if only the device knows it."""
-        return float(self.rule.loss_scale(self.state))
+        return float(self.state.scale)
 
     @property
     def multiplier(self) -> Multiplier:
@@ -260,7 +260,7 @@ class DeviceLossScale(LossScale):
 
     def _fill_factors(self) -> None:
         self._multiplier = None
-        scale = self.rule.loss_scale(self.state)
+        scale = self.state.scale
         for device, factors in self._factors.items():
             # Reading an unused copy would wait for the device.
             if device == CPU != self.home:

@@ -79,7 +79,7 @@ def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
             "another `rule`."
         )
     restored = rule.restored(rule.init()._replace(scale=number))
-    if float(rule.loss_scale(restored)) != number:
+    if float(restored.scale) != number:
         limits = ""
         if isinstance(rule, DynamicScale):
             limits = f", from {rule.min_scale:g} to {rule.ceiling:g}"

@@ -14,9 +14,10 @@ from lossscale.common.checks import scaled_value
 from lossscale.errors import UnsupportedError
 from lossscale.jax import gradients as jax_gradients
 from lossscale.jax.apply_or_skip import gated
-from lossscale.keras.backends.backend import Backend, OverflowCheck, Step, check_without_tape
+from lossscale.keras.backends.backend import Backend, check_without_tape
 from lossscale.keras_common.scaled_gradients import Location
 from lossscale.keras_common.state import ScaleVariables
+from lossscale.keras_common.step import OverflowCheck, Step
 from lossscale.rules import GradientStats, ScaleRule
 
 # Where it is has changed.
