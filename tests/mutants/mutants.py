@@ -92,6 +92,7 @@ tests/conformance/test_promises.py -k tf_keras-new-function
 tests/frameworks/tf_keras/test_training.py -k copy
     tf_keras build_pending: shapes != [tuple(each.shape) for each in variables] -> False
     tf_keras build_pending: [next(remaining) for _ in group] -> list(variables)
+    tf_keras build_pending: are_found and ... -> False
     tf_keras inner_values: groups or optimizer._pending_groups -> groups
 tests/frameworks/tf_keras/test_training.py -k dropped
     tf_keras TFKerasCommonOptimizer._prepared: self._pending_values is not None -> False

@@ -43,8 +43,7 @@ def state_of(rule: ScaleRule, scale_state: ScaleState, inner_state: Any) -> Loss
         # Separate arrays: one buffer in two places cannot be donated.
         loss_scale=jnp.asarray(scale_state.scale, jnp.float32),
         rule_state={
-            name: jnp.asarray(value, _dtype(value))
-            for name, value in _others(scale_state).items()
+            name: jnp.asarray(value, _dtype(value)) for name, value in _others(scale_state).items()
         },
         steps_skipped=jnp.asarray(0, jnp.int32),
         consecutive_skips=jnp.asarray(0, jnp.int32),

@@ -112,7 +112,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         # weights, and by name what it does not list. A checkpoint holds no arrays.
         self._pending_values: list[Any] | None = None
         self.__dict__["_pending_named"] = {}
-        # The shape of each variable that the original of a copy was built with.
+        # The key and the shape of each variable that the original of a copy was built with.
         self.__dict__["_pending_groups"] = []
         self._warned_of_none = False
         # All variables that it was built with.
@@ -386,8 +386,9 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     _set_inner_values = saving.set_inner_values
 
     def _build_alike(self, other: Any) -> None:
-        if self._trained:
-            other._build([each for group in self._trained for each in group])
+        # In the same order, which identifies weights.
+        for variables in self._trained:
+            other._build(list(variables))
 
     def _remember_trained(self, variables: Sequence[Any]) -> None:
         """Records variables that it was not built with before."""

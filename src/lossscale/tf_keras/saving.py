@@ -8,6 +8,8 @@ wrapped one, and back.
 
 from __future__ import annotations
 
+import uuid
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,10 @@ from lossscale.tf_keras.state import TFKerasScaleVariables
 
 # What begins the name of a variable that the inner optimizer does not list.
 UNLISTED = "inner."
+
+# The variables that optimizers of this process were built with, by the keys that copies name.
+_BUILT_WITH: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_PROCESS = uuid.uuid4().hex
 
 
 class LossScaleStore(ValueStore, tf_keras.losses.Loss):
@@ -82,15 +88,21 @@ def inner_values(optimizer: Any) -> dict[str, Any]:
 
     Returns:
         values: The arrays.
-        groups: The shape of each variable it was built with, by the calls of `build`.
+        groups: The key and the shape of each variable it was built with, by the calls of `build`.
     """
     pending = optimizer._pending_values
     values = values_of(optimizer._inner_weights()) if pending is None else pending
-    groups = [[tuple(each.shape) for each in group] for group in optimizer._trained]
+    groups = [[_key_and_shape(each) for each in group] for group in optimizer._trained]
     return {
         "values": [np.array(value) for value in values],
         "groups": groups or optimizer._pending_groups,
     }
+
+
+def _key_and_shape(variable: Any) -> tuple[str, tuple[int, ...]]:
+    key = f"{_PROCESS} {variable._unique_id}"
+    _BUILT_WITH[key] = variable
+    return key, tuple(variable.shape)
 
 
 def set_inner_values(optimizer: Any, saved: Any) -> None:
@@ -105,13 +117,19 @@ def set_inner_values(optimizer: Any, saved: Any) -> None:
 
 
 def build_pending(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Builds a copy as its original was built: legacy optimizers order their weights by that.
+    """Builds a copy with the variables of its original, which may be more than `variables`.
 
     Raises:
-        GradientsError: If the variables are not as many of the same shapes.
+        GradientsError: If they are not, and are not as many of the same shapes.
     """
     groups = optimizer._pending_groups
-    shapes = [shape for group in groups for shape in group]
+    saved = [each for group in groups for each in group]
+    found = [_BUILT_WITH.get(key) for key, _ in saved]
+    are_found = all(each is not None for each in found)
+    if are_found and {id(each) for each in variables} <= {id(each) for each in found}:
+        # A copy within a process: the variables of the original.
+        variables = found
+    shapes = [shape for _, shape in saved]
     if shapes != [tuple(each.shape) for each in variables]:
         raise GradientsError(
             f"This optimizer is a copy with the state of {len(shapes)} variables of the shapes "

@@ -9,7 +9,6 @@ import optax
 import pytest
 from optax import contrib
 
-import lossscale
 from frameworks.jax import inner_transformations as inner
 from frameworks.jax.support import bits, scaled, signature
 from lossscale.optax import loss_scaled, scale_loss, unscale, value_and_grad

@@ -360,6 +360,7 @@ COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": pickled,
     "pickle of a pickle": lambda optimizer: pickled(pickled(optimizer)),
+    "pickle, other variables": pickled,
 }
 
 
@@ -378,7 +379,7 @@ def test_a_copy_made_after_a_step_on_some_variables_has_the_state_of_all(optimiz
     step(optimizer, [a], [one])
     other = COPIES[how](optimizer)
     c, d = a, b
-    if how != "deepcopy":
+    if how == "pickle, other variables":
         c, d = tf.Variable(a), tf.Variable(b)
         other.build([c, d])
     kept, ends = (a.numpy(), b.numpy()), []

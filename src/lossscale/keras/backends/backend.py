@@ -144,4 +144,3 @@ def check_without_tape(backend: str, variables: Any, tape: Any) -> None:
             f"`var_list` must be given on the {backend} backend. It does not record the variables "
             "a loss was computed from. Pass model.trainable_variables."
         )
-
