@@ -43,7 +43,6 @@ tests/core/test_rules.py
     rules DynamicScale.restored: math.isfinite(scale) and scale > 0 -> math.isfinite(scale)
     rules DynamicScale.restored: min(max(scale, self.min_scale), self.ceiling)
         -> max(scale, self.min_scale)
-    rules FixedScale.loss_scale: self.scale -> state.scale
 tests/conformance/test_promises.py -k tensorflow-eager
     rules DynamicScale.update: counted < self.growth_interval -> counted <= self.growth_interval
     rules DynamicScale.update: scale * self.backoff_factor -> scale / self.growth_factor
@@ -130,7 +129,7 @@ tests/conformance/test_promises.py -k torch-native-host
 tests/conformance/test_promises.py -k torch-native-device
     torch attributes: each.found_inf = found_inf -> pass
 tests/conformance/test_promises.py -k 'optax-native-jit and makes_infinite'
-    optax may_be_below_one: lowest is None or lowest < 1.0 -> False
+    optax may_be_below_one: rule.lowest_scale is None or rule.lowest_scale < 1.0 -> False
 tests/conformance/test_random_programs.py
     tensorflow all_finite: _all_true(each_finite(large)) -> tf.constant(False)
         -k keras-tensorflow-function
