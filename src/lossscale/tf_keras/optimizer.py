@@ -33,6 +33,7 @@ from lossscale.tf_keras.arguments import (
     is_variable,
 )
 from lossscale.tf_keras.state import (
+    CheckpointChildren,
     LossScaleNode,
     OlderBaseOptimizer,
     StepCounter,
@@ -137,11 +138,10 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         self._step_counter = StepCounter(self._inner_iterations, self._steps_skipped)
         own = self._own_variables()
         extras = {name: own.pop(name) for name in ("steps_skipped", "last_step_skipped")}
-        self._children_have_changed()
-        if own or self._rule.checks_gradients:
-            self._track_trackable(LossScaleNode(own, extras), "loss_scale", overwrite=True)
-        older = OlderBaseOptimizer(self._optimizer, self._is_legacy, self._find_slot)
-        self._track_trackable(older, "base_optimizer", overwrite=True)
+        self._children = CheckpointChildren(
+            LossScaleNode(own, extras) if own or self._rule.checks_gradients else None,
+            OlderBaseOptimizer(self._optimizer, self._is_legacy, self._find_slot),
+        )
 
     def _first_state(self) -> Any:
         return self._new_state(self._rule)
@@ -378,6 +378,15 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             self._remember_name(name)
 
     # --- Files, copies and configurations; see `saving` and `arguments` --------------------------
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        return self._children.beside(super()._trackable_children(save_type, **kwargs))
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        theirs = self._optimizer._lookup_dependency(name)
+        taken = theirs is not None or name in getattr(self._optimizer, "_hyper", ())
+        own = self._children.found(name, taken)
+        return theirs if own is None else own
 
     _own_values = saving.own_values
     _set_own_values = saving.set_own_values
