@@ -121,11 +121,13 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
         self.inner_optimizer = inner_optimizer
         self._rule = rule
         self._scaling = ScaledGradientTracker(not rule.moves, _way())
-        # Values that were loaded before their variables exist.
+        # Values that were loaded before their variables exist, and those of loss scaling before.
         self._pending_values: dict[str, Any] | None = None
+        self._values_before_load: dict[str, Any] | None = None
+        self._last_load_refused = False
         # Not tracked: tracking would count these variables as the wrapper's own.
         self.__dict__["_added_slots"] = {}
-        self.loss_scale_state = saving.LossScaleStore(self._own_values, self._set_own_values)
+        self.loss_scale_state = saving.LossScaleStore(self._own_values, self._set_loaded_values)
         self._create_state()
 
     def _create_state(self) -> None:
@@ -165,7 +167,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
             inner.build(list(variables))
         self._remember_trained(list(variables))
         self.built = True
-        saving.load_pending(self)
+        saving.load_pending(self, at_build=True)
         self._build_overflow_tracker()
 
     @no_automatic_dependency_tracking  # type: ignore[untyped-decorator]
@@ -352,8 +354,9 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     @property
     def _optimizer(self) -> Any:
-        # The name of the inner optimizer in tf_keras, which programs read.
-        return self.inner_optimizer
+        # The name of the inner optimizer in tf_keras, which programs read. In files it is that of
+        # an attribute of the inner optimizer.
+        return self._parts_of_inner().get("_optimizer", self.inner_optimizer)
 
     @property
     def loss_scale(self) -> Any:
@@ -469,6 +472,7 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     _own_values = saving.own_values
     _set_own_values = saving.set_own_values
+    _set_loaded_values = saving.set_loaded_values
     _restore_scale = saving.restore_scale
     _can_load = saving.can_load
     _load_inner = saving.load_inner
@@ -478,12 +482,16 @@ class LossScaleOptimizer(KerasCommonOptimizer, keras.optimizers.LossScaleOptimiz
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
         children = super()._trackable_children(save_type, **kwargs)
+        # Every restore begins with this call.
+        self.__dict__["_restores_plain"] = True
         return saving.checkpoint_children(self, children)
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
         if name == "_iterations" and cached_dependencies:
             return self._iterations
-        return super()._lookup_dependency(name, cached_dependencies)
+        found = super()._lookup_dependency(name, cached_dependencies)
+        # A restore gives the children, an assignment does not.
+        return saving.lookup(self, name, found) if cached_dependencies else found
 
     _restore_plain = saving.restore_plain
 

@@ -117,6 +117,13 @@ class KerasCommonOptimizer(DocumentedMembers):
     ) -> None:
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
         self._check_inner(inner_optimizer)
+        for name in ("inner_optimizer", "loss_scale_state"):
+            if _is_saved(getattr(inner_optimizer, name, None), self._library):
+                raise ArgumentError(
+                    f"{type(inner_optimizer).__name__} has an attribute {name!r} that is saved, "
+                    "and files have something else of LossScaleOptimizer under this name. Give "
+                    "the attribute another name."
+                )
         self._construct(inner_optimizer, rule, name)
         remember_wrapper(inner_optimizer, self)
 
@@ -127,7 +134,24 @@ class KerasCommonOptimizer(DocumentedMembers):
                 setattr(cls, name, _noted(cls, name))
 
     def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if name not in self._hidden]
+        own = [name for name in super().__dir__() if name not in self._hidden]
+        return sorted({*own, *self._parts_of_inner()})
+
+    def _parts_of_inner(self) -> dict[str, Any]:
+        """Returns the inner optimizer's attributes that are saved, such as another optimizer.
+
+        Files have them where those of an optimizer without loss scaling have them.
+        """
+        inner = self.__dict__.get(self._inner_attribute)
+        parts = {} if inner is None else vars(inner)
+        return {name: part for name, part in parts.items() if _is_saved(part, self._library)}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and not name.startswith("__"):
+            parts = self._parts_of_inner()
+            if name in parts:
+                return parts[name]
+        return super().__getattr__(name)
 
     @classmethod
     def _written_class(cls) -> type[Any]:
@@ -437,6 +461,19 @@ def _rebuild(
 
 # Pickles name it.
 _rebuild.__module__ = "lossscale.keras_common"
+
+
+def _is_saved(part: Any, library: Any) -> bool:
+    """Whether Keras 3 or tf_keras saves an attribute beside the variables of its owner."""
+    items = part.values() if isinstance(part, dict) else part
+    items = items if isinstance(part, (dict, list, tuple, set)) else (part,)
+    bases = (
+        library.optimizers.Optimizer,
+        library.layers.Layer,
+        library.metrics.Metric,
+        library.losses.Loss,
+    )
+    return any(isinstance(each, bases) for each in items)
 
 
 def check_shapes(variables: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> None:

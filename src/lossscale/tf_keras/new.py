@@ -109,6 +109,8 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3):
         """
         values = arrays_in(store)
         if values:
+            if self._values_before_load is None:
+                self._values_before_load = self._own_values()
             self._pending_values = [values[str(i)] for i in range(len(values))]
             self._load_pending()
 

@@ -113,6 +113,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         # weights, and by name what it does not list. A checkpoint holds no arrays.
         self._pending_values: list[Any] | None = None
         self.__dict__["_pending_named"] = {}
+        # The values of loss scaling before that.
+        self._values_before_load: dict[str, Any] | None = None
         # The key and the shape of each variable that the original of a copy was built with.
         self.__dict__["_pending_groups"] = []
         self._warned_of_none = False
@@ -380,7 +382,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
     # --- Files, copies and configurations; see `saving` and `arguments` --------------------------
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        return self._children.beside(super()._trackable_children(save_type, **kwargs))
+        theirs = self._optimizer._trackable_children(save_type, **kwargs)
+        return self._children.beside(theirs)
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
         theirs = self._optimizer._lookup_dependency(name)

@@ -18,8 +18,8 @@ from lossscale.tf_keras.private_names import track_variable
 
 # The names that every release of TensorFlow wrote into checkpoints.
 _VARIABLE_NAMES = {"scale": "current_loss_scale"}
-# The loss scale where the inner optimizer has a child `loss_scale` or `base_optimizer`. No attribute
-# has such a name.
+# The loss scale where the inner optimizer has a child `loss_scale` or `base_optimizer`. This is no
+# attribute's name.
 _BESIDE = "lossscale.loss_scale"
 _VALUE = "VARIABLE_VALUE"
 _NAMESPACE = types.SimpleNamespace(**{**vars(tf), "where": where})
