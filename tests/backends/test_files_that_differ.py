@@ -148,9 +148,7 @@ def test_weights_of_other_shapes_are_refused_as_a_whole(built):
     # `skip_mismatch` goes on here.
     second.loss_scale_state.load_own_variables(own)
     if not built:
-        with pytest.warns(
-            UserWarning, match="state of the optimizer is not used"
-        ):
+        with pytest.warns(UserWarning, match="state of the optimizer is not used"):
             second.build(targets)
     assert status(second) == before
     assert not any(array.any() for array in arrays(second.inner_optimizer._momentums))
