@@ -100,6 +100,8 @@ class LossScaleAsObject(_Wrapper):
     A mixin before the wrapper of Keras 3 or tf_keras.
     """
 
+    _name_of_inner = "optimizer"
+
     @checks_keywords("experimental.LossScaleOptimizer", _INSTEAD)
     def __init__(self, optimizer: Any, loss_scale: Any, name: str | None = None) -> None:
         loss_scale = get(loss_scale)
@@ -131,9 +133,6 @@ class LossScaleAsObject(_Wrapper):
             experimental_aggregate_gradients=experimental_aggregate_gradients,
             skip_gradients_aggregation=skip_gradients_aggregation,
         )
-
-    def _scale_now(self) -> Any:
-        return self._loss_scale()
 
     def _first_state(self) -> Any:
         loss_scale = self._loss_scale
@@ -181,9 +180,8 @@ class LossScaleAsObject(_Wrapper):
                     "dynamic_growth_steps, rule and name."
                 )
             loss_scale = from_rule(rule_from_arguments(**arguments))
-        return cls._written_class()(
-            cls._inner_from_config(inner, custom_objects), loss_scale, name=name
-        )
+        inner = cls._inner_from_config(inner, custom_objects)
+        return cls._made(inner, loss_scale=loss_scale, name=name)
 
     def _constructor_arguments(self) -> dict[str, Any]:
         return {"loss_scale": self._loss_scale, "name": self.name}

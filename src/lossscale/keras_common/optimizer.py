@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -53,6 +54,8 @@ class KerasCommonOptimizer(DocumentedMembers):
     _framework: ClassVar[str]
     # A monitor sets it in the instance's dictionary, past attribute tracking: it is not saved.
     _overflow_tracker: ClassVar[Any] = None
+    # The constructor's argument for the inner optimizer.
+    _name_of_inner: ClassVar[str] = "inner_optimizer"
     # Keras saves every object that dir() names and that can be saved. The inner optimizer's
     # variables are written by the optimizer around it; named here, they would stand in the file
     # twice, and a file of a plain optimizer would be missing the second copy. TensorFlow asks
@@ -201,12 +204,17 @@ class KerasCommonOptimizer(DocumentedMembers):
         gradients, variables = checked_pairs(grads_and_vars, self._backend.is_variable)
         self._check_context()
         location, updated = self._backend.current_location(), with_gradient(gradients, variables)
-        aggregate = experimental_aggregate_gradients and not skip_gradients_aggregation
+        asked = experimental_aggregate_gradients and not skip_gradients_aggregation
+        aggregate = self._sums_replicas(asked)
         with self._scaling.applying(location, updated) as scaled:
             return self._step(gradients, variables, scaled=scaled, aggregate=aggregate, name=name)
 
     def _check_context(self) -> None:
         """Raises an error if a step is not possible in this context."""
+
+    def _sums_replicas(self, asked: bool) -> bool:
+        """Whether gradients are summed over the replicas before the inner optimizer gets them."""
+        return asked
 
     _step = take_step
 
@@ -271,6 +279,10 @@ class KerasCommonOptimizer(DocumentedMembers):
     # Of `experimental` it is the loss scale itself, which is called the same way.
     def _loss_scale(self) -> Any:
         # Programs for TensorFlow 2.4 call this as well as `loss_scale`.
+        return self._current_scale()
+
+    def _scale_now(self) -> Any:
+        # Not `loss_scale`, whose readers may multiply by it.
         return self._current_scale()
 
     def _may_warn_at_floor(self) -> bool:
@@ -376,7 +388,20 @@ class KerasCommonOptimizer(DocumentedMembers):
         check_config(config)
         rules = cls._with_class_named(config.get("rule"), custom_objects)
         inner, arguments = arguments_from_config(config, rules)
-        return cls._written_class()(cls._inner_from_config(inner, custom_objects), **arguments)
+        return cls._made(cls._inner_from_config(inner, custom_objects), **arguments)
+
+    @classmethod
+    def _made(cls, inner: Any, **arguments: Any) -> Any:
+        """Returns an object of this class, or of a user's subclass with another constructor."""
+        made: Any = cls._written_class()
+        by_name = {cls._name_of_inner: inner, **arguments}
+        try:
+            inspect.signature(made.__init__).bind(None, **by_name)
+        except TypeError:
+            # A subclass may have another name for it.
+            return made(inner, **arguments)
+        # As every optimizer of Keras is made of its configuration.
+        return made(**by_name)
 
     def _described_rule(self) -> dict[str, Any]:
         described = config_from_rule(self._rule)
@@ -451,7 +476,7 @@ def _rebuild(
     attributes: dict[str, Any],
 ) -> Any:
     """Returns the optimizer that `__reduce__` described."""
-    optimizer = cls(inner_class.from_config(inner_config), **arguments)
+    optimizer = cls._made(inner_class.from_config(inner_config), **arguments)
     for name, value in attributes.items():
         setattr(optimizer, name, value)
     optimizer._set_own_values(own_values)

@@ -17,16 +17,17 @@ from lossscale.keras_common.step import Step
 from lossscale.old_formats.slots import documented_name, kind_of
 from lossscale.tensorflow.apply_or_skip import can_keep_old_values
 from lossscale.tensorflow.tracing import in_xla, translated
-from lossscale.tf_keras.optimizer import TFKerasCommonOptimizer, dtype_of
+from lossscale.tf_keras.optimizer import CalledAsWritten, TFKerasCommonOptimizer, dtype_of
 from lossscale.tf_keras.private_names import LossScaleOptimizerV3
 from lossscale.tf_keras.saving import UNLISTED, LossScaleStore, build_pending, values_of
 
 
-class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3):
+class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3, metaclass=CalledAsWritten):
     """What differs around the optimizers that tf_keras has had since 2.11."""
 
     _inner_base = tf_keras.optimizers.Optimizer
     _is_legacy = False
+    _are_summed = ("skip_gradients_aggregation", True)
 
     def _build(self, variables: list[Any], has_gradient: Sequence[bool] = ()) -> None:
         if self._pending_groups:
@@ -70,11 +71,7 @@ class AroundNew(TFKerasCommonOptimizer, LossScaleOptimizerV3):
             # no file has it. A traced function keeps what it was when it was traced.
             inner._u_product_counter = int(inner.iterations) + 1
         with _without_own_function(inner) if in_xla() else contextlib.nullcontext():
-            # A user's optimizer may take no name.
-            named = {} if step.name is None else {"name": step.name}
-            return translated(inner.apply_gradients)(
-                list(pairs), **named, skip_gradients_aggregation=True
-            )
+            return translated(inner.apply_gradients)(list(pairs), **self._given_with(step))
 
     def _kept_on_a_skip(self, step: Step) -> Any:
         def written() -> list[Any]:

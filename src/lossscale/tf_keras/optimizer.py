@@ -15,7 +15,10 @@ from lossscale.common.checks import (
     check_own_name,
     check_settable,
     scaled_value,
+    takes,
+    with_gradient,
 )
+from lossscale.errors import ArgumentError
 from lossscale.keras_common.optimizer import KerasCommonOptimizer
 from lossscale.keras_common.scaled_gradients import ScaledGradientTracker
 from lossscale.keras_common.step import Step, StepOperations
@@ -32,6 +35,7 @@ from lossscale.tf_keras.arguments import (
     inner_from_config,
     is_variable,
 )
+from lossscale.tf_keras.private_names import BaseLossScaleOptimizer
 from lossscale.tf_keras.state import (
     CheckpointChildren,
     LossScaleNode,
@@ -71,6 +75,19 @@ class Arrays(StepOperations):
         )
 
 
+_Metaclass: Any = type(BaseLossScaleOptimizer)
+
+
+class CalledAsWritten(_Metaclass):
+    """The class of our classes: a subclass may be called with any arguments.
+
+    tf_keras' own passes the inner optimizer on by position.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type.__call__(self, *args, **kwargs)
+
+
 class TFKerasCommonOptimizer(KerasCommonOptimizer):
     """The base class of both families: the constructor, the step, and the members to read."""
 
@@ -87,6 +104,8 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     _inner_base: ClassVar[type[Any]]
     _is_legacy: ClassVar[bool]
+    # The argument of the inner optimizer's `apply_gradients` that says so, and its value.
+    _are_summed: ClassVar[tuple[str, bool]]
     # Creates the inner optimizer's variables for these, of which some may have no gradient.
     _build: Callable[..., None]
     # The weights that the inner optimizer lists.
@@ -186,6 +205,27 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
         kept = self._kept_on_a_skip(step)
         return apply_or_skip(stats, step.gradients, None, apply, update, kept)
 
+    def _sums_replicas(self, asked: bool) -> bool:
+        argument, _ = self._are_summed
+        if takes(self._optimizer.apply_gradients, argument):
+            return asked
+        if not asked:
+            raise ArgumentError(
+                f"{type(self._optimizer).__name__}.apply_gradients() does not take `{argument}`, "
+                "so that it always sums the gradients of replicas. Add the argument to it, and "
+                "pass it on."
+            )
+        # It does that itself.
+        return False
+
+    def _given_with(self, step: Step) -> dict[str, Any]:
+        """Returns the arguments for the inner optimizer's `apply_gradients`, if it takes them."""
+        argument, value = self._are_summed
+        given: dict[str, Any] = {} if step.name is None else {"name": step.name}
+        if takes(self._optimizer.apply_gradients, argument):
+            given[argument] = value
+        return given
+
     def _kept_on_a_skip(self, step: Step) -> Any:
         """Returns what `apply_or_skip` takes as `kept`: by default a branch skips."""
         return None
@@ -245,8 +285,9 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
 
     def _computed(self, loss: Any, var_list: Any, grad_loss: Any, tape: Any) -> Any:
         # As TensorFlow did: an override need not know an argument that nobody gives.
-        given = {} if grad_loss is None else {"grad_loss": grad_loss}
-        return self.compute_gradients(loss, var_list, tape=tape, **given)
+        given = {"tape": tape, "grad_loss": grad_loss}
+        given = {name: value for name, value in given.items() if value is not None}
+        return self.compute_gradients(loss, var_list, **given)
 
     def compute_gradients(
         self, loss: Any, var_list: Any = None, tape: Any = None, grad_loss: Any = None
@@ -275,7 +316,7 @@ class TFKerasCommonOptimizer(KerasCommonOptimizer):
             scaled, variables = self._differentiated(loss, var_list, grad_loss, tape)
             gradients = self._unscaled_by_verb(scaled, variables)
         self._scaling.note(location, "get_scaled_loss")
-        self._scaling.note_unscaled(location, len(gradients))
+        self._scaling.note_unscaled(location, len(with_gradient(gradients, variables)))
         return list(zip(gradients, variables, strict=True))
 
     def _differentiated(
