@@ -65,7 +65,7 @@ else:
 
     def __getattr__(name: str) -> Any:
         if name in _SUBMODULES:
-            return registry.package(f"lossscale.{name}")
+            return registry.submodule("lossscale", name)
         raise AttributeError(f"module 'lossscale' has no attribute {name!r}")
 
 

@@ -20,6 +20,7 @@ from lossscale.experimental.loss_scale import (
     get,
     serialize,
 )
+from lossscale.members import with_public_names
 from lossscale.optimizer import refuse_subclass
 from lossscale.rules import GradientStats, ScaleRule, ScaleState
 
@@ -94,6 +95,7 @@ def class_for(framework: registry.Framework) -> Any:
     return registry.package(f"lossscale.experimental.{framework.root}").LossScaleOptimizer
 
 
+@with_public_names
 class LossScaleAsObject(_Wrapper):
     """The older API of a wrapper, in which the loss scale is an object.
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lossscale.keras.arguments import hard_sigmoid as hard_sigmoid
-from lossscale.keras.optimizer import LossScaleOptimizer
+from lossscale import registry
+
+with registry.naming_missing_packages():
+    from lossscale.keras.arguments import hard_sigmoid as hard_sigmoid
+    from lossscale.keras.optimizer import LossScaleOptimizer
 
 if TYPE_CHECKING:
     from lossscale.keras.monitor import LossScaleMonitor as LossScaleMonitor

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lossscale.tf_keras.families import LossScaleOptimizer
+from lossscale import registry
+
+with registry.naming_missing_packages():
+    from lossscale.tf_keras.families import LossScaleOptimizer
 
 if TYPE_CHECKING:
     from lossscale.tf_keras.monitor import LossScaleMonitor as LossScaleMonitor

@@ -153,3 +153,13 @@ def test_every_verb_counts_the_gradients_that_there_are(optimizers, verb, missin
     # None is left for another optimizer, which has scaled nothing.
     with pytest.warns(lossscale.LossScaleWarning, match="the loss was never scaled"):
         other.apply_gradients([(tf.constant(1.0), unused)])
+
+
+@pytest.mark.parametrize("made", CLASSES)
+@pytest.mark.parametrize("verb", ["minimize", "apply_gradients", "get_unscaled_gradients", "build"])
+def test_the_error_about_an_unexpected_keyword_names_the_public_class(optimizers, made, verb):
+    optimizer = CLASSES[made](optimizers.SGD(0.5))
+    with pytest.raises(TypeError, match=rf"LossScaleOptimizer\.{verb}\(\) got an unexpected"):
+        getattr(optimizer, verb)([tf.constant(1.0)], decay_var_list=[])
+    with pytest.raises(TypeError, match=r"LossScaleOptimizer\.from_config\(\) got an unexpected"):
+        type(optimizer).from_config({}, other=1)

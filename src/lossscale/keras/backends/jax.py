@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import keras
 
@@ -19,11 +18,6 @@ from lossscale.keras_common.scaled_gradients import Location
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.keras_common.step import OverflowCheck, Step
 from lossscale.rules import GradientStats, ScaleRule
-
-# Where it is has changed.
-_trace_state = getattr(jax.extend.core, "get_opaque_trace_state", None) or (
-    jax.core.get_opaque_trace_state
-)
 
 
 class JaxBackend(Backend):
