@@ -121,7 +121,7 @@ class KerasCommonOptimizer(DocumentedMembers):
         rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
         self._check_inner(inner_optimizer)
         for name in ("inner_optimizer", "loss_scale_state"):
-            if _is_saved(getattr(inner_optimizer, name, None), self._library):
+            if _saved_in(getattr(inner_optimizer, name, None), self._library):
                 raise ArgumentError(
                     f"{type(inner_optimizer).__name__} has an attribute {name!r} that is saved, "
                     "and files have something else of LossScaleOptimizer under this name. Give "
@@ -137,7 +137,8 @@ class KerasCommonOptimizer(DocumentedMembers):
                 setattr(cls, name, _noted(cls, name))
 
     def __dir__(self) -> list[str]:
-        own = [name for name in super().__dir__() if name not in self._hidden]
+        # Python's own asks for `__class__`, which tf_keras' wrappers have for old programs.
+        own = {*dir(type(self)), *vars(self)} - self._hidden
         return sorted({*own, *self._parts_of_inner()})
 
     def _parts_of_inner(self) -> dict[str, Any]:
@@ -147,7 +148,16 @@ class KerasCommonOptimizer(DocumentedMembers):
         """
         inner = self.__dict__.get(self._inner_attribute)
         parts = {} if inner is None else vars(inner)
-        return {name: part for name, part in parts.items() if _is_saved(part, self._library)}
+        listed = _ids_of_variables(inner)
+        return {
+            name: part
+            for name, part in parts.items()
+            # An optimizer of several lists the variables of each.
+            if any(
+                not _ids_of_variables(each) or not listed.issuperset(_ids_of_variables(each))
+                for each in _saved_in(part, self._library)
+            )
+        }
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and not name.startswith("__"):
@@ -488,17 +498,17 @@ def _rebuild(
 _rebuild.__module__ = "lossscale.keras_common"
 
 
-def _is_saved(part: Any, library: Any) -> bool:
-    """Whether Keras 3 or tf_keras saves an attribute beside the variables of its owner."""
+def _ids_of_variables(owner: Any) -> set[int]:
+    variables = getattr(owner, "variables", ())
+    return {id(variable) for variable in (variables() if callable(variables) else variables)}
+
+
+def _saved_in(part: Any, library: Any) -> list[Any]:
+    """What Keras 3 or tf_keras saves of an attribute beside the variables of its owner."""
     items = part.values() if isinstance(part, dict) else part
     items = items if isinstance(part, (dict, list, tuple, set)) else (part,)
-    bases = (
-        library.optimizers.Optimizer,
-        library.layers.Layer,
-        library.metrics.Metric,
-        library.losses.Loss,
-    )
-    return any(isinstance(each, bases) for each in items)
+    bases = library.optimizers.Optimizer, library.layers.Layer, library.metrics.Metric
+    return [each for each in items if isinstance(each, bases)]
 
 
 def check_shapes(variables: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> None:
