@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 from lossscale import registry
 
 with registry.naming_missing_packages():
+    from lossscale.keras_common.guard import guard
     from lossscale.tf_keras.families import LossScaleOptimizer
 
 if TYPE_CHECKING:
     from lossscale.tf_keras.monitor import LossScaleMonitor as LossScaleMonitor
 
-__all__ = ["LossScaleMonitor", "LossScaleOptimizer"]
+__all__ = ["LossScaleMonitor", "LossScaleOptimizer", "guard"]
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,7 @@ from lossscale.members import VariableList
 from lossscale.packages import warn
 from lossscale.rules import GradientStats, ScaleRule
 from lossscale.tensorflow import gradient_stats, overflow_check, replicas, scaling, tracing
-from lossscale.tensorflow.apply_or_skip import apply_or_skip
+from lossscale.tensorflow.apply_or_skip import apply_or_skip, run_guarded
 from lossscale.tensorflow.private_names import DelegatingTrackableMixin
 from lossscale.tensorflow.tape import check_symbolic, recorded
 from lossscale.tf_keras.arguments import (
@@ -59,6 +59,7 @@ class Arrays(StepOperations):
     # Summed gradients are the same on all replicas; others are not, and neither must be what an
     # aggregation of the user's returned.
     all_replicas_finite = staticmethod(replicas.all_replicas_finite)
+    run_guarded = staticmethod(run_guarded)
     read = staticmethod(tf.convert_to_tensor)
 
     is_variable = staticmethod(is_variable)

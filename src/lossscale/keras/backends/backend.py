@@ -94,6 +94,13 @@ class Backend(StepOperations):
         """
         return False
 
+    # Runs the training step of a guarded model, and puts weights back if it was skipped. Takes
+    #   model, step, args: the model, its step, and the arguments of the step;
+    #   optimizers: the loss scale optimizers whose skips count;
+    #   weights_of: returns the weights of the model to put back.
+    # Returns what the step does.
+    run_guarded: Callable[..., Any]
+
     # --- Where calls are made -----------------------------------------------------------------
 
     def check_strategy(self) -> None:

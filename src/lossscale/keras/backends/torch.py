@@ -22,8 +22,8 @@ from lossscale.keras.private_names import in_stateless_scope
 from lossscale.keras_common.state import ScaleVariables
 from lossscale.keras_common.step import OverflowCheck, Step
 from lossscale.rules import GradientStats, ScaleRule, ScaleState, host_can_update, updates_on_host
-from lossscale.torch import gradient_stats, overflow_check, scaling
-from lossscale.torch.gradients import of_tensors
+from lossscale.torch import gradients as torch_gradients
+from lossscale.torch import scaling
 
 _SMALLEST_LENT = 2**20
 """Bytes. Fresh memory for fewer takes no longer."""
@@ -34,10 +34,10 @@ class TorchBackend(Backend):
 
     # Functions of Keras take a few times as long in eager mode.
     namespace = torch
-    gradient_stats = staticmethod(gradient_stats.compute)
+    gradient_stats = staticmethod(torch_gradients.compute)
     scaled = staticmethod(scaling.scaled)
     unscaled = staticmethod(scaling.unscaled)
-    all_finite = staticmethod(overflow_check.all_finite)
+    all_finite = staticmethod(torch_gradients.all_finite)
     no_gradients = staticmethod(torch.no_grad)
 
     # --- One step -----------------------------------------------------------------------------
@@ -70,12 +70,12 @@ class TorchBackend(Backend):
         for index, copy in zip(dense, copies, strict=True):
             gradients[index] = copy
         scale = torch.as_tensor(step.divisor, dtype=torch.float32, device=copies[0].device)
-        given, reciprocal = of_tensors(copies), scale.reciprocal()
+        given, reciprocal = torch_gradients.of_tensors(copies), scale.reciprocal()
         if not rule.checks_gradients:
-            overflow_check.unscale_(given, reciprocal.to)
+            torch_gradients.unscale_(given, reciprocal.to)
             return OverflowCheck(True, unscaled)
-        found = overflow_check.unscale_and_check_(given, reciprocal.to)
-        found_inf: Any = overflow_check.any_overflow(found, scale.device)
+        found = torch_gradients.unscale_and_check_(given, reciprocal.to)
+        found_inf: Any = torch_gradients.any_overflow(found, scale.device)
         if others:
             found_inf = found_inf + torch.logical_not(self.all_finite(others)).to(found_inf)
         state = None
@@ -128,6 +128,21 @@ class TorchBackend(Backend):
         applied = optimizer.inner_optimizer._iterations._value
         optimizer._iterations._value.copy_(applied + skipped)
         return True
+
+    def run_guarded(
+        self,
+        model: Any,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        optimizers: Sequence[Any],
+        weights_of: Callable[[Any], list[Any]],
+    ) -> Any:
+        """Copies the weights before the step."""
+        before = _copied(weights_of(model))
+        counts = _copied([optimizer._steps_skipped for optimizer in optimizers])
+        result = step(*args)
+        _put_back_if_moved(counts, before)
+        return result
 
     def step_number(self, iterations: Any) -> None:
         """Returns None: the overflow tracker of PyTorch counts by itself."""
@@ -238,6 +253,18 @@ def _copies(optimizer: Any, gradients: Sequence[Any], keys: Sequence[Any]) -> li
         copies.append(copy)
     torch._foreach_copy_(copies, list(gradients))
     return copies
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _copied(variables: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return [(variable, variable.value.detach().clone()) for variable in variables]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _put_back_if_moved(counts: list[tuple[Any, Any]], before: list[tuple[Any, Any]]) -> None:
+    if any(bool(counter.value != count) for counter, count in counts):
+        for weight, value in before:
+            weight.assign(value)
 
 
 BACKEND = TorchBackend()
