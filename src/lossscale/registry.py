@@ -143,8 +143,11 @@ def submodule(parent: str, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def naming_missing_packages() -> Iterator[None]:
+def naming_missing_packages(*needed: str) -> Iterator[None]:
     """A context whose imports name the packages to install.
+
+    Args:
+        *needed: Those that it needs together, if one is missing; by default the missing one.
 
     Raises:
         MissingPackageError: If one is missing.
@@ -154,11 +157,9 @@ def naming_missing_packages() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name not in PACKAGES:
             raise
-        lacking = [error.name]
-        if error.name == "keras":
+        lacking = [each for each in needed if not is_installed(each)] or [error.name]
+        if lacking == ["keras"]:
             lacking = lacking_for_keras()
-        elif error.name == "tf_keras":
-            lacking = [each for each in ("tf_keras", "tensorflow") if not is_installed(each)]
         raise not_installed(lacking) from error
 
 

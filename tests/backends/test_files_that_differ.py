@@ -75,7 +75,7 @@ def test_weights_have_the_optimizers_that_an_inner_optimizer_holds(
 
 @pytest.mark.parametrize("name", ["inner_optimizer", "loss_scale_state"])
 def test_an_attribute_whose_place_in_files_is_taken_is_an_error_that_names_it(name):
-    with pytest.raises(ValueError, match=f"an attribute {name!r} that is saved"):
+    with pytest.raises(ValueError, match=f"has a saved attribute {name!r}"):
         wrapped(having(name, other))
     # What is not saved has no place in files.
     inner = keras.optimizers.SGD(0.1)

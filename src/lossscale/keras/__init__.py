@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lossscale import registry
 
-with registry.naming_missing_packages():
+with registry.naming_missing_packages("keras"):
     from lossscale.keras.arguments import hard_sigmoid as hard_sigmoid
     from lossscale.keras.optimizer import LossScaleOptimizer
     from lossscale.keras_common.guard import guard

@@ -123,9 +123,9 @@ class KerasCommonOptimizer(DocumentedMembers):
         for name in ("inner_optimizer", "loss_scale_state"):
             if _saved_in(getattr(inner_optimizer, name, None), self._library):
                 raise ArgumentError(
-                    f"{type(inner_optimizer).__name__} has an attribute {name!r} that is saved, "
-                    "and files have something else of LossScaleOptimizer under this name. Give "
-                    "the attribute another name."
+                    f"{type(inner_optimizer).__name__} has a saved attribute {name!r}. In files "
+                    "this is the name of something else of LossScaleOptimizer. Give the attribute "
+                    "another name."
                 )
         self._construct(inner_optimizer, rule, name)
         remember_wrapper(inner_optimizer, self)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lossscale import registry
 
-with registry.naming_missing_packages():
+with registry.naming_missing_packages("tf_keras", "tensorflow"):
     from lossscale.keras_common.guard import guard
     from lossscale.tf_keras.families import LossScaleOptimizer
 
