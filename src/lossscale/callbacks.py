@@ -216,7 +216,7 @@ class LossScaleMonitor:
         if isinstance(optimizer, LossScaleOptimizer):
             if optimizer._framework != self._framework:
                 raise ArgumentError(_other_framework(self._framework))
-            if getattr(optimizer, "_state", None) is None:
+            if optimizer._state.decide is not None:
                 raise ArgumentError(
                     "LossScaleMonitor does not know the lowest scale of a LossScale with its own "
                     "`update`. Write it as a lossscale.ScaleRule."

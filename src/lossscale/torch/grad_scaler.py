@@ -112,7 +112,7 @@ def new_scale_of(new_scale: Any, rule: ScaleRule) -> float:
             "another `rule`."
         )
     restored = rule.restored(rule.init()._replace(scale=number))
-    if float(rule.loss_scale(restored)) != number:
+    if float(restored.scale) != number:
         limits = ""
         if isinstance(rule, DynamicScale):
             limits = f", from {rule.min_scale:g} to {rule.ceiling:g}"
@@ -773,7 +773,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _adopt(self, number: float, good_steps: int) -> Any:
         """The state of the rule with what the tensors hold."""
-        if number != float(self._rule.loss_scale(self._state)):
+        if number != float(self._state.scale):
             self._state = self._state._replace(scale=number)
         if good_steps != getattr(self._state, "good_steps", good_steps):
             self._state = self._state._replace(good_steps=good_steps)
@@ -783,7 +783,7 @@ class GradScaler(torch.amp.GradScaler):
         self._state, self._init_growth_tracker = state, getattr(state, "good_steps", 0)
         if self._growth_tracker is not None:
             self._growth_tracker.fill_(self._init_growth_tracker)
-        self._put_scale(float(self._rule.loss_scale(state)))
+        self._put_scale(float(state.scale))
 
     def _put_scale(self, number: float) -> None:
         self._init_scale, self._updates = number, 0
@@ -796,7 +796,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return {}
         state = self._read()
-        scale = float(self._rule.loss_scale(state))
+        scale = float(state.scale)
         return state_dicts.scaler_state(self._rule, state, scale, self.steps_skipped)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

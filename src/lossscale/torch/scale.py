@@ -142,7 +142,7 @@ class LossScale:
     @property
     def number(self) -> Any:
         """The loss scale, a Python float; None if only the device knows it."""
-        return float(self.rule.loss_scale(self.state))
+        return float(self.state.scale)
 
     @property
     def multiplier(self) -> Multiplier:
@@ -253,7 +253,7 @@ class DeviceLossScale(LossScale):
         self._last = scalar(True, self.home, torch.bool).repeat(2)
         self.counts = Counts(self._counted[0], self._counted[1], self._last[1])
         self.live = dict(zip(self.names, (*self.state, *self.counts[:2]), strict=True))
-        scale = rule.loss_scale(self.state)
+        scale = self.state.scale
         if torch.is_tensor(scale):
             self._scales[self.home] = scale
         for device in devices:
@@ -285,7 +285,7 @@ class DeviceLossScale(LossScale):
 
     def _fill_scales(self) -> None:
         self._multiplier = None
-        scale = self.rule.loss_scale(self.state)
+        scale = self.state.scale
         for device, copy in self._scales.items():
             # Reading an unused copy would wait for the device.
             if copy is scale or device == CPU != self.home:
