@@ -32,7 +32,7 @@ from lossscale.errors import (
 from lossscale.optimizer import LossScaleOptimizer
 from lossscale.packages import warn
 from lossscale.rules import ScaleRule, ScaleState, StatsRequest
-from lossscale.torch import fused, gradient_stats, gradients, overflow_check, ranks
+from lossscale.torch import buffers, fused, gradient_stats, gradients, overflow_check, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.backward import divide, is_seen, multiply, watch
 from lossscale.torch.engine import Engine, StepDecision
@@ -522,6 +522,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         else:
             self._move_by(list(self._per_optimizer_states.values()))
+        buffers.note_step(self, False)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._scaled_since_update = self.is_unseen = False
         for engine in self._engines.values():
@@ -583,6 +584,8 @@ class GradScaler(torch.amp.GradScaler):
                 divisor=entry.get("divisor"),
             )
         engine.counts = engine.counts.plus(skipped)
+        # Others may have computed on the same forward passes, which `update` ends.
+        buffers.note_step(self, skipped, is_end=False)
         if not skipped:
             return
         self._steps_skipped += 1

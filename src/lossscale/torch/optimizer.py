@@ -26,7 +26,7 @@ from lossscale.errors import (
 from lossscale.optimizer import LossScaleOptimizer as FrontDoor
 from lossscale.packages import warn
 from lossscale.rules import StatsRequest
-from lossscale.torch import closures, fused, gradients, ranks
+from lossscale.torch import buffers, closures, fused, gradients, ranks
 from lossscale.torch import state_dict as state_dicts
 from lossscale.torch.backward import (
     ONE_FOR_SEVERAL,
@@ -443,6 +443,8 @@ class LossScaleOptimizer(InnerSettings, DocumentedVerbs, torch.optim.Optimizer):
         if not keep:
             # If a kernel has divided the gradients, it has divided those in `.grad`.
             self._record.reset()
+        skipped = decision.overflow if decision.apply is None else not decision.apply
+        buffers.note_step(self, skipped)
         if decision.apply is False:
             for hook in list(self._skipped_hooks.values()):
                 hook(self)
