@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import itertools
-import math
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -96,7 +96,12 @@ class BufferGuard:
         self._groups: list[tuple[list[Any], list[list[Any]]]] = []
         self._others: list[list[Any]] = []
         self._lazy: list[Any] = []
-        self._places: list[tuple[Any, int]] = []
+        self._locals: list[Any] = []
+        self._places: list[int] = []
+        self._entries: list[tuple[dict[str, Any], str]] = []
+        self._tensors: list[Any] = []
+        self._lengths_of = [table for table, names in self._tables if names is None]
+        self._lengths: list[int] = []
         # The optimizers that have stepped since a forward pass was seen; None if none is seen.
         self._ended: set[int] | None = None
         self._waits, self._is_compiled = True, False
@@ -166,7 +171,7 @@ class BufferGuard:
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def save(self) -> None:
         """Saves the buffers as they are."""
-        if not self._is_known():
+        if not (self._saved and self._is_known()):
             self._allocate()
         for tensors, (before, *_) in self._groups:
             torch._foreach_copy_(before, tensors)
@@ -205,15 +210,14 @@ class BufferGuard:
 
     def _is_known(self) -> bool:
         """Whether the buffers are the tensors that were saved last."""
-        if len(self._saved) != len(self._tables) or not all(map(_is_lazy, self._lazy)):
-            return False
-        for (now, names), was in zip(self._tables, self._saved, strict=True):
-            if names is None and len(now) != len(was):
-                return False
-            for name, tensor in was.items():
-                if now.get(name, was) is not tensor:
-                    return False
-        return all(tensor.data_ptr() == place for tensor, place in self._places)
+        # Called in each step, with some hundred modules and buffers.
+        now = [table.get(name, table) for table, name in self._entries]
+        return (
+            list(map(len, self._lengths_of)) == self._lengths
+            and all(map(operator.is_, now, self._tensors))
+            and [t.data_ptr() for t in self._locals] == self._places
+            and all(map(_is_lazy, self._lazy))
+        )
 
     def _put_back(self) -> None:
         """Restores which tensors the buffers are."""
@@ -243,10 +247,14 @@ class BufferGuard:
             {n: t for n, t in now.items() if names is None or n in names}
             for now, names in self._tables
         ]
-        found = {id(t): t for was in self._saved for t in was.values() if t is not None}
+        self._lengths = list(map(len, self._lengths_of))
+        pairs = list(zip(self._tables, self._saved, strict=True))
+        self._entries = [(table, name) for (table, _), was in pairs for name in was]
+        self._tensors = [tensor for was in self._saved for tensor in was.values()]
+        found = {id(t): t for t in self._tensors if t is not None}
         self._lazy = [t for t in found.values() if _is_lazy(t)]
         kinds: dict[Any, dict[Any, list[Any]]] = {}
-        self._groups, self._others, self._flat, self._places = [], [], {}, []
+        self._groups, self._others, self._flat, self._locals = [], [], {}, []
         for each in found.values():
             if _is_lazy(each) or each.is_meta or each.is_inference():
                 continue
@@ -254,11 +262,12 @@ class BufferGuard:
             if local.layout != torch.strided or local.is_quantized or not _is_plain(local):
                 self._others.append([each, each])
                 continue
-            self._places.append((local, local.data_ptr()))
+            self._locals.append(local)
             # A write to `data` does not spoil a graph: training-mode norms, which put their
             # statistics into it, do not read them in the backward pass.
             tensors = kinds.setdefault(local.device, {}).setdefault(local.dtype, [])
             tensors.append(_compact(local.data))
+        self._places = [t.data_ptr() for t in self._locals]
         for device, by_dtype in kinds.items():
             total = sum(_room(t) for tensors in by_dtype.values() for t in tensors)
             flat = torch.empty(total, dtype=torch.uint8, device=device)
@@ -434,7 +443,8 @@ def _compact(tensor: Any) -> Any:
 
 
 def _room(tensor: Any) -> int:
-    return int(math.ceil(tensor.numel() * tensor.element_size() / _ALIGNED)) * _ALIGNED
+    size: int = tensor.numel() * tensor.element_size()
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _views(flat: Any, by_dtype: dict[Any, list[Any]]) -> Iterator[list[Any]]:
