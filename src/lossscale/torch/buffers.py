@@ -317,9 +317,9 @@ class BufferGuard:
         if count > _NEVER_STEPPED:
             self._updates = None
             warn(
-                "A model follows the steps of an optimizer by guard(model, optimizer), and this "
-                "optimizer was never stepped, although the parameters were updated: skipped steps "
-                "do not restore the buffers. Pass the LossScaleOptimizer or GradScaler that steps."
+                "The optimizer in guard(model, optimizer) was never stepped. Another one updates the "
+                "parameters, so skipped steps do not restore the buffers. Pass the "
+                "LossScaleOptimizer or GradScaler that steps."
             )
 
 
