@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 
 from quickly import compiling_quickly
+from simulated_cuda import device as simulated_cuda
 
 # Each is read once, while the framework is imported. A value from outside wins.
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -25,6 +26,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _compiled = tempfile.TemporaryDirectory(prefix="lossscale-jax-", ignore_cleanup_errors=True)
     atexit.register(_compiled.cleanup)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+SIMULATED_CUDA = "LOSSSCALE_TEST_SIMULATED_CUDA" in os.environ
+if SIMULATED_CUDA:
+    # Before anything imports PyTorch.
+    simulated_cuda.start()
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -73,6 +78,14 @@ def two_replicas():
     import two_devices
 
     return two_devices.strategy()
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if SIMULATED_CUDA and (why := simulated_cuda.CANNOT.get(getattr(item, "originalname", ""))):
+            item.add_marker(pytest.mark.skip(why))
+        if not SIMULATED_CUDA and "/simulated_cuda/" in item.path.as_posix():
+            item.add_marker(pytest.mark.skip("tests/run.py runs it on a simulated device"))
 
 
 def pytest_collection_finish():

@@ -19,6 +19,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 
+from simulated_cuda import device as simulated_cuda
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 TENSORFLOW = {"KERAS_BACKEND": "tensorflow"}
@@ -39,10 +41,24 @@ FILES = ("tests/migration", "tests/cli")
 KERAS_3 = ("tests/frameworks/keras", "tests/documents")
 # These run in processes that never import Keras, which a test in each shows.
 JAX_ALONE, TORCH_ALONE = "tests/frameworks/jax", "tests/frameworks/torch"
+# What runs on a CUDA device that is simulated.
+SIMULATED = (
+    "tests/simulated_cuda",
+    *(f"tests/frameworks/torch/test_{name}.py" for name in ("devices", "clipping")),
+    *(
+        f"tests/conformance/test_{name}.py"
+        for name in ("device", "promises", "what_rules_see", "random_programs", "arguments")
+    ),
+)
 # All that is in none of them.
 _IGNORED = [
-    f"--ignore={path}" for path in (*EACH_BACKEND, *FILES, *KERAS_3, JAX_ALONE, TORCH_ALONE)
+    f"--ignore={path}"
+    for path in (*EACH_BACKEND, *FILES, *KERAS_3, JAX_ALONE, TORCH_ALONE, SIMULATED[0])
 ]
+
+ON_SIMULATED_CUDA = "torch, a simulated CUDA device"
+# Set where a part that cannot run is a failure.
+DEMAND = "LOSSSCALE_TEST_DEMAND_ALL"
 
 # Processes of pytest: what selects the backend, and what they run. In an order in which all cores
 # come to an end together, whether two parts run at a time or three; with the longest first, one of
@@ -58,6 +74,15 @@ ALL = {
     "jax without Keras": (JAX, (JAX_ALONE,)),
     "jax": (JAX, EACH_BACKEND),
     "tensorflow, files": (TENSORFLOW, FILES),
+    ON_SIMULATED_CUDA: (
+        {
+            **TORCH,
+            "LOSSSCALE_TEST_KERAS": "none",
+            "LOSSSCALE_TEST_DEVICE": "cuda",
+            "LOSSSCALE_TEST_SIMULATED_CUDA": "1",
+        },
+        SIMULATED,
+    ),
     "torch": (TORCH, EACH_BACKEND),
     "tensorflow, all else": ({**TENSORFLOW, **EMITTERS}, ("tests", *_IGNORED)),
 }
@@ -117,7 +142,11 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     start = time.monotonic()
-    jobs = QUICK if arguments.quick else ALL
+    jobs = dict(QUICK if arguments.quick else ALL)
+    left_out = {}
+    if ON_SIMULATED_CUDA in jobs and (why := simulated_cuda.why_not()):
+        left_out[ON_SIMULATED_CUDA] = why
+        del jobs[ON_SIMULATED_CUDA]
     about = "1 minute" if arguments.quick else "10 minutes on 2 cores"
     print(f"{len(jobs)} parts, {arguments.jobs} at a time, about {about}", flush=True)
     with (
@@ -127,7 +156,9 @@ def main() -> int:
         one = functools.partial(run, shared=shared, ended=itertools.count(1), total=len(jobs))
         failed = [name for name in pool.imap(one, jobs.items()) if name]
     print(f"{time.monotonic() - start:.0f} s in all; failed: {', '.join(failed) or 'none'}")
-    return 1 if failed else 0
+    for name, why in left_out.items():
+        print(f"left out: {name}, because {why}")
+    return 1 if failed or (left_out and DEMAND in os.environ) else 0
 
 
 if __name__ == "__main__":

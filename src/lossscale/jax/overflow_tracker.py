@@ -29,10 +29,10 @@ class TrackedSteps(NamedTuple):
         nonfinite: uint32 of shape (variables, 2); the infinities and NaN in its gradients.
     """
 
-    last_scale: Any
-    skip_step: Any
-    skip_scale: Any
-    nonfinite: Any
+    last_scale: jax.Array
+    skip_step: jax.Array
+    skip_scale: jax.Array
+    nonfinite: jax.Array
 
 
 def init(variables: int) -> TrackedSteps:

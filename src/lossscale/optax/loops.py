@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,12 @@ from lossscale.errors import ArgumentError, ArgumentTypeError
 from lossscale.jax.gradients import scaled, unscaled
 from lossscale.optax.state_lookup import described, has_loss_scale, state_in
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Tree = TypeVar("Tree")
 
-def loss_scale(opt_state: Any) -> Any:
+
+def loss_scale(opt_state: Any) -> jax.Array:
     """Returns the loss scale of the next step.
 
     Args:
@@ -39,7 +43,7 @@ def loss_scale(opt_state: Any) -> Any:
     return jnp.asarray(scale, jnp.float32)
 
 
-def scale_loss(opt_state: Any, loss: Any) -> Any:
+def scale_loss(opt_state: Any, loss: jax.typing.ArrayLike) -> jax.Array:
     """Multiplies a loss by the loss scale, in float32 or wider.
 
     Differentiate the result, and pass the gradients to `update`.
@@ -66,7 +70,7 @@ def scale_loss(opt_state: Any, loss: Any) -> Any:
     return scaled(loss, _single_scale(opt_state))
 
 
-def unscale(opt_state: Any, gradients: Any) -> Any:
+def unscale(opt_state: Any, gradients: Tree) -> Tree:
     """Divides gradients of a scaled loss by the loss scale, in float32 or wider.
 
     Use it to print or plot gradients. Pass the scaled ones to `update`, which unscales them.
@@ -93,10 +97,11 @@ def unscale(opt_state: Any, gradients: Any) -> Any:
             return leaf
         return unscaled([leaf], scale, powers_of_two=False)[0]
 
-    return jax.tree.map(divided, overflow_check.with_arrays(gradients))
+    tree: Tree = jax.tree.map(divided, overflow_check.with_arrays(gradients))
+    return tree
 
 
-def all_finite(gradients: Any) -> Any:
+def all_finite(gradients: Any) -> jax.Array:
     """Whether every element of a tree of arrays is finite.
 
     Args:
@@ -113,13 +118,13 @@ def all_finite(gradients: Any) -> Any:
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
     *,
-    grad: Callable[..., Any] = jax.value_and_grad,
+    grad: Callable[..., Callable[..., Any]] = jax.value_and_grad,
     **options: Any,
-) -> Callable[..., Any]:
+) -> Callable[Concatenate[Any, P], tuple[R, Any]]:
     """Like `jax.value_and_grad`, but differentiates the scaled loss.
 
     The new function takes the optimizer's state and then the arguments of `fun`. It returns the
@@ -173,7 +178,9 @@ def value_and_grad(
     # Equinox has no `argnums`; it differentiates the first argument.
     chosen = {} if argnums == 0 else {"argnums": argnums}
 
-    def value_and_scaled_grad(opt_state: Any, *args: Any, **kwargs: Any) -> Any:
+    def value_and_scaled_grad(
+        opt_state: Any, /, *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[R, Any]:
         try:
             scale = _single_scale(opt_state)
         except ArgumentTypeError as error:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from lossscale.checks import checked_count
 from lossscale.errors import ArgumentError, ArgumentTypeError, UnsupportedError
@@ -83,7 +84,7 @@ class Monitor(LoopMonitor):
 
     def __init__(
         self,
-        tx: Any,
+        tx: optax.GradientTransformation | ScaleRule,
         params: Any,
         opt_state: Any,
         path: str | os.PathLike[str] | None = None,
@@ -111,7 +112,9 @@ class Monitor(LoopMonitor):
         self._scale: Any = start.next_scale
         super().__init__(Recorder(settings, rule), start.step)
 
-    def step(self, opt_state: Any, loss: Any = None, *, steps: int = 1) -> None:
+    def step(
+        self, opt_state: Any, loss: jax.Array | float | None = None, *, steps: int = 1
+    ) -> None:
         """Records the training step if it is sampled. Call it after each step.
 
         Args:
@@ -134,7 +137,7 @@ class Monitor(LoopMonitor):
                 "The arrays of `opt_state` were deleted by a step with donate_argnums. Pass the "
                 "state that the step returned."
             )
-        if np.ndim(loss):
+        if loss is not None and np.ndim(loss):
             raise ArgumentError(
                 f"`loss` must be a scalar. Received: an array of shape {np.shape(loss)}. Pass the "
                 "mean, or the loss of the last step."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from lossscale.optax.scale_state import LossScaleState
 from lossscale.optax.transformation import LossScaled
 from lossscale.rules import ScaleRule
 
+if TYPE_CHECKING:
+    from lossscale.optax.transformation import GradientTransformationExtraArgs
+
 
 class OverflowTrackingState(NamedTuple):
     """The state of `track_overflows`.
@@ -37,12 +40,14 @@ class OverflowTrackingState(NamedTuple):
         loss_scaled: The state of `loss_scaled`.
     """
 
-    iterations: Any
+    iterations: jax.Array
     tracked: TrackedSteps
     loss_scaled: LossScaleState
 
 
-def track_overflows(tx: Any) -> Any:
+def track_overflows(
+    tx: optax.GradientTransformation,
+) -> GradientTransformationExtraArgs[OverflowTrackingState]:
     """Makes an optimizer with loss scaling track, for a `Monitor`, which gradients overflow.
 
     The state then holds the scale of the last step, and the number of infinities and NaN in each
@@ -84,7 +89,9 @@ def track_overflows(tx: Any) -> Any:
             f"track_overflows(loss_scaled(optax.adamw(1e-3))). Received: a {type(tx).__name__}."
         )
     tracking = _OverflowTracking(tx, owner.rule)
-    return optax.GradientTransformationExtraArgs(tracking.init, tracking.update)
+    tracked: GradientTransformationExtraArgs[OverflowTrackingState]
+    tracked = optax.GradientTransformationExtraArgs(tracking.init, tracking.update)
+    return tracked
 
 
 class _OverflowTracking:

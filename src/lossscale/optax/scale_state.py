@@ -32,11 +32,11 @@ class LossScaleState(NamedTuple):
         inner_state: The state of the inner transformation.
     """
 
-    loss_scale: Any
-    rule_state: dict[str, Any]
-    steps_skipped: Any
-    consecutive_skips: Any
-    last_step_skipped: Any
+    loss_scale: jax.Array
+    rule_state: dict[str, jax.Array]
+    steps_skipped: jax.Array
+    consecutive_skips: jax.Array
+    last_step_skipped: jax.Array
     inner_state: Any
 
 

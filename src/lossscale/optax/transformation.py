@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +22,34 @@ from lossscale.optax.scale_state import LossScaleState
 from lossscale.optax.state_lookup import states_below
 from lossscale.rules import GradientStats, ScaleRule, StatsRequest
 
+State = TypeVar("State")
+Tree = TypeVar("Tree")
+
+if TYPE_CHECKING:
+
+    class GradientTransformationExtraArgs(optax.GradientTransformationExtraArgs, Generic[State]):
+        """Optax's class, with the type of the state, which Optax does not know."""
+
+        def init(self, params: Any) -> State: ...
+        # A state, or a variable annotated as `optax.OptState`.
+        def update(
+            self, updates: Tree, state: optax.OptState, params: Any = None, **extra_args: Any
+        ) -> tuple[Tree, State]: ...
+
+
 _CLIPPED = "loss_scaled(optax.chain(optax.clip_by_global_norm({value!r}), inner))"
 
 
 @checks_keywords("loss_scaled", {"clip_norm": _CLIPPED})
 def loss_scaled(
-    inner: Any,
+    inner: optax.GradientTransformation,
     dynamic: bool = True,
     initial_scale: float | None = None,
     dynamic_growth_steps: int | None = None,
     *,
     rule: ScaleRule | None = None,
     axis_name: str | Sequence[str] | None = None,
-) -> Any:
+) -> GradientTransformationExtraArgs[LossScaleState]:
     """Wraps an Optax transformation with loss scaling.
 
     `update` takes the gradients of the scaled loss. It divides them by the scale, in float32 or
@@ -88,7 +103,9 @@ def loss_scaled(
     """
     chosen_rule = rule_from_arguments(dynamic, initial_scale, dynamic_growth_steps, rule)
     wrapped = LossScaled(_checked_inner(inner), chosen_rule, _axis_names(axis_name))
-    return optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
+    tx: GradientTransformationExtraArgs[LossScaleState]
+    tx = optax.GradientTransformationExtraArgs(wrapped.init, wrapped.update)
+    return tx
 
 
 class LossScaled:

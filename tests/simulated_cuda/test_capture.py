@@ -1,0 +1,62 @@
+"""Whole steps in a CUDA graph: replayed, they give the numbers of eager steps, bit for bit."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from lossscale import DynamicScale
+from simulated_cuda.ways import SCALERS, Way
+
+# Overflows of the steps, of which the first three are eager.
+STEPS, OVERFLOWS = 10, (4, 6)
+
+
+def trained(name, captured, to_none=True, clip_norm=None, micro_batches=1, verb=False):
+    """The parameters and the scale after the steps; `verb` is `backward` with this way."""
+    p = nn.Parameter(torch.ones(4, device="cuda"))
+    x = torch.ones(4, device="cuda")
+    inner = torch.optim.AdamW([p], lr=0.1, fused=True, capturable=True)
+    settings = {"rule": DynamicScale(8.0, growth_interval=2), "clip_norm": clip_norm}
+    way = Way(name, inner, settings)
+
+    def step():
+        (inner if name in SCALERS else way.scaling).zero_grad(set_to_none=to_none)
+        for _ in range(micro_batches):
+            loss = (p * x).sum()
+            way.scaling.backward(loss) if verb else way.backward(loss)
+        way.step()
+
+    def give(number):
+        x.fill_(torch.inf if number in OVERFLOWS else 0.1 * number + 0.1)
+
+    for number in range(3):
+        give(number)
+        step()
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        give(0)
+        with torch.cuda.graph(graph):
+            step()
+    for number in range(3, STEPS):
+        give(number)
+        graph.replay() if captured else step()
+    return p.tolist(), way.scale()
+
+
+CASES = list(itertools.product((True, False), (None, 1.0), (1, 2), (False, True)))
+
+
+@pytest.mark.parametrize(("to_none", "clip_norm", "micro_batches", "verb"), CASES)
+def test_a_step_decided_on_the_device(to_none, clip_norm, micro_batches, verb):
+    settings = (to_none, clip_norm, micro_batches, verb)
+    captured = trained("device", True, *settings)
+    assert captured == trained("device", False, *settings)
+    assert captured[1] == 2.0**4
+
+
+@pytest.mark.parametrize("name", ["backward", "scale_loss"])
+def test_a_decision_of_the_host_cannot_be_captured_and_says_so(name):
+    with pytest.raises(RuntimeError, match="cannot run while a CUDA graph is captured"):
+        trained(name, True)

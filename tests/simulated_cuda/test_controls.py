@@ -1,0 +1,226 @@
+"""The simulated device notices what a GPU would: each fault here is injected, and has to be found.
+
+Beside each stands the program without the fault, in which nothing may be found.
+"""
+
+import io
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import lossscale
+from simulated_cuda import device
+
+CUDA = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_before():
+    device.taken()
+    device.taken(of_races=True)
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def ones(*shape, at=CUDA):
+    return torch.ones(shape, device=at)
+
+
+def test_tensors_are_ordinary_ones_with_numbers():
+    x = torch.arange(6.0, device="cuda:1").reshape(2, 3)
+    assert (type(x), x.device, x.is_cuda) == (torch.Tensor, torch.device("cuda:1"), True)
+    assert (x @ x.T).tolist() == [[5.0, 14.0], [14.0, 50.0]]
+    view = x[1]
+    view.mul_(2)
+    assert x.tolist() == [[0.0, 1.0, 2.0], [6.0, 8.0, 10.0]]
+    with pytest.raises(TypeError, match="can't convert cuda"):
+        x.numpy()
+
+
+def test_files_keep_device_type_and_numbers():
+    file = io.BytesIO()
+    parameter = nn.Parameter(ones(3, at="cuda:1") * 2)
+    torch.save({"parameter": parameter, "view": parameter.detach()[1:]}, file)
+    for where, expected in ((None, "cuda:1"), ("cpu", "cpu"), ("cuda:0", "cuda:0")):
+        file.seek(0)
+        loaded = torch.load(file, map_location=where, weights_only=True)
+        assert type(loaded["parameter"]) is nn.Parameter
+        assert {str(each.device) for each in loaded.values()} == {expected}
+        assert [each.tolist() for each in loaded.values()] == [[2.0] * 3, [2.0] * 2]
+
+
+WAITS = {
+    "item": lambda x: x[0].item(),
+    "bool": lambda x: bool(x[0] > 0),
+    "if": lambda x: 1 if x[0] else 2,
+    "tolist": lambda x: x.tolist(),
+    "a copy to the host": lambda x: x.cpu(),
+    "copy_ to the host": lambda x: torch.empty(4).copy_(x),
+    "a copy from the host": lambda x: x.copy_(torch.ones(4)),
+    "a tensor made of numbers": lambda x: torch.tensor([1.0], device=CUDA),
+    "a mask": lambda x: x[x > 0],
+    "an index of the host": lambda x: x[torch.tensor([0, 1])],
+    "nonzero": lambda x: x.nonzero(),
+    "equal": lambda x: torch.equal(x, x),
+    "a stream": lambda x: torch.cuda.current_stream().synchronize(),
+    "a device": lambda x: torch.cuda.synchronize(),
+}
+
+
+@pytest.mark.parametrize("kind", WAITS)
+def test_a_wait_is_counted_and_an_error_if_it_is_forbidden(kind):
+    x = ones(4)
+    device.taken()
+    WAITS[kind](x)
+    # `tolist` and masks wait once or more.
+    assert device.taken()
+    torch.cuda.set_sync_debug_mode("error")
+    with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+        WAITS[kind](x)
+
+
+def test_what_does_not_wait_is_not_counted():
+    x = ones(4)
+    torch.cuda.set_sync_debug_mode("error")
+    parameter = nn.Parameter(x.clone())
+    (parameter * 2).sum().backward()
+    for flags in ({"fused": True}, {"foreach": True}, {"foreach": False}):
+        torch.optim.AdamW([parameter], **flags).step()
+    x.to("cpu", non_blocking=True)
+    x.copy_(torch.ones(4).pin_memory(), non_blocking=True)
+    torch.where(x > 0, x, 0).norm()
+    x.to("cuda:1")
+    assert device.taken() == []
+
+
+DEVICES_MIX = {
+    "a tensor of the host": lambda x: x + torch.ones(4),
+    "another GPU": lambda x: x + ones(4, at="cuda:1"),
+    "a number of another GPU": lambda x: x + ones(at="cuda:1"),
+    "in place": lambda x: x.add_(ones(4, at="cuda:1")),
+    "an output": lambda x: torch.add(x, 1, out=torch.empty(4)),
+    "a matrix": lambda x: nn.functional.linear(x, torch.ones(4, 4)),
+    "in a list": lambda x: torch._foreach_add([x, x], [x, torch.ones(4)]),
+    "a number of the host by its address": lambda x: torch._foreach_mul_([x], torch.ones(())),
+    "the scale of a scaler": lambda x: torch._amp_foreach_non_finite_check_and_unscale_(
+        [x], ones(), torch.ones(())
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DEVICES_MIX)
+def test_two_devices_in_one_operator_are_an_error(kind):
+    with pytest.raises(RuntimeError, match=r"two devices, (cpu|cuda:0) and cuda:"):
+        DEVICES_MIX[kind](ones(4))
+
+
+def test_numbers_of_the_host_may_take_part():
+    assert (ones(2) * torch.tensor(3.0)).tolist() == [3.0, 3.0]
+    torch._foreach_mul_([ones(2)], [2.0])
+
+
+def on_two_streams(waits):
+    """The races of operators on two streams that wait for each other, or do not."""
+    first, second = torch.cuda.current_stream(), torch.cuda.Stream()
+    x = ones(4)
+    if "producer" in waits:
+        second.wait_stream(first)
+    with torch.cuda.stream(second):
+        x.mul_(2)
+    if "event" in waits:
+        first.wait_event(second.record_event())
+    elif "host" in waits:
+        second.synchronize()
+    x.add_(1)
+    return device.taken(of_races=True)
+
+
+def test_a_stream_that_does_not_wait_for_the_producer_is_a_race():
+    assert on_two_streams(("producer", "event")) == []
+    assert on_two_streams(("producer", "host")) == []
+    [*_, found] = on_two_streams(("producer",))
+    assert found.startswith("add_ on stream 0:0 uses the unfinished result of mul_ on stream 0:")
+    assert "mul_ on stream" in on_two_streams(("event",))[0]
+
+
+def test_writing_what_another_stream_still_reads_is_a_race():
+    x, side = ones(4), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x + 1
+    x.zero_()
+    assert "zero_ on stream 0:0 overwrites what is read by add" in device.taken(of_races=True)[0]
+
+
+def test_autograd_waits_between_streams_and_devices():
+    x, side = ones(4).requires_grad_(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = (x * 2).to("cuda:1").sum()
+    torch.cuda.current_stream().wait_stream(side)
+    y.backward()
+    assert (x.grad * 1).tolist() == [2.0] * 4
+    assert device.taken(of_races=True) == []
+
+
+@pytest.mark.parametrize("kind", WAITS)
+def test_a_wait_while_a_graph_is_captured_is_an_error(kind):
+    x = ones(4)
+    with (
+        pytest.raises(RuntimeError, match="not permitted when stream is capturing"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        WAITS[kind](x)
+
+
+def test_a_graph_changes_nothing_until_it_is_replayed():
+    x, graph = ones(2), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 2
+        x.add_(y)
+        y[0].fill_(7)
+    assert x.tolist() == [1.0, 1.0]
+    for expected in ([3.0, 3.0], [9.0, 9.0]):
+        graph.replay()
+        assert x.tolist() == expected
+    assert y.tolist() == [7.0, 6.0]
+    x.fill_(5)
+    graph.replay()
+    assert x.tolist() == [15.0, 15.0]
+
+
+def test_a_state_that_hooks_of_two_devices_share_is_used_by_two_threads_at_once():
+    parameters = [ones(4, at=f"cuda:{n}").requires_grad_() for n in range(2)]
+    # Both hooks have to be there at the same time.
+    both, threads = threading.Barrier(2, timeout=30), []
+
+    def hook(gradient):
+        both.wait()
+        threads.append(threading.current_thread())
+
+    for parameter in parameters:
+        parameter.register_hook(hook)
+    torch.autograd.backward([(parameter * 1).sum() for parameter in parameters])
+    assert len(set(threads)) == 2
+    assert threading.main_thread() not in threads
+
+
+def test_a_read_after_a_decision_on_the_device_is_found():
+    def step(reads):
+        optimizer.zero_grad()
+        optimizer.scale_loss((parameter * 1).sum()).backward()
+        optimizer.step()
+        return bool(optimizer.last_step_skipped) if reads else None
+
+    parameter = nn.Parameter(ones(4))
+    inner = torch.optim.AdamW([parameter], fused=True)
+    optimizer = lossscale.torch.LossScaleOptimizer(inner, decide="device")
+    step(False)
+    device.taken()
+    torch.cuda.set_sync_debug_mode("error")
+    step(False)
+    assert device.taken() == []
+    with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+        step(True)

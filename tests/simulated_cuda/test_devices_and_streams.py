@@ -1,0 +1,180 @@
+"""Several devices and streams: the plain optimizer's numbers, no race, no mixed device."""
+
+import pytest
+import torch
+from torch import nn
+
+from simulated_cuda import device
+from simulated_cuda.ways import SCALERS, WAYS, Way
+
+FLAGS = {"single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+STEPS, OVERFLOW = 5, 2
+
+
+def ways(fused=True, clipped=False):
+    """Ways whose numbers are those of the bare optimizer."""
+    return [way for way in WAYS if way != "clipped" and (fused or way != "device")]
+
+
+def ones(at="cuda:0"):
+    return nn.Parameter(torch.ones(4, device=at))
+
+
+def numbers(parameters):
+    return [each.tolist() for each in parameters]
+
+
+def waits_and_races(run, way):
+    """Runs a program, and returns its numbers, its waits, and its races."""
+    device.taken()
+    device.taken(of_races=True)
+    found = run(way)
+    return found, device.taken(), device.taken(of_races=True)
+
+
+def trained_on_two(flags, cls, order, settings=None):
+    """A program with a parameter on each GPU, in whose third step gradients overflow."""
+
+    def run(name):
+        first, second = order
+        p, q = ones(first), ones(second)
+        way = Way(name, cls([p, q], lr=0.1, **flags), settings)
+        for number in range(STEPS):
+            way.inner.zero_grad()
+            hidden = (p * 2).to(second)
+            if number == OVERFLOW:
+                if name in ("bare", "fixed"):
+                    continue
+                hidden = hidden * torch.inf
+            loss = (hidden * q).sum()
+            if number == STEPS - 1:
+                device.taken()
+            way.backward(loss)
+            way.step()
+        return numbers((p, q))
+
+    return run
+
+
+@pytest.mark.parametrize("order", [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")], ids="01")
+@pytest.mark.parametrize("flags", FLAGS)
+def test_a_model_on_two_devices(flags, order):
+    for cls, more in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})):
+        run = trained_on_two(FLAGS[flags] | more, cls, order)
+        expected = run("bare")
+        for name in ways(flags == "fused"):
+            found, _, races = waits_and_races(run, name)
+            # PyTorch's own scaler applies the overflow of one GPU on the other if fused.
+            if name != "PyTorch's scaler" or flags != "fused":
+                torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+            assert races == [], name
+
+
+def on_a_side_stream(name):
+    """A whole step on another stream."""
+    p, side = ones(), torch.cuda.Stream()
+    way = Way(name, torch.optim.AdamW([p], lr=0.1, fused=True))
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(STEPS):
+            way.inner.zero_grad()
+            way.backward((p * 2).sum())
+            way.step()
+    torch.cuda.current_stream().wait_stream(side)
+    return p.tolist()
+
+
+def forward_pass_on_a_side_stream(name):
+    """Losses of two micro-batches come from another stream, and their backward passes, too."""
+    p, side = ones(), torch.cuda.Stream()
+    way = Way(name, torch.optim.AdamW([p], lr=0.1, fused=True))
+    for _ in range(STEPS):
+        way.inner.zero_grad()
+        for _ in range(2):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                loss = way.scaled((p * 2).sum())
+            if name == "backward":
+                torch.cuda.current_stream().wait_stream(side)
+                way.scaling.backward(loss)
+            else:
+                loss.backward()
+        way.step()
+    return p.tolist()
+
+
+def on_two_side_streams_in_turn(name):
+    """Each step on the other of two streams."""
+    p = ones()
+    way = Way(name, torch.optim.AdamW([p], lr=0.1, fused=True))
+    pair = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for each in pair:
+        each.wait_stream(torch.cuda.current_stream())
+    for number in range(STEPS):
+        now, other = pair[number % 2], pair[1 - number % 2]
+        now.wait_stream(other)
+        with torch.cuda.stream(now):
+            way.inner.zero_grad()
+            way.backward((p * 2).sum())
+            way.step()
+    torch.cuda.synchronize()
+    return p.tolist()
+
+
+@pytest.mark.parametrize(
+    "run", [on_a_side_stream, forward_pass_on_a_side_stream, on_two_side_streams_in_turn]
+)
+def test_streams(run):
+    expected = run("bare")
+    for name in ways():
+        found, _, races = waits_and_races(run, name)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        assert races == [], name
+
+
+def loss_on_the_host(name):
+    p = ones()
+    way = Way(name, torch.optim.AdamW([p], lr=0.1, fused=True))
+    for _ in range(STEPS):
+        way.inner.zero_grad()
+        way.backward((p * 2).sum().cpu())
+        way.step()
+    return p.tolist()
+
+
+def parameters_on_the_host_too(name):
+    p, q = ones(), ones("cpu")
+    way = Way(name, torch.optim.AdamW([p, q], lr=0.1, foreach=False))
+    for _ in range(STEPS):
+        way.inner.zero_grad()
+        way.backward((p * 2).sum().cpu() + (q * 3).sum())
+        way.step()
+    return [p.tolist(), q.tolist()]
+
+
+@pytest.mark.parametrize("run", [loss_on_the_host, parameters_on_the_host_too])
+def test_a_part_of_the_program_on_the_host(run):
+    expected = run("bare")
+    for name in ways(run is loss_on_the_host):
+        found, _, races = waits_and_races(run, name)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        assert races == [], name
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_default_device_is_not_asked_for(name):
+    """A step on a GPU while tensors are made on the host, or on another GPU."""
+    for default in ("cpu", "cuda:1", None):
+        p = ones()
+        way = Way(name, torch.optim.SGD([p], lr=0.5, fused=True))
+        torch.set_default_device(default)
+        try:
+            for _ in range(2):
+                way.inner.zero_grad()
+                way.backward((p * 1).sum())
+                way.step()
+        finally:
+            torch.set_default_device(None)
+        # The norm of the gradient is 2, and 1 if it is clipped.
+        assert p.tolist() == pytest.approx([0.5 if name == "clipped" else 0.0] * 4)
+        assert name not in SCALERS or way.scale() == 2 * 8.0
