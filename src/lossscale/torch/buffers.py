@@ -317,8 +317,8 @@ class BufferGuard:
         if count > _NEVER_STEPPED:
             self._updates = None
             warn(
-                "The optimizer in guard(model, optimizer) was never stepped. Another one updates the "
-                "parameters, so skipped steps do not restore the buffers. Pass the "
+                "The optimizer in guard(model, optimizer) was never stepped. Another one updates "
+                "the parameters, so skipped steps do not restore the buffers. Pass the "
                 "LossScaleOptimizer or GradScaler that steps."
             )
 
