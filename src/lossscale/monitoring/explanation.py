@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 LARGEST = 65504.0
 """The largest number of float16."""
 SMALLEST = 2.0**-24
 """The smallest one above 0; half of it, and less, is rounded to 0."""
 
+_CHECK_THE_LOSS = (
+    "check the targets and the loss function; explain(model, loss_fn, batch) names its operation "
+    "and line"
+)
 _ADVISED_EPSILON = "1e-4"
 _MANY_HALVINGS = 8
 _SINGULAR = {
@@ -89,6 +94,16 @@ class Explanation:
 
     def __str__(self) -> str:
         return self.text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the explanation as a dictionary of plain Python values, with its text."""
+        return {**dataclasses.asdict(self), "cause": self.cause.value, "text": self.text}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Explanation:
+        """Returns the explanation that `to_dict` has saved."""
+        named = {f.name: saved[f.name] for f in dataclasses.fields(cls) if f.name in saved}
+        return cls(**{**named, "cause": Cause(saved["cause"])})
 
 
 class FailedOperation(NamedTuple):
@@ -251,6 +266,51 @@ def not_finite_weights(names: Sequence[str]) -> Explanation:
     reason = f"{shown} of the model {'is' if len(names) == 1 else 'are'} not finite"
     advice = "no later step can be finite: load a checkpoint"
     return Explanation(Cause.WEIGHTS, reason, advice, module=names[0])
+
+
+def scaled_outputs(infs: int, scale: float, *, is_sure: bool = True) -> Explanation:
+    """Returns the explanation of gradients of the model's outputs that overflow in float16.
+
+    Args:
+        infs: The number of gradients.
+        scale: The loss scale of the step.
+        is_sure: Whether it is known that the loss is finite, or that others are near overflow.
+    """
+    reason = (
+        f"the outputs of the model are finite; at a loss scale of {scale:g}, {infs} of their "
+        "gradients, in float16, overflow"
+    )
+    advice = "a lower scale helps, or outputs in float32"
+    operation = "gradient of the outputs"
+    return Explanation(Cause.SCALE, reason, advice, operation, "", True, 1 if is_sure else None)
+
+
+def with_loss(found: Explanation, loss: float) -> Explanation:
+    """Returns what `scaled_outputs` means if the loss is known.
+
+    Args:
+        found: The explanation that was not sure.
+        loss: The unscaled loss of the step.
+    """
+    if math.isfinite(loss):
+        return dataclasses.replace(found, halvings=1)
+    reason = f"the outputs of the model are finite, but the loss is {loss:g}"
+    return Explanation(Cause.LOSS, reason, _CHECK_THE_LOSS, in_backward=True)
+
+
+def in_the_loss(infs: int, nans: int, largest_output: float) -> Explanation:
+    """Returns the explanation of gradients that are not finite where they reach the outputs.
+
+    Args:
+        infs: The number of infinite ones.
+        nans: The number of those that are NaN.
+        largest_output: The largest magnitude of an output.
+    """
+    reason = (
+        f"the outputs of the model are finite, up to {largest_output:.3g}, but {infs} infinities "
+        f"and {nans} NaN reach them from the loss"
+    )
+    return Explanation(Cause.LOSS, reason, _CHECK_THE_LOSS, in_backward=True)
 
 
 def unknown(why: str) -> Explanation:

@@ -18,6 +18,7 @@ __all__ = [
     "LossScaleOptimizer",
     "Monitor",
     "diagnose",
+    "explain",
     "guard",
     "install",
     "report_skips_to_accelerate",
@@ -29,6 +30,7 @@ _WHERE = {
     "LossScaleOptimizer": "optimizer",
     "Monitor": "monitor",
     "diagnose": ".diagnosis.torch",
+    "explain": "explain",
     "guard": "scheduler",
     "install": "amp_install",
     "report_skips_to_accelerate": "scheduler",
@@ -39,6 +41,7 @@ _WHERE = {
 if TYPE_CHECKING:
     from lossscale.diagnosis.torch import diagnose as diagnose
     from lossscale.torch.amp_install import install as install
+    from lossscale.torch.explain import explain as explain
     from lossscale.torch.grad_scaler import GradScaler as GradScaler
     from lossscale.torch.monitor import Monitor as Monitor
     from lossscale.torch.optimizer import LossScaleOptimizer as LossScaleOptimizer

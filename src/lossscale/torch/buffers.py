@@ -58,7 +58,7 @@ def guard_model(model: Any, optimizers: Sequence[Any], names: Iterable[str] | No
     Raises:
         ArgumentError: If no buffer has one of the names.
     """
-    inner = _innermost(model)
+    inner = innermost(model)
     made = BufferGuard(inner, _checked_names(inner, names))
     unguard_model(model)
     made.attach({model, inner})
@@ -69,7 +69,7 @@ def guard_model(model: Any, optimizers: Sequence[Any], names: Iterable[str] | No
 
 def unguard_model(model: Any) -> None:
     """Lets the buffers of a model follow all steps again, skipped ones included."""
-    found = _of_models.pop(_innermost(model), None)
+    found = _of_models.pop(innermost(model), None)
     if found is not None:
         found.detach()
 
@@ -114,9 +114,11 @@ class BufferGuard:
     def attach(self, modules: set[Any]) -> None:
         """Adds the hooks."""
         for each in modules:
-            hook = _Hook(self)
-            self._handles.append(each.register_forward_pre_hook(hook, prepend=True))
-            self._handles.append(each.register_load_state_dict_post_hook(_LoadHook(self)))
+            loaded = Hook(lambda module, keys: self.save())
+            self._handles += [
+                each.register_forward_pre_hook(_ForwardHook(self), prepend=True),
+                each.register_load_state_dict_post_hook(loaded),
+            ]
 
     def detach(self) -> None:
         """Removes the hooks; no later step restores anything."""
@@ -323,8 +325,26 @@ class BufferGuard:
             )
 
 
-class _Hook:
-    """The hook of a guarded module. In a copy or a pickle of the module it does nothing."""
+class Hook:
+    """A hook of a module. In a copy or a pickle of the module it does nothing.
+
+    Args:
+        function: Called as the hook.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> None:
+        self.function(*args)
+
+    def __reduce__(self) -> Any:
+        # A saved model loads without this library.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class _ForwardHook(Hook):
+    """The hook before a forward pass."""
 
     def __init__(self, guard: BufferGuard) -> None:
         self.guard, self.number = guard, guard.number
@@ -334,17 +354,6 @@ class _Hook:
             _while_compiling(self.number)
         else:
             self.guard.before_forward(module)
-
-    def __reduce__(self) -> Any:
-        # A saved model loads without this library.
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class _LoadHook(_Hook):
-    """The hook after `load_state_dict`."""
-
-    def __call__(self, module: Any, keys: Any) -> None:
-        self.guard.save()
 
 
 class _HeldBack:
@@ -386,11 +395,11 @@ def _while_compiling(number: int) -> None:
         found.compiled()
 
 
-def _innermost(model: Any) -> Any:
+def innermost(model: Any) -> Any:
     """The module in what PyTorch wraps around modules."""
     wraps = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     inner = model.module if isinstance(model, wraps) else model._modules.get("_orig_mod")
-    return model if inner is None else _innermost(inner)
+    return model if inner is None else innermost(inner)
 
 
 def _checked_names(model: Any, names: Iterable[str] | None) -> set[str] | None:
